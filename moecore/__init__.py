@@ -1,0 +1,1 @@
+"""moecore: sparse vision mixture-of-experts models, their training, and everything the papers measure on them."""
