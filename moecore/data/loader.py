@@ -1,0 +1,90 @@
+"""Which images a step sees, and where they lie. Order is a function of (seed, step): nothing to save, nothing to restore."""
+
+import hashlib
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Generator, LongTensor, Tensor
+
+from moecore.data.prepared import Split
+from moecore.data.sampling import send
+from moecore.files import StageError
+
+
+def generator_for(*words: int) -> Generator:
+    """A CPU generator that is a function of whole numbers, as (seed, step, purpose); different words, also in number, are independent."""
+    digest = hashlib.sha256(",".join(map(str, words)).encode()).digest()  # SeedSequence takes (1, 5) and (1, 5, 0) for the same
+    return Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+
+
+@lru_cache(maxsize=2)
+def _order(n: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(n, generator=generator_for(seed, epoch))
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> LongTensor:
+    """The order of n images in an epoch: int64 (n,), a permutation."""
+    return _order(n, seed, epoch).clone()
+
+
+def batch_indices(n: int, batch: int, seed: int, step: int) -> LongTensor:
+    """The images of a step counted from 0 over the whole training: int64 (batch,). The incomplete end of an epoch is dropped.
+
+    Raises StageError where a batch is larger than the set.
+    """
+    epoch, place = divmod(step, steps_per_epoch(n, batch))
+    return _order(n, seed, epoch)[place * batch : (place + 1) * batch].clone()
+
+
+def steps_per_epoch(n: int, batch: int) -> int:
+    """Whole batches in n images; StageError where there is none."""
+    if n < batch:
+        raise StageError(f"batch is {batch}, but there are only {n} training images; allowed: 1 to {n}")
+    return n // batch
+
+
+class OnDevice(NamedTuple):
+    """A split that lies on the device whole: images uint8 (N, C, H, W) and labels int64 (N,)."""
+
+    images: Tensor
+    labels: Tensor
+
+    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Images uint8 (B, C, H, W) and labels (B,) of CPU indices (B,)."""
+        where = send(indices, self.labels.device)
+        return self.images.index_select(0, where), self.labels.index_select(0, where)
+
+
+class OnDisk(NamedTuple):
+    """A split whose images stay memory-mapped; each batch is gathered and copied."""
+
+    images: np.ndarray
+    labels: Tensor
+
+    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Images uint8 (B, C, H, W) and labels (B,) of CPU indices (B,), on the labels' device."""
+        batch = torch.from_numpy(np.take(self.images, indices.numpy(), axis=0))
+        return send(batch, self.labels.device), self.labels.index_select(0, send(indices, self.labels.device))
+
+
+def to_device(split: Split, device: torch.device | str, limit_bytes: int = 8 << 30) -> OnDevice | OnDisk:
+    """Put a split's images on the device where they take at most ``limit_bytes`` there; else leave them on disk."""
+    labels = torch.from_numpy(np.array(split.labels)).to(device)
+    if split.images.nbytes > limit_bytes:
+        return OnDisk(split.images, labels)
+    return OnDevice(torch.from_numpy(np.array(split.images)).to(device), labels)
+
+
+def few_shot(labels: np.ndarray | Tensor, shots_per_class: int, seed: int) -> LongTensor:
+    """Sorted indices of ``shots_per_class`` images of every class that occurs; StageError where a class has fewer."""
+    labels = np.asarray(labels)
+    classes, counts = np.unique(labels, return_counts=True)
+    if (counts < shots_per_class).any():
+        worst = int(counts.argmin())
+        least = counts[worst]
+        raise StageError(f"{shots_per_class} images per class asked for, but class {classes[worst]} has {least}; allowed: 1 to {least}")
+    random = np.random.default_rng([seed, 3])
+    chosen = [random.permutation(np.flatnonzero(labels == c))[:shots_per_class] for c in classes]
+    return torch.from_numpy(np.sort(np.concatenate(chosen)))
