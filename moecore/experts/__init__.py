@@ -1,0 +1,3 @@
+from moecore.experts.mlp import Mlp
+
+Experts = Mlp

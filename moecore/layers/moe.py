@@ -1,0 +1,61 @@
+"""The mixture-of-experts layer that takes the place of a block's feed-forward."""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from moecore.config import Config
+from moecore.experts import Experts
+from moecore.files import StageError
+from moecore.records import RoutingRecord
+from moecore.routers import Router
+
+Blocks = Literal["every_2", "last_2"] | tuple[int, ...]
+
+
+class MoE(Config):
+    """Who routes, to which experts, and in which blocks."""
+
+    router: Router
+    experts: Experts
+    blocks: Blocks = Field(default="last_2", description="blocks that hold experts: every_2, last_2, or indices from 0")
+
+    @property
+    def active_share(self) -> float:
+        """Share of the experts that one token uses."""
+        return self.router.k / self.experts.number
+
+    def build(self, width: int) -> "MoELayer":
+        """One layer over ``width``-wide tokens. Raises StageError where router and experts do not fit together."""
+        return MoELayer(self.router.build(width, self.experts.number), self.experts.build(width))
+
+    def indices(self, depth: int) -> tuple[int, ...]:
+        """The blocks (from 0, ascending) of a model of ``depth`` blocks that hold experts.
+
+        every_2: the odd ones (the papers' even blocks, which count from 1).  last_2: the last two odd ones.
+        Raises StageError where ``depth`` has no such blocks.
+        """
+        odd = tuple(range(1, depth, 2))
+        if self.blocks == "every_2" and odd:
+            return odd
+        if self.blocks == "last_2" and len(odd) >= 2:
+            return odd[-2:]
+        if isinstance(self.blocks, str):
+            raise StageError(f"blocks: {self.blocks}, but a model of {depth} blocks has only {len(odd)} with an odd index; list the blocks instead")
+        chosen = tuple(sorted(set(self.blocks)))
+        if not chosen or len(chosen) != len(self.blocks) or chosen[0] < 0 or chosen[-1] >= depth:
+            raise StageError(f"blocks: {list(self.blocks)}; give at least one index, each once, from 0 to {depth - 1} (a model of {depth} blocks)")
+        return chosen
+
+
+class MoELayer(nn.Module):
+    """``layer(tokens)`` with tokens (B, T, d) returns (tokens (B, T, d), (RoutingRecord,)), as the dense feed-forward does with ()."""
+
+    def __init__(self, router: nn.Module, experts: nn.Module) -> None:
+        super().__init__()
+        self.router, self.experts = router, experts
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, tuple[RoutingRecord]]:
+        plan, record = self.router(tokens)
+        return plan.combine(self.experts(*plan.dispatch(tokens))), (record,)

@@ -1,0 +1,3 @@
+from moecore.routers.noisy_top_k import NoisyTopK
+
+Router = NoisyTopK

@@ -1,0 +1,68 @@
+import math
+
+import pytest
+import torch
+
+from moecore.files import StageError
+from moecore.regularizers.router_kl import RouterKl, match_tokens, router_kl
+from tests.regularizers.steps import record, step
+
+TEACHER = [[[0.5, 0.5], [1.0, 0.0]]]
+STUDENT = [[[0.25, 0.75], [0.25, 0.75]]]
+# Token 1: ½ ln(½ / ¼) + ½ ln(½ / ¾) = ½ ln 2 + ½ ln ⅔ = ½ ln(4/3).  Token 2: 1·ln(1 / ¼) + 0 = ln 4.  Mean over the two tokens:
+VALUE = (0.5 * math.log(4 / 3) + math.log(4)) / 2
+
+
+def test_value_by_hand():
+    assert router_kl(teacher=torch.tensor(TEACHER), student=torch.tensor(STUDENT)).item() == pytest.approx(VALUE)
+
+
+def test_layers_are_averaged_and_the_weight_is_left_to_the_objective():
+    two = step(record(probs=STUDENT), record(probs=TEACHER), guidance=[TEACHER, TEACHER])  # the second layer agrees: 0
+    assert RouterKl()(two).item() == pytest.approx(VALUE / 2)
+
+
+def test_gradient_is_student_minus_teacher_and_the_teacher_gets_none():
+    # d KL / d logits = (p_s − p_t) / tokens for a softmax student.
+    logits = torch.randn(2, 3, 4, requires_grad=True)
+    teacher_logits = torch.randn(2, 3, 4, requires_grad=True)
+    teacher = teacher_logits.softmax(-1)
+    loss = router_kl(teacher=teacher, student=logits.softmax(-1))
+    ours, theirs = torch.autograd.grad(loss, (logits, teacher_logits), allow_unused=True)
+    torch.testing.assert_close(ours, (logits.softmax(-1) - teacher).detach() / 6)
+    assert theirs is None
+
+
+def test_probabilities_of_zero_stay_finite():
+    student = torch.tensor([[[1.0, 0.0]]], requires_grad=True)
+    loss = router_kl(teacher=torch.tensor([[[0.5, 0.5]]]), student=student)
+    loss.backward()
+    assert loss.isfinite() and student.grad.isfinite().all()
+
+
+def test_a_distillation_token_follows_the_teachers_class_token():
+    teacher = torch.arange(6.0).view(1, 3, 2)  # CLS, two patches
+    matched = match_tokens(teacher, torch.Size((1, 4, 2)))
+    assert matched.tolist() == [[[0, 1], [0, 1], [2, 3], [4, 5]]]
+    assert match_tokens(teacher, teacher.shape) is teacher
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 2), (1, 2, 2), (1, 3, 4), (2, 3, 2)])
+def test_other_shapes_are_refused(shape):
+    with pytest.raises(StageError, match=r"teacher's routing has shape \(1, 3, 2\)"):
+        match_tokens(torch.zeros(1, 3, 2), torch.Size(shape))
+
+
+def test_it_acts_until_its_share_of_the_training():
+    half = RouterKl(until=0.5)
+    assert half(step(record(probs=STUDENT), guidance=[TEACHER], progress=0.499)).item() == pytest.approx(VALUE)
+    assert half(step(record(probs=STUDENT), guidance=[TEACHER], progress=0.5)).item() == 0
+    assert RouterKl()(step(record(probs=STUDENT), guidance=[TEACHER], progress=0.999)).item() == pytest.approx(VALUE)
+
+
+def test_missing_guidance_is_explained():
+    with pytest.raises(StageError, match="no teacher guidance"):
+        RouterKl()(step(record(probs=STUDENT)))
+    with pytest.raises(StageError, match="guides 1 MoE layers and the student has 2"):
+        RouterKl()(step(record(probs=STUDENT), record(probs=STUDENT), guidance=[TEACHER]))
+    assert RouterKl().weight == 5.0 and "guidance" in RouterKl.needs
