@@ -1,0 +1,10 @@
+"""Floor 1: attacks on images, a family of parts."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from moecore.attacks.fgsm import Fgsm
+from moecore.attacks.pgd import Pgd
+
+Attack = Annotated[Fgsm | Pgd, Field(discriminator="kind")]

@@ -1,0 +1,72 @@
+"""Classification metrics of logits against labels; all sums are in fp64.
+
+logits: (N, K) before the softmax; labels: (N,) in 0 … K−1. N images, K classes.
+"""
+
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+BINS = 15  # equal widths, as in Guo et al. (2017)
+
+
+class Bins(TypedDict):
+    """A reliability diagram by columns, one entry a bin (low, high]; means are None where a bin has no predictions."""
+
+    low: list[float]
+    high: list[float]
+    count: list[int]
+    confidence: list[float | None]
+    accuracy: list[float | None]
+
+
+def correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether the class with the largest logit is the label; (N,) bool."""
+    return logits.argmax(dim=1) == labels
+
+
+def confidence(logits: Tensor) -> Tensor:
+    """The largest probability of each image; (N,) fp64 in (0, 1]."""
+    return logits.double().softmax(dim=1).amax(dim=1)
+
+
+def nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Negative log-likelihood of each image in nats; (N,) fp64. Its mean is the NLL."""
+    return -logits.double().log_softmax(dim=1).gather(1, labels[:, None].long())[:, 0]
+
+
+def brier(logits: Tensor, labels: Tensor) -> Tensor:
+    """Squared distance of the probabilities from the one-hot label, summed over classes; (N,) fp64 in [0, 2]. Brier (1950)."""
+    probs = logits.double().softmax(dim=1)
+    return (probs - torch.nn.functional.one_hot(labels.long(), logits.shape[1])).square().sum(dim=1)
+
+
+def reliability(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Bins:
+    """Mean confidence and accuracy in bins of equal width; ``confidences`` (N,) in [0, 1], ``hits`` (N,) bool."""
+    where = _bin(confidences, bins)
+    count = torch.bincount(where, minlength=bins).tolist()
+
+    def means(values: Tensor) -> list[float | None]:
+        sums = torch.bincount(where, weights=values.double(), minlength=bins).tolist()
+        return [total / number if number else None for total, number in zip(sums, count, strict=True)]
+
+    edges = [i / bins for i in range(bins + 1)]
+    return Bins(low=edges[:-1], high=edges[1:], count=count, confidence=means(confidences), accuracy=means(hits))
+
+
+def ece(confidences: Tensor, hits: Tensor, bins: int = BINS) -> float:
+    """Expected calibration error: mean over images of |accuracy − confidence| of the image's bin (Guo et al., 2017, eq. 3)."""
+    gap = torch.bincount(_bin(confidences, bins), weights=hits.double() - confidences.double(), minlength=bins)
+    return float(gap.abs().sum() / len(confidences))
+
+
+def confusion(logits: Tensor, labels: Tensor) -> Tensor:
+    """Counts by (true class, predicted class); (K, K) int64."""
+    classes = logits.shape[1]
+    return torch.bincount(labels.long() * classes + logits.argmax(dim=1), minlength=classes**2).reshape(classes, classes)
+
+
+def _bin(confidences: Tensor, bins: int) -> Tensor:
+    """Index of the bin (low, high] of each confidence; 0 belongs to the first."""
+    return (confidences.double() * bins).ceil().long().sub(1).clamp(0, bins - 1)

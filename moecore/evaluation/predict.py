@@ -1,0 +1,65 @@
+"""Run a model over images in batches and keep what it says; nothing else about the model or the process changes.
+
+N images, C channels, H × W pixels, K classes, T tokens, E experts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moecore.files import StageError
+from moecore.records import RoutingRecord
+
+
+def predictions(model: nn.Module, images, batch: int, routing: bool = True) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+    """Logits and routing records of a model over all images, in evaluation mode, in fp32.
+
+    images: (N, C, H, W), uint8 (array, memory map or tensor) or floating point in [0, 1]; batch: images a forward pass.
+    Returns logits (N, K) and one record of fields (N, T, E) per MoE layer, on the CPU; no records with ``routing=False``.
+    The result does not depend on ``batch``. The mode of every module and the global random state are left as they were.
+    Raises StageError where there are no images.
+    """
+    if len(images) == 0:
+        raise StageError("prediction: there are no images; the split or the subset is empty")
+    logits, records = [], []
+    with evaluating(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
+        for pixels in batches(images, batch, device_of(model)):
+            output = model(pixels)
+            logits.append(output.prediction.float().cpu())
+            records.append(tuple(RoutingRecord(*(field.cpu() for field in record)) for record in output.routing) if routing else ())
+    return torch.cat(logits), joined(records)
+
+
+def batches(images, size: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+    """Images in order, at most ``size`` at a time, as fp32 in [0, 1] on ``device``; uint8 is divided by 255."""
+    for start in range(0, len(images), size):
+        part = images[start : start + size]
+        part = part if isinstance(part, Tensor) else torch.from_numpy(np.array(part))
+        yield part.to(device).float() / 255 if part.dtype == torch.uint8 else part.to(device).float()
+
+
+def joined(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...]:
+    """Records of consecutive batches as the records of all images, layer by layer."""
+    return tuple(RoutingRecord(*(torch.cat(field) for field in zip(*layer, strict=True))) for layer in zip(*records, strict=True))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters lie (the CPU where it has none)."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every module's own mode and the global random state are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    device = device_of(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
