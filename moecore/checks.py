@@ -1,0 +1,101 @@
+"""What no single section of params.yaml can know: whether the sections fit each other."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from moecore.problems import spell
+from moecore.sources import FAMILIES
+from moecore.yaml12 import Document, near
+
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+NO_TEACHER = "no_teacher"
+WANTED = {"routing": "a router", "load": "a router that provides load probabilities", "guidance": "a teacher"}
+
+
+def cross_checks(document: Document, study: Any) -> Iterator[str]:
+    """One line per misfit, with file, line and column. ``study``: the validated file, or None where it was refused."""
+    for keys, text in (*_selection(document.data), *(_needs(study) if study else ()), *(_unwritten(study, document) if study else ())):
+        yield f"{document.place(keys)}: {spell(keys)}: {text}"
+
+
+def _selection(data: Any) -> Iterator[tuple[tuple, str]]:
+    """``run`` against ``methods``, on the raw data, so that these problems show beside all others."""
+    run, methods = (_mapping(_mapping(data).get(key)) for key in ("run", "methods"))
+    for index, name in enumerate(_list(run.get("methods"))):
+        if isinstance(name, str) and name not in methods:
+            yield ("run", "methods", index), f"found {name!r}{near(name, list(methods))}; allowed: {', '.join(map(str, methods)) or 'nothing, methods is empty'}"
+    for key in ("methods", "seeds", "phases"):
+        values = _list(run.get(key))
+        for index, value in enumerate(values):
+            if value in values[:index]:
+                yield ("run", key, index), f"{value!r} is there twice; keep one"
+            if key == "seeds" and isinstance(value, int) and value < 0:
+                yield ("run", key, index), f"found {value}; allowed: integers ≥ 0"
+    for name in methods:
+        if not NAME.fullmatch(str(name)):
+            yield ("methods", name), f"found the name {str(name)!r}; allowed: small letters, digits and _, beginning with a letter (it becomes a folder)"
+
+
+def _needs(study: Any) -> Iterator[tuple[tuple, str]]:
+    """Whether every regularizer finds what it needs."""
+    teacher = getattr(study, "teacher", None)
+    for name, method in getattr(study, "methods", {}).items():
+        for index, regularizer in enumerate(method.regularizers):
+            for need in sorted(regularizer.needs & set(WANTED)):
+                place = ("methods", name, "regularizers", index)
+                if need != "guidance" and need not in method.provided:
+                    yield place, f"{regularizer.kind} needs {WANTED[need]}, but {_router(method)}"
+                elif need == "guidance" and teacher is not None and teacher.kind == NO_TEACHER and name in study.run.methods:
+                    yield place, f"{regularizer.kind} needs a teacher, but teacher.kind is {teacher.kind}; allowed: {', '.join(_teachers(study))}"
+
+
+def _router(method: Any) -> str:
+    if method.router is None:
+        return "the method has no router"
+    return f"{method.router.kind} provides {', '.join(sorted(method.provided)) or 'nothing'}"
+
+
+def _teachers(study: Any) -> list[str]:
+    union = type(study).model_fields["teacher"].annotation
+    return [kind for member in get_args(union) for kind in get_args(member.model_fields["kind"].annotation) if kind != NO_TEACHER]
+
+
+def _unwritten(study: Any, document: Document) -> Iterator[tuple[tuple, str]]:
+    """Parts whose ``kind`` does not stand in the file: the hashes of the code that a method uses go by what is written."""
+    for keys, settings in _settings(study):
+        family = type(settings).__module__.split(".")[1:2]
+        if family and family[0] in FAMILIES and "kind" in type(settings).model_fields and not _written((*keys, "kind"), document.data):
+            yield keys, f"kind is not written; write kind: {settings.kind}, so that a change of that part's code is noticed"
+
+
+def _settings(value: Any, keys: tuple = ()) -> Iterator[tuple[tuple, BaseModel]]:
+    """Every settings object inside ``value`` with its keys."""
+    if isinstance(value, BaseModel):
+        yield keys, value
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _settings(inner, (*keys, name))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _settings(inner, (*keys, index))
+
+
+def _written(keys: tuple, data: Any) -> bool:
+    for key in keys:
+        if isinstance(data, dict) and key in data or isinstance(data, list) and isinstance(key, int) and key < len(data):
+            data = data[key]
+        else:
+            return False
+    return True
+
+
+def _mapping(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else []

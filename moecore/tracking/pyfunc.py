@@ -1,0 +1,23 @@
+"""The code of a logged model: MLflow runs this file to load one (models from code)."""
+
+from mlflow.models import set_model
+from mlflow.pyfunc import PythonModel
+
+
+class Classifier(PythonModel):
+    """``predict({"images": (N, C, H, W) in [0, 1], float32})`` returns the class scores (N, K) before softmax, float32."""
+
+    def load_context(self, context):
+        from moecore.artifacts import load_model
+
+        self.model = load_model(context.artifacts["model"])
+
+    def predict(self, context, model_input, params=None):  # no hints: MLflow would derive a signature from them
+        import torch
+
+        images = model_input["images"] if isinstance(model_input, dict) else model_input
+        with torch.inference_mode():
+            return self.model(torch.as_tensor(images)).prediction.float().numpy()
+
+
+set_model(Classifier())
