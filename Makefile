@@ -1,0 +1,51 @@
+# Every target does what it needs from nothing: virtual environment, pinned packages, data, DVC.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export DVC_NO_ANALYTICS := 1
+export MLFLOW_DISABLE_TELEMETRY := true
+export PYTHONUNBUFFERED := 1
+PORT ?= 5000
+
+.PHONY: repro test setup data check plan ui sync schema bench clean
+
+repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml
+	dvc repro
+	python -m moecore.tracking sync
+	@echo "Report: reports/index.html · runs: make ui"
+
+test: setup data                 ## run the tests
+	python -m pytest tests
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch torchvision
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+data: setup                      ## put Fashion-MNIST into data/raw where the machine does not have it
+	bash tools/fetch_fashion_mnist.sh
+
+check: setup                     ## validate the whole of params.yaml
+	python -m moecore.study check
+
+plan: check                      ## which stages would run, and why
+	python -m moecore.plan
+
+ui: setup                        ## MLflow on 127.0.0.1:$(PORT)
+	python -m moecore.tracking ui --port $(PORT)
+
+sync: setup                      ## import finished runs into MLflow
+	python -m moecore.tracking sync
+
+schema: setup                    ## params.schema.json for editors
+	python -m moecore.study schema
+
+bench: setup                     ## race the MoE layer
+	python -m benchmarks.moe_layer
+
+clean:                           ## delete what can be made again, but not DVC's cache
+	rm -rf artifacts .state reports mlruns mlflow.db dvc_plots

@@ -1,0 +1,60 @@
+"""Curves over the seeds, for the page and for the CSV files that ``dvc plots`` reads."""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moecore.evaluation.intervals import over_seeds, wilson
+from moecore.files import StageError
+from moecore.report.results import Measured, Results
+
+Row = dict[str, Any]
+TRAINING = ("step", "epoch", "train_loss", "train_accuracy", "validation_accuracy")
+ROBUSTNESS = ("attack", "epsilon", "accuracy", "low", "high")
+
+
+def robustness_rows(models: Sequence[Measured], attack: str, value: str = "accuracy") -> list[Row]:
+    """epsilon, value, low, high for one method: means over seeds with Student's interval, Wilson's for one seed's accuracy.
+
+    value: ``accuracy`` or ``routing_change`` (mean over layers). Raises StageError where models met different attacks.
+    """
+    missing = [model for model in models if attack not in model.robustness["attacks"]]
+    if missing:
+        raise StageError(f"compare: artifacts/measured/robustness lacks the attack {attack} for a method or seed; run the stage `robustness` again")
+    return [_row(rows, models, value) for rows in zip(*(model.robustness["attacks"][attack] for model in models), strict=True)]
+
+
+def _row(rows: Sequence[Mapping[str, Any]], models: Sequence[Measured], value: str) -> Row:
+    if len(rows) == 1 and value == "accuracy":
+        found = wilson(rows[0]["correct"], models[0].robustness["images"])
+    else:
+        found = over_seeds([sum(row[value]) / len(row[value]) if isinstance(row[value], list) else row[value] for row in rows])
+    low, high = (found.value, found.value) if found.low is None else (max(0.0, found.low), min(1.0, found.high))
+    return {"epsilon": rows[0]["epsilon"], "value": found.value, "low": low, "high": high}
+
+
+def training_csv(results: Results) -> str:
+    """Every logged point of every training: phase, method, seed, step, epoch, losses and accuracies."""
+    return _csv(("phase", "method", "seed", *TRAINING), ({**item, **row} for item, model in _models(results) for row in model.trained["curve"]))
+
+
+def robustness_csv(results: Results) -> str:
+    """Every attack of every model: phase, method, seed, attack, epsilon, accuracy with Wilson's limits."""
+    rows = ({**item, "attack": name, **row} for item, model in _models(results) for name, rows in model.robustness["attacks"].items() for row in rows)
+    return _csv(("phase", "method", "seed", *ROBUSTNESS), rows)
+
+
+def _models(results: Results) -> Iterator[tuple[Row, Measured]]:
+    for phase, methods in results.models.items():
+        for method, seeds in methods.items():
+            for seed, model in seeds.items():
+                yield {"phase": phase, "method": method, "seed": seed}, model
+
+
+def _csv(columns: Sequence[str], rows: Iterator[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,36 @@
+"""Figures as markup that stands alone: inline SVG that follows the page's colours, or PNG as a data URI."""
+
+import base64
+import io
+import re
+from html import escape
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from moecore.report.style import INK, STYLE
+
+
+def inline_svg(figure: Figure, label: str) -> str:
+    """The figure as one <svg> element without sizes, ids of groups, metadata or outside references.
+
+    label: the text for screen readers; it also salts the ids, so two figures of one page need two labels.
+    """
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label, quote=True)}"', 1).replace(INK, "currentColor")
+
+
+def inline_png(figure: Figure, label: str) -> str:
+    """The figure as an <img> with the PNG inside; smaller than SVG for figures made of many patches."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(buffer, format="png", dpi=110, transparent=True, metadata={"Software": None})
+    return f'<img alt="{escape(label, quote=True)}" src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'

@@ -1,0 +1,156 @@
+"""The training loop: a generator that yields metrics, with no callbacks.
+
+Order, views, mixing and router noise are functions of (seed, step). So a run is resumed from weights, optimiser and a
+step number alone, and the same seed gives the same run.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moecore.data.loader import OnDevice, OnDisk, batch_indices, generator_for, steps_per_epoch
+from moecore.data.mix import mix
+from moecore.data.views import make_views
+from moecore.evaluation.predict import predictions
+from moecore.files import StageError
+from moecore.records import Batch, Step
+from moecore.training.checkpoint import Checkpoint
+from moecore.training.objective import Objective
+from moecore.training.optimizer import build_optimizer, learning_rate
+from moecore.training.runtime import Runtime
+from moecore.training.settings import Training
+
+
+VIEWS, NOISE = 1, 2  # purposes of the random streams; 0 is the order of the images
+
+
+class Metrics(NamedTuple):
+    """What is known after ``step`` of ``steps`` steps: raw loss terms, accuracies in [0, 1], images per second."""
+
+    step: int
+    steps: int
+    epoch: float
+    values: dict[str, float]
+
+
+class Task(NamedTuple):
+    """A model and what it learns from; ``guide`` is a frozen teacher for the losses that need one."""
+
+    model: nn.Module
+    classes: int
+    train: OnDevice | OnDisk
+    validation: OnDevice | OnDisk
+    objective: Objective
+    guide: nn.Module | None = None
+
+
+def fit(task: Task, settings: Training, seed: int, runtime: Runtime, checkpoint: Checkpoint | None = None) -> Iterator[Metrics]:
+    """Train ``task.model`` in place and yield metrics every ``log_every`` steps and at the end of every epoch.
+
+    With a ``checkpoint`` the run goes on where it was killed. A checkpoint is written after the caller has taken the
+    metrics of its step, so a caller that logs them never loses or repeats one. Raises StageError at a non-finite loss.
+    """
+    model, device = task.model.to(runtime.device), torch.device(runtime.device)
+    optimizer = build_optimizer(model, settings)
+    per_epoch, steps = steps_per_epoch(len(task.train.labels), settings.batch), total_steps(task, settings)
+    done, note = checkpoint.load(model, optimizer) if checkpoint else (0, {})
+    dtype = getattr(torch, note["dtype"]) if note else runtime.dtype(settings.precision)
+    meter, saved = Meter(device), done
+    for step in range(done, steps):
+        model.train()
+        rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
+        batch = training_batch(task, settings, seed, step)
+        torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
+        meter.add(step, len(batch.images), *train_step(task, settings, optimizer, batch, rate, dtype, step / steps))
+        after = step + 1
+        if after % settings.log_every and after % per_epoch:
+            continue
+        values = meter.take(_last_checkpoint(checkpoint, saved)) | {"learning_rate": rate}
+        if after % per_epoch == 0:
+            values |= validate(model, task.validation)
+        yield Metrics(after, steps, after / per_epoch, values)
+        if checkpoint and after - saved >= settings.checkpoint_every and after < steps:
+            checkpoint.save(after, model, optimizer, {"dtype": str(dtype).removeprefix("torch.")})
+            saved = after
+        meter.start()
+
+
+def total_steps(task: Task, settings: Training) -> int:
+    """Steps of the whole training; the incomplete batch at the end of an epoch is dropped."""
+    return settings.epochs * steps_per_epoch(len(task.train.labels), settings.batch)
+
+
+def training_batch(task: Task, settings: Training, seed: int, step: int) -> Batch:
+    """The augmented batch of a step: a function of (seed, step) alone. With mixing the labels are (B, K) shares, else (B,)."""
+    generator = generator_for(seed, step, VIEWS)
+    images, labels = task.train.take(batch_indices(len(task.train.labels), settings.batch, seed, step))
+    views, affines = make_views(images, settings.views, generator)
+    if settings.mix is not None:
+        views, labels = mix(views, labels, task.classes, settings.mix, generator)
+    return Batch(views, labels, affines)
+
+
+def train_step(
+    task: Task, settings: Training, optimizer: torch.optim.Optimizer, batch: Batch, rate: float, dtype: torch.dtype, progress: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """One update. Returns the detached terms (``loss`` is their weighted sum) and the number of correct predictions."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        guidance = task.guide(batch.images) if task.guide is not None else None
+        output = task.model(batch.images)
+    terms = task.objective.terms(Step(batch, output, task.model, guidance, progress))
+    loss = task.objective.total(terms)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    if settings.clip is not None:
+        nn.utils.clip_grad_norm_(task.model.parameters(), settings.clip, foreach=True)
+    optimizer.step()
+    target = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(dim=-1)
+    correct = (output.prediction.argmax(dim=-1) == target).sum()
+    return {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}, correct
+
+
+def validate(model: nn.Module, split: OnDevice | OnDisk) -> dict[str, float]:
+    """Accuracy and mean cross-entropy on a split, in fp32 and evaluation mode."""
+    logits, _ = predictions(model, split.images, batch=500, routing=False)
+    labels = split.labels.cpu()
+    loss = nn.functional.cross_entropy(logits, labels)
+    return {"validation_accuracy": float((logits.argmax(dim=-1) == labels).float().mean()), "validation_loss": float(loss)}
+
+
+class Meter:
+    """Sums on the device between two logged points, read once each time: no host synchronisation in a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.start()
+
+    def start(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.images, self.count, self.begun = 0, 0, time.perf_counter()
+        self.first_bad = torch.full((), torch.iinfo(torch.int64).max, device=self.device)
+
+    def add(self, step: int, images: int, terms: dict[str, Tensor], correct: Tensor) -> None:
+        for name, value in (terms | {"correct": correct}).items():
+            self.sums[name] = self.sums.get(name, 0) + value.double()
+        self.first_bad = torch.where(torch.isfinite(terms["loss"]), self.first_bad, self.first_bad.clamp(max=step + 1))
+        self.images, self.count = self.images + images, self.count + 1
+
+    def take(self, last_good: str) -> dict[str, float]:
+        """The means since the last point. Raises StageError where a loss was not finite."""
+        sums = {name: float(value) for name, value in self.sums.items()}
+        correct = sums.pop("correct")
+        means = {name: value / self.count for name, value in sums.items()}
+        if self.first_bad < torch.iinfo(torch.int64).max:
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
+            raise StageError(f"the loss is not finite since step {int(self.first_bad)} (means since the last logged point: {shown}); {last_good}. Lower the learning rate or a weight")
+        seconds = time.perf_counter() - self.begun
+        return means | {"train_accuracy": correct / self.images, "images_per_second": self.images / seconds}
+
+
+def _last_checkpoint(checkpoint: Checkpoint | None, step: int) -> str:
+    return f"last good checkpoint: step {step} in {checkpoint.path}" if checkpoint and step else "no checkpoint was written yet"

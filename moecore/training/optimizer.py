@@ -1,0 +1,27 @@
+"""AdamW with a cosine schedule."""
+
+import math
+
+import torch
+from torch import nn
+
+from moecore.training.settings import Training
+
+
+def build_optimizer(model: nn.Module, settings: Training) -> torch.optim.AdamW:
+    """Fused AdamW; weight decay on matrices only, so on no bias, norm, token or position embedding."""
+    decayed, free = [], []
+    for name, parameter in model.named_parameters():
+        matrix = parameter.ndim >= 2 and not name.endswith(("_token", "pos_embed", "bias"))
+        (decayed if matrix else free).append(parameter)
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": free, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=settings.learning_rate, fused=True)
+
+
+def learning_rate(step: int, steps: int, warmup: float, settings: Training) -> float:
+    """Rate of step ``step`` (from 0) of ``steps``: linear over ``warmup`` steps, then a half cosine to the final rate."""
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / (warmup + 1)
+    share = (step - warmup) / max(1.0, steps - warmup)
+    span = settings.learning_rate - settings.final_learning_rate
+    return settings.final_learning_rate + span * (1 + math.cos(math.pi * share)) / 2

@@ -1,0 +1,67 @@
+"""Stage ``finetune``: a pretrained model goes on with other data, at another resolution, with another k where asked.
+
+``python -m stages.finetune vmoe 0`` writes artifacts/finetune/vmoe/0/. Killed at any moment, it goes on where it was.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+from moecore.artifacts import save_model, transferred
+from moecore.backbones.image import ImageSpec
+from moecore.config import Config
+from moecore.data.loader import few_shot
+from moecore.data.prepared import Prepared
+from moecore.evaluation.predict import predictions
+from moecore.evaluation.routing import agreement
+from moecore.files import whole_folder
+from moecore.history import record
+from moecore.params import Key, read
+from moecore.resume import work_folder
+from moecore.stage import run_stage
+from moecore.supervise import task_for, train, trained
+from moecore.teachers.guide import load_guide
+from moecore.training.checkpoint import Checkpoint
+from moecore.training.method import Method
+from moecore.training.objective import Objective
+from moecore.training.runtime import tune
+from moecore.training.settings import Finetuning
+
+DATA = Path("artifacts/data/finetune")
+
+
+class Params(Config):
+    """What this stage reads of params.yaml."""
+
+    finetune: Finetuning
+    method: Annotated[Method, Key("methods.{method}")]
+
+
+def finetune(method: str, seed: int) -> None:
+    """Fine-tune artifacts/pretrain/``method``/``seed`` on artifacts/data/finetune."""
+    params = read(Params, method=method)
+    settings, learned = params.finetune, params.method.for_finetuning(params.finetune.k, params.finetune.guided)
+    start, guide_folder = Path("artifacts/pretrain") / method / str(seed), Path("artifacts/teacher_router") / method
+    target = Path("artifacts/finetune") / method / str(seed)
+    data, runtime, item = Prepared.open(DATA), tune(), f"finetune/{method}/{seed}"
+    with work_folder(item, params, [DATA, guide_folder, start], __file__) as work, record("finetune", params, method=method, seed=seed, work=work) as run:
+        run.dataset(data.card)
+        torch.manual_seed(seed)
+        image = ImageSpec.from_card(data.card)
+        model = transferred(start, image, learned.moe, settings.interpolation).to(runtime.device)
+        _, before = predictions(model, data.test.images, batch=250)
+        guide = load_guide(guide_folder, image.size) if learned.guided else None
+        subset = None if settings.shots is None else few_shot(data.train.labels, settings.shots, seed).numpy()
+        task = task_for(model, data, Objective(learned.regularizers, settings.label_smoothing), runtime, guide, subset)
+        train(task, settings, seed, runtime, run, Checkpoint(work), f"finetune {method} seed {seed}")
+        _, after = predictions(model, data.test.images, batch=250)
+        kept = [agreement(first.probs, last.probs) for first, last in zip(before, after, strict=True)]
+        with whole_folder(target) as folder:
+            save_model(folder, model)
+        run.summary(trained(model, data, settings, run) | {"routing_agreement_before_after": kept})
+        run.model(target)
+
+
+if __name__ == "__main__":
+    run_stage(finetune)

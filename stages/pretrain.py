@@ -1,0 +1,59 @@
+"""Stage ``pretrain``: one method trained from scratch with one seed.
+
+``python -m stages.pretrain vmoe 0`` writes artifacts/pretrain/vmoe/0/. Killed at any moment, it goes on where it was.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+from moecore.artifacts import save_model
+from moecore.backbones import Backbone
+from moecore.backbones.image import ImageSpec
+from moecore.config import Config
+from moecore.data.prepared import Prepared
+from moecore.files import whole_folder
+from moecore.history import record
+from moecore.params import Key, read
+from moecore.resume import work_folder
+from moecore.stage import run_stage
+from moecore.supervise import task_for, train, trained
+from moecore.teachers.guide import load_guide
+from moecore.training.checkpoint import Checkpoint
+from moecore.training.method import Method
+from moecore.training.objective import Objective
+from moecore.training.runtime import tune
+from moecore.training.settings import Training
+
+DATA = Path("artifacts/data/pretrain")
+
+
+class Params(Config):
+    """What this stage reads of params.yaml."""
+
+    model: Backbone
+    pretrain: Training
+    method: Annotated[Method, Key("methods.{method}")]
+
+
+def pretrain(method: str, seed: int) -> None:
+    """Train ``method`` with ``seed`` on artifacts/data/pretrain, guided by its teacher where it has one."""
+    params = read(Params, method=method)
+    guide_folder, target = Path("artifacts/teacher_router") / method, Path("artifacts/pretrain") / method / str(seed)
+    data, runtime, settings = Prepared.open(DATA), tune(), params.pretrain
+    item = f"pretrain/{method}/{seed}"
+    with work_folder(item, params, [DATA, guide_folder], __file__) as work, record("pretrain", params, method=method, seed=seed, work=work) as run:
+        run.dataset(data.card)
+        torch.manual_seed(seed)
+        model = params.model.build(ImageSpec.from_card(data.card), params.method.moe)
+        task = task_for(model, data, Objective(params.method.regularizers, settings.label_smoothing), runtime, load_guide(guide_folder))
+        train(task, settings, seed, runtime, run, Checkpoint(work), f"pretrain {method} seed {seed}")
+        with whole_folder(target) as folder:
+            save_model(folder, model)
+        run.summary(trained(model, data, settings, run))
+        run.model(target)
+
+
+if __name__ == "__main__":
+    run_stage(pretrain)

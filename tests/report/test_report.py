@@ -1,0 +1,132 @@
+import csv
+import json
+import re
+
+import pytest
+
+from moecore.evaluation.intervals import Interval
+from moecore.files import StageError
+from moecore.report.curves import robustness_csv, training_csv
+from moecore.report.markup import shown
+from moecore.report.page import page
+from moecore.report.results import read_results
+from moecore.report.tables import Cell, Metric, best, flat, table
+from moecore.selection import Selection
+from tests.report.generated import write_results
+
+MISSING = [
+    "artifacts/measured/finetune/tgr/0.json",
+    "artifacts/measured/robustness/pretrain/dense/0.json",
+    "artifacts/data/finetune/card.json",
+]
+METHODS = {"dense": False, "vmoe": True, "tgr": True}
+
+
+def results(root, methods=METHODS, seeds=(0,), phases=("pretrain", "finetune")):
+    write_results(root, methods, list(seeds), list(phases))
+    return read_results(Selection(methods=tuple(methods), seeds=tuple(seeds), phases=tuple(phases)), "run: {} # <settings> & more\n", root)
+
+
+@pytest.fixture(scope="module")
+def one_seed(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("one"))
+
+
+def assert_self_contained(text: str) -> None:
+    assert not re.search(r"""(src|href|url|@import)\s*[=(]?\s*["']?\s*(https?:)?//""", text)
+    assert "<script" not in text and "<link" not in text
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert {name for name in re.findall(r'href="#([^"]+)"', text)} <= set(ids)
+
+
+def test_the_page_is_self_contained_and_complete(one_seed):
+    text = page(one_seed)
+    assert_self_contained(text)
+    assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text and "&lt;settings&gt; &amp; more" in text
+    assert text.index("<table") < text.index("<svg")
+    assert all(method in text for method in METHODS) and "Agreement with teacher" in text and "Agreement before / after" in text
+    assert page(one_seed) == text
+
+
+def test_dense_alone_and_several_seeds(tmp_path):
+    dense = page(results(tmp_path / "dense", {"dense": False}, phases=["pretrain"]))
+    assert_self_contained(dense)
+    assert "Which expert" not in dense and "Load CV²" not in dense and "Routing change" not in dense
+    many = page(results(tmp_path / "many", seeds=[0, 1, 2], phases=["finetune"]))
+    assert_self_contained(many)
+    assert "Student" in many and "Wilson" not in many
+
+
+def test_intervals_of_the_table(one_seed, tmp_path):
+    found = flat(one_seed)["vmoe"]["pretrain"]
+    assert found["test_accuracy"]["interval"] == "wilson" and found["ece_after"]["interval"] == "bootstrap"
+    assert "low" not in found["load_cv2"] and found["parameters"] == {"mean": 1_240_000, "seeds": 1}
+    assert "load_cv2" not in flat(one_seed)["dense"]["pretrain"]
+    many = flat(results(tmp_path, seeds=[0, 1]))["tgr"]["finetune"]
+    assert many["test_accuracy"]["interval"] == "t" and many["test_accuracy"]["seeds"] == 2 and many["load_cv2"]["interval"] == "t"
+    json.dumps(many, allow_nan=False)
+
+
+def test_columns_without_any_value_are_left_out(one_seed):
+    assert "agreement_before_after" not in {metric.name for metric in table(one_seed, "pretrain")[0]}
+
+
+HIGHER = Metric("a", "a", lambda m: None, "higher")
+LOWER = Metric("a", "a", lambda m: None, "lower")
+
+
+def cells(**limits):
+    return {name: Cell(Interval((low + high) / 2, low, high), "t", 2) for name, (low, high) in limits.items()}
+
+
+def test_the_best_is_marked_only_outside_the_intervals():
+    apart, touching = cells(a=(0.1, 0.2), b=(0.3, 0.4), c=(0.41, 0.5)), cells(a=(0.1, 0.2), b=(0.3, 0.42), c=(0.41, 0.5))
+    assert best(HIGHER, apart) == "c" and best(LOWER, apart) == "a" and best(HIGHER, touching) is None and best(LOWER, touching) == "a"
+    assert best(HIGHER._replace(better=""), apart) is None and best(HIGHER, cells(a=(0, 1))) is None
+    assert best(HIGHER, {**apart, "d": None}) == "c" and best(HIGHER, {**apart, "d": Cell(Interval(0.0), "", 1)}) is None
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_a_missing_file_is_named(tmp_path, missing):
+    write_results(tmp_path, METHODS, [0], ["pretrain", "finetune"])
+    (tmp_path / missing).unlink()
+    with pytest.raises(StageError, match=re.escape(missing)):
+        read_results(Selection(methods=tuple(METHODS), seeds=(0,)), "", tmp_path)
+
+
+def test_a_missing_key_is_named(tmp_path):
+    write_results(tmp_path, {"dense": False}, [0], ["pretrain"])
+    path = tmp_path / "artifacts/measured/pretrain/dense/0.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "curve"}))
+    with pytest.raises(StageError, match="lacks curve"):
+        read_results(Selection(methods=("dense",), seeds=(0,), phases=("pretrain",)), "", tmp_path)
+
+
+def test_methods_left_on_disk_are_not_compared(tmp_path):
+    write_results(tmp_path, METHODS, [0], ["pretrain"])
+    found = read_results(Selection(methods=("vmoe",), seeds=(0,), phases=("pretrain",)), "", tmp_path)
+    assert list(flat(found)) == ["vmoe"] and ">tgr<" not in page(found)
+
+
+def test_csv_for_dvc_plots(one_seed):
+    curves, attacks = (list(csv.DictReader(text.splitlines())) for text in (training_csv(one_seed), robustness_csv(one_seed)))
+    assert len(curves) == 2 * 3 * 10 and set(curves[0]) >= {"phase", "method", "seed", "step", "train_loss", "validation_accuracy"}
+    assert len(attacks) == 2 * 3 * 2 * 4 and {row["attack"] for row in attacks} == {"fgsm", "pgd-10"}
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "expected"),
+    [
+        (0.9123, "share", "91.2 %"),
+        (12345, "count", "12,345"),
+        (75, "seconds", "1 min 15 s"),
+        (3725, "seconds", "1 h 02 min"),
+        (9, "seconds", "9 s"),
+        (0.0712, "number", "0.071"),
+        (0.00001, "number", "1.00e-05"),
+        (0, "number", "0.000"),
+    ],
+)
+def test_numbers_for_readers(value, form, expected):
+    assert shown(value, form) == expected
