@@ -8,12 +8,16 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export PYTHONUNBUFFERED := 1
 PORT ?= 5000
 
-.PHONY: repro test setup data check plan ui sync schema bench clean
+.PHONY: repro full test setup data check plan ui sync schema deps bench clean
 
 repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml
 	dvc repro
 	python -m moecore.tracking sync
 	@echo "Report: reports/index.html · runs: make ui"
+
+full: setup data                 ## the same with pipelines/full/params.yaml, which trains longer
+	cd pipelines/full && python -m moecore.study check && dvc repro
+	python -m moecore.tracking sync
 
 test: setup data                 ## run the tests
 	python -m pytest tests
@@ -43,6 +47,9 @@ sync: setup                      ## import finished runs into MLflow
 
 schema: setup                    ## params.schema.json for editors
 	python -m moecore.study schema
+
+deps: setup                      ## write the files that each stage imports into every dvc.yaml
+	python tools/dvc_deps.py
 
 bench: setup                     ## race the MoE layer
 	python -m benchmarks.moe_layer

@@ -96,7 +96,7 @@ def parse_dot(text: str) -> list[tuple[str, str]]:
 
 def main() -> None:
     with ThreadPoolExecutor(2) as pool:
-        status, graph = pool.map(lambda words: _dvc(*words), (("status", "--json"), ("dag", "--dot")))
+        status, graph = pool.map(lambda words: _dvc(*words), (("status", "--json", "dvc.yaml"), ("dag", "--dot", "dvc.yaml")))
     planned = plan(json.loads(status or "{}"), parse_dot(graph), past_seconds())
     if not planned:
         print("Nothing would run: everything is up to date.")

@@ -43,8 +43,14 @@ def tune(device: str | None = None) -> Runtime:
     torch.set_num_threads(threads)
     allocator = _keep_large_blocks() if device == "cpu" else "cuda caching"
     precision, error = _matmul_precision(device)
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu_name()
     return Runtime(device, name, threads, allocator, precision, error, _remembered_speedup(device, name))
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _keep_large_blocks() -> str:
