@@ -13,6 +13,7 @@ PORT ?= 5000
 repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml
 	dvc repro
 	python -m moecore.tracking sync
+	python -m moecore.report.summary
 	@echo "Report: reports/index.html · runs: make ui"
 
 full: setup data                 ## the same with pipelines/full/params.yaml, which trains longer
@@ -46,7 +47,7 @@ sync: setup                      ## import finished runs into MLflow
 	python -m moecore.tracking sync
 
 schema: setup                    ## params.schema.json for editors
-	python -m moecore.study schema
+	for params in params.yaml pipelines/*/params.yaml; do python -m moecore.study schema $$params; done
 
 deps: setup                      ## write the files that each stage imports into every dvc.yaml
 	python tools/dvc_deps.py

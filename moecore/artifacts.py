@@ -3,16 +3,15 @@
 from pathlib import Path
 
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from moecore.backbones import Backbone
 from moecore.backbones.image import ImageSpec
 from moecore.config import Config
-from moecore.files import StageError, read_json, whole_file, write_json
+from moecore.files import StageError, read_json, write_json
 from moecore.layers.moe import MoE
 from moecore.layers.positions import Interpolation, resize_positions
+from moecore.tensors import read_tensors, write_tensors
 
 
 class ModelCard(Config):
@@ -34,9 +33,7 @@ def card_of(model: nn.Module) -> ModelCard:
 def save_model(folder: str | Path, model: nn.Module) -> None:
     """Write ``model.json`` and ``model.safetensors`` into ``folder``."""
     folder = Path(folder)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    with whole_file(folder / "model.safetensors") as temporary:
-        save_file(tensors, temporary)
+    write_tensors(folder / "model.safetensors", model.state_dict())
     write_json(folder / "model.json", card_of(model).model_dump(mode="json"))
 
 
@@ -49,22 +46,13 @@ def load_card(folder: str | Path) -> ModelCard:
         raise StageError(f"{path}: not the settings of a model of this version: {error}") from error
 
 
-def load_weights(folder: str | Path) -> dict[str, Tensor]:
-    """The model's tensors by name, on CPU. Raises StageError where the file is missing or truncated."""
-    path = Path(folder) / "model.safetensors"
-    try:
-        return load_file(path)
-    except (FileNotFoundError, SafetensorError) as error:
-        raise StageError(f"{path}: no readable weights ({error}); run the stage that trains this model again") from error
-
-
 def load_model(folder: str | Path) -> nn.Module:
     """The trained model of ``folder``, in evaluation mode, on CPU.
 
     ``model(images)`` with images (B, C, H, W) in [0, 1] returns ``ModelOutput(prediction (B, K), routing)``.
     """
     model = load_card(folder).build()
-    model.load_state_dict(load_weights(folder))
+    model.load_state_dict(read_tensors(Path(folder) / "model.safetensors")[0])
     return model.eval()
 
 
@@ -73,7 +61,7 @@ def transferred(folder: str | Path, image: ImageSpec, moe: MoE | None, interpola
 
     The statistics of the new images normalise them. Raises StageError where the number of channels differs.
     """
-    card, weights = load_card(folder), load_weights(folder)
+    card, weights = load_card(folder), read_tensors(Path(folder) / "model.safetensors")[0]
     if card.image.channels != image.channels:
         raise StageError(f"{folder}: trained on {card.image.channels} channels, the new images have {image.channels}; choose data with the same channels")
     model = card.backbone.build(image, moe)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -114,3 +115,18 @@ def _modules(annotation: object, seen: frozenset = frozenset()) -> set[str]:
 def test_no_file_is_out_of_two_stages(pipeline):
     written = [path for param in stages_of(pipeline) for kind in ("outs", "metrics", "plots") for path in paths(param.values[1], kind)]
     assert len(written) == len(set(written))
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda path: path.parent.name)
+def test_make_deps_has_nothing_to_do(pipeline):
+    spec = importlib.util.spec_from_file_location("dvc_deps", ROOT / "tools/dvc_deps.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert pipeline.read_text(encoding="utf-8") == tool.current(pipeline), "run `make deps`"
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda path: path.parent.name)
+def test_every_params_file_is_in_order(pipeline):
+    from moecore.study import check
+
+    check(pipeline.with_name("params.yaml"))

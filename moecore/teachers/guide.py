@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from moecore.artifacts import load_model, save_model, transferred
-from moecore.files import StageError, read_json, whole_file, write_json
+from moecore.files import StageError, read_json, write_json
 from moecore.records import Feature, Guidance
 from moecore.regularizers.importance import importance
+from moecore.tensors import read_tensors, write_tensors
 from moecore.training.method import Method, TeacherRouter
 
 
@@ -62,8 +62,7 @@ def teacher_router_loss(probs: tuple[Tensor, ...], settings: TeacherRouter) -> d
 def save_guide(folder: Path, guide: Guide) -> None:
     """Write the teacher, its routers and their settings into ``folder``."""
     save_model(folder / "teacher", guide.teacher)
-    with whole_file(folder / "routers.safetensors") as temporary:
-        save_file({str(layer): weight.detach().cpu().contiguous() for layer, weight in enumerate(guide.routers)}, temporary)
+    write_tensors(folder / "routers.safetensors", {str(layer): weight for layer, weight in enumerate(guide.routers)})
     write_json(folder / "guide.json", {"needed": True, "blocks": list(guide.blocks), "experts": guide.experts, "features": guide.features})
 
 
@@ -81,7 +80,7 @@ def load_guide(folder: str | Path, size: int | None = None) -> Guide | None:
     if size is not None and size != teacher.image.size:
         teacher = transferred(Path(folder) / "teacher", teacher.image.model_copy(update={"size": size}), None)
     guide = Guide(teacher, tuple(settings["blocks"]), settings["experts"], settings["features"])
-    weights = load_file(Path(folder) / "routers.safetensors")
+    weights, _ = read_tensors(Path(folder) / "routers.safetensors")
     for layer, weight in enumerate(guide.routers):
         weight.data.copy_(weights[str(layer)])
     return guide.requires_grad_(False).eval()

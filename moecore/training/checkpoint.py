@@ -8,11 +8,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from moecore.files import StageError, whole_file
+from moecore.tensors import read_tensors, write_tensors
 
 
 class Checkpoint:
@@ -24,9 +22,7 @@ class Checkpoint:
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, note: dict) -> None:
         """Replace the checkpoint atomically; ``step`` steps are done, ``note`` is small JSON kept with them."""
         tensors = {f"model.{name}": value for name, value in model.state_dict().items()} | _optimizer_tensors(optimizer)
-        tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-        with whole_file(self.path) as temporary:
-            save_file(tensors, temporary, metadata={"step": str(step), "note": json.dumps(note)})
+        write_tensors(self.path, tensors, {"step": str(step), "note": json.dumps(note)})
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict]:
         """Restore model and optimiser; returns (steps done, note), or (0, {}) where there is no checkpoint.
@@ -35,11 +31,7 @@ class Checkpoint:
         """
         if not self.path.exists():
             return 0, {}
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
-        except SafetensorError as error:
-            raise StageError(f"{self.path}: damaged checkpoint ({error}); delete it to train from the start") from error
+        tensors, metadata = read_tensors(self.path)
         model.load_state_dict({name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")})
         _restore_optimizer(optimizer, tensors)
         return int(metadata["step"]), json.loads(metadata["note"])

@@ -69,6 +69,7 @@ def fit(task: Task, settings: Training, seed: int, runtime: Runtime, checkpoint:
         if after % settings.log_every and after % per_epoch:
             continue
         values = meter.take(_last_checkpoint(checkpoint, saved)) | {"learning_rate": rate}
+        _check_weights(model, after, values, _last_checkpoint(checkpoint, saved))
         if after % per_epoch == 0:
             values |= validate(model, task.validation)
         yield Metrics(after, steps, after / per_epoch, values)
@@ -146,10 +147,19 @@ class Meter:
         correct = sums.pop("correct")
         means = {name: value / self.count for name, value in sums.items()}
         if self.first_bad < torch.iinfo(torch.int64).max:
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
-            raise StageError(f"the loss is not finite since step {int(self.first_bad)} (means since the last logged point: {shown}); {last_good}. Lower the learning rate or a weight")
+            raise StageError(f"the loss is not finite since step {int(self.first_bad)} ({_shown(means)}); {last_good}. Lower the learning rate or a weight")
         seconds = time.perf_counter() - self.begun
         return means | {"train_accuracy": correct / self.images, "images_per_second": self.images / seconds}
+
+
+def _check_weights(model: nn.Module, step: int, values: dict[str, float], last_good: str) -> None:
+    """A finite loss can leave weights that are not; such weights must not become a checkpoint or a result."""
+    if not torch.stack([parameter.detach().sum() for parameter in model.parameters()]).isfinite().all():
+        raise StageError(f"the weights are not finite after step {step} ({_shown(values)}); {last_good}. Lower the learning rate or a weight")
+
+
+def _shown(means: dict[str, float]) -> str:
+    return "means since the last logged point: " + ", ".join(f"{name} {value:.4g}" for name, value in means.items())
 
 
 def _last_checkpoint(checkpoint: Checkpoint | None, step: int) -> str:

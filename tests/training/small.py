@@ -1,0 +1,33 @@
+"""A tiny task for tests of the training loop."""
+
+import numpy as np
+import torch
+
+from moecore.backbones.image import ImageSpec
+from moecore.backbones.vit import Vit
+from moecore.data.loader import to_device
+from moecore.data.prepared import Split
+from moecore.training.loop import Task
+from moecore.training.method import Method
+from moecore.training.objective import Objective
+from moecore.training.runtime import Runtime
+from moecore.training.settings import Training
+
+IMAGE = ImageSpec(channels=1, size=8, classes=("dark", "light"), mean=(0.5,), std=(0.3,))
+CPU = Runtime("cpu", "test", 1, "system", "highest", 0.0, 0.0)
+SETTINGS = Training(epochs=2, batch=8, learning_rate=1e-2, log_every=3, checkpoint_every=3)
+VMOE = Method(router={"kind": "noisy_top_k", "k": 2}, experts={"kind": "mlp", "number": 4}, regularizers=[{"kind": "importance"}, {"kind": "load"}])
+
+
+def images(count: int, seed: int = 0) -> Split:
+    """Dark and light noise: separable, so a model that learns at all learns it."""
+    random = np.random.default_rng(seed)
+    labels = np.arange(count) % 2
+    pixels = random.integers(0, 120, (count, 1, 8, 8)) + 120 * labels[:, None, None, None]
+    return Split(pixels.astype(np.uint8), labels.astype(np.int64))
+
+
+def task(method: Method = VMOE, seed: int = 0, guide=None) -> Task:
+    torch.manual_seed(seed)
+    model = Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE, method.moe)
+    return Task(model, 2, to_device(images(50), "cpu"), to_device(images(20, 1), "cpu"), Objective(method.regularizers), guide)
