@@ -40,7 +40,7 @@ def train(task: Task, settings: Training, seed: int, runtime: Runtime, run: Run,
 def trained(model: nn.Module, data: Prepared, settings: Training, run: Run) -> dict[str, Any]:
     """What is reported of a trained model: the test split is looked at once, here; the curve comes from the run's history."""
     lines = read_lines(run.folder)
-    curve = [{"step": step, **values} for step, _, values in points(lines)]
+    curve = [{"step": step, "train_loss": values["task"], **values} for step, _, values in points(lines)]
     labels = torch.from_numpy(np.array(data.test.labels))
     logits, _ = predictions(model, data.test.images, batch=500, routing=False)
     hits, matrix = correct(logits, labels), confusion(logits, labels).tolist()

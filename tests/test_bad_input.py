@@ -31,11 +31,11 @@ def project(prepared):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("{kind: router_kl, weight: 5.0}", "{kind: router_kl, weigth: 5.0}", ["params.yaml:24:", "methods.tgr.regularizers", "weigth", "weight"]),
+        ("{kind: router_kl, weight: 5.0}", "{kind: router_kl, weigth: 5.0}", ["params.yaml:21:", "methods.tgr.regularizers", "weigth", "weight"]),
         ("steps: 20, batch: 64", "steps: twenty, batch: 64", ["params.yaml:", "teacher_router.steps", "'twenty'", "integer"]),
         ("epsilons: [0.05]", "epsilons: [5]", ["params.yaml:", "robustness.epsilons", "5", "1"]),
         ("methods: [dense, vmoe, tgr]", "methods: [dense, vmoe, tgrr]", ["params.yaml:2:", "run.methods", "'tgrr'", "tgr"]),
-        ("methods: [dense, vmoe, tgr]", "methods: [dense, vmoe, tgr]\n  seeds: [1]", ["params.yaml:", "seeds", "duplicate"]),
+        ("methods: [dense, vmoe, tgr]", "methods: [dense, vmoe, tgr]\n  seeds: [1]", ["params.yaml:4:3:", "'seeds' is written twice, first on line 3"]),
         ("{kind: mlp, number: 4, hidden_ratio: 1}\n    regularizers:\n      - {kind: router_kl", "{kind: mpl, number: 4}\n    regularizers:\n      - {kind: router_kl", ["methods.tgr.experts", "mpl", "mlp"]),
     ],
     ids=["unknown key", "wrong type", "out of range", "unknown method", "duplicate key", "unknown kind"],

@@ -20,7 +20,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @styled
 def training_curves(curves: Mapping[str, Sequence[Rows]]) -> Figure:
-    """Training loss and validation accuracy over epochs; ``curves``: label → one curve a seed → rows with epoch and values."""
+    """Cross-entropy in training and validation accuracy over epochs; ``curves``: label → one curve a seed → rows with epoch and values."""
     figure = new_figure(4.8, 4.8)
     loss, accuracy = figure.subplots(2, 1, sharex=True)
     for index, (label, seeds) in enumerate(curves.items()):
@@ -28,7 +28,7 @@ def training_curves(curves: Mapping[str, Sequence[Rows]]) -> Figure:
             look = {**line_look(index), "alpha": 0.9 if number == 0 else 0.45, "label": label if number == 0 else None}
             _plot_known(loss, rows, "train_loss", {**look, "marker": ""})
             _plot_known(accuracy, rows, "validation_accuracy", look)
-    loss.set(ylabel="Training loss", title="Training")
+    loss.set(ylabel="Cross-entropy in training", title="Training")
     accuracy.set_xlabel("Epoch")
     share_axis(accuracy, "Validation accuracy")
     accuracy.legend(loc="lower right", ncols=2)
@@ -36,9 +36,10 @@ def training_curves(curves: Mapping[str, Sequence[Rows]]) -> Figure:
 
 
 @styled
-def robustness_curve(curves: Mapping[str, Rows], title: str = "Accuracy under attack", label: str = "Accuracy") -> Figure:
+def robustness_curve(curves: Mapping[str, Rows], title: str = "Accuracy under attack", label: str = "Accuracy", whole: bool = True) -> Figure:
     """A share over epsilon with its interval as a band; ``curves``: name → rows with epsilon, value, low, high.
 
+    whole: the axis runs to 100 %; otherwise to the largest value.
     A name without rows has no line but keeps its colour, so that a method looks the same in all figures.
     """
     figure = new_figure(4.8, 3.5)
@@ -49,7 +50,7 @@ def robustness_curve(curves: Mapping[str, Rows], title: str = "Accuracy under at
         look, epsilons = line_look(index), [row["epsilon"] * 255 for row in rows]
         axes.plot(epsilons, [row["value"] for row in rows], label=name, **look)
         axes.fill_between(epsilons, [row["low"] for row in rows], [row["high"] for row in rows], color=look["color"], alpha=0.13, linewidth=0)
-    axes.set(xlabel="ε in 1/255", title=title, ylim=(0, 1.02))
+    axes.set(xlabel="ε in 1/255", title=title, ylim=(0, 1.02 if whole else None))
     share_axis(axes, label)
     axes.legend()
     return figure

@@ -60,17 +60,17 @@ def _training(models: Models, phase: str) -> str:
 
 def _attacks(models: Models, phase: str) -> str:
     first = next(iter(next(iter(models.values())).values()))
-    drawn = []
+    drawn, movements = [], []
     for attack in first.robustness["attacks"]:
         curves = {method: robustness_rows(list(seeds.values()), attack) for method, seeds in models.items()}
         caption = f"{first.robustness['images']} test images, the same for every method. Bands: 95 % intervals."
         drawn.append(figure(robustness_curve(curves, f"Accuracy under {attack}"), f"{phase}: {attack}", caption))
         moved = {method: _movement(list(seeds.values()), attack) for method, seeds in models.items()}
         if any(moved.values()):
-            curve = robustness_curve(moved, f"Routing change under {attack}", "1 − IoU of experts")
+            curve = robustness_curve(moved, f"Routing change under {attack}", "1 − IoU of experts", whole=False)
             caption = "Share of a token's chosen experts that changes; mean over MoE layers and seeds."
-            drawn.append(figure(curve, f"{phase}: routing under {attack}", caption))
-    return "".join(drawn) + "</div>"
+            movements.append(figure(curve, f"{phase}: routing under {attack}", caption))
+    return "".join([*drawn, *movements]) + "</div>"
 
 
 def _movement(models: list[Measured], attack: str) -> list[Row]:
