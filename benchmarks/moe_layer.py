@@ -4,7 +4,7 @@
 
 ViT-S: width 384, hidden 1536, 8 experts, 2 per token, 197 tokens per image; the dense MLP's hidden width is 2 · 1536.
 The contestants take turns in one process; a figure is a ratio of medians (and of minima). To reach on CPU: moe / dense
-at most 1.10 in fp32 and 1.20 in bf16; on an H200 at most 1.30 from 65 000 tokens on.
+at most 1.10 in fp32 and 1.20 in bf16; on a Hopper GPU at most 1.30 from 65 000 tokens on.
 """
 
 import argparse

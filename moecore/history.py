@@ -65,7 +65,7 @@ class Run:
         values = plain(values)
         write_json(self.measured, values)
         write_json(self.results, scalars(values))
-        self._write(summary={name: leaf for name, leaf in flatten(values).items() if isinstance(leaf, (int, float))})
+        self._write(summary=flatten(scalars(values)))
 
     def draw(self, figure: str, *data: Any) -> None:
         """The figure that moecore.report.figures draws of ``data``, as figures/<figure>.png.

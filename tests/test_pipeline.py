@@ -1,6 +1,7 @@
 """The real pipeline on a small configuration, by running DVC: what reruns, what is restored, what stays."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -52,6 +53,13 @@ def test_epsilons_rerun_robustness_and_compare(unchanged):
     assert set(unchanged.repro()) == {f"robustness@finetune-{method}-0" for method in ("dense", "vmoe", "tgr")} | {"compare"}
     unchanged.edit("epsilons: [0.04]", "epsilons: [0.05]")
     assert unchanged.repro() == [], "put back, all of it comes from the run cache"
+
+
+def test_the_plan_says_what_would_run_and_why(unchanged):
+    assert "Nothing would run" in unchanged.run([sys.executable, "-m", "moecore.plan"]).stdout
+    unchanged.edit("epsilons: [0.05]", "epsilons: [0.03]")
+    said = unchanged.run([sys.executable, "-m", "moecore.plan"]).stdout
+    assert "4 stages" in said and "robustness.epsilons modified" in said and "compare" in said and "pretrain@" not in said
 
 
 def test_an_added_method_trains_only_itself(unchanged):
