@@ -79,7 +79,7 @@ def test_sync_twice_adds_nothing_and_rebuilds_a_deleted_database(study):
     client, run = next(pair for pair in stored(study) if pair[1].data.tags["seed"] == "0")
     assert run.info.run_name == "pretrain vmoe seed 0" and run.info.status == "FINISHED"
     assert history_of(client, run, "loss") == [(1, 1.0), (2, 0.5), (3, 1 / 3)] and len(history_of(client, run, "share_1")) == 3
-    assert run.data.metrics["result/test.accuracy"] == 0.5
+    assert run.data.metrics["test.accuracy"] == 0.5
     assert run.data.params["epochs"] == "3" and len(run.data.params["text"]) == 500
     assert run.data.tags | {"stage": "pretrain", "method": "vmoe", "runtime.device": "cpu", "dvc.current": "true"} == run.data.tags
     assert run.inputs.dataset_inputs[0].dataset.name == "toy"

@@ -121,7 +121,9 @@ def shown(value: Any) -> str:
 def _points(lines: list[dict]) -> list[Point]:
     logged = [(clean(name), value, int(t * 1000), step) for step, t, values in points(lines) for name, value in values.items()]
     last = max((point[3] for point in logged), default=0)
-    final = {clean(f"result/{name}"): (float(value), line["t"]) for line in lines for name, value in line.get("summary", {}).items()}
+    final = {clean(name): (float(value), line["t"]) for line in lines for name, value in line.get("summary", {}).items()}
+    for name, *_ in logged:  # a curve already ends in this value
+        final.pop(name, None)
     return logged + [(name, value, int(t * 1000), last) for name, (value, t) in final.items()]
 
 
