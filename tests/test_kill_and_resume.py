@@ -40,7 +40,7 @@ def outcome(project: Project, stage: str) -> tuple[str, dict, list]:
 
 def logged(project: Project, stage: str) -> int:
     """The last step in the history of the run under way; 0 before the first."""
-    files = list((project.folder / ".state" / "/".join(STAGES[stage][0])).glob("*/run/history.jsonl"))
+    files = list((project.folder / ".state" / "/".join(STAGES[stage][0])).glob("*/history/history.jsonl"))
     steps = re.findall(r'"step": (\d+)', files[0].read_text()) if files else []
     return int(steps[-1]) if steps else 0
 
