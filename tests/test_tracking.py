@@ -115,6 +115,9 @@ with record("pretrain", None, method="vmoe", seed=0, work=Path(".state/key")) as
     for step in range(first, last + 1):
         run.log(step, {"loss": float(step)})
     while then == "wait" and not Path("go").exists():
+        if Path("more").exists():
+            Path("more").unlink()
+            run.log(last + 1, {"loss": float(last + 1)})
         time.sleep(0.05)
 """
 
@@ -168,6 +171,36 @@ def test_a_dead_server_neither_fails_nor_slows_a_stage(study, answers):
         assert process.returncode == 0 and time.monotonic() - begun < 60
         assert error.count("\n") == 1 and "gave up" in error and uri in error
     assert read_lines(study / "artifacts/history/pretrain/vmoe/0")[-1]["status"] == "FINISHED"
+
+
+def test_a_server_that_dies_in_mid_run_loses_nothing(study):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    uri, store = f"http://127.0.0.1:{port}", f"sqlite:///{study / 'mlflow.db'}"
+    words = ["server", "--backend-store-uri", store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    server = subprocess.Popen([sys.executable, "-m", "mlflow", *words], cwd=study, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        wait_for(lambda: listening(port), 90)
+        process = start(study, 1, 3, "wait", MLFLOW_TRACKING_URI=uri)
+        wait_for(lambda: (pair := only(study, "RUNNING")) and pair[1].data.metrics.get("loss") == 3.0, 90)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    (study / "more").touch()
+    wait_for((study / ".state/key/tracking.log").exists, 90)
+    (study / "go").touch()
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 0 and error.count("\n") == 1 and "gave up" in error and uri in error
+    assert "0 runs added, 1 updated" in run_tracking(study, "sync")
+    [(client, run)] = stored(study)
+    assert run.info.status == "FINISHED"
+    assert history_of(client, run, "loss") == [(step, float(step)) for step in range(1, 5)]
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_run_whose_history_and_process_are_gone_is_ended(study):
