@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 
@@ -12,6 +13,10 @@ from moecore.files import StageError, read_json, write_json
 from moecore.layers.moe import MoE
 from moecore.layers.positions import Interpolation, resize_positions
 from moecore.tensors import read_tensors, write_tensors
+from moecore.training.guide import Guide, Guided
+
+
+GUIDE = "guide"
 
 
 class ModelCard(Config):
@@ -20,6 +25,7 @@ class ModelCard(Config):
     backbone: Backbone
     image: ImageSpec
     moe: MoE | None = None
+    guided: bool = False  # its router asks a teacher, which lies in the folder guide/
 
     def build(self) -> nn.Module:
         return self.backbone.build(self.image, self.moe)
@@ -27,14 +33,17 @@ class ModelCard(Config):
 
 def card_of(model: nn.Module) -> ModelCard:
     """The card of a model that was built by a backbone."""
-    return ModelCard(backbone=model.config, image=model.image, moe=model.moe)
+    return ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=isinstance(model, Guided))
 
 
 def save_model(folder: str | Path, model: nn.Module) -> None:
-    """Write ``model.json`` and ``model.safetensors`` into ``folder``."""
-    folder = Path(folder)
+    """Write ``model.json`` and ``model.safetensors`` into ``folder``; the teacher of a model that cannot route without it into ``guide/``."""
+    folder, card = Path(folder), card_of(model)
+    if isinstance(model, Guided):
+        save_guide(folder / GUIDE, model.guide)
+        model = model.model
     write_tensors(folder / "model.safetensors", model.state_dict())
-    write_json(folder / "model.json", card_of(model).model_dump(mode="json"))
+    write_json(folder / "model.json", card.model_dump(mode="json"))
 
 
 def load_card(folder: str | Path) -> ModelCard:
@@ -51,9 +60,10 @@ def load_model(folder: str | Path) -> nn.Module:
 
     ``model(images)`` with images (B, C, H, W) in [0, 1] returns ``ModelOutput(prediction (B, K), routing)``.
     """
-    model = load_card(folder).build()
+    card = load_card(folder)
+    model = card.build()
     model.load_state_dict(read_tensors(Path(folder) / "model.safetensors")[0])
-    return model.eval()
+    return (Guided(model, load_guide(Path(folder) / GUIDE)) if card.guided else model).eval()
 
 
 def transferred(folder: str | Path, image: ImageSpec, moe: MoE | None, interpolation: Interpolation = "bilinear") -> nn.Module:
@@ -65,8 +75,9 @@ def transferred(folder: str | Path, image: ImageSpec, moe: MoE | None, interpola
     if card.image.channels != image.channels:
         raise StageError(f"{folder}: trained on {card.image.channels} channels, the new images have {image.channels}; choose data with the same channels")
     model = card.backbone.build(image, moe)
-    side = image.size // card.backbone.patch
-    weights["pos_embed"] = resize_positions(weights["pos_embed"], model.positioned, (side, side), interpolation)
+    if not hasattr(model, "pos_embed"):
+        raise StageError(f"{folder}: a model of kind {card.backbone.kind} works at one image size only; fine-tune a vit")
+    weights["pos_embed"] = resize_positions(weights["pos_embed"], model.positioned, model.layout.grid, interpolation)
     if card.image.classes != image.classes:
         weights = {name: value for name, value in weights.items() if not name.startswith("head")}
     missing = model.load_state_dict(weights, strict=False)
@@ -74,3 +85,41 @@ def transferred(folder: str | Path, image: ImageSpec, moe: MoE | None, interpola
     if unexpected:
         raise StageError(f"{folder}: the weights do not fit the model: {', '.join(unexpected[:5])}")
     return model
+
+
+def save_guide(folder: Path, guide: Guide) -> None:
+    """Write the teacher, its routers and their settings into ``folder``."""
+    save_model(folder / "teacher", guide.teacher)
+    write_tensors(folder / "routers.safetensors", {str(layer): weight for layer, weight in enumerate(guide.routers)})
+    settings = {"blocks": list(guide.blocks), "experts": guide.experts, "features": guide.features, "learns": guide.learns}
+    write_json(folder / "guide.json", {"needed": True, **settings})
+
+
+def save_no_guide(folder: Path) -> None:
+    """Say that the method needs no teacher. The file never changes, so a new teacher leaves such methods up to date."""
+    write_json(folder / "guide.json", {"needed": False})
+
+
+def load_guide(folder: str | Path, size: int | None = None) -> Guide | None:
+    """The guide of ``folder``, or None for a method that needs none; ``size`` asks for another image size.
+
+    Its routers take gradients only where they learn with the student.
+    """
+    settings = read_json(Path(folder) / "guide.json")
+    if not settings["needed"]:
+        return None
+    teacher = load_model(Path(folder) / "teacher")
+    if size is not None and size != teacher.image.size:
+        teacher = transferred(Path(folder) / "teacher", teacher.image.model_copy(update={"size": size}), None)
+    guide = Guide(teacher, tuple(settings["blocks"]), settings["experts"], settings["features"], settings["learns"])
+    weights, _ = read_tensors(Path(folder) / "routers.safetensors")
+    with torch.no_grad():
+        for layer, weight in enumerate(guide.routers):
+            weight.copy_(weights[str(layer)])
+    return guide.eval()
+
+
+def guide_folder(method: str, seed: int) -> Path:
+    """Where the guide of a pretrained method lies: beside the model where its routers learned with it, else where they were fitted."""
+    learned = Path("artifacts/pretrain") / method / str(seed) / GUIDE
+    return learned if learned.exists() else Path("artifacts/teacher_router") / method

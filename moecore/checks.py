@@ -12,7 +12,10 @@ from moecore.yaml12 import Document, near
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 NO_TEACHER = "no_teacher"
-WANTED = {"routing": "a router", "load": "a router that provides load probabilities", "guidance": "a teacher"}
+WANTED = {
+    "routing": "a router", "load": "a router that provides load probabilities", "guidance": "a teacher",
+    "basis": "experts or a router that have bases (eigen, eigenbasis)",
+}  # fmt: skip
 
 
 def cross_checks(document: Document, study: Any) -> Iterator[str]:
@@ -43,6 +46,8 @@ def _needs(study: Any) -> Iterator[tuple[tuple, str]]:
     """Whether every regularizer finds what it needs."""
     teacher = getattr(study, "teacher", None)
     for name, method in getattr(study, "methods", {}).items():
+        yield from _teacher_keys(study, name, method)
+        yield from _same_views(study, name, method)
         for index, regularizer in enumerate(method.regularizers):
             for need in sorted(regularizer.needs & set(WANTED)):
                 place = ("methods", name, "regularizers", index)
@@ -50,6 +55,24 @@ def _needs(study: Any) -> Iterator[tuple[tuple, str]]:
                     yield place, f"{regularizer.kind} needs {WANTED[need]}, but {_router(method)}"
                 elif need == "guidance" and teacher is not None and teacher.kind == NO_TEACHER and name in study.run.methods:
                     yield place, f"{regularizer.kind} needs a teacher, but teacher.kind is {teacher.kind}; allowed: {', '.join(_teachers(study))}"
+
+
+def _teacher_keys(study: Any, name: str, method: Any) -> Iterator[tuple[tuple, str]]:
+    """What of a method asks for a teacher where the study has none."""
+    teacher = getattr(study, "teacher", None)
+    if teacher is None or teacher.kind != NO_TEACHER or name not in study.run.methods:
+        return
+    asking = {"distillation": method.distillation > 0, "upcycle": method.upcycle, "router": method.routed_by_teacher}
+    for key in (key for key, asks in asking.items() if asks):
+        yield ("methods", name, key), f"needs a teacher, but teacher.kind is {teacher.kind}; allowed: {', '.join(_teachers(study))}"
+
+
+def _same_views(study: Any, name: str, method: Any) -> Iterator[tuple[tuple, str]]:
+    """Two views of an image that are always the same teach a router nothing."""
+    training = getattr(study, "pretrain", None)
+    if method.views == 2 and name in study.run.methods and training is not None and training.views == type(training.views)():
+        kind = next(loss.kind for loss in method.regularizers if "two_views" in loss.needs)
+        yield ("methods", name, "regularizers"), f"{kind} compares two views of an image, but pretrain.views changes nothing; give it a crop, shift or flip"
 
 
 def _router(method: Any) -> str:

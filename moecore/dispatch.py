@@ -15,10 +15,14 @@ from moecore.grouped import rows_at_once, to_autocast
 
 
 class Rows(NamedTuple):
-    """Token values (R, d) sorted by expert, and offsets (E,) int32: where each expert's rows end."""
+    """What experts compute on: values (R, d) sorted by expert, and offsets (E,) int32, where each expert's rows end.
+
+    Where ``projected`` is true the values (R, r) are tokens that were already projected onto their expert's basis.
+    """
 
     values: Tensor
     offsets: Tensor
+    projected: bool = False
 
 
 class SparsePlan(NamedTuple):

@@ -21,22 +21,44 @@ class RoutingRecord(NamedTuple):
     combine: Tensor  # weight of each expert's output; 0 = not processed
 
 
+class RoutingContext(NamedTuple):
+    """What a router may look at beside its tokens (B, T, d); None for all that it does not name in ``wants``."""
+
+    attention: Tensor | None = None  # (B, T, T) the block's attention, averaged over heads; each row sums to 1
+    attended: Tensor | None = None  # (B, T, d) the output of the block's attention, before the residual sum
+    patches: Tensor | None = None  # (B, T, pixels) of each token's patch, in [0, 1]; zeros for special tokens
+    teacher: Tensor | None = None  # (B, T, E) probs of the teacher's router at this layer
+    basis: Tensor | None = None  # (E, d, r) the experts' bases
+    progress: float = 1.0  # share of the training that is done
+
+
+class Layout(NamedTuple):
+    """How a model's T tokens lie: ``special`` ones first, then a ``grid`` of patches, the last axis fastest."""
+
+    special: int
+    grid: tuple[int, ...]  # patches along each axis
+    size: tuple[int, ...]  # pixels along each axis
+
+
 class ModelOutput(NamedTuple):
-    """``model(images)``: the prediction (B, K) and one record per MoE layer (none for a dense model)."""
+    """``model(images)``: the prediction (B, K), one record per MoE layer (none for a dense model), every head's logits (B, K)."""
 
     prediction: Tensor
     routing: tuple[RoutingRecord, ...] = ()
+    heads: tuple[Tensor, ...] = ()  # class head, then the distillation token's where there is one
 
 
 class Batch(NamedTuple):
     """Images in [0, 1] (B, C, H, W), their labels, and the affine (B, 3, 3) that made each view.
 
     An affine maps a point (row, column, 1) of the original image to the view; pixel centres are at +0.5.
+    With two ``views`` the second half of the batch are other views of the images of the first half, in the same order.
     """
 
     images: Tensor
     labels: Tensor
     affines: Tensor
+    views: int = 1
 
 
 class Guidance(NamedTuple):

@@ -8,23 +8,28 @@ from torch import nn
 
 from moecore.data.loader import to_device
 from moecore.data.prepared import Prepared, Split
+from moecore.epochs import keep_routing
 from moecore.evaluation.classification import confusion, correct, nll
 from moecore.evaluation.predict import predictions
 from moecore.history import Run
 from moecore.history_file import points, read_lines, seconds
 from moecore.progress import progress
 from moecore.training.checkpoint import Checkpoint
+from moecore.training.guide import Guide, standing_alone
 from moecore.training.loop import Metrics, Task, fit, total_steps
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
 
 
-def task_for(model: nn.Module, data: Prepared, objective: Objective, runtime: Runtime, guide: nn.Module | None = None, subset: np.ndarray | None = None) -> Task:
-    """The training task of ``model`` on prepared data; ``subset``: indices of the training images that are used."""
+def task_for(
+    model: nn.Module, data: Prepared, objective: Objective, runtime: Runtime, guide: Guide | None = None,
+    subset: np.ndarray | None = None, views: int = 1,
+) -> Task:  # fmt: skip
+    """The training task of ``model`` on prepared data; ``subset``: indices of the training images that are used; ``views`` of each."""
     train = data.train if subset is None else Split(data.train.images[subset], data.train.labels[subset])
     guide = None if guide is None else guide.to(runtime.device)
-    return Task(model, len(data.card["classes"]), to_device(train, runtime.device), to_device(data.validation, runtime.device), objective, guide)
+    return Task(model, len(data.card["classes"]), to_device(train, runtime.device), to_device(data.validation, runtime.device), objective, guide, views)
 
 
 def train(task: Task, settings: Training, seed: int, runtime: Runtime, run: Run, checkpoint: Checkpoint, title: str) -> None:
@@ -34,6 +39,8 @@ def train(task: Task, settings: Training, seed: int, runtime: Runtime, run: Run,
     with progress(title, total_steps(task, settings)) as bar:
         for metrics in fit(task, settings, seed, runtime, checkpoint):
             run.log(metrics.step, metrics.values | {"epoch": metrics.epoch})
+            if task.model.moe is not None and metrics.epoch == int(metrics.epoch):
+                keep_routing(checkpoint.path.parent, int(metrics.epoch), standing_alone(task.model, task.guide), task.validation, task.classes)
             bar.update(metrics.step, **_shown(metrics))
 
 

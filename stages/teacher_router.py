@@ -9,7 +9,7 @@ from typing import Annotated
 
 import torch
 
-from moecore.artifacts import load_model
+from moecore.artifacts import load_model, save_guide, save_no_guide
 from moecore.backbones import Backbone
 from moecore.config import Config
 from moecore.data.loader import to_device
@@ -20,7 +20,7 @@ from moecore.params import Key, read
 from moecore.progress import progress
 from moecore.stage import run_stage
 from moecore.teachers.fit_router import fit_routers
-from moecore.teachers.guide import build_guide, save_guide, save_no_guide
+from moecore.training.guide import build_guide
 from moecore.training.method import Method
 from moecore.training.runtime import tune
 from moecore.training.settings import TeacherRouterFit
@@ -37,11 +37,11 @@ class Params(Config):
 
 
 def teacher_router(method: str) -> None:
-    """Fit one router per MoE layer of ``method`` on the teacher's features."""
+    """Fit one router per MoE layer of ``method`` on the teacher's features; those that learn jointly are left as drawn."""
     params = read(Params, method=method)
     target = Path("artifacts/teacher_router") / method
     with record("teacher_router", params, method=method) as run:
-        if not params.method.guided:
+        if not (params.method.guided or params.method.upcycle):
             with whole_folder(target) as folder:
                 save_no_guide(folder)
             run.summary({})
@@ -49,10 +49,12 @@ def teacher_router(method: str) -> None:
         device, settings = tune().device, params.teacher_router
         torch.manual_seed(settings.seed)
         guide = build_guide(load_model(TEACHER), params.method, params.model.depth).to(device)
-        with progress(f"teacher router {method}", settings.steps) as bar:
-            for step, values in fit_routers(guide, to_device(Prepared.open(DATA).train, device), params.method.teacher_router, settings):
-                run.log(step, values)
-                bar.update(step, **values)
+        values: dict[str, float] = {}
+        if len(guide.routers) and not guide.learns:
+            with progress(f"teacher router {method}", settings.steps) as bar:
+                for step, values in fit_routers(guide, to_device(Prepared.open(DATA).train, device), params.method.teacher_router, settings):
+                    run.log(step, values)
+                    bar.update(step, **values)
         with whole_folder(target) as folder:
             save_guide(folder, guide)
         run.summary(values)

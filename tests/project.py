@@ -51,6 +51,7 @@ robustness:
   epsilons: [0.05]
   attacks: [{kind: fgsm}, {kind: pgd, steps: 2}]
 routing: {images: 32}
+claims: []
 """
 
 

@@ -115,7 +115,7 @@ def test_metrics_diff_plots_and_experiments_work(unchanged):
 
 def test_the_trained_model_loads_from_its_folder(project):
     model = load_model(project.folder / "artifacts/finetune/tgr/0")
-    prediction, routing = model(torch.rand(2, 1, 24, 24))
+    prediction, routing, _ = model(torch.rand(2, 1, 24, 24))
     assert prediction.shape == (2, 10) and len(routing) == 2 and routing[0].probs.shape == (2, 10, 4)
 
 

@@ -58,13 +58,14 @@ def test_the_schema_accepts_the_file(path):
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("methods: [dense, vmoe, tgr", "methods: [dense, vmeo, tgr", ": run.methods[1]: found 'vmeo', did you mean 'vmoe'?; allowed: dense, vmoe, tgr"),
-        ("methods: [dense, vmoe, tgr", "methods: [dense, vmoe, tgr, vmoe", ": run.methods[3]: 'vmoe' is there twice; keep one"),
+        ("methods: [dense, vmoe, prc", "methods: [dense, vmeo, prc", ": run.methods[1]: found 'vmeo', did you mean 'vmoe'?; allowed: dense, vmoe, "),
+        ("methods: [dense, vmoe, prc", "methods: [dense, vmoe, prc, vmoe", ": run.methods[3]: 'vmoe' is there twice; keep one"),
         ("seeds: [0", "seeds: [-1", ": run.seeds[0]: found -1; allowed: integers ≥ 0"),
         ("seeds: [0", "seeds: [0, 0", ": run.seeds[1]: 0 is there twice; keep one"),
-        ("\nmethods:\n", "\nmethods:\n  soft-moe: {}\n", ": methods.soft-moe: found the name 'soft-moe'; allowed: small letters"),
+        ("\n  dense: {}\n", "\n  dense: {}\n  soft-moe: {}\n", ": methods.soft-moe: found the name 'soft-moe'; allowed: small letters"),
         ("\npretrain:\n", "\npretrian:\n", ": pretrian: unknown key, did you mean 'pretrain'?"),
-        ("\nmodel: {kind: vit, ", "\nmodel: {", ": model: kind is not written; write kind: vit"),
+        ("\nmodel: {kind: vit, ", "\nmodel: {", ": model: kind is missing; allowed: kind: single_layer | vit"),
+        ("calibrator: {kind: temperature}", "calibrator: {}", ": calibrate.calibrator: kind is not written; write kind: temperature"),
     ],
 )
 def test_misfits(problems, old, new, expected):

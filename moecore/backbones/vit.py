@@ -9,16 +9,18 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.functional import pad, unfold
 
 from moecore.backbones.image import ImageSpec
 from moecore.config import Config
+from moecore.correspondence import match_tokens
 from moecore.files import StageError
 from moecore.layers.block import Block
 from moecore.layers.linear import linear
 from moecore.layers.mlp import Mlp
 from moecore.layers.moe import MoE
 from moecore.layers.patch_embed import PatchEmbed
-from moecore.records import Feature, ModelOutput
+from moecore.records import Feature, Guidance, Layout, ModelOutput, RoutingContext
 
 class Vit(Config):
     """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
@@ -73,19 +75,35 @@ class VisionTransformer(nn.Module):
         """How many special tokens have a position embedding."""
         return self.special if self.config.position_on_class else 0
 
-    def forward(self, images: Tensor) -> ModelOutput:
-        tokens, records, _ = self.encode(images)
-        return ModelOutput(self.predict(tokens), records)
+    @property
+    def layout(self) -> Layout:
+        """Where the tokens lie in the image."""
+        side = self.image.size // self.config.patch
+        return Layout(self.special, (side, side), (self.image.size, self.image.size))
 
-    def encode(self, images: Tensor, at: Feature | None = None, blocks: tuple[int, ...] = ()) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    def forward(self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0) -> ModelOutput:
+        """``guidance``: a teacher's, for routers that want it. ``progress``: share of the training that is done."""
+        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
+        heads = self.heads(tokens)
+        return ModelOutput(torch.stack(heads).mean(dim=0) if len(heads) > 1 else heads[0], records, heads)
+
+    def encode(
+        self, images: Tensor, at: Feature | None = None, blocks: tuple[int, ...] = (), guidance: Guidance | None = None, progress: float = 1.0
+    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
         """Images to (final tokens (B, T, width), routing records, features (B, T, width) of each of ``blocks``).
 
         ``at``: "mlp_input" the input of the block's feed-forward, "block_out" its output, "final" the normalised last tokens.
         """
         tokens = self.embed((images - self.pixel_mean) / self.pixel_std)
+        contexts = self._contexts(images, tokens.shape, guidance, progress)
         records, found = (), {}
         for index, block in enumerate(self.blocks):
-            tokens, entering, record = block(tokens)
+            tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
             records += record
             if index in blocks:
                 found[index] = entering if at == "mlp_input" else tokens
@@ -109,7 +127,22 @@ class VisionTransformer(nn.Module):
     def predict(self, tokens: Tensor) -> Tensor:
         """Final tokens to logits (B, K), averaged over the heads (as DeiT does at inference)."""
         logits = self.heads(tokens)
-        return logits[0] if len(logits) == 1 else (logits[0] + logits[1]) / 2
+        return logits[0] if len(logits) == 1 else torch.stack(logits).mean(dim=0)
+
+    def _contexts(self, images: Tensor, tokens: torch.Size, guidance: Guidance | None, progress: float) -> dict[int, RoutingContext]:
+        """What the routers may look at beside their tokens, by block: all but the attention, which the block adds."""
+        if self.moe is None:
+            return {}
+        wants, layers = self.moe.router.wants, self.moe.indices(self.config.depth)
+        patches = self._patches(images) if "patches" in wants else None
+        teachers = guidance.probs if guidance is not None and "teacher" in wants else (None,) * len(layers)
+        matched = (None if probs is None else match_tokens(probs, (*tokens[:2], probs.shape[-1])) for probs in teachers)
+        return {index: RoutingContext(patches=patches, teacher=probs, progress=progress) for index, probs in zip(layers, matched, strict=True)}
+
+    def _patches(self, images: Tensor) -> Tensor:
+        """Each token's pixels (B, T, C·patch²) in [0, 1]; zeros for the special tokens."""
+        pixels = unfold(images, self.config.patch, stride=self.config.patch).transpose(1, 2)
+        return pad(pixels, (0, 0, self.special, 0))
 
     def _feed_forwards(self) -> list[nn.Module]:
         sparse = () if self.moe is None else self.moe.indices(self.config.depth)

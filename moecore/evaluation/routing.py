@@ -53,6 +53,11 @@ def confidence(probs: Tensor) -> Confidence:
     return Confidence(float(ordered[0]), float(ordered[1:2].sum()), float(ordered[2:].sum()))
 
 
+def token_entropy(probs: Tensor) -> float:
+    """Mean entropy of a token's probs, in nats: 0 where every token is certain, ln E where none prefers an expert; probs (B, T, E)."""
+    return float(torch.special.entr(probs.double()).sum(dim=-1).mean())
+
+
 def agreement(ours: Tensor, theirs: Tensor) -> float:
     """Share of tokens whose most probable expert is the same in both; probs (B, T, E), ties to the lowest index (TGR)."""
     _alike(ours, theirs)

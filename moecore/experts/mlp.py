@@ -7,11 +7,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from moecore.config import Config
+from moecore.dispatch import Rows
+from moecore.experts.base import ExpertsConfig
 from moecore.grouped import grouped_linear
 
 
-class Mlp(Config):
+class Mlp(ExpertsConfig):
     """Each expert is Linear(d, h), GELU, Linear(h, d), with biases."""
 
     kind: Literal["mlp"] = "mlp"
@@ -25,7 +26,7 @@ class Mlp(Config):
 
 
 class MlpExperts(nn.Module):
-    """``experts(values, offsets)``: rows (R, d) sorted by expert and where each expert's rows end (E,) int32 -> rows (R, d)."""
+    """``experts(rows)`` with Rows of values (R, d) returns values (R, d)."""
 
     def __init__(self, config: Mlp, width: int) -> None:
         super().__init__()
@@ -33,9 +34,9 @@ class MlpExperts(nn.Module):
         self.up, self.up_bias = _linears(config, width, hidden)
         self.down, self.down_bias = _linears(config, hidden, width)
 
-    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
-        hidden = gelu(grouped_linear(values, self.up, self.up_bias, offsets))
-        return grouped_linear(hidden, self.down, self.down_bias, offsets)
+    def forward(self, rows: Rows) -> Tensor:
+        hidden = gelu(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
+        return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
 
 
 def _linears(config: Mlp, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.layers.attention import Attention
+from moecore.records import RoutingContext
 
 
 class LayerScale(nn.Module):
@@ -20,7 +21,8 @@ class LayerScale(nn.Module):
 class Block(nn.Module):
     """x + attention(norm1(x)), then x + feed_forward(norm2(x)).
 
-    ``mlp`` is dense or a mixture of experts: called with (B, T, width) tokens it returns (tokens, records).
+    ``mlp`` is dense or a mixture of experts: called with (B, T, width) tokens and a RoutingContext it returns (tokens, records);
+    ``mlp.wants`` names the fields of the context that it reads.
     """
 
     def __init__(self, width: int, heads: int, mlp: nn.Module, qkv_bias: bool = True, layer_scale: float | None = None) -> None:
@@ -32,9 +34,11 @@ class Block(nn.Module):
         self.mlp = mlp
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, tuple]:
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> tuple[Tensor, Tensor, tuple]:
         """Returns (tokens, the feed-forward's input, its routing records)."""
-        tokens = tokens + self.ls1(self.attn(self.norm1(tokens)))
+        attended, weights = self.attn(self.norm1(tokens), weights="attention" in self.mlp.wants)
+        tokens = tokens + self.ls1(attended)
         entering = self.norm2(tokens)
-        change, records = self.mlp(entering)
+        context = context._replace(attention=weights, attended=attended if "attended" in self.mlp.wants else None)
+        change, records = self.mlp(entering, context)
         return tokens + self.ls2(change), entering, records

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from moecore.config import Config
 from moecore.experts import Experts
 from moecore.files import StageError
-from moecore.records import RoutingRecord
+from moecore.records import RoutingContext, RoutingRecord
 from moecore.routers import Router
 
 Blocks = Literal["every_2", "last_2"] | tuple[int, ...]
@@ -24,11 +24,13 @@ class MoE(Config):
     @property
     def active_share(self) -> float:
         """Share of the experts that one token uses."""
-        return self.router.k / self.experts.number
+        return self.router.active(self.experts.number) / self.experts.number
 
     def build(self, width: int) -> "MoELayer":
         """One layer over ``width``-wide tokens. Raises StageError where router and experts do not fit together."""
-        return MoELayer(self.router.build(width, self.experts.number), self.experts.build(width))
+        experts = self.experts.build(width)
+        basis = experts.basis if "basis" in self.experts.provides else None
+        return MoELayer(self.router.build(width, self.experts.number, basis), experts, self.router.wants)
 
     def indices(self, depth: int) -> tuple[int, ...]:
         """The blocks (from 0, ascending) of a model of ``depth`` blocks that hold experts.
@@ -50,12 +52,14 @@ class MoE(Config):
 
 
 class MoELayer(nn.Module):
-    """``layer(tokens)`` with tokens (B, T, d) returns (tokens (B, T, d), (RoutingRecord,)), as the dense feed-forward does with ()."""
+    """``layer(tokens, context)`` with tokens (B, T, d) returns (tokens (B, T, d), (RoutingRecord,)), as the dense feed-forward does with ()."""
 
-    def __init__(self, router: nn.Module, experts: nn.Module) -> None:
+    def __init__(self, router: nn.Module, experts: nn.Module, wants: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self.router, self.experts = router, experts
+        self.router, self.experts, self.wants = router, experts, wants
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, tuple[RoutingRecord]]:
-        plan, record = self.router(tokens)
-        return plan.combine(self.experts(*plan.dispatch(tokens))), (record,)
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> tuple[Tensor, tuple[RoutingRecord]]:
+        if "basis" in self.wants and hasattr(self.experts, "basis"):
+            context = context._replace(basis=self.experts.basis)
+        plan, record = self.router(tokens, context)
+        return plan.combine(self.experts(plan.dispatch(tokens))), (record,)

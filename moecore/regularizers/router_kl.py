@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from moecore.config import Config
+from moecore.correspondence import match_tokens
 from moecore.files import StageError
 from moecore.records import Step
 
@@ -42,20 +43,3 @@ def router_kl(*, teacher: Tensor, student: Tensor) -> Tensor:
     """
     log_student = student.clamp_min(torch.finfo(student.dtype).tiny).log()
     return kl_div(log_student, teacher.detach(), reduction="none").sum(dim=-1).mean()
-
-
-def match_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
-    """The teacher's probs (B, T, E) for each of the student's tokens: CLS to CLS, patches one to one.
-
-    A student with one token more has a distillation token behind CLS; it follows the teacher's CLS.
-    Raises StageError where the shapes do not correspond.
-    """
-    batch, tokens, experts = student
-    if teacher.shape == student:
-        return teacher
-    if teacher.shape == (batch, tokens - 1, experts):
-        return torch.cat([teacher[:, :1], teacher], dim=1)
-    raise StageError(
-        f"router_kl: the teacher's routing has shape {tuple(teacher.shape)} (images, tokens, experts), the student's {tuple(student)}; "
-        "images and experts must be equal, and the teacher's tokens equal or one fewer (the distillation token): check patch and image size"
-    )

@@ -40,8 +40,9 @@ def training_csv(results: Results) -> str:
 
 
 def robustness_csv(results: Results) -> str:
-    """Every attack of every model: phase, method, seed, attack, epsilon, accuracy with Wilson's limits."""
-    rows = ({**item, "attack": name, **row} for item, model in _models(results) for name, rows in model.robustness["attacks"].items() for row in rows)
+    """Every attack of every model: phase, method, seed, attack, epsilon, accuracy with Wilson's limits; no rows where nothing was attacked."""
+    attacks = ((item, name, rows) for item, model in _models(results) for name, rows in model.robustness.get("attacks", {}).items())
+    rows = ({**item, "attack": name, **row} for item, name, rows in attacks for row in rows)
     return _csv(("phase", "method", "seed", *ROBUSTNESS), rows)
 
 

@@ -11,8 +11,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
 from moecore.evaluation.classification import Bins
+from moecore.evaluation.imed import expert_grid
 from moecore.evaluation.overlays import grid_of, pixels_of
-from moecore.report.style import PALETTE, expert_colours, line_look, new_figure, share_axis, styled
+from moecore.report.style import PALETTE, expert_colours, legend_of, line_look, new_figure, share_axis, styled
 
 OUTLINE = [withStroke(linewidth=1.6, foreground="#1c2733")]
 Rows = Sequence[Mapping[str, Any]]
@@ -31,7 +32,7 @@ def training_curves(curves: Mapping[str, Sequence[Rows]]) -> Figure:
     loss.set(ylabel="Cross-entropy in training", title="Training")
     accuracy.set_xlabel("Epoch")
     share_axis(accuracy, "Validation accuracy")
-    accuracy.legend(loc="lower right", ncols=2)
+    legend_of(figure, accuracy, "lower right")
     return figure
 
 
@@ -52,7 +53,7 @@ def robustness_curve(curves: Mapping[str, Rows], title: str = "Accuracy under at
         axes.fill_between(epsilons, [row["low"] for row in rows], [row["high"] for row in rows], color=look["color"], alpha=0.13, linewidth=0)
     axes.set(xlabel="ε in 1/255", title=title, ylim=(0, 1.02 if whole else None))
     share_axis(axes, label)
-    axes.legend()
+    legend_of(figure, axes, "best")
     return figure
 
 
@@ -72,7 +73,7 @@ def reliability_diagram(curves: Mapping[str, Bins], title: str = "Reliability") 
     axes.set(xlabel="Confidence", title=title, xlim=(0, 1.02), ylim=(0, 1.02))
     share_axis(axes, "Accuracy")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    legend = axes.legend(loc="upper left")
+    legend = legend_of(figure, axes, "upper left")
     for handle in legend.legend_handles[1:]:
         handle.set_sizes([30])
     return figure
@@ -157,3 +158,40 @@ def _cover(axes: Axes, grid: np.ndarray, size: tuple[int, int], colours: Sequenc
         if grid.size <= 100:
             middle = (corner[0] + width / 2, corner[1] + height / 2)
             axes.text(*middle, str(expert), ha="center", va="center", fontsize=7, color="white", path_effects=OUTLINE)
+
+
+@styled
+def expert_maps(
+    maps: Mapping[str, Sequence[Sequence[float]]], classes: Sequence[str], title: str = "Mean routing of each class", most: int = 12
+) -> Figure:
+    """Mean probability of each expert on the experts' grid (MoGE, figure 2): a row a model, layer or epoch, a column a class.
+
+    maps: label → (K, E), NaN where a class has no images (its panel stays bare); all with the same E. The first ``most`` classes are shown.
+    Each row has one colour scale, from 0 to its largest value.
+    """
+    rows = {label: np.asarray(values, dtype=float)[:most] for label, values in maps.items()}
+    grid = expert_grid(next(iter(rows.values())).shape[1])
+    names = list(classes)[:most]
+    height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
+    figure = new_figure(0.9 * len(names) + 1.3, (height + 0.12) * len(rows) + 0.75)
+    panels = figure.subplots(len(rows), len(names), squeeze=False)
+    for line, (label, values) in zip(panels, rows.items(), strict=True):
+        _map_row(figure, line, values.reshape(-1, *grid), label)
+    for axes, name in zip(panels[0], names, strict=True):
+        axes.set_title(name, fontsize=8, fontweight="normal", loc="center")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+    return figure
+
+
+def _map_row(figure: Figure, line: Sequence[Axes], values: np.ndarray, label: str) -> None:
+    """One row of heat maps (K, r, c) with a common scale and one colour bar."""
+    largest = np.nanmax(values) if np.isfinite(values).any() else 1.0
+    for axes, heat in zip(line, values, strict=True):
+        shown = axes.imshow(heat, cmap="magma", vmin=0, vmax=largest, interpolation="nearest")
+        axes.grid(visible=False)
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+    line[0].set_ylabel(label, fontsize=8.5)
+    bar = figure.colorbar(shown, ax=list(line), ticks=[0, largest], fraction=0.02, pad=0.01, aspect=12)
+    bar.ax.set_yticklabels(["0", f"{largest:.2g}"], fontsize=7.5)
+    bar.outline.set_visible(False)

@@ -7,7 +7,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moecore.report.inline import inline_png, inline_svg
-from moecore.report.tables import Cell, Metric, best
+from moecore.report.metrics import Metric
+from moecore.report.paper_figures import PAPERS, Reported
+from moecore.report.tables import Cell, best
 
 
 def shown(value: float, form: str) -> str:
@@ -23,26 +25,38 @@ def shown(value: float, form: str) -> str:
     return f"{value:.3f}" if 0.0005 <= abs(value) < 1000 or value == 0 else f"{value:.2e}"
 
 
-def by_method(metrics: Sequence[Metric], cells: Mapping[str, Mapping[str, Cell | None]]) -> str:
-    """Methods as rows, metrics as columns: the headline."""
+def signed(value: float, form: str) -> str:
+    """A difference with its sign; shares in percentage points."""
+    return f"{value * 100:+.1f} pp" if form == "share" else ("+" if value > 0 else "−" if value < 0 else "±") + shown(abs(value), form)
+
+
+def by_method(metrics: Sequence[Metric], cells: Mapping[str, Mapping[str, Cell | None]], papers: Sequence[Reported] = ()) -> str:
+    """Methods as rows, metrics as columns; below them what the papers report of their own models."""
     marks = {metric.name: best(metric, {method: row[metric.name] for method, row in cells.items()}) for metric in metrics}
     head = [f"<th>{escape(metric.label)}</th>" for metric in metrics]
     rows = [[_th(method), *(_td(row[metric.name], metric, marks[metric.name] == method) for metric in metrics)] for method, row in cells.items()]
-    return _table(["<th>Method</th>", *head], rows)
+    for model in papers:
+        rows.append([_th(f"Paper: {model.model}", model.source), *(_reported(model.values.get(metric.name), metric) for metric in metrics)])
+    return table_of(["<th>Method</th>", *head], rows, [*[""] * len(cells), *["paper"] * len(papers)])
 
 
 def by_metric(metrics: Sequence[Metric], cells: Mapping[str, Mapping[str, Cell | None]]) -> str:
-    """Metrics as rows, methods as columns: everything."""
-    rows = []
+    """Metrics as rows, methods as columns: everything, the metrics of a paper under its name."""
+    rows, looks, paper = [], [], ""
     for metric in metrics:
+        if metric.paper != paper:
+            paper = metric.paper
+            rows.append([_th(PAPERS[paper]), f'<td colspan="{len(cells)}"></td>'])
+            looks.append("group")
+        looks.append("")
         mark = best(metric, {method: row[metric.name] for method, row in cells.items()})
         rows.append([_th(metric.label, metric.note), *(_td(row[metric.name], metric, mark == method) for method, row in cells.items())])
-    return _table(["<th>Metric</th>", *(f"<th>{escape(method)}</th>" for method in cells)], rows)
+    return table_of(["<th>Metric</th>", *(f"<th>{escape(method)}</th>" for method in cells)], rows, looks)
 
 
 def facts(rows: Mapping[str, Any]) -> str:
     """Two columns: what, and its value."""
-    return _table([], [[_th(name), f'<td style="text-align:left">{escape(str(value))}</td>'] for name, value in rows.items()])
+    return table_of([], [[_th(name), f'<td class="words">{escape(str(value))}</td>'] for name, value in rows.items()])
 
 
 def figure(drawn: Figure, label: str, caption: str = "", png: bool = False) -> str:
@@ -54,20 +68,36 @@ def figure(drawn: Figure, label: str, caption: str = "", png: bool = False) -> s
 def _td(cell: Cell | None, metric: Metric, marked: bool) -> str:
     if cell is None:
         return '<td class="quiet">–</td>'
+    return f'<td{" class=best" if marked else ""}>{with_limits(cell, metric.form)}</td>'
+
+
+def with_limits(cell: Cell, form: str) -> str:
+    """A value, and in small figures the limits of its interval."""
     value, low, high = cell.interval
-    limits = f'<span class="limits">{_between(low, high, metric.form)}</span>' if low is not None else ""
-    return f'<td{" class=best" if marked else ""}>{shown(value, metric.form)}{limits}</td>'
+    counted = form == "count" and low == high  # parameters: the same in every seed
+    limits = "" if low is None or counted else f'<span class="limits">{between(low, high, form)}</span>'
+    return f"{shown(value, form)}{limits}"
 
 
-def _between(low: float, high: float, form: str) -> str:
+def between(low: float, high: float, form: str) -> str:
+    """The limits of an interval as words, such as 90.5 – 91.9."""
     return f"{shown(low, form).removesuffix(' %')} – {shown(high, form).removesuffix(' %')}"
+
+
+def _reported(value: float | None, metric: Metric) -> str:
+    """A paper's number with the digits that the paper prints."""
+    if value is None:
+        return "<td></td>"
+    return f"<td>{f'{100 * value:.4g} %' if metric.form == 'share' else f'{value:.4g}'}</td>"
 
 
 def _th(text: str, note: str = "") -> str:
     return f'<th scope="row">{escape(text)}' + (f'<span class="note">{escape(note)}</span>' if note else "") + "</th>"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_of(head: Sequence[str], rows: Sequence[Sequence[str]], looks: Sequence[str] = ()) -> str:
+    """A table that scrolls by itself, of ready <th> and <td>; ``looks``: the class of each row."""
+    looks = looks or [""] * len(rows)
     top = f"<thead><tr>{''.join(head)}</tr></thead>" if head else ""
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+    body = "".join(f"<tr{f' class={look}' if look else ''}>{''.join(row)}</tr>" for row, look in zip(rows, looks, strict=True))
+    return f'<div class="scroll{" dense" if len(rows) > 8 else ""}"><table>{top}<tbody>{body}</tbody></table></div>'

@@ -1,5 +1,7 @@
-"""The results of every method and seed, read from disk by name (never by a glob: removed methods leave files behind)."""
+"""What the stages measured, read from the files that the settings name (never by a glob: removed methods leave files behind)."""
 
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +16,19 @@ MEASURED = {
     "calibrate": ("temperature", "at_limit", "before", "after"),
     "robustness": ("images", "clean_accuracy", "attacks"),
     "routing": ("images", "layers", "overlays"),
+    "invariance": ("transforms",),
 }
-FILE = {"trained": "{phase}", "calibrate": "calibrate/{phase}", "robustness": "robustness/{phase}", "routing": "routing/{phase}"}
+USUAL = ("calibrate", "robustness", "routing")
 
 
 class Measured(NamedTuple):
-    """Everything known of one model: what its training wrote and what the three measuring stages wrote."""
+    """Everything known of one model: what its training wrote, and each measuring stage; {} for a stage that the study lacks."""
 
     trained: dict[str, Any]
     calibrate: dict[str, Any]
     robustness: dict[str, Any]
     routing: dict[str, Any]
+    invariance: dict[str, Any]
 
 
 class Results(NamedTuple):
@@ -35,19 +39,31 @@ class Results(NamedTuple):
     settings: str
 
 
-def read_results(run: Selection, settings: str, root: str | Path = ".") -> Results:
-    """Read every file that ``run`` asks for, below ``root``.
+def study_stages(params: str | Path) -> frozenset[str]:
+    """The measuring stages that the dvc.yaml beside ``params`` runs; the usual three where there is no dvc.yaml."""
+    pipeline = Path(params).with_name("dvc.yaml")
+    if not pipeline.exists():
+        return frozenset(USUAL)
+    return frozenset(re.findall(r"-m stages\.(\w+)", pipeline.read_text(encoding="utf-8"))) & MEASURED.keys()
+
+
+def read_results(run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = USUAL) -> Results:
+    """Read every file that ``run`` asks for, below ``root``; ``stages``: the measuring stages that the study has.
 
     Raises StageError that names a missing or damaged file, or a key that it lacks.
     """
     root = Path(root)
-    models = {phase: {method: {seed: _measured(root, phase, method, seed) for seed in run.seeds} for method in run.methods} for phase in run.phases}
+    models = {
+        phase: {method: {seed: _measured(root, Path(phase) / method / f"{seed}.json", stages) for seed in run.seeds} for method in run.methods}
+        for phase in run.phases
+    }
     return Results(models, {phase: read_json(root / "artifacts/data" / phase / "card.json") for phase in run.phases}, settings)
 
 
-def _measured(root: Path, phase: str, method: str, seed: int) -> Measured:
-    paths = {name: root / "artifacts/measured" / FILE[name].format(phase=phase) / method / f"{seed}.json" for name in Measured._fields}
-    return Measured(**{name: _with(path, MEASURED.get(name, TRAINED)) for name, path in paths.items()})
+def _measured(root: Path, where: Path, stages: Collection[str]) -> Measured:
+    folder = root / "artifacts/measured"
+    found = {stage: _with(folder / stage / where, keys) if stage in stages else {} for stage, keys in MEASURED.items()}
+    return Measured(_with(folder / where, TRAINED), **found)
 
 
 def _with(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """How figures look: one calm style, colours that colour-blind readers can tell apart, ink that a page can recolour."""
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
@@ -10,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 
 P = ParamSpec("P")
 
@@ -59,6 +61,16 @@ def expert_colours(number: int) -> list[str]:
     if number <= len(PALETTE):
         return list(PALETTE[:number])
     return [to_hex(colormaps["cividis"](index / (number - 1))) for index in range(number)]
+
+
+def legend_of(figure: Figure, axes: Axes, place: str) -> Legend:
+    """The legend at ``place`` inside the axes; below them, in a figure made higher, where more than six lines would hide the curves."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) <= 6:
+        return axes.legend(loc=place, ncols=2 if len(labels) > 4 else 1)
+    columns = int(figure.get_figwidth() / 1.5)
+    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(labels) / columns))
+    return figure.legend(handles, labels, loc="outside lower center", ncols=columns, columnspacing=1.2, handletextpad=0.5)
 
 
 def share_axis(axes: Axes, label: str) -> None:

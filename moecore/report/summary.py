@@ -8,25 +8,40 @@ from typing import Any
 from moecore.files import StageError, read_json
 
 FORMS = {"share": "{:.2%}", "number": "{:.3f}", "count": "{:,.0f}"}
-COLUMNS = {"test_accuracy": "share", "ece_after": "number", "load_cv2": "number", "entropy": "number", "active_parameters": "count", "images_per_second": "count"}
+COLUMNS = {"ece_after": "number", "load_cv2": "number", "entropy": "number", "active_parameters": "count", "images_per_second": "count"}
 
 
 def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row per phase and method: every headline value with its 95 % interval, where the method has such a thing."""
-    phases = list(next(iter(compared.values())))
-    attacks = [name for name in compared[next(iter(compared))][phases[0]] if name.startswith("accuracy_")]
+    """One row per phase and method: every headline value that any method has, with its 95 % interval."""
+    methods = {name: found for name, found in compared.items() if name != "claims"}
+    phases = list(next(iter(methods.values())))
+    cells = [found[phase] for phase in phases for found in methods.values()]
+    attacks = [name for name in cells[0] if name.startswith("accuracy_")]
     columns = {"test_accuracy": "share", **dict.fromkeys(attacks, "share"), **COLUMNS}
+    columns = {name: form for name, form in columns.items() if any(name in found for found in cells)}
     return [
         {"phase": phase, "method": method, **{name: _shown(found[phase].get(name), form) for name, form in columns.items()}}
         for phase in phases
-        for method, found in compared.items()
+        for method, found in methods.items()
     ]
+
+
+def claim_lines(claims: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One line a claim: verdict, what is claimed, the difference with its 95 % interval."""
+    lines = []
+    for words, found in claims.items():
+        mean, low, high = (found["difference"].get(name) for name in ("mean", "low", "high"))
+        limits = f"[{low:+.4f}, {high:+.4f}]" if low is not None else "(one seed)"
+        lines.append(f"{found['verdict']:<13} {words.partition(': ')[2]}: {mean:+.4f} {limits}")
+    return lines
 
 
 def _shown(cell: Mapping[str, Any] | None, form: str) -> str:
     if cell is None:
         return "–"
     text = FORMS[form].format(cell["mean"])
+    if form == "count" and cell.get("low") == cell.get("high"):
+        return text  # parameters: the same in every seed
     return text + (f" [{FORMS[form].format(cell['low'])}, {FORMS[form].format(cell['high'])}]" if cell.get("low") is not None else "")
 
 
@@ -34,11 +49,15 @@ def main(path: str = "reports/compare.json") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    found = rows(read_json(Path(path)))
+    compared = read_json(Path(path))
+    found = rows(compared)
     table = Table(*(name.replace("_", " ") for name in found[0]), box=None, header_style="bold", padding=(0, 1))
     for row in found:
         table.add_row(*row.values())
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    for line in claim_lines(compared.get("claims", {})):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,16 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
-from moecore.config import Config
 from moecore.dispatch import SparsePlan
 from moecore.files import StageError
-from moecore.records import RoutingRecord
+from moecore.records import RoutingContext, RoutingRecord
+from moecore.routers.base import RouterConfig
 from moecore.routers.capacity import seated
+from moecore.routers.decision import decision, router_logits, top_k
 
 
-class NoisyTopK(Config):
+class NoisyTopK(RouterConfig):
     """Softmax over a linear map of the token; in training noise is added to the logits; the k largest gates choose."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"load"})
@@ -28,6 +28,8 @@ class NoisyTopK(Config):
     capacity_factor: float | None = Field(default=None, gt=0, description="seats per expert in training, relative to an even share; null: no limit")
     batch_priority: bool = Field(default=False, description="seat tokens in the order of their largest gate instead of their position")
     group_size: int = Field(default=8, ge=1, description="images that share their seats")
+    renormalise: bool = Field(default=False, description="let the chosen gates sum to 1 (with k = 1 the router then has no task gradient)")
+    task_gradient: bool = Field(default=True, description="false: the router learns from its losses only (TGR's `distillation only`)")
 
     @model_validator(mode="after")
     def _priority_needs_seats(self) -> "NoisyTopK":
@@ -35,7 +37,7 @@ class NoisyTopK(Config):
             raise ValueError("`batch_priority` decides who gets a seat: give `capacity_factor` too")
         return self
 
-    def build(self, width: int, experts: int) -> "NoisyTopKRouter":
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "NoisyTopKRouter":
         """The router of ``width``-wide tokens over ``experts`` experts. Raises StageError where k is larger than that."""
         if self.k > experts:
             raise StageError(f"router.k is {self.k}, but there are {experts} experts (experts.number); k may be at most {experts}")
@@ -55,28 +57,29 @@ class NoisyTopKRouter(nn.Module):
         self.config = config
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))  # as the ViT's other linears
 
-    def forward(self, tokens: Tensor) -> tuple[SparsePlan, RoutingRecord]:
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> tuple[SparsePlan, RoutingRecord]:
         with torch.autocast(tokens.device.type, enabled=False):
-            return self._route(self._logits(tokens))
+            return self.decide(router_logits(tokens, self.weight))
 
-    def _logits(self, tokens: Tensor) -> Tensor:
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        return linear(tokens.to(dtype), self.weight.to(dtype))
-
-    def _route(self, logits: Tensor) -> tuple[SparsePlan, RoutingRecord]:
+    def decide(self, logits: Tensor) -> tuple[SparsePlan, RoutingRecord]:
+        """The decision of these logits (B, T, E)."""
         experts, std = logits.shape[-1], self._noise()
         noisy = logits + torch.randn_like(logits) * std if std else logits
         gates = torch.softmax(noisy, dim=-1)
         chosen = top_k(noisy, self.config.k)
-        plan = SparsePlan.build(chosen, gates.gather(-1, chosen), self._kept(chosen, gates), experts)
         threshold = noisy.gather(-1, chosen[..., -1:])
-        return plan, RoutingRecord(
+        return decision(
             logits=logits,
             probs=torch.softmax(logits, dim=-1),
             load=torch.special.ndtr((logits - threshold) / (std or 1 / experts)),  # 1 − Φ((τ − logits)/σ)
-            chosen=torch.zeros_like(logits, dtype=torch.bool).scatter(-1, chosen, True),
-            combine=torch.zeros_like(logits).scatter(-1, chosen, plan.weights),
+            chosen=chosen,
+            weights=self._weights(gates.gather(-1, chosen)),
+            kept=self._kept(chosen, gates),
         )
+
+    def _weights(self, gates: Tensor) -> Tensor:
+        gates = gates / gates.sum(dim=-1, keepdim=True) if self.config.renormalise else gates
+        return gates if self.config.task_gradient else gates.detach()
 
     def _noise(self) -> float:
         """Standard deviation of the noise; where none is drawn, ``load`` is smoothed by 1 / experts (DEFINITIONS: balance losses)."""
@@ -88,16 +91,3 @@ class NoisyTopKRouter(nn.Module):
             return None
         priority = gates.detach().amax(dim=-1) if settings.batch_priority else None
         return seated(chosen, priority, gates.shape[-1], settings.capacity_factor, settings.group_size)
-
-
-def top_k(scores: Tensor, k: int) -> Tensor:
-    """Indices (..., k) of the k largest scores (..., E), best first; ties go to the lowest index.
-
-    k times argmax: ``topk`` promises no order among ties, and a stable sort takes 20 times longer at 400 experts.
-    """
-    left, found = scores.detach().clone(), []
-    for _ in range(k):
-        best = left.argmax(dim=-1, keepdim=True)
-        found.append(best)
-        left.scatter_(-1, best, -torch.inf)
-    return torch.cat(found, dim=-1)

@@ -6,7 +6,8 @@ import torch
 
 from moecore.data.loader import OnDevice, OnDisk, batch_indices
 from moecore.data.views import identity_view
-from moecore.teachers.guide import Guide, teacher_router_loss
+from moecore.regularizers.teacher_router import teacher_router_terms
+from moecore.training.guide import Guide
 from moecore.training.method import TeacherRouter
 from moecore.training.settings import TeacherRouterFit
 
@@ -15,13 +16,15 @@ LOG_EVERY = 20
 
 def fit_routers(guide: Guide, train: OnDevice | OnDisk, weights: TeacherRouter, settings: TeacherRouterFit) -> Iterator[tuple[int, dict[str, float]]]:
     """Train the guide's routers in place; yields (step, loss terms) now and then, and at the end. Only the routers learn."""
+    guide.routers.requires_grad_(True)
     optimizer = torch.optim.AdamW(guide.routers.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     for step in range(1, settings.steps + 1):
         images, _ = train.take(batch_indices(len(train.labels), settings.batch, settings.seed, step - 1))
-        terms = teacher_router_loss(guide(identity_view(images)).probs, weights)
-        loss = weights.load * terms["load"] + weights.entropy * terms["entropy"]
+        terms = teacher_router_terms(probs=guide(identity_view(images)).probs)
+        loss = weights.load * terms["balance"] + weights.entropy * terms["entropy"]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         if step % LOG_EVERY == 0 or step == settings.steps:
             yield step, {"loss": loss.item()} | {name: term.item() for name, term in terms.items()}
+    guide.routers.requires_grad_(guide.learns)

@@ -18,6 +18,7 @@ from moecore.evaluation.predict import predictions
 from moecore.files import StageError
 from moecore.records import Batch, Step
 from moecore.training.checkpoint import Checkpoint
+from moecore.training.guide import Guide, standing_alone
 from moecore.training.objective import Objective
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
@@ -37,14 +38,21 @@ class Metrics(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A model and what it learns from; ``guide`` is a frozen teacher for the losses that need one."""
+    """A model and what it learns from; ``guide`` is a frozen teacher for the losses that need one, ``views`` how many of each image."""
 
     model: nn.Module
     classes: int
     train: OnDevice | OnDisk
     validation: OnDevice | OnDisk
     objective: Objective
-    guide: nn.Module | None = None
+    guide: Guide | None = None
+    views: int = 1
+
+    @property
+    def learners(self) -> nn.Module:
+        """All that learns: the model, and the teacher's routers where they learn with it."""
+        routers = {"teacher_routers": self.guide.routers} if self.guide is not None and self.guide.learns else {}
+        return nn.ModuleDict({"model": self.model} | routers)
 
 
 def fit(task: Task, settings: Training, seed: int, runtime: Runtime, checkpoint: Checkpoint | None = None) -> Iterator[Metrics]:
@@ -54,9 +62,10 @@ def fit(task: Task, settings: Training, seed: int, runtime: Runtime, checkpoint:
     metrics of its step, so a caller that logs them never loses or repeats one. Raises StageError at a non-finite loss.
     """
     model, device = task.model.to(runtime.device), torch.device(runtime.device)
-    optimizer = build_optimizer(model, settings)
+    routers = list(task.guide.routers) if task.guide is not None and task.guide.learns else []
+    learners, optimizer = task.learners, build_optimizer(model, settings, routers)
     per_epoch, steps = steps_per_epoch(len(task.train.labels), settings.batch), total_steps(task, settings)
-    done, note = checkpoint.load(model, optimizer) if checkpoint else (0, {})
+    done, note = checkpoint.load(learners, optimizer) if checkpoint else (0, {})
     dtype = getattr(torch, note["dtype"]) if note else runtime.dtype(settings.precision)
     meter, saved = Meter(device), done
     for step in range(done, steps):
@@ -64,17 +73,19 @@ def fit(task: Task, settings: Training, seed: int, runtime: Runtime, checkpoint:
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
         batch = training_batch(task, settings, seed, step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
-        meter.add(step, len(batch.images), *train_step(task, settings, optimizer, batch, rate, dtype, step / steps))
+        meter.add(step, len(batch.images) // batch.views, *train_step(task, settings, optimizer, batch, rate, dtype, step / steps))
         after = step + 1
+        if after % per_epoch == 0:
+            end_epoch(model)
         if after % settings.log_every and after % per_epoch:
             continue
         values = meter.take(_last_checkpoint(checkpoint, saved)) | {"learning_rate": rate}
         _check_weights(model, after, values, _last_checkpoint(checkpoint, saved))
         if after % per_epoch == 0:
-            values |= validate(model, task.validation)
+            values |= validate(standing_alone(model, task.guide), task.validation)
         yield Metrics(after, steps, after / per_epoch, values)
         if checkpoint and after - saved >= settings.checkpoint_every and after < steps:
-            checkpoint.save(after, model, optimizer, {"dtype": str(dtype).removeprefix("torch.")})
+            checkpoint.save(after, learners, optimizer, {"dtype": str(dtype).removeprefix("torch.")})
             saved = after
         meter.start()
 
@@ -85,13 +96,25 @@ def total_steps(task: Task, settings: Training) -> int:
 
 
 def training_batch(task: Task, settings: Training, seed: int, step: int) -> Batch:
-    """The augmented batch of a step: a function of (seed, step) alone. With mixing the labels are (B, K) shares, else (B,)."""
+    """The augmented batch of a step: a function of (seed, step) alone. With mixing the labels are (B, K) shares, else (B,).
+
+    Two views of each image are never mixed with other images: a patch would lose its partner (PRC, §IV).
+    """
     generator = generator_for(seed, step, VIEWS)
     images, labels = task.train.take(batch_indices(len(task.train.labels), settings.batch, seed, step))
-    views, affines = make_views(images, settings.views, generator)
-    if settings.mix is not None:
+    made = [make_views(images, settings.views, generator) for _ in range(task.views)]
+    views, affines = (torch.cat(parts) if task.views > 1 else parts[0] for parts in zip(*made, strict=True))
+    labels = labels.repeat(task.views)
+    if settings.mix is not None and task.views == 1:
         views, labels = mix(views, labels, task.classes, settings.mix, generator)
-    return Batch(views, labels, affines)
+    return Batch(views, labels, affines, task.views)
+
+
+def end_epoch(model: nn.Module) -> None:
+    """What parts do once per epoch: bases are made orthonormal again (ERMoE, supplement §11)."""
+    for module in model.modules():
+        if hasattr(module, "reorthonormalise"):
+            module.reorthonormalise()
 
 
 def train_step(
@@ -102,16 +125,16 @@ def train_step(
         group["lr"] = rate
     with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype != torch.float32):
         guidance = task.guide(batch.images) if task.guide is not None else None
-        output = task.model(batch.images)
+        output = task.model(batch.images, guidance, progress)
     terms = task.objective.terms(Step(batch, output, task.model, guidance, progress))
     loss = task.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     if settings.clip is not None:
-        nn.utils.clip_grad_norm_(task.model.parameters(), settings.clip, foreach=True)
+        nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], settings.clip, foreach=True)
     optimizer.step()
     target = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(dim=-1)
-    correct = (output.prediction.argmax(dim=-1) == target).sum()
+    correct = (output.prediction.argmax(dim=-1) == target).sum() / batch.views
     return {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}, correct
 
 

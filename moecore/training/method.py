@@ -1,5 +1,7 @@
 """One entry under ``methods:``: who routes, to which experts, under which losses."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from moecore.config import Config
@@ -7,6 +9,7 @@ from moecore.experts import Experts
 from moecore.layers.moe import Blocks, MoE
 from moecore.records import Feature
 from moecore.regularizers import Regularizer
+from moecore.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
 from moecore.routers import Router
 
 
@@ -16,6 +19,7 @@ class TeacherRouter(Config):
     features: Feature = Field(default="mlp_input", description="where the teacher's features are read")
     load: float = Field(default=0.005, ge=0, description="weight of the squared coefficient of variation of the experts' mean probability")
     entropy: float = Field(default=0.005, ge=0, description="weight of the mean token entropy")
+    fit: Literal["fitted", "joint"] = Field(default="fitted", description="fitted beforehand by the stage teacher_router, or jointly while pretraining")
 
 
 class Method(Config):
@@ -26,6 +30,8 @@ class Method(Config):
     blocks: Blocks = Field(default="last_2", description="blocks that hold experts: every_2, last_2, or indices from 0")
     regularizers: tuple[Regularizer, ...] = ()
     teacher_router: TeacherRouter = TeacherRouter()
+    distillation: float = Field(default=0.0, ge=0, lt=1, description="share of DeiT's hard distillation in the task loss (DeiT: 0.5); the teacher must know the classes")
+    upcycle: bool = Field(default=False, description="start from the teacher's weights, its MLPs copied into every expert (sparse upcycling)")
 
     @model_validator(mode="after")
     def _router_with_experts(self) -> "Method":
@@ -38,17 +44,50 @@ class Method(Config):
         return None if self.router is None or self.experts is None else MoE(router=self.router, experts=self.experts, blocks=self.blocks)
 
     @property
+    def routed_by_teacher(self) -> bool:
+        """Whether the router asks the teacher at every image, also when the model is used."""
+        return self.router is not None and "teacher" in self.router.wants
+
+    @property
+    def guided_routing(self) -> bool:
+        """Whether the teacher's routers take part in training."""
+        return self.routed_by_teacher or any("guidance" in regularizer.needs for regularizer in self.regularizers)
+
+    @property
     def guided(self) -> bool:
-        """Whether a regularizer needs a teacher."""
-        return any("guidance" in regularizer.needs for regularizer in self.regularizers)
+        """Whether training needs the teacher at every step."""
+        return self.guided_routing or self.distillation > 0
+
+    @property
+    def joint(self) -> bool:
+        """Whether the teacher's routers learn together with the student."""
+        return self.guided_routing and self.teacher_router.fit == "joint"
+
+    @property
+    def losses(self) -> tuple[Regularizer, ...]:
+        """The regularizers, and with joint training the loss of the teacher's routers."""
+        own = TeacherRouterLoss(balance=self.teacher_router.load, entropy=self.teacher_router.entropy)
+        return (*self.regularizers, own) if self.joint else self.regularizers
+
+    @property
+    def views(self) -> int:
+        """How many views of each image a step needs."""
+        return 2 if any("two_views" in regularizer.needs for regularizer in self.regularizers) else 1
 
     @property
     def provided(self) -> frozenset[str]:
         """What regularizers may need and this method has by itself."""
-        return frozenset() if self.router is None else self.router.provides | {"routing"}
+        if self.router is None or self.experts is None:
+            return frozenset()
+        return self.router.provides | self.experts.provides | {"routing"}
 
-    def for_finetuning(self, k: int | None, guided: bool) -> "Method":
-        """The method with another k, and without the losses that need a teacher unless ``guided``."""
+    def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
+        """The method with another k, and without the losses that need a teacher unless ``guided``.
+
+        Hard distillation goes on only where the teacher knows the new classes.
+        """
         kept = tuple(loss for loss in self.regularizers if guided or "guidance" not in loss.needs)
-        router = self.router.model_copy(update={"k": k}) if self.router is not None and k is not None else self.router
-        return self.model_copy(update={"regularizers": kept, "router": router})
+        share = self.distillation if guided and same_classes else 0.0
+        router = None if self.router is None else self.router.finetuned()
+        router = router.with_k(k) if router is not None and k is not None else router
+        return self.model_copy(update={"regularizers": kept, "router": router, "distillation": share, "upcycle": False})

@@ -1,6 +1,7 @@
 """AdamW with a cosine schedule."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -8,13 +9,21 @@ from torch import nn
 from moecore.training.settings import Training
 
 
-def build_optimizer(model: nn.Module, settings: Training) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay on matrices only, so on no bias, norm, token or position embedding."""
+FREE = ("_token", "pos_embed", "bias", "basis", "scale", "target")
+
+
+def build_optimizer(model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()) -> torch.optim.AdamW:
+    """Fused AdamW; weight decay on matrices only, so on no bias, norm, token, position embedding, and on no expert's basis.
+
+    Decay would pull a basis (and the scale and target beside it) away from the lengths that its orthogonality penalty holds.
+
+    routers: those of the teacher where they learn too; a group of their own, without decay.
+    """
     decayed, free = [], []
     for name, parameter in model.named_parameters():
-        matrix = parameter.ndim >= 2 and not name.endswith(("_token", "pos_embed", "bias"))
+        matrix = parameter.ndim >= 2 and not name.endswith(FREE)
         (decayed if matrix else free).append(parameter)
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": free, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": free, "weight_decay": 0.0}, {"params": list(routers), "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=settings.learning_rate, fused=True)
 
 

@@ -55,7 +55,7 @@ def test_features_are_what_enters_and_leaves_a_block():
     tokens, _, (entering,) = model.encode(images, "mlp_input", (2,))
     _, _, (before,) = model.encode(images, "block_out", (1,))
     block = model.blocks[2]
-    attended = before + block.attn(block.norm1(before))
+    attended = before + block.attn(block.norm1(before))[0]
     torch.testing.assert_close(entering, block.norm2(attended))
     torch.testing.assert_close(tokens, model.norm(attended + block.mlp(entering)[0]))
     torch.testing.assert_close(model.encode(images, "final", (2,))[2][0], tokens)

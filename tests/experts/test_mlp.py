@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, linear
 
+from moecore.dispatch import Rows
 from moecore.experts.mlp import Mlp
 
 
@@ -12,7 +13,7 @@ def test_each_expert_is_its_own_mlp():
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     values, offsets = torch.randn(6, 8), torch.tensor([2, 2, 6], dtype=torch.int32)
-    outputs = experts(values, offsets)
+    outputs = experts(Rows(values, offsets))
     for row, expert in enumerate([0, 0, 2, 2, 2, 2]):
         hidden = gelu(linear(values[row], experts.up[expert].t(), experts.up_bias[expert]))
         expected = linear(hidden, experts.down[expert].t(), experts.down_bias[expert])
@@ -41,4 +42,4 @@ def test_experts_start_apart_or_identical():
 def test_double_precision_gradients():
     experts = Mlp(number=2, hidden_ratio=1.0).build(3).double()
     offsets = torch.tensor([2, 3], dtype=torch.int32)
-    assert torch.autograd.gradcheck(lambda values: experts(values, offsets), torch.randn(3, 3, dtype=torch.float64, requires_grad=True))
+    assert torch.autograd.gradcheck(lambda values: experts(Rows(values, offsets)), torch.randn(3, 3, dtype=torch.float64, requires_grad=True))

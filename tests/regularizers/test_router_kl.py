@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moecore.files import StageError
-from moecore.regularizers.router_kl import RouterKl, match_tokens, router_kl
+from moecore.regularizers.router_kl import RouterKl, router_kl
 from tests.regularizers.steps import record, step
 
 TEACHER = [[[0.5, 0.5], [1.0, 0.0]]]
@@ -40,19 +40,6 @@ def test_probabilities_of_zero_stay_finite():
     assert loss.isfinite() and student.grad.isfinite().all()
 
 
-def test_a_distillation_token_follows_the_teachers_class_token():
-    teacher = torch.arange(6.0).view(1, 3, 2)  # CLS, two patches
-    matched = match_tokens(teacher, torch.Size((1, 4, 2)))
-    assert matched.tolist() == [[[0, 1], [0, 1], [2, 3], [4, 5]]]
-    assert match_tokens(teacher, teacher.shape) is teacher
-
-
-@pytest.mark.parametrize("shape", [(1, 5, 2), (1, 2, 2), (1, 3, 4), (2, 3, 2)])
-def test_other_shapes_are_refused(shape):
-    with pytest.raises(StageError, match=r"teacher's routing has shape \(1, 3, 2\)"):
-        match_tokens(torch.zeros(1, 3, 2), torch.Size(shape))
-
-
 def test_it_acts_until_its_share_of_the_training():
     half = RouterKl(until=0.5)
     assert half(step(record(probs=STUDENT), guidance=[TEACHER], progress=0.499)).item() == pytest.approx(VALUE)
@@ -66,3 +53,12 @@ def test_missing_guidance_is_explained():
     with pytest.raises(StageError, match="guides 1 MoE layers and the student has 2"):
         RouterKl()(step(record(probs=STUDENT), record(probs=STUDENT), guidance=[TEACHER]))
     assert RouterKl().weight == 5.0 and "guidance" in RouterKl.needs
+
+
+def test_the_teachers_tokens_are_matched_to_the_students():
+    # A student with a distillation token behind CLS: both follow the teacher's CLS, so copying its row gives divergence 0.
+    teacher = torch.tensor([[[0.5, 0.5], [1.0, 0.0]]])
+    student = torch.cat([teacher[:, :1], teacher], dim=1)
+    assert RouterKl()(step(record(probs=student), guidance=[teacher])).item() == pytest.approx(0)
+    with pytest.raises(StageError, match="teacher guidance: the teacher's routing has shape"):
+        RouterKl()(step(record(probs=student[..., :1]), guidance=[teacher]))

@@ -1,5 +1,6 @@
 """Results as the stages write them, generated for any methods and seeds, so that the report can be rendered without training."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,22 @@ CLASSES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal"]
 EPSILONS = (0.0, 2 / 255, 4 / 255, 8 / 255)
 
 
-def write_results(root: Path, methods: dict[str, bool], seeds: list[int], phases: list[str]) -> None:
-    """Everything that ``compare`` reads; ``methods``: name → whether it has MoE layers."""
+USUAL = ("calibrate", "robustness", "routing")
+TRANSFORMS = ("rotation 5", "scaling 0.5", "translation (0, 0.1)")
+
+
+def write_results(root: Path, methods: dict[str, bool], seeds: list[int], phases: list[str], stages: Sequence[str] = USUAL) -> None:
+    """Everything that ``compare`` reads of a study with these stages; ``methods``: name → whether it has MoE layers."""
     for phase in phases:
         write_json(root / "artifacts/data" / phase / "card.json", card(phase))
         for number, (method, routed) in enumerate(methods.items()):
             for seed in seeds:
                 where = Path(phase) / method / f"{seed}.json"
-                write_json(root / "artifacts/measured" / where, trained(number, seed, routed and phase == "finetune"))
+                settled = settling(number, seed) if routed and phase == "pretrain" else {}
+                write_json(root / "artifacts/measured" / where, trained(number, seed, routed and phase == "finetune") | settled)
                 for stage, content in measured(number, seed, routed).items():
-                    write_json(root / "artifacts/measured" / stage / where, plain(content))
+                    if stage in stages:
+                        write_json(root / "artifacts/measured" / stage / where, plain(content))
 
 
 def card(phase: str) -> dict[str, Any]:
@@ -59,10 +66,27 @@ def _point(epoch: int, number: int) -> dict[str, Any]:
     return {"step": 50 * epoch, "epoch": epoch, "train_loss": loss, "train_accuracy": 1 - 0.8 * 0.8**epoch, "validation_accuracy": validation}
 
 
+def settling(number: int, seed: int) -> dict[str, Any]:
+    """Ten epochs; between them nine agreements. With the final model: 0.1, 0.2, … 1 for method and seed 0."""
+    final = [min(1.0, 0.1 * epoch + 0.01 * number + 0.02 * seed) for epoch in range(1, 11)]
+    heat = np.random.default_rng(number).dirichlet(np.ones(8), (len(CLASSES), 3)).tolist()
+    consecutive = [0.5 + 0.04 * epoch + 0.01 * seed for epoch in range(2, 11)]
+    return {"agreement_with_final": final, "agreement_consecutive": consecutive, "class_maps": {"1": heat, "10": heat}}
+
+
 def measured(number: int, seed: int, routed: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(7 + 100 * number + seed)
     records = tuple(_record(generator, 12, 17, 8) for _ in range(3)) if routed else ()
-    return {"calibrate": _calibrated(generator), "robustness": _attacked(number, seed, routed), "routing": _routed(records, number)}
+    return {
+        "calibrate": _calibrated(generator), "robustness": _attacked(number, seed, routed), "routing": _routed(records, number, seed),
+        "invariance": _transformed(number, seed, routed),
+    }  # fmt: skip
+
+
+def _transformed(number: int, seed: int, routed: bool) -> dict[str, Any]:
+    """Distances of 0.1, 0.2, 0.3 for method and seed 0, and d² beside each."""
+    distances = {name: 0.1 * place + 0.01 * number + 0.001 * seed for place, name in enumerate(TRANSFORMS, start=1)} if routed else {}
+    return {"transforms": [{"name": name, "d": d, "d_low": d - 0.02, "d_high": d + 0.02, "d2": d * d} for name, d in distances.items()]}
 
 
 def _calibrated(generator: torch.Generator) -> dict[str, Any]:
@@ -85,7 +109,7 @@ def _attacked(number: int, seed: int, routed: bool) -> dict[str, Any]:
     def rows(strength: float) -> list[dict[str, Any]]:
         made = []
         for epsilon in EPSILONS:
-            hits = int(200 * 0.9 / (1 + strength * (8 - number) * 10 * epsilon)) - seed
+            hits = int(200 * 0.9 / (1 + strength * max(1, 8 - number) * 10 * epsilon)) - seed
             change = [0.5 * epsilon * 255 / 8] * 3 if routed else []
             low, high = wilson(hits, 200)[1:]
             changes = {"routing_change": change, "processing_change": change}
@@ -95,15 +119,23 @@ def _attacked(number: int, seed: int, routed: bool) -> dict[str, Any]:
     return {"images": 200, "clean_accuracy": 0.9, "attacks": {"fgsm": rows(0.5), "pgd-10": rows(1.0)}}
 
 
-def _routed(records: tuple[RoutingRecord, ...], number: int) -> dict[str, Any]:
+def _matched(number: int, seed: int) -> dict[str, float]:
+    """What every router has, and for odd methods what those with a threshold have."""
+    top = 0.5 + 0.02 * number + 0.005 * seed * (1 + number % 2)
+    found = {"match_top1": top, "match_top2_ordered": top - 0.2, "match_top2_sets": top - 0.1, "token_entropy": 0.4 + 0.03 * number}
+    return found | ({"fallback": 0.01 * number, "below_k": 0.02 * number, "tail_mass": 0.05 + 0.01 * seed} if number % 2 else {})
+
+
+def _routed(records: tuple[RoutingRecord, ...], number: int, seed: int) -> dict[str, Any]:
     layers = []
     for record in records:
         counts = expert_counts(record.chosen)
         balance = {"load": (counts / counts.sum()).tolist(), "load_cv2": load_cv2(counts), "entropy": normalised_entropy(counts)}
-        layers.append({**balance, "confidence": router_confidence(record.probs)})
+        layers.append({**balance, "confidence": router_confidence(record.probs), **_matched(number, seed)})
     images = np.random.default_rng(0).integers(0, 255, (4, 1, 28, 28), dtype=np.uint8)
     shown = overlays(images, tuple(RoutingRecord(*(field[:4] for field in record)) for record in records))
-    means = {name: sum(layer[name] for layer in layers) / len(layers) for name in ("load_cv2", "entropy")} if layers else {}
+    names = ("load_cv2", "entropy", *_matched(number, seed))
+    means = {name: sum(layer[name] for layer in layers) / len(layers) for name in names} if layers else {}
     return {"images": 12, **means, **({"teacher_agreement": 0.9} if number == 2 else {}), "layers": layers, "overlays": shown}
 
 

@@ -45,3 +45,22 @@ def test_svg_follows_the_page_and_has_a_label():
 def test_looks_are_distinct():
     assert len({tuple(line_look(index).items()) for index in range(28)}) == 28
     assert len(set(expert_colours(8))) == 8 and len(set(expert_colours(64))) == 64
+
+
+def test_expert_maps_draws_a_panel_a_class_on_the_experts_grid():
+    maps = np.random.default_rng(0).dirichlet(np.ones(32), size=(2, 3))  # two models, three classes, 32 experts on 4 rows of 8
+    maps[1, 2] = np.nan
+    figure = figures.expert_maps({"MoE": maps[0].tolist(), "MoGE": maps[1]}, ["a", "b", "c"])
+    panels, bars = figure.axes[:6], figure.axes[6:]
+    assert len(bars) == 2 and [axes.get_title() for axes in panels[:3]] == ["a", "b", "c"]
+    assert [axes.get_ylabel() for axes in panels] == ["MoE", "", "", "MoGE", "", ""]
+    for number, axes in enumerate(panels[:5]):
+        shown = axes.images[0]
+        np.testing.assert_array_equal(shown.get_array(), maps[number // 3, number % 3].reshape(4, 8))
+        assert shown.get_clim() == (0, np.nanmax(maps[number // 3])), "one scale a row"
+    assert panels[5].images[0].get_array().mask.all(), "a class without images stays bare"
+
+
+def test_expert_maps_shows_the_first_classes_of_many():
+    figure = figures.expert_maps({"MoE": np.full((40, 8), 0.125)}, [str(name) for name in range(40)], most=5)
+    assert [axes.get_title() for axes in figure.axes[:5]] == list("01234") and len(figure.axes) == 6

@@ -30,4 +30,4 @@ def images(count: int, seed: int = 0) -> Split:
 def task(method: Method = VMOE, seed: int = 0, guide=None) -> Task:
     torch.manual_seed(seed)
     model = Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE, method.moe)
-    return Task(model, 2, to_device(images(50), "cpu"), to_device(images(20, 1), "cpu"), Objective(method.regularizers), guide)
+    return Task(model, 2, to_device(images(50), "cpu"), to_device(images(20, 1), "cpu"), Objective(method.losses, distillation=method.distillation), guide, method.views)

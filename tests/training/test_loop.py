@@ -63,8 +63,8 @@ def test_what_is_not_finite_stops_the_run_with_step_terms_and_checkpoint(tmp_pat
         next(run)
     forward = made.model.forward
 
-    def wrong(images):
-        output = forward(images)
+    def wrong(images, guidance=None, progress=1.0):
+        output = forward(images, guidance, progress)
         if spoiled == "loss":
             return output._replace(prediction=output.prediction * float("nan"))
         made.model.head.bias.grad = None

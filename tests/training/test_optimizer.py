@@ -1,5 +1,6 @@
 import pytest
 
+from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.settings import Training
 from tests.training.small import task
@@ -25,3 +26,11 @@ def test_only_matrices_decay():
     assert names["blocks.0.attn.qkv.weight"] and names["blocks.1.mlp.experts.up"] and names["blocks.1.mlp.router.weight"]
     for free in ("cls_token", "pos_embed", "head.bias", "norm.weight", "blocks.1.mlp.experts.up_bias", "blocks.0.norm1.bias"):
         assert not names[free], free
+
+
+def test_no_decay_on_an_experts_basis():
+    eigen = Method(router={"kind": "eigenbasis", "context": "learned"}, experts={"kind": "eigen", "number": 4})
+    made = task(eigen)
+    free = {id(parameter) for parameter in build_optimizer(made.model, SETTINGS).param_groups[1]["params"]}
+    held = {name.rpartition(".")[2] for name, parameter in made.model.named_parameters() if id(parameter) in free}
+    assert {"basis", "scale", "target", "up_bias", "pos_embed"} <= held and "up" not in held

@@ -1,0 +1,98 @@
+"""The model of MoGE's study of invariance (§2.4): the image is one token, one MoE layer, a linear classifier.
+
+B images, C channels, H × W pixels, d = C·H·W the width of the token, K classes.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moecore.backbones.image import ImageSpec
+from moecore.config import Config
+from moecore.correspondence import match_tokens
+from moecore.files import StageError
+from moecore.layers.linear import linear
+from moecore.layers.mlp import Mlp
+from moecore.layers.moe import MoE
+from moecore.records import Feature, Guidance, Layout, ModelOutput, RoutingContext
+
+
+class SingleLayer(Config):
+    """One feed-forward layer without residual or norm, then a linear classifier; its only block has index 0 (MoGE, §2.4)."""
+
+    kind: Literal["single_layer"] = "single_layer"
+    hidden: int = Field(default=64, ge=1, description="hidden width of a dense model's layer; experts have their own hidden_ratio")
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return 1
+
+    def build(self, image: ImageSpec, moe: MoE | None = None) -> "SingleLayerModel":
+        """The model for such images; raises StageError where ``moe`` does not fit a model of one block without attention."""
+        if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
+            reads = f"but the router {moe.router.kind} reads {', '.join(lacking)}"
+            raise StageError(f"model.kind: single_layer has no attention, {reads}; choose another model or router")
+        if moe is not None:
+            moe.indices(self.depth)
+        return SingleLayerModel(self, image, moe)
+
+
+class SingleLayerModel(nn.Module):
+    """``model(images)`` with images (B, C, H, W) in [0, 1] gives ModelOutput(prediction (B, K), routing of fields (B, 1, E), heads)."""
+
+    def __init__(self, config: SingleLayer, image: ImageSpec, moe: MoE | None = None) -> None:
+        super().__init__()
+        self.config, self.image, self.moe = config, image, moe
+        self.width = image.channels * image.size**2
+        self.mlp = Mlp(self.width, config.hidden) if moe is None else moe.build(self.width)
+        self.head = linear(self.width, len(image.classes))
+        for name, values in (("pixel_mean", image.mean), ("pixel_std", image.std)):
+            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
+
+    @property
+    def layout(self) -> Layout:
+        """One patch that is the whole image."""
+        return Layout(0, (1, 1), (self.image.size, self.image.size))
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return self.config.depth
+
+    def forward(self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0) -> ModelOutput:
+        """``guidance``: a teacher's, for routers that want it. ``progress``: share of the training that is done."""
+        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
+        heads = self.heads(tokens)
+        return ModelOutput(heads[0], records, heads)
+
+    def encode(
+        self, images: Tensor, at: Feature | None = None, blocks: tuple[int, ...] = (), guidance: Guidance | None = None, progress: float = 1.0
+    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
+        """Images to (tokens (B, 1, d) after the layer, routing records, features (B, 1, d) of each of ``blocks``, which may only be 0).
+
+        ``at``: "mlp_input" the normalised pixels, "block_out" or "final" the output of the layer.
+        """
+        if set(blocks) - {0}:
+            raise StageError(f"blocks: found {list(blocks)}; allowed: 0, the only block of a single_layer model")
+        entering = ((images - self.pixel_mean) / self.pixel_std).flatten(1).unsqueeze(1)
+        tokens, records = self.mlp(entering, self._context(images, guidance, progress))
+        return tokens, records, (entering if at == "mlp_input" else tokens,) * len(blocks)
+
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Final tokens (B, 1, d) to the logits (B, K) of the only head."""
+        return (self.head(tokens[:, 0]),)
+
+    def predict(self, tokens: Tensor) -> Tensor:
+        """Final tokens (B, 1, d) to logits (B, K)."""
+        return self.heads(tokens)[0]
+
+    def _context(self, images: Tensor, guidance: Guidance | None, progress: float) -> RoutingContext:
+        wants = frozenset() if self.moe is None else self.moe.router.wants
+        patches = images.flatten(1).unsqueeze(1) if "patches" in wants else None
+        teacher = None
+        if guidance is not None and "teacher" in wants:
+            teacher = match_tokens(guidance.probs[0], torch.Size((len(images), 1, guidance.probs[0].shape[-1])))
+        return RoutingContext(patches=patches, teacher=teacher, progress=progress)

@@ -1,0 +1,91 @@
+"""What the papers themselves report, in the units of our metrics (shares from 0 to 1), each with the table that it stands in.
+
+Their data, models and sizes are others than ours, so these numbers are shown beside ours and never compared with them.
+"""
+
+from statistics import fmean
+from typing import NamedTuple
+
+
+class Reported(NamedTuple):
+    """One model of one paper. ``values``: name of our metric → the paper's number."""
+
+    paper: str
+    model: str
+    source: str
+    values: dict[str, float]
+
+
+PAPERS = {
+    "prc": "PRC: pairwise router consistency",
+    "ermoe": "ERMoE: eigen-reparameterized mixture of experts",
+    "tgr": "TGR: teacher-guided routing",
+    "moge": "MoGE: mixture of group experts",
+    "adversarial": "On the adversarial robustness of mixture of experts",
+}  # in the order of the tables
+
+NOTES = {
+    "tgr": "The paper's text (§5.1): halfway through training V-MoE differs from its final model for roughly 40 % of the inputs; TGR agrees for "
+    "over 70 % within 50 of 300 epochs. Between consecutive epochs TGR agrees for about 80 %, V-MoE often for 50 to 60 %.",
+    "adversarial": "The paper's text (§4.6): the routing change in layer 1 is at most near 0.2 under PGD and around 0.5 under AutoPGD.",
+}
+
+_PRC = "tables 2, 4, 5: ImageNet-1K, fine-tuned, k = 2; the sixth MoE layer"
+_ERMOE = "table S3: CIFAR-10, 5-shot"
+_MOGE = "§2.4 and table 1: Fashion-MNIST, 400 experts, top-1"
+_LAYERS = "tables 7, S9: ImageNet-1K, mean of layers"
+_KEPT = "§5.1: ImageNet-1K → CIFAR-100"
+_ADVERSARIAL = "§4.2: ImageNet, without attack; fine-tuned after JFT-300M"
+_PGD_TRAINED = "§4.2: ImageNet, without attack; fine-tuned with PGD training"
+_TRANSFORMS = (
+    "rotation_5", "rotation_10", "rotation_15", "scaling_0_5", "scaling_0_8", "scaling_1_1",
+    "translation_0_0_1", "translation_0_1_0", "translation_0_1_0_1", "shear_5", "shear_10", "shear_15",
+)  # fmt: skip
+_MOE_IMED = (0.0778, 0.1301, 0.1670, 0.2359, 0.2268, 0.1466, 0.1181, 0.1218, 0.1759, 0.0345, 0.0671, 0.0980)
+_MOGE_IMED = (0.0473, 0.0811, 0.1067, 0.1948, 0.1680, 0.1147, 0.0786, 0.0809, 0.1206, 0.0209, 0.0396, 0.0576)
+
+
+def _prc(accuracy: float, matches: tuple[float, float, float], sure: tuple[float, float, float]) -> dict[str, float]:
+    names = ("match_top1", "match_top2_ordered", "match_top2_sets", "confidence_highest", "confidence_second", "confidence_others")
+    return {"test_accuracy": accuracy, **dict(zip(names, (*matches, *sure), strict=True))}
+
+
+def _ermoe(accuracy: float, cv2: float, fallback: float) -> dict[str, float]:
+    return {"test_accuracy": accuracy, "load_cv2": cv2, "fallback": fallback}
+
+
+def _tgr(entropies: tuple[float, ...], agreements: tuple[float, ...]) -> dict[str, float]:
+    return {"entropy": fmean(entropies), "teacher_agreement": fmean(agreements)}
+
+
+def _moge(accuracy: float, distances: tuple[float, ...]) -> dict[str, float]:
+    return {"test_accuracy": accuracy, "imed": fmean(distances), **{f"imed_{n}": d for n, d in zip(_TRANSFORMS, distances, strict=True)}}
+
+
+REPORTED = (
+    Reported("prc", "V-MoE-S", _PRC, _prc(0.7584, (0.6304, 0.3477, 0.4544), (0.7586, 0.1493, 0.0921))),
+    Reported("prc", "PRC", _PRC, _prc(0.7627, (0.7578, 0.4854, 0.5896), (0.8788, 0.0915, 0.0297))),
+    Reported("ermoe", "ERMoE", _ERMOE, _ermoe(0.9605, 0.08, 0.002)),
+    Reported("ermoe", "ERMoE, plain weights", _ERMOE, _ermoe(0.9412, 0.10, 0.003)),
+    Reported("ermoe", "ERMoE, learned-logit router", _ERMOE, _ermoe(0.9107, 0.32, 0.024)),
+    Reported("ermoe", "ERMoE, λ = 0", _ERMOE, _ermoe(0.9535, 0.15, 0.007)),
+    Reported("tgr", "V-MoE", _KEPT, {"agreement_before_after": 0.5056}),
+    Reported("tgr", "TGR-MoE", _KEPT, {"agreement_before_after": 0.7375}),
+    Reported("tgr", "V-MoE-Ti", _LAYERS, {"entropy": fmean((0.9098, 0.7776, 0.9489))}),
+    Reported("tgr", "TGR-MoE-Ti", _LAYERS, _tgr((0.9701, 0.9627, 0.9420), (0.7481, 0.7060, 0.5343))),
+    Reported("tgr", "V-MoE-S", _LAYERS, {"entropy": fmean((0.9924, 0.9848, 0.9938))}),
+    Reported("tgr", "TGR-MoE-S", _LAYERS, _tgr((0.9772, 0.9708, 0.9878), (0.8001, 0.7549, 0.5987))),
+    Reported("tgr", "V-MoE-B", _LAYERS, {"entropy": fmean((0.9677, 0.9906, 0.9888))}),
+    Reported("tgr", "TGR-MoE-B", _LAYERS, {"teacher_agreement": fmean((0.8127, 0.7706, 0.6715))}),
+    Reported("moge", "MoE", _MOGE, _moge(0.4170, _MOE_IMED)),
+    Reported("moge", "MoGE", _MOGE, _moge(0.4474, _MOGE_IMED)),
+    Reported("adversarial", "ViT-B/32", _ADVERSARIAL, {"test_accuracy": 1 - 0.193}),
+    Reported("adversarial", "V-MoE-B/32", _ADVERSARIAL, {"test_accuracy": 1 - 0.178}),
+    Reported("adversarial", "ViT-B/32, PGD training", _PGD_TRAINED, {"test_accuracy": 1 - 0.517}),
+    Reported("adversarial", "V-MoE-B/32, PGD training", _PGD_TRAINED, {"test_accuracy": 1 - 0.498}),
+)
+
+
+def reported(paper: str, shown: frozenset[str]) -> list[Reported]:
+    """The models of one paper that have a number in one of the ``shown`` columns."""
+    return [model for model in REPORTED if model.paper == paper and model.values.keys() & shown]

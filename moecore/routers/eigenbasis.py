@@ -1,0 +1,200 @@
+"""The eigenbasis router of ERMoE: experts are scored by how well a token agrees with its context in their basis.
+
+B images, T tokens per image, N = B·T, E experts, k chosen per token, d width, r rank of a basis, R rows.
+"""
+
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from moecore.dispatch import Rows, SparsePlan
+from moecore.files import StageError
+from moecore.grouped import to_autocast
+from moecore.records import RoutingContext, RoutingRecord
+from moecore.routers.base import RouterConfig
+from moecore.routers.decision import decision, top_k
+
+_LEAST = 1e-6  # what a score counts at least as a weight
+_FIELDS = {"tokens": "attention", "attention_output": "attended", "learned": None}  # what each context reads of RoutingContext
+
+
+class Eigenbasis(RouterConfig):
+    """Score s = cos(Bᵀx, Bᵀc) of token x and context c for every expert's basis B; the best k of those above a threshold are chosen.
+
+    B is the experts' where they lend one, else the router's own (`plain weights` of table S3): either way the model has a basis.
+    """
+
+    provides: ClassVar[frozenset[str]] = frozenset({"basis"})
+
+    kind: Literal["eigenbasis"] = "eigenbasis"
+    k: int = Field(default=2, ge=1, description="experts per token, at most")
+    threshold: float = Field(default=0.5, ge=-1, le=1, description="an expert is eligible where its score (a cosine) is above this")
+    selection: Literal["prune", "literal"] = Field(default="prune", description="prune: eligible experts only, if any; literal: Algorithm 1 as is")
+    context: Literal["tokens", "attention_output", "learned"] = Field(default="tokens", description="c: attention · tokens, its output, or learned")
+    rank: int | None = Field(default=None, ge=1, description="columns of its own basis, if experts lend none; null: two thirds of the width")
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """The fields of RoutingContext that it reads."""
+        return frozenset({"basis", _FIELDS[self.context]} - {None})
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "EigenbasisRouter":
+        """The router of ``width``-wide tokens over ``experts`` experts and their ``basis`` (E, d, r), if any. StageError: k or rank cannot be."""
+        if self.k > experts:
+            raise StageError(f"router.k is {self.k}, but there are {experts} experts (experts.number); k may be at most {experts}")
+        if self.rank is not None and (basis is not None or self.rank > width):
+            allowed = f"at most {width} (model.width), or null" if basis is None else "null: the experts lend theirs (experts.rank)"
+            raise StageError(f"router.rank is {self.rank}; allowed is {allowed}")
+        return EigenbasisRouter(self, width, experts, basis)
+
+
+class EigenbasisRouter(nn.Module):
+    """``router(tokens, context)`` with tokens (B, T, d) returns (plan, RoutingRecord); logits are the scores.
+
+    A basis that the experts lend comes with each call (``context.basis``), and the experts then get the router's projections.
+    With k = 1 the weight is always 1, so that the scores have no task gradient. All arithmetic is fp32 or better.
+    """
+
+    def __init__(self, config: Eigenbasis, width: int, experts: int, basis: Tensor | None) -> None:
+        super().__init__()
+        self.config = config
+        rank = config.rank or min(width, 512, max(8, 2 * width // 3 // 8 * 8)) if basis is None else basis.shape[-1]  # as in experts' `eigen`
+        self.basis = nn.Parameter(torch.empty(experts, width, rank)) if basis is None else None
+        for own in self.basis if basis is None else ():
+            nn.init.orthogonal_(own)  # QR of normal draws
+        # Only its direction counts; lengths near 1 let the optimizer turn it as fast as a column of the basis.
+        self.target = nn.Parameter(torch.randn(experts, rank) / rank**0.5) if config.context == "learned" else None
+
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> tuple["SparsePlan | ProjectedPlan", RoutingRecord]:
+        with torch.autocast(tokens.device.type, enabled=False):
+            basis = self._given("basis", context) if self.basis is None else self.basis
+            basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
+            tokens = tokens.to(basis.dtype)
+            projections = project(tokens, basis)
+            scores = cosine(projections, self._compared(tokens, projections, basis, context))
+            chosen, plan, record = self.decide(scores)
+        return (plan, record) if self.basis is not None else (ProjectedPlan.build(plan, projections, chosen), record)
+
+    def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
+        """The experts (B, T, k), best first, the plan and the record of these scores (B, T, E)."""
+        chosen = top_k(scores, self.config.k)
+        positive = scores.clamp_min(_LEAST)
+        valid, weights, probs = None, positive.gather(-1, chosen), positive / positive.sum(dim=-1, keepdim=True)
+        if self.config.selection == "prune":
+            valid = eligible(scores.gather(-1, chosen), self.config.threshold)
+            weights = weights.where(valid, 0)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return chosen, *decision(logits=scores, probs=probs, chosen=chosen, weights=weights, valid=valid)
+
+    @torch.no_grad()
+    def reorthonormalise(self) -> None:
+        """Make the router's own bases orthonormal (QR, diag(R) > 0, fp64); the scores change only as far as these had left it.
+
+        Bases that the experts lend are left to the experts' method of this name, which keeps the experts' function.
+        """
+        if self.basis is not None:
+            basis, triangle = torch.linalg.qr(self.basis.double())
+            self.basis.copy_(torch.where(triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -basis, basis))
+
+    def _compared(self, tokens: Tensor, projections: Tensor, basis: Tensor, context: RoutingContext) -> Tensor:
+        """What the projections (B, T, E, r) are compared with: of that shape, or (E, r)."""
+        field = _FIELDS[self.config.context]
+        if field is None:
+            return self.target.to(basis.dtype)
+        given = self._given(field, context).to(basis.dtype)
+        return project(given, basis) if field == "attended" else project_contexts(given, tokens, projections, basis)
+
+    def _given(self, field: str, context: RoutingContext) -> Tensor:
+        value = getattr(context, field)
+        if value is None:
+            raise StageError(
+                f"eigenbasis router (router.context: {self.config.context}): this model gives it no `{field}`; `basis` must come from the model's "
+                "experts, `attention` and `attended` from its attention blocks. Use a model that has them, or another router.context"
+            )
+        return value
+
+
+def eligible(scores: Tensor, threshold: float) -> Tensor:
+    """Which of the k best scores (B, T, k), best first, are chosen: those above ``threshold``, or all where none is (the fallback).
+
+    The best k of A = {e : s > threshold} are those of the global top k that are in A. So Algorithm 1 as printed (top k of A where
+    |A| ≥ k, else global top k) always is the global top k, whatever the threshold: `literal` needs no mask.
+    """
+    above = scores > threshold
+    return above | ~above[..., :1]
+
+
+def project(tokens: Tensor, basis: Tensor) -> Tensor:
+    """Bᵀx for every expert: tokens (B, T, d) and basis (E, d, r) to (B, T, E, r)."""
+    return (tokens @ basis.transpose(0, 1).flatten(1)).unflatten(-1, (basis.shape[0], basis.shape[2]))
+
+
+def project_contexts(attention: Tensor, tokens: Tensor, projections: Tensor, basis: Tensor) -> Tensor:
+    """Bᵀc (B, T, E, r) of the contexts c = attention (B, T, T) · tokens (B, T, d), with ``projections`` (B, T, E, r) of the tokens.
+
+    The tokens are the router's own, so that x and c lie in one space (our choice; the paper says `attention-weighted context`).
+    c is linear in them: Bᵀ(attention · x) = attention · (Bᵀx). Taken is what multiplies less per token, T·d + d·E·r or T·E·r.
+    """
+    (length, width), outputs = tokens.shape[1:], basis[:, 0].numel()
+    if length * width + width * outputs < length * outputs:
+        return project(attention @ tokens, basis)
+    return (attention @ projections.flatten(2)).view_as(projections)
+
+
+def cosine(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Cosine over the last axis of broadcastable tensors; 0 with zero gradient where one is zero (shorter than 1e-19 in fp32).
+
+    torch's cosine_similarity divides by at least 1e-8 there: its value is 0 too, but its gradient is 1e8.
+    """
+    first, second, tiny = ours.square().sum(dim=-1), theirs.square().sum(dim=-1), torch.finfo(ours.dtype).tiny
+    real = (first >= tiny) & (second >= tiny)
+    return ((ours * theirs).sum(dim=-1) * first.where(real, 1).rsqrt() * second.where(real, 1).rsqrt()).where(real, 0)
+
+
+class ProjectedPlan(NamedTuple):
+    """A SparsePlan whose rows are the router's projections, so that experts that share its basis need not project again."""
+
+    plan: SparsePlan
+    projections: Tensor  # (N·E, r) of every token on every basis
+    sources: Tensor  # (N·k,) the projection of each pair of token and choice: token·E + expert
+
+    @classmethod
+    def build(cls, plan: SparsePlan, projections: Tensor, chosen: Tensor) -> "ProjectedPlan":
+        """projections: (B, T, E, r).  chosen: (B, T, k), the experts from which ``plan`` was built."""
+        first = torch.arange(0, projections[..., 0].numel(), projections.shape[2], device=chosen.device)
+        return cls(plan, projections.flatten(0, 2), (first.unsqueeze(-1) + chosen.flatten(0, 1)).flatten())
+
+    def dispatch(self, tokens: Tensor) -> Rows:
+        """The projections (R, r) of the chosen pairs, sorted by expert; ``tokens`` are those that the router saw.
+
+        Under autocast the rows have its dtype: a token has fewer rows than projections, so they are rounded after the choice.
+        """
+        values = _Pick.apply(self.projections, self.sources, self.plan.order, self.plan.rows)
+        return Rows(to_autocast(values), self.plan.offsets, projected=True)
+
+    def combine(self, rows: Tensor) -> Tensor:  # as SparsePlan does
+        return self.plan.combine(rows)
+
+
+class _Pick(Function):
+    """projections (N·E, r) -> rows (R, r). Every pair has a projection of its own, so the gradient is only moved there.
+
+    Rows of padding repeat the first pair; the gradient is read at the pairs' rows only.
+    """
+
+    @staticmethod
+    def forward(projections: Tensor, sources: Tensor, order: Tensor, rows: Tensor) -> Tensor:
+        return projections.index_select(0, sources.index_select(0, order))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.number = len(inputs[0])
+        ctx.save_for_backward(inputs[1], inputs[3])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        sources, rows = ctx.saved_tensors
+        return grad.new_zeros(ctx.number, grad.shape[1]).index_copy_(0, sources, grad.index_select(0, rows)), None, None, None

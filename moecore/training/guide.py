@@ -1,0 +1,82 @@
+"""The frozen teacher and its routers: what guides a student's routing (TGR-MoE, §3.2)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from moecore.files import StageError
+from moecore.records import Feature, Guidance, ModelOutput
+from moecore.training.method import Method
+
+
+class Guide(nn.Module):
+    """A dense teacher with one linear router (no bias) per MoE layer of the student; no router for a dense student.
+
+    ``guide(images)`` with images (B, C, H, W) in [0, 1] returns Guidance(prediction (B, K), probs per layer (B, T, E)).
+    Where it ``learns``, its routers are trained together with the student (joint training); the teacher never is.
+    """
+
+    def __init__(self, teacher: nn.Module, blocks: tuple[int, ...], experts: int, features: Feature, learns: bool = False) -> None:
+        super().__init__()
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.blocks, self.experts, self.features, self.learns = blocks, experts, features, learns
+        width = teacher.config.width
+        self.routers = nn.ParameterList(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02) for _ in blocks)
+        self.routers.requires_grad_(learns)
+
+    def forward(self, images: Tensor) -> Guidance:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):  # an attack on a Guided model sees all of it
+            tokens, _, features = self.teacher.encode(images, self.features, self.blocks)
+            prediction = self.teacher.predict(tokens)
+        return Guidance(prediction, tuple(self.route(layer, feature) for layer, feature in enumerate(features)))
+
+    def route(self, layer: int, features: Tensor) -> Tensor:
+        """Probabilities (B, T, E) of the teacher's router at an MoE layer; fp32 whatever the autocast dtype."""
+        with torch.autocast(features.device.type, enabled=False):
+            return torch.softmax(linear(features.float(), self.routers[layer].float()), dim=-1)
+
+    def train(self, mode: bool = True) -> "Guide":
+        """The teacher stays in evaluation mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+
+class Guided(nn.Module):
+    """A student that cannot route without its teacher, and the teacher (TGR's upper bound): ``guided(images)`` as any model."""
+
+    def __init__(self, model: nn.Module, guide: Guide) -> None:
+        super().__init__()
+        self.model, self.guide = model, guide
+        self.config, self.image, self.moe, self.layout = model.config, model.image, model.moe, model.layout
+
+    def forward(self, images: Tensor) -> ModelOutput:
+        return self.model(images, self.guide(images))
+
+
+def needs_teacher(model: nn.Module) -> bool:
+    """Whether the model's router asks a teacher at every image."""
+    return model.moe is not None and "teacher" in model.moe.router.wants
+
+
+def standing_alone(model: nn.Module, guide: Guide | None) -> nn.Module:
+    """The model as it is used: itself, or with its teacher where its router asks one."""
+    if not needs_teacher(model):
+        return model
+    if guide is None:
+        raise StageError(f"router.kind {model.moe.router.kind} asks a teacher, and there is none; set a teacher: section other than no_teacher")
+    return Guided(model, guide)
+
+
+def aligned_blocks(student: tuple[int, ...], student_depth: int, teacher_depth: int) -> tuple[int, ...]:
+    """The teacher's blocks at the same relative depth as the student's (indices from 0; equal where the depths are)."""
+    return tuple(round((index + 1) * teacher_depth / student_depth) - 1 for index in student)
+
+
+def build_guide(teacher: nn.Module, method: Method, depth: int) -> Guide:
+    """The unfitted guide of a ``method`` whose student has ``depth`` blocks."""
+    moe = method.moe
+    if moe is None:
+        return Guide(teacher, (), 0, method.teacher_router.features)
+    blocks = aligned_blocks(moe.indices(depth), depth, teacher.depth)
+    return Guide(teacher, blocks, moe.experts.number, method.teacher_router.features, method.joint)

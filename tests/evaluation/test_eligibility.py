@@ -1,0 +1,65 @@
+"""Eligibility: fallback, too few eligible experts, and the weight that top-k cuts off."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moecore.evaluation.eligibility import below_k_rate, fallback_rate, tail_mass
+from moecore.files import StageError
+
+# One image, four tokens; above 0.5 are three, one, none and two scores (0.5 itself is not above).
+SCORES = torch.tensor([[[0.9, 0.6, 0.5, 0.75], [0.1, 0.8, -0.9, 0.5], [0.5, 0.4, 0.3, 0.2], [0.7, 0.0, 0.8, 0.1]]])
+
+
+@st.composite
+def scores(draw):
+    tokens, experts = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    values = draw(st.lists(st.floats(-1, 1, width=32), min_size=tokens * experts, max_size=tokens * experts))
+    return torch.tensor(values).view(1, tokens, experts)
+
+
+def slow_tail_mass(scores, threshold, k):
+    """Eq. 12, token by token."""
+    masses = []
+    for token in scores.flatten(0, 1).tolist():
+        weights = sorted((max(s, 1e-6) for s in token if s > threshold), reverse=True)
+        if weights:
+            masses.append(sum(weights[k:]) / sum(weights))
+    return sum(masses) / len(masses) if masses else None
+
+
+def test_rates_by_hand():
+    assert fallback_rate(SCORES, 0.5) == 0.25
+    assert [below_k_rate(SCORES, 0.5, k) for k in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
+    assert fallback_rate(SCORES, -1.0) == 0 and fallback_rate(SCORES, 0.9) == 1
+    assert fallback_rate(SCORES.expand(3, -1, -1), 0.5) == 0.25  # images count alike
+
+
+def test_tail_mass_by_hand():
+    # k = 2, tokens 0, 1 and 3: 0.6/(0.9 + 0.75 + 0.6) = 4/15, 0 and 0. Token 2 has no eligible expert and does not count.
+    assert tail_mass(SCORES, 0.5, 2) == pytest.approx(4 / 15 / 3)
+    # k = 1: (0.75 + 0.6)/2.25 = 0.6, 0, 0.7/1.5.
+    assert tail_mass(SCORES, 0.5, 1) == pytest.approx((0.6 + 0.7 / 1.5) / 3)
+    assert tail_mass(SCORES, 0.9, 1) is None
+    # A negative threshold lets in scores that count 1e-6: 1e-6/(0.4 + 1e-6).
+    assert tail_mass(torch.tensor([[[-0.2, 0.4, -0.8]]]), -0.5, 1) == pytest.approx(1e-6 / 0.400001)
+
+
+@given(scores(), st.floats(-1, 1, width=32), st.integers(1, 6))
+@settings(deadline=None)
+def test_bounds_and_definition(scores, threshold, k):
+    sizes, mass = (scores > threshold).sum(-1), tail_mass(scores, threshold, k)
+    assert (mass is None) == (fallback_rate(scores, threshold) == 1)
+    assert mass == (None if mass is None else pytest.approx(slow_tail_mass(scores, threshold, k)))
+    assert mass is None or 0 <= mass < 1
+    assert mass is None or (mass == 0) == bool((sizes <= k).all())
+    assert fallback_rate(scores, threshold) == below_k_rate(scores, threshold, 1) <= below_k_rate(scores, threshold, k) <= 1
+    order = torch.arange(scores.shape[-1]).flip(0)
+    assert tail_mass(scores[..., order], threshold, k) == (None if mass is None else pytest.approx(mass))  # relabelled experts
+
+
+def test_no_token_is_refused():
+    for metric in (lambda s: fallback_rate(s, 0.5), lambda s: below_k_rate(s, 0.5, 2), lambda s: tail_mass(s, 0.5, 2)):
+        with pytest.raises(StageError, match=r"scores of shape \(1, 0, 4\)"):
+            metric(torch.zeros(1, 0, 4))
