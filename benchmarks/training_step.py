@@ -1,46 +1,118 @@
-"""Images per second of a training step: ours against the same model on stock PyTorch.
+"""Race of a whole training step: ours, the dense ViT, and the same model on stock PyTorch.
 
-    python -m benchmarks.training_step [--rounds 8]
+    python -m benchmarks.training_step [--rounds 8] [--size default vit_tiny vit_s]
 
-The model, batch and optimiser are those of params.yaml (method vmoe). "Stock" is what one writes first: fused attention
-(SDPA), a convolution for the patches, a loop over boolean masks for the experts, AdamW as it comes, fp32, no settings of the
-machine. The allocator cannot be set back, so each turn is a process of its own; the two take turns, and ratios are pairwise.
+"Stock" is what one writes first: fused attention (SDPA), a convolution for the patches, a loop over boolean masks for the
+experts, AdamW as it comes, fp32, no settings of the machine. The allocator cannot be set back, so each contestant is a
+process of its own that waits for its turn; they take turns, and ratios are those of one round.
 """
 
 import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import conv2d, gelu, scaled_dot_product_attention
 
-from moecore.backbones import Backbone
+from benchmarks.timing import LEAST, Ratio
 from moecore.backbones.image import ImageSpec
+from moecore.backbones.vit import Vit
 from moecore.config import Config
+from moecore.experts.mlp import Mlp as MlpExperts
 from moecore.layers import attention, moe, patch_embed
+from moecore.layers.moe import MoE
 from moecore.params import read
-from moecore.records import Batch, Step
-from moecore.training.method import Method
+from moecore.records import Batch, Guidance, RoutingContext, Step
+from moecore.regularizers.importance import Importance
+from moecore.regularizers.load import Load
+from moecore.routers.noisy_top_k import NoisyTopK
 from moecore.training.objective import Objective
 from moecore.training.optimizer import build_optimizer
 from moecore.training.runtime import tune
 from moecore.training.settings import Training
 
-IMAGE = ImageSpec(channels=1, size=28, classes=tuple("0123456789"), mean=(0.3,), std=(0.3,))
-WARM, TIMED = 5, 20
+
+class Size(NamedTuple):
+    """A model, its images and its batch; ``last_2`` blocks hold 8 experts, 2 per token."""
+
+    model: Vit
+    channels: int
+    side: int  # pixels
+    classes: int
+    batch: int
+    hidden_ratio: float  # of an expert
 
 
-class Params(Config):
-    """What is taken from params.yaml."""
+class Defaults(Config):
+    """What is taken from params.yaml for the size ``default``."""
 
-    model: Backbone
+    model: Vit
     pretrain: Training
-    methods: dict[str, Method]
 
 
-def masked_experts(self: moe.MoELayer, tokens: torch.Tensor) -> tuple:
+def sizes() -> dict[str, Size]:
+    """The sizes by name; ``default`` is the model and batch of params.yaml on 28 × 28 grey pixels."""
+    defaults = read(Defaults)
+    return {
+        "default": Size(defaults.model, 1, 28, 10, defaults.pretrain.batch, 1.0),
+        "vit_tiny": Size(Vit(patch=4, width=192, depth=12, heads=3), 3, 32, 10, 64, 4.0),
+        "vit_s": Size(Vit(patch=16, width=384, depth=12, heads=6), 3, 224, 100, 8, 4.0),
+    }
+
+
+CONTESTANTS = {  # name → precision; stock and dense beside ours
+    "ours float32": torch.float32,
+    "ours bfloat16": torch.bfloat16,
+    "dense bfloat16": torch.bfloat16,
+    "stock": torch.float32,
+}
+TARGETS = {"ours float32": 0.55, "ours bfloat16": 0.33}  # of the stock step
+
+
+class Bench(NamedTuple):
+    """All that one training step needs."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    dtype: torch.dtype
+    batch: Batch
+    guidance: Guidance | None = None
+
+    def step(self) -> None:
+        """Forward, loss, backward and update; waits for nothing but the CPU."""
+        with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != torch.float32):
+            output = self.model(self.batch.images)
+        loss = self.objective.total(self.objective.terms(Step(self.batch, output, self.model, self.guidance, 0.5)))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+
+
+def bench(size: Size, dtype: torch.dtype, *, sparse: bool = True, stock: bool = False, views: int = 1, regularizers: tuple = ()) -> Bench:
+    """The step of a V-MoE (or with ``sparse`` off of the dense ViT) on random images; ``views`` of each of the batch's images."""
+    torch.manual_seed(0)
+    layers = MoE(router=NoisyTopK(k=2), experts=MlpExperts(number=8, hidden_ratio=size.hidden_ratio)) if sparse else None
+    spec = ImageSpec(
+        channels=size.channels, size=size.side, classes=tuple(map(str, range(size.classes))), mean=(0.5,) * size.channels, std=(0.3,) * size.channels
+    )
+    model = size.model.build(spec, layers)
+    balance = (Importance(), Load()) if sparse else ()
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-3) if stock else build_optimizer(model, Training(epochs=1, batch=size.batch, learning_rate=1e-3))
+    )
+    count = size.batch * views
+    images, affines = torch.rand(count, size.channels, size.side, size.side), torch.eye(3).expand(count, 3, 3)
+    labels = torch.randint(0, size.classes, (size.batch,)).repeat(views)
+    return Bench(model, optimizer, Objective((*balance, *regularizers)), dtype, Batch(images, labels, affines, views))
+
+
+def masked_experts(self: moe.MoELayer, tokens: Tensor, context: RoutingContext = RoutingContext()) -> tuple:
     """The MoE layer as a loop over boolean masks, with ``w[e]``."""
     _, record = self.router(tokens)
     experts, outputs = self.experts, torch.zeros_like(tokens)
@@ -52,54 +124,87 @@ def masked_experts(self: moe.MoELayer, tokens: torch.Tensor) -> tuple:
 
 
 def go_stock() -> None:
-    """Replace what is ours by what PyTorch offers first."""
+    """Replace what is ours by what PyTorch offers first. There is no way back: only for a process of its own."""
     attention.attend = scaled_dot_product_attention
     moe.MoELayer.forward = masked_experts
-    patch_embed.PatchEmbed.forward = lambda self, images: conv2d(images, self.proj.weight, self.proj.bias, stride=self.patch).flatten(2).transpose(1, 2)
+    patch_embed.PatchEmbed.forward = lambda self, images: (
+        conv2d(images, self.proj.weight, self.proj.bias, stride=self.patch).flatten(2).transpose(1, 2)
+    )
 
 
-def rate(stock: bool) -> float:
-    """Images per second, the median over steps."""
-    params, dtype = read(Params), torch.float32
-    if stock:
-        go_stock()
-    else:
-        dtype = tune().dtype(params.pretrain.precision)
-    torch.manual_seed(0)
-    method, settings = params.methods["vmoe"], params.pretrain
-    model, objective = params.model.build(IMAGE, method.moe), Objective(method.regularizers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if stock else build_optimizer(model, settings)
-    times = []
-    for _ in range(WARM + TIMED):
-        batch = Batch(torch.rand(settings.batch, 1, 28, 28), torch.randint(0, 10, (settings.batch,)), torch.empty(0))
-        start = time.perf_counter()
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            output = model(batch.images)
-        loss = objective.total(objective.terms(Step(batch, output, model)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        times.append(time.perf_counter() - start)
-    return settings.batch / median(times[WARM:])
+def turn(contestant: str, size: str) -> Callable[[], float]:
+    """Make this process a contestant; each call takes some steps and returns the median seconds of one."""
+    stock = contestant == "stock"
+    go_stock() if stock else tune()
+    run = bench(sizes()[size], CONTESTANTS[contestant], sparse=not contestant.startswith("dense"), stock=stock).step
+    for _ in range(4):
+        run()
+
+    def steps(count: int = 3) -> float:
+        seconds = []
+        for _ in range(count):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+        return median(seconds)
+
+    return steps
+
+
+def serve(contestant: str, size: str) -> None:
+    """A contestant's process: one turn per line of standard input, answered by its seconds."""
+    take = turn(contestant, size)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(take(), flush=True)
+
+
+def race(size: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds of one step by contestant and round."""
+    command = [sys.executable, "-m", "benchmarks.training_step", "--size", size, "--one"]
+    workers = {}
+    try:
+        for name in CONTESTANTS:
+            workers[name] = subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            _answer(name, workers[name])  # ready, before the next one starts
+        seconds: dict[str, list[float]] = {name: [] for name in workers}
+        for _ in range(rounds):
+            for name, worker in workers.items():
+                worker.stdin.write("\n")
+                worker.stdin.flush()
+                seconds[name].append(float(_answer(name, worker)))
+        return seconds
+    finally:
+        for worker in workers.values():
+            worker.stdin.close()
+            worker.wait()
+            worker.stdout.close()
+
+
+def _answer(name: str, worker: subprocess.Popen) -> str:
+    line = worker.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the contestant {name!r} ended with status {worker.wait()}; its error stands above")
+    return line.strip()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--one", choices=("ours", "stock"))
-    words = parser.parse_args()
-    if words.one:
-        print(rate(words.one == "stock"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=LEAST)
+    parser.add_argument("--size", nargs="+", choices=("default", "vit_tiny", "vit_s"), default=["default"])
+    parser.add_argument("--one", choices=tuple(CONTESTANTS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        serve(options.one, options.size[0])
         return
-    rates: dict[str, list[float]] = {"ours": [], "stock": []}
-    for _ in range(words.rounds):
-        for name, found in rates.items():
-            done = subprocess.run([sys.executable, "-m", "benchmarks.training_step", "--one", name], capture_output=True, text=True, check=True)
-            found.append(float(done.stdout))
-    ratios = sorted(stock / ours for ours, stock in zip(rates["ours"], rates["stock"], strict=True))
-    for name, found in rates.items():
-        print(f"{name}: {median(found):,.0f} images/s (min {min(found):,.0f}, max {max(found):,.0f})")
-    print(f"step time, ours / stock: {median(ratios):.2f} (min {ratios[0]:.2f}, max {ratios[-1]:.2f}; {words.rounds} rounds, {torch.get_num_threads()} threads)")
+    for size in options.size:
+        seconds = race(size, options.rounds)
+        for name, found in seconds.items():
+            ratio = Ratio.of(found, seconds["stock"])
+            rate = sizes()[size].batch / median(found)
+            print(
+                f"{size}, {name}: {rate:,.0f} images/s; step / stock {ratio.median:.2f} (minima {ratio.minimum:.2f}, quartiles {ratio.low:.2f} to {ratio.high:.2f})"
+            )
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ def transferred(folder: str | Path, image: ImageSpec, moe: MoE | None, interpola
 def save_guide(folder: Path, guide: Guide) -> None:
     """Write the teacher, its routers and their settings into ``folder``."""
     save_model(folder / "teacher", guide.teacher)
-    write_tensors(folder / "routers.safetensors", {str(layer): weight for layer, weight in enumerate(guide.routers)})
+    if guide.blocks:  # none for a dense student, and a file without tensors is not readable
+        write_tensors(folder / "routers.safetensors", {str(layer): weight for layer, weight in enumerate(guide.routers)})
     settings = {"blocks": list(guide.blocks), "experts": guide.experts, "features": guide.features, "learns": guide.learns}
     write_json(folder / "guide.json", {"needed": True, **settings})
 
@@ -112,7 +113,7 @@ def load_guide(folder: str | Path, size: int | None = None) -> Guide | None:
     if size is not None and size != teacher.image.size:
         teacher = transferred(Path(folder) / "teacher", teacher.image.model_copy(update={"size": size}), None)
     guide = Guide(teacher, tuple(settings["blocks"]), settings["experts"], settings["features"], settings["learns"])
-    weights, _ = read_tensors(Path(folder) / "routers.safetensors")
+    weights = read_tensors(Path(folder) / "routers.safetensors")[0] if guide.blocks else {}
     with torch.no_grad():
         for layer, weight in enumerate(guide.routers):
             weight.copy_(weights[str(layer)])

@@ -30,6 +30,11 @@ def _selection(data: Any) -> Iterator[tuple[tuple, str]]:
     for index, name in enumerate(_list(run.get("methods"))):
         if isinstance(name, str) and name not in methods:
             yield ("run", "methods", index), f"found {name!r}{near(name, list(methods))}; allowed: {', '.join(map(str, methods)) or 'nothing, methods is empty'}"
+    for index, claim in enumerate(_list(_mapping(data).get("claims"))):
+        for key, allowed in (("method", run.get("methods")), ("against", run.get("methods")), ("phase", run.get("phases"))):
+            found = _mapping(claim).get(key)
+            if isinstance(found, str) and found not in _list(allowed):
+                yield ("claims", index, key), f"found {found!r}{near(found, _list(allowed))}; allowed: {', '.join(map(str, _list(allowed)))}, as in run"
     for key in ("methods", "seeds", "phases"):
         values = _list(run.get(key))
         for index, value in enumerate(values):

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
+from moecore import grouped
 from moecore.grouped import can_group, experts_of_rows, grouped_linear, register_flop_formulas
+
+
+@pytest.fixture(autouse=True, params=["loop", "grouped_mm"])
+def way(request, monkeypatch):
+    """Both ways that a CPU computes: one expert at a time where experts have few rows, grouped_mm where they have many."""
+    monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if request.param == "loop" else -1)
 
 
 def inputs(sizes, width=8, outputs=4, dtype=torch.float32, seed=0):
@@ -55,6 +62,27 @@ def test_an_expert_without_rows_gets_a_gradient_of_zeros(width, outputs, biased)
     assert weight.grad[0].abs().sum() > 0
     if biased:  # d sum / d bias = the expert's number of rows
         assert torch.equal(bias.grad, torch.tensor([3.0, 0, 2])[:, None].expand(-1, outputs))
+
+
+def test_each_of_rows_weight_and_bias_gets_its_gradient_when_the_others_are_frozen():
+    leaves, offsets = inputs((3, 0, 1, 2), 8, 8)[:3], inputs((3, 0, 1, 2), 8, 8)[3]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        together = torch.autograd.grad(grouped_linear(*leaves, offsets).float().square().sum(), leaves)
+        for index, expected in enumerate(together):
+            alone = [leaf if place == index else leaf.detach() for place, leaf in enumerate(leaves)]
+            (gradient,) = torch.autograd.grad(grouped_linear(*alone, offsets).float().square().sum(), leaves[index])
+            assert torch.equal(gradient, expected)
+
+
+def test_second_derivatives_of_the_loop(monkeypatch):
+    monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9)
+    rows, weight, bias, offsets = inputs((2, 0, 3), 4, 4)
+    found = []
+    for function in (grouped_linear, slow):
+        (first,) = torch.autograd.grad(function(rows, weight, bias, offsets).square().sum(), rows, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), (weight, bias)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

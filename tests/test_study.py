@@ -65,6 +65,11 @@ def test_the_schema_accepts_the_file(path):
         ("\n  dense: {}\n", "\n  dense: {}\n  soft-moe: {}\n", ": methods.soft-moe: found the name 'soft-moe'; allowed: small letters"),
         ("\npretrain:\n", "\npretrian:\n", ": pretrian: unknown key, did you mean 'pretrain'?"),
         ("\nmodel: {kind: vit, ", "\nmodel: {", ": model: kind is missing; allowed: kind: single_layer | vit"),
+        (
+            "\nclaims: []",
+            "\nclaims: [{paper: PRC, says: steadier, metric: match_top1, method: prcc, against: vmoe, better: higher}]",
+            ": claims[0].method: found 'prcc', did you mean 'prc'?; allowed: dense, vmoe, prc",
+        ),
         ("calibrator: {kind: temperature}", "calibrator: {}", ": calibrate.calibrator: kind is not written; write kind: temperature"),
     ],
 )

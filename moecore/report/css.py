@@ -39,6 +39,7 @@ th:first-child { text-align: left; position: sticky; left: 0; background: var(--
 .paper > * { color: var(--quiet); font-style: italic; border-bottom-style: dotted; }
 tr:not(.paper) + .paper > * { border-top: 2px solid var(--line); }
 .paper .note { font-style: normal; max-width: 30ch; min-width: 24ch; }
+details th .note { min-width: 24ch; }
 .group > * { padding-top: 1.1rem; color: var(--accent); }
 .group th { white-space: nowrap; max-width: 0; border-right: 0; }
 .verdict { font-weight: 650; white-space: nowrap; }

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from moecore.data import transforms
 from moecore.files import StageError
 from moecore.report.agreement import PANELS, agreement_rows, routing_agreement
 from moecore.report.by_paper import by_paper
@@ -93,6 +94,8 @@ def test_what_the_papers_print():
 
 def test_names_of_transforms():
     assert [slug(name) for name in TRANSFORMS] == ["rotation_5", "scaling_0_5", "translation_0_0_1"]
+    paper = next(found for found in REPORTED if found.model == "MoGE").values
+    assert {f"imed_{slug(name)}" for name in transforms.TRANSFORMS} == {name for name in paper if name.startswith("imed_")}
 
 
 def test_the_stages_of_a_study(tmp_path):

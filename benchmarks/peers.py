@@ -1,0 +1,185 @@
+"""The peers' layers, each set to do what ours does: equal k, equal width of the experts, nothing dropped where the peer can.
+
+A builder raises Unfit, with the reason, where a peer cannot take a size.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import distributed, nn
+
+from benchmarks import layers
+from benchmarks.layers import Size
+from moecore.teachers.torchvision_operators import define_missing_operators
+
+
+class Unfit(Exception):
+    """The peer cannot do this size; says why."""
+
+
+class Peer(NamedTuple):
+    """A contestant from outside, and which of our layers meets it."""
+
+    name: str
+    module: str  # what must be importable
+    build: Callable[[Size], nn.Module]
+    ours: Callable[[Size], nn.Module]
+    note: str  # how its work differs from ours
+    parameters: bool = False  # takes bf16 only as the dtype of its parameters (grouped_mm knows no autocast); ours then does too
+
+    @property
+    def missing(self) -> bool:
+        return find_spec(self.module) is None
+
+
+def transformers_experts(implementation: str) -> Callable[[Size], nn.Module]:
+    """Mixtral's sparse block with one of transformers' experts implementations."""
+
+    def build(size: Size) -> nn.Module:
+        define_missing_operators()
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        config = MixtralConfig(
+            hidden_size=size.width, intermediate_size=size.gated, num_local_experts=size.experts, num_experts_per_tok=size.k, hidden_act="silu"
+        )
+        config._experts_implementation = implementation
+        layer = MixtralSparseMoeBlock(config)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        return layer
+
+    return build
+
+
+def st_moe(size: Size) -> nn.Module:
+    """st-moe-pytorch: a dispatch tensor of (image, token, expert, seat)."""
+    from st_moe_pytorch import MoE
+
+    _needs_two(size, "st-moe-pytorch")
+    return _roomy(
+        MoE(
+            dim=size.width,
+            num_experts=size.experts,
+            gating_top_n=size.k,
+            expert_hidden_mult=size.hidden / size.width,
+            threshold_train=0.0,
+        ),
+        size,
+    )
+
+
+def mixture_of_experts(size: Size) -> nn.Module:
+    """mixture-of-experts, with GELU: a dispatch tensor of (image, token, expert, seat)."""
+    from mixture_of_experts import MoE
+
+    _needs_two(size, "mixture-of-experts")
+    return _roomy(
+        MoE(
+            dim=size.width,
+            num_experts=size.experts,
+            hidden_dim=size.hidden,
+            activation=nn.GELU,
+            second_policy_train="all",
+        ),
+        size,
+    )
+
+
+def soft_moe(size: Size) -> nn.Module:
+    """soft-moe-pytorch with as many slots as ours."""
+    from soft_moe_pytorch import SoftMoE
+
+    return SoftMoE(
+        size.width, num_experts=size.experts, num_slots=size.slots, expert_mult=size.hidden / size.width, offload_unused_experts_to_cpu=False
+    )
+
+
+def deepspeed(size: Size) -> nn.Module:
+    """DeepSpeed's layer on one process (gloo), without its compiled operators."""
+    if size.k > 2:
+        raise Unfit("deepspeed races with k = 1 or 2")
+    _one_process()
+    with contextlib.redirect_stdout(io.StringIO()):
+        from deepspeed.moe.layer import MoE
+
+        expert = nn.Sequential(nn.Linear(size.width, size.hidden), nn.GELU(), nn.Linear(size.hidden, size.width))
+        options = {"drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False, "min_capacity": 0}
+        layer = MoE(size.width, expert, num_experts=size.experts, k=size.k, **options)
+        layer.set_deepspeed_parallelism()
+    return layer
+
+
+def _needs_two(size: Size, peer: str) -> None:
+    if size.k != 2:
+        raise Unfit(f"{peer} has no k = {size.k}")
+
+
+def _roomy(layer: nn.Module, size: Size) -> nn.Module:
+    """The layer with the fewest seats (in quarters of an even share) at which every token of the race finds all of its k."""
+    tokens, gate = layers.tokens_of(size), layer.gate
+    share = 1.0
+    with torch.no_grad():
+        while True:
+            gate.capacity_factor_train = share * size.k
+            if (gate(tokens)[0] > 0).sum() == size.images * size.tokens * size.k:
+                return layer
+            share += 0.25
+            if share > size.experts:
+                raise RuntimeError("tokens are dropped although every expert has a seat for each")
+
+
+def _one_process() -> None:
+    """A process group of this process alone, which meets itself in a file: DeepSpeed's layer asks for one."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if not distributed.is_initialized():
+        place = Path(tempfile.mkdtemp()) / "store"
+        distributed.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        import deepspeed as package
+
+        package.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def leave_group() -> None:
+    """End the process group that DeepSpeed's layer needed; it cannot be built again after that."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+SEATS = "every expert has as many seats per image as its fullest one needs, so that nothing is dropped, and computes them all"
+PEERS = (
+    Peer(
+        "transformers grouped_mm",
+        "transformers",
+        transformers_experts("grouped_mm"),
+        layers.ours_swiglu,
+        "SwiGLU; bf16 parameters on both sides",
+        True,
+    ),
+    Peer("transformers eager", "transformers", transformers_experts("eager"), layers.ours_swiglu, "SwiGLU; bf16 parameters on both sides", True),
+    Peer("st-moe-pytorch", "st_moe_pytorch", st_moe, layers.ours_geglu, f"GEGLU; {SEATS}"),
+    Peer("mixture-of-experts", "mixture_of_experts", mixture_of_experts, layers.ours, f"no biases; {SEATS}"),
+    Peer("soft-moe-pytorch", "soft_moe_pytorch", soft_moe, layers.ours_soft, "equal slots"),
+    Peer(
+        "DeepSpeed",
+        "deepspeed",
+        deepspeed,
+        layers.ours,
+        "one process, operators not compiled; all experts have as many seats as the fullest one needs",
+    ),
+)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a precision, "float32" or "bfloat16"."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
