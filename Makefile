@@ -52,8 +52,10 @@ schema: setup                    ## params.schema.json for editors
 deps: setup                      ## write the files that each stage imports into every dvc.yaml
 	python tools/dvc_deps.py
 
-bench: setup                     ## race the MoE layer
-	python -m benchmarks.moe_layer
+bench: setup                     ## race the MoE layer and the step against dense models, limits and peers; half an hour on an idle machine
+	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt 'torch==2.13.0' setuptools wheel ninja '.[bench]'
+	python -m benchmarks.race
+	python -m benchmarks.table
 
 clean:                           ## delete what can be made again, but not DVC's cache
 	rm -rf artifacts .state reports mlruns mlflow.db dvc_plots

@@ -59,7 +59,7 @@ def _keep_large_blocks() -> str:
         return "system"
     m_trim_threshold, m_mmap_max = -1, -4
     libc = ctypes.CDLL(None)
-    done = libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, 2**31 - 1)
+    done = libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1)
     return "glibc, memory kept" if done else "glibc"
 
 
