@@ -8,7 +8,6 @@ from moecore.sources import ROOT
 from moecore.training.guide import build_guide, standing_alone
 from moecore.training.loop import Task, fit, train_step, training_batch
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.optimizer import build_optimizer
 from moecore.yaml12 import load
 from tests.training.small import CPU, IMAGE, SETTINGS, task

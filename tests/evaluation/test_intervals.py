@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from moecore.evaluation.intervals import Interval, bootstrap, over_seeds, wilson
 
-
 KNOWN = [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (50, 100, 0.4038, 0.5962)]
 
 
