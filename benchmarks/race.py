@@ -44,7 +44,6 @@ TARGETS = {  # ours / peer, by number of experts where it depends on it
 }
 REGULARIZER = 1.02
 STEP_LIMIT = 2.5
-SECONDS = 240.0  # of one race at most: the slowest peers take many seconds a turn
 
 
 def row(race: str, what: str, precision: str, seconds: list[float], against: list[float], target: float | None, note: str = "") -> dict:
@@ -72,26 +71,26 @@ def layer_rows(rounds: int, found: Peaks) -> Iterator[dict]:
         yield row("layer / weight traffic", HUNDREDS.shown(), precision, seconds, [least] * len(seconds), 3.0, note)
 
 
-def peer_rows(rounds: int, quick: bool) -> Iterator[dict]:
+def peer_rows(rounds: int, quick: bool, most: float) -> Iterator[dict]:
     """Ours against every installed peer at 8, 128 and 400 experts."""
     for peer in PEERS:
         for size in (VIT_S, MANY, HUNDREDS):
             gc.collect()
-            yield from _peer_rows(peer, size, rounds, quick)
+            yield from _peer_rows(peer, size, rounds, quick, most)
     leave_group()
 
 
-def _peer_rows(peer: Peer, size: Size, rounds: int, quick: bool) -> Iterator[dict]:
+def _peer_rows(peer: Peer, size: Size, rounds: int, quick: bool, most: float) -> Iterator[dict]:
     race, precision = f"layer / {peer.name}", "bfloat16"
     if peer.missing:
         yield skipped(race, size.shown(), precision, f"{peer.module} is not installed (pip install -c constraints.txt -e '.[bench]')")
     elif quick and size.experts > 8:
         yield skipped(race, size.shown(), precision, "left out by --quick")
     else:
-        yield _peer_row(peer, size, rounds, race, precision)
+        yield _peer_row(peer, size, rounds, race, precision, most)
 
 
-def _peer_row(peer: Peer, size: Size, rounds: int, race: str, precision: str) -> dict:
+def _peer_row(peer: Peer, size: Size, rounds: int, race: str, precision: str, most: float) -> dict:
     target = TARGETS[peer.name]
     target = target[size.experts] if isinstance(target, dict) else target
     try:
@@ -101,7 +100,7 @@ def _peer_row(peer: Peer, size: Size, rounds: int, race: str, precision: str) ->
         theirs = peer.build(size)
     dtype = torch_dtype(precision)
     runs = {"ours": step(peer.ours(size), size, dtype, *_parameters(peer)), "peer": step(theirs, size, dtype, *_parameters(peer))}
-    seconds = take_turns(runs, rounds, most=SECONDS)
+    seconds = take_turns(runs, rounds, most=most)
     return row(race, size.shown(), precision, seconds["ours"], seconds["peer"], target, peer.note)
 
 
@@ -159,6 +158,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=("layer", "peers", "step", "regularizers"), default=["layer", "peers", "step", "regularizers"])
     parser.add_argument("--rounds", type=int, default=12, help=f"rounds of each race (default 12; at least {LEAST})")
+    parser.add_argument("--seconds", type=float, default=240, help="of one race with a peer at most; the slowest take many seconds a turn (default 240)")
+    parser.add_argument("--models", nargs="+", default=["default", "vit_tiny", "vit_s"], help="of the races of the training step")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/race.json"))
     options = parser.parse_args()
     if options.rounds < LEAST:
@@ -168,8 +169,8 @@ def main() -> None:
     machine = described(runtime) | {"peak_flops": found.flops, "bandwidth": found.bandwidth}
     races = {
         "layer": lambda: layer_rows(rounds, found),
-        "peers": lambda: peer_rows(rounds, options.quick),
-        "step": lambda: step_rows(rounds, found, ("default", "vit_tiny") if options.quick else ("default", "vit_tiny", "vit_s")),
+        "peers": lambda: peer_rows(rounds, options.quick, options.seconds),
+        "step": lambda: step_rows(rounds, found, ("default", "vit_tiny") if options.quick else tuple(options.models)),
         "regularizers": lambda: regularizer_rows(rounds),
     }
     console, rows = Console(stderr=True), []

@@ -33,6 +33,8 @@ def _cells(row: dict, notes: list[str]) -> tuple[str, ...]:
     mark = f" ({notes.index(row['note']) + 1})" if row["note"] else ""
     target = row["target"]
     verdict = "" if target is None else "reached" if row["median"] <= target else "missed"
+    if row["rounds"] < 8:
+        verdict = f"{verdict}, {row['rounds']} rounds only".lstrip(", ")
     figures = (f"{row['median']:.3g}{mark}", f"{row['low']:.3g} – {row['high']:.3g}", f"{row['minimum']:.3g}")
     return (*start, *figures, "" if target is None else f"≤ {target:g}", verdict, f"{row['ms']:.4g}", f"{row['against_ms']:.4g}")
 
