@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from moecore.artifacts import load_model
 from moecore.config import Config
-from moecore.data.prepared import Prepared, Split
+from moecore.data.prepared import Prepared, spread
 from moecore.data.transforms import TRANSFORMS, drawn_affines, transformed
 from moecore.evaluation.class_maps import class_maps
-from moecore.evaluation.imed import expert_grid, mean_imed
+from moecore.evaluation.imed import mean_imed
 from moecore.evaluation.intervals import Interval, bootstrap
 from moecore.evaluation.predict import predictions
+from moecore.expert_map import map_shape
 from moecore.history import record
 from moecore.params import read
 from moecore.records import RoutingRecord
@@ -40,13 +41,6 @@ class Invariance(Config):
 
 class Params(Config):
     invariance: Invariance
-
-
-def subset(split: Split, number: int | None) -> tuple[np.ndarray, Tensor]:
-    """``number`` images evenly spread over the split, and their labels; all where there are fewer."""
-    total = len(split.labels)
-    where = np.unique(np.linspace(0, total - 1, min(number or total, total)).astype(int))
-    return split.images[where], torch.from_numpy(split.labels[where])
 
 
 def moved(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
@@ -88,7 +82,8 @@ def stored(affines: Mapping[str, Tensor]) -> dict[str, str]:
 def invariance(phase: Phase, method: str, seed: int) -> None:
     params = read(Params)
     settings, data = params.invariance, Prepared.open(Path("artifacts/data") / phase)
-    images, labels = subset(data.test, settings.images)
+    where = spread(len(data.test.labels), settings.images)
+    images, labels = data.test.images[where], torch.from_numpy(data.test.labels[where])
     classes = data.card["classes"]
     with record("invariance", params, phase=phase, method=method, seed=seed) as run:
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(tune().device)
@@ -100,7 +95,7 @@ def invariance(phase: Phase, method: str, seed: int) -> None:
             maps = class_maps(clean, labels, len(classes))
             run.table("imed", moves)
             run.draw("expert_maps", {f"MoE {layer + 1}": maps[:, layer].tolist() for layer in range(maps.shape[1])}, classes)
-            grid = expert_grid(maps.shape[-1])
+            grid = map_shape(maps.shape[-1])
             found |= {measure: {key(row["name"]): row[measure] for row in moves} for measure in ("d", "d2")}
             found |= {"transforms": moves, "grid": list(grid), "classes": classes, "class_maps": maps, "affines": stored(affines)}
         run.summary(found)

@@ -15,7 +15,7 @@ from moecore.artifacts import guide_folder, load_guide, load_model
 from moecore.config import Config
 from moecore.correspondence import match_tokens, paired
 from moecore.data.loader import generator_for
-from moecore.data.prepared import Prepared
+from moecore.data.prepared import Prepared, spread
 from moecore.data.views import Crop, ViewSettings, make_views
 from moecore.evaluation.consistency import match_ratios
 from moecore.evaluation.eligibility import below_k_rate, fallback_rate, tail_mass
@@ -93,11 +93,6 @@ def means(layers: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, flo
     """Means over the MoE layers of whatever they have; {} for a dense model."""
     there = [name for name in names if layers and all(name in layer for layer in layers)]
     return {name: sum(layer[name] for layer in layers) / len(layers) for name in there}
-
-
-def spread(total: int, number: int) -> np.ndarray:
-    """``number`` indices evenly spread over ``total``, so that a set sorted by class gives every class; all where there are fewer."""
-    return np.unique(np.linspace(0, total - 1, min(number, total)).astype(int))
 
 
 def shown(images: np.ndarray, records: tuple[RoutingRecord, ...], number: int) -> dict[str, Any]:

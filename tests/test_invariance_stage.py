@@ -12,7 +12,7 @@ from moecore.backbones.image import ImageSpec
 from moecore.backbones.single_layer import SingleLayer
 from moecore.backbones.vit import Vit
 from moecore.data.digits import Digits
-from moecore.data.prepared import Prepared
+from moecore.data.prepared import Prepared, spread
 from moecore.data.transforms import TRANSFORMS, drawn_affines
 from moecore.evaluation.imed import mean_imed
 from moecore.evaluation.predict import predictions
@@ -103,7 +103,9 @@ def test_the_maps_are_drawn_and_the_distances_listed(results):
 
 def _model_and_images(results):
     model = stage.load_model(results / "artifacts/pretrain/vit/0")
-    return model, *stage.subset(Prepared.open(results / "artifacts/data/pretrain").test, 40)
+    test = Prepared.open(results / "artifacts/data/pretrain").test
+    where = spread(len(test.labels), 40)
+    return model, test.images[where], test.labels[where]
 
 
 def test_the_identity_moves_nothing(results):
@@ -125,9 +127,7 @@ def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(res
 
 
 @pytest.mark.parametrize(("number", "expected"), [(40, 40), (None, 60), (1000, 60), (1, 1)])
-def test_the_subset_is_spread_and_keeps_its_labels(results, number, expected):
-    split = Prepared.open(results / "artifacts/data/pretrain").test
-    images, labels = stage.subset(split, number)
-    assert len(images) == len(labels) == expected
-    where = np.unique(np.linspace(0, 59, expected).astype(int))
-    assert np.array_equal(images, split.images[where]) and np.array_equal(labels.numpy(), split.labels[where])
+def test_images_are_spread_over_the_split(number, expected):
+    where = spread(60, number)
+    assert len(where) == expected and (np.diff(where) > 0).all() and where[0] == 0
+    assert where[-1] == (59 if expected > 1 else 0) and (expected < 2 or np.ptp(np.diff(where)) <= 1)

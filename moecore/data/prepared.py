@@ -23,6 +23,11 @@ class Split(NamedTuple):
     labels: np.ndarray
 
 
+def spread(total: int, number: int | None) -> np.ndarray:
+    """``number`` indices evenly spread over ``total``, so that a set sorted by class gives every class; all where there are fewer or it is None."""
+    return np.unique(np.linspace(0, total - 1, min(number or total, total)).astype(int))
+
+
 class Prepared(NamedTuple):
     """An opened prepared folder."""
 

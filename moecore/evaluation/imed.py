@@ -8,13 +8,9 @@ import math
 import torch
 from torch import Tensor
 
+from moecore.expert_map import map_shape
+
 SIGMA = 1.0  # of Wang, Zhang & Feng (2005), which MoGE's table 1 uses
-
-
-def expert_grid(experts: int) -> tuple[int, int]:
-    """Rows and columns of the experts' grid: rows the largest divisor not above √experts (MoGE, algorithm 1): 32 → (4, 8), 400 → (20, 20)."""
-    rows = next(rows for rows in range(math.isqrt(experts), 0, -1) if experts % rows == 0)
-    return rows, experts // rows
 
 
 def metric(rows: int, columns: int, sigma: float = SIGMA) -> Tensor:
@@ -33,7 +29,7 @@ def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
     if before.shape != after.shape:
         raise ValueError(f"IMED of maps of shapes {tuple(before.shape)} and {tuple(after.shape)}; they must be equal")
     change = before.double() - after.double()
-    weights = metric(*expert_grid(change.shape[-1]), sigma).to(change.device)
+    weights = metric(*map_shape(change.shape[-1]), sigma).to(change.device)
     return ((change @ weights) * change).sum(dim=-1).clamp_min(0)  # rounding may fall below 0
 
 

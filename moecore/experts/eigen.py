@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from moecore.bases import default_rank, drawn_bases, positive_qr
 from moecore.dispatch import Rows
 from moecore.experts.base import ExpertsConfig
 from moecore.files import StageError
@@ -46,9 +47,7 @@ class EigenExperts(nn.Module):
         super().__init__()
         number, hidden = config.number, max(1, round(config.hidden_ratio * width))
         rank = config.rank or default_rank(width)
-        self.basis = nn.Parameter(torch.empty(number, width, rank))
-        for basis in self.basis:
-            nn.init.orthogonal_(basis)  # QR of normal draws
+        self.basis = drawn_bases(number, width, rank)
         self.scale = nn.Parameter(torch.ones(number, rank))
         # An entry of W1 is a sum of r products of entries of U and B. Orthonormal columns have entries of variance 1/d, so it
         # has variance r·std²/d: with std = 0.02·sqrt(d/r) that is 0.02².
@@ -74,26 +73,15 @@ class EigenExperts(nn.Module):
         which keeps its length (and s its sign), and its length to s; a column of zeros leaves U as it was with s = 0.
         The scores of a router that shares the basis change as far as B had left orthonormality. In fp64.
         """
-        basis, triangle = torch.linalg.qr(self.basis.double())
-        signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(basis)  # a rank-deficient B has zeros there
+        basis, triangle = positive_qr(self.basis)
         up, scale = self.up.double(), self.scale.double()
-        mixed = (signs.unsqueeze(-1) * triangle) @ (scale.unsqueeze(-1) * up)  # the rows are columns of U diag(s)
+        mixed = triangle @ (scale.unsqueeze(-1) * up)  # the rows are columns of U diag(s)
         before, after = up.norm(dim=-1), mixed.norm(dim=-1)
         stretch = torch.copysign(after / torch.where(before > 0, before, 1), scale)
         moved = (after > 0).unsqueeze(-1)
-        self.basis.copy_(basis * signs.unsqueeze(-2))
+        self.basis.copy_(basis)
         self.up.copy_(torch.where(moved, mixed / torch.where(moved, stretch.unsqueeze(-1), 1), up))
         self.scale.copy_(torch.where((after == 0) & (before == 0), scale, stretch))  # s = 0 beside U = 0 could never leave it
-
-
-def default_rank(width: int) -> int:
-    """Two thirds of ``width``, down to a multiple of 8 (grouped products in bf16 need that), at least 8, at most 512 and ``width``.
-
-    The paper gives no rank. A full one (r = d) cannot route: a square orthonormal Bᵀ turns x and c alike, so every expert
-    scores cos(x, c). Two thirds are 512 for ViT-B; with both maps factored that makes 247 million parameters out of V-MoE's
-    285, where table S2 says 243.
-    """
-    return min(width, 512, max(8, 2 * width // 3 // 8 * 8))
 
 
 def _normal(*size: int, std: float) -> nn.Parameter:

@@ -30,7 +30,7 @@ class MoE(Config):
         """One layer over ``width``-wide tokens. Raises StageError where router and experts do not fit together."""
         experts = self.experts.build(width)
         basis = experts.basis if "basis" in self.experts.provides else None
-        return MoELayer(self.router.build(width, self.experts.number, basis), experts, self.router.wants)
+        return MoELayer(self.router.build(width, self.experts.number, basis), experts, self.router.wants, lends=self.experts.provides)
 
     def indices(self, depth: int) -> tuple[int, ...]:
         """The blocks (from 0, ascending) of a model of ``depth`` blocks that hold experts.
@@ -54,12 +54,13 @@ class MoE(Config):
 class MoELayer(nn.Module):
     """``layer(tokens, context)`` with tokens (B, T, d) returns (tokens (B, T, d), (RoutingRecord,)), as the dense feed-forward does with ()."""
 
-    def __init__(self, router: nn.Module, experts: nn.Module, wants: frozenset[str] = frozenset()) -> None:
+    def __init__(self, router: nn.Module, experts: nn.Module, wants: frozenset[str] = frozenset(), lends: frozenset[str] = frozenset()) -> None:
+        """``wants``: fields of the context that the router reads. ``lends``: what the experts provide of them."""
         super().__init__()
-        self.router, self.experts, self.wants = router, experts, wants
+        self.router, self.experts, self.wants, self.shares_basis = router, experts, wants, "basis" in wants & lends
 
     def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> tuple[Tensor, tuple[RoutingRecord]]:
-        if "basis" in self.wants and hasattr(self.experts, "basis"):
+        if self.shares_basis:
             context = context._replace(basis=self.experts.basis)
         plan, record = self.router(tokens, context)
         return plan.combine(self.experts(plan.dispatch(tokens))), (record,)

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.config import Config
+from moecore.expert_map import map_shape
 from moecore.records import Step
 from moecore.regularizers.balance import sum_over_layers
 
@@ -58,12 +59,6 @@ def group_sparsity(*, probs: Tensor, size: int, sigma: float) -> Tensor:
         energy = _slide(energy, 1, window(min(size, rows), sigma))
         energy = _slide(energy, 2, window(min(size, columns), sigma))
         return (energy + EPSILON).sqrt().sum(dim=(1, 2)).mean()
-
-
-def map_shape(experts: int) -> tuple[int, int]:
-    """Rows and columns of the experts' map: as square as E allows, rows = the largest divisor not above √E (32 → 4 × 8)."""
-    rows = max(divisor for divisor in range(1, math.isqrt(experts) + 1) if experts % divisor == 0)
-    return rows, experts // rows
 
 
 def window(size: int, sigma: float) -> list[float]:

@@ -11,8 +11,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
 from moecore.evaluation.classification import Bins
-from moecore.evaluation.imed import expert_grid
 from moecore.evaluation.overlays import grid_of, pixels_of
+from moecore.expert_map import map_shape
 from moecore.report.style import PALETTE, expert_colours, legend_of, line_look, new_figure, share_axis, styled
 
 OUTLINE = [withStroke(linewidth=1.6, foreground="#1c2733")]
@@ -170,7 +170,7 @@ def expert_maps(
     Each row has one colour scale, from 0 to its largest value.
     """
     rows = {label: np.asarray(values, dtype=float)[:most] for label, values in maps.items()}
-    grid = expert_grid(next(iter(rows.values())).shape[1])
+    grid = map_shape(next(iter(rows.values())).shape[1])
     names = list(classes)[:most]
     height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
     figure = new_figure(0.9 * len(names) + 1.3, (height + 0.12) * len(rows) + 0.75)

@@ -21,6 +21,11 @@ class RouterConfig(Config):
             raise StageError(f"finetune.k: found {k}, but the router {self.kind} has no k; allowed: null")
         return self.model_copy(update={"k": k})
 
+    def check_k(self, experts: int, key: str = "router.k") -> None:
+        """Raise StageError where a token would use more experts than there are."""
+        if self.k > experts:
+            raise StageError(f"{key} is {self.k}, but there are {experts} experts (experts.number); k may be at most {experts}")
+
     def finetuned(self) -> Self:
         """The router as it goes on when its model is fine-tuned."""
         return self

@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from moecore.bases import default_rank, drawn_bases, positive_qr
 from moecore.dispatch import Rows, SparsePlan
 from moecore.files import StageError
 from moecore.grouped import to_autocast
@@ -43,8 +44,7 @@ class Eigenbasis(RouterConfig):
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "EigenbasisRouter":
         """The router of ``width``-wide tokens over ``experts`` experts and their ``basis`` (E, d, r), if any. StageError: k or rank cannot be."""
-        if self.k > experts:
-            raise StageError(f"router.k is {self.k}, but there are {experts} experts (experts.number); k may be at most {experts}")
+        self.check_k(experts)
         if self.rank is not None and (basis is not None or self.rank > width):
             allowed = f"at most {width} (model.width), or null" if basis is None else "null: the experts lend theirs (experts.rank)"
             raise StageError(f"router.rank is {self.rank}; allowed is {allowed}")
@@ -61,10 +61,8 @@ class EigenbasisRouter(nn.Module):
     def __init__(self, config: Eigenbasis, width: int, experts: int, basis: Tensor | None) -> None:
         super().__init__()
         self.config = config
-        rank = config.rank or min(width, 512, max(8, 2 * width // 3 // 8 * 8)) if basis is None else basis.shape[-1]  # as in experts' `eigen`
-        self.basis = nn.Parameter(torch.empty(experts, width, rank)) if basis is None else None
-        for own in self.basis if basis is None else ():
-            nn.init.orthogonal_(own)  # QR of normal draws
+        rank = config.rank or default_rank(width) if basis is None else basis.shape[-1]
+        self.basis = drawn_bases(experts, width, rank) if basis is None else None
         # Only its direction counts; lengths near 1 let the optimizer turn it as fast as a column of the basis.
         self.target = nn.Parameter(torch.randn(experts, rank) / rank**0.5) if config.context == "learned" else None
 
@@ -96,8 +94,7 @@ class EigenbasisRouter(nn.Module):
         Bases that the experts lend are left to the experts' method of this name, which keeps the experts' function.
         """
         if self.basis is not None:
-            basis, triangle = torch.linalg.qr(self.basis.double())
-            self.basis.copy_(torch.where(triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -basis, basis))
+            self.basis.copy_(positive_qr(self.basis)[0])
 
     def _compared(self, tokens: Tensor, projections: Tensor, basis: Tensor, context: RoutingContext) -> Tensor:
         """What the projections (B, T, E, r) are compared with: of that shape, or (E, r)."""

@@ -11,7 +11,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.files import StageError
 from moecore.records import RoutingContext, RoutingRecord
 from moecore.routers.base import RouterConfig
 from moecore.routers.decision import router_logits
@@ -35,8 +34,7 @@ class ExpertChoice(RouterConfig):
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "ExpertChoiceRouter":
         """The router of ``width``-wide tokens over ``experts`` experts. Raises StageError where k is larger than that."""
-        if self.k > experts:
-            raise StageError(f"router.k is {self.k}, but there are {experts} experts (experts.number); k may be at most {experts}")
+        self.check_k(experts)
         return ExpertChoiceRouter(self, width, experts)
 
 

@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.dispatch import SparsePlan
-from moecore.files import StageError
 from moecore.records import RoutingContext, RoutingRecord
 from moecore.routers.base import RouterConfig
 from moecore.routers.decision import router_logits
@@ -53,8 +52,7 @@ class FrozenCopy(RouterConfig):
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "FrozenCopyRouter":
         """The router of ``width``-wide tokens over ``experts`` experts. Raises StageError where k is larger than that."""
-        if self.k > experts:
-            raise StageError(f"router.router.k is {self.k}, but there are {experts} experts (experts.number); k may be at most {experts}")
+        self.check_k(experts, key="router.router.k")
         return FrozenCopyRouter(self, width, experts)
 
 

@@ -39,8 +39,7 @@ class Hash(RouterConfig):
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "HashRouter":
         """The router over ``experts`` experts. Raises StageError where k is larger than that."""
-        if self.k > experts:
-            raise StageError(f"router.k is {self.k}, but there are {experts} experts (experts.number); k may be at most {experts}")
+        self.check_k(experts)
         return HashRouter(self, experts)
 
 

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moecore.dispatch import SparsePlan
-from moecore.files import StageError
 from moecore.records import RoutingContext, RoutingRecord
 from moecore.routers.base import RouterConfig
 from moecore.routers.capacity import seated
@@ -39,8 +38,7 @@ class NoisyTopK(RouterConfig):
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "NoisyTopKRouter":
         """The router of ``width``-wide tokens over ``experts`` experts. Raises StageError where k is larger than that."""
-        if self.k > experts:
-            raise StageError(f"router.k is {self.k}, but there are {experts} experts (experts.number); k may be at most {experts}")
+        self.check_k(experts)
         return NoisyTopKRouter(self, width, experts)
 
 
@@ -67,19 +65,20 @@ class NoisyTopKRouter(nn.Module):
         noisy = logits + torch.randn_like(logits) * std if std else logits
         gates = torch.softmax(noisy, dim=-1)
         chosen = top_k(noisy, self.config.k)
-        threshold = noisy.gather(-1, chosen[..., -1:])
+        best = noisy.gather(-1, chosen)
         return decision(
             logits=logits,
             probs=torch.softmax(logits, dim=-1),
-            load=torch.special.ndtr((logits - threshold) / (std or 1 / experts)),  # 1 − Φ((τ − logits)/σ)
+            load=torch.special.ndtr((logits - best[..., -1:]) / (std or 1 / experts)),  # 1 − Φ((τ − logits)/σ)
             chosen=chosen,
-            weights=self._weights(gates.gather(-1, chosen)),
+            weights=self._weights(best, gates.gather(-1, chosen)),
             kept=self._kept(chosen, gates),
         )
 
-    def _weights(self, gates: Tensor) -> Tensor:
-        gates = gates / gates.sum(dim=-1, keepdim=True) if self.config.renormalise else gates
-        return gates if self.config.task_gradient else gates.detach()
+    def _weights(self, logits: Tensor, gates: Tensor) -> Tensor:
+        """Weights (B, T, k) from the noisy logits and the gates of the chosen, both (B, T, k)."""
+        weights = torch.softmax(logits, dim=-1) if self.config.renormalise else gates  # = gates / their sum
+        return weights if self.config.task_gradient else weights.detach()
 
     def _noise(self) -> float:
         """Standard deviation of the noise; where none is drawn, ``load`` is smoothed by 1 / experts (DEFINITIONS: balance losses)."""

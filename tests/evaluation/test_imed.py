@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.evaluation.imed import expert_grid, mean_imed, metric, squared_imed
+from moecore.evaluation.imed import mean_imed, metric, squared_imed
+from moecore.expert_map import map_shape
 
 
 def one_hot(experts: int, where: int) -> torch.Tensor:
@@ -22,11 +23,6 @@ def by_definition(u: torch.Tensor, v: torch.Tensor, rows: int, columns: int, sig
             gap = (i // columns - j // columns) ** 2 + (i % columns - j % columns) ** 2
             total += math.exp(-gap / (2 * sigma**2)) / (2 * math.pi * sigma**2) * float((u[i] - v[i]) * (u[j] - v[j]))
     return total
-
-
-@pytest.mark.parametrize(("experts", "grid"), [(32, (4, 8)), (128, (8, 16)), (400, (20, 20)), (8, (2, 4)), (7, (1, 7)), (1, (1, 1)), (12, (3, 4))])
-def test_the_grid_is_as_square_as_it_can_be(experts, grid):
-    assert expert_grid(experts) == grid
 
 
 # one-hots: G_ii + G_jj − 2 G_ij = 2/(2π) · (1 − exp(−gap²/2)) = (1 − exp(−gap²/2)) / π; experts 0 and 20 lie one below the other
@@ -49,7 +45,7 @@ def test_the_figures_of_the_definition():
 def test_equals_the_double_sum_and_is_a_distance(experts, seed, sigma):
     u, v, w = torch.rand(3, experts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).softmax(-1)
     d2 = float(squared_imed(u, v, sigma))
-    assert d2 == pytest.approx(by_definition(u, v, *expert_grid(experts), sigma), rel=1e-9, abs=1e-14)
+    assert d2 == pytest.approx(by_definition(u, v, *map_shape(experts), sigma), rel=1e-9, abs=1e-14)
     assert d2 == float(squared_imed(v, u, sigma)) and d2 > 0 and float(squared_imed(u, u, sigma)) == 0
     assert math.sqrt(d2) <= float(squared_imed(u, w, sigma)) ** 0.5 + float(squared_imed(w, v, sigma)) ** 0.5 + 1e-12
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu
 
 from moecore.dispatch import Rows
-from moecore.experts.eigen import Eigen, default_rank
+from moecore.bases import default_rank
+from moecore.experts.eigen import Eigen
 from moecore.experts.mlp import Mlp
 from moecore.files import StageError
 

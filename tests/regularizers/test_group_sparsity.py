@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moecore.files import StageError
-from moecore.regularizers.group_sparsity import GroupSparsity, group_sparsity, map_shape, window
+from moecore.expert_map import map_shape
+from moecore.regularizers.group_sparsity import GroupSparsity, group_sparsity, window
 from tests.regularizers.steps import record, step
 
 AVERAGE = math.inf
@@ -39,13 +40,6 @@ def by_loops(probs, size, sigma):
                 energy = sum(w / sum(weight.values()) * token[(top + i) * columns + left + j] ** 2 for (i, j), w in weight.items())
                 total += math.sqrt(energy)
     return total / len(tokens)
-
-
-@pytest.mark.parametrize(("experts", "shape"), [
-    (1, (1, 1)), (2, (1, 2)), (7, (1, 7)), (8, (2, 4)), (16, (4, 4)), (32, (4, 8)), (128, (8, 16)), (400, (20, 20)),
-])
-def test_maps(experts, shape):
-    assert map_shape(experts) == shape
 
 
 def test_average_filter_by_hand():

@@ -54,7 +54,7 @@ def test_autocast_does_not_round_it():
 
 def test_layers_are_summed_whoever_owns_the_basis():
     experts = Eigen(number=3, rank=2).build(4)
-    shared = MoELayer(Eigenbasis().build(4, 3, experts.basis), experts, Eigenbasis().wants)
+    shared = MoELayer(Eigenbasis().build(4, 3, experts.basis), experts, Eigenbasis().wants, Eigen.provides)
     own = Eigenbasis(rank=2).build(4, 3)
     model = nn.ModuleDict({"shared": shared, "own": own, "dense": nn.Linear(4, 4)})
     model["dense"].register_parameter("no_basis", nn.Parameter(torch.randn(3, 4, 2)))  # not called `basis`

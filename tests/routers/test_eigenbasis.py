@@ -25,8 +25,8 @@ def layer_of(width=8, number=4, rank=5, seed=0, own=False, factored=False, **rou
     """A layer in fp64 whose parameters are all drawn, so that no score or scale is special."""
     torch.manual_seed(seed)
     experts = Mlp(number=number, hidden_ratio=1.5) if own else Eigen(number=number, rank=rank, hidden_ratio=1.5, factored_output=factored)
-    settings, experts = Eigenbasis(rank=rank if own else None, **router), experts.build(width)
-    layer = MoELayer(settings.build(width, number, None if own else experts.basis), experts, settings.wants).double()
+    settings, lends, experts = Eigenbasis(rank=rank if own else None, **router), experts.provides, experts.build(width)
+    layer = MoELayer(settings.build(width, number, None if own else experts.basis), experts, settings.wants, lends).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     return layer
@@ -213,7 +213,7 @@ def test_projections_are_linear_in_the_context_and_the_cheaper_product_is_taken(
 
 def test_full_rank_cannot_route():
     # A square orthonormal Bᵀ is a rotation: every expert scores cos(x, c). Hence the default of two thirds.
-    layer = MoELayer(Eigenbasis().build(8, 4, (experts := Eigen(number=4, rank=8).build(8)).basis), experts, Eigenbasis().wants).double()
+    layer = MoELayer(Eigenbasis().build(8, 4, (experts := Eigen(number=4, rank=8).build(8)).basis), experts, Eigenbasis().wants, Eigen.provides).double()
     tokens, given_ = inputs_of()
     record = layer(tokens, given_)[1][0]
     expected = torch.cosine_similarity(tokens, given_.attention @ tokens, dim=-1).unsqueeze(-1).expand(-1, -1, 4)
