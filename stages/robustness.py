@@ -1,31 +1,32 @@
-"""Attack a model on a fixed subset of the test split: accuracy and routing change at each strength of each attack.
+"""Attack a model on a fixed subset of the test split: accuracy and routing change at each strength of each attack, and an audit of it.
 
     python -m stages.robustness <phase> <method> <seed>
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from pydantic import Field, field_validator
-from torch import Tensor
+from torch import nn
 
 from moecore.artifacts import load_model
+from moecore.attacked import Precision, Target, name_of, subset
 from moecore.attacks import Attack
+from moecore.audit import Audit, audit, show
 from moecore.config import Config
-from moecore.data.prepared import Prepared, Split
-from moecore.evaluation.classification import correct
-from moecore.evaluation.intervals import wilson
-from moecore.evaluation.predict import batches, evaluating, predictions
+from moecore.data.prepared import Prepared
+from moecore.evaluation.classification import correct, nll
+from moecore.evaluation.robust import packed, score, worst_case
 from moecore.evaluation.routing import change_of_choice, change_of_processing
 from moecore.files import StageError
 from moecore.history import record
 from moecore.params import read
+from moecore.progress import progress
 from moecore.selection import Phase
 from moecore.stage import run_stage
 from moecore.training.runtime import tune
-
 
 Epsilon = Annotated[float, Field(ge=0, le=1)]
 
@@ -38,6 +39,10 @@ class Robustness(Config):
     attacks: tuple[Attack, ...] = Field(min_length=1)
     batch: int = Field(128, ge=1, description="Images a forward pass; no result depends on it.")
     seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
+    precision: Precision = Field("float32", description="Of the forward passes of an attack; its images are scored in float32 either way.")
+    survivors: bool = Field(False, description="Attack only images that are right when clean: accuracy is the same, routing change is not measured.")
+    audit: Audit = Field(Audit(), description="Extra attacks that show whether the others are strong enough to be believed.")
+    transfer: str | None = Field(None, description="A method whose model (same phase and seed) lends the audit its attack; null: none.")
 
     @field_validator("attacks")
     @classmethod
@@ -51,54 +56,63 @@ class Params(Config):
     robustness: Robustness
 
 
-def name_of(attack: Attack) -> str:
-    """The kind and whatever differs from its defaults: pgd, pgd-10, pgd-10-strong."""
-    return "-".join([attack.kind, *(str(v) for k, v in attack.model_dump(exclude_defaults=True).items() if k != "kind")])
+def curve(attack: Attack, target: Target, epsilons: list[float]) -> Iterator[dict[str, Any]]:
+    """One row per epsilon. An image counts as right where it is when clean, too: the clean image lies in every ball.
 
-
-def subset(split: Split, number: int, seed: int) -> tuple[np.ndarray, Tensor]:
-    """A seeded draw without replacement of ``number`` images, in their order in the split; all where there are fewer."""
-    chosen = np.sort(np.random.default_rng(seed).permutation(len(split.labels))[:number])
-    return split.images[chosen], torch.from_numpy(split.labels[chosen])
-
-
-def attacked(attack: Attack, model, images: np.ndarray, labels: Tensor, epsilon: float, settings: Robustness) -> Tensor:
-    """Adversarial images (N, C, H, W) on the CPU; the model is attacked in evaluation mode."""
-    generator, device = torch.Generator().manual_seed(settings.seed), next(model.parameters()).device
-    with evaluating(model):
-        parts = zip(batches(images, settings.batch, device), labels.to(device).split(settings.batch), strict=True)
-        return torch.cat([attack(model, pixels, targets, epsilon, generator).cpu() for pixels, targets in parts])
-
-
-def curve(attack: Attack, model, images: np.ndarray, labels: Tensor, settings: Robustness) -> list[dict[str, Any]]:
-    """One row per epsilon, 0 first. Raises StageError where epsilon 0 does not reproduce the clean predictions."""
-    clean, before = predictions(model, images, settings.batch)
-    rows = []
-    for epsilon in sorted({0.0, *settings.epsilons}):
-        adversarial = attacked(attack, model, images, labels, epsilon, settings)
-        logits, after = predictions(model, adversarial, settings.batch)
+    Raises StageError where epsilon 0 does not reproduce the clean predictions.
+    """
+    (clean, before), pixels = target.scored(target.images), target.clean()
+    for epsilon in epsilons:
+        adversarial = target.attacked(attack, epsilon)
+        logits, after = target.scored(adversarial)
         if epsilon == 0 and not torch.equal(logits, clean):
             raise StageError(f"robustness: {name_of(attack)} at epsilon 0 changes predictions; the model is not deterministic in evaluation mode")
-        hits = int(correct(logits, labels).sum())
-        still = (adversarial == torch.cat(list(batches(images, settings.batch)))).flatten(1).all(1).double().mean()
-        accuracy, low, high = wilson(hits, len(labels))
-        changes = {"routing_change": change_of_choice(before, after), "processing_change": change_of_processing(before, after)}
-        score = {"epsilon": epsilon, "accuracy": accuracy, "low": low, "high": high, "correct": hits}
-        rows.append({**score, "unchanged_images": float(still), **changes})
-    return rows
+        hits = correct(clean, target.labels) & correct(logits, target.labels)
+        loss, still = float(nll(logits, target.labels).mean()), float((adversarial == pixels).flatten(1).all(1).double().mean())
+        routing = ([], []) if target.only is not None else (change_of_choice(before, after), change_of_processing(before, after))
+        changes = {"routing_change": routing[0], "processing_change": routing[1]}
+        yield {"epsilon": epsilon, **score(hits), "loss": loss, "unchanged_images": still, "hits": packed(hits), **changes}
+
+
+def skipped(settings: Robustness, model: nn.Module) -> dict[str, str]:
+    """The attacks that this model has nothing for, by name, with the reason; their curve is null."""
+    idle = [name_of(attack) for attack in settings.attacks if getattr(attack, "objective", "") == "routing_change" and model.moe is None]
+    return dict.fromkeys(idle, "the model has no MoE layer whose routing could change")
+
+
+def second(settings: Robustness, phase: Phase, method: str, seed: int) -> nn.Module | None:
+    """The model that the transfer attack is made on; None where none is given, or this very one."""
+    if settings.transfer in (None, method):
+        return None
+    return load_model(Path("artifacts") / phase / settings.transfer / str(seed)).to(tune().device)
 
 
 def robustness(phase: Phase, method: str, seed: int) -> None:
     params = read(Params)
-    settings = params.robustness
-    images, labels = subset(Prepared.open(Path("artifacts/data") / phase).test, settings.images, settings.seed)
+    settings, test = params.robustness, Prepared.open(Path("artifacts/data") / phase).test
+    images, labels = subset(test.images, test.labels, settings.images, settings.seed)
+    epsilons = sorted({0.0, *settings.epsilons})
     with record("robustness", params, phase=phase, method=method, seed=seed) as run:
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(tune().device)
-        curves = {name_of(attack): curve(attack, model, images, labels, settings) for attack in settings.attacks}
-        run.draw("robustness_curve", {name: [{**row, "value": row["accuracy"]} for row in rows] for name, rows in curves.items()})
-        strongest = {name: rows[-1]["accuracy"] for name, rows in curves.items()}
-        clean = next(iter(curves.values()))[0]["accuracy"]
-        run.summary({"images": len(labels), "clean_accuracy": clean, "accuracy_at_largest_epsilon": strongest, "attacks": curves})
+        target = Target(model, images, labels, settings.batch, settings.seed, settings.precision)
+        clean = target.hits(images)
+        target = target._replace(only=clean if settings.survivors else None)
+        idle, curves = skipped(settings, model), {}
+        with progress(f"robustness {phase} {method} seed {seed}", len(settings.attacks) * len(epsilons)) as bar:
+            for number, attack in enumerate(settings.attacks):
+                rows = curves[name_of(attack)] = None if name_of(attack) in idle else []
+                for row in curve(attack, target, epsilons) if rows is not None else ():
+                    rows.append(row)
+                    bar.update(number * len(epsilons) + len(rows), accuracy=row["accuracy"])
+        lines = audit(target, settings.audit, epsilons[-1], curves, settings.attacks, second(settings, phase, method, seed))
+        show(lines, f"Audit of the attacks on {phase} {method} seed {seed}")
+        worst, done = worst_case(curves, len(labels)), {name: rows for name, rows in curves.items() if rows}
+        drawn = done | ({"worst case": worst} if len(done) > 1 else {})
+        run.draw("robustness_curve", {name: [{**row, "value": row["accuracy"]} for row in rows] for name, rows in drawn.items()})
+        strongest = {name: rows[-1]["accuracy"] for name, rows in done.items()}
+        scores = {"clean_accuracy": float(clean.double().mean()), "accuracy_at_largest_epsilon": strongest}
+        found = {"attacks": curves, "skipped": idle, "worst_case": worst, "audit": [line._asdict() for line in lines]}
+        run.summary({"images": len(labels), **scores, **found})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@ from typing import Annotated
 
 from pydantic import Field
 
+from moecore.attacks.apgd import Apgd
+from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
+from moecore.attacks.square import Square
 
-Attack = Annotated[Fgsm | Pgd, Field(discriminator="kind")]
+Attack = Annotated[Apgd | ApgdReference | Fgsm | Pgd | Square, Field(discriminator="kind")]

@@ -1,26 +1,19 @@
 """The fast gradient sign method (Goodfellow et al., 2015)."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moecore.attacks.gradient import clean, image_gradient, project
-from moecore.config import Config
+from moecore.attacks.gradient import GradientAttack, Slope, project
 
 
-class Fgsm(Config):
-    """One step of size epsilon along the sign of the loss gradient."""
+class Fgsm(GradientAttack):
+    """One step of size epsilon along the sign of the objective's gradient; nothing is drawn."""
 
     kind: Literal["fgsm"] = "fgsm"
 
-    def __call__(self, model, images: Tensor, labels: Tensor, epsilon: float, generator: torch.Generator | None = None) -> Tensor:
-        """Adversarial images.
-
-        images: (B, C, H, W) in [0, 1]; labels: (B,); epsilon: radius of the L∞ ball, in pixel units.
-        Returns (B, C, H, W), fp32, detached, in [0, 1]. The generator is not used: nothing is drawn.
-        """
-        start = clean(images, epsilon)
-        if epsilon == 0:
-            return start
-        return project(start + epsilon * image_gradient(model, start, labels).sign(), start, epsilon)
+    def perturbed(self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None) -> Tensor:
+        """x + ε·sign ∇; the generator is not used."""
+        return project(centre + epsilon * at(centre)[1].sign(), centre, epsilon)

@@ -3,28 +3,95 @@
 B images, C channels, H × W pixels in [0, 1]; epsilon is in the same units (8/255, not 8).
 """
 
-import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moecore.attacks.draws import Generators, one_each
+from moecore.attacks.objectives import Objective, Score, cross_entropy, score
+from moecore.config import Config
 from moecore.files import StageError
 
+Slope = Callable[[Tensor], tuple[Tensor, Tensor]]  # images (B, C, H, W) → the objective of each (B,), the gradient of their sum
 
-def image_gradient(model, images: Tensor, labels: Tensor) -> Tensor:
-    """Gradient of the *summed* cross-entropy with respect to the images, in fp32.
 
-    images: (B, C, H, W); labels: (B,).  Returns (B, C, H, W). Summed, so that an image's gradient does not depend on its
-    batch. The parameters, their ``grad`` and ``requires_grad``, and the model's mode stay as they are.
-    Raises StageError where the gradient is not finite: its sign would be meaningless.
+class GradientAttack(Config):
+    """An attack along the gradient of an objective; its parts define ``perturbed``."""
+
+    objective: Objective = Field("cross_entropy", description="What is maximised; balance adds the routers' balance losses to the cross-entropy.")
+    weight: float = Field(0.005, ge=0, description="Of the balance losses, against the mean cross-entropy; used by `balance` only.")
+    group: int = Field(100, ge=1, description="Images attacked together by `balance`, whose losses couple them; the stage's batch plays no part.")
+
+    @property
+    def together(self) -> int | None:
+        """How many images this attack must get at once, since they matter to each other; None where they do not."""
+        return self.group if self.objective == "balance" else None
+
+    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, epsilon: float, generator: Generators = None) -> Tensor:
+        """Adversarial images.
+
+        images: (B, C, H, W) in [0, 1]; labels: as objectives.cross_entropy takes them; epsilon: radius of the L∞ ball, in
+        pixel units; generator: on the CPU, one for all images or one each, draws the random start of attacks that have one.
+        Returns (B, C, H, W), fp32, detached, in [0, 1]; for ε = 0 the same bits. Parameters take no gradient meanwhile.
+        Raises ValueError where images, labels, ε or a missing generator make no sense, StageError as the objective does.
+        """
+        centre = clean(images, epsilon)
+        if epsilon == 0 or not len(centre):
+            return centre
+        size, each, found = self.together or len(centre), one_each(generator, len(centre)), []
+        with frozen_parameters(model):
+            for start in range(0, len(centre), size):
+                part, drawn = slice(start, start + size), None if each is None else each[start : start + size]
+                goal = score(self.objective, self.weight, model, centre[part], labels[part])
+                found.append(self.perturbed(slope(model, goal), centre[part], epsilon, drawn))
+        return torch.cat(found)
+
+    def perturbed(self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None) -> Tensor:
+        """The attack itself on clean images ``centre`` (B, C, H, W), ε > 0; ``at`` gives objective and gradient."""
+        raise NotImplementedError(f"{type(self).__name__} defines no attack")
+
+
+def slope(model: nn.Module, goal: Score) -> Slope:
+    """The objective of each image (B,) and the gradient (B, C, H, W) of their *sum*, so that an image's does not depend on its batch.
+
+    In fp32 (a model may round inside, see moecore.attacked). The parameters, their ``grad`` and the model's mode stay as they
+    are.  Raises StageError where the gradient is not finite: its sign would be meaningless.
     """
-    with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
-        leaf = images.detach().float().requires_grad_(True)
-        loss = cross_entropy(model(leaf).prediction.float(), labels, reduction="sum")
-        (gradient,) = torch.autograd.grad(loss, leaf)
-    if not torch.isfinite(gradient).all():
-        value = float(loss.detach())
-        raise StageError(f"attack: the loss ({value:.4g}) has a gradient that is not finite; look for NaN or infinity in the model's weights")
-    return gradient
+
+    def at(images: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
+            leaf = images.detach().float().requires_grad_(True)
+            output = model(leaf)
+            values = goal(output._replace(prediction=output.prediction.float()))
+            (gradient,) = torch.autograd.grad(values.sum(), leaf)
+        if not torch.isfinite(gradient).all():
+            value = float(values.detach().sum())
+            raise StageError(f"attack: the loss ({value:.4g}) has a gradient that is not finite; look for NaN or infinity in the model's weights")
+        return values.detach(), gradient
+
+    return at
+
+
+def image_gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Gradient (B, C, H, W) of the summed cross-entropy with respect to the images, in fp32; see ``slope``."""
+    with frozen_parameters(model):
+        return slope(model, lambda output: cross_entropy(output.prediction, labels))(images)[1]
+
+
+@contextmanager
+def frozen_parameters(model: nn.Module) -> Iterator[None]:
+    """No parameter takes a gradient inside: experts' custom gradients are not computed for weights then, about a third of the work."""
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in learning:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
 
 
 def clean(images: Tensor, epsilon: float) -> Tensor:

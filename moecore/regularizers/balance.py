@@ -1,4 +1,4 @@
-"""What the losses on a layer's routing share: the spread of a statistic over experts, and the sum over layers."""
+"""What the losses on a layer's routing share: sums over data-parallel ranks and over layers."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,6 @@ from torch.autograd import Function
 
 from moecore.files import StageError
 from moecore.records import RoutingRecord, Step
-
-
-def squared_cv(values: Tensor) -> Tensor:
-    """Squared coefficient of variation var/mean² of (E,) values, one per expert; 0 where all are equal.
-
-    Population variance, never ``torch.std``, whose gradient is infinite at balance.
-    """
-    return values.var(correction=0) / values.mean().square()
 
 
 def total_over_ranks(values: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from moecore.config import Config
 from moecore.records import Step
-from moecore.regularizers.balance import squared_cv, sum_over_layers, total_over_ranks
+from moecore.regularizers.balance import sum_over_layers, total_over_ranks
+from moecore.spread import squared_cv
 
 
 class Importance(Config):

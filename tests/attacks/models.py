@@ -1,20 +1,23 @@
-"""Tiny models whose gradients are known or plainly nonlinear."""
+"""Tiny models whose gradients are known, plainly nonlinear, or missing."""
 
 import torch
 from torch import Tensor, nn
 
-from moecore.records import ModelOutput
+from moecore.backbones.image import ImageSpec
+from moecore.backbones.vit import Vit
+from moecore.layers.moe import MoE
+from moecore.records import ModelOutput, RoutingRecord
 
 
 class Linear(nn.Module):
-    """Two classes, logits (0, w·x): the loss gradient has the sign of ±w everywhere."""
+    """Two classes, logits (0, w·x + bias): the loss gradient has the sign of ±w everywhere."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight)
+        self.weight, self.bias = nn.Parameter(weight), bias
 
     def forward(self, images: Tensor) -> ModelOutput:
-        score = images.flatten(1) @ self.weight
+        score = images.flatten(1) @ self.weight + self.bias
         return ModelOutput(torch.stack([torch.zeros_like(score), score], dim=1))
 
 
@@ -30,3 +33,43 @@ class Curved(nn.Module):
 
     def forward(self, images: Tensor) -> ModelOutput:
         return ModelOutput(torch.sin(self.dropout(images.flatten(1)) @ self.first) @ self.second)
+
+
+class Smooth(nn.Module):
+    """A gentle classifier of ``classes`` classes with one layer of routing over 4 experts, one token a row of pixels."""
+
+    def __init__(self, side: int = 4, classes: int = 4, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first = nn.Parameter(torch.randn(side * side, 16, generator=generator))
+        self.second = nn.Parameter(2 * torch.randn(16, classes, generator=generator))
+        self.router = nn.Parameter(3 * torch.randn(side, 4, generator=generator))
+
+    def forward(self, images: Tensor) -> ModelOutput:
+        logits = (images[:, 0] - 0.5) @ self.router
+        probs = logits.softmax(dim=-1)
+        chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, probs.topk(2, dim=-1).indices, True)
+        record = RoutingRecord(logits, probs, probs.square(), chosen, torch.where(chosen, probs, 0))
+        return ModelOutput(torch.tanh((images.flatten(1) - 0.5) @ self.first) @ self.second, (record,))
+
+
+class Blind(nn.Module):
+    """Another model behind a rounding of its images to 1/1000: nearly the same logits, and no gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> ModelOutput:
+        return self.model((images * 1000).round() / 1000)
+
+
+def vit(router: dict | None, number: int = 3, seed: int = 0) -> nn.Module:
+    """A tiny ViT of 8 × 8 grey pixels and 4 classes with large weights, in evaluation mode; dense without a router."""
+    torch.manual_seed(seed)
+    image = ImageSpec(channels=1, size=8, classes=("a", "b", "c", "d"), mean=(0.5,), std=(0.3,))
+    moe = None if router is None else MoE(router=router, experts={"kind": "mlp", "number": number, "hidden_ratio": 1.0}, blocks=(0, 1))
+    model = Vit(patch=4, width=16, depth=2, heads=2).build(image, moe).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data *= 8 if parameter.ndim > 1 and "embed" not in name else 1
+    return model

@@ -5,128 +5,228 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from moecore.attacks import Attack
+from moecore.attacks.apgd import Apgd
+from moecore.attacks.apgd_reference import ApgdReference
+from moecore.attacks.draws import generators
 from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.gradient import image_gradient
+from moecore.attacks.gradient import frozen_parameters, image_gradient
 from moecore.attacks.pgd import Pgd
+from moecore.attacks.square import Square
 from moecore.files import StageError
-from tests.attacks.models import Curved, Linear
+from tests.attacks.models import Curved, Linear, Smooth, vit
 
-ATTACKS = [Fgsm(), Pgd(steps=4), Pgd(steps=4, form="strong")]
-IDS = ["fgsm", "pgd", "pgd-strong"]
+GRADIENT = [Fgsm(), Pgd(steps=4), Pgd(steps=4, form="strong"), Apgd(steps=8)]
+OBJECTIVES = ["cross_entropy", "dlr", "balance", "routing_change"]
+PLAIN = [*GRADIENT, ApgdReference(steps=8), Square(queries=20)]
+ALL = [attack.model_copy(update={"objective": name}) for attack in GRADIENT for name in OBJECTIVES] + [*PLAIN[4:], ApgdReference(loss="dlr", steps=8)]
 
 
-def case(images: int = 5, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def named(attack) -> str:
+    return "-".join(str(value) for value in attack.model_dump(exclude_defaults=True).values()) or attack.kind
+
+
+def case(images: int = 5, seed: int = 0, side: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(images, 1, 3, 3, generator=generator), torch.randint(0, 2, (images,), generator=generator)
+    return torch.rand(images, 1, side, side, generator=generator), torch.randint(0, 2, (images,), generator=generator)
 
 
 def run(attack, model, images, labels, epsilon, seed=0):
-    return attack(model, images, labels, epsilon, torch.Generator().manual_seed(seed))
+    return attack(model, images, labels, epsilon, generators(seed, range(len(images))))
 
 
-@pytest.mark.parametrize("attack", [*ATTACKS, Pgd()], ids=[*IDS, "pgd-40"])
+@pytest.mark.parametrize("attack", [*GRADIENT, Pgd(), Apgd(), ApgdReference(steps=8)], ids=lambda attack: f"{attack.kind}{named(attack)}")
 def test_reaches_the_optimum_of_a_linear_model(attack):
     # The loss of class 1 falls in w·x, that of class 0 grows: the best image in the box is x ∓ ε·sign(w), clamped to [0, 1].
     weight = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 0.25, -0.5, 2.0, -4.0])
-    images, labels = case(8)
+    images, labels = case(8, side=3)
     direction = torch.where(labels == 1, -1.0, 1.0)[:, None] * weight.sign()
     expected = (images + 0.1 * direction.reshape(images.shape)).clamp(0, 1)
     assert torch.allclose(run(attack, Linear(weight), images, labels, 0.1), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=IDS)
-@settings(max_examples=20, deadline=None)
+def test_square_reaches_the_optimum_of_a_linear_model():
+    # The package never moves a square to the last row or column, so these have weight 0 here. Where even the best image is
+    # classified right, square goes on to it; where not, it stops at the first image that is misclassified.
+    weight = torch.tensor([1.0, -2.0, 0.0, 3.0, -1.0, 0.0, 0.0, 0.0, 0.0])
+    images, labels = case(32, side=3)
+    sign = torch.where(labels == 1, 1.0, -1.0)[:, None]
+    best = (images.flatten(1) - 0.2 * sign * weight.sign()).clamp(0, 1) @ weight + 0.3
+    found = run(Square(queries=500), Linear(weight, 0.3), images, labels, 0.2).flatten(1) @ weight + 0.3
+    stands, clean = best * sign[:, 0] > 0, (images.flatten(1) @ weight + 0.3) * sign[:, 0] > 0
+    assert stands.any() and (clean & ~stands).any()
+    assert torch.allclose(found[stands], best[stands], atol=1e-5)
+    assert (found * sign[:, 0] <= 0)[~stands].all()
+
+
+@pytest.mark.parametrize("attack", ALL, ids=named)
+@settings(max_examples=8, deadline=None)
 @given(epsilon=st.floats(0, 1), seed=st.integers(0, 1000))
 def test_stays_in_the_ball_and_in_the_pixel_range(attack, epsilon, seed):
-    images, labels = case(3, seed)
+    images, labels = case(4, seed)
     images[0] = 0.0
     images[1] = 1.0
-    found = run(attack, Curved(9), images, labels, epsilon, seed)
-    assert found.dtype == torch.float32 and not found.requires_grad
+    found = run(attack, Smooth(), images, labels, epsilon, seed)
+    assert found.dtype == torch.float32 and not found.requires_grad and found.shape == images.shape
     assert (found - images).abs().max() <= epsilon + 1e-6
     assert found.min() >= 0 and found.max() <= 1
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=IDS)
+@pytest.mark.parametrize("attack", ALL, ids=named)
 def test_epsilon_zero_changes_no_bit(attack):
     images, labels = case()
-    found = run(attack, Curved(9), images, labels, 0.0)
+    found = run(attack, Smooth(), images, labels, 0.0)
     assert torch.equal(found.view(torch.int32), images.view(torch.int32)) and found.data_ptr() != images.data_ptr()
 
 
-def test_pgd_of_one_step_is_fgsm():
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_pgd_of_one_step_is_fgsm(objective):
     images, labels = case()
-    assert torch.equal(run(Pgd(steps=1), Curved(9), images, labels, 0.07), run(Fgsm(), Curved(9), images, labels, 0.07))
+    one, fgsm = Pgd(steps=1, objective=objective), Fgsm(objective=objective)
+    assert torch.equal(run(one, Smooth(), images, labels, 0.07), run(fgsm, Smooth(), images, labels, 0.07))
 
 
 def test_pgd_takes_its_gradient_at_the_current_iterate():
     # With all gradients at the clean image, forty steps of ε/40 would add up to the single step of FGSM.
     images, labels = case(16)
-    model = Curved(9)
+    model = Curved(16)
     many, one = (run(attack, model, images, labels, 0.2) for attack in (Pgd(steps=10), Fgsm()))
     assert (many - one).abs().max() > 0.01
 
 
 def test_pgd_in_its_paper_form_follows_the_formula():
     images, labels = case(2)
-    model, current = Curved(9), images
+    model, current = Curved(16), images
     for _ in range(3):
         current = (current + 0.1 / 3 * image_gradient(model, current, labels).sign()).clamp(images - 0.1, images + 0.1).clamp(0, 1)
     assert torch.equal(run(Pgd(steps=3), model, images, labels, 0.1), current)
 
 
-def test_strong_pgd_starts_anew_per_seed_and_alike_for_any_batch():
+def test_strong_pgd_takes_steps_of_two_and_a_half():
+    # One step of 2.5ε from anywhere in the ball ends at the corner; one of ε would not.
+    images, labels = torch.full((6, 1, 3, 3), 0.5), torch.zeros(6, dtype=torch.long)
+    found = run(Pgd(steps=1, form="strong"), Linear(torch.ones(9)), images, labels, 0.1)
+    assert torch.allclose(found, torch.full_like(found, 0.6), atol=1e-6)
+
+
+@pytest.mark.parametrize("attack", [attack for attack in ALL if not attack.together], ids=named)
+def test_an_image_is_attacked_alike_in_any_batch_and_order(attack):
     images, labels = case(6)
-    model, attack = Curved(9), Pgd(steps=1, form="strong")
+    model = Smooth()
     whole = run(attack, model, images, labels, 0.1)
-    generator = torch.Generator().manual_seed(0)
-    parts = [attack(model, x, y, 0.1, generator) for x, y in zip(images.split(4), labels.split(4), strict=True)]
-    assert torch.equal(whole, torch.cat(parts))
-    assert not torch.equal(whole, run(attack, model, images, labels, 0.1, seed=1))
+    order, drawn = [4, 2, 0, 5, 1, 3], generators(0, [4, 2, 0, 5, 1, 3])
+    parts = [attack(model, images[order[i : i + 4]], labels[order[i : i + 4]], 0.1, drawn[i : i + 4]) for i in (0, 4)]
+    assert torch.allclose(whole[order], torch.cat(parts), atol=1e-6)
+
+
+@pytest.mark.parametrize("attack", [Pgd(steps=1, form="strong"), Apgd(steps=2), ApgdReference(steps=2), Square(queries=2)], ids=named)
+def test_a_random_start_is_drawn_by_the_generator(attack):
+    images, labels = case(6)
+    model = Curved(16)
+    whole = run(attack, model, images, labels, 0.1)
+    assert torch.equal(whole, run(attack, model, images, labels, 0.1)) and not torch.equal(whole, run(attack, model, images, labels, 0.1, seed=1))
+    one = torch.Generator().manual_seed(0)
+    in_turn = torch.cat([attack(model, x, y, 0.1, one) for x, y in zip(images.split(4), labels.split(4), strict=True)])
+    assert torch.allclose(in_turn, attack(model, images, labels, 0.1, torch.Generator().manual_seed(0)), atol=1e-6)
     with pytest.raises(ValueError, match="generator"):
         attack(model, images, labels, 0.1)
+    with pytest.raises(ValueError, match="2 generators for 6 images"):
+        attack(model, images, labels, 0.1, generators(0, range(2)))
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=IDS)
+def test_every_image_and_seed_has_its_own_numbers():
+    drawn = [torch.rand(1, generator=each).item() for seed in (0, 1) for each in generators(seed, range(50))]
+    assert len(set(drawn)) == 100
+
+
+@pytest.mark.parametrize("attack", ALL, ids=named)
 def test_leaves_the_model_and_the_images_alone(attack):
     images, labels = case()
-    kept, model = images.clone(), Curved(9).train()
+    kept, model = images.clone(), Smooth().train()
+    weights = [parameter.clone() for parameter in model.parameters()]
     model.second.requires_grad_(False)
     state = torch.get_rng_state()
     with torch.no_grad():
         run(attack, model, images, labels, 0.1)
-    assert model.training and model.dropout.training
-    assert model.first.grad is None and model.first.requires_grad and not model.second.requires_grad
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+    assert model.first.requires_grad and not model.second.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert torch.equal(images, kept) and torch.equal(state, torch.get_rng_state())
+
+
+def test_parameters_are_thawed_after_an_error():
+    model = Linear(torch.full((9,), float("nan")))
+    with pytest.raises(StageError, match="not finite"):
+        run(Fgsm(), model, *case(side=3), 0.1)
+    assert model.weight.requires_grad
+
+
+def test_no_gradient_of_a_parameter_is_computed():
+    model, seen = vit({"kind": "noisy_top_k"}), []
+
+    class Spy(torch.nn.Module):
+        def parameters(self, recurse=True):
+            return model.parameters()
+
+        def forward(self, images):
+            seen.append(any(parameter.requires_grad for parameter in model.parameters()))
+            return model(images)
+
+    for attack in PLAIN:
+        run(attack, Spy(), *case(side=8), 0.1)
+    assert seen and not any(seen) and all(parameter.requires_grad for parameter in model.parameters())
+    with frozen_parameters(model):
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("attack", [attack for attack in ALL if attack.kind != "square"], ids=named)
+def test_a_vit_with_experts_is_attacked_as_its_weights_were_never_frozen(attack, monkeypatch):
+    images, labels = case(4, side=8)
+    model = vit({"kind": "noisy_top_k"})
+    found = run(attack, model, images, labels, 0.05)
+    assert (found != images).any()
+    if attack.kind == "pgd":
+        from contextlib import nullcontext
+
+        monkeypatch.setattr("moecore.attacks.gradient.frozen_parameters", lambda model: nullcontext())
+        assert torch.equal(found, run(attack, model, images, labels, 0.05))
 
 
 def test_the_gradient_of_an_image_does_not_depend_on_its_batch():
     images, labels = case(6)
-    model = Curved(9)
+    model = Curved(16)
     whole = image_gradient(model, images, labels)
     alone = torch.cat([image_gradient(model, x, y) for x, y in zip(images.split(1), labels.split(1), strict=True)])
     assert torch.allclose(whole, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_the_gradient_is_fp32_under_autocast():
-    images, labels = case()
+    images, labels = case(side=3)
     with torch.autocast("cpu", torch.bfloat16):
         found = image_gradient(Linear(torch.randn(9)), images, labels)
     assert found.dtype == torch.float32
 
 
 def test_refuses_what_makes_no_sense():
-    images, labels = case()
-    with pytest.raises(StageError, match="not finite"):
-        run(Fgsm(), Linear(torch.full((9,), float("nan"))), images, labels, 0.1)
-    for bad, epsilon in ((images * 255, 0.1), (images.to(torch.uint8), 0.1), (images, -0.1), (images, float("nan"))):
-        with pytest.raises(ValueError, match="attack"):
-            run(Fgsm(), Linear(torch.ones(9)), bad, labels, epsilon)
+    images, labels = case(side=3)
+    for attack in PLAIN:
+        for bad, epsilon in ((images * 255, 0.1), (images.to(torch.uint8), 0.1), (images, -0.1), (images, float("nan"))):
+            with pytest.raises(ValueError, match="attack"):
+                run(attack, Linear(torch.ones(9)), bad, labels, epsilon)
+    for attack in (Fgsm(objective="dlr"), Pgd(objective="dlr"), Apgd(objective="dlr"), ApgdReference(loss="dlr")):
+        with pytest.raises(StageError, match="at least 3 classes, and the model has 2"):
+            run(attack, Linear(torch.ones(9)), images, labels, 0.1)
+    several = torch.ones(5, 2, dtype=torch.uint8)
+    for attack in (ApgdReference(), Square()):
+        with pytest.raises(StageError, match="one label per image"):
+            run(attack, Linear(torch.ones(9)), images, several, 0.1)
 
 
 def test_the_union_picks_by_kind_and_refuses_the_rest():
     union = TypeAdapter(Attack)
     assert union.validate_python({"kind": "pgd", "steps": 10, "form": "strong"}) == Pgd(steps=10, form="strong")
-    for bad in ({"kind": "apgd_"}, {"kind": "fgsm", "steps": 3}, {"kind": "pgd", "steps": 0}):
+    assert union.validate_python({"kind": "apgd", "objective": "dlr"}) == Apgd(steps=100, objective="dlr")
+    assert union.validate_python({"kind": "square"}).queries == 5000 and Pgd().steps == 40 and ApgdReference().steps == 100
+    bad = [{"kind": "apgd_"}, {"kind": "fgsm", "steps": 3}, {"kind": "pgd", "steps": 0}, {"kind": "square", "objective": "dlr"}]
+    for settings_ in [*bad, {"kind": "apgd_reference", "loss": "balance"}, {"kind": "pgd", "objective": "hinge"}]:
         with pytest.raises(ValidationError):
-            union.validate_python(bad)
+            union.validate_python(settings_)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed, multiprocessing
 
-from moecore.regularizers.balance import squared_cv, total_over_ranks
+from moecore.regularizers.balance import total_over_ranks
+from moecore.spread import squared_cv
 from moecore.regularizers.importance import importance
 
 
