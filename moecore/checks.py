@@ -6,7 +6,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from moecore.files import StageError
 from moecore.problems import spell
+from moecore.selection import Phase
 from moecore.sources import FAMILIES
 from moecore.yaml12 import Document, near
 
@@ -20,7 +22,8 @@ WANTED = {
 
 def cross_checks(document: Document, study: Any) -> Iterator[str]:
     """One line per misfit, with file, line and column. ``study``: the validated file, or None where it was refused."""
-    for keys, text in (*_selection(document.data), *(_needs(study) if study else ()), *(_unwritten(study, document) if study else ())):
+    of_study = (*_needs(study), *_sizes(study), *_several_labels(study), *_unwritten(study, document)) if study else ()
+    for keys, text in (*_selection(document.data), *_phases(document.data), *of_study):
         yield f"{document.place(keys)}: {spell(keys)}: {text}"
 
 
@@ -45,6 +48,25 @@ def _selection(data: Any) -> Iterator[tuple[tuple, str]]:
     for name in methods:
         if not NAME.fullmatch(str(name)):
             yield ("methods", name), f"found the name {str(name)!r}; allowed: small letters, digits and _, beginning with a letter (it becomes a folder)"
+
+
+def _phases(data: Any) -> Iterator[tuple[tuple, str]]:
+    """``run.phases`` against the sections that such a phase needs."""
+    whole = _mapping(data)
+    for index, phase in enumerate(_list(_mapping(whole.get("run")).get("phases"))):
+        sections = {f"data.{phase}": _mapping(whole.get("data")), str(phase): whole}
+        lacking = [name for name, section in sections.items() if phase not in section]
+        if phase in get_args(Phase) and lacking:
+            yield ("run", "phases", index), f"needs {' and '.join(lacking)}; add what lacks, or leave the phase out"
+
+
+def _sizes(study: Any) -> Iterator[tuple[tuple, str]]:
+    """Whether the section ``model`` takes what a method changes of it."""
+    for name, method in getattr(study, "methods", {}).items():
+        try:
+            method.sized(study.model)
+        except StageError as error:
+            yield ("methods", name, "model"), str(error)
 
 
 def _needs(study: Any) -> Iterator[tuple[tuple, str]]:
@@ -78,6 +100,24 @@ def _same_views(study: Any, name: str, method: Any) -> Iterator[tuple[tuple, str
     if method.views == 2 and name in study.run.methods and training is not None and training.views == type(training.views)():
         kind = next(loss.kind for loss in method.regularizers if "two_views" in loss.needs)
         yield ("methods", name, "regularizers"), f"{kind} compares two views of an image, but pretrain.views changes nothing; give it a crop, shift or flip"
+
+
+def _several_labels(study: Any) -> Iterator[tuple[tuple, str]]:
+    """What has no meaning for images with several labels each: shares of a label, one decision of a teacher, one temperature."""
+    sets = {phase for phase, source in getattr(study, "data", {}).items() if getattr(source, "multi_label", False)}
+    sections = {(phase,): (phase, getattr(study, phase, None)) for phase in ("pretrain", "finetune", "adversarial")}
+    sections[("teacher", "training")] = ("pretrain", getattr(getattr(study, "teacher", None), "training", None))
+    for keys, (phase, training) in sections.items():
+        for key in ("mix", "label_smoothing", "shots") if phase in sets and training is not None else ():
+            if found := getattr(training, key, None):
+                allowed = 0 if key == "label_smoothing" else "null"
+                yield (*keys, key), f"found {found}, but the images of data.{phase} have several labels each; allowed: {allowed}"
+    for name, method in getattr(study, "methods", {}).items() if "pretrain" in sets else ():
+        if method.distillation and name in study.run.methods:
+            yield ("methods", name, "distillation"), "one decision of a teacher cannot be learned where images have several labels each; allowed: 0"
+    for index, phase in enumerate(study.run.phases if hasattr(study, "calibrate") else ()):
+        if phase in sets:
+            yield ("run", "phases", index), f"data.{phase} has several labels for each image, which calibrate does not take; leave out the phase or the stage"
 
 
 def _router(method: Any) -> str:

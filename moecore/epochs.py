@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from moecore.data.loader import OnDevice, OnDisk
 from moecore.evaluation.class_maps import class_maps
-from moecore.evaluation.consistency import epoch_agreement
+from moecore.evaluation.consistency import epoch_agreement, epoch_agreement_by_layer
+from moecore.evaluation.multi_label import per_label
 from moecore.evaluation.predict import predictions
 from moecore.tensors import read_tensors, write_tensors
 
@@ -19,7 +20,7 @@ def keep_routing(folder: Path, epoch: int, model: nn.Module, split: OnDevice | O
     """Write each token's most probable expert and the mean probs per class, on the first images of ``split``, into ``folder``."""
     _, records = predictions(model, split.images[:IMAGES], batch=250)
     first = torch.stack([record.probs.argmax(dim=-1) for record in records], dim=1).to(torch.int16)  # (N, layers, T)
-    maps = class_maps(records, split.labels[:IMAGES].cpu(), classes)
+    maps = class_maps(*per_label(records, split.labels[:IMAGES].cpu()), classes)
     write_tensors(_path(folder, epoch), {"first": first, "maps": maps.float()})
 
 
@@ -27,9 +28,13 @@ def routing_over_epochs(folder: Path, epochs: int) -> dict[str, Any]:
     """Agreement with the final model and between consecutive epochs (shares of tokens), and class maps of a few epochs."""
     kept = [read_tensors(_path(folder, epoch))[0] for epoch in range(1, epochs + 1)]
     agreement = epoch_agreement([_first(tensors) for tensors in kept])
+    by_layer = epoch_agreement_by_layer([tensors["first"].numpy() for tensors in kept])
     shown = sorted({1, max(1, epochs // 3), max(1, 2 * epochs // 3), epochs})
     maps = {str(epoch): [[[round(value, 5) for value in layer] for layer in of_class] for of_class in kept[epoch - 1]["maps"].tolist()] for epoch in shown}
-    return {"agreement_with_final": agreement["with_final"], "agreement_consecutive": agreement["consecutive"], "class_maps": maps}
+    return {
+        "agreement_with_final": agreement["with_final"], "agreement_consecutive": agreement["consecutive"],
+        "agreement_with_final_by_layer": by_layer["with_final"], "agreement_consecutive_by_layer": by_layer["consecutive"], "class_maps": maps,
+    }  # fmt: skip
 
 
 def _first(tensors: dict[str, Tensor]) -> Any:

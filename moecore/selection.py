@@ -6,7 +6,7 @@ from pydantic import Field
 
 from moecore.config import Config
 
-Phase = Literal["pretrain", "finetune"]
+Phase = Literal["pretrain", "finetune", "adversarial"]
 
 
 class Selection(Config):

@@ -10,9 +10,11 @@ from moecore.data.loader import to_device
 from moecore.data.prepared import Prepared, Split
 from moecore.epochs import keep_routing
 from moecore.evaluation.classification import confusion, correct, nll
+from moecore.evaluation.multi_label import false_discovery_rate
 from moecore.evaluation.predict import predictions
 from moecore.history import Run
 from moecore.history_file import points, read_lines, seconds
+from moecore.parameters import parameter_counts
 from moecore.progress import progress
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import Guide, standing_alone
@@ -45,29 +47,26 @@ def train(task: Task, settings: Training, seed: int, runtime: Runtime, run: Run,
 
 
 def trained(model: nn.Module, data: Prepared, settings: Training, run: Run) -> dict[str, Any]:
-    """What is reported of a trained model: the test split is looked at once, here; the curve comes from the run's history."""
+    """What is reported of a trained model: the test split is looked at once, here; the curve comes from the run's history.
+
+    Where images have several labels, all that is called accuracy is precision at 1 (``measure`` says so), and there is no confusion.
+    """
     lines = read_lines(run.folder)
     curve = [{"step": step, "train_loss": values["task"], **values} for step, _, values in points(lines)]
     labels = torch.from_numpy(np.array(data.test.labels))
     logits, _ = predictions(model, data.test.images, batch=500, routing=False)
-    hits, matrix = correct(logits, labels), confusion(logits, labels).tolist()
+    hits, several = correct(logits, labels), data.multi_label
+    matrix = None if several else confusion(logits, labels).tolist()
     run.draw("training_curves", {"this run": [curve]})
-    run.draw("confusion_matrix", matrix, data.card["classes"])
-    return {
+    if matrix is not None:
+        run.draw("confusion_matrix", matrix, data.card["classes"])
+    found = {"measure": "precision_at_1", "false_discovery_rate": false_discovery_rate(logits, labels)} if several else {"measure": "accuracy"}
+    return found | {
         "test_accuracy": float(hits.double().mean()), "test_correct": int(hits.sum()), "test_count": len(labels),
         "test_loss": float(nll(logits, labels).mean()), "validation_accuracy": curve[-1]["validation_accuracy"],
         "epochs": settings.epochs, "images_per_second": float(np.median([point["images_per_second"] for point in curve])),
         "seconds": seconds(lines), **parameter_counts(model), "curve": curve, "confusion": matrix, "classes": data.card["classes"],
     }  # fmt: skip
-
-
-def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """All parameters, and those that one token uses: of E experts only the k that are chosen."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    if model.moe is None:
-        return {"parameters": total, "active_parameters": total}
-    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
-    return {"parameters": total, "active_parameters": total - round(experts * (1 - model.moe.active_share))}
 
 
 def _shown(metrics: Metrics) -> dict[str, float]:

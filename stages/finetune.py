@@ -3,32 +3,14 @@
 ``python -m stages.finetune vmoe 0`` writes artifacts/finetune/vmoe/0/. Killed at any moment, it goes on where it was.
 """
 
-from pathlib import Path
 from typing import Annotated
 
-import torch
-
-from moecore.artifacts import guide_folder, load_guide, save_model, transferred
-from moecore.backbones.image import ImageSpec
 from moecore.config import Config
-from moecore.data.loader import few_shot
-from moecore.data.prepared import Prepared
-from moecore.evaluation.predict import predictions
-from moecore.evaluation.routing import agreement
-from moecore.files import whole_folder
-from moecore.history import record
+from moecore.finetuning import finetuned
 from moecore.params import Key, read
-from moecore.resume import work_folder
 from moecore.stage import run_stage
-from moecore.supervise import task_for, train, trained
-from moecore.training.checkpoint import Checkpoint
-from moecore.training.guide import standing_alone
 from moecore.training.method import Method
-from moecore.training.objective import Objective
-from moecore.training.runtime import tune
 from moecore.training.settings import Finetuning
-
-DATA = Path("artifacts/data/finetune")
 
 
 class Params(Config):
@@ -41,30 +23,7 @@ class Params(Config):
 def finetune(method: str, seed: int) -> None:
     """Fine-tune artifacts/pretrain/``method``/``seed`` on artifacts/data/finetune."""
     params = read(Params, method=method)
-    settings, start, guided = params.finetune, Path("artifacts/pretrain") / method / str(seed), guide_folder(method, seed)
-    target = Path("artifacts/finetune") / method / str(seed)
-    data, runtime, item = Prepared.open(DATA), tune(), f"finetune/{method}/{seed}"
-    with work_folder(item, params, [DATA, guided, start], __file__) as work, record("finetune", params, method=method, seed=seed, work=work) as run:
-        run.dataset(data.card)
-        torch.manual_seed(seed)
-        image = ImageSpec.from_card(data.card)
-        guide = load_guide(guided, image.size)
-        same_classes = guide is not None and guide.teacher.image.classes == image.classes
-        learned = params.method.for_finetuning(settings.k, settings.guided, same_classes)
-        guide = guide if learned.guided else None
-        model = transferred(start, image, learned.moe, settings.interpolation).to(runtime.device)
-        alone = standing_alone(model, guide).to(runtime.device)
-        _, before = predictions(alone, data.test.images, batch=250)
-        subset = None if settings.shots is None else few_shot(data.train.labels, settings.shots, seed).numpy()
-        objective = Objective(learned.losses, settings.label_smoothing, learned.distillation)
-        task = task_for(model, data, objective, runtime, guide, subset, learned.views)
-        train(task, settings, seed, runtime, run, Checkpoint(work), f"finetune {method} seed {seed}")
-        _, after = predictions(alone, data.test.images, batch=250)
-        kept = [agreement(first.probs, last.probs) for first, last in zip(before, after, strict=True)]
-        with whole_folder(target) as folder:
-            save_model(folder, alone)
-        run.summary(trained(alone, data, settings, run) | {"routing_agreement_before_after": kept})
-        run.model(target)
+    finetuned("finetune", method, seed, params, params.finetune, params.method, __file__)
 
 
 if __name__ == "__main__":

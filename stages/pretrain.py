@@ -49,7 +49,7 @@ def pretrain(method: str, seed: int) -> None:
     with work_folder(item, params, [DATA, fitted], __file__) as work, record("pretrain", params, method=method, seed=seed, work=work) as run:
         run.dataset(data.card)
         torch.manual_seed(seed)
-        model, guide = params.model.build(ImageSpec.from_card(data.card), learned.moe), load_guide(fitted)
+        model, guide = learned.sized(params.model).build(ImageSpec.from_card(data.card), learned.moe), load_guide(fitted)
         if learned.upcycle:
             upcycle(model, guide.teacher)
         objective = Objective(learned.losses, settings.label_smoothing, learned.distillation)

@@ -48,7 +48,7 @@ def teacher_router(method: str) -> None:
             return
         device, settings = tune().device, params.teacher_router
         torch.manual_seed(settings.seed)
-        guide = build_guide(load_model(TEACHER), params.method, params.model.depth).to(device)
+        guide = build_guide(load_model(TEACHER), params.method, params.method.sized(params.model).depth).to(device)
         values: dict[str, float] = {}
         if len(guide.routers) and not guide.learns:
             with progress(f"teacher router {method}", settings.steps) as bar:

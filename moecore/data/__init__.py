@@ -9,5 +9,6 @@ from moecore.data.digits import Digits
 from moecore.data.fashion_mnist import FashionMnist
 from moecore.data.image_folder import ImageFolder
 from moecore.data.imagenet import Imagenet
+from moecore.data.mosaic import Mosaic
 
-Source = Annotated[FashionMnist | Digits | ImageFolder | Cifar | Imagenet, Field(discriminator="kind")]
+Source = Annotated[FashionMnist | Digits | ImageFolder | Cifar | Imagenet | Mosaic, Field(discriminator="kind")]

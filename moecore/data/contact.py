@@ -14,8 +14,9 @@ def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -
     axes = figure.subplots(len(names), shots, squeeze=False)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[], frame_on=False)
+    members = labels.T if labels.ndim == 2 else labels == np.arange(len(names))[:, None]  # (K, N)
     for row, name in enumerate(names):
         axes[row, 0].set_ylabel(name, rotation=0, ha="right", va="center")
-        for axis, index in zip(axes[row], np.flatnonzero(labels == row)[:shots], strict=False):
+        for axis, index in zip(axes[row], np.flatnonzero(members[row])[:shots], strict=False):
             axis.imshow(images[index].transpose(1, 2, 0).squeeze(), cmap="gray", vmin=0, vmax=255)
     return figure

@@ -46,13 +46,13 @@ def steps_per_epoch(n: int, batch: int) -> int:
 
 
 class OnDevice(NamedTuple):
-    """A split that lies on the device whole: images uint8 (N, C, H, W) and labels int64 (N,)."""
+    """A split that lies on the device whole: images uint8 (N, C, H, W) and labels int64 (N,) or uint8 (N, K)."""
 
     images: Tensor
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images uint8 (B, C, H, W) and labels (B,) of CPU indices (B,)."""
+        """Images uint8 (B, C, H, W) and labels (B,) or (B, K) of CPU indices (B,)."""
         where = send(indices, self.labels.device)
         return self.images.index_select(0, where), self.labels.index_select(0, where)
 
@@ -64,7 +64,7 @@ class OnDisk(NamedTuple):
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images uint8 (B, C, H, W) and labels (B,) of CPU indices (B,), on the labels' device."""
+        """Images uint8 (B, C, H, W) and labels (B,) or (B, K) of CPU indices (B,), on the labels' device."""
         batch = torch.from_numpy(np.take(self.images, indices.numpy(), axis=0))
         return send(batch, self.labels.device), self.labels.index_select(0, send(indices, self.labels.device))
 
@@ -78,8 +78,10 @@ def to_device(split: Split, device: torch.device | str, limit_bytes: int = 8 << 
 
 
 def few_shot(labels: np.ndarray | Tensor, shots_per_class: int, seed: int) -> LongTensor:
-    """Sorted indices of ``shots_per_class`` images of every class that occurs; StageError where a class has fewer."""
+    """Sorted indices of ``shots_per_class`` images of every class that occurs; StageError where a class has fewer, or images have several labels."""
     labels = np.asarray(labels)
+    if labels.ndim != 1:
+        raise StageError(f"{shots_per_class} images per class asked for, but these images have several labels each; allowed: null (all images)")
     classes, counts = np.unique(labels, return_counts=True)
     if (counts < shots_per_class).any():
         worst = int(counts.argmin())

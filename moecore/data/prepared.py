@@ -1,4 +1,7 @@
-"""Prepared data on disk: ``{train,validation,test}_images.npy`` uint8 (N, C, H, W), ``…_labels.npy`` int64 (N,), ``card.json``.
+"""Prepared data on disk: ``{train,validation,test}_images.npy`` uint8 (N, C, H, W), ``…_labels.npy``, ``card.json``.
+
+Labels are int64 (N,), or uint8 (N, K) of 0 and 1 where an image may have several of the K classes: then the card says
+``labels: multi`` and counts how often each class occurs, and ``images`` says how many images each split has.
 
 The card says everything about the set: name, kind, classes, channels, size, counts, mean and std of the training images,
 seed, licence, source, sha256 of each file, and the settings that made it.
@@ -17,7 +20,7 @@ CARD_KEYS = ("name", "kind", "classes", "channels", "size", "counts", "mean", "s
 
 
 class Split(NamedTuple):
-    """One split: images uint8 (N, C, H, W), memory-mapped, and labels int64 (N,)."""
+    """One split: images uint8 (N, C, H, W), memory-mapped, and labels int64 (N,) or uint8 (N, K)."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -36,6 +39,11 @@ class Prepared(NamedTuple):
     validation: Split
     test: Split
 
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may have several labels."""
+        return is_multi_label(self.card)
+
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Prepared":
         """Open a prepared folder and hold every file against the card; ``verify`` also compares the sha256 of each.
@@ -44,20 +52,34 @@ class Prepared(NamedTuple):
         """
         folder = Path(folder)
         card = read_json(folder / "card.json")
-        if lacking := [key for key in CARD_KEYS if key not in card]:
+        wanted = (*CARD_KEYS, "images") if is_multi_label(card) else CARD_KEYS
+        if lacking := [key for key in wanted if key not in card]:
             raise StageError(f"{folder / 'card.json'}: lacks {', '.join(lacking)}; run the stage `prepare` again")
         if verify:
             _verify(folder, card)
         return Prepared(card, *(_open_split(folder, card, split) for split in SPLITS))
 
 
+def is_multi_label(card: dict[str, Any]) -> bool:
+    """Whether the card is of a set whose images may have several labels."""
+    return card.get("labels") == "multi"
+
+
+def class_counts(labels: np.ndarray, classes: int) -> list[int]:
+    """How many images have each class; labels (N,) or (N, K) of 0 and 1. What is no class counts for none."""
+    if labels.ndim == 2:
+        return labels.sum(axis=0, dtype=np.int64).tolist()
+    return np.bincount(labels[labels >= 0], minlength=classes).tolist()
+
+
 def _open_split(folder: Path, card: dict[str, Any], split: str) -> Split:
     counts = card["counts"][split]
-    number, images, labels = sum(counts.values()), folder / f"{split}_images.npy", folder / f"{split}_labels.npy"
+    images, labels, classes, multi = folder / f"{split}_images.npy", folder / f"{split}_labels.npy", card["classes"], is_multi_label(card)
+    number = card["images"][split] if multi else sum(counts.values())
     check_array(images, (number, card["channels"], card["size"], card["size"]), np.uint8)
-    check_array(labels, (number,), np.int64)
+    check_array(labels, (number, len(classes)) if multi else (number,), np.uint8 if multi else np.int64)
     values = np.load(labels, allow_pickle=False)
-    if [int(np.sum(values == i)) for i in range(len(card["classes"]))] != [counts[name] for name in card["classes"]]:
+    if class_counts(values, len(classes)) != [counts[name] for name in classes]:
         raise StageError(f"{labels}: its class counts are not those of card.json; run the stage `prepare` again")
     return Split(np.load(images, mmap_mode="r", allow_pickle=False), values)
 

@@ -31,8 +31,10 @@ def carve(labels: np.ndarray, amount: float, seed: int, purpose: int = 0) -> tup
 
     labels: (N,) int.  amount: share of N (below 1) or number of images.  purpose: makes draws of one seed independent.
     Every class gives its proportion (largest remainder) and at least one image where the amount allows it.
-    Raises StageError where nothing would be left to keep.
+    Raises StageError where nothing would be left to keep, and for labels (N, K).
     """
+    if labels.ndim != 1:
+        raise StageError("images with several labels each cannot be split by class; allowed: one label per image")
     number = round(amount * len(labels)) if amount < 1 else int(amount)
     if not 0 < number < len(labels):
         raise StageError(f"cannot split {number} images off {len(labels)}; allowed: 1 to {len(labels) - 1} (change `validation` or `test`)")

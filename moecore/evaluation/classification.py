@@ -1,12 +1,15 @@
 """Classification metrics of logits against labels; all sums are in fp64.
 
-logits: (N, K) before the softmax; labels: (N,) in 0 … K−1. N images, K classes.
+logits: (N, K) before the softmax; labels: (N,) in 0 … K−1. N images, K classes. ``correct`` and ``nll`` also take the labels (N, K)
+of images with several classes each, of 0 and 1 (see multi_label.py).
 """
 
 from typing import TypedDict
 
 import torch
 from torch import Tensor
+
+from moecore.evaluation.multi_label import precise, sigmoid_nll
 
 BINS = 15  # equal widths, as in Guo et al. (2017)
 
@@ -22,8 +25,8 @@ class Bins(TypedDict):
 
 
 def correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether the class with the largest logit is the label; (N,) bool."""
-    return logits.argmax(dim=1) == labels
+    """Whether the class with the largest logit is the label, or among the labels (N, K); (N,) bool."""
+    return precise(logits, labels) if labels.ndim == 2 else logits.argmax(dim=1) == labels
 
 
 def confidence(logits: Tensor) -> Tensor:
@@ -32,7 +35,9 @@ def confidence(logits: Tensor) -> Tensor:
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood of each image in nats; (N,) fp64. Its mean is the NLL."""
+    """Negative log-likelihood of each image in nats; (N,) fp64. Its mean is the NLL. Under labels (N, K), of the sigmoids, summed over classes."""
+    if labels.ndim == 2:
+        return sigmoid_nll(logits, labels)
     return -logits.double().log_softmax(dim=1).gather(1, labels[:, None].long())[:, 0]
 
 

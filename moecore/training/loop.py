@@ -14,18 +14,19 @@ from torch import Tensor, nn
 from moecore.data.loader import OnDevice, OnDisk, batch_indices, generator_for, steps_per_epoch
 from moecore.data.mix import mix
 from moecore.data.views import make_views
+from moecore.evaluation.classification import correct
 from moecore.evaluation.predict import predictions
 from moecore.files import StageError
 from moecore.records import Batch, Step
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import Guide, standing_alone
-from moecore.training.objective import Objective
+from moecore.training.objective import Objective, task_loss
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
 
 
-VIEWS, NOISE = 1, 2  # purposes of the random streams; 0 is the order of the images
+VIEWS, NOISE, ATTACK = 1, 2, 3  # purposes of the random streams; 0 is the order of the images
 
 
 class Metrics(NamedTuple):
@@ -71,7 +72,7 @@ def fit(task: Task, settings: Training, seed: int, runtime: Runtime, checkpoint:
     for step in range(done, steps):
         model.train()
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
-        batch = training_batch(task, settings, seed, step)
+        batch = step_batch(task, settings, seed, step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
         meter.add(step, len(batch.images) // batch.views, *train_step(task, settings, optimizer, batch, rate, dtype, step / steps))
         after = step + 1
@@ -96,7 +97,7 @@ def total_steps(task: Task, settings: Training) -> int:
 
 
 def training_batch(task: Task, settings: Training, seed: int, step: int) -> Batch:
-    """The augmented batch of a step: a function of (seed, step) alone. With mixing the labels are (B, K) shares, else (B,).
+    """The augmented batch of a step: a function of (seed, step) alone. With mixing the labels are (B, K) shares, else as the data set has them.
 
     Two views of each image are never mixed with other images: a patch would lose its partner (PRC, §IV).
     """
@@ -104,10 +105,18 @@ def training_batch(task: Task, settings: Training, seed: int, step: int) -> Batc
     images, labels = task.train.take(batch_indices(len(task.train.labels), settings.batch, seed, step))
     made = [make_views(images, settings.views, generator) for _ in range(task.views)]
     views, affines = (torch.cat(parts) if task.views > 1 else parts[0] for parts in zip(*made, strict=True))
-    labels = labels.repeat(task.views)
+    labels = torch.cat([labels] * task.views)
     if settings.mix is not None and task.views == 1:
         views, labels = mix(views, labels, task.classes, settings.mix, generator)
     return Batch(views, labels, affines, task.views)
+
+
+def step_batch(task: Task, settings: Training, seed: int, step: int) -> Batch:
+    """What a step learns from: the augmented batch, attacked where training is adversarial; the attack's draws are functions of (seed, step)."""
+    batch = training_batch(task, settings, seed, step)
+    if settings.adversarial is None:
+        return batch
+    return settings.adversarial.attacked(standing_alone(task.model, task.guide), batch, generator_for(seed, step, ATTACK))
 
 
 def end_epoch(model: nn.Module) -> None:
@@ -133,17 +142,16 @@ def train_step(
     if settings.clip is not None:
         nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], settings.clip, foreach=True)
     optimizer.step()
-    target = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(dim=-1)
-    correct = (output.prediction.argmax(dim=-1) == target).sum() / batch.views
-    return {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}, correct
+    target = batch.labels.argmax(dim=-1) if batch.labels.is_floating_point() else batch.labels  # of mixed images the larger share
+    hits = correct(output.prediction, target).sum() / batch.views
+    return {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}, hits
 
 
 def validate(model: nn.Module, split: OnDevice | OnDisk) -> dict[str, float]:
-    """Accuracy and mean cross-entropy on a split, in fp32 and evaluation mode."""
+    """Accuracy (precision at 1 where images have several labels) and mean task loss on a split, in fp32 and evaluation mode."""
     logits, _ = predictions(model, split.images, batch=500, routing=False)
     labels = split.labels.cpu()
-    loss = nn.functional.cross_entropy(logits, labels)
-    return {"validation_accuracy": float((logits.argmax(dim=-1) == labels).float().mean()), "validation_loss": float(loss)}
+    return {"validation_accuracy": float(correct(logits, labels).float().mean()), "validation_loss": float(task_loss(logits, labels))}
 
 
 class Meter:

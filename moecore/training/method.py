@@ -1,16 +1,19 @@
 """One entry under ``methods:``: who routes, to which experts, under which losses."""
 
-from typing import Literal
+from typing import Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from moecore.config import Config
 from moecore.experts import Experts
+from moecore.files import StageError
 from moecore.layers.moe import Blocks, MoE
 from moecore.records import Feature
 from moecore.regularizers import Regularizer
 from moecore.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
 from moecore.routers import Router
+
+AnyModel = TypeVar("AnyModel", bound=Config)
 
 
 class TeacherRouter(Config):
@@ -33,11 +36,21 @@ class Method(Config):
     distillation: float = Field(default=0.0, ge=0, lt=1, description="share of DeiT's hard distillation in the task loss (DeiT: 0.5); the teacher must know the classes")
     upcycle: bool = Field(default=False, description="start from the teacher's weights, its MLPs copied into every expert (sparse upcycling)")
 
+    model: dict[str, int | float] = Field(default={}, description="settings of the section `model` that are other ones for this method: {width: 128}")
+
     @model_validator(mode="after")
     def _router_with_experts(self) -> "Method":
         if (self.router is None) != (self.experts is None):
             raise ValueError("a method has both `router` and `experts`, or neither (a dense model)")
         return self
+
+    def sized(self, model: AnyModel) -> AnyModel:
+        """The section ``model`` with this method's own settings in it. Raises StageError, naming the key, where it does not take them."""
+        try:
+            return type(model).model_validate(model.model_dump() | self.model)
+        except ValidationError as error:
+            found = error.errors()[0]
+            raise StageError(f"model.{'.'.join(map(str, found['loc']))}: {found['msg']} (found {found['input']!r})") from None
 
     @property
     def moe(self) -> MoE | None:

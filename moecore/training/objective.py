@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
+from moecore.evaluation.multi_label import multi_hot
 from moecore.files import StageError
 from moecore.records import Step
 from moecore.regularizers import Regularizer
 
 
 class Objective(NamedTuple):
-    """Cross-entropy plus weighted regularizers; called with a Step it gives the raw terms by name.
+    """The task's loss plus weighted regularizers; called with a Step it gives the raw terms by name.
 
     distillation: share of DeiT's hard distillation (Touvron et al. 2021, eq. 3): the class head learns the labels, the
     distillation head (the same head where there is one only) the teacher's most probable class.
@@ -23,9 +24,9 @@ class Objective(NamedTuple):
     distillation: float = 0.0
 
     def terms(self, step: Step) -> dict[str, Tensor]:
-        """Unweighted scalars, fp32: ``task``, ``distillation`` where it is on, one per regularizer. Labels are (B,) classes or (B, K) shares."""
+        """Unweighted scalars, fp32: ``task``, ``distillation`` where it is on, one per regularizer."""
         logits = step.output.heads[0] if self.distillation else step.output.prediction
-        terms = {"task": cross_entropy(logits.float(), step.batch.labels, label_smoothing=self.label_smoothing)}
+        terms = {"task": task_loss(logits, step.batch.labels, self.label_smoothing)}
         if self.distillation:
             terms["distillation"] = hard_distillation(step)
         return terms | {regularizer.kind: regularizer(step) for regularizer in self.regularizers}
@@ -38,8 +39,29 @@ class Objective(NamedTuple):
         return task + sum(regularizer.weight * terms[regularizer.kind] for regularizer in self.regularizers)
 
 
+def task_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """What the labels say of logits (B, K), a mean over images, fp32.
+
+    Softmax cross-entropy for classes int64 (B,) and for shares of mixed images fp32 (B, K). For sets of classes uint8 (B, K) sigmoid
+    cross-entropy, *summed* over the classes, as V-MoE's authors train on JFT (big_vision, ``sigmoid_xent``): a class then has the weight
+    that it has in the softmax, however many classes there are. AdamW's steps do not depend on the scale of the loss, so learning
+    rates stay what they were; beside balance losses the task counts more (K ln 2 against ln K at the start).
+    Raises StageError for label smoothing of sets of classes.
+    """
+    if not multi_hot(labels):
+        return cross_entropy(logits.float(), labels, label_smoothing=label_smoothing)
+    if label_smoothing:
+        raise StageError(f"label_smoothing: found {label_smoothing}, but these images have several labels each; allowed: 0")
+    return binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum") / len(labels)
+
+
 def hard_distillation(step: Step) -> Tensor:
-    """Cross-entropy of the last head with the teacher's decisions; no label smoothing. Raises StageError without a fitting teacher."""
+    """Cross-entropy of the last head with the teacher's decisions; no label smoothing.
+
+    Raises StageError without a fitting teacher, and for images with several labels: the teacher's most probable class is not all of them.
+    """
+    if multi_hot(step.batch.labels):
+        raise StageError("distillation: these images have several labels each, and a hard decision is one class; allowed: distillation: 0")
     if step.guidance is None:
         raise StageError("distillation: there is no teacher in this step; run the stages teacher and teacher_router first, or set distillation: 0")
     student, teacher = step.output.heads[-1], step.guidance.prediction

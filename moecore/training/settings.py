@@ -8,6 +8,7 @@ from moecore.config import Config
 from moecore.data.mix import Mix
 from moecore.data.views import ViewSettings
 from moecore.layers.positions import Interpolation
+from moecore.training.adversarial import Adversarial
 from moecore.training.runtime import Precision
 
 
@@ -24,6 +25,7 @@ class Training(Config):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     views: ViewSettings = ViewSettings()
     mix: Mix | None = Field(default=None, description="mixup and cutmix; null for none")
+    adversarial: Adversarial | None = Field(default=None, description="learn from attacked images; null for the images as they are")
     precision: Precision = Field(default="auto", description="auto: bfloat16 where a probe finds it faster")
     log_every: int = Field(default=20, ge=1, description="steps between two logged points")
     checkpoint_every: int = Field(default=100, ge=1, description="steps between two checkpoints (rounded up to a logged point)")
@@ -36,6 +38,12 @@ class Finetuning(Training):
     k: int | None = Field(default=None, ge=1, description="experts per token while fine-tuning and after; null keeps the method's")
     guided: bool = Field(default=False, description="keep the regularizers that need the teacher (TGR during fine-tuning)")
     interpolation: Interpolation = "bilinear"
+
+
+class AdversarialFinetuning(Finetuning):
+    """Fine-tuning on attacked images only: the same settings, with an attack in any case."""
+
+    adversarial: Adversarial = Field(default=Adversarial(), description="the attack; without it the paper's: 10 steps, 8/255")
 
 
 class TeacherRouterFit(Config):

@@ -1,0 +1,150 @@
+"""From mosaics to fine-tuned models: the stages prepare, pretrain, finetune, adversarial and calibrate, and the check of the whole file."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moecore.artifacts import load_model, save_no_guide
+from moecore.checks import cross_checks
+from moecore.data.prepared import Prepared
+from moecore.evaluation.predict import predictions
+from moecore.files import StageError
+from moecore.params import read, validate_whole
+from moecore.study import study_model
+from moecore.yaml12 import parse
+from stages import adversarial, calibrate, finetune, prepare, pretrain
+
+TRAINING = "batch: 50, learning_rate: 0.005, log_every: 5, warmup_epochs: 0.5, precision: float32"
+PARAMS = f"""\
+run: {{methods: [dense, vmoe], seeds: [0], phases: [finetune, adversarial]}}
+data:
+  pretrain: {{kind: mosaic, source: {{kind: digits, size: 8}}, train: 500, validation: 100, test: 150}}
+  finetune: &clean {{kind: digits, size: 16, train_limit: 300, test_limit: 150}}
+  adversarial: *clean
+model: {{kind: vit, patch: 4, width: 16, depth: 2, heads: 2, mlp_ratio: 2}}
+methods:
+  dense: {{}}
+  vmoe:
+    router: {{kind: noisy_top_k, k: 2}}
+    experts: {{kind: mlp, number: 4, hidden_ratio: 1}}
+    blocks: [1]
+    regularizers: [{{kind: importance, weight: 0.005}}]
+pretrain: {{epochs: 4, {TRAINING}}}
+finetune: &training {{epochs: 3, {TRAINING}}}
+adversarial: {{epochs: 3, {TRAINING}, adversarial: {{steps: 2, epsilon: 0.05}}}}
+calibrate: {{calibrator: {{kind: temperature}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every stage ran for both methods, in this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("several")
+        patch.chdir(home)
+        patch.setenv("MOECORE_TRACKING", "off")
+        patch.delenv("MOECORE_PARAMS", raising=False)
+        patch.setenv("MOECORE_THREADS", "1")
+        (home / "params.yaml").write_text(PARAMS)
+        for name in ("pretrain", "finetune", "adversarial"):
+            prepare.prepare(name)
+        for method in ("dense", "vmoe"):
+            (home / "artifacts/teacher_router" / method).mkdir(parents=True)
+            save_no_guide(home / "artifacts/teacher_router" / method)
+            pretrain.pretrain(method, 0)
+            finetune.finetune(method, 0)
+            adversarial.adversarial(method, 0)
+        yield home
+
+
+def measured(folder, phase: str, method: str) -> dict:
+    return json.loads((folder / f"artifacts/measured/{phase}/{method}/0.json").read_text())
+
+
+@pytest.mark.parametrize("method", ["dense", "vmoe"])
+def test_pretraining_reports_precision_at_1(folder, method):
+    found = measured(folder, "pretrain", method)
+    data, model = Prepared.open(folder / "artifacts/data/pretrain"), load_model(folder / f"artifacts/pretrain/{method}/0")
+    best = predictions(model, data.test.images, 70)[0].argmax(1).numpy()
+    hits = [int(data.test.labels[image, best[image]]) for image in range(150)]
+    assert found["measure"] == "precision_at_1" and found["test_correct"] == sum(hits) and found["test_count"] == 150
+    assert found["test_accuracy"] == pytest.approx(sum(hits) / 150) and found["false_discovery_rate"] == pytest.approx(1 - sum(hits) / 150)
+    assert found["confusion"] is None and found["classes"] == list("0123456789") and found["curve"][-1]["validation_accuracy"] > 0
+    # four cells show 3.4 of ten classes on average, so a guess is right in 34 %; it has learned more than that
+    assert found["test_accuracy"] > 0.45 and found["test_loss"] < 10 * np.log(2)
+    figures = folder / f"artifacts/history/pretrain/{method}/0/figures"
+    assert (figures / "training_curves.png").exists() and not (figures / "confusion_matrix.png").exists()
+    kept = json.loads((folder / f"results/pretrain/{method}/0.json").read_text())
+    assert kept["false_discovery_rate"] == found["false_discovery_rate"]
+
+
+def test_class_maps_count_an_image_for_each_of_its_labels(folder):
+    maps = np.array(measured(folder, "pretrain", "vmoe")["class_maps"]["4"])
+    data, model = Prepared.open(folder / "artifacts/data/pretrain"), load_model(folder / "artifacts/pretrain/vmoe/0")
+    probs = predictions(model, data.validation.images, 100)[1][0].probs.mean(1).numpy()
+    expected = [probs[data.validation.labels[:, digit] == 1].mean(0) for digit in range(10)]
+    np.testing.assert_allclose(maps[:, 0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["dense", "vmoe"])
+def test_clean_and_adversarial_models_stand_side_by_side(folder, method):
+    clean, attacked = (measured(folder, phase, method) for phase in ("finetune", "adversarial"))
+    assert clean["measure"] == attacked["measure"] == "accuracy" and "false_discovery_rate" not in clean and len(clean["confusion"]) == 10
+    assert clean.keys() == attacked.keys() and clean["test_count"] == attacked["test_count"] == 150
+    weights = [(folder / f"artifacts/{phase}/{method}/0/model.safetensors").read_bytes() for phase in ("finetune", "adversarial")]
+    assert weights[0] != weights[1] and (folder / f"artifacts/history/adversarial/{method}/0/history.jsonl").exists()
+    assert attacked["curve"][0]["train_loss"] > clean["curve"][0]["train_loss"], "attacked images are harder"
+
+
+def test_without_an_attack_the_stage_is_finetune(folder, tmp_path, monkeypatch):
+    """Epsilon 0: the two stages differ in nothing else."""
+    shutil.copytree(folder, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setenv("MOECORE_TRACKING", "off")
+    Path("calm.yaml").write_text(PARAMS.replace("epsilon: 0.05", "epsilon: 0"))
+    monkeypatch.setenv("MOECORE_PARAMS", "calm.yaml")
+    adversarial.adversarial("vmoe", 0)
+    ours, theirs = (load_model(Path("artifacts") / phase / "vmoe/0") for phase in ("adversarial", "finetune"))
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_the_section_without_an_attack_takes_the_papers(folder, monkeypatch):
+    monkeypatch.setenv("MOECORE_PARAMS", str(folder / "plain.yaml"))
+    (folder / "plain.yaml").write_text(PARAMS.replace(", adversarial: {steps: 2, epsilon: 0.05}", ""))
+    settings = read(adversarial.Params, method="vmoe").adversarial
+    assert (settings.adversarial.steps, settings.adversarial.epsilon, settings.epochs) == (10, 8 / 255, 3)
+
+
+def test_calibration_of_several_labels_is_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(StageError, match="images of data.pretrain have several labels each; allowed: phases whose images have one"):
+        calibrate.calibrate("pretrain", "dense", 0)
+
+
+def problems(*replacements: tuple[str, str]) -> list[str]:
+    """What the check of the whole file says after replacements."""
+    text = PARAMS
+    for old, new in replacements:
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    model = study_model({stage.__name__: stage.Params for stage in (prepare, pretrain, finetune, adversarial, calibrate)})
+    document = parse(text, "params.yaml")
+    return list(cross_checks(document, validate_whole(model, document)))
+
+
+@pytest.mark.parametrize(("old", "new", "said"), [
+    ("[finetune, adversarial]}", "[finetune]}", None),
+    ("pretrain: {epochs: 4,", "pretrain: {epochs: 4, mix: {mixup: 0.8},", "pretrain.mix: found mixup=0.8 "),
+    ("pretrain: {epochs: 4,", "pretrain: {epochs: 4, label_smoothing: 0.1,", "pretrain.label_smoothing: found 0.1, but the images of data.pretrain have"),
+    ("finetune: &training {", "finetune: &training {label_smoothing: 0.1, shots: 10, ", None),
+    ("dense: {}", "dense: {distillation: 0.5}", "methods.dense.distillation: one decision of a teacher"),
+    ("[finetune, adversarial]", "[pretrain, finetune]", "run.phases[0]: data.pretrain has several labels for each image, which calibrate does not take"),
+    ("  adversarial: *clean\n", "", "run.phases[1]: needs data.adversarial; add what lacks, or leave the phase out"),
+])
+def test_misfits_are_found_before_anything_runs(old, new, said):
+    found = problems((old, new))
+    assert (said is None and not found) or (len(found) == 1 and said in found[0]), found
