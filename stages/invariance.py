@@ -21,14 +21,24 @@ from moecore.data.transforms import TRANSFORMS, drawn_affines, transformed
 from moecore.evaluation.class_maps import class_maps
 from moecore.evaluation.imed import mean_imed
 from moecore.evaluation.intervals import Interval, bootstrap
+from moecore.evaluation.multi_label import per_label
 from moecore.evaluation.predict import predictions
 from moecore.expert_map import map_shape
 from moecore.history import record
 from moecore.params import read
 from moecore.records import RoutingRecord
+from moecore.routers import Router
 from moecore.selection import Phase
 from moecore.stage import run_stage
 from moecore.training.runtime import tune
+
+
+NOTES = {  # by kind of router: where the distances do not tell what decides
+    "hash": "a fixed hash chooses, so that neighbours on the map mean nothing; a hash of the position never moves",
+    "teacher_routed": "the probs are the student's own, but the teacher's router decides",
+    "expert_choice": "the probs are each token's own, but experts choose among all tokens of the image",
+    "soft_slots": "an expert's probability is the sum of its slots' weights, and every token reaches every expert",
+}
 
 
 class Invariance(Config):
@@ -74,6 +84,12 @@ def key(name: str) -> str:
     return re.sub(r"\W+", "_", name).strip("_")
 
 
+def note(router: Router) -> dict[str, str]:
+    """How the distances of such a router are to be read, as ``{"note": text}``; {} where its probs decide."""
+    decides = router.kind == "teacher_routed" and router.inference == "student"
+    return {"note": NOTES[router.kind]} if router.kind in NOTES and not decides else {}
+
+
 def stored(affines: Mapping[str, Tensor]) -> dict[str, str]:
     """The first two rows of every affine, fp64 (N, 2, 3) little-endian, as base64."""
     return {name: base64.b64encode(drawn[:, :2].numpy().astype("<f8").tobytes()).decode() for name, drawn in affines.items()}
@@ -92,12 +108,13 @@ def invariance(phase: Phase, method: str, seed: int) -> None:
         if clean:  # a dense model has no routing to move
             affines = {name: drawn_affines(name, len(images), images.shape[-2:], settings.seed) for name in TRANSFORMS}
             moves = distances(model, images, probs(clean), affines, settings.batch)
-            maps = class_maps(clean, labels, len(classes))
+            maps = class_maps(*per_label(clean, labels), len(classes))
             run.table("imed", moves)
             run.draw("expert_maps", {f"MoE {layer + 1}": maps[:, layer].tolist() for layer in range(maps.shape[1])}, classes)
             grid = map_shape(maps.shape[-1])
             found |= {measure: {key(row["name"]): row[measure] for row in moves} for measure in ("d", "d2")}
             found |= {"transforms": moves, "grid": list(grid), "classes": classes, "class_maps": maps, "affines": stored(affines)}
+            found |= note(model.moe.router)
         run.summary(found)
 
 

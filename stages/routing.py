@@ -1,24 +1,23 @@
-"""Who decides which expert sees a token, and how steadily: load, entropy, confidence, agreement with the teacher, overlays.
+"""Who decides which expert sees a token, and how steadily: load, entropy, confidence, agreement with the teacher, matches, sweeps, overlays.
 
     python -m stages.routing <phase> <method> <seed>
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moecore.artifacts import guide_folder, load_guide, load_model
+from moecore.augmentations import Augmentation, Preset, chance, layer_matches, measured, resolved, two_views
 from moecore.config import Config
-from moecore.correspondence import match_tokens, paired
-from moecore.data.loader import generator_for
+from moecore.correspondence import match_tokens, token_pairs
 from moecore.data.prepared import Prepared, spread
-from moecore.data.views import Crop, ViewSettings, make_views
-from moecore.evaluation.consistency import match_ratios
-from moecore.evaluation.eligibility import below_k_rate, fallback_rate, tail_mass
+from moecore.data.views import Crop, ViewSettings
+from moecore.evaluation.eligibility import below_k_rate, fallback_rate, tail_mass, tail_of_probs, unchosen_mass
 from moecore.evaluation.overlays import overlays
 from moecore.evaluation.predict import batches, predictions
 from moecore.evaluation.routing import agreement, confidence, expert_counts, load_cv2, normalised_entropy, token_entropy
@@ -27,17 +26,20 @@ from moecore.params import read
 from moecore.records import RoutingRecord
 from moecore.selection import Phase
 from moecore.stage import run_stage
+from moecore.sweeps import Sweeps, sweep
 from moecore.training.runtime import tune
 
 
 MEANS = (
-    "load_cv2", "entropy", "teacher_agreement", "token_entropy", "confidence_highest", "match_top1", "match_top2_ordered", "match_top2_sets",
-    "fallback", "below_k", "tail_mass",
+    "load_cv2", "entropy", "processed_load_cv2", "processed_entropy", "processed_share", "experts_per_token", "teacher_agreement", "token_entropy",
+    "confidence_highest", "match_top1", "match_top2_ordered", "match_top2_sets", "independent_top1", "chosen_iou", "chance_iou",
+    "fallback", "below_k", "tail_mass", "tail_of_probs", "unchosen_mass",
 )  # fmt: skip
+PRESETS: tuple[Preset, ...] = ("noise", "shift", "flip", "crop", "rotation", "affine", "brightness", "contrast", "randaugment")
 
 
 class Routing(Config):
-    """Which test images the routing is measured on."""
+    """Which test images the routing is measured on, and what is done to them and to the router."""
 
     images: int = Field(2000, ge=1, description="Test images, evenly spread over the split; the same for every method.")
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
@@ -45,20 +47,37 @@ class Routing(Config):
     views: ViewSettings = Field(
         ViewSettings(crop=Crop(), flip=True), description="Two random views of each image; their corresponding patches are compared (PRC, table 4)."
     )
+    augmentations: tuple[Preset | Augmentation, ...] = Field(PRESETS, description="As views, kind by kind: presets, or {name, views, noise}.")
+    augmentation_images: int = Field(200, ge=1, description="Of those images, evenly spread, how many are shown under each of the augmentations.")
+    sweeps: Sweeps = Field(Sweeps(), description="The trained weights under other k and other thresholds (ERMoE, figures S3 and S5).")
     seed: int = Field(0, ge=0, description="Of those views; every method sees the same ones.")
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [resolved(asked).name for asked in self.augmentations]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"augmentations: {', '.join(twice)} stands there twice; each name is allowed once")
+        return self
 
 
 class Params(Config):
     routing: Routing
 
 
-def measure(layer: RoutingRecord, threshold: float | None, k: int) -> dict[str, Any]:
-    """The metrics of one MoE layer: share of the choices per expert, its CV² and entropy, the router's confidence, and who is eligible."""
-    counts, sure = expert_counts(layer.chosen), confidence(layer.probs)
+def measure(layer: RoutingRecord, threshold: float | None, k: int | None) -> dict[str, Any]:
+    """The metrics of one MoE layer: share of the choices per expert, its CV² and entropy, the router's confidence, and who is eligible.
+
+    ``load…`` and ``entropy`` tell of the experts chosen, ``processed…`` of those that had a weight: under capacity or pruning they may differ.
+    """
+    counts, used, sure = expert_counts(layer.chosen), expert_counts(layer.combine != 0), confidence(layer.probs)
     values = {
         "load": (counts.double() / counts.sum()).tolist(), "load_cv2": load_cv2(counts), "entropy": normalised_entropy(counts),
+        "processed_load_cv2": load_cv2(used), "processed_entropy": normalised_entropy(used), "processed_share": float(used.sum() / counts.sum()),
+        "experts_per_token": float(counts.sum()) / layer.chosen[..., 0].numel(), "unchosen_mass": unchosen_mass(layer.probs, layer.chosen),
         "confidence": sure, "confidence_highest": sure.highest, "token_entropy": token_entropy(layer.probs),
     }  # fmt: skip
+    if k is not None:
+        values["tail_of_probs"] = tail_of_probs(layer.probs, k)
     if threshold is None:
         return values
     scores = layer.logits
@@ -66,18 +85,22 @@ def measure(layer: RoutingRecord, threshold: float | None, k: int) -> dict[str, 
     return values | {name: value for name, value in eligible.items() if value is not None}
 
 
-def matches(model: nn.Module, images: np.ndarray, settings: Routing) -> list[dict[str, float]]:
-    """How often the experts of corresponding patches in two views of an image agree, per MoE layer (PRC, table 4)."""
-    made = [[], []]
-    for start in range(0, len(images), 100):  # of fixed size: no result may depend on settings.batch
-        part = torch.from_numpy(np.array(images[start : start + 100]))
-        for number, views in enumerate(made):
-            views.append(make_views(part, settings.views, generator_for(settings.seed, start, number)))
-    pixels = torch.cat([view.images for views in made for view in views])
-    affines = torch.cat([view.affines for views in made for view in views])
-    _, records = predictions(model, pixels, settings.batch)
-    found = [match_ratios(*paired(record.probs, affines, model.layout, False)) for record in records]
-    return [{f"match_{name}": value for name, value in ratios._asdict().items()} for ratios in found]
+def matches(model: nn.Module, images: np.ndarray, settings: Routing) -> list[dict[str, Any]]:
+    """How often the experts of corresponding patches in two ``views`` of an image agree, per MoE layer (PRC, table 4)."""
+    views = two_views(images, Augmentation(name="views", views=settings.views), settings.seed)
+    _, records = predictions(model, views.images, settings.batch)
+    pairs = token_pairs(views.affines, model.layout, special=False)
+    found = (layer_matches(record, pairs, model.layout) for record in records)
+    return [{name: value for name, value in layer.items() if name != "confidence"} for layer in found]
+
+
+def augmented(model: nn.Module, images: np.ndarray, settings: Routing) -> list[dict[str, Any]]:
+    """The matches under each of the augmentations; an augmentation's draws do not depend on the others in the list."""
+    rows, images = [], images[spread(len(images), settings.augmentation_images)]
+    for asked in map(resolved, settings.augmentations):
+        views = two_views(images, asked, settings.seed, *asked.name.encode())
+        rows.append({"name": asked.name, **measured(model, views, settings.batch)})
+    return rows
 
 
 def teacher_probs(folder: Path, images: np.ndarray, batch: int, device: str) -> list[Tensor]:
@@ -101,16 +124,23 @@ def shown(images: np.ndarray, records: tuple[RoutingRecord, ...], number: int) -
     return overlays(images[where], tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records))
 
 
+def tried(model: nn.Module, images: np.ndarray, labels: np.ndarray, settings: Routing) -> dict[str, Any]:
+    """The sweeps, on images evenly spread over those measured."""
+    where = spread(len(images), settings.sweeps.images)
+    return sweep(model, images[where], torch.from_numpy(labels[where]), settings.sweeps, settings.batch)
+
+
 def routing(phase: Phase, method: str, seed: int) -> None:
     params = read(Params)
     settings, device = params.routing, tune().device
-    images = Prepared.open(Path("artifacts/data") / phase).test.images
-    images = images[spread(len(images), settings.images)]
+    test = Prepared.open(Path("artifacts/data") / phase).test
+    where = spread(len(test.images), settings.images)
+    images, labels = test.images[where], test.labels[where]
     with record("routing", params, phase=phase, method=method, seed=seed) as run:
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
         _, records = predictions(model, images, settings.batch)
         router = None if model.moe is None else model.moe.router
-        layers = [measure(layer, getattr(router, "threshold", None), getattr(router, "k", 0)) for layer in records]
+        layers = [measure(layer, getattr(router, "threshold", None), getattr(router, "k", None)) for layer in records]
         for layer, found in zip(layers, matches(model, images, settings) if layers else (), strict=True):
             layer.update(found)
         if phase == "pretrain":  # the teacher's images are those of the pretraining
@@ -122,7 +152,11 @@ def routing(phase: Phase, method: str, seed: int) -> None:
             run.draw("expert_load", [layer["load"] for layer in layers])
         if layers and settings.overlays:
             run.draw("expert_overlays", patches)
-        run.summary({"images": len(images), **means(layers, MEANS), "layers": layers, "overlays": patches})
+        found = {"images": len(images), **means(layers, MEANS), "layers": layers, "overlays": patches}
+        if layers:
+            found["chance"] = chance(model.moe.experts.number, getattr(router, "k", None))
+        found["augmentations"] = augmented(model, images, settings) if layers else []
+        run.summary(found | {"sweeps": tried(model, images, labels, settings)})
 
 
 if __name__ == "__main__":

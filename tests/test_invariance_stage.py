@@ -17,7 +17,9 @@ from moecore.data.transforms import TRANSFORMS, drawn_affines
 from moecore.evaluation.imed import mean_imed
 from moecore.evaluation.predict import predictions
 from moecore.layers.moe import MoE
+from moecore.routers.hash import Hash
 from stages import invariance as stage
+from tests.routed import KINDS, METHODS, tiny
 
 PARAMS = "invariance: {images: 40, batch: 30, seed: 5}\n"
 MOE = {"router": {"kind": "noisy_top_k", "k": 1}, "experts": {"kind": "mlp", "number": 6, "hidden_ratio": 0.1}}
@@ -131,3 +133,40 @@ def test_images_are_spread_over_the_split(number, expected):
     where = spread(60, number)
     assert len(where) == expected and (np.diff(where) > 0).all() and where[0] == 0
     assert where[-1] == (59 if expected > 1 else 0) and (expected < 2 or np.ptp(np.diff(where)) <= 1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_runs_for_the_layer_of_every_method(results, name):
+    data = Prepared.open(results / "artifacts/data/pretrain")
+    target = results / "artifacts/pretrain" / f"kind_{name}" / "0"
+    target.mkdir(parents=True)
+    save_model(target, tiny(name, ImageSpec.from_card(data.card)))
+    stage.invariance("pretrain", f"kind_{name}", 0)
+    found = measured(results, f"kind_{name}")
+    assert [row["name"] for row in found["transforms"]] == list(TRANSFORMS) and np.array(found["class_maps"]).shape == (10, 2, 8)
+    for row in found["transforms"]:
+        assert 0 <= row["d_low"] <= row["d"] <= row["d_high"] and 0 < row["d"] ** 2 <= row["d2"] <= 1 / np.pi
+    router = METHODS[name].router
+    assert ("note" in found) == (router.kind in ("hash", "teacher_routed", "expert_choice", "soft_slots"))
+    assert found.get("note") == stage.NOTES.get(router.kind)
+    assert (results / f"artifacts/measured/invariance/pretrain/kind_{name}/0.json").stat().st_size < 100_000
+
+
+def test_every_method_has_one_of_these_layers():
+    layers = [METHODS[name].moe for name in KINDS]
+    assert all(method.moe in layers for method in METHODS.values() if method.moe) and len(METHODS) >= 22
+
+
+def test_a_hash_of_the_position_never_moves(results):
+    model, images, _ = _model_and_images(results)
+    moe = model.moe.model_copy(update={"router": Hash(k=2, by="position")})
+    fixed = model.config.build(model.image, moe)
+    clean = stage.probs(predictions(fixed, images, 40)[1])
+    drawn = {"rotation 15": drawn_affines("rotation 15", 40, (12, 12), 5)}
+    assert stage.distances(fixed, images, clean, drawn, 40)[0]["d_high"] == 0 and "never moves" in stage.note(moe.router)["note"]
+
+
+def test_a_note_stands_only_where_the_probs_do_not_decide():
+    routers = METHODS["teacher_routed"].router, METHODS["vmoe"].router
+    assert stage.note(routers[0]) == {"note": stage.NOTES["teacher_routed"]} and stage.note(routers[1]) == {}
+    assert stage.note(routers[0].model_copy(update={"inference": "student"})) == {}

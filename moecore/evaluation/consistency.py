@@ -1,10 +1,14 @@
-"""How stable the choice of experts is: between two views of an image (PRC, table 4) and over the epochs of a training (TGR-MoE)."""
+"""How stable the choice of experts is: between two views of an image (PRC, table 4) and over the epochs of a training (TGR-MoE).
+
+B images, P pairs of corresponding tokens per image, E experts, N images of the epochs, L MoE layers, T tokens.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moecore.files import StageError
@@ -18,21 +22,46 @@ class Matches(NamedTuple):
     top2_sets: float
 
 
-def match_ratios(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> Matches:
-    """Match ratios of the experts that corresponding tokens choose (PRC, table 4).
+def matched_pairs(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> Tensor:
+    """How many pairs of each image agree: best expert, best and second in this order, two best as a set; (B, 3) int64.
 
     probs_1, probs_2: (B, P, E), both sides of each pair, E ≥ 2; found: (B, P) bool, which pairs there are.  Ties go to the lowest index.
     Raises StageError where shapes differ, there is no pair, or E is 1.
     """
-    if probs_1.shape != probs_2.shape or found.shape != probs_1.shape[:-1]:
-        shapes = f"{tuple(probs_1.shape)}, {tuple(probs_2.shape)} and found {tuple(found.shape)}"
-        raise StageError(f"consistency: probs of shape {shapes}; needed: equal (images, pairs, experts), and found (images, pairs)")
-    if probs_1.shape[-1] < 2 or not found.any():
-        raise StageError(f"consistency: {int(found.sum())} pairs and {probs_1.shape[-1]} experts; needed: at least one pair and two experts")
-    ours, theirs = _two_best(probs_1[found]), _two_best(probs_2[found])
+    _pairs(probs_1, probs_2, found)
+    ours, theirs = _two_best(probs_1), _two_best(probs_2)
     ordered = ours == theirs
     sets = ordered.all(-1) | (ours == theirs.flip(-1)).all(-1)
-    return Matches(*(float(same.double().mean()) for same in (ordered[:, 0], ordered.all(-1), sets)))
+    return torch.stack([(same & found).sum(dim=1) for same in (ordered[..., 0], ordered.all(-1), sets)], dim=1)
+
+
+def match_ratios(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> Matches:
+    """Match ratios of the experts that corresponding tokens choose, over all pairs (PRC, table 4); arguments as of ``matched_pairs``."""
+    counts, pairs = matched_pairs(probs_1, probs_2, found).sum(dim=0), int(found.sum())
+    return Matches(*(count / pairs for count in counts.tolist()))
+
+
+def chance_matches(experts: int) -> Matches:
+    """Match ratios of two routers that draw their experts evenly and independently: 1/E, 1/(E(E − 1)), 2/(E(E − 1)).
+
+    Raises StageError where there are fewer than two experts.
+    """
+    if experts < 2:
+        raise StageError(f"consistency: match ratios of {experts} experts; needed: at least two")
+    ordered = 1 / (experts * (experts - 1))
+    return Matches(1 / experts, ordered, 2 * ordered)
+
+
+def independent_top1(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> float:
+    """Top-1 match ratio of tokens that keep the experts' popularity but are paired at random: Σ_e share₁(e) · share₂(e).
+
+    It tells steadiness from collapse: a router that sends all tokens to one expert always matches, and here has 1 too.
+    Arguments and errors as of ``matched_pairs``.
+    """
+    _pairs(probs_1, probs_2, found)
+    experts = probs_1.shape[-1]
+    shares = [torch.bincount(probs[found].argmax(dim=-1), minlength=experts).double() / int(found.sum()) for probs in (probs_1, probs_2)]
+    return float((shares[0] * shares[1]).sum())
 
 
 def epoch_agreement(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
@@ -42,15 +71,40 @@ def epoch_agreement(first_experts: Sequence[np.ndarray]) -> dict[str, list[float
     Returns ``with_final``, one value an epoch (the last is 1), and ``consecutive``, one value from each epoch to the next.
     Raises StageError where there is no epoch, or shapes differ.
     """
+    epochs = _epochs(first_experts)
+    return {
+        "with_final": [_agreement(experts, epochs[-1]) for experts in epochs],
+        "consecutive": [_agreement(before, after) for before, after in pairwise(epochs)],
+    }
+
+
+def epoch_agreement_by_layer(first_experts: Sequence[np.ndarray]) -> dict[str, list[list[float]]]:
+    """``epoch_agreement`` of each MoE layer: lists [layer][epoch]; their mean over layers is that of all tokens.
+
+    first_experts: per epoch, (N, L, T) integers.  Raises StageError where there is no epoch, or shapes differ or have no layers.
+    """
+    epochs = _epochs(first_experts)
+    if epochs[0].ndim != 3:
+        raise StageError(f"consistency: choices of shape {epochs[0].shape}; needed: (images, layers, tokens)")
+    layers = [epoch_agreement([experts[:, layer] for experts in epochs]) for layer in range(epochs[0].shape[1])]
+    return {name: [layer[name] for layer in layers] for name in ("with_final", "consecutive")}
+
+
+def _epochs(first_experts: Sequence[np.ndarray]) -> list[np.ndarray]:
     epochs = [np.asarray(experts) for experts in first_experts]
     shapes = sorted({experts.shape for experts in epochs})
     if len(shapes) != 1 or epochs[0].size == 0:
         found = f"{len(epochs)} epochs with choices of shape {shapes}"
         raise StageError(f"consistency: {found}; needed: at least one epoch, all of one shape (images, tokens)")
-    return {
-        "with_final": [_agreement(experts, epochs[-1]) for experts in epochs],
-        "consecutive": [_agreement(before, after) for before, after in pairwise(epochs)],
-    }
+    return epochs
+
+
+def _pairs(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> None:
+    if probs_1.shape != probs_2.shape or found.shape != probs_1.shape[:-1]:
+        shapes = f"{tuple(probs_1.shape)}, {tuple(probs_2.shape)} and found {tuple(found.shape)}"
+        raise StageError(f"consistency: probs of shape {shapes}; needed: equal (images, pairs, experts), and found (images, pairs)")
+    if probs_1.shape[-1] < 2 or not found.any():
+        raise StageError(f"consistency: {int(found.sum())} pairs and {probs_1.shape[-1]} experts; needed: at least one pair and two experts")
 
 
 def _two_best(probs: Tensor) -> Tensor:

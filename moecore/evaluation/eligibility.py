@@ -1,7 +1,7 @@
-"""Eligibility metrics of a thresholded router: pure functions of one MoE layer's scores (ERMoE, supplement §6 and §8).
+"""Which weight the choice leaves out: pure functions of one MoE layer's scores or probs (ERMoE, supplement §6 and §8).
 
-B images, T tokens per image, E experts. Scores are (B, T, E); a token's eligible experts are A = {e : score > threshold}.
-Every function raises StageError where there is no token.
+B images, T tokens per image, E experts. Scores and probs are (B, T, E); with a threshold, a token's eligible experts are
+A = {e : score > threshold}, and without one all are.  Every function raises StageError where there is no token.
 """
 
 from torch import Tensor
@@ -34,7 +34,31 @@ def tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
     return float((ordered[:, k:].sum(dim=-1) / ordered.sum(dim=-1)).mean())
 
 
+def tail_of_probs(probs: Tensor, k: int) -> float:
+    """Share of the probability outside a token's best ``k`` experts, mean over tokens: eq. 12 where every expert is eligible.
+
+    Σ_{e > k} p_(e) / Σ_e p_(e), p_(1) ≥ p_(2) ≥ …; in [0, 1 − k/E]: 0 for k ≥ E, 1 − k/E where no expert is preferred.
+    """
+    _some(probs, "probs")
+    ordered = probs.double().sort(dim=-1, descending=True).values
+    return float((ordered[..., k:].sum(dim=-1) / ordered.sum(dim=-1)).mean())
+
+
+def unchosen_mass(probs: Tensor, chosen: Tensor) -> float:
+    """Share of the probability outside the experts that a token chose, mean over tokens; chosen (B, T, E) bool.
+
+    Never below ``tail_of_probs`` at the largest number chosen; equal to it at k where each token chose its best k. 1 for a token without experts.
+    """
+    _some(probs, "probs")
+    probs = probs.double()
+    return float((probs.masked_fill(chosen, 0).sum(dim=-1) / probs.sum(dim=-1)).mean())
+
+
 def _eligible(scores: Tensor, threshold: float) -> Tensor:
-    if not scores.numel():
-        raise StageError(f"eligibility: scores of shape {tuple(scores.shape)} (images, tokens, experts) hold no token")
+    _some(scores, "scores")
     return scores > threshold
+
+
+def _some(values: Tensor, name: str) -> None:
+    if not values.numel():
+        raise StageError(f"eligibility: {name} of shape {tuple(values.shape)} (images, tokens, experts) hold no token")

@@ -1,10 +1,20 @@
+from itertools import permutations, product
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.evaluation.consistency import Matches, epoch_agreement, match_ratios
+from moecore.evaluation.consistency import (
+    Matches,
+    chance_matches,
+    epoch_agreement,
+    epoch_agreement_by_layer,
+    independent_top1,
+    match_ratios,
+    matched_pairs,
+)
 from moecore.files import StageError
 
 OURS = torch.tensor([[[0.7, 0.2, 0.1], [0.7, 0.2, 0.1], [0.7, 0.2, 0.1], [0.7, 0.2, 0.1], [0.7, 0.2, 0.1]]])
@@ -64,3 +74,43 @@ def test_epochs_by_hand():
 def test_epochs_that_cannot_be_compared_are_refused(epochs):
     with pytest.raises(StageError, match="needed: at least one epoch, all of one shape"):
         epoch_agreement(epochs)
+
+
+def test_pairs_are_counted_image_by_image():
+    ours, theirs = OURS.expand(2, -1, -1), torch.cat([THEIRS, THEIRS.roll(1, dims=1)])
+    found = torch.tensor([[True, True, True, True, True], [False, True, True, False, False]])
+    # Second image: theirs is (1, 2), (0, 1), (1, 0), (0, 2), (2, 1), of which the second and the third are there.
+    assert matched_pairs(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
+    assert match_ratios(ours, theirs, found) == Matches(3 / 7, 2 / 7, 4 / 7)
+
+
+@pytest.mark.parametrize("experts", [2, 3, 5])
+def test_chance_by_counting_all_choices(experts):
+    choices = list(permutations(range(experts), 2))  # first and second expert, all equally likely
+    pairs = list(product(choices, choices))
+    shares = [sum(same(a, b) for a, b in pairs) / len(pairs) for same in (lambda a, b: a[0] == b[0], lambda a, b: a == b, lambda a, b: set(a) == set(b))]
+    assert chance_matches(experts) == pytest.approx(shares)
+    assert chance_matches(8) == pytest.approx((1 / 8, 1 / 56, 1 / 28))
+    with pytest.raises(StageError, match="1 experts; needed: at least two"):
+        chance_matches(1)
+
+
+def test_independent_matches_by_hand():
+    # Best experts: ours 0, 0, 0, 1; theirs 0, 1, 1, 1: 3/4 · 1/4 + 1/4 · 3/4 = 3/8, though 2 of the 4 pairs match.
+    ours, theirs = torch.eye(3)[torch.tensor([[0, 0, 0, 1, 2]])], torch.eye(3)[torch.tensor([[0, 1, 1, 1, 2]])]
+    found = torch.tensor([[True, True, True, True, False]])
+    assert independent_top1(ours, theirs, found) == pytest.approx(3 / 8) and match_ratios(ours, theirs, found).top1 == 0.5
+    collapsed = torch.eye(3)[torch.zeros(1, 5, dtype=torch.long)]
+    assert independent_top1(collapsed, collapsed, found) == 1
+    with pytest.raises(StageError, match="0 pairs"):
+        independent_top1(ours, theirs, ~found & False)
+
+
+def test_epochs_by_layer():
+    # Three images, two layers, one token. Layer 0: two of three as the last, layer 1: none.
+    epochs = [np.array([[[0], [1]], [[0], [1]], [[0], [1]]]), np.array([[[0], [2]], [[0], [2]], [[3], [2]]])]
+    found = epoch_agreement_by_layer(epochs)
+    assert found == {"with_final": [[2 / 3, 1.0], [0.0, 1.0]], "consecutive": [[2 / 3], [0.0]]}
+    assert np.mean(found["with_final"], axis=0) == pytest.approx(epoch_agreement(epochs)["with_final"])
+    with pytest.raises(StageError, match=r"needed: \(images, layers, tokens\)"):
+        epoch_agreement_by_layer([np.zeros((2, 3), dtype=int)])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.evaluation.eligibility import below_k_rate, fallback_rate, tail_mass
+from moecore.evaluation.eligibility import below_k_rate, fallback_rate, tail_mass, tail_of_probs, unchosen_mass
 from moecore.files import StageError
 
 # One image, four tokens; above 0.5 are three, one, none and two scores (0.5 itself is not above).
@@ -60,6 +60,42 @@ def test_bounds_and_definition(scores, threshold, k):
 
 
 def test_no_token_is_refused():
-    for metric in (lambda s: fallback_rate(s, 0.5), lambda s: below_k_rate(s, 0.5, 2), lambda s: tail_mass(s, 0.5, 2)):
-        with pytest.raises(StageError, match=r"scores of shape \(1, 0, 4\)"):
+    masses = (lambda s: tail_mass(s, 0.5, 2), lambda s: tail_of_probs(s, 2), lambda s: unchosen_mass(s, s > 0))
+    for metric in (lambda s: fallback_rate(s, 0.5), lambda s: below_k_rate(s, 0.5, 2), *masses):
+        with pytest.raises(StageError, match=r"(scores|probs) of shape \(1, 0, 4\)"):
             metric(torch.zeros(1, 0, 4))
+
+
+@st.composite
+def token_probs(draw):
+    tokens, experts = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    values = draw(st.lists(st.floats(0.001, 1), min_size=tokens * experts, max_size=tokens * experts))
+    probs = torch.tensor(values).view(1, tokens, experts)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+PROBS = torch.tensor([[[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]]])
+
+
+def test_tail_of_probs_by_hand():
+    # Sorted 0.6, 0.3, 0.1, 0 and four quarters.
+    assert [tail_of_probs(PROBS, k) for k in (1, 2, 3, 4, 9)] == pytest.approx([(0.4 + 0.75) / 2, (0.1 + 0.5) / 2, 0.125, 0, 0])
+    chosen = torch.tensor([[[True, True, False, False], [False, False, False, False]]])
+    assert unchosen_mass(PROBS, chosen) == pytest.approx((0.3 + 1) / 2) and unchosen_mass(PROBS, ~chosen) == pytest.approx(0.7 / 2)
+
+
+@given(token_probs(), st.integers(1, 7), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_bounds_of_the_tail_of_probs(probs, k, random):
+    experts = probs.shape[-1]
+    mass = tail_of_probs(probs, k)
+    assert 0 <= mass <= max(0, 1 - k / experts) + 1e-12
+    assert (mass == 0) == (k >= experts) and tail_of_probs(torch.ones(1, 2, experts), k) == pytest.approx(max(0, 1 - k / experts))
+    assert tail_of_probs(probs, k + 1) <= mass, "more experts leave less outside"
+    order = torch.tensor(random.sample(range(experts), experts))
+    assert tail_of_probs(probs[..., order], k) == pytest.approx(mass), "relabelled experts"
+    assert tail_mass(probs, 0.0, k) == pytest.approx(mass), "eq. 12 where every expert is eligible"
+    best = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, probs.argsort(-1, descending=True)[..., :k], True)
+    assert unchosen_mass(probs, best) == pytest.approx(mass, abs=1e-12)
+    some = torch.zeros_like(best).scatter(-1, order[:k].expand(*probs.shape[:-1], -1), True)
+    assert mass - 1e-12 <= unchosen_mass(probs, some) <= 1

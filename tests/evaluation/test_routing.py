@@ -6,6 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moecore.evaluation.chance import chance_overlap
+from moecore.evaluation.eligibility import tail_of_probs, unchosen_mass
 from moecore.evaluation.overlays import grid_of, overlays, pixels_of
 from moecore.evaluation.routing import (
     agreement,
@@ -16,6 +18,7 @@ from moecore.evaluation.routing import (
     iou,
     load_cv2,
     normalised_entropy,
+    token_entropy,
 )
 from moecore.files import StageError
 from moecore.records import RoutingRecord
@@ -113,3 +116,32 @@ def test_overlays_of_dense_models_and_of_no_images_are_empty():
     assert overlays(images[:0], (record(odd > 0, odd),))["grids"] == []
     with pytest.raises(StageError, match="square"):
         overlays(images, (record(torch.ones(2, 8, 2) > 0),))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
+def test_load_and_entropy_have_bounds_that_collapse_and_balance_reach(counts):
+    experts, given_counts = len(counts), torch.tensor(counts)
+    assert -1e-12 <= load_cv2(given_counts) <= experts - 1 + 1e-9 and -1e-12 <= normalised_entropy(given_counts) <= 1 + 1e-12
+    one = torch.zeros(experts, dtype=torch.long)
+    one[experts // 2] = 7
+    assert load_cv2(one) == pytest.approx(experts - 1) and load_cv2(torch.full((experts,), 3)) == 0
+    # Slow: mean of squares / square of mean − 1.
+    mean = sum(counts) / experts
+    assert load_cv2(given_counts) == pytest.approx(sum(c * c for c in counts) / experts / mean**2 - 1, abs=1e-9)
+
+
+@given(st.integers(0, 10_000), st.integers(2, 7))
+def test_other_numbers_for_the_experts_change_no_metric_of_a_layer(seed, experts):
+    generator = torch.Generator().manual_seed(seed)
+    probs, other = (torch.rand(2, 5, experts, generator=generator).softmax(-1) for _ in range(2))
+    chosen, moved = (torch.rand(2, 5, experts, generator=generator) < 0.5 for _ in range(2))
+    chosen[0, 0, 0] = True
+    names = torch.randperm(experts, generator=generator)
+
+    def metrics(order):
+        a, b, mask, counts = probs[..., order], other[..., order], chosen[..., order], expert_counts(chosen[..., order])
+        shares = (load_cv2(counts), normalised_entropy(counts), token_entropy(a), agreement(a, b), iou(mask, moved[..., order]))
+        return (*shares, *confidence(a), tail_of_probs(a, 2), unchosen_mass(a, mask), chance_overlap(mask, moved[..., order]))
+
+    assert metrics(names) == pytest.approx(metrics(torch.arange(experts)))
+    assert torch.equal(expert_counts(chosen[..., names]), expert_counts(chosen)[names])
