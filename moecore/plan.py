@@ -82,7 +82,8 @@ def past_seconds(folder: Path = Path("artifacts/history")) -> dict[str, float]:
     return {name.split(":")[-1]: value for name, value in found.items()}
 
 
-def _dvc(*words: str) -> str:
+def dvc(*words: str) -> str:
+    """What DVC prints. Raises StageError with its own words where it fails."""
     done = subprocess.run([sys.executable, "-m", "dvc", *words], capture_output=True, text=True)
     if done.returncode:
         raise StageError(f"dvc {' '.join(words)}: {done.stderr.strip().removeprefix('ERROR: ')}")
@@ -96,7 +97,7 @@ def parse_dot(text: str) -> list[tuple[str, str]]:
 
 def main() -> None:
     with ThreadPoolExecutor(2) as pool:
-        status, graph = pool.map(lambda words: _dvc(*words), (("status", "--json", "dvc.yaml"), ("dag", "--dot", "dvc.yaml")))
+        status, graph = pool.map(lambda words: dvc(*words), (("status", "--json", "dvc.yaml"), ("dag", "--dot", "dvc.yaml")))
     planned = plan(json.loads(status or "{}"), parse_dot(graph), past_seconds())
     if not planned:
         print("Nothing would run: everything is up to date.")

@@ -19,7 +19,8 @@ from moecore.data.prepared import Prepared
 from moecore.evaluation.classification import brier, confidence, correct, ece, nll, reliability
 from moecore.evaluation.intervals import Interval, bootstrap, wilson
 from moecore.evaluation.predict import predictions
-from moecore.files import whole_file
+from moecore.evaluation.robust import packed
+from moecore.files import StageError, whole_file
 from moecore.history import record
 from moecore.params import read
 from moecore.selection import Phase
@@ -60,6 +61,9 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
     params = read(Params)
     settings, item = params.calibrate, Path(phase) / method / str(seed)
     data = Prepared.open(Path("artifacts/data") / phase)
+    if data.multi_label:
+        allowed = f"phases whose images have one (leave {phase} out of run.phases)"
+        raise StageError(f"calibrate: the images of data.{phase} have several labels each; allowed: {allowed}")
     with record("calibrate", params, phase=phase, method=method, seed=seed) as run:
         model = load_model(Path("artifacts") / item).to(tune().device)
         validation, _ = predictions(model, data.validation.images, settings.batch, routing=False)
@@ -70,7 +74,8 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
         labels = labels_of(data.test.labels)
         measured = {when: measure(logits, labels, settings.resamples) for when, logits in (("before", test), ("after", fitted.apply(test)))}
         run.draw("reliability_diagram", {when: values["bins"] for when, values in measured.items()})
-        run.summary({**fitted.model_dump(), "validation_images": len(validation), "test_images": len(test), **measured})
+        counts = {"validation_images": len(validation), "test_images": len(test), "hits": packed(correct(test, labels))}
+        run.summary({**fitted.model_dump(), **counts, **measured})
 
 
 def labels_of(labels: np.ndarray) -> Tensor:

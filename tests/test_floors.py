@@ -10,11 +10,12 @@ import pytest
 from moecore.sources import FAMILIES, ROOT
 
 FLOORS = {  # every module and package of moecore, by name
-    0: ["config", "records", "files", "tensors", "yaml12", "problems", "params", "sources", "selection", "grouped", "dispatch", "correspondence", "bases", "expert_map"],
+    0: ["config", "records", "files", "tensors", "yaml12", "problems", "params", "sources", "selection", "grouped", "dispatch", "correspondence", "bases", "expert_map", "spread"],
     1: ["routers", "experts", "regularizers", "attacks", "evaluation", "calibration", "data"],
     2: ["layers", "training"],
     3: ["backbones"],
-    4: ["artifacts", "teachers", "history_file", "history", "tracking", "progress", "resume", "stage", "supervise", "epochs", "checks", "study", "plan", "report"],
+    4: ["artifacts", "teachers", "history_file", "history", "tracking", "progress", "resume", "stage", "supervise", "epochs", "checks", "study", "plan", "parallel",
+        "finetuning", "parameters", "attacked", "audit", "sweeps", "augmentations", "costs", "report"],
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 FILES = sorted((ROOT / "moecore").rglob("*.py")) + sorted((ROOT / "stages").glob("*.py"))

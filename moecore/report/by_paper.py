@@ -4,16 +4,17 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from moecore.report.markup import by_method
-from moecore.report.metrics import Metric
+from moecore.report.metric import Metric
 from moecore.report.paper_figures import NOTES, PAPERS, reported
 from moecore.report.tables import Cell
 
 Cells = Mapping[str, Mapping[str, Cell | None]]
+BESIDE = {"cost": ("test_accuracy", "parameters", "active_parameters", "training_overhead")}  # what stands beside the own columns of a table
 
 
 def by_paper(metrics: Sequence[Metric], cells: Cells) -> str:
     """One small table for each paper whose metrics any method has, each beginning with the test accuracy; "" where there is none."""
-    parts = [_part(paper, metrics, cells) for paper in PAPERS if any(metric.paper == paper for metric in metrics)]
+    parts = [_part(paper, metrics, cells) for paper in PAPERS if any(metric.paper == paper and not metric.detail for metric in metrics)]
     if not parts:
         return ""
     words = "Rows in italics are the papers' own numbers, from other data and sizes: read them for their direction, not for their height."
@@ -21,8 +22,9 @@ def by_paper(metrics: Sequence[Metric], cells: Cells) -> str:
 
 
 def _part(paper: str, metrics: Sequence[Metric], cells: Cells) -> str:
-    own = [metric for metric in metrics if metric.paper == paper]
-    columns = [metric for metric in metrics if metric.name == "test_accuracy"] + own
+    own = [metric for metric in metrics if metric.paper == paper and not metric.detail]
+    beside = BESIDE.get(paper, ("test_accuracy",))
+    columns = [metric for metric in metrics if metric.name in beside] + own
     routed = {method: row for method, row in cells.items() if any(row[metric.name] for metric in own)}
     absent = [method for method in cells if method not in routed]
     notes = [f"Without these metrics: {', '.join(absent)}."] if absent else []

@@ -8,8 +8,8 @@ from pydantic import Field
 from moecore.config import Config
 from moecore.evaluation.intervals import Interval, over_seeds
 from moecore.files import StageError
-from moecore.report.metrics import Metric
-from moecore.report.results import Measured, Results
+from moecore.report.metric import Metric, number
+from moecore.report.results import Results
 from moecore.report.tables import Cell, as_json, cell, table
 from moecore.selection import Phase
 
@@ -78,14 +78,9 @@ def _judge(claim: Claim, place: str, results: Results) -> Judged:
     for key, name in (("method", claim.method), ("against", claim.against)):
         if name not in having:
             raise StageError(f"{place}.{key}: {name} has no {claim.metric}; allowed: {', '.join(having)}")
-    difference = over_seeds([_number(metric, ours[seed]) - _number(metric, theirs[seed]) for seed in ours])
+    difference = over_seeds([number(metric.read(ours[seed])) - number(metric.read(theirs[seed])) for seed in ours])
     cells = (cell(metric, list(seeds.values())) for seeds in (ours, theirs))
     return Judged(claim, metric, *cells, difference, verdict(difference, claim.better))
-
-
-def _number(metric: Metric, model: Measured) -> float:
-    found = metric.read(model)
-    return found.value if isinstance(found, Interval) else float(found)
 
 
 def _among(allowed: Mapping[str, T], name: str, place: str) -> T:

@@ -7,6 +7,7 @@ from typing import Any
 
 from moecore.evaluation.intervals import over_seeds, wilson
 from moecore.files import StageError
+from moecore.report.metrics_adversarial import WORST, attack_rows
 from moecore.report.results import Measured, Results
 
 Row = dict[str, Any]
@@ -17,12 +18,13 @@ ROBUSTNESS = ("attack", "epsilon", "accuracy", "low", "high")
 def robustness_rows(models: Sequence[Measured], attack: str, value: str = "accuracy") -> list[Row]:
     """epsilon, value, low, high for one method: means over seeds with Student's interval, Wilson's for one seed's accuracy.
 
-    value: ``accuracy`` or ``routing_change`` (mean over layers). Raises StageError where models met different attacks.
+    attack: a name, or ``worst_case``; [] for one that the models have nothing for.  value: ``accuracy`` or ``routing_change`` (mean
+    over layers).  Raises StageError where models met different attacks.
     """
-    missing = [model for model in models if attack not in model.robustness["attacks"]]
+    missing = attack != WORST and any(attack not in model.robustness["attacks"] for model in models)
     if missing:
         raise StageError(f"compare: artifacts/measured/robustness lacks the attack {attack} for a method or seed; run the stage `robustness` again")
-    return [_row(rows, models, value) for rows in zip(*(model.robustness["attacks"][attack] for model in models), strict=True)]
+    return [_row(rows, models, value) for rows in zip(*(attack_rows(model, attack) for model in models), strict=True)]
 
 
 def _row(rows: Sequence[Mapping[str, Any]], models: Sequence[Measured], value: str) -> Row:
@@ -42,7 +44,7 @@ def training_csv(results: Results) -> str:
 def robustness_csv(results: Results) -> str:
     """Every attack of every model: phase, method, seed, attack, epsilon, accuracy with Wilson's limits; no rows where nothing was attacked."""
     attacks = ((item, name, rows) for item, model in _models(results) for name, rows in model.robustness.get("attacks", {}).items())
-    rows = ({**item, "attack": name, **row} for item, name, rows in attacks for row in rows)
+    rows = ({**item, "attack": name, **row} for item, name, rows in attacks for row in rows or ())
     return _csv(("phase", "method", "seed", *ROBUSTNESS), rows)
 
 

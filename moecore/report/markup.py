@@ -7,13 +7,14 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moecore.report.inline import inline_png, inline_svg
-from moecore.report.metrics import Metric
+from moecore.report.metric import Metric
 from moecore.report.paper_figures import PAPERS, Reported
-from moecore.report.tables import Cell, best
+from moecore.report.tables import Cell
 
 
 def shown(value: float, form: str) -> str:
-    """A number for readers: share 0.912 → 91.2 %, count 12345 → 12,345, seconds 75 → 1 min 15 s, else three figures."""
+    """A number for readers: share 0.912 → 91.2 %, count 12345 → 12,345, seconds 75 → 1 min 15 s, bytes 3145728 → 3.0 MiB,
+    else three figures."""
     if form == "share":
         return f"{value * 100:.1f} %"
     if form == "count":
@@ -22,6 +23,8 @@ def shown(value: float, form: str) -> str:
         minutes, seconds = divmod(round(value), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+    if form == "bytes":
+        return f"{value / 2**20:,.1f} MiB"
     return f"{value:.3f}" if 0.0005 <= abs(value) < 1000 or value == 0 else f"{value:.2e}"
 
 
@@ -32,9 +35,8 @@ def signed(value: float, form: str) -> str:
 
 def by_method(metrics: Sequence[Metric], cells: Mapping[str, Mapping[str, Cell | None]], papers: Sequence[Reported] = ()) -> str:
     """Methods as rows, metrics as columns; below them what the papers report of their own models."""
-    marks = {metric.name: best(metric, {method: row[metric.name] for method, row in cells.items()}) for metric in metrics}
     head = [f"<th>{escape(metric.label)}</th>" for metric in metrics]
-    rows = [[_th(method), *(_td(row[metric.name], metric, marks[metric.name] == method) for metric in metrics)] for method, row in cells.items()]
+    rows = [[_th(method), *(_td(row[metric.name], metric) for metric in metrics)] for method, row in cells.items()]
     for model in papers:
         rows.append([_th(f"Paper: {model.model}", model.source), *(_reported(model.values.get(metric.name), metric) for metric in metrics)])
     return table_of(["<th>Method</th>", *head], rows, [*[""] * len(cells), *["paper"] * len(papers)])
@@ -49,8 +51,7 @@ def by_metric(metrics: Sequence[Metric], cells: Mapping[str, Mapping[str, Cell |
             rows.append([_th(PAPERS[paper]), f'<td colspan="{len(cells)}"></td>'])
             looks.append("group")
         looks.append("")
-        mark = best(metric, {method: row[metric.name] for method, row in cells.items()})
-        rows.append([_th(metric.label, metric.note), *(_td(row[metric.name], metric, mark == method) for method, row in cells.items())])
+        rows.append([_th(metric.label, metric.note), *(_td(row[metric.name], metric) for row in cells.values())])
     return table_of(["<th>Metric</th>", *(f"<th>{escape(method)}</th>" for method in cells)], rows, looks)
 
 
@@ -65,10 +66,10 @@ def figure(drawn: Figure, label: str, caption: str = "", png: bool = False) -> s
     return f"<figure>{(inline_png if png else inline_svg)(drawn, label)}{words}</figure>"
 
 
-def _td(cell: Cell | None, metric: Metric, marked: bool) -> str:
+def _td(cell: Cell | None, metric: Metric) -> str:
     if cell is None:
         return '<td class="quiet">–</td>'
-    return f'<td{" class=best" if marked else ""}>{with_limits(cell, metric.form)}</td>'
+    return f'<td{" class=best" if cell.marked else ""}>{with_limits(cell, metric.form)}</td>'
 
 
 def with_limits(cell: Cell, form: str) -> str:
@@ -81,14 +82,19 @@ def with_limits(cell: Cell, form: str) -> str:
 
 def between(low: float, high: float, form: str) -> str:
     """The limits of an interval as words, such as 90.5 – 91.9."""
-    return f"{shown(low, form).removesuffix(' %')} – {shown(high, form).removesuffix(' %')}"
+    return f"{_bare(low, form)} – {_bare(high, form)}"
+
+
+def _bare(value: float, form: str) -> str:
+    return shown(value, form).removesuffix(" %").removesuffix(" MiB")
 
 
 def _reported(value: float | None, metric: Metric) -> str:
     """A paper's number with the digits that the paper prints."""
     if value is None:
         return "<td></td>"
-    return f"<td>{f'{100 * value:.4g} %' if metric.form == 'share' else f'{value:.4g}'}</td>"
+    words = {"share": f"{100 * value:.4g} %", "count": f"{value:,.0f}"}
+    return f"<td>{words.get(metric.form, format(value, '.4g'))}</td>"
 
 
 def _th(text: str, note: str = "") -> str:

@@ -1,39 +1,36 @@
-"""The metrics of the tables: where each one is read from, how it is shown, and whose paper brought it."""
+"""The metrics of the tables, in their order: those of every paper, then paper by paper."""
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 from moecore.evaluation.intervals import Interval, wilson
+from moecore.evaluation.robust import unpacked
+from moecore.report.metric import Metric, Reader, mean, slug, value_of
+from moecore.report.metrics_adversarial import adversarial, corruption, theory
+from moecore.report.metrics_cost import cost, overhead
+from moecore.report.relative import NONE, Relative
 from moecore.report.results import Measured
 
-Reader = Callable[[Measured], Any]
+MATCHES = {"match_top1": "first expert", "match_top2_ordered": "top 2 in order", "match_top2_sets": "top 2 as sets"}
 
 
-class Metric(NamedTuple):
-    """A column of numbers: where it is read from, and how it is shown.
+def metrics_of(measured: Sequence[Measured], relative: Relative = NONE) -> list[Metric]:
+    """All metrics in order, first those of every paper, then paper by paper; attacks, transforms and augmentations come from the results.
 
-    read: the value of one model, an ``Interval`` where one model gives limits, or None where the model has no such thing.
+    relative: what the columns that compare with one method are divided by.
     """
-
-    name: str
-    label: str
-    read: Reader
-    better: str  # "higher", "lower" or "" where neither is better
-    form: str = "number"  # or "share", "count", "seconds"
-    note: str = ""
-    paper: str = ""  # a key of paper_figures.PAPERS, or "" for what every paper reports
-
-
-def metrics_of(measured: Sequence[Measured]) -> list[Metric]:
-    """All metrics in order, first those of every paper, then paper by paper; attacks and transforms come from the results."""
-    return [*_general(), *_prc(), *_ermoe(), *_tgr(), *_moge(measured), *_adversarial(measured)]
-
-
-def _general() -> list[Metric]:
     return [
-        Metric("test_accuracy", "Test accuracy", lambda m: wilson(m.trained["test_correct"], m.trained["test_count"]), "higher", "share"),
-        Metric("test_loss", "Test loss", lambda m: m.trained["test_loss"], "lower", "number", "mean cross-entropy in nats"),
+        *_general(measured), *overhead(relative), *_prc(measured), *_ermoe(), *_tgr(), *_moge(measured),
+        *adversarial(measured), *theory(), *corruption(measured, relative), *cost(),
+    ]  # fmt: skip
+
+
+def _general(measured: Sequence[Measured]) -> list[Metric]:
+    several = any(model.trained.get("measure") == "precision_at_1" for model in measured)
+    label, note = ("Precision at 1", "1 − false discovery rate") if several else ("Test accuracy", "")
+    loss = "mean over images of the sigmoids' cross-entropy in nats, summed over classes" if several else "mean cross-entropy in nats"
+    return [
+        Metric("test_accuracy", label, _accuracy, "higher", "share", note, hits=_test_hits, limits="wilson"),
+        Metric("test_loss", "Test loss", lambda m: m.trained["test_loss"], "lower", "number", loss),
         Metric("ece_before", "ECE", _calibration("before", "ece"), "lower", "number", "expected calibration error, 15 bins"),
         Metric("ece_after", "ECE, calibrated", _calibration("after", "ece"), "lower", "number", "with the temperature of the validation split"),
         Metric("nll_after", "NLL, calibrated", _calibration("after", "nll"), "lower"),
@@ -45,15 +42,36 @@ def _general() -> list[Metric]:
     ]
 
 
-def _prc() -> list[Metric]:
-    first, order, sets = (f"{what} in two augmented views" for what in ("same first expert", "same first and second", "same two experts"))
+def _prc(measured: Sequence[Measured]) -> list[Metric]:
+    words = dict(zip(MATCHES, ("same first expert", "same first and second", "same two experts"), strict=True))
     return [
-        Metric("match_top1", "Match, first expert", _routed("match_top1"), "higher", "share", first, "prc"),
-        Metric("match_top2_ordered", "Match, top 2 in order", _routed("match_top2_ordered"), "higher", "share", order, "prc"),
-        Metric("match_top2_sets", "Match, top 2 as sets", _routed("match_top2_sets"), "higher", "share", sets, "prc"),
+        *(Metric(n, f"Match, {MATCHES[n]}", _routed(n), "higher", "share", f"{words[n]} in two augmented views", "prc") for n in MATCHES),
         Metric("confidence_highest", "Highest probability", _sure("highest"), "higher", "number", "of a token, mean over tokens and layers", "prc"),
         Metric("confidence_second", "Second probability", _sure("second"), "", "number", "", "prc"),
         Metric("confidence_others", "Sum of the others", _sure("others"), "lower", "number", "probability outside the best two", "prc"),
+        *_stability(),
+        *_augmented(measured),
+    ]
+
+
+def _stability() -> list[Metric]:
+    chosen, kept = "1 − IoU of the chosen experts under the largest noise, mean over layers", "tokens whose first expert stays under that noise"
+    ramp = "steps along a ramp of noise in which the true class's probability jumps, mean over images"
+    return [
+        Metric("noise_accuracy", "Accuracy, noise", _noise_accuracy, "higher", "share", "under the largest noise", "prc", limits="wilson"),
+        Metric("noise_selection_change", "Selection change, noise", _noise("selection_change"), "lower", "number", chosen, "prc"),
+        Metric("noise_agreement", "Same expert, noise", _noise("agreement"), "higher", "share", kept, "prc"),
+        Metric("jumps", "Prediction jumps", _jumps, "lower", "number", ramp, "prc"),
+    ]
+
+
+def _augmented(measured: Sequence[Measured]) -> list[Metric]:
+    """PRC's table 4 under each recorded augmentation."""
+    names = dict.fromkeys(row["name"] for model in measured for row in model.routing.get("augmentations", []))
+    return [
+        Metric(f"{n}_{slug(name)}", f"Match, {text}: {name}", _augmentation(name, n), "higher", "share", "", "prc", detail=True)
+        for name in names
+        for n, text in MATCHES.items()
     ]
 
 
@@ -64,6 +82,7 @@ def _ermoe() -> list[Metric]:
         Metric("fallback", "Fallback", _routed("fallback"), "lower", "share", "tokens with no expert above the threshold", "ermoe"),
         Metric("below_k", "Fewer than k", _routed("below_k"), "", "share", "tokens with fewer than k experts above the threshold", "ermoe"),
         Metric("tail_mass", "Tail mass", _routed("tail_mass"), "lower", "number", "weight above the threshold but outside the best k", "ermoe"),
+        Metric("tail_of_probs", "Tail of the probabilities", _routed("tail_of_probs"), "", "number", "probability outside the best k", "ermoe"),
     ]
 
 
@@ -84,35 +103,24 @@ def _moge(measured: Sequence[Measured]) -> list[Metric]:
     """One column a transform of the study ``invariance``, and their mean; none where no model has them."""
     names = dict.fromkeys(found["name"] for model in measured for found in model.invariance.get("transforms", []))
     note = "image Euclidean distance of the routers' outputs, plain and transformed"
-    mean = [Metric("imed", "IMED, mean", _imed_mean, "lower", "number", f"{note}; mean over transforms", "moge")] if names else []
-    return mean + [Metric(f"imed_{slug(name)}", f"IMED, {name}", _imed(name), "lower", "number", note, "moge") for name in names]
+    all_moves = [Metric("imed", "IMED, mean", _imed_mean, "lower", "number", f"{note}; mean over transforms", "moge")] if names else []
+    return all_moves + [Metric(f"imed_{slug(name)}", f"IMED, {name}", _imed(name), "lower", "number", note, "moge") for name in names]
 
 
-def _adversarial(measured: Sequence[Measured]) -> list[Metric]:
-    """Accuracy and routing change of each attack, at the largest epsilon that was used."""
-    attacks = {name: _eps(rows[-1]["epsilon"]) for name, rows in measured[0].robustness.get("attacks", {}).items()}
-    note = "1 − IoU of the chosen experts at ε = {}, mean over layers"
-    under, moved = "accuracy under attack", "Routing change, {}"
-    return [
-        *(Metric(f"accuracy_{n}", f"{_title(n)}, ε = {eps}", _under(n), "higher", "share", under, "adversarial") for n, eps in attacks.items()),
-        *(
-            Metric(f"routing_change_{n}", moved.format(_title(n)), _moved(n), "lower", "number", note.format(eps), "adversarial")
-            for n, eps in attacks.items()
-        ),
-    ]
+def _accuracy(m: Measured) -> Interval:
+    return wilson(m.trained["test_correct"], m.trained["test_count"])
 
 
-def slug(name: str) -> str:
-    """A transform's name inside the name of a metric: "translation (0, 0.1)" → translation_0_0_1."""
-    return re.sub(r"\W+", "_", name).strip("_")
+def _test_hits(m: Measured):
+    return unpacked(m.calibrate["hits"], m.trained["test_count"]).numpy() if m.calibrate else None
 
 
 def _calibration(when: str, name: str) -> Reader:
     def read(m: Measured) -> Interval | None:
         if not m.calibrate:
             return None
-        stored: Mapping[str, float] = m.calibrate[when][name]
-        return Interval(stored["value"], stored["low"], stored["high"])
+        stored: Mapping[str, float] | None = m.calibrate[when].get(name)
+        return value_of(stored)
 
     return read
 
@@ -123,7 +131,36 @@ def _routed(name: str) -> Reader:
 
 def _sure(name: str) -> Reader:
     """The highest, the second or the sum of the other probabilities of a token."""
-    return lambda m: _mean([layer["confidence"][name] for layer in m.routing.get("layers", [])])
+    return lambda m: mean([layer["confidence"][name] for layer in m.routing.get("layers", [])])
+
+
+def _augmentation(augmentation: str, name: str) -> Reader:
+    def read(m: Measured) -> Interval | None:
+        row = {found["name"]: found for found in m.routing.get("augmentations", [])}.get(augmentation)
+        return Interval(row[name], row.get(f"{name}_low"), row.get(f"{name}_high")) if row else None
+
+    return read
+
+
+def _noise(name: str) -> Reader:
+    """At the largest sigma; a list is one value a layer, [] for a dense model."""
+
+    def read(m: Measured) -> float | None:
+        rows = m.stability.get("noise", [])
+        found = max(rows, key=lambda row: row["sigma"]).get(name) if rows else None
+        return mean(found) if isinstance(found, list) else found
+
+    return read
+
+
+def _noise_accuracy(m: Measured) -> Interval | None:
+    rows = m.stability.get("noise", [])
+    found = max(rows, key=lambda row: row["sigma"]) if rows else None
+    return Interval(found["accuracy"], found["low"], found["high"]) if found else None
+
+
+def _jumps(m: Measured) -> Interval | None:
+    return value_of(m.stability.get("ramp", {}).get("jumps_mean"))
 
 
 def _half(m: Measured) -> float | None:
@@ -140,7 +177,7 @@ def _last(m: Measured) -> float | None:
 def _kept(m: Measured) -> float | None:
     """Lists are one value a layer; null, [] and a missing key mean that there is no routing to compare."""
     found = m.trained.get("routing_agreement_before_after")
-    return _mean(found) if isinstance(found, list) else found
+    return mean(found) if isinstance(found, list) else found
 
 
 def _imed(name: str) -> Reader:
@@ -152,30 +189,4 @@ def _imed(name: str) -> Reader:
 
 
 def _imed_mean(m: Measured) -> float | None:
-    return _mean([found["d"] for found in m.invariance.get("transforms", [])])
-
-
-def _under(attack: str) -> Reader:
-    def read(m: Measured) -> Interval:
-        return wilson(m.robustness["attacks"][attack][-1]["correct"], m.robustness["images"])
-
-    return read
-
-
-def _moved(attack: str) -> Reader:
-    def read(m: Measured) -> float | None:
-        return _mean(m.robustness["attacks"][attack][-1]["routing_change"])
-
-    return read
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _title(name: str) -> str:
-    return " ".join(word.upper() if word in ("fgsm", "pgd", "apgd") else word for word in name.split("-"))
-
-
-def _eps(epsilon: float) -> str:
-    return f"{epsilon * 255:.3g}/255"
+    return mean([found["d"] for found in m.invariance.get("transforms", [])])

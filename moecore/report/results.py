@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moecore.files import StageError, read_json
@@ -13,22 +14,31 @@ TRAINED = (
     "curve", "confusion", "classes",
 )  # fmt: skip
 MEASURED = {
-    "calibrate": ("temperature", "at_limit", "before", "after"),
-    "robustness": ("images", "clean_accuracy", "attacks"),
+    "calibrate": ("temperature", "at_limit", "before", "after", "hits"),
+    "robustness": ("images", "clean_accuracy", "attacks", "worst_case", "audit"),
     "routing": ("images", "layers", "overlays"),
     "invariance": ("transforms",),
+    "corruptions": ("images", "clean_error", "mean_error", "corruptions"),
+    "lipschitz": ("images", "local_mean"),
+    "cost": ("flops_per_image", "latency_ms", "peak_memory_bytes", "routing_ms", "routing_share"),
+    "stability": ("images", "noise"),
 }
 USUAL = ("calibrate", "robustness", "routing")
+NOTHING: dict[str, Any] = MappingProxyType({})
 
 
 class Measured(NamedTuple):
-    """Everything known of one model: what its training wrote, and each measuring stage; {} for a stage that the study lacks."""
+    """Everything known of one model: what its training wrote, and each measuring stage; empty for a stage that the study lacks."""
 
     trained: dict[str, Any]
-    calibrate: dict[str, Any]
-    robustness: dict[str, Any]
-    routing: dict[str, Any]
-    invariance: dict[str, Any]
+    calibrate: dict[str, Any] = NOTHING
+    robustness: dict[str, Any] = NOTHING
+    routing: dict[str, Any] = NOTHING
+    invariance: dict[str, Any] = NOTHING
+    corruptions: dict[str, Any] = NOTHING
+    lipschitz: dict[str, Any] = NOTHING
+    cost: dict[str, Any] = NOTHING
+    stability: dict[str, Any] = NOTHING
 
 
 class Results(NamedTuple):
@@ -62,7 +72,7 @@ def read_results(run: Selection, settings: str, root: str | Path = ".", stages: 
 
 def _measured(root: Path, where: Path, stages: Collection[str]) -> Measured:
     folder = root / "artifacts/measured"
-    found = {stage: _with(folder / stage / where, keys) if stage in stages else {} for stage, keys in MEASURED.items()}
+    found = {stage: _with(folder / stage / where, keys) for stage, keys in MEASURED.items() if stage in stages}
     return Measured(_with(folder / where, TRAINED), **found)
 
 

@@ -4,24 +4,52 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.evaluation.intervals import Interval, over_seeds
-from moecore.report.metrics import Metric, metrics_of
+from moecore.report import standing
+from moecore.report.metric import Metric, number
+from moecore.report.metrics import metrics_of
+from moecore.report.relative import Models, references, relative_to
 from moecore.report.results import Measured, Results
 
 
 class Cell(NamedTuple):
-    """One entry of the table; ``kind`` says what its limits are: t, wilson, bootstrap or "" for none."""
+    """One entry of the table; ``kind`` says what its limits are: t, wilson, bootstrap, quartiles or "" for none."""
 
     interval: Interval
     kind: str
     seeds: int
+    marked: bool = False  # better than every other method of its column, and not by chance
 
 
 def table(results: Results, phase: str) -> tuple[list[Metric], dict[str, dict[str, Cell | None]]]:
     """The metrics that any method has, and the cell of every method and metric (None where a method has no such thing)."""
-    methods = results.models[phase]
-    metrics = metrics_of([model for seeds in methods.values() for model in seeds.values()])
-    cells = {method: {metric.name: cell(metric, list(seeds.values())) for metric in metrics} for method, seeds in methods.items()}
-    return [metric for metric in metrics if any(row[metric.name] for row in cells.values())], cells
+    models = results.models[phase]
+    metrics = metrics_of([model for seeds in models.values() for model in seeds.values()], relative_to(models))
+    columns = {metric.name: column(metric, models) for metric in metrics}
+    cells = {method: {name: found[method] for name, found in columns.items()} for method in models}
+    return [metric for metric in metrics if any(columns[metric.name].values())], cells
+
+
+def column(metric: Metric, models: Models) -> dict[str, Cell | None]:
+    """The cell of every method, the best one marked where a test or the intervals show it."""
+    cells = {method: cell(metric, list(seeds.values())) for method, seeds in models.items()}
+    known = {method: models[method] for method, found in cells.items() if found}
+    if not metric.better or len(known) < 2:
+        return cells
+    if standing.way_of(metric, list(known.values())) == "intervals":
+        first = best(metric, cells)
+    else:
+        first = standing.leader(metric, known, {method: cells[method].interval.value for method in known})
+    return {method: found._replace(marked=method == first) if found else None for method, found in cells.items()}
+
+
+def ways(results: Results, phase: str, metrics: Sequence[Metric]) -> set[str]:
+    """The tests behind the marks of these metrics: keys of ``standing.WORDS``."""
+    models = results.models[phase]
+    found = set()
+    for metric in metrics:
+        having = [seeds for seeds in models.values() if cell(metric, list(seeds.values()))]
+        found |= {standing.way_of(metric, having)} if len(having) > 1 else set()
+    return found - {""}
 
 
 def cell(metric: Metric, models: Sequence[Measured]) -> Cell | None:
@@ -30,13 +58,11 @@ def cell(metric: Metric, models: Sequence[Measured]) -> Cell | None:
     if any(value is None for value in read):
         return None
     if len(read) == 1 and isinstance(read[0], Interval):
-        own = "wilson" if metric.name.startswith(("test_accuracy", "accuracy_")) else "bootstrap"
-        return Cell(read[0], own if read[0].low is not None else "", 1)
-    values = [value.value if isinstance(value, Interval) else float(value) for value in read]
-    found = over_seeds(values)
+        return Cell(read[0], metric.limits if read[0].low is not None else "", 1)
+    found = over_seeds([number(value) for value in read])
     if metric.form == "share" and found.low is not None:
         found = Interval(found.value, max(0.0, found.low), min(1.0, found.high))
-    return Cell(found, "t" if len(values) > 1 else "", len(values))
+    return Cell(found, "t" if len(read) > 1 else "", len(read))
 
 
 def best(metric: Metric, cells: Mapping[str, Cell | None]) -> str | None:
@@ -51,17 +77,31 @@ def best(metric: Metric, cells: Mapping[str, Cell | None]) -> str | None:
 
 
 def flat(results: Results) -> dict[str, Any]:
-    """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds."""
-    tables = {phase: table(results, phase)[1] for phase in results.models}
-    methods = next(iter(results.models.values()))
+    """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds, and ``against``.
 
-    def known(cells: Mapping[str, Cell | None]) -> dict[str, Any]:
-        return {name: as_json(found) for name, found in cells.items() if found}
-
-    return {method: {phase: known(cells[method]) for phase, cells in tables.items()} for method in methods}
+    against: the tests against the baseline MoE and the dense model, by name; only where there is a paired test.
+    """
+    compared: dict[str, Any] = {method: {phase: {} for phase in results.models} for method in next(iter(results.models.values()))}
+    for phase, models in results.models.items():
+        for metric in table(results, phase)[0]:
+            cells, tested = column(metric, models), _tested(metric, models)
+            for method, found in cells.items():
+                if found:
+                    compared[method][phase][metric.name] = as_json(found) | ({"against": tested[method]} if method in tested else {})
+    return compared
 
 
 def as_json(found: Cell) -> dict[str, Any]:
     """mean, low, high, interval (its kind) and seeds; without limits where there are none."""
     limits = {"low": found.interval.low, "high": found.interval.high, "interval": found.kind} if found.kind else {}
     return {"mean": found.interval.value, **limits, "seeds": found.seeds}
+
+
+def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
+    """method → reference → the test between them."""
+    having = {method: seeds for method, seeds in models.items() if cell(metric, list(seeds.values()))}
+    found: dict[str, dict[str, Any]] = {}
+    for reference in references(models):
+        for method, tested in standing.against(metric, having, reference).items():
+            found.setdefault(method, {})[reference] = standing.as_json(tested)
+    return found

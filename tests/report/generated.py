@@ -10,6 +10,7 @@ import torch
 from moecore.evaluation.classification import brier, confidence, confusion, correct, ece, nll, reliability
 from moecore.evaluation.intervals import bootstrap, wilson
 from moecore.evaluation.overlays import overlays
+from moecore.evaluation.robust import packed, score, worst_case
 from moecore.evaluation.routing import confidence as router_confidence
 from moecore.evaluation.routing import expert_counts, load_cv2, normalised_entropy
 from moecore.files import write_json
@@ -21,6 +22,7 @@ EPSILONS = (0.0, 2 / 255, 4 / 255, 8 / 255)
 
 
 USUAL = ("calibrate", "robustness", "routing")
+NEW = ("corruptions", "lipschitz", "cost", "stability")
 TRANSFORMS = ("rotation 5", "scaling 0.5", "translation (0, 0.1)")
 
 
@@ -47,15 +49,19 @@ def card(phase: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def tested(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and labels of 600 test images."""
+    return _logits(torch.Generator().manual_seed(100 * number + seed), 600, 1.6 + 0.3 * number)
+
+
 def trained(number: int, seed: int, kept: bool) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(100 * number + seed)
-    logits, labels = _logits(generator, 600, 1.6 + 0.3 * number)
+    logits, labels = tested(number, seed)
     hits = int(correct(logits, labels).sum())
     curve = [_point(epoch, number) for epoch in range(1, 11)]
     return {
         "test_accuracy": hits / 600, "test_correct": hits, "test_count": 600, "test_loss": float(nll(logits, labels).mean()),
         "images_per_second": 2100.0 + seed,
-        "seconds": 131.5, "parameters": 1_240_000, "active_parameters": 710_000, "epochs": 10, "curve": curve,
+        "seconds": 120.0 + 30 * number + seed, "parameters": 1_240_000, "active_parameters": 710_000, "epochs": 10, "curve": curve,
         "confusion": confusion(logits, labels).tolist(),
         "classes": CLASSES, **({"routing_agreement_before_after": [0.8, 0.7, 0.75]} if kept else {}),
     }  # fmt: skip
@@ -78,8 +84,32 @@ def measured(number: int, seed: int, routed: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(7 + 100 * number + seed)
     records = tuple(_record(generator, 12, 17, 8) for _ in range(3)) if routed else ()
     return {
-        "calibrate": _calibrated(generator), "robustness": _attacked(number, seed, routed), "routing": _routed(records, number, seed),
-        "invariance": _transformed(number, seed, routed),
+        "calibrate": _calibrated(generator) | {"hits": packed(correct(*tested(number, seed)))}, "robustness": _attacked(number, seed, routed),
+        "routing": _routed(records, number, seed), "invariance": _transformed(number, seed, routed), **later(number, seed, routed),
+    }  # fmt: skip
+
+
+def later(number: int, seed: int, routed: bool) -> dict[str, Any]:
+    """Corruptions, Lipschitz, cost and stability, as easy numbers of method and seed."""
+    step = 0.1 * number + 0.01 * seed
+    errors = {"noise": (0.2 + step, 0.4 + step), "blur": (0.1, 0.3)}
+    rows = [{"name": n, "severity": s, "correct": 0, "error": e, "low": e, "high": e} for n, found in errors.items() for s, e in zip((1, 5), found, strict=True)]
+    mean = {"mean_error": 0.25 + step / 2, "mean_low": 0.2 + step / 2, "mean_high": 0.3 + step / 2}
+    local = {"value": 2.0 + step, "low": 1.9 + step, "high": 2.1 + step}
+    lemma = {"reason": None, "tokens": 50, "violations": 0, "router_share": 0.25, "slack": 1.0} if routed else {"router_share": None, "violations": None}
+    cost = {"flops_per_image": 2e9 + 1e9 * number, "routing_flops_per_image": 1e8 * number, "routing_ms": 0.5 * number, "routing_share": 0.1 * number}
+    cost |= {"latency_ms": {"median": 4.0 + seed, "low": 3.5, "high": 4.75}, "peak_memory_bytes": 3 * 2**20, "images_per_second": 512.0}
+    change = [0.1 + step, 0.3 + step] if routed else []
+    noise = [
+        {"sigma": sigma, "selection_change": [sigma * 5 * c for c in change], "agreement": 1 - sigma if routed else None, "accuracy": 0.8, "low": 0.75, "high": 0.84}
+        for sigma in (0.1, 0.2)
+    ]
+    shown = [{"index": 3, "label": 1, "probability": [0.9, 0.8, 0.2], "predicted": [1, 1, 0]}]
+    ramp = {"sigmas": [0.0, 0.1, 0.2], "jumps_mean": {"value": 1.5 + step, "low": 1.0, "high": 2.0}, "shown": shown}
+    return {
+        "corruptions": {"images": 100, "clean_error": 0.1, **mean, "corruptions": rows},
+        "lipschitz": {"images": 10, "local_mean": local, "margin_mean": local, "lower_bound": 5.0, "lower_bound_mean": local, "lemma1": lemma},
+        "cost": cost, "stability": {"images": 10, "noise": noise, "ramp": ramp, "overlays": []},
     }  # fmt: skip
 
 
@@ -106,17 +136,23 @@ def _calibrated(generator: torch.Generator) -> dict[str, Any]:
 
 
 def _attacked(number: int, seed: int, routed: bool) -> dict[str, Any]:
-    def rows(strength: float) -> list[dict[str, Any]]:
+    def rows(strength: float, first: int) -> list[dict[str, Any]]:
         made = []
         for epsilon in EPSILONS:
-            hits = int(200 * 0.9 / (1 + strength * max(1, 8 - number) * 10 * epsilon)) - seed
+            right = int(200 * 0.9 / (1 + strength * max(1, 8 - number) * 10 * epsilon)) - seed
+            hits = (torch.arange(200) - first) % 200 < right
             change = [0.5 * epsilon * 255 / 8] * 3 if routed else []
-            low, high = wilson(hits, 200)[1:]
-            changes = {"routing_change": change, "processing_change": change}
-            made.append({"epsilon": epsilon, "accuracy": hits / 200, "low": low, "high": high, "correct": hits, **changes})
+            changes = {"routing_change": change, "processing_change": [value / 2 for value in change]}
+            made.append({"epsilon": epsilon, **score(hits), "hits": packed(hits), **changes})
         return made
 
-    return {"images": 200, "clean_accuracy": 0.9, "attacks": {"fgsm": rows(0.5), "pgd-10": rows(1.0)}}
+    attacks = {"fgsm": rows(0.5, 10), "pgd-10": rows(1.0, 0)}
+    lines = [
+        {"name": "deterministic model", "holds": True, "text": "two passes agree bitwise"},
+        {"name": "PGD beats FGSM", "holds": number != 1, "text": "mean loss 1.2 < 1.3"},
+        {"name": "transfer attack", "holds": None, "text": "no second model"},
+    ]
+    return {"images": 200, "clean_accuracy": 0.9, "attacks": attacks, "worst_case": worst_case(attacks, 200), "audit": lines}
 
 
 def _matched(number: int, seed: int) -> dict[str, float]:
@@ -136,7 +172,25 @@ def _routed(records: tuple[RoutingRecord, ...], number: int, seed: int) -> dict[
     shown = overlays(images, tuple(RoutingRecord(*(field[:4] for field in record)) for record in records))
     names = ("load_cv2", "entropy", *_matched(number, seed))
     means = {name: sum(layer[name] for layer in layers) / len(layers) for name in names} if layers else {}
-    return {"images": 12, **means, **({"teacher_agreement": 0.9} if number == 2 else {}), "layers": layers, "overlays": shown}
+    teacher = {"teacher_agreement": 0.9} if number == 2 else {}
+    return {"images": 12, **means, **teacher, "layers": layers, "overlays": shown, **_tried(number, seed, bool(records))}
+
+
+def _tried(number: int, seed: int, routed: bool) -> dict[str, Any]:
+    """Matches under two augmentations, and sweeps over k; over the threshold for odd methods, with a point that has no tail mass."""
+    if not routed:
+        return {"augmentations": [], "sweeps": {"k": [], "threshold": []}}
+    names = ("match_top1", "match_top2_ordered", "match_top2_sets")
+    rows = []
+    for place, augmentation in enumerate(("flip", "noise 0.1")):
+        values = {name: 0.9 - 0.1 * place - 0.2 * rank + 0.01 * seed for rank, name in enumerate(names)}
+        limits = {f"{name}_{end}": value + shift for name, value in values.items() for end, shift in (("low", -0.05), ("high", 0.05))}
+        rows.append({"name": augmentation, **values, **limits})
+    swept = [{"k": k, "accuracy": 0.7 + 0.01 * k + 0.01 * seed, "load_cv2": 1 / k, "tail_mass": 0.1 * k} for k in (1, 2, 4)]
+    threshold = [
+        {"threshold": t, "fallback": t * t, "below_k": t, "tail_mass": None if t > 0.6 else 1 - t, "accuracy": 0.7, "load_cv2": 0.2} for t in (0.7, 0.1, 0.3)
+    ]
+    return {"augmentations": rows, "sweeps": {"k": swept, "threshold": threshold if number % 2 else []}}
 
 
 def _logits(generator: torch.Generator, images: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,15 +13,16 @@ from moecore.report.curves import robustness_csv
 from moecore.report.metrics import metrics_of, slug
 from moecore.report.page import page
 from moecore.report.paper_figures import PAPERS, REPORTED, reported
+from moecore.report.relative import relative_to
 from moecore.report.results import USUAL, read_results, study_stages
 from moecore.report.style import PALETTE
 from moecore.report.summary import rows
 from moecore.report.tables import flat, table
 from moecore.selection import Selection
-from tests.report.generated import TRANSFORMS, write_results
+from tests.report.generated import NEW, TRANSFORMS, write_results
 from tests.report.test_report import METHODS, assert_self_contained
 
-ALL = (*USUAL, "invariance")
+ALL = (*USUAL, "invariance", *NEW)
 
 
 def study(root, seeds=(0,), stages=ALL, methods=METHODS):
@@ -60,12 +61,16 @@ def test_a_dense_model_has_none_of_it(whole):
     cells = table(whole, "pretrain")[1]["dense"]
     assert {name for name, found in cells.items() if found} == {
         "test_accuracy", "test_loss", "ece_before", "ece_after", "nll_after", "brier_after", "parameters", "active_parameters",
-        "images_per_second", "seconds", "accuracy_fgsm", "accuracy_pgd-10",
+        "images_per_second", "seconds", "training_overhead", "accuracy_fgsm", "accuracy_pgd-10", "accuracy_worst_case",
+        "noise_accuracy", "jumps", "lipschitz_local_mean", "lipschitz_margin_mean", "lipschitz_lower_bound_mean", "lipschitz_lower_bound",
+        "corruption_error", "mce", "error_noise", "error_blur", "gflops", "routing_gflops", "latency_ms", "inference_images_per_second", "peak_memory",
+        "routing_ms", "routing_share",
     }  # fmt: skip
 
 
 def test_names_are_unique_and_papers_are_known(whole):
-    metrics = metrics_of([model for seeds in whole.models["pretrain"].values() for model in seeds.values()])
+    models = whole.models["pretrain"]
+    metrics = metrics_of([model for seeds in models.values() for model in seeds.values()], relative_to(models))
     names = {metric.name for metric in metrics}
     assert len(names) == len(metrics) and {metric.paper for metric in metrics} == {"", *PAPERS}
     order = [metric.paper for metric in metrics]
@@ -76,9 +81,11 @@ def test_names_are_unique_and_papers_are_known(whole):
 
 def test_one_table_a_paper_with_its_own_numbers(whole):
     text = by_paper(*table(whole, "pretrain"))
-    assert text.count("<h4>") == 5 and "63.04 %" in text and "0.0297" in text and "41.7 %" in text and "0.0473" in text
+    assert text.count("<h4>") == 7 and "63.04 %" in text and "0.0297" in text and "41.7 %" in text and "0.0473" in text
+    tgr = text[text.index("TGR: ") : text.index("MoGE: ")]
+    assert "Without these metrics: dense." in tgr and ">dense<" not in tgr
     prc = text[text.index("PRC: ") : text.index("ERMoE: ")]
-    assert "Without these metrics: dense." in prc and ">dense<" not in prc and prc.count("Paper: ") == 2
+    assert prc.count("Paper: ") == 2
     assert ">dense<" in text[text.index("On the adversarial") :]
 
 
