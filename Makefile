@@ -10,14 +10,14 @@ PORT ?= 5000
 
 .PHONY: repro full test setup data check plan ui sync schema deps bench clean
 
-repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml
-	dvc repro
+repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml; JOBS=1: one stage at a time
+	python -m moecore.parallel $(if $(JOBS),--jobs $(JOBS))
 	python -m moecore.tracking sync
 	python -m moecore.report.summary
 	@echo "Report: reports/index.html · runs: make ui"
 
 full: setup data                 ## the same with pipelines/full/params.yaml, which trains longer
-	cd pipelines/full && python -m moecore.study check && dvc repro
+	cd pipelines/full && python -m moecore.study check && python -m moecore.parallel $(if $(JOBS),--jobs $(JOBS))
 	python -m moecore.tracking sync
 
 test: setup data                 ## run the tests
