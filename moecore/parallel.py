@@ -22,7 +22,7 @@ from moecore.plan import dvc, parse_dot, plan
 SHARED = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")  # DVC's words where two processes meet at a path
 TRIES = 5
 QUICK = ("code", "code_of_section")  # a tenth of a second each: starting DVC for every one would take longer
-ALONE = ("cost",)  # they time what they do, so nothing else runs beside them
+ALONE = ("teacher", "cost")  # on all cores: everything waits for the teacher, and `cost` times what it does
 
 
 class Job(NamedTuple):

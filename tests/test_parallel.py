@@ -40,6 +40,19 @@ def test_seeds_of_a_method_are_apart():
     assert next_job(above, set(), set()) == Job(("pretrain@vmoe-0", "finetune@vmoe-0"))
 
 
+def test_all_cores_are_for_what_runs_alone(monkeypatch):
+    given = {}
+
+    def fake(job, environment, started):
+        given.update(dict.fromkeys(job.stages, environment))
+        return 0
+
+    monkeypatch.setattr("moecore.parallel.run_job", fake)
+    assert run(ABOVE | {"cost@finetune-vmoe-0": {"finetune@vmoe-0"}}, [{"MOECORE_THREADS": "1"}, {"MOECORE_THREADS": "1"}]) == []
+    assert {stage for stage, environment in given.items() if not environment} == {"teacher", "cost@finetune-vmoe-0"}
+    assert given.keys() == {*ABOVE, "cost@finetune-vmoe-0"}
+
+
 def test_what_is_timed_runs_alone_and_last():
     above = {"pretrain@a-0": set(), "cost@pretrain-a-0": {"pretrain@a-0"}, "pretrain@b-0": set(), "cost@pretrain-b-0": {"pretrain@b-0"}, "routing@pretrain-b-0": {"pretrain@b-0"}}
     assert next_job(above, set(), set()) == Job(("pretrain@a-0",))

@@ -9,6 +9,8 @@ import torch
 from moecore.artifacts import load_model
 from tests.project import Project
 
+MEASURING = ("calibrate", "robustness", "routing", "invariance", "corruptions", "stability", "lipschitz", "cost")
+
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
@@ -34,16 +36,16 @@ def heavy(stages: list[str]) -> set[str]:
 
 def test_everything_ran_once_and_then_nothing_runs(project):
     assert {stage.split("@")[0] for stage in project.ran} == {
-        "code", "code_of_section", "prepare", "teacher", "teacher_router", "pretrain", "finetune", "calibrate", "robustness", "routing", "compare",
+        "code", "code_of_section", "prepare", "teacher", "teacher_router", "pretrain", "finetune", *MEASURING, "compare",
     }  # fmt: skip
-    assert len(project.ran) == len(set(project.ran)) == 9 + 2 + 1 + 3 + 3 + 3 + 9 + 1
+    assert len(project.ran) == len(set(project.ran)) == 9 + 2 + 1 + 3 + 3 + 3 + 3 * len(MEASURING) + 1
     assert project.repro() == []
 
 
 def test_a_methods_param_reruns_that_methods_stages_and_compare(unchanged):
     unchanged.edit("{kind: router_kl, weight: 5.0}", "{kind: router_kl, weight: 4.0}")
     ran = unchanged.repro()
-    tgr = {"teacher_router@tgr", "pretrain@tgr-0", "finetune@tgr-0", "calibrate@finetune-tgr-0", "robustness@finetune-tgr-0", "routing@finetune-tgr-0"}
+    tgr = {"teacher_router@tgr", "pretrain@tgr-0", "finetune@tgr-0", *(f"{stage}@finetune-tgr-0" for stage in MEASURING)}
     assert heavy(ran) == tgr | {"compare"}
     assert {stage for stage in ran if stage.startswith("code")} == {"code@tgr"}
 
@@ -65,7 +67,7 @@ def test_the_plan_says_what_would_run_and_why(unchanged):
 def test_an_added_method_trains_only_itself(unchanged):
     unchanged.edit("methods: [dense, vmoe, tgr]", "methods: [dense, vmoe, tgr, other]")
     ran = unchanged.repro()
-    other = {"teacher_router@other", "pretrain@other-0", "finetune@other-0", "calibrate@finetune-other-0", "robustness@finetune-other-0", "routing@finetune-other-0"}
+    other = {"teacher_router@other", "pretrain@other-0", "finetune@other-0", *(f"{stage}@finetune-other-0" for stage in MEASURING)}
     assert heavy(ran) == other | {"compare"}
     assert "other" in json.loads((unchanged.folder / "reports/compare.json").read_text())
 
