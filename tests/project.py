@@ -16,6 +16,7 @@ run:
   methods: [dense, vmoe, tgr]
   seeds: [0]
   phases: [finetune]
+  thorough: [finetune]
 data:
   pretrain: {kind: digits, size: 16}
   finetune: {kind: digits, size: 24, seed: 1}

@@ -63,8 +63,9 @@ def read_results(run: Selection, settings: str, root: str | Path = ".", stages: 
     Raises StageError that names a missing or damaged file, or a key that it lacks.
     """
     root = Path(root)
+    there = {phase: [stage for stage in stages if run.covers(stage, phase)] for phase in run.phases}
     models = {
-        phase: {method: {seed: _measured(root, Path(phase) / method / f"{seed}.json", stages) for seed in run.seeds} for method in run.methods}
+        phase: {method: {seed: _measured(root, Path(phase) / method / f"{seed}.json", there[phase]) for seed in run.seeds} for method in run.methods}
         for phase in run.phases
     }
     return Results(models, {phase: read_json(root / "artifacts/data" / phase / "card.json") for phase in run.phases}, settings)

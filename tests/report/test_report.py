@@ -3,13 +3,14 @@ import json
 import re
 
 import pytest
+from pydantic import ValidationError
 
 from moecore.evaluation.intervals import Interval
 from moecore.files import StageError
 from moecore.report.curves import robustness_csv, training_csv
 from moecore.report.markup import shown
 from moecore.report.page import page
-from moecore.report.results import read_results
+from moecore.report.results import USUAL, read_results
 from moecore.report.tables import Cell, Metric, best, flat, table
 from moecore.selection import Selection
 from tests.report.generated import write_results
@@ -130,3 +131,20 @@ def test_csv_for_dvc_plots(one_seed):
 )
 def test_numbers_for_readers(value, form, expected):
     assert shown(value, form) == expected
+
+
+def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):
+    stages = [*USUAL, "cost"]
+    write_results(tmp_path, METHODS, [0], ["pretrain"], stages)
+    write_results(tmp_path, METHODS, [0], ["finetune"], USUAL)
+    run = Selection(methods=tuple(METHODS), seeds=(0,), phases=("pretrain", "finetune"), thorough=("pretrain",))
+    found = read_results(run, "", tmp_path, stages)
+    assert all(found.models["pretrain"][method][0].cost and not found.models["finetune"][method][0].cost for method in METHODS)
+    assert found.models["finetune"]["vmoe"][0].robustness and page(found).count("Latency") > 0
+    with pytest.raises(StageError, match="cost/finetune"):
+        read_results(run.model_copy(update={"thorough": None}), "", tmp_path, stages)
+
+
+def test_thorough_phases_are_among_the_phases():
+    with pytest.raises(ValidationError, match="thorough names adversarial; allowed: pretrain, finetune, as in phases"):
+        Selection(methods=("dense",), seeds=(0,), thorough=("adversarial",))
