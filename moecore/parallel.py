@@ -39,7 +39,8 @@ def next_job(above: Mapping[str, Collection[str]], done: Collection[str], taken:
     """The stages that a free process should run now, or None where it has to wait.
 
     above: the direct ancestors of every stage, each after its ancestors; taken: stages that run, or were run.
-    A job is a stage whose ancestors are done, and those of the same method and seed that need nothing but it and what is done.
+    A job is a stage whose ancestors are done, and those of the same model that need nothing but it and what is done: a model's trainings,
+    or its measurements. Trainings come first, as they take longest, so that the measurements fill the processes evenly at the end.
     Stages that want the machine for themselves come last, when nothing else runs, as one job.
     """
     ready = [stage for stage in above if stage not in taken and set(above[stage]) <= set(done)]
@@ -50,7 +51,7 @@ def next_job(above: Mapping[str, Collection[str]], done: Collection[str], taken:
         return Job(tuple(quick))
     chosen = [next(stage for stage in ready if stage not in alone)]
     for stage in above:
-        alike = _item(stage) == _item(chosen[0]) != () and _kind(stage) not in ALONE
+        alike = _item(stage) == _item(chosen[0]) != "" and _kind(stage) not in ALONE
         if alike and stage not in (*chosen, *taken) and set(above[stage]) <= {*done, *chosen}:
             chosen.append(stage)
     return Job(tuple(chosen))
@@ -60,10 +61,10 @@ def _kind(stage: str) -> str:
     return stage.partition("@")[0]
 
 
-def _item(stage: str) -> tuple[str, ...]:
-    """Method and seed: ``calibrate@pretrain-vmoe-0`` → ("vmoe", "0"); () where the name has no seed."""
-    words = stage.partition("@")[2].split("-")
-    return tuple(words[-2:]) if words[-1].isdigit() else ()
+def _item(stage: str) -> str:
+    """The model: ``pretrain@vmoe-0`` and ``finetune@vmoe-0`` → vmoe-0, ``calibrate@pretrain-vmoe-0`` → pretrain-vmoe-0; "" where it has no seed."""
+    item = stage.partition("@")[2]
+    return item if item.rpartition("-")[2].isdigit() else ""
 
 
 def pending() -> dict[str, set[str]]:

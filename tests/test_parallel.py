@@ -11,9 +11,10 @@ from tests.project import Project
 ABOVE = {
     "code@vmoe": set(), "code@prc": set(), "prepare@pretrain": set(), "teacher": {"prepare@pretrain"},
     "pretrain@vmoe-0": {"code@vmoe", "teacher"}, "pretrain@prc-0": {"code@prc", "teacher"},
-    "finetune@vmoe-0": {"pretrain@vmoe-0"}, "routing@finetune-vmoe-0": {"finetune@vmoe-0"},
-    "routing@finetune-prc-0": {"pretrain@prc-0"},
-    "compare": {"routing@finetune-vmoe-0", "routing@finetune-prc-0"},
+    "finetune@vmoe-0": {"pretrain@vmoe-0"},
+    "calibrate@pretrain-vmoe-0": {"pretrain@vmoe-0"}, "routing@pretrain-vmoe-0": {"pretrain@vmoe-0"},
+    "routing@finetune-vmoe-0": {"finetune@vmoe-0"}, "routing@pretrain-prc-0": {"pretrain@prc-0"},
+    "compare": {"routing@finetune-vmoe-0", "routing@pretrain-vmoe-0", "calibrate@pretrain-vmoe-0", "routing@pretrain-prc-0"},
 }  # fmt: skip
 
 
@@ -24,14 +25,19 @@ def test_the_quick_ones_go_together_and_what_waits_waits():
     assert next_job(ABOVE, taken, taken | {"prepare@pretrain"}) is None
 
 
-def test_a_model_goes_on_to_its_own_measurements_in_one_process():
+def test_trainings_come_first_and_a_models_measurements_go_together():
     done = {"code@vmoe", "code@prc", "prepare@pretrain", "teacher"}
     first = next_job(ABOVE, done, done)
-    assert first == Job(("pretrain@vmoe-0", "finetune@vmoe-0", "routing@finetune-vmoe-0"))
+    assert first == Job(("pretrain@vmoe-0", "finetune@vmoe-0"))
     second = next_job(ABOVE, done, done | set(first.stages))
-    assert second == Job(("pretrain@prc-0", "routing@finetune-prc-0"))
-    assert next_job(ABOVE, done | set(first.stages), done | {*first.stages, *second.stages}) is None
-    everything = done | {*first.stages, *second.stages}
+    assert second == Job(("pretrain@prc-0",))
+    assert next_job(ABOVE, done, done | {*first.stages, *second.stages}) is None
+    done |= set(first.stages)
+    third = next_job(ABOVE, done, done | set(second.stages))
+    assert third == Job(("calibrate@pretrain-vmoe-0", "routing@pretrain-vmoe-0"))
+    fourth = next_job(ABOVE, done, done | {*second.stages, *third.stages})
+    assert fourth == Job(("routing@finetune-vmoe-0",))
+    everything = done | {"routing@pretrain-prc-0", *second.stages, *third.stages, *fourth.stages}
     assert next_job(ABOVE, everything, everything) == Job(("compare",))
 
 
@@ -57,9 +63,11 @@ def test_what_is_timed_runs_alone_and_last():
     above = {"pretrain@a-0": set(), "cost@pretrain-a-0": {"pretrain@a-0"}, "pretrain@b-0": set(), "cost@pretrain-b-0": {"pretrain@b-0"}, "routing@pretrain-b-0": {"pretrain@b-0"}}
     assert next_job(above, set(), set()) == Job(("pretrain@a-0",))
     done = {"pretrain@a-0"}
-    assert next_job(above, done, done) == Job(("pretrain@b-0", "routing@pretrain-b-0"))
-    taken = {"pretrain@a-0", "pretrain@b-0", "routing@pretrain-b-0"}
-    assert next_job(above, done, taken) is None, "something else runs"
+    assert next_job(above, done, done) == Job(("pretrain@b-0",))
+    both = {"pretrain@a-0", "pretrain@b-0"}
+    assert next_job(above, both, both) == Job(("routing@pretrain-b-0",))
+    taken = both | {"routing@pretrain-b-0"}
+    assert next_job(above, both, taken) is None, "something else runs"
     assert next_job(above, taken, taken) == Job(("cost@pretrain-a-0", "cost@pretrain-b-0"))
 
 
