@@ -31,7 +31,7 @@ def project(prepared):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("{kind: router_kl, weight: 5.0}", "{kind: router_kl, weigth: 5.0}", ["params.yaml:21:", "methods.tgr.regularizers", "weigth", "weight"]),
+        ("{kind: router_kl, weight: 5.0}", "{kind: router_kl, weigth: 5.0}", ["params.yaml:22:", "methods.tgr.regularizers", "weigth", "weight"]),
         ("steps: 20, batch: 64", "steps: twenty, batch: 64", ["params.yaml:", "teacher_router.steps", "'twenty'", "integer"]),
         ("epsilons: [0.05]", "epsilons: [5]", ["params.yaml:", "robustness.epsilons", "5", "1"]),
         ("methods: [dense, vmoe, tgr]", "methods: [dense, vmoe, tgrr]", ["params.yaml:2:", "run.methods", "'tgrr'", "tgr"]),
