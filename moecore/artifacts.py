@@ -58,7 +58,8 @@ def load_card(folder: str | Path) -> ModelCard:
 def load_model(folder: str | Path) -> nn.Module:
     """The trained model of ``folder``, in evaluation mode, on CPU.
 
-    ``model(images)`` with images (B, C, H, W) in [0, 1] returns ``ModelOutput(prediction (B, K), routing)``.
+    ``model(images)`` with images (B, C, H, W), or volumes (B, C, D, H, W), in [0, 1] returns ``ModelOutput(prediction, routing)``; the
+    prediction is (B, K) logits of classes, or (B, 1) in the unit of the target (years).
     """
     card = load_card(folder)
     model = card.build()
@@ -69,7 +70,8 @@ def load_model(folder: str | Path) -> nn.Module:
 def transferred(folder: str | Path, image: ImageSpec, moe: MoE | None, interpolation: Interpolation = "bilinear") -> nn.Module:
     """The model of ``folder`` for other images: positions interpolated to the new grid, a fresh head for other classes.
 
-    The statistics of the new images normalise them. Raises StageError where the number of channels differs.
+    The statistics of the new images normalise them. A head for the same target says of the same tokens what it said before, though
+    the new target's mean and deviation are others. Raises StageError where channels, axes or interpolation do not fit.
     """
     card, weights = load_card(folder), read_tensors(Path(folder) / "model.safetensors")[0]
     if card.image.channels != image.channels:
@@ -77,14 +79,29 @@ def transferred(folder: str | Path, image: ImageSpec, moe: MoE | None, interpola
     model = card.backbone.build(image, moe)
     if not hasattr(model, "pos_embed"):
         raise StageError(f"{folder}: a model of kind {card.backbone.kind} works at one image size only; fine-tune a vit")
-    weights["pos_embed"] = resize_positions(weights["pos_embed"], model.positioned, model.layout.grid, interpolation)
-    if card.image.classes != image.classes:
+    if len(card.image.shape) != len(image.shape):
+        raise StageError(f"{folder}: trained on images of {len(card.image.shape)} axes, the new ones have {len(image.shape)}; choose data with as many axes")
+    if "pos_embed" in weights:  # fixed positions are no weights
+        try:
+            weights["pos_embed"] = resize_positions(weights["pos_embed"], model.positioned, model.layout.grid, interpolation, card.backbone.grid(card.image))
+        except ValueError as error:
+            raise StageError(f"{folder}: {error}") from error
+    if card.image.answers != image.answers:
         weights = {name: value for name, value in weights.items() if not name.startswith("head")}
+    elif image.target is not None:
+        weights |= _rescaled_head(weights, card.image, image)
     missing = model.load_state_dict(weights, strict=False)
     unexpected = [name for name in (*missing.missing_keys, *missing.unexpected_keys) if not name.startswith("head")]
     if unexpected:
         raise StageError(f"{folder}: the weights do not fit the model: {', '.join(unexpected[:5])}")
     return model
+
+
+def _rescaled_head(weights: dict[str, torch.Tensor], old: ImageSpec, new: ImageSpec) -> dict[str, torch.Tensor]:
+    """The head whose output · new deviation + new mean is what the old one's is with the old two."""
+    moved = (old.target_mean - new.target_mean) / new.target_std
+    scaled = {name: value * (old.target_std / new.target_std) for name, value in weights.items() if name.startswith("head.")}
+    return scaled | {name: value + moved for name, value in scaled.items() if name.endswith("bias")}
 
 
 def save_guide(folder: Path, guide: Guide) -> None:

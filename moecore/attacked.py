@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moecore.attacks import Attack
 from moecore.attacks.draws import generators
+from moecore.attacks.objectives import absolute_error
 from moecore.evaluation.classification import correct
 from moecore.evaluation.predict import batches, device_of, evaluating, predictions
 from moecore.records import ModelOutput, RoutingRecord
@@ -22,8 +23,8 @@ class Target(NamedTuple):
     """A model in evaluation mode, the images and labels it is attacked on, and how."""
 
     model: nn.Module
-    images: Any  # (N, C, H, W) uint8, or floating point in [0, 1]
-    labels: Tensor  # (N,) classes, or (N, K) of 0 and 1
+    images: Any  # (N, C, H, W) or volumes (N, C, D, H, W), uint8, or floating point in [0, 1]
+    labels: Tensor  # (N,) classes, (N, K) of 0 and 1, or (N,) floating real numbers
     batch: int  # images a forward pass; no result depends on it but by rounding
     seed: int = 0  # draws the random starts, each image's by its index
     precision: Precision = "float32"  # of the forward passes of an attack; scores are always fp32
@@ -55,6 +56,10 @@ class Target(NamedTuple):
         """Whether each of these images (N, C, H, W) is classified right; (N,) bool."""
         return correct(predictions(self.model, images, self.batch, routing=False)[0], self.labels)
 
+    def errors(self, images) -> Tensor:
+        """The absolute error of each of these images where the labels are real; (N,) fp64, in the target's unit."""
+        return absolute_error(predictions(self.model, images, self.batch, routing=False)[0].double(), self.labels)
+
     def _some(self, attack: Attack, model: nn.Module, pixels: Tensor, indices: list[int], first: int, epsilon: float) -> Tensor:
         """A batch whose image 0 has index ``first``, where the images of these indices are attacked."""
         if not indices:
@@ -65,8 +70,8 @@ class Target(NamedTuple):
 
 
 def name_of(attack: Attack) -> str:
-    """The kind and whatever differs from its defaults: pgd, pgd-10, pgd-balance-10-strong."""
-    return "-".join([attack.kind, *(str(v) for k, v in attack.model_dump(exclude_defaults=True).items() if k != "kind")])
+    """The kind and whatever differs from its defaults: pgd, pgd-10, pgd-balance-10-strong, pgd-inside-10."""
+    return "-".join([attack.kind, *(k if v is True else str(v) for k, v in attack.model_dump(exclude_defaults=True).items() if k != "kind")])
 
 
 def rounded(model: nn.Module) -> nn.Module:

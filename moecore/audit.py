@@ -24,11 +24,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class Audit(Config):
-    """The extra attacks of the audit, all PGD from the clean image on the cross-entropy."""
+    """The extra attacks of the audit, all PGD from the clean image on the task's loss."""
 
     images: int = Field(100, ge=1, description="The first of the attacked images; all where there are fewer.")
     steps: int = Field(20, ge=1, description="Steps of PGD; one line doubles them.")
-    large_epsilon: float = Field(0.5, gt=0, le=1, description="Radius at which accuracy must be down to chance.")
+    large_epsilon: float = Field(0.5, gt=0, le=1, description="Radius at which accuracy must be down to chance, the error of a real target up to a constant's.")
 
 
 class Line(NamedTuple):
@@ -184,7 +184,7 @@ def _measured(curves: Mapping[str, Rows | None], attacks: Sequence[Attack], want
 
 
 def _is(kind: str) -> Callable[[Attack], bool]:
-    return lambda attack: attack.kind == kind and attack.objective == "cross_entropy"
+    return lambda attack: attack.kind == kind and attack.objective in ("task", "cross_entropy")
 
 
 def _adaptive(attack: Attack) -> bool:

@@ -22,6 +22,7 @@ from moecore.evaluation.consistency import chance_matches, independent_top1, mat
 from moecore.evaluation.intervals import bootstrap
 from moecore.evaluation.predict import predictions
 from moecore.evaluation.routing import confidence, iou
+from moecore.files import StageError
 from moecore.records import Layout, RoutingRecord
 
 PART = 100  # images whose views are drawn together: of fixed size, so that no result depends on the batch
@@ -57,13 +58,25 @@ PRESETS = {  # PRC names none for table 4; its fine-tuning takes crop and flip, 
 }
 
 
-def resolved(asked: Preset | Augmentation) -> Augmentation:
-    """A preset by its name, or the augmentation itself."""
-    return asked if isinstance(asked, Augmentation) else PRESETS[asked]
+OF_VOLUMES = {name: PRESETS[name] for name in ("identity", "noise", "shift", "flip", "rotation")} | {  # the others are for flat images only
+    "affine": Augmentation(name="affine", views=ViewSettings(affine=Affine(degrees=10, translate=0.1, scale=(0.9, 1.1))))
+}
+
+
+def resolved(asked: Preset | Augmentation, volumes: bool = False) -> Augmentation:
+    """A preset by its name, or the augmentation itself. Raises StageError for a preset that volumes do not have."""
+    if isinstance(asked, Augmentation):
+        return asked
+    known = OF_VOLUMES if volumes else PRESETS
+    if asked not in known:
+        raise StageError(f"routing.augmentations: found {asked}, which is for flat images; allowed for volumes: {', '.join(known)}")
+    return known[asked]
 
 
 def two_views(images: np.ndarray, asked: Augmentation, seed: int, *words: int) -> Views:
     """Both views of images uint8 (N, C, H, W): fp32 (2N, C, h, w) in [0, 1] and affines (2N, 3, 3), first all first views.
+
+    Of volumes float16 (N, C, D, H, W): fp32 volumes and affines (2N, 4, 4).
 
     Drawn from (seed, place, view, ``words``); with more images the first ones' views stay, in whole parts of 100.
     """
@@ -74,6 +87,8 @@ def two_views(images: np.ndarray, asked: Augmentation, seed: int, *words: int) -
             generator = generator_for(seed, start, number, *words)
             pixels, affines = make_views(part, asked.views, generator)
             noise = torch.randn(pixels.shape, generator=generator) * asked.noise if asked.noise else 0.0
+            if asked.noise and pixels.ndim == 5:  # the background of a volume stays 0, as everywhere
+                noise = noise * (pixels != 0)
             views.append(Views((pixels + noise).clamp(0, 1) if asked.noise else pixels, affines))
     return Views(*(torch.cat([getattr(part, field) for views in made for part in views]) for field in Views._fields))
 

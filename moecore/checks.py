@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from moecore.checks_cohort import cohort_checks
 from moecore.files import StageError
 from moecore.problems import spell
 from moecore.selection import Phase
@@ -22,7 +23,7 @@ WANTED = {
 
 def cross_checks(document: Document, study: Any) -> Iterator[str]:
     """One line per misfit, with file, line and column. ``study``: the validated file, or None where it was refused."""
-    of_study = (*_needs(study), *_sizes(study), *_several_labels(study), *_unwritten(study, document)) if study else ()
+    of_study = (*_needs(study), *_sizes(study), *_several_labels(study), *cohort_checks(study), *_unwritten(study, document)) if study else ()
     for keys, text in (*_selection(document.data), *_phases(document.data), *of_study):
         yield f"{document.place(keys)}: {spell(keys)}: {text}"
 

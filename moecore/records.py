@@ -30,6 +30,7 @@ class RoutingContext(NamedTuple):
     teacher: Tensor | None = None  # (B, T, E) probs of the teacher's router at this layer
     basis: Tensor | None = None  # (E, d, r) the experts' bases
     progress: float = 1.0  # share of the training that is done
+    preference: Tensor | None = None  # (B, T, E) int8: 1 this expert first, -1 not this expert, 0 as the router scores it
 
 
 class Layout(NamedTuple):
@@ -41,7 +42,10 @@ class Layout(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """``model(images)``: the prediction (B, K), one record per MoE layer (none for a dense model), every head's logits (B, K)."""
+    """``model(images)``: the prediction (B, K), one record per MoE layer (none for a dense model), every head's logits (B, K).
+
+    The prediction of a real number is (B, 1), in the unit of the labels.
+    """
 
     prediction: Tensor
     routing: tuple[RoutingRecord, ...] = ()
@@ -49,16 +53,19 @@ class ModelOutput(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Images in [0, 1] (B, C, H, W), their labels, and the affine (B, 3, 3) that made each view.
+    """Images in [0, 1] (B, C, H, W) or volumes (B, C, D, H, W), their labels, and the affine (B, A+1, A+1) over A axes that made each view.
 
-    An affine maps a point (row, column, 1) of the original image to the view; pixel centres are at +0.5.
+    An affine maps a point (row, column, 1) of the original image to the view, as (first, second, third axis, 1) of a volume; pixel
+    centres are at +0.5. Labels: classes int64 (B,), sets of classes uint8 (B, K), shares of mixed images fp32 (B, K), real numbers fp32 (B,).
     With two ``views`` the second half of the batch are other views of the images of the first half, in the same order.
+    ``preference`` (B, T, E): which experts the tokens are sent to, as in RoutingContext; None where the router decides alone.
     """
 
     images: Tensor
     labels: Tensor
     affines: Tensor
     views: int = 1
+    preference: Tensor | None = None
 
 
 class Guidance(NamedTuple):

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from moecore.artifacts import load_model
 from moecore.config import Config
 from moecore.data.corruptions import CORRUPTIONS, corrupted
-from moecore.data.prepared import Prepared, spread
+from moecore.data.prepared import spread
 from moecore.evaluation.classification import correct
 from moecore.evaluation.intervals import Interval, bootstrap, wilson
 from moecore.evaluation.predict import predictions
 from moecore.history import Run, record
 from moecore.params import read
+from moecore.refusals import flat_images_with_classes
 from moecore.selection import Phase
 from moecore.stage import run_stage
 from moecore.training.runtime import tune
@@ -87,7 +88,7 @@ def mean_of(wrong: np.ndarray) -> Interval:
 
 def corruptions(phase: Phase, method: str, seed: int) -> None:
     params = read(Params)
-    settings, test = params.corruptions, Prepared.open(Path("artifacts/data") / phase).test
+    settings, test = params.corruptions, flat_images_with_classes(Path("artifacts/data") / phase, "corruptions").test
     where = spread(len(test.labels), settings.images)
     images, labels = test.images[where], torch.from_numpy(test.labels[where])
     with record("corruptions", params, phase=phase, method=method, seed=seed) as run:

@@ -16,6 +16,7 @@ from moecore.config import Config
 from moecore.costs import Images, Parts, flops_per_image, peak_memory, plain_times, watched_times
 from moecore.data.prepared import Prepared, spread
 from moecore.evaluation.cost import Spread, spread_of
+from moecore.evaluation.predict import batches
 from moecore.history import record
 from moecore.parameters import parameter_counts
 from moecore.params import read
@@ -37,8 +38,8 @@ class Params(Config):
 
 
 def in_turn(images: np.ndarray, batch: int, device: str) -> Images:
-    """Pass number n gets images n·batch, n·batch + 1, … (batch, C, H, W) fp32 in [0, 1], from the start again after the last."""
-    pixels = torch.from_numpy(images).to(device).float() / 255
+    """Pass number n gets images n·batch, n·batch + 1, … (batch, C, …) fp32 in [0, 1], from the start again after the last."""
+    pixels = torch.cat(list(batches(images, batch, device)))
     return lambda number: pixels[torch.arange(number * batch, (number + 1) * batch, device=device) % len(pixels)]
 
 
@@ -47,7 +48,7 @@ def milliseconds(seconds: Sequence[float]) -> Spread:
 
 
 def measure(model: torch.nn.Module, images: np.ndarray, settings: Cost, device: str) -> dict[str, Any]:
-    """All that is measured of a model on images uint8 (N, C, H, W)."""
+    """All that is measured of a model on images uint8 (N, C, H, W), or volumes float16 (N, C, D, H, W)."""
     one, many = (in_turn(images, size, device) for size in (1, settings.batch))
     flops, (memory, counted) = flops_per_image(model, one(0)), peak_memory(model, many(0))
     single, whole = (milliseconds(plain_times(model, source, settings.rounds)) for source in (one, many))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moecore.artifacts import load_model
 from moecore.config import Config
-from moecore.data.prepared import Prepared, spread
+from moecore.data.prepared import spread
 from moecore.data.transforms import TRANSFORMS, drawn_affines, transformed
 from moecore.evaluation.class_maps import class_maps
 from moecore.evaluation.imed import mean_imed
@@ -28,6 +28,7 @@ from moecore.history import record
 from moecore.params import read
 from moecore.records import RoutingRecord
 from moecore.routers import Router
+from moecore.refusals import flat_images_with_classes
 from moecore.selection import Phase
 from moecore.stage import run_stage
 from moecore.training.runtime import tune
@@ -97,7 +98,7 @@ def stored(affines: Mapping[str, Tensor]) -> dict[str, str]:
 
 def invariance(phase: Phase, method: str, seed: int) -> None:
     params = read(Params)
-    settings, data = params.invariance, Prepared.open(Path("artifacts/data") / phase)
+    settings, data = params.invariance, flat_images_with_classes(Path("artifacts/data") / phase, "invariance")
     where = spread(len(data.test.labels), settings.images)
     images, labels = data.test.images[where], torch.from_numpy(data.test.labels[where])
     classes = data.card["classes"]

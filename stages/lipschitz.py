@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moecore.artifacts import load_model
 from moecore.config import Config
-from moecore.data.prepared import Prepared, spread
+from moecore.data.prepared import spread
 from moecore.evaluation.intervals import Interval, bootstrap, wilson
 from moecore.evaluation.lipschitz import Lipschitz, lipschitz_estimates
 from moecore.evaluation.predict import batches, evaluating
@@ -22,6 +22,7 @@ from moecore.history import record
 from moecore.layers.moe import MoELayer
 from moecore.layers.smooth import Lemma1, lemma_1, why_undefined
 from moecore.params import read
+from moecore.refusals import flat_images_with_classes
 from moecore.selection import Phase
 from moecore.stage import run_stage
 from moecore.training.runtime import tune
@@ -112,7 +113,7 @@ def lemma_summary(reason: str | None, layers: list[dict[str, Any]]) -> dict[str,
 
 def lipschitz(phase: Phase, method: str, seed: int) -> None:
     params, device = read(Params), tune().device
-    settings, test = params.lipschitz, Prepared.open(Path("artifacts/data") / phase).test
+    settings, test = params.lipschitz, flat_images_with_classes(Path("artifacts/data") / phase, "lipschitz").test
     where = spread(len(test.labels), settings.images)
     images, labels = test.images[where], torch.from_numpy(test.labels[where])
     with record("lipschitz", params, phase=phase, method=method, seed=seed) as run:

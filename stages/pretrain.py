@@ -17,6 +17,7 @@ from moecore.epochs import routing_over_epochs
 from moecore.files import whole_folder
 from moecore.history import record
 from moecore.params import Key, read
+from moecore.region_probe import region_probe, region_routing_over_epochs
 from moecore.resume import work_folder
 from moecore.stage import run_stage
 from moecore.supervise import task_for, train, trained
@@ -27,6 +28,7 @@ from moecore.training.objective import Objective
 from moecore.training.runtime import tune
 from moecore.training.settings import Training
 from moecore.training.upcycle import upcycle
+from moecore.training.warm_start import warm_start
 
 DATA = Path("artifacts/data/pretrain")
 
@@ -53,14 +55,18 @@ def pretrain(method: str, seed: int) -> None:
         if learned.upcycle:
             upcycle(model, guide.teacher)
         objective = Objective(learned.losses, settings.label_smoothing, learned.distillation)
-        task = task_for(model, data, objective, runtime, guide if learned.guided else None, views=learned.views)
-        train(task, settings, seed, runtime, run, Checkpoint(work), f"pretrain {method} seed {seed}")
+        permuted = seed if learned.permuted else None
+        task = task_for(model, data, objective, runtime, guide if learned.guided else None, None, learned.views, warm_start(learned, data), permuted)
         alone = standing_alone(model, task.guide)
+        probe = region_probe(work, alone, data, learned.expert_names, settings.epochs, seed)
+        train(task, settings, seed, runtime, run, Checkpoint(work), f"pretrain {method} seed {seed}", probe)
         with whole_folder(target) as folder:
             save_model(folder, alone)
             if learned.joint and alone is model:
                 save_guide(folder / GUIDE, task.guide)
         moved = routing_over_epochs(work, settings.epochs) if learned.moe else {}
+        if probe is not None:
+            moved |= {"region_routing": region_routing_over_epochs(work, settings.epochs)}
         run.summary(trained(alone, data, settings, run) | moved)
         run.model(target)
 

@@ -18,12 +18,12 @@ from moecore.correspondence import match_tokens, token_pairs
 from moecore.data.prepared import Prepared, spread
 from moecore.data.views import Crop, ViewSettings
 from moecore.evaluation.eligibility import below_k_rate, fallback_rate, tail_mass, tail_of_probs, unchosen_mass
-from moecore.evaluation.overlays import overlays
+from moecore.evaluation.overlays import mid_slices, overlays
 from moecore.evaluation.predict import batches, predictions
 from moecore.evaluation.routing import agreement, confidence, expert_counts, load_cv2, normalised_entropy, token_entropy
 from moecore.history import record
 from moecore.params import read
-from moecore.records import RoutingRecord
+from moecore.records import Layout, RoutingRecord
 from moecore.selection import Phase
 from moecore.stage import run_stage
 from moecore.sweeps import Sweeps, sweep
@@ -97,7 +97,8 @@ def matches(model: nn.Module, images: np.ndarray, settings: Routing) -> list[dic
 def augmented(model: nn.Module, images: np.ndarray, settings: Routing) -> list[dict[str, Any]]:
     """The matches under each of the augmentations; an augmentation's draws do not depend on the others in the list."""
     rows, images = [], images[spread(len(images), settings.augmentation_images)]
-    for asked in map(resolved, settings.augmentations):
+    for preset in settings.augmentations:
+        asked = resolved(preset, images.ndim == 5)
         views = two_views(images, asked, settings.seed, *asked.name.encode())
         rows.append({"name": asked.name, **measured(model, views, settings.batch)})
     return rows
@@ -118,10 +119,11 @@ def means(layers: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, flo
     return {name: sum(layer[name] for layer in layers) / len(layers) for name in there}
 
 
-def shown(images: np.ndarray, records: tuple[RoutingRecord, ...], number: int) -> dict[str, Any]:
-    """Images with their patches' experts, evenly spread over all."""
+def shown(images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: Layout) -> dict[str, Any]:
+    """Images with their patches' experts, evenly spread over all; of volumes (N, C, D, H, W) the middle slices."""
     where = spread(len(images), number)
-    return overlays(images[where], tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records))
+    few = tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records)
+    return mid_slices(images[where], few, layout) if images.ndim == 5 else overlays(images[where], few)
 
 
 def tried(model: nn.Module, images: np.ndarray, labels: np.ndarray, settings: Routing) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def routing(phase: Phase, method: str, seed: int) -> None:
             teacher = teacher_probs(guide_folder(method, seed), images, settings.batch, device)
             for layer, ours, theirs in zip(layers, records, teacher, strict=True) if teacher else ():
                 layer["teacher_agreement"] = agreement(ours.probs, match_tokens(theirs, ours.probs.shape))
-        patches = shown(images, records, settings.overlays)
+        patches = shown(images, records, settings.overlays, model.layout)
         if layers:
             run.draw("expert_load", [layer["load"] for layer in layers])
         if layers and settings.overlays:

@@ -16,7 +16,7 @@ from moecore.artifacts import load_model
 from moecore.config import Config
 from moecore.data.corrupt_digital import bytes_of
 from moecore.data.corrupt_draws import directions, with_noise
-from moecore.data.prepared import Prepared, spread
+from moecore.data.prepared import spread
 from moecore.evaluation.classification import correct
 from moecore.evaluation.intervals import bootstrap, wilson
 from moecore.evaluation.noise import changes_by_image, ramp_steps, true_probability
@@ -26,6 +26,7 @@ from moecore.evaluation.routing import agreement
 from moecore.history import Run, record
 from moecore.params import read
 from moecore.records import RoutingRecord
+from moecore.refusals import flat_images_with_classes
 from moecore.selection import Phase
 from moecore.stage import run_stage
 from moecore.training.runtime import tune
@@ -107,7 +108,7 @@ def ramp(probs: Tensor, labels: Tensor, where: np.ndarray, sigmas: list[float], 
 
 def stability(phase: Phase, method: str, seed: int) -> None:
     params = read(Params)
-    settings, test = params.stability, Prepared.open(Path("artifacts/data") / phase).test
+    settings, test = params.stability, flat_images_with_classes(Path("artifacts/data") / phase, "stability").test
     where = spread(len(test.labels), settings.images)
     images, labels = test.images[where], torch.from_numpy(test.labels[where])
     drawn = directions(where, images.shape[1:], settings.seed)

@@ -40,7 +40,7 @@ class Climb(NamedTuple):
 def random_start(centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None, who: str) -> Tensor:
     """Uniform noise whose largest pixel of each image is at ±ε, added to ``centre`` (B, C, H, W) and clamped to [0, 1]."""
     noise = uniform(centre, generator, who)
-    return (centre + epsilon * noise / (noise.abs().amax(dim=(1, 2, 3), keepdim=True) + 1e-12)).clamp(0, 1)
+    return (centre + epsilon * noise / (noise.abs().amax(dim=tuple(range(1, noise.ndim)), keepdim=True) + 1e-12)).clamp(0, 1)
 
 
 def checkpoints(steps: int) -> Iterator[int]:
@@ -61,7 +61,7 @@ def climb(at: Slope, centre: Tensor, start: Tensor, epsilon: float, steps: int) 
     progress, checks = _Progress(values), list(checkpoints(steps))
     history, sizes = [], []
     for step in range(1, steps + 1):
-        stepped = _step(current, previous, gradient, _wide(size), centre, epsilon, momentum=MOMENTUM if step > 1 else 1.0)
+        stepped = _step(current, previous, gradient, _wide(size, centre), centre, epsilon, momentum=MOMENTUM if step > 1 else 1.0)
         previous, current = current, stepped
         values, gradient = at(current)
         history.append(values)
@@ -101,9 +101,9 @@ def _step(current: Tensor, previous: Tensor, gradient: Tensor, size: Tensor, cen
     return project(current + (plain - current) * momentum + (current - previous) * (1 - momentum), centre, epsilon)
 
 
-def _wide(values: Tensor) -> Tensor:
-    return values.view(-1, 1, 1, 1)
+def _wide(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.ndim - 1))
 
 
 def _where(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(_wide(chosen), new, old)
+    return torch.where(_wide(chosen, new), new, old)

@@ -1,6 +1,6 @@
 """What every gradient attack shares: the gradient with respect to the images, and the set the images stay in.
 
-B images, C channels, H × W pixels in [0, 1]; epsilon is in the same units (8/255, not 8).
+B images, C channels, H × W pixels in [0, 1]; epsilon is in the same units (8/255, not 8). Volumes (B, C, D, H, W) are attacked alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.attacks.draws import Generators, one_each
-from moecore.attacks.objectives import Objective, Score, cross_entropy, score
+from moecore.attacks.objectives import Objective, Score, score, task
 from moecore.config import Config
 from moecore.files import StageError
 
@@ -21,9 +21,12 @@ Slope = Callable[[Tensor], tuple[Tensor, Tensor]]  # images (B, C, H, W) → the
 class GradientAttack(Config):
     """An attack along the gradient of an objective; its parts define ``perturbed``."""
 
-    objective: Objective = Field("cross_entropy", description="What is maximised; balance adds the routers' balance losses to the cross-entropy.")
-    weight: float = Field(0.005, ge=0, description="Of the balance losses, against the mean cross-entropy; used by `balance` only.")
+    objective: Objective = Field(
+        "task", description="What is maximised. task: the cross-entropy, or the absolute error of a real target; balance adds the routers' balance losses."
+    )
+    weight: float = Field(0.005, ge=0, description="Of the balance losses, against the mean task loss; used by `balance` only.")
     group: int = Field(100, ge=1, description="Images attacked together by `balance`, whose losses couple them; the stage's batch plays no part.")
+    inside: bool = Field(False, description="Change only pixels that are not 0: the background of a brain outside its mask stays 0.")
 
     @property
     def together(self) -> int | None:
@@ -33,7 +36,7 @@ class GradientAttack(Config):
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, epsilon: float, generator: Generators = None) -> Tensor:
         """Adversarial images.
 
-        images: (B, C, H, W) in [0, 1]; labels: as objectives.cross_entropy takes them; epsilon: radius of the L∞ ball, in
+        images: (B, C, H, W) in [0, 1]; labels: as objectives.task takes them; epsilon: radius of the L∞ ball, in
         pixel units; generator: on the CPU, one for all images or one each, draws the random start of attacks that have one.
         Returns (B, C, H, W), fp32, detached, in [0, 1]; for ε = 0 the same bits. Parameters take no gradient meanwhile.
         Raises ValueError where images, labels, ε or a missing generator make no sense, StageError as the objective does.
@@ -46,8 +49,19 @@ class GradientAttack(Config):
             for start in range(0, len(centre), size):
                 part, drawn = slice(start, start + size), None if each is None else each[start : start + size]
                 goal = score(self.objective, self.weight, model, centre[part], labels[part])
-                found.append(self.perturbed(slope(model, goal), centre[part], epsilon, drawn))
+                at = slope(model, goal)
+                found.append(self._inside(at, centre[part], epsilon, drawn) if self.inside else self.perturbed(at, centre[part], epsilon, drawn))
         return torch.cat(found)
+
+    def _inside(self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None) -> Tensor:
+        """The attack where the model sees the background as it is, whatever the attack makes of it."""
+        there = (centre != 0).any(dim=1, keepdim=True)
+
+        def within(images: Tensor) -> tuple[Tensor, Tensor]:
+            values, gradient = at(torch.where(there, images, centre))
+            return values, gradient * there
+
+        return torch.where(there, self.perturbed(within, centre, epsilon, generator), centre)
 
     def perturbed(self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None) -> Tensor:
         """The attack itself on clean images ``centre`` (B, C, H, W), ε > 0; ``at`` gives objective and gradient."""
@@ -76,9 +90,9 @@ def slope(model: nn.Module, goal: Score) -> Slope:
 
 
 def image_gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Gradient (B, C, H, W) of the summed cross-entropy with respect to the images, in fp32; see ``slope``."""
+    """Gradient (B, C, H, W) of the summed task loss with respect to the images, in fp32; see ``slope``."""
     with frozen_parameters(model):
-        return slope(model, lambda output: cross_entropy(output.prediction, labels))(images)[1]
+        return slope(model, lambda output: task(output.prediction, labels))(images)[1]
 
 
 @contextmanager

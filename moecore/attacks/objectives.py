@@ -14,14 +14,14 @@ from moecore.files import StageError
 from moecore.records import ModelOutput, RoutingRecord
 from moecore.spread import squared_cv
 
-Objective = Literal["cross_entropy", "dlr", "balance", "routing_change"]
+Objective = Literal["task", "cross_entropy", "dlr", "balance", "routing_change"]
 Score = Callable[[ModelOutput], Tensor]  # what a model said of B images → (B,)
 
 
 def score(objective: Objective, weight: float, model: nn.Module, images: Tensor, labels: Tensor) -> Score:
     """The objective for these images (B, C, H, W) and labels; ``weight`` is that of the balance losses.
 
-    labels: as ``cross_entropy`` takes them.  The clean routing that ``routing_change`` compares with is computed
+    labels: as ``task`` takes them.  The clean routing that ``routing_change`` compares with is computed
     here, once.  Raises StageError where an objective cannot be computed for such labels or so few classes.
     """
     if objective == "routing_change":
@@ -29,10 +29,34 @@ def score(objective: Objective, weight: float, model: nn.Module, images: Tensor,
             before = [record.chosen for record in model(images).routing]
         return lambda output: routing_change(output, before)
     if objective == "balance":
-        return lambda output: cross_entropy(output.prediction, labels) + weight * balance(output.routing)
+        return lambda output: task(output.prediction, labels) + weight * balance(output.routing)
+    if objective == "task":
+        return lambda output: task(output.prediction, labels)
+    if real(labels):
+        raise StageError(f"attack: objective {objective} needs classes, and these labels are real numbers; choose task, which is the absolute error")
     if objective == "dlr":
         return lambda output: dlr(output.prediction, labels)
     return lambda output: cross_entropy(output.prediction, labels)
+
+
+def real(labels: Tensor) -> bool:
+    """Whether labels are real numbers, floating point (B,), and neither classes nor shares of mixed images."""
+    return labels.ndim == 1 and labels.is_floating_point()
+
+
+def task(prediction: Tensor, labels: Tensor) -> Tensor:
+    """What a model is trained to make small, (B,): the absolute error for real labels, otherwise the cross-entropy."""
+    return absolute_error(prediction, labels) if real(labels) else cross_entropy(prediction, labels)
+
+
+def absolute_error(prediction: Tensor, labels: Tensor) -> Tensor:
+    """|ŷ − y| of each image, (B,), in the target's unit, of predictions (B, 1) and real labels (B,).
+
+    Raises ValueError for predictions of another shape, which would be broadcast to every pair of images.
+    """
+    if prediction.shape != (len(labels), 1):
+        raise ValueError(f"attack: predictions are {tuple(prediction.shape)}; one number an image, ({len(labels)}, 1), is needed for real labels")
+    return (prediction[:, 0] - labels.to(prediction.dtype)).abs()
 
 
 def cross_entropy(prediction: Tensor, labels: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moecore.attacks.draws import Generators, one_each
 from moecore.attacks.gradient import clean, frozen_parameters
+from moecore.attacks.objectives import real
 from moecore.config import Config
 from moecore.files import StageError
 
@@ -28,11 +29,14 @@ class ReferenceAttack(Config):
         """Adversarial images (B, C, H, W), fp32, detached, in [0, 1], of images (B, C, H, W) in [0, 1] and classes (B,).
 
         epsilon: radius of the L∞ ball, in pixel units; generator: on the CPU, one for all images or one each.
-        Raises StageError for multi-label images, which the package does not know, and ValueError as the gradient attacks do.
+        Raises StageError for multi-label images and for real labels, which the package does not know, and ValueError as the
+        gradient attacks do.
         """
         centre = clean(images, epsilon)
+        if real(labels):
+            raise StageError(f"attack: {self.kind} needs classes, and these labels are real numbers; choose fgsm, pgd or apgd with objective task")
         if labels.ndim != 1:
-            raise StageError(f"attack: {self.kind} needs one label per image, and these have several; choose apgd with cross_entropy")
+            raise StageError(f"attack: {self.kind} needs one label per image, and these have several; choose apgd with objective task")
         if epsilon == 0 or not len(centre):
             return centre
         with frozen_parameters(model), _undisturbed(centre):

@@ -6,5 +6,6 @@ from pydantic import Field
 
 from moecore.backbones.single_layer import SingleLayer
 from moecore.backbones.vit import Vit
+from moecore.backbones.vit3d import Vit3d
 
-Backbone = Annotated[SingleLayer | Vit, Field(discriminator="kind")]
+Backbone = Annotated[SingleLayer | Vit | Vit3d, Field(discriminator="kind")]

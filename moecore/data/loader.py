@@ -46,13 +46,16 @@ def steps_per_epoch(n: int, batch: int) -> int:
 
 
 class OnDevice(NamedTuple):
-    """A split that lies on the device whole: images uint8 (N, C, H, W) and labels int64 (N,) or uint8 (N, K)."""
+    """A split that lies on the device whole: images uint8 (N, C, H, W) and labels int64 (N,) or uint8 (N, K).
+
+    Or volumes float16 (N, 1, D, H, W) and real labels float32 (N,).
+    """
 
     images: Tensor
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images uint8 (B, C, H, W) and labels (B,) or (B, K) of CPU indices (B,)."""
+        """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of CPU indices (B,)."""
         where = send(indices, self.labels.device)
         return self.images.index_select(0, where), self.labels.index_select(0, where)
 
@@ -64,7 +67,7 @@ class OnDisk(NamedTuple):
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images uint8 (B, C, H, W) and labels (B,) or (B, K) of CPU indices (B,), on the labels' device."""
+        """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of CPU indices (B,), on the labels' device."""
         batch = torch.from_numpy(np.take(self.images, indices.numpy(), axis=0))
         return send(batch, self.labels.device), self.labels.index_select(0, send(indices, self.labels.device))
 
@@ -78,8 +81,13 @@ def to_device(split: Split, device: torch.device | str, limit_bytes: int = 8 << 
 
 
 def few_shot(labels: np.ndarray | Tensor, shots_per_class: int, seed: int) -> LongTensor:
-    """Sorted indices of ``shots_per_class`` images of every class that occurs; StageError where a class has fewer, or images have several labels."""
+    """Sorted indices of ``shots_per_class`` images of every class that occurs.
+
+    Raises StageError where a class has fewer, images have several labels, or labels are real numbers.
+    """
     labels = np.asarray(labels)
+    if labels.dtype.kind == "f":
+        raise StageError(f"{shots_per_class} images per class asked for, but these labels are real numbers; allowed: null (all images)")
     if labels.ndim != 1:
         raise StageError(f"{shots_per_class} images per class asked for, but these images have several labels each; allowed: null (all images)")
     classes, counts = np.unique(labels, return_counts=True)

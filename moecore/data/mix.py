@@ -28,8 +28,10 @@ def mix(images: Tensor, labels: Tensor, classes: int, settings: Mix, generator: 
     """Mix each image with a random partner of the batch: images fp32 (B, C, H, W) in [0, 1] and soft labels fp32 (B, K).
 
     images: fp32 (B, C, H, W); labels: int64 (B,); generator: on the CPU. λ is drawn per image; CutMix's λ is the exact share of pixels kept.
-    Raises StageError for labels (B, K): a share of several labels has no meaning here.
+    Raises StageError for labels (B, K): a share of several labels has no meaning here; and for real labels, which have no classes to share.
     """
+    if labels.is_floating_point():
+        raise StageError("mix: found mixup or cutmix, but these labels are real numbers; allowed: mix: null")
     if labels.ndim != 1:
         raise StageError("mix: found mixup or cutmix, but these images have several labels each; allowed: mix: null")
     hard = F.one_hot(labels, classes).to(torch.float32)

@@ -3,6 +3,10 @@
 Labels are int64 (N,), or uint8 (N, K) of 0 and 1 where an image may have several of the K classes: then the card says
 ``labels: multi`` and counts how often each class occurs, and ``images`` says how many images each split has.
 
+Volumes with a real number each (an age) have labels float32 (N,), and the card says ``labels: real`` with the ``target`` and
+its ``unit``: images are float16 (N, 1, D, H, W) in [0, 1] with a background of exactly 0, ``…_regions.npy`` are tissue shares × 255,
+uint8 (N, R, D, H, W), where the card lists ``regions``, ``…_subjects.csv`` has a row a volume, and counts are by sex.
+
 The card says everything about the set: name, kind, classes, channels, size, counts, mean and std of the training images,
 seed, licence, source, sha256 of each file, and the settings that made it.
 """
@@ -12,15 +16,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moecore.data.arrays import check_array
 from moecore.data.checksum import checksum
+from moecore.data.subjects import read_subjects, sex_counts
 from moecore.files import StageError, read_json
 
 SPLITS = ("train", "validation", "test")
 CARD_KEYS = ("name", "kind", "classes", "channels", "size", "counts", "mean", "std", "seed", "licence", "source", "files", "settings")
+REAL_KEYS = ("images", "target", "unit", "target_mean", "target_std", "target_range", "regions", "voxel_mm", "simulated", "skipped", "dtype")
 
 
 class Split(NamedTuple):
-    """One split: images uint8 (N, C, H, W), memory-mapped, and labels int64 (N,) or uint8 (N, K)."""
+    """One split: images uint8 (N, C, H, W), memory-mapped, and labels int64 (N,) or uint8 (N, K).
+
+    Or volumes float16 (N, 1, D, H, W), memory-mapped, and real labels float32 (N,).
+    """
 
     images: np.ndarray
     labels: np.ndarray
@@ -38,6 +48,22 @@ class Prepared(NamedTuple):
     train: Split
     validation: Split
     test: Split
+    folder: Path = Path()
+
+    @property
+    def real(self) -> bool:
+        """Whether labels are real numbers, as ages."""
+        return is_real(self.card)
+
+    def regions(self, split: str) -> np.ndarray:
+        """Tissue shares × 255 of a split's volumes: uint8 (N, R, D, H, W), memory-mapped, R as in the card; StageError where there are none."""
+        if not self.card.get("regions"):
+            raise StageError(f"{self.folder}: this data has no tissue maps; allowed: a cohort prepared with maps (regions: wm, gm, csf)")
+        return np.load(self.folder / f"{split}_regions.npy", mmap_mode="r", allow_pickle=False)
+
+    def subjects(self, split: str) -> list[dict[str, str]]:
+        """Participant, session, age, sex, site and flags of every volume of a split, in its order; StageError where the data has none."""
+        return read_subjects(self.folder / f"{split}_subjects.csv")
 
     @property
     def multi_label(self) -> bool:
@@ -52,17 +78,23 @@ class Prepared(NamedTuple):
         """
         folder = Path(folder)
         card = read_json(folder / "card.json")
-        wanted = (*CARD_KEYS, "images") if is_multi_label(card) else CARD_KEYS
+        wanted = (*CARD_KEYS, *(REAL_KEYS if is_real(card) else ["images"] if is_multi_label(card) else ()))
         if lacking := [key for key in wanted if key not in card]:
             raise StageError(f"{folder / 'card.json'}: lacks {', '.join(lacking)}; run the stage `prepare` again")
         if verify:
             _verify(folder, card)
-        return Prepared(card, *(_open_split(folder, card, split) for split in SPLITS))
+        open_split = _open_volumes if is_real(card) else _open_split
+        return Prepared(card, *(open_split(folder, card, split) for split in SPLITS), folder)
 
 
 def is_multi_label(card: dict[str, Any]) -> bool:
     """Whether the card is of a set whose images may have several labels."""
     return card.get("labels") == "multi"
+
+
+def is_real(card: dict[str, Any]) -> bool:
+    """Whether the card is of a set whose labels are real numbers."""
+    return card.get("labels") == "real"
 
 
 def class_counts(labels: np.ndarray, classes: int) -> list[int]:
@@ -84,21 +116,18 @@ def _open_split(folder: Path, card: dict[str, Any], split: str) -> Split:
     return Split(np.load(images, mmap_mode="r", allow_pickle=False), values)
 
 
-def check_array(path: Path, shape: tuple[int, ...], dtype: Any) -> None:
-    """Raise StageError, naming the file, unless it is a whole .npy file with this shape and dtype."""
-    if not path.is_file():
-        raise StageError(f"{path}: no such file; run the stage `prepare` again")
-    try:
-        with open(path, "rb") as handle:
-            np.lib.format.read_magic(handle)
-            found, _, kind = np.lib.format.read_array_header_1_0(handle)
-            expected = handle.tell() + int(np.prod(found, dtype=np.int64)) * kind.itemsize
-    except ValueError as error:
-        raise StageError(f"{path}: not a whole .npy file ({path.stat().st_size} bytes: {error}); run the stage `prepare` again") from error
-    if (size := path.stat().st_size) != expected:
-        raise StageError(f"{path}: expected {expected} bytes, found {size}; run the stage `prepare` again")
-    if found != shape or kind != dtype:
-        raise StageError(f"{path}: holds {kind} {found}; card.json says {np.dtype(dtype)} {shape}. Run the stage `prepare` again")
+def _open_volumes(folder: Path, card: dict[str, Any], split: str) -> Split:
+    images, labels, size, number = folder / f"{split}_images.npy", folder / f"{split}_labels.npy", card["size"], card["images"][split]
+    check_array(images, (number, card["channels"], *size), np.float16)
+    check_array(labels, (number,), np.float32)
+    if regions := card["regions"]:
+        check_array(folder / f"{split}_regions.npy", (number, len(regions), *size), np.uint8)
+    values, subjects = np.load(labels, allow_pickle=False), read_subjects(folder / f"{split}_subjects.csv")
+    if sex_counts([row["sex"] for row in subjects]) != card["counts"][split] or len(subjects) != number:
+        raise StageError(f"{folder / f'{split}_subjects.csv'}: its counts are not those of card.json; run the stage `prepare` again")
+    if not np.array_equal(values, np.array([float(row["age"]) for row in subjects], np.float32)):
+        raise StageError(f"{labels}: its ages are not those of {split}_subjects.csv; run the stage `prepare` again")
+    return Split(np.load(images, mmap_mode="r", allow_pickle=False), values)
 
 
 def _verify(folder: Path, card: dict[str, Any]) -> None:

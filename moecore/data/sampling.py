@@ -32,20 +32,21 @@ def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) 
     count, _, height, width = images.shape
     rows = torch.arange(height) - shifts[:, :1]
     columns = torch.where(mirrored[:, None], torch.arange(width).flip(0), torch.arange(width)) - shifts[:, 1:]
-    inside = None
+    seen = None
     if fill == "zeros" and shifts.any():
-        inside = _inside(rows, height)[:, :, None] & _inside(columns, width)[:, None, :]
-    flat = _fold(rows, height, fill)[:, :, None] * width + _fold(columns, width, fill)[:, None, :]
+        seen = inside(rows, height)[:, :, None] & inside(columns, width)[:, None, :]
+    flat = fold(rows, height, fill)[:, :, None] * width + fold(columns, width, fill)[:, None, :]
     index = send(flat.view(count, 1, -1), images.device).expand(-1, images.shape[1], -1)
     views = images.flatten(2).gather(2, index).view_as(images)
-    return views if inside is None else views * send(inside[:, None], images.device)
+    return views if seen is None else views * send(seen[:, None], images.device)
 
 
-def _inside(index: Tensor, length: int) -> Tensor:
+def inside(index: Tensor, length: int) -> Tensor:
+    """Which indices are of 0 … length − 1."""
     return (index >= 0) & (index < length)
 
 
-def _fold(index: Tensor, length: int, fill: str) -> Tensor:
+def fold(index: Tensor, length: int, fill: str) -> Tensor:
     """Bring indices back into 0..length−1 as grid_sample's padding modes do."""
     if fill != "reflection":
         return index.clamp(0, length - 1)

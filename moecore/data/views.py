@@ -1,4 +1,4 @@
-"""Random views of a batch, made on its device, each with the exact affine that made it.
+"""Random views of a batch, made on its device, each with the exact affine that made it; those of volumes are made in views3d.
 
 B images, C channels, H×W original, h×w view. Every random number comes from the CPU generator that is passed in, so a view
 is a function of (seed, step) on every device.
@@ -15,6 +15,8 @@ from moecore.config import Config
 from moecore.data import geometry, randaugment
 from moecore.data.randaugment import RandAugment
 from moecore.data.sampling import send, shift_and_flip, warp
+from moecore.data.views3d import make_volume_views
+from moecore.files import StageError
 
 C = TypeVar("C", bound=Config)
 
@@ -33,20 +35,32 @@ class Crop(Config):
 class Affine(Config):
     """Random affine about the centre: scale and shear, then rotation, then translation; each uniform in its range."""
 
-    degrees: float = Field(0.0, ge=0, le=180, description="Rotation from −degrees to +degrees")
+    degrees: float = Field(0.0, ge=0, le=180, description="Rotation from −degrees to +degrees; of volumes about each of the three axes")
     translate: float = Field(0.0, ge=0, le=1, description="Movement along each axis, up to this share of the side")
     scale: tuple[float, float] = Field((1.0, 1.0), description="Factor on both sides: lowest, highest")
-    shear: float = Field(0.0, ge=0, lt=45, description="Shear along the columns from −shear to +shear degrees")
+    shear: float = Field(0.0, ge=0, lt=45, description="Shear along the columns from −shear to +shear degrees; images only")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         return _ranges(self, {"scale": math.inf})
 
 
-class ViewSettings(Config):
-    """What a training view may be; the order is shift, crop, flip, affine, RandAugment's geometry, its colours, erasing.
+class Intensity(Config):
+    """Random grey values of volumes: v becomes factor · v^gamma, each uniform in its range; the background stays 0."""
 
-    The default changes nothing. All geometry is one affine and one bilinear sampling; shifts and flips alone keep every pixel exact.
+    factor: tuple[float, float] = Field((1.0, 1.0), description="Factor on all voxels: lowest, highest")
+    gamma: tuple[float, float] = Field((1.0, 1.0), description="Power of all voxels: lowest, highest")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        return _ranges(self, {"factor": math.inf, "gamma": math.inf})
+
+
+class ViewSettings(Config):
+    """What a training view may be; the order is shift, crop, flip, affine, RandAugment's geometry, its colours, intensity, erasing.
+
+    The default changes nothing. All geometry is one affine and one linear sampling; shifts and flips alone keep every pixel exact.
+    Volumes take shift, flip (of their first axis, which runs from left to right), affine without shear, intensity and fill.
     """
 
     shift: int = Field(0, ge=0, description="Move by up to this many whole pixels along each axis (as padding and cropping does)")
@@ -54,6 +68,7 @@ class ViewSettings(Config):
     flip: bool = Field(False, description="Mirror left and right with probability one half")
     affine: Affine | None = Field(None, description="Random affine")
     randaugment: RandAugment | None = Field(None, description="RandAugment: number of operations and magnitude")
+    intensity: Intensity | None = Field(None, description="Random grey values; volumes only")
     erasing: float = Field(0.0, ge=0, le=1, description="Probability of blacking out a rectangle of 2 to 33 % of the view")
     fill: Literal["zeros", "border", "reflection"] = Field("zeros", description="Outside the image: black, the nearest pixel, the mirror image")
     size: int | None = Field(None, ge=4, description="Height and width of the view; without it the image's own")
@@ -65,14 +80,24 @@ class ViewSettings(Config):
 
 
 class Views(NamedTuple):
-    """Views fp32 (B, C, h, w) in [0, 1] and their affines fp32 (B, 3, 3), original to view, on the images' device."""
+    """Views fp32 (B, C, h, w) in [0, 1] and their affines fp32 (B, 3, 3), original to view, on the images' device.
+
+    Of volumes: (B, C, D, H, W) and (B, 4, 4).
+    """
 
     images: Tensor
     affines: Tensor
 
 
 def make_views(images: Tensor, settings: ViewSettings, generator: Generator) -> Views:
-    """One random view of each image. images: uint8 (B, C, H, W) on any device; generator: on the CPU."""
+    """One random view of each image. images: uint8 (B, C, H, W) on any device; generator: on the CPU.
+
+    Volumes come as floating point (B, C, D, H, W) in [0, 1]. Raises StageError for settings that have no meaning for one or the other.
+    """
+    if images.ndim == 5:
+        return Views(*make_volume_views(images, settings, generator))
+    if settings.intensity:
+        raise StageError("views: found intensity, which is for volumes; allowed for images: randaugment")
     count, _, height, width = images.shape
     size = (settings.size or height, settings.size or width)
     shifts = torch.randint(-settings.shift, settings.shift + 1, (count, 2), generator=generator)
@@ -97,13 +122,16 @@ def make_views(images: Tensor, settings: ViewSettings, generator: Generator) -> 
 
 
 def identity_view(images: Tensor) -> Tensor:
-    """The images as they are, for evaluation: uint8 (B, C, H, W) to fp32 in [0, 1]."""
+    """The images as they are, for evaluation: uint8 (B, C, H, W), or floating point in [0, 1], to fp32 in [0, 1]."""
+    if images.is_floating_point():
+        return images.to(torch.float32)
     return images.to(torch.float32).mul_(1 / 255)
 
 
 def identity_affines(images: Tensor) -> Tensor:
-    """The affines (B, 3, 3) of views that change nothing."""
-    return torch.eye(3, device=images.device).expand(len(images), 3, 3)
+    """The affines (B, 3, 3) of views that change nothing; (B, 4, 4) of volumes."""
+    side = images.ndim - 1
+    return torch.eye(side, device=images.device).expand(len(images), side, side)
 
 
 def _frame(settings: ViewSettings, original: tuple[int, int], size: tuple[int, int], count: int, generator: Generator) -> Tensor:

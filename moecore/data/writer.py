@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.config import Config
+from moecore.data.arrays import check_array
 from moecore.data.checksum import checksum
-from moecore.data.prepared import SPLITS, check_array, class_counts
+from moecore.data.prepared import SPLITS, class_counts
 from moecore.files import StageError, write_json
 
 

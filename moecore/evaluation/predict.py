@@ -3,6 +3,7 @@
 N images, C channels, H × W pixels, K classes, T tokens, E experts.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from moecore.files import StageError
 from moecore.records import RoutingRecord
 
+VOXELS = 2**24  # of a batch of volumes: 64 of 64³, 64 MiB in fp32
+
 
 def predictions(model: nn.Module, images, batch: int, routing: bool = True) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Logits and routing records of a model over all images, in evaluation mode, in fp32.
 
-    images: (N, C, H, W), uint8 (array, memory map or tensor) or floating point in [0, 1]; batch: images a forward pass.
-    Returns logits (N, K) and one record of fields (N, T, E) per MoE layer, on the CPU; no records with ``routing=False``.
+    images: (N, C, H, W) or (N, C, D, H, W), uint8 (array, memory map or tensor) or floating point in [0, 1]; batch: images a forward pass.
+    Returns logits (N, K), or (N, 1) in the target's unit, and one record of fields (N, T, E) per MoE layer, on the CPU; no records with ``routing=False``.
     The result does not depend on ``batch``. The mode of every module and the global random state are left as they were.
     Raises StageError where there are no images.
     """
@@ -34,7 +37,12 @@ def predictions(model: nn.Module, images, batch: int, routing: bool = True) -> t
 
 
 def batches(images, size: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
-    """Images in order, at most ``size`` at a time, as fp32 in [0, 1] on ``device``; uint8 is divided by 255."""
+    """Images in order, at most ``size`` at a time, as fp32 in [0, 1] on ``device``; uint8 is divided by 255.
+
+    Volumes come so many at a time as have VOXELS voxels at most (one at least): a batch that is small for images is gigabytes of volumes.
+    """
+    if len(images.shape) == 5:
+        size = min(size, max(1, VOXELS // math.prod(images.shape[1:])))
     for start in range(0, len(images), size):
         part = images[start : start + size]
         part = part if isinstance(part, Tensor) else torch.from_numpy(np.array(part))

@@ -11,6 +11,8 @@ from torch import Tensor
 from moecore.evaluation.classification import correct
 from moecore.evaluation.eligibility import below_k_rate, fallback_rate, tail_mass, tail_of_probs, unchosen_mass
 from moecore.evaluation.intervals import wilson
+from moecore.evaluation.regression import absolute_error, real
+from moecore.evaluation.robust_errors import error_score
 from moecore.evaluation.routing import expert_counts, load_cv2, normalised_entropy, token_entropy
 from moecore.records import RoutingRecord
 
@@ -18,13 +20,20 @@ from moecore.records import RoutingRecord
 def row(logits: Tensor, labels: Tensor, records: Sequence[RoutingRecord], k: int, threshold: float | None) -> dict[str, Any]:
     """Accuracy with its Wilson interval, the routing metrics' means over the MoE layers, and each layer's under ``layers``.
 
-    logits: (N, K); labels: (N,).  ``tail_mass`` is eq. 12 where there is a ``threshold``, else the share of the probs outside the best k
+    logits: (N, K); labels: (N,).  For real labels, of predictions (N, 1), ``mae`` stands in the place of accuracy.
+    ``tail_mass`` is eq. 12 where there is a ``threshold``, else the share of the probs outside the best k
     (``tail_of_probs``), which is there for all.  A mean is None where a layer has no value: eq. 12 needs an eligible expert.
     """
+    layers = [_layer(record, k, threshold) for record in records]
+    return {**_standing(logits, labels), **_means(layers), "layers": layers}
+
+
+def _standing(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
+    if real(labels):
+        return error_score(absolute_error(logits, labels))
     hits = correct(logits, labels)
     accuracy = wilson(int(hits.sum()), len(hits))
-    layers = [_layer(record, k, threshold) for record in records]
-    return {"accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high, **_means(layers), "layers": layers}
+    return {"accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high}
 
 
 def _layer(record: RoutingRecord, k: int, threshold: float | None) -> dict[str, float | None]:

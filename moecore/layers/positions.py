@@ -1,5 +1,6 @@
-"""Position embeddings for another resolution."""
+"""Position embeddings: for another resolution, and fixed ones."""
 
+import math
 from typing import Literal
 
 import torch
@@ -9,18 +10,46 @@ from torch.nn.functional import interpolate
 Interpolation = Literal["bilinear", "bicubic"]
 
 
-def resize_positions(positions: Tensor, prefix: int, size: tuple[int, int], mode: Interpolation = "bilinear") -> Tensor:
-    """Interpolate (1, prefix + rows·columns, width) position embeddings of a square grid to the grid ``size``.
+def resize_positions(
+    positions: Tensor, prefix: int, size: tuple[int, ...], mode: Interpolation = "bilinear", old: tuple[int, ...] | None = None
+) -> Tensor:
+    """Interpolate (1, prefix + patches, width) position embeddings of the grid ``old`` (None: a square one) to the grid ``size``.
 
-    The first ``prefix`` embeddings (class and distillation token) are kept as they are. Raises ValueError where the
-    patches do not form a square. Source: ViT (Dosovitskiy et al. 2021, §3.2); bicubic as in DeiT.
+    The first ``prefix`` embeddings (class and distillation token) are kept as they are. On three axes bilinear means trilinear.
+    Raises ValueError where the patches do not form the grid, or for bicubic on three axes.
+    Source: ViT (Dosovitskiy et al. 2021, §3.2); bicubic as in DeiT.
     """
     special, patches = positions[:, :prefix], positions[:, prefix:]
-    side = round(patches.shape[1] ** 0.5)
-    if side * side != patches.shape[1]:
-        raise ValueError(f"{patches.shape[1]} position embeddings do not form a square grid")
-    if (side, side) == tuple(size):
+    old = _square(patches.shape[1]) if old is None else tuple(old)
+    if torch.Size(old).numel() != patches.shape[1] or len(old) != len(size):
+        raise ValueError(f"{patches.shape[1]} position embeddings of the grid {list(old)} cannot be brought to the grid {list(size)}")
+    if old == tuple(size):
         return positions
-    grid = patches.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
-    grid = interpolate(grid, size=size, mode=mode, align_corners=False, antialias=True)
-    return torch.cat([special, grid.permute(0, 2, 3, 1).flatten(1, 2).to(positions.dtype)], dim=1)
+    if len(size) == 3 and mode != "bilinear":
+        raise ValueError(f"interpolation: found {mode}; allowed for volumes: bilinear")
+    grid = patches.reshape(1, *old, -1).movedim(-1, 1).float()
+    how = {"mode": "trilinear"} if len(size) == 3 else {"mode": mode, "antialias": True}  # torch smooths no volumes when it shrinks them
+    grid = interpolate(grid, size=size, align_corners=False, **how)
+    return torch.cat([special, grid.flatten(2).transpose(1, 2).to(positions.dtype)], dim=1)
+
+
+def waves(grid: tuple[int, ...], width: int) -> Tensor:
+    """Fixed embeddings (1, patches, width) of a grid of patches, the last axis fastest: sines and cosines of the place along each axis.
+
+    Each axis has an equal part of the width, first its sines, then its cosines, at wavelengths from 2π to 2π·10⁴ patches.
+    Raises ValueError unless twice the number of axes divides the width. Source: Vaswani et al. (2017), §3.5, one axis after another.
+    """
+    if width % (2 * len(grid)):
+        raise ValueError(f"a width of {width} cannot hold a sine and a cosine along each of {len(grid)} axes")
+    number = width // (2 * len(grid))
+    rates = torch.exp(-math.log(1e4) * torch.arange(number) / max(1, number - 1))
+    places = torch.stack(torch.meshgrid(*(torch.arange(length) for length in grid), indexing="ij"), dim=-1).flatten(0, -2)
+    angles = places[:, :, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(1).unsqueeze(0)
+
+
+def _square(patches: int) -> tuple[int, int]:
+    side = round(patches**0.5)
+    if side * side != patches:
+        raise ValueError(f"{patches} position embeddings do not form a square grid")
+    return side, side

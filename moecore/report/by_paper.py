@@ -13,7 +13,7 @@ BESIDE = {"cost": ("test_accuracy", "parameters", "active_parameters", "training
 
 
 def by_paper(metrics: Sequence[Metric], cells: Cells) -> str:
-    """One small table for each paper whose metrics any method has, each beginning with the test accuracy; "" where there is none."""
+    """One small table for each paper whose metrics any method has, each beginning with the test accuracy (the error, for ages); "" where there is none."""
     parts = [_part(paper, metrics, cells) for paper in PAPERS if any(metric.paper == paper and not metric.detail for metric in metrics)]
     if not parts:
         return ""
@@ -23,7 +23,7 @@ def by_paper(metrics: Sequence[Metric], cells: Cells) -> str:
 
 def _part(paper: str, metrics: Sequence[Metric], cells: Cells) -> str:
     own = [metric for metric in metrics if metric.paper == paper and not metric.detail]
-    beside = BESIDE.get(paper, ("test_accuracy",))
+    beside = (*BESIDE.get(paper, ("test_accuracy",)), "test_mae")
     columns = [metric for metric in metrics if metric.name in beside] + own
     routed = {method: row for method, row in cells.items() if any(row[metric.name] for metric in own)}
     absent = [method for method in cells if method not in routed]

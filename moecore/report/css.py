@@ -42,6 +42,7 @@ tr:not(.paper) + .paper > * { border-top: 2px solid var(--line); }
 details th .note { min-width: 24ch; }
 .group > * { padding-top: 1.1rem; color: var(--accent); }
 .group th { white-space: nowrap; max-width: 0; border-right: 0; }
+.simulated { background: var(--against); color: var(--page); padding: .6rem .9rem; border-radius: 8px; max-width: none; }
 .verdict { font-weight: 650; white-space: nowrap; }
 .holds { color: var(--holds); }
 .contradicted { color: var(--against); }

@@ -21,18 +21,22 @@ Rows = Sequence[Mapping[str, Any]]
 
 @styled
 def training_curves(curves: Mapping[str, Sequence[Rows]]) -> Figure:
-    """Cross-entropy in training and validation accuracy over epochs; ``curves``: label → one curve a seed → rows with epoch and values."""
+    """Loss in training and validation accuracy, or the error of ages, over epochs; ``curves``: label → one curve a seed → rows with epoch and values."""
     figure = new_figure(4.8, 4.8)
+    ages = any("validation_mae" in row for seeds in curves.values() for rows in seeds for row in rows)
     loss, accuracy = figure.subplots(2, 1, sharex=True)
     for index, (label, seeds) in enumerate(curves.items()):
         for number, rows in enumerate(seeds):
             look = {**line_look(index), "alpha": 0.9 if number == 0 else 0.45, "label": label if number == 0 else None}
             _plot_known(loss, rows, "train_loss", {**look, "marker": ""})
-            _plot_known(accuracy, rows, "validation_accuracy", look)
-    loss.set(ylabel="Cross-entropy in training", title="Training")
+            _plot_known(accuracy, rows, "validation_mae" if ages else "validation_accuracy", look)
+    loss.set(ylabel="Loss in training" if ages else "Cross-entropy in training", title="Training")
     accuracy.set_xlabel("Epoch")
-    share_axis(accuracy, "Validation accuracy")
-    legend_of(figure, accuracy, "lower right")
+    if ages:
+        accuracy.set_ylabel("Validation MAE")
+    else:
+        share_axis(accuracy, "Validation accuracy")
+    legend_of(figure, accuracy, "upper right" if ages else "lower right")
     return figure
 
 

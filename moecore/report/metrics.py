@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from moecore.evaluation.intervals import Interval, wilson
 from moecore.evaluation.robust import unpacked
 from moecore.report.metric import Metric, Reader, mean, slug, value_of
-from moecore.report.metrics_adversarial import adversarial, corruption, theory
+from moecore.report.metrics_adversarial import adversarial, changes, corruption, theory
+from moecore.report.metrics_ages import age_errors, attacked_ages, of_ages, regions_and_checks, table_s1
 from moecore.report.metrics_cost import cost, overhead
 from moecore.report.relative import NONE, Relative
 from moecore.report.results import Measured
@@ -18,9 +19,11 @@ def metrics_of(measured: Sequence[Measured], relative: Relative = NONE) -> list[
 
     relative: what the columns that compare with one method are divided by.
     """
+    ages = of_ages(measured)
     return [
-        *_general(measured), *overhead(relative), *_prc(measured), *_ermoe(), *_tgr(), *_moge(measured),
-        *adversarial(measured), *theory(), *corruption(measured, relative), *cost(),
+        *(age_errors() if ages else _general(measured)), *overhead(relative), *_prc(measured), *_ermoe(), *_tgr(), *_moge(measured),
+        *([*attacked_ages(measured), *changes(measured)] if ages else adversarial(measured)), *theory(), *corruption(measured, relative), *cost(),
+        *([*table_s1(), *regions_and_checks()] if ages else []),
     ]  # fmt: skip
 
 

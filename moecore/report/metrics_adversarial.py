@@ -20,10 +20,15 @@ KNOWN = ("fgsm", "pgd", "apgd", "ce", "dlr")
 def adversarial(measured: Sequence[Measured]) -> list[Metric]:
     """Accuracy and change of the routing under each attack, and under the worst of them for each image, at the largest epsilon."""
     attacks = {name: strongest(measured, name) for name in attacks_of(measured)}
+    accuracies = (_accuracy_under(name, f"{attack_title(name)}, ε = {eps}", "accuracy under attack") for name, eps in attacks.items())
+    return [*accuracies, *_worst(measured), *changes(measured)]
+
+
+def changes(measured: Sequence[Measured]) -> list[Metric]:
+    """Change of the chosen and of the processing experts under each attack at the largest epsilon."""
+    attacks = {name: strongest(measured, name) for name in attacks_of(measured)}
     chosen, used = (f"1 − IoU of the experts that {what} a token at ε = {{}}, mean over layers" for what in ("are chosen for", "process"))
     return [
-        *(_accuracy_under(name, f"{attack_title(name)}, ε = {eps}", "accuracy under attack") for name, eps in attacks.items()),
-        *_worst(measured),
         *(_change(n, "routing_change", f"Routing change, {attack_title(n)}", chosen.format(eps)) for n, eps in attacks.items()),
         *(_change(n, "processing_change", f"Processing change, {attack_title(n)}", used.format(eps)) for n, eps in attacks.items()),
     ]

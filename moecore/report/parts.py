@@ -16,7 +16,7 @@ def first_of(models: Models) -> Measured:
 
 
 def training(models: Models, phase: str) -> str:
-    """Loss and validation accuracy over the epochs."""
+    """Loss and validation accuracy (error, of ages) over the epochs."""
     curves = {method: [model.trained["curve"] for model in seeds.values()] for method, seeds in models.items()}
     return figure(training_curves(curves), f"{phase}: training", "One line a seed.")
 
@@ -43,8 +43,8 @@ def maps(models: Models, phase: str) -> str:
 
 
 def calibration(models: Models, phase: str) -> str:
-    """Reliability before and after; nothing where it was not measured."""
-    if not first_of(models).calibrate:
+    """Reliability before and after; nothing where it was not measured, and for ages, which have a part of their own."""
+    if "before" not in first_of(models).calibrate:
         return ""
     first = {method: next(iter(seeds.values())).calibrate for method, seeds in models.items()}
     fitted = ", ".join(f"{method} {found['temperature']:.2f}{' (at its limit)' if found['at_limit'] else ''}" for method, found in first.items())
@@ -75,11 +75,11 @@ def experts(models: Models, phase: str) -> str:
 
 
 def confusion(models: Models, phase: str) -> str:
-    """Confusion matrices; nothing where images have several labels each."""
+    """Confusion matrices; nothing where images have several labels each, or an age."""
     drawn = ""
     for method, seeds in models.items():
         found = next(iter(seeds.values())).trained
-        if found["confusion"] is not None:
+        if found.get("confusion") is not None:
             matrix = confusion_matrix(found["confusion"], found["classes"], f"Confusion: {method}")
             drawn += figure(matrix, f"{phase}: confusion of {method}", "Percent of each true class. First seed.")
     return f"<details><summary>Confusion matrices</summary><div class=grid>{drawn}</div></details>" if drawn else ""

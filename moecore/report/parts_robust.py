@@ -7,6 +7,7 @@ from typing import Any
 from moecore.evaluation.intervals import over_seeds
 from moecore.report.curves import Row, robustness_rows
 from moecore.report.figures import robustness_curve
+from moecore.report.figures_errors import error_curve
 from moecore.report.figures_noise import corruption_errors, noise_overlays, noise_ramp
 from moecore.report.figures_sweeps import value_curves
 from moecore.report.markup import figure, table_of
@@ -25,17 +26,17 @@ def curves(models: Models, phase: str) -> str:
 
 
 def attacks(models: Models, phase: str) -> str:
-    """Accuracy over epsilon for each attack and for the worst of them, and the change of the routing."""
+    """Accuracy (error, of ages) over epsilon for each attack and for the worst of them, and the change of the routing."""
     first, drawn, movements = first_of(models), [], []
     for attack in attacks_of([model for seeds in models.values() for model in seeds.values()]):
-        rows = {method: robustness_rows(list(seeds.values()), attack) for method, seeds in models.items()}
+        rows = {method: robustness_rows(list(seeds.values()), attack, value_under(first)) for method, seeds in models.items()}
         drawn.append(_accuracy(rows, attack, phase, first))
         moved = {method: _movement(list(seeds.values()), attack) for method, seeds in models.items()}
         if any(moved.values()):
             curve = robustness_curve(moved, f"Routing change under {attack}", "1 − IoU of experts", whole=False)
             caption = "Share of a token's chosen experts that changes; mean over MoE layers and seeds."
             movements.append(figure(curve, f"{phase}: routing under {attack}", caption))
-    worst = {method: robustness_rows(list(seeds.values()), WORST) for method, seeds in models.items()}
+    worst = {method: robustness_rows(list(seeds.values()), WORST, value_under(first)) for method, seeds in models.items()}
     return "".join([*drawn, *([_accuracy(worst, WORST, phase, first)] if all(worst.values()) else []), *movements])
 
 
@@ -86,7 +87,13 @@ def noise(models: Models, phase: str) -> str:
 def _accuracy(rows: Mapping[str, list[Row]], attack: str, phase: str, first: Measured) -> str:
     title = "the worst attack for each image" if attack == WORST else attack
     caption = f"{first.robustness['images']} test images, the same for every method. Bands: 95 % intervals."
-    return figure(robustness_curve(rows, f"Accuracy under {title}"), f"{phase}: {attack_title(attack)}", caption)
+    curve = error_curve(rows, f"Error under {title}", "MAE, years") if value_under(first) == "mae" else robustness_curve(rows, f"Accuracy under {title}")
+    return figure(curve, f"{phase}: {attack_title(attack)}", caption)
+
+
+def value_under(model: Measured) -> str:
+    """What the rows of an attack say of the predictions: "mae" of ages, else "accuracy"."""
+    return "mae" if "clean_mae" in model.robustness else "accuracy"
 
 
 def _movement(models: Sequence[Measured], attack: str) -> list[Row]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from moecore.data.prepared import is_real
 from moecore.files import StageError, read_json
 from moecore.selection import Selection
 
@@ -13,6 +14,7 @@ TRAINED = (
     "test_accuracy", "test_correct", "test_count", "test_loss", "images_per_second", "seconds", "parameters", "active_parameters",
     "curve", "confusion", "classes",
 )  # fmt: skip
+TRAINED_AGES = ("test_mae", "images_per_second", "seconds", "parameters", "active_parameters", "curve")
 MEASURED = {
     "calibrate": ("temperature", "at_limit", "before", "after", "hits"),
     "robustness": ("images", "clean_accuracy", "attacks", "worst_case", "audit"),
@@ -22,6 +24,11 @@ MEASURED = {
     "lipschitz": ("images", "local_mean"),
     "cost": ("flops_per_image", "latency_ms", "peak_memory_bytes", "routing_ms", "routing_share"),
     "stability": ("images", "noise"),
+    "cohort_checks": ("isolated", "ageing", "rescan"),
+}
+MEASURED_AGES = MEASURED | {  # where the answer is a real number
+    "calibrate": ("task", "raw", "pooled", "sex_specific", "median_mae", "age_range", "interval", "points"),
+    "robustness": ("images", "clean_mae", "attacks", "worst_case", "audit"),
 }
 USUAL = ("calibrate", "robustness", "routing")
 NOTHING: dict[str, Any] = MappingProxyType({})
@@ -39,6 +46,7 @@ class Measured(NamedTuple):
     lipschitz: dict[str, Any] = NOTHING
     cost: dict[str, Any] = NOTHING
     stability: dict[str, Any] = NOTHING
+    cohort_checks: dict[str, Any] = NOTHING
 
 
 class Results(NamedTuple):
@@ -47,6 +55,11 @@ class Results(NamedTuple):
     models: dict[str, dict[str, dict[int, Measured]]]
     cards: dict[str, dict[str, Any]]
     settings: str
+
+    @property
+    def simulated(self) -> list[str]:
+        """Names of the data sets that are simulated."""
+        return [card["name"] for card in self.cards.values() if card.get("simulated")]
 
 
 def study_stages(params: str | Path) -> frozenset[str]:
@@ -64,17 +77,21 @@ def read_results(run: Selection, settings: str, root: str | Path = ".", stages: 
     """
     root = Path(root)
     there = {phase: [stage for stage in stages if run.covers(stage, phase)] for phase in run.phases}
+    cards = {phase: read_json(root / "artifacts/data" / phase / "card.json") for phase in run.phases}
     models = {
-        phase: {method: {seed: _measured(root, Path(phase) / method / f"{seed}.json", there[phase]) for seed in run.seeds} for method in run.methods}
+        phase: {
+            method: {seed: _measured(root, Path(phase) / method / f"{seed}.json", there[phase], is_real(cards[phase])) for seed in run.seeds}
+            for method in run.methods
+        }
         for phase in run.phases
     }
-    return Results(models, {phase: read_json(root / "artifacts/data" / phase / "card.json") for phase in run.phases}, settings)
+    return Results(models, cards, settings)
 
 
-def _measured(root: Path, where: Path, stages: Collection[str]) -> Measured:
-    folder = root / "artifacts/measured"
-    found = {stage: _with(folder / stage / where, keys) for stage, keys in MEASURED.items() if stage in stages}
-    return Measured(_with(folder / where, TRAINED), **found)
+def _measured(root: Path, where: Path, stages: Collection[str], real: bool) -> Measured:
+    folder, wanted = root / "artifacts/measured", MEASURED_AGES if real else MEASURED
+    found = {stage: _with(folder / stage / where, keys) for stage, keys in wanted.items() if stage in stages}
+    return Measured(_with(folder / where, TRAINED_AGES if real else TRAINED), **found)
 
 
 def _with(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:

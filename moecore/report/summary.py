@@ -8,16 +8,18 @@ from typing import Any
 from moecore.files import StageError, read_json
 
 FORMS = {"share": "{:.2%}", "number": "{:.3f}", "count": "{:,.0f}"}
+AGES = ("mae_of_median", "mae_pooled", "isolated_wm", "isolated_gm", "isolated_csf", "own_expert_gain", "monotone", "rescan")
 COLUMNS = {"ece_after": "number", "load_cv2": "number", "entropy": "number", "active_parameters": "count", "images_per_second": "count"}
 
 
 def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     """One row per phase and method: every headline value that any method has, with its 95 % interval."""
-    methods = {name: found for name, found in compared.items() if name != "claims"}
+    methods = {name: found for name, found in compared.items() if name not in ("claims", "data")}
     phases = list(next(iter(methods.values())))
     cells = [found[phase] for phase in phases for found in methods.values()]
-    attacks = [name for name in cells[0] if name.startswith("accuracy_")]
-    columns = {"test_accuracy": "share", **dict.fromkeys(attacks, "share"), **COLUMNS}
+    shares, errors = ([name for name in cells[0] if name.startswith(start)] for start in ("accuracy_", "attacked_mae_"))
+    columns = {"test_accuracy": "share", "test_mae": "number", **dict.fromkeys(AGES, "number"), "monotone": "share"}
+    columns |= {**dict.fromkeys(shares, "share"), **dict.fromkeys(errors, "number"), **COLUMNS}
     columns = {name: form for name, form in columns.items() if any(name in found for found in cells)}
     return [
         {"phase": phase, "method": method, **{name: _shown(found[phase].get(name), form) for name, form in columns.items()}}
@@ -55,6 +57,9 @@ def main(path: str = "reports/compare.json") -> None:
     for row in found:
         table.add_row(*row.values())
     console = Console(width=None if sys.stdout.isatty() else 200)
+    for phase, facts in compared.get("data", {}).items():
+        if facts["simulated"]:
+            console.print(f"{phase}: {facts['name']} is SIMULATED data", style="bold")
     console.print(table)
     for line in claim_lines(compared.get("claims", {})):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from moecore.data.prepared import is_real
 from moecore.evaluation.intervals import Interval, over_seeds
 from moecore.report import standing
 from moecore.report.metric import Metric, number
@@ -89,6 +90,13 @@ def flat(results: Results) -> dict[str, Any]:
                 if found:
                     compared[method][phase][metric.name] = as_json(found) | ({"against": tested[method]} if method in tested else {})
     return compared
+
+
+def data_facts(results: Results) -> dict[str, Any]:
+    """The entry ``data`` of compare.json where answers are real numbers: phase → name, simulated, target and unit; {} without such data."""
+    cohorts = {phase: card for phase, card in results.cards.items() if is_real(card)}
+    facts = {phase: {name: card[name] for name in ("name", "simulated", "target", "unit")} for phase, card in cohorts.items()}
+    return {"data": facts} if facts else {}
 
 
 def as_json(found: Cell) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from moecore.backbones.image import ImageSpec
 from moecore.sources import ROOT
 from moecore.tracking.store import uri
 
@@ -37,6 +38,7 @@ def _shapes(card: dict[str, Any]) -> tuple[Any, Any]:
     import numpy
     from mlflow.types import Schema, TensorSpec
 
-    images = TensorSpec(numpy.dtype("float32"), (-1, card["channels"], card["size"], card["size"]), "images")
-    scores = TensorSpec(numpy.dtype("float32"), (-1, len(card["classes"])), "scores")
-    return Schema([images]), Schema([scores])
+    spec = ImageSpec.from_card(card)
+    images = TensorSpec(numpy.dtype("float32"), (-1, spec.channels, *spec.shape), "images")
+    answers = TensorSpec(numpy.dtype("float32"), (-1, spec.outputs), spec.target or "scores")
+    return Schema([images]), Schema([answers])

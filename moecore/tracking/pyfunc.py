@@ -5,7 +5,10 @@ from mlflow.pyfunc import PythonModel
 
 
 class Classifier(PythonModel):
-    """``predict({"images": (N, C, H, W) in [0, 1], float32})`` returns the class scores (N, K) before softmax, float32."""
+    """``predict({"images": (N, C, H, W) in [0, 1], float32})`` returns the class scores (N, K) before softmax, float32.
+
+    Volumes are (N, C, D, H, W); a model of a target returns it in its unit (N, 1), such as an age in years.
+    """
 
     def load_context(self, context):
         from moecore.artifacts import load_model

@@ -16,6 +16,7 @@ from moecore.data.mix import mix
 from moecore.data.views import make_views
 from moecore.evaluation.classification import correct
 from moecore.evaluation.predict import predictions
+from moecore.evaluation.regression import mae, real
 from moecore.files import StageError
 from moecore.records import Batch, Step
 from moecore.training.checkpoint import Checkpoint
@@ -24,13 +25,14 @@ from moecore.training.objective import Objective, task_loss
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
+from moecore.training.warm_start import WarmStart
 
 
 VIEWS, NOISE, ATTACK = 1, 2, 3  # purposes of the random streams; 0 is the order of the images
 
 
 class Metrics(NamedTuple):
-    """What is known after ``step`` of ``steps`` steps: raw loss terms, accuracies in [0, 1], images per second."""
+    """What is known after ``step`` of ``steps`` steps: raw loss terms, accuracies in [0, 1] (for real labels mean absolute errors in their unit), images per second."""
 
     step: int
     steps: int
@@ -39,7 +41,7 @@ class Metrics(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A model and what it learns from; ``guide`` is a frozen teacher for the losses that need one, ``views`` how many of each image."""
+    """A model and what it learns from; ``guide`` is a frozen teacher for the losses that need one, ``views`` how many of each image, ``warm`` the first epochs of region experts."""
 
     model: nn.Module
     classes: int
@@ -48,6 +50,7 @@ class Task(NamedTuple):
     objective: Objective
     guide: Guide | None = None
     views: int = 1
+    warm: WarmStart | None = None
 
     @property
     def learners(self) -> nn.Module:
@@ -68,7 +71,7 @@ def fit(task: Task, settings: Training, seed: int, runtime: Runtime, checkpoint:
     per_epoch, steps = steps_per_epoch(len(task.train.labels), settings.batch), total_steps(task, settings)
     done, note = checkpoint.load(learners, optimizer) if checkpoint else (0, {})
     dtype = getattr(torch, note["dtype"]) if note else runtime.dtype(settings.precision)
-    meter, saved = Meter(device), done
+    meter, saved = Meter(device, "train_mae" if real(task.train.labels) else "train_accuracy"), done
     for step in range(done, steps):
         model.train()
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
@@ -102,13 +105,18 @@ def training_batch(task: Task, settings: Training, seed: int, step: int) -> Batc
     Two views of each image are never mixed with other images: a patch would lose its partner (PRC, §IV).
     """
     generator = generator_for(seed, step, VIEWS)
-    images, labels = task.train.take(batch_indices(len(task.train.labels), settings.batch, seed, step))
+    indices = batch_indices(len(task.train.labels), settings.batch, seed, step)
+    images, labels = task.train.take(indices)
+    warm = task.warm if task.warm and step < task.warm.epochs * steps_per_epoch(len(task.train.labels), settings.batch) else None
+    if warm:
+        images, region = warm.isolated(images, indices, step)
     made = [make_views(images, settings.views, generator) for _ in range(task.views)]
     views, affines = (torch.cat(parts) if task.views > 1 else parts[0] for parts in zip(*made, strict=True))
     labels = torch.cat([labels] * task.views)
     if settings.mix is not None and task.views == 1:
         views, labels = mix(views, labels, task.classes, settings.mix, generator)
-    return Batch(views, labels, affines, task.views)
+    preference = warm.preference(views, region.repeat(task.views), task.model.layout) if warm else None
+    return Batch(views, labels, affines, task.views, preference)
 
 
 def step_batch(task: Task, settings: Training, seed: int, step: int) -> Batch:
@@ -129,12 +137,16 @@ def end_epoch(model: nn.Module) -> None:
 def train_step(
     task: Task, settings: Training, optimizer: torch.optim.Optimizer, batch: Batch, rate: float, dtype: torch.dtype, progress: float
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """One update. Returns the detached terms (``loss`` is their weighted sum) and the number of correct predictions."""
+    """One update. Returns the detached terms (``loss`` is their weighted sum) and the number of correct predictions.
+
+    For real labels the second is the sum of the absolute errors, in their unit.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate
     with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype != torch.float32):
         guidance = task.guide(batch.images) if task.guide is not None else None
-        output = task.model(batch.images, guidance, progress)
+        sent = {} if batch.preference is None else {"preference": batch.preference}
+        output = task.model(batch.images, guidance, progress, **sent)
     terms = task.objective.terms(Step(batch, output, task.model, guidance, progress))
     loss = task.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)
@@ -142,23 +154,31 @@ def train_step(
     if settings.clip is not None:
         nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], settings.clip, foreach=True)
     optimizer.step()
-    target = batch.labels.argmax(dim=-1) if batch.labels.is_floating_point() else batch.labels  # of mixed images the larger share
-    hits = correct(output.prediction, target).sum() / batch.views
-    return {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}, hits
+    return {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}, _hits(output.prediction.detach(), batch.labels) / batch.views
+
+
+def _hits(prediction: Tensor, labels: Tensor) -> Tensor:
+    """The number of correct predictions, or the sum of |ŷ − y| for real labels; on the device, unchecked: a loss that is not finite is found later."""
+    if real(labels):
+        return (prediction[:, 0].float() - labels).abs().sum()
+    return correct(prediction, labels.argmax(dim=-1) if labels.is_floating_point() else labels).sum()  # of mixed images the larger share
 
 
 def validate(model: nn.Module, split: OnDevice | OnDisk) -> dict[str, float]:
-    """Accuracy (precision at 1 where images have several labels) and mean task loss on a split, in fp32 and evaluation mode."""
+    """Accuracy (precision at 1 where images have several labels, mean absolute error of real ones) and mean task loss on a split, in fp32 and evaluation mode."""
     logits, _ = predictions(model, split.images, batch=500, routing=False)
     labels = split.labels.cpu()
+    if real(labels):
+        return {"validation_mae": mae(logits, labels), "validation_loss": float(task_loss(logits, labels, unit=model.image.target_std))}
     return {"validation_accuracy": float(correct(logits, labels).float().mean()), "validation_loss": float(task_loss(logits, labels))}
 
 
 class Meter:
     """Sums on the device between two logged points, read once each time: no host synchronisation in a step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, measure: str = "train_accuracy") -> None:
+        """``measure``: the name of the mean, per image, of the second result of a step."""
+        self.device, self.measure = device, measure
         self.start()
 
     def start(self) -> None:
@@ -180,7 +200,7 @@ class Meter:
         if self.first_bad < torch.iinfo(torch.int64).max:
             raise StageError(f"the loss is not finite since step {int(self.first_bad)} ({_shown(means)}); {last_good}. Lower the learning rate or a weight")
         seconds = time.perf_counter() - self.begun
-        return means | {"train_accuracy": correct / self.images, "images_per_second": self.images / seconds}
+        return means | {self.measure: correct / self.images, "images_per_second": self.images / seconds}
 
 
 def _check_weights(model: nn.Module, step: int, values: dict[str, float], last_good: str) -> None:

@@ -10,6 +10,7 @@ from moecore.files import StageError
 from moecore.layers.moe import Blocks, MoE
 from moecore.records import Feature
 from moecore.regularizers import Regularizer
+from moecore.regularizers.region_routing import RegionRouting
 from moecore.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
 from moecore.routers import Router
 
@@ -25,6 +26,25 @@ class TeacherRouter(Config):
     fit: Literal["fitted", "joint"] = Field(default="fitted", description="fitted beforehand by the stage teacher_router, or jointly while pretraining")
 
 
+class Regions(Config):
+    """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and begin on volumes that keep only theirs.
+
+    In the first epochs each volume keeps one tissue, all in turn, and the tokens that hold any of it go to its expert, whose second
+    choice is the best free expert; background and class token go where the router sends them. Afterwards the router alone decides.
+    """
+
+    experts: tuple[str, ...] = Field(min_length=1, description="tissues, as the data names them; the first experts are theirs, the others are free")
+    warm_start_epochs: int = Field(default=3, ge=0, description="epochs on volumes that keep one tissue; 0 for none")
+    weight: float = Field(default=1.0, ge=0, description="factor of the loss region_routing in those epochs; 0 leaves it out")
+    temperature: float = Field(default=0.1, gt=0, description="of that loss: scores are divided by it")
+
+    @model_validator(mode="after")
+    def _once(self) -> "Regions":
+        if len(set(self.experts)) != len(self.experts):
+            raise ValueError(f"experts are {list(self.experts)}; allowed: each tissue once")
+        return self
+
+
 class Method(Config):
     """A routing method. Without ``router`` and ``experts`` it is a dense model."""
 
@@ -36,6 +56,8 @@ class Method(Config):
     distillation: float = Field(default=0.0, ge=0, lt=1, description="share of DeiT's hard distillation in the task loss (DeiT: 0.5); the teacher must know the classes")
     upcycle: bool = Field(default=False, description="start from the teacher's weights, its MLPs copied into every expert (sparse upcycling)")
 
+    regions: Regions | None = Field(default=None, description="region experts and their warm start; null for none (data with tissue maps only)")
+    permuted: bool = Field(default=False, description="null control: the training labels are permuted among the training images")
     model: dict[str, int | float] = Field(default={}, description="settings of the section `model` that are other ones for this method: {width: 128}")
 
     @model_validator(mode="after")
@@ -43,6 +65,29 @@ class Method(Config):
         if (self.router is None) != (self.experts is None):
             raise ValueError("a method has both `router` and `experts`, or neither (a dense model)")
         return self
+
+    @model_validator(mode="after")
+    def _room_for_regions(self) -> "Method":
+        if self.regions is None:
+            return self
+        if self.router is None or self.experts is None:
+            raise ValueError("regions: a dense model has no experts to name; give the method a router and experts, or leave out regions")
+        named, number = len(self.regions.experts), self.experts.number
+        if named > number:
+            raise ValueError(f"regions.experts names {named} experts, but experts.number is {number}")
+        if self.regions.warm_start_epochs and "preference" not in self.router.provides:
+            raise ValueError(f"regions.warm_start_epochs: the router {self.router.kind} sends no token where it is told; allowed: 0, or the router eigenbasis")
+        if self.regions.warm_start_epochs and number - named + 1 < self.router.k:
+            raise ValueError(f"regions: a token of a tissue goes to its expert and {self.router.k - 1} free ones, but only {number - named} of {number} are free")
+        return self
+
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        """The experts' names: tissues, then free_<index>; expert_<index> where the method has no region experts; none for a dense model."""
+        number = 0 if self.experts is None else self.experts.number
+        if self.regions is None:
+            return tuple(f"expert_{index}" for index in range(number))
+        return (*self.regions.experts, *(f"free_{index}" for index in range(len(self.regions.experts), number)))
 
     def sized(self, model: AnyModel) -> AnyModel:
         """The section ``model`` with this method's own settings in it. Raises StageError, naming the key, where it does not take them."""
@@ -78,9 +123,11 @@ class Method(Config):
 
     @property
     def losses(self) -> tuple[Regularizer, ...]:
-        """The regularizers, and with joint training the loss of the teacher's routers."""
-        own = TeacherRouterLoss(balance=self.teacher_router.load, entropy=self.teacher_router.entropy)
-        return (*self.regularizers, own) if self.joint else self.regularizers
+        """The regularizers, with joint training the loss of the teacher's routers, and with a warm start that of the region experts."""
+        own = (TeacherRouterLoss(balance=self.teacher_router.load, entropy=self.teacher_router.entropy),) if self.joint else ()
+        warm = self.regions is not None and self.regions.warm_start_epochs and self.regions.weight
+        pull = (RegionRouting(weight=self.regions.weight, temperature=self.regions.temperature),) if warm else ()
+        return (*self.regularizers, *own, *pull)
 
     @property
     def views(self) -> int:
@@ -95,7 +142,7 @@ class Method(Config):
         return self.router.provides | self.experts.provides | {"routing"}
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
-        """The method with another k, and without the losses that need a teacher unless ``guided``.
+        """The method with another k, without a warm start, and without the losses that need a teacher unless ``guided``.
 
         Hard distillation goes on only where the teacher knows the new classes.
         """
@@ -103,4 +150,4 @@ class Method(Config):
         share = self.distillation if guided and same_classes else 0.0
         router = None if self.router is None else self.router.finetuned()
         router = router.with_k(k) if router is not None and k is not None else router
-        return self.model_copy(update={"regularizers": kept, "router": router, "distillation": share, "upcycle": False})
+        return self.model_copy(update={"regularizers": kept, "router": router, "distillation": share, "upcycle": False, "regions": None})

@@ -16,9 +16,10 @@ def upcycle(model: nn.Module, dense: nn.Module) -> nn.Module:
     or where the experts are no plain MLPs.
     """
     weights, own = dict(dense.state_dict()), model.state_dict()
-    if dense.image.classes != model.image.classes:
+    if dense.image.answers != model.image.answers:
         weights = {name: value for name, value in weights.items() if not name.startswith("head")}
-    weights["pos_embed"] = resize_positions(weights["pos_embed"], model.positioned, model.layout.grid)
+    if "pos_embed" in weights:  # fixed positions are no weights
+        weights["pos_embed"] = resize_positions(weights["pos_embed"], model.positioned, model.layout.grid, old=dense.layout.grid)
     sparse = () if model.moe is None else model.moe.indices(model.depth)
     for index in sparse:
         _fill_experts(model.blocks[index].mlp.experts, weights, f"blocks.{index}.mlp.")

@@ -1,0 +1,121 @@
+"""participants.tsv and sessions.tsv of a cohort: who there is, with everything that is wrong about the rows."""
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from moecore.data.prepared import SPLITS
+from moecore.data.subjects import Subject
+from moecore.files import StageError
+
+NEEDED = ("participant_id", "age", "sex")
+SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": "", "n/a": ""}
+MISSING = ("", "n/a")
+
+
+class Problem(NamedTuple):
+    """Why one subject, or one of his sessions, cannot be used; ``reason`` names the file."""
+
+    participant_id: str
+    session_id: str
+    reason: str
+
+
+class Table(NamedTuple):
+    """The usable rows, the splits that the user chose (participant → split), and the problems of the others."""
+
+    subjects: list[Subject]
+    splits: dict[str, str]
+    problems: list[Problem]
+
+
+def read_table(root: Path, ages: tuple[float, float]) -> Table:
+    """Read root/participants.tsv, and root/<participant>/<participant>_sessions.tsv where there is one.
+
+    A sessions table gives session_id and, where it has the column, age; else participants.tsv does. Ages must lie within ``ages``.
+    Raises StageError where participants.tsv is missing or lacks a column.
+    """
+    path = root / "participants.tsv"
+    rows, problems, subjects = _rows(path, NEEDED), [], []
+    for participant in {row["participant_id"]: row for row in rows}:
+        mine = [row for row in rows if row["participant_id"] == participant]
+        for file, row in _visits(root, path, participant, mine):
+            subject, wrong = _subject(row, ages)
+            problems += [Problem(participant, subject.session_id, f"{file}: {participant}: {why}") for why in wrong]
+            subjects.append(subject)
+    splits, split_problems = _splits(path, rows)
+    problems += _doubles(path, subjects) + split_problems + _without_rows(root, {row["participant_id"] for row in rows})
+    bad = {problem[:2] for problem in problems}
+    return Table([subject for subject in subjects if subject[:2] not in bad and (subject.participant_id, "*") not in bad], splits, problems)
+
+
+def _rows(path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise StageError(f"{path}: no such file; a cohort needs it, with the columns {', '.join(NEEDED)} (set `root` to its folder)")
+    with open(path, newline="", encoding="utf-8-sig") as handle:
+        table = csv.DictReader(handle, delimiter="\t", restval="")
+        if lacking := [name for name in needed if name not in (table.fieldnames or ())]:
+            found = ", ".join(table.fieldnames or ()) or "nothing"
+            raise StageError(f"{path}: lacks the columns {', '.join(lacking)}; found: {found} (columns are separated by tabs)")
+        rows = [{name: (value or "").strip() for name, value in row.items() if name} for row in table]
+    if not rows:
+        raise StageError(f"{path}: has no rows")
+    return rows
+
+
+def _visits(root: Path, path: Path, participant: str, rows: list[dict[str, str]]) -> list[tuple[Path, dict[str, str]]]:
+    """The rows of a participant's visits, with the file that says so; a sessions table goes over the participant's single row."""
+    sessions = root / participant / f"{participant}_sessions.tsv"
+    if len(rows) > 1 or not sessions.is_file():
+        return [(path, row) for row in rows]
+    return [(sessions, rows[0] | {name: value for name, value in row.items() if value not in MISSING}) for row in _rows(sessions, ("session_id",))]
+
+
+def _subject(row: dict[str, str], ages: tuple[float, float]) -> tuple[Subject, list[str]]:
+    wrong, age, sex = [], _number(row["age"]), row["sex"].lower()
+    if row["participant_id"] in MISSING or "/" in row["participant_id"]:
+        wrong.append(f"participant_id is {row['participant_id']!r}")
+    if age is None:
+        wrong.append(f"age is {row['age']!r}, not a number")
+    elif not ages[0] <= age <= ages[1]:
+        wrong.append(f"age is {age:g}; allowed: {ages[0]:g} to {ages[1]:g} years (`ages`)")
+    if sex not in SEX:
+        wrong.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
+    optional = {name: "" if row.get(name, "") in MISSING else row[name] for name in ("session_id", "site")}
+    return Subject(row["participant_id"], optional["session_id"], age if age is not None else math.nan, SEX.get(sex, ""), optional["site"]), wrong
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _doubles(path: Path, subjects: list[Subject]) -> list[Problem]:
+    counts = Counter(subject[:2] for subject in subjects)
+    return [
+        Problem(*who, f"{path}: {' '.join(filter(None, who))} stands there {number} times; allowed: once for each participant and session")
+        for who, number in counts.items()
+        if number > 1
+    ]
+
+
+def _splits(path: Path, rows: list[dict[str, str]]) -> tuple[dict[str, str], list[Problem]]:
+    given: dict[str, set[str]] = {}
+    for row in rows:
+        if (split := row.get("split", "")) not in MISSING:
+            given.setdefault(row["participant_id"], set()).add(split)
+    wrong = {who: names for who, names in given.items() if len(names) > 1 or not names <= set(SPLITS)}
+    allowed = f"allowed: one of {', '.join(SPLITS)}"
+    lines = [Problem(who, "*", f"{path}: {who}: split is {', '.join(sorted(names))}; {allowed}") for who, names in wrong.items()]
+    return {who: next(iter(names)) for who, names in given.items() if who not in wrong}, lines
+
+
+def _without_rows(root: Path, known: set[str]) -> list[Problem]:
+    folders = sorted(path.name for path in root.glob("sub-*") if path.is_dir() and path.name not in known)
+    return [Problem(name, "", f"{root / name}: a folder without a row in participants.tsv") for name in folders]

@@ -1,0 +1,82 @@
+"""Does a model read age from the brain? Pure functions of predictions for the same subjects aged, scanned again, or reduced to one tissue.
+
+N images, S subjects, A ages; ages and predictions in years.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.stats import rankdata
+
+from moecore.evaluation.intervals import bootstrap
+from moecore.files import StageError
+
+FLAT = 1e-9  # years: predictions that differ by less are rounding
+
+
+class Recalibration(NamedTuple):
+    """Least squares of age on prediction: age ≈ intercept + slope · prediction."""
+
+    slope: float
+    intercept: float
+
+    def __call__(self, predictions: np.ndarray) -> np.ndarray:
+        return self.intercept + self.slope * predictions
+
+
+def recalibration(predictions: np.ndarray, ages: np.ndarray) -> Recalibration:
+    """The line through (prediction, age) that leaves the least squared error in age; both (N,).
+
+    Of age on prediction, not the other way round: it can make a useless prediction only as bad as the mean age, where the
+    inverse, (ŷ − a) / b with a small b, would blow it up. Predictions that do not vary get slope 0 and the mean age.
+    Raises StageError for no images, and for numbers that are not finite.
+    """
+    if predictions.shape != ages.shape or predictions.ndim != 1 or len(ages) == 0:
+        raise StageError(f"recalibration: predictions {predictions.shape} and ages {ages.shape}; needed: both (images,), at least one image")
+    predictions, ages = predictions.astype(np.float64), ages.astype(np.float64)
+    if not (np.isfinite(predictions).all() and np.isfinite(ages).all()):
+        raise StageError("recalibration: a prediction or an age is not a finite number")
+    off = predictions - predictions.mean()
+    slope = float(off @ ages / (off @ off)) if np.ptp(predictions) > FLAT else 0.0
+    return Recalibration(slope, float(ages.mean() - slope * predictions.mean()))
+
+
+def mean_interval(values: np.ndarray, resamples: int) -> dict[str, float | None]:
+    """The mean of one value an image or a pair, (N,), none below 0, with its 95 % bootstrap interval: value, low, high."""
+    return bootstrap(lambda chosen: float(values[chosen].mean()), len(values), resamples, lowest=0.0)._asdict()
+
+
+def monotone_share(predictions: np.ndarray) -> float:
+    """Share of the steps from one age to the next, of all subjects, in which the prediction rises; predictions (S, A), A ≥ 2."""
+    return float((np.diff(predictions, axis=1) > 0).mean())
+
+
+def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[float]:
+    """Spearman's correlation of age and prediction, one value a subject; ages (A,), predictions (S, A). A constant prediction has 0."""
+    wanted = rankdata(ages) - (len(ages) + 1) / 2
+    found = rankdata(predictions, axis=1) - (len(ages) + 1) / 2
+    lengths = np.sqrt((wanted @ wanted) * (found * found).sum(axis=1))
+    return [float(total / length) if length else 0.0 for total, length in zip(found @ wanted, lengths, strict=True)]
+
+
+def repeated(subjects: Sequence[Mapping[str, str]], years: float = 1.0) -> list[tuple[int, int]]:
+    """Pairs of places, of sessions that follow each other in age, of the same participant, at most ``years`` apart."""
+    order = sorted(range(len(subjects)), key=lambda place: (subjects[place]["participant_id"], float(subjects[place]["age"]), place))
+    pairs = zip(order, order[1:], strict=False)
+    return [(a, b) for a, b in pairs if _same(subjects[a], subjects[b]) and float(subjects[b]["age"]) - float(subjects[a]["age"]) <= years]
+
+
+def ageing(ages: Sequence[float], predictions: np.ndarray) -> dict[str, Any]:
+    """What predictions (S, A) say of subjects who age while all else stays: share of rising steps, rank correlations, means and slopes."""
+    ranks = rank_correlations(ages, predictions)
+    slopes = [float(np.polyfit(ages, row, 1)[0]) for row in predictions.astype(np.float64)]
+    return {
+        "subjects": len(predictions), "ages": list(ages), "predictions": predictions.tolist(), "monotone_share": monotone_share(predictions),
+        "rank_correlation": float(np.mean(ranks)), "rank_correlations": ranks, "slope": float(np.mean(slopes)),
+        "mean_predictions": predictions.mean(axis=0).tolist(),
+    }  # fmt: skip
+
+
+def _same(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
+    return a["participant_id"] == b["participant_id"]

@@ -1,0 +1,176 @@
+"""What a model of age looks at: volumes with one tissue left, the same simulated subject aged, and the same subject scanned again.
+
+    python -m stages.cohort_checks <phase> <method> <seed>
+
+Ageing needs subjects of whom all but age stays as it is, which only a simulation (kind: phantom) has.
+"""
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from moecore.artifacts import load_model
+from moecore.config import Config
+from moecore.data import Source
+from moecore.data.prepared import Prepared
+from moecore.evaluation.cohort import ageing, mean_interval, recalibration, repeated
+from moecore.evaluation.predict import predictions
+from moecore.evaluation.regression import median_mae
+from moecore.files import StageError
+from moecore.history import Run, record
+from moecore.params import Key, read
+from moecore.selection import Phase
+from moecore.stage import run_stage
+from moecore.training.runtime import tune
+from moecore.training.warm_start import isolate
+
+PEOPLE = 1000  # people set aside for each value of `seed`; those who are scanned again begin at half of them
+SIMULATED_ONLY = "only a simulated cohort (kind: phantom) can age a subject and leave all else as it is"
+Age = Annotated[float, Field(gt=0, le=120)]
+
+
+class CohortChecks(Config):
+    """How many simulated subjects are aged and scanned again."""
+
+    subjects: int = Field(8, ge=1, le=PEOPLE // 2, description="Simulated subjects that are aged; half of them women. None of them is in the cohort.")
+    ages: tuple[Age, ...] = Field((20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="The ages of each, rising.")
+    rescans: int = Field(16, ge=1, le=PEOPLE // 2, description="Simulated subjects, of ages spread over `ages`, that are scanned again at their own and at another site.")
+    years: float = Field(1.0, gt=0, description="Real cohorts: two sessions of a participant within this time count as a rescan.")
+    batch: int = Field(16, ge=1, description="Volumes a forward pass; no result depends on it.")
+    seed: int = Field(0, ge=0, le=400, description="Draws the simulated subjects, the same for every model.")
+    resamples: int = Field(1000, ge=100, description="Bootstrap resamples behind every interval.")
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        if list(self.ages) != sorted(set(self.ages)):
+            raise ValueError(f"ages: found {list(self.ages)}; allowed: rising ages, each once")
+        return self
+
+
+class Params(Config):
+    cohort_checks: CohortChecks
+    source: Annotated[Source, Key("data.{phase}")]
+
+
+def answers(model: nn.Module, volumes: np.ndarray | Tensor, batch: int) -> np.ndarray:
+    """Predicted ages (N,) fp64 of volumes (N, 1, D, H, W)."""
+    return predictions(model, volumes, batch, routing=False)[0][:, 0].double().numpy()
+
+
+def kept(model: nn.Module, data: Prepared, split: str, region: int, batch: int) -> np.ndarray:
+    """Predicted ages (N,) of a split's volumes of which only one tissue is left, each voxel by its share of it."""
+    volumes, regions, found = getattr(data, split).images, data.regions(split), []
+    for start in range(0, len(volumes), batch):
+        part = slice(start, start + batch)
+        whole, share = (torch.from_numpy(np.array(each)) for each in (volumes[part], regions[part, region]))
+        found.append(answers(model, isolate(whole, share), batch))
+    return np.concatenate(found)
+
+
+def errors_of(validation: np.ndarray, test: np.ndarray, data: Prepared, resamples: int) -> dict[str, Any]:
+    """The test split's error of predictions as they are, and recalibrated by a line fitted on the validation split."""
+    line = recalibration(validation, data.validation.labels)
+    plain, fair = (mean_interval(np.abs(found - data.test.labels), resamples) for found in (test, line(test)))
+    fitted = {f"recalibrated_{name}": value for name, value in named(fair).items()}
+    return named(plain) | fitted | {"slope": line.slope, "intercept": line.intercept}
+
+
+def named(interval: dict[str, float | None]) -> dict[str, float | None]:
+    """An interval of errors with its value called mae."""
+    return {"mae": interval["value"], "low": interval["low"], "high": interval["high"]}
+
+
+def of_tissues(model: nn.Module, data: Prepared, settings: CohortChecks) -> dict[str, dict[str, Any]]:
+    """``errors_of`` with each tissue alone, and with the whole volume; without tissue maps the whole volume only."""
+    asked = {"whole": [answers(model, getattr(data, split).images, settings.batch) for split in ("validation", "test")]}
+    for index, region in enumerate(data.card["regions"]):
+        asked[region] = [kept(model, data, split, index, settings.batch) for split in ("validation", "test")]
+    return {name: errors_of(*found, data, settings.resamples) for name, found in asked.items()}
+
+
+def drawn(source: Source, subjects: list[tuple[float, str, int, int, int]]) -> np.ndarray:
+    """Volumes float16 (N, 1, D, H, W) of simulated subjects (age, sex, seed, scan, site), as `prepare` would store them."""
+    return np.stack([source.draw(age, sex, seed, scan, site)[0] for age, sex, seed, scan, site in subjects])
+
+
+def unseen(source: Source, settings: CohortChecks, number: int) -> int:
+    """The seed of a simulated person who is in no split of the cohort."""
+    return source.person_seed(source.subjects + settings.seed * PEOPLE + number)
+
+
+def aged(model: nn.Module, source: Source, settings: CohortChecks) -> dict[str, Any]:
+    """The same subjects at every age; anatomy, scanner and their lead or lag of brain age stay."""
+    rows = []
+    for number in range(settings.subjects):
+        seed, sex = unseen(source, settings, number), "FM"[number % 2]
+        rows.append(answers(model, drawn(source, [(age, sex, seed, 0, 0) for age in settings.ages]), settings.batch))
+    return ageing(settings.ages, np.stack(rows))
+
+
+def scanned_again(model: nn.Module, source: Source, settings: CohortChecks, mae: float) -> dict[str, Any]:
+    """How far the predictions for two scans of a subject are apart: at the same site, and at two sites; beside the test error."""
+    ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
+    who = [(float(age), "FM"[number % 2], unseen(source, settings, PEOPLE // 2 + number)) for number, age in enumerate(ages)]
+    first, again, elsewhere = (
+        answers(model, drawn(source, [(*one, scan, site) for one in who]), settings.batch) for scan, site in ((0, 0), (1, 0), (1, 1))
+    )
+    same, other = (mean_interval(np.abs(found - first), settings.resamples) for found in (again, elsewhere))
+    return {
+        "pairs": len(who), "mean_abs_difference": same["value"], "low": same["low"], "high": same["high"], "mae": mae, "of": "simulated scans",
+        "other_site_mean_abs_difference": other["value"], "other_site_low": other["low"], "other_site_high": other["high"],
+    }  # fmt: skip
+
+
+def sessions_again(model: nn.Module, data: Prepared, settings: CohortChecks, mae: float) -> dict[str, Any] | None:
+    """The same of a real cohort's test participants with two sessions within ``years``, less the years between; None without any."""
+    pairs = repeated(data.subjects("test"), settings.years)
+    if not pairs:
+        return None
+    places = sorted({place for pair in pairs for place in pair})
+    over = dict(zip(places, answers(model, data.test.images[places], settings.batch) - data.test.labels[places], strict=True))
+    apart = mean_interval(np.array([abs(over[b] - over[a]) for a, b in pairs]), settings.resamples)
+    return {"pairs": len(pairs), "mean_abs_difference": apart["value"], "low": apart["low"], "high": apart["high"], "mae": mae, "of": "sessions"}
+
+
+def opened(phase: Phase) -> Prepared:
+    """The prepared data. Raises StageError where it is no cohort of volumes with a real target."""
+    data = Prepared.open(Path("artifacts/data") / phase)
+    if not data.real:
+        raise StageError(f"cohort_checks: data.{phase} has classes, not ages; allowed: a cohort (kind: phantom or bids)")
+    return data
+
+
+def cohort_checks(phase: Phase, method: str, seed: int) -> None:
+    params, data = read(Params, phase=phase), opened(phase)
+    settings, simulated = params.cohort_checks, params.source.kind == "phantom"
+    with record("cohort_checks", params, phase=phase, method=method, seed=seed) as run:
+        model = load_model(Path("artifacts") / phase / method / str(seed)).to(tune().device)
+        tissues = of_tissues(model, data, settings)
+        whole = tissues.pop("whole")
+        rescans = scanned_again(model, params.source, settings, whole["mae"]) if simulated else sessions_again(model, data, settings, whole["mae"])
+        older = aged(model, params.source, settings) if simulated else None
+        _draw(run, older)
+        constant = median_mae(torch.from_numpy(data.train.labels), torch.from_numpy(data.test.labels))
+        reasons = {} if simulated else {"ageing": SIMULATED_ONLY}
+        reasons |= {} if rescans else {"rescan": f"no test participant has two sessions within {settings.years:g} years"}
+        reasons |= {} if tissues else {"isolated": "the cohort has no tissue maps"}
+        run.summary({
+            "simulated": data.card["simulated"], "n_test": len(data.test.labels), "median_mae": constant, "whole": whole,
+            "isolated": tissues or None, "ageing": older, "rescan": rescans, "reasons": reasons,
+        })  # fmt: skip
+
+
+def _draw(run: Run, older: dict[str, Any] | None) -> None:
+    figures_errors = importlib.import_module("moecore.report.figures_errors")  # by name: a drawing is no input of a result
+
+    if older:
+        run.figure("ageing", figures_errors.ageing_curves(older["ages"], older["predictions"]))
+
+
+if __name__ == "__main__":
+    run_stage(cohort_checks)

@@ -1,0 +1,66 @@
+"""The stage ``out_of_fold``: every training volume is predicted by a model that never saw its participant."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moecore.calibrated_ages import Ages, fit
+from moecore.calibration.linear import Linear
+from moecore.files import StageError
+from moecore.folds import folds_of
+from moecore.predictions import read_predictions
+from stages import out_of_fold as stage
+from tests.cohort import leaning, write_cohort
+
+PARAMS = """
+model: {kind: vit3d, patch: 8, width: 16, depth: 1, heads: 2}
+pretrain: {epochs: 1, batch: 4, learning_rate: 1.0e-3}
+methods: {dense: {}}
+out_of_fold: {folds: 3, batch: 5}
+"""
+
+
+def test_folds_split_no_participant_and_have_old_and_young():
+    people = [f"p{number // 2}" for number in range(60)]  # two sessions each
+    ages = np.repeat(np.linspace(40, 90, 30), 2)
+    folds = folds_of(people, ages, 5, 0)
+    assert (folds[::2] == folds[1::2]).all() and np.bincount(folds).tolist() == [12] * 5
+    assert all(abs(ages[folds == fold].mean() - 65) < 5 for fold in range(5))
+    assert not np.array_equal(folds, folds_of(people, ages, 5, 1)) and np.array_equal(folds, folds_of(people, ages, 5, 0))
+    with pytest.raises(StageError, match="at most the 30 participants"):
+        folds_of(people, ages, 31, 0)
+
+
+def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOECORE_TRACKING", "off")
+    monkeypatch.setenv("MOECORE_THREADS", "1")
+    monkeypatch.delenv("MOECORE_PARAMS", raising=False)
+    (tmp_path / "params.yaml").write_text(PARAMS)
+    data = write_cohort(tmp_path / "artifacts/data/pretrain", numbers={"train": 12, "validation": 4, "test": 4})
+    trained, asked, real = [], [], stage.without
+
+    def without(params, opened, kept, *rest):
+        trained.append(set(kept.tolist()))
+        return real(params, opened, kept, *rest)
+
+    def spied(model, images, *rest, **words):
+        asked.append(len(images))
+        return original(model, images, *rest, **words)
+
+    original = stage.predictions
+    monkeypatch.setattr(stage, "without", without)
+    monkeypatch.setattr(stage, "predictions", spied)
+    stage.out_of_fold("dense", 0)
+    path = tmp_path / "artifacts/out_of_fold/pretrain/dense/0/predictions.csv"
+    rows = read_predictions(path)
+    people = [row["participant_id"] for row in data.subjects("train")]
+    assert [row["participant_id"] for row in rows] == people and sum(asked) == 12 and len(trained) == 3
+    for place, row in enumerate(rows):
+        kept = trained[int(row["qc_flags"].rpartition("fold ")[2])]
+        assert place not in kept and people[place] not in {people[other] for other in kept}
+    (tmp_path / "w").write_bytes(b"")
+    ages = Ages.of(data, leaning(data), tmp_path / "w")
+    assert fit(ages, Linear(fit_on="out_of_fold", min_slope=1e-9), path).n == 12
+    assert json.loads((tmp_path / "results/out_of_fold/pretrain/dense/0.json").read_text())["n"] == 12

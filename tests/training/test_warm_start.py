@@ -1,0 +1,122 @@
+"""The warm start of region experts: whose voxels are kept, where tokens go, and that ψ learns of it."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moecore.backbones.vit3d import Vit3d
+from moecore.data.loader import to_device
+from moecore.data.views import ViewSettings
+from moecore.evaluation.regions import region_routing
+from moecore.files import StageError
+from moecore.records import Layout
+from moecore.training.loop import Task, fit, training_batch
+from moecore.training.method import Method
+from moecore.training.objective import Objective
+from moecore.training.settings import Training
+from moecore.training.warm_start import WarmStart, region_channels, warm_start
+from tests.training.small import CPU
+from tests.volumes import VOLUMES, balls
+
+METHOD = Method(
+    router={"kind": "eigenbasis", "k": 2, "context": "learned"}, experts={"kind": "eigen", "number": 5, "hidden_ratio": 1},
+    regularizers=[{"kind": "orthogonality"}], regions={"experts": ["wm", "gm", "csf"], "warm_start_epochs": 2},
+)  # fmt: skip
+SETTINGS = Training(epochs=3, batch=6, learning_rate=2e-3, log_every=4, warmup_epochs=0, views=ViewSettings(flip=True))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return balls(tmp_path_factory.mktemp("balls"))
+
+
+def task(data, method=METHOD):
+    torch.manual_seed(0)
+    model = Vit3d(patch=4, width=24, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2).build(VOLUMES, method.moe)
+    splits = to_device(data.train, "cpu"), to_device(data.validation, "cpu")
+    return Task(model, 0, *splits, Objective(method.losses), None, method.views, warm_start(method, data))
+
+
+def test_each_volume_keeps_one_tissue_in_turn(data):
+    warm, indices = warm_start(METHOD, data), torch.tensor([3, 5, 7, 9])
+    volumes = torch.tensor(data.train.images[indices.numpy()])
+    for step in range(3):
+        kept, region = warm.isolated(volumes, indices, step)
+        assert region.tolist() == [(place + step) % 3 for place in range(4)] and kept.dtype == torch.float16
+        for volume, whole, index, tissue in zip(kept, volumes, indices.tolist(), region.tolist(), strict=True):
+            inside = torch.tensor(data.regions("train")[index, tissue]) == 255
+            assert torch.equal(volume[0][inside], whole[0][inside]) and (volume[0][~inside] == 0).all() and volume.sum() > 0
+
+
+def test_the_order_of_the_experts_names_the_maps(data):
+    method = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"experts": ("csf", "wm")})})
+    assert warm_start(method, data).channels == (2, 0)
+    assert method.expert_names == ("csf", "wm", "free_2", "free_3", "free_4")
+
+
+def test_tokens_with_any_voxel_of_the_tissue_are_sent_and_the_others_are_free():
+    warm, layout = WarmStart(None, (0, 1), 1, 4), Layout(1, (2, 1, 1), (4, 2, 2))
+    views = torch.zeros(2, 1, 4, 2, 2)
+    views[0, 0, 3, 1, 1] = 0.2  # the second cube of the first view
+    views[1] = 0.5
+    found = warm.preference(views, torch.tensor([0, 1]), layout)
+    assert found.dtype == torch.int8 and found.tolist() == [
+        [[0, 0, 0, 0], [0, 0, 0, 0], [1, -1, 0, 0]],  # class token, empty cube, cube of region 0
+        [[0, 0, 0, 0], [-1, 1, 0, 0], [-1, 1, 0, 0]],
+    ]
+
+
+def test_it_ends_with_its_epochs(data):
+    made = task(data)  # 24 volumes in batches of 6: 4 steps an epoch
+    assert training_batch(made, SETTINGS, 0, 7).preference is not None
+    whole = training_batch(made, SETTINGS, 0, 8)
+    assert whole.preference is None and (whole.images > 0).float().mean() > 0.1
+    two = training_batch(made._replace(views=2), SETTINGS, 0, 7)
+    assert two.preference.shape == (12, 65, 5) and (two.images[:6] > 0).sum() == (two.images[6:] > 0).sum()
+
+
+def test_scores_find_their_tissue_more_than_the_random_control(data):
+    method = METHOD.model_copy(update={"blocks": (1,), "regions": METHOD.regions.model_copy(update={"warm_start_epochs": 16})})
+    torch.manual_seed(0)
+    model = Vit3d(patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled").build(VOLUMES, method.moe)
+    before = model.blocks[1].mlp.router.target.clone()
+    settings = SETTINGS.model_copy(update={"epochs": 16, "batch": 12, "learning_rate": 1e-2})
+    made = task(data, method)._replace(model=model)
+    terms = [metrics.values["region_routing"] for metrics in fit(made, settings, 0, CPU)]
+    assert terms[-1] < terms[0] / 4 and not torch.equal(model.blocks[1].mlp.router.target, before)
+    rows = {row["region"]: row for row in region_routing(model, data.validation.images, data.regions("validation"), data.card["regions"], METHOD.expert_names)}
+    for tissue in ("wm", "gm", "csf"):
+        assert rows[tissue]["experts"][0][0] == tissue
+    lead = [rows[tissue]["share"][tissue] - rows[f"random_{tissue}"]["share"][tissue] for tissue in ("wm", "gm", "csf")]
+    assert sum(lead) / 3 > 0.2, lead
+
+
+def test_the_loss_is_gone_after_it(data):
+    values = {metrics.step: metrics.values["region_routing"] for metrics in fit(task(data), SETTINGS, 0, CPU)}
+    assert values[4] > 0 and values[8] > 0 and values[12] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"experts": None, "router": None}, "dense"), ({"regions": {"experts": ["a", "b", "c", "d", "e", "f"]}}, "names 6 experts"),
+        ({"regions": {"experts": ["a", "a"]}}, "each tissue once"), ({"regions": {"experts": ["a", "b", "c", "d", "e"]}}, "only 0 of 5 are free"),
+        ({"router": {"kind": "noisy_top_k"}}, "eigenbasis"),
+    ],
+)  # fmt: skip
+def test_a_method_that_cannot_be_is_refused(change, said):
+    with pytest.raises(ValidationError, match=said):
+        Method.model_validate(METHOD.model_dump() | change)
+
+
+def test_tissues_that_the_data_lack_are_named():
+    with pytest.raises(StageError, match="found csf, but these data have maps of wm, gm"):
+        region_channels(("wm", "csf"), {"regions": ["wm", "gm"]})
+    with pytest.raises(StageError, match="no tissue maps"):
+        region_channels(("wm",), {})
+
+
+def test_without_a_warm_start_there_is_no_term(data):
+    plain = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"warm_start_epochs": 0})})
+    assert warm_start(plain, data) is None and [loss.kind for loss in plain.losses] == ["orthogonality"]
+    assert Method().expert_names == () and METHOD.model_copy(update={"regions": None}).expert_names[1] == "expert_1"
