@@ -1,4 +1,4 @@
-"""Theorems 1 and 2 of paper 002 as an experiment: linear experts on data in subspaces, over their angle and their number.
+"""Theorems 1 and 2 of Puigcerver et al. (2022) as an experiment: linear experts on data in subspaces, over their angle and their number.
 
     python -m stages.linear_experts
 """

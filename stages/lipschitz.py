@@ -1,4 +1,4 @@
-"""How fast a trained model's logits can change (dense against experts), and Lemma 1 of paper 002 at the tokens of its MoE layers.
+"""How fast a trained model's logits can change (dense against experts), and Lemma 1 of Puigcerver et al. (2022) at the tokens of its MoE layers.
 
     python -m stages.lipschitz <phase> <method> <seed>
 """

@@ -14,8 +14,9 @@ FLOORS = {  # every module and package of moecore, by name
     1: ["routers", "experts", "regularizers", "attacks", "evaluation", "calibration", "data"],
     2: ["layers", "training"],
     3: ["backbones"],
-    4: ["artifacts", "teachers", "history_file", "history", "tracking", "progress", "resume", "stage", "supervise", "epochs", "checks", "study", "plan", "parallel",
-        "finetuning", "parameters", "attacked", "audit", "sweeps", "augmentations", "costs", "report", "audit_errors", "calibrated_ages", "checks_cohort", "folds", "model_card", "new_volumes", "predictions", "reference", "refusals", "region_probe"],
+    4: ["artifacts", "teachers", "history_file", "history", "tracking", "progress", "kept", "resume", "stage", "supervise", "epochs", "checks", "study", "plan", "parallel",
+        "finetuning", "parameters", "attacked", "audit", "sweeps", "augmentations", "costs", "report",
+        "audit_errors", "calibrated_ages", "checks_cohort", "folds", "model_card", "new_volumes", "predictions", "reference", "refusals", "region_probe"],
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 FILES = sorted((ROOT / "moecore").rglob("*.py")) + sorted((ROOT / "stages").glob("*.py"))

@@ -1,4 +1,4 @@
-"""Projected gradient descent on the L∞ ball, in the form of paper 002 and in the stronger usual form (Madry et al., 2018)."""
+"""Projected gradient descent on the L∞ ball, in the form of Puigcerver et al. (2022) and in the stronger usual form (Madry et al., 2018)."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -17,7 +17,7 @@ class Pgd(GradientAttack):
     kind: Literal["pgd"] = "pgd"
     steps: int = Field(40, ge=1, description="Number of gradient steps τ.")
     form: Literal["paper", "strong"] = Field(
-        "paper", description="paper: step ε/τ from the clean image (paper 002). strong: step 2.5·ε/τ from a random start in the ball."
+        "paper", description="paper: step ε/τ from the clean image (Puigcerver et al., 2022). strong: step 2.5·ε/τ from a random start in the ball."
     )
 
     def perturbed(self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear experts with fixed routing: the two sides of Theorems 1 and 2 of paper 002, in fp64.
+"""Linear experts with fixed routing: the two sides of Theorems 1 and 2 of Puigcerver et al. (2022), in fp64.
 
 E experts, D dimensions, N_i points of expert i, r rank of a subspace. Z = XᵀX, Z_i = X_iᵀX_i, ⁺ is the pseudo-inverse.
 """

@@ -1,4 +1,4 @@
-"""Lemma 1 of paper 002 at the tokens of a trained layer, whose experts are all applied and weighed by the softmax of linear logits.
+"""Lemma 1 of Puigcerver et al. (2022) at the tokens of a trained layer, whose experts are all applied and weighed by the softmax of linear logits.
 
 n tokens, E experts, d token width. All norms of matrices are spectral (ℓ2 → ℓ2), as fits experts with d outputs.
 """
