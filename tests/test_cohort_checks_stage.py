@@ -1,6 +1,7 @@
 """The stage ``cohort_checks``: models whose answers are known, and end to end on a small cohort that is not simulated."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -86,6 +87,16 @@ def test_one_tissue_is_the_volume_times_its_share(cohort):
     whole = stage.answers(Brightness(), cohort.test.images, 7)
     for region in range(3):
         np.testing.assert_allclose(stage.kept(Brightness(), cohort, "test", region, 7), whole / 3, rtol=2e-3)
+
+
+def test_every_tissue_has_its_own_map():
+    # Half of the voxels hold a tissue that is 0.2 bright, a quarter one of 0.4, a quarter one of 0.8: their means are what is left of each.
+    volumes, regions = np.full((3, 1, 2, 2, 2), 0.2, np.float16), np.zeros((3, 3, 2, 2, 2), np.uint8)
+    volumes[:, 0, 1, 0], volumes[:, 0, 1, 1] = 0.4, 0.8
+    regions[:, 0, 0], regions[:, 1, 1, 0], regions[:, 2, 1, 1] = 255, 255, 255
+    data = SimpleNamespace(test=SimpleNamespace(images=volumes), regions=lambda split: regions)
+    found = [stage.kept(Brightness(), data, "test", region, 2).tolist() for region in range(3)]
+    assert found == [pytest.approx([20] * 3, rel=1e-3), pytest.approx([40] * 3, rel=1e-3), pytest.approx([80] * 3, rel=1e-3)]
 
 
 def test_an_offset_does_not_count_after_recalibration(cohort):

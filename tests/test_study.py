@@ -70,7 +70,7 @@ def test_the_schema_accepts_the_file(path):
             "\nclaims: [{paper: PRC, says: steadier, metric: match_top1, method: prcc, against: vmoe, better: higher}]",
             ": claims[0].method: found 'prcc', did you mean 'prc'?; allowed: dense, vmoe, prc",
         ),
-        ("calibrator: {kind: temperature}", "calibrator: {}", ": calibrate.calibrator: kind is not written; write kind: temperature"),
+        ("calibrator: {kind: temperature}", "calibrator: {}", ": calibrate.calibrator: kind is missing; allowed: kind: temperature | linear"),
     ],
 )
 def test_misfits(problems, old, new, expected):
