@@ -92,6 +92,14 @@ def test_the_surrogate_is_judged_where_there_are_experts(monkeypatch):
     assert surrogate(given, Pgd(steps=5), 0.1, direct).holds is False and surrogate(given, Pgd(steps=5), 0.1, direct + 99).holds is True
 
 
+def test_a_difference_by_chance_is_no_sign(monkeypatch):
+    plain, direct = target(Regressor(WEIGHT)), torch.full((30,), 5.0, dtype=torch.float64)
+    uneven = 5 + torch.tensor([1.0, -0.9], dtype=torch.float64).repeat(15)  # 0.05 more on average, ± 0.17: the interval of the difference holds 0
+    for theirs, holds in ((uneven, True), (direct + 0.05, False), (direct - 0.05, True)):
+        monkeypatch.setattr(module, "worst_error", lambda *_, found=theirs: found)
+        assert transfer(plain, Pgd(steps=1), 0.1, direct, Regressor(WEIGHT)).holds is holds
+
+
 def test_all_lines_are_there():
     given = target(Regressor(WEIGHT))
     attacks = [Fgsm(), Pgd(steps=5), Apgd(steps=5)]

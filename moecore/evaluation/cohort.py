@@ -4,6 +4,7 @@ N images, S subjects, A ages; ages and predictions in years.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,8 +64,7 @@ def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[fl
 def repeated(subjects: Sequence[Mapping[str, str]], years: float = 1.0) -> list[tuple[int, int]]:
     """Pairs of places, of sessions that follow each other in age, of the same participant, at most ``years`` apart."""
     order = sorted(range(len(subjects)), key=lambda place: (subjects[place]["participant_id"], float(subjects[place]["age"]), place))
-    pairs = zip(order, order[1:], strict=False)
-    return [(a, b) for a, b in pairs if _same(subjects[a], subjects[b]) and float(subjects[b]["age"]) - float(subjects[a]["age"]) <= years]
+    return [(a, b) for a, b in pairwise(order) if _same(subjects[a], subjects[b]) and float(subjects[b]["age"]) - float(subjects[a]["age"]) <= years]
 
 
 def ageing(ages: Sequence[float], predictions: np.ndarray) -> dict[str, Any]:
