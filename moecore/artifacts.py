@@ -62,7 +62,8 @@ def load_model(folder: str | Path) -> nn.Module:
     prediction is (B, K) logits of classes, or (B, 1) in the unit of the target (years).
     """
     card = load_card(folder)
-    model = card.build()
+    with torch.random.fork_rng(devices=[]):  # the first weights are drawn, and then replaced: the caller's draws stay what they were
+        model = card.build()
     model.load_state_dict(read_tensors(Path(folder) / "model.safetensors")[0])
     return (Guided(model, load_guide(Path(folder) / GUIDE)) if card.guided else model).eval()
 

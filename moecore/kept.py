@@ -2,11 +2,15 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moecore.config import Config
 from moecore.files import StageError
+from moecore.history import Run, record
+from moecore.resume import work_folder
 
 
 class Kept:
@@ -45,3 +49,12 @@ class Kept:
             self.parts[found["key"]] = found["part"]
         except (ValueError, KeyError, TypeError):
             raise StageError(f"{self.path}:{number}: not a kept part; remove the file, and the stage starts again") from None
+
+
+@contextmanager
+def resumable(stage: str, params: Config, script: str | Path, phase: str, method: str, seed: int) -> Iterator[tuple[Run, Kept]]:
+    """``record`` for a measuring stage, with the parts of a killed one on the same model, data, settings and code."""
+    item = f"{stage}/{phase}/{method}/{seed}"
+    inputs = [Path("artifacts/data") / phase, Path("artifacts") / phase / method / str(seed)]
+    with work_folder(item, params, inputs, script) as work, record(stage, params, phase=phase, method=method, seed=seed) as run:
+        yield run, Kept(work)

@@ -6,6 +6,7 @@ Ageing needs subjects of whom all but age stays as it is, which only a simulatio
 """
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -22,7 +23,8 @@ from moecore.evaluation.cohort import ageing, mean_interval, recalibration, repe
 from moecore.evaluation.predict import predictions
 from moecore.evaluation.regression import median_mae
 from moecore.files import StageError
-from moecore.history import Run, record
+from moecore.history import Run
+from moecore.kept import Kept, resumable
 from moecore.params import Key, read
 from moecore.selection import Phase
 from moecore.stage import run_stage
@@ -85,12 +87,21 @@ def named(interval: dict[str, float | None]) -> dict[str, float | None]:
     return {"mae": interval["value"], "low": interval["low"], "high": interval["high"]}
 
 
-def of_tissues(model: nn.Module, data: Prepared, settings: CohortChecks) -> dict[str, dict[str, Any]]:
+def of_tissues(model: nn.Module, data: Prepared, settings: CohortChecks, parts: Kept) -> dict[str, dict[str, Any]]:
     """``errors_of`` with each tissue alone, and with the whole volume; without tissue maps the whole volume only."""
-    asked = {"whole": [answers(model, getattr(data, split).images, settings.batch) for split in ("validation", "test")]}
+
+    def errors(ages_of: Callable[[str], np.ndarray]) -> dict[str, Any]:
+        return errors_of(ages_of("validation"), ages_of("test"), data, settings.resamples)
+
+    found = {"whole": parts.part("whole", lambda: errors(lambda split: answers(model, getattr(data, split).images, settings.batch)))}
     for index, region in enumerate(data.card["regions"]):
-        asked[region] = [kept(model, data, split, index, settings.batch) for split in ("validation", "test")]
-    return {name: errors_of(*found, data, settings.resamples) for name, found in asked.items()}
+        found[region] = parts.part(region, lambda index=index: errors(lambda split: kept(model, data, split, index, settings.batch)))
+    return found
+
+
+def rescanned(model: nn.Module, data: Prepared, source: Source, settings: CohortChecks, mae: float) -> dict[str, Any] | None:
+    """``scanned_again`` for a simulated cohort, ``sessions_again`` for a real one."""
+    return scanned_again(model, source, settings, mae) if source.kind == "phantom" else sessions_again(model, data, settings, mae)
 
 
 def drawn(source: Source, subjects: list[tuple[float, str, int, int, int]]) -> np.ndarray:
@@ -148,12 +159,12 @@ def opened(phase: Phase) -> Prepared:
 def cohort_checks(phase: Phase, method: str, seed: int) -> None:
     params, data = read(Params, phase=phase), opened(phase)
     settings, simulated = params.cohort_checks, params.source.kind == "phantom"
-    with record("cohort_checks", params, phase=phase, method=method, seed=seed) as run:
+    with resumable("cohort_checks", params, __file__, phase, method, seed) as (run, parts):
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(tune().device)
-        tissues = of_tissues(model, data, settings)
+        tissues = of_tissues(model, data, settings, parts)
         whole = tissues.pop("whole")
-        rescans = scanned_again(model, params.source, settings, whole["mae"]) if simulated else sessions_again(model, data, settings, whole["mae"])
-        older = aged(model, params.source, settings) if simulated else None
+        rescans = parts.part("rescan", lambda: rescanned(model, data, params.source, settings, whole["mae"]))
+        older = parts.part("ageing", lambda: aged(model, params.source, settings)) if simulated else None
         _draw(run, older)
         constant = median_mae(torch.from_numpy(data.train.labels), torch.from_numpy(data.test.labels))
         reasons = {} if simulated else {"ageing": SIMULATED_ONLY}

@@ -20,7 +20,9 @@ from moecore.data.prepared import spread
 from moecore.evaluation.classification import correct
 from moecore.evaluation.intervals import Interval, bootstrap, wilson
 from moecore.evaluation.predict import predictions
-from moecore.history import Run, record
+from moecore.evaluation.robust import packed, unpacked
+from moecore.history import Run
+from moecore.kept import Kept, resumable
 from moecore.params import read
 from moecore.refusals import flat_images_with_classes
 from moecore.selection import Phase
@@ -63,13 +65,14 @@ def row_of(name: str, severity: int, hits: Tensor) -> dict[str, Any]:
 
 
 def measured(
-    classify: Callable[[np.ndarray], Tensor], images: np.ndarray, where: np.ndarray, settings: Corruptions
+    classify: Callable[[np.ndarray], Tensor], images: np.ndarray, where: np.ndarray, settings: Corruptions, kept: Kept
 ) -> tuple[list[dict[str, Any]], np.ndarray]:
     """One row a corruption and severity, and each image's share of errors over all of them, (N,); where: the images' places in the split."""
     rows, wrong = [], []
     for name in settings.names or CORRUPTIONS:
         for severity in sorted(settings.severities):
-            hits = classify(corrupted(images, name, severity, settings.seed, where))
+            made = kept.part(f"{name} {severity}", lambda: packed(classify(corrupted(images, name, severity, settings.seed, where))))
+            hits = unpacked(made, len(images))
             rows.append(row_of(name, severity, hits))
             wrong.append(~hits.numpy())
     return rows, np.mean(wrong, axis=0)
@@ -91,14 +94,14 @@ def corruptions(phase: Phase, method: str, seed: int) -> None:
     settings, test = params.corruptions, flat_images_with_classes(Path("artifacts/data") / phase, "corruptions").test
     where = spread(len(test.labels), settings.images)
     images, labels = test.images[where], torch.from_numpy(test.labels[where])
-    with record("corruptions", params, phase=phase, method=method, seed=seed) as run:
+    with resumable("corruptions", params, __file__, phase, method, seed) as (run, kept):
         model: nn.Module = load_model(Path("artifacts") / phase / method / str(seed)).to(tune().device)
 
         def classify(pixels: np.ndarray) -> Tensor:
             return correct(predictions(model, pixels, settings.batch, routing=False)[0], labels)
 
         clean = row_of("clean", 0, classify(images))
-        rows, wrong = measured(classify, images, where, settings)
+        rows, wrong = measured(classify, images, where, settings, kept)
         errors, mean = by_corruption(rows), mean_of(wrong)
         _draw(run, rows, images[0], int(where[0]), settings)
         found = {"images": len(labels), "clean_error": clean["error"], "clean_low": clean["low"], "clean_high": clean["high"]}

@@ -24,7 +24,7 @@ from moecore.evaluation.intervals import Interval, bootstrap
 from moecore.evaluation.multi_label import per_label
 from moecore.evaluation.predict import predictions
 from moecore.expert_map import map_shape
-from moecore.history import record
+from moecore.kept import Kept, resumable
 from moecore.params import read
 from moecore.records import RoutingRecord
 from moecore.routers import Router
@@ -70,14 +70,17 @@ def mean_of(values: Tensor) -> Interval:
     return bootstrap(lambda chosen: float(known[chosen].mean()), len(known), lowest=0.0)
 
 
-def distances(model: nn.Module, images: np.ndarray, clean: tuple[Tensor, ...], affines: Mapping[str, Tensor], batch: int) -> list[dict[str, Any]]:
+def distances(
+    model: nn.Module, images: np.ndarray, clean: tuple[Tensor, ...], affines: Mapping[str, Tensor], batch: int, kept: Kept
+) -> list[dict[str, Any]]:
     """One row a transform: its name, and the mean distance d, and d², of the routing of an image from that of the moved image."""
-    found = []
-    for name, drawn in affines.items():
-        _, after = predictions(model, moved(images, drawn, batch), batch)
+
+    def row(name: str) -> dict[str, Any]:
+        _, after = predictions(model, moved(images, affines[name], batch), batch)
         d, d2 = (mean_of(values) for values in mean_imed(clean, probs(after)))
-        found.append({"name": name, "d": d.value, "d_low": d.low, "d_high": d.high, "d2": d2.value, "d2_low": d2.low, "d2_high": d2.high})
-    return found
+        return {"name": name, "d": d.value, "d_low": d.low, "d_high": d.high, "d2": d2.value, "d2_low": d2.low, "d2_high": d2.high}
+
+    return [kept.part(name, lambda name=name: row(name)) for name in affines]
 
 
 def key(name: str) -> str:
@@ -102,13 +105,13 @@ def invariance(phase: Phase, method: str, seed: int) -> None:
     where = spread(len(data.test.labels), settings.images)
     images, labels = data.test.images[where], torch.from_numpy(data.test.labels[where])
     classes = data.card["classes"]
-    with record("invariance", params, phase=phase, method=method, seed=seed) as run:
+    with resumable("invariance", params, __file__, phase, method, seed) as (run, kept):
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(tune().device)
         found: dict[str, Any] = {"images": len(images), "transforms": []}
         _, clean = predictions(model, images, settings.batch)
         if clean:  # a dense model has no routing to move
             affines = {name: drawn_affines(name, len(images), images.shape[-2:], settings.seed) for name in TRANSFORMS}
-            moves = distances(model, images, probs(clean), affines, settings.batch)
+            moves = distances(model, images, probs(clean), affines, settings.batch, kept)
             maps = class_maps(*per_label(clean, labels), len(classes))
             run.table("imed", moves)
             run.draw("expert_maps", {f"MoE {layer + 1}": maps[:, layer].tolist() for layer in range(maps.shape[1])}, classes)

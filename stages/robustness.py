@@ -27,7 +27,8 @@ from moecore.evaluation.robust import packed, score, worst_case
 from moecore.evaluation.robust_errors import error_score, worst_errors
 from moecore.evaluation.routing import change_of_choice, change_of_processing
 from moecore.files import StageError
-from moecore.history import Run, record
+from moecore.history import Run
+from moecore.kept import Kept, resumable
 from moecore.params import read
 from moecore.progress import progress
 from moecore.selection import Phase
@@ -62,22 +63,27 @@ class Params(Config):
     robustness: Robustness
 
 
-def curve(attack: Attack, target: Target, epsilons: list[float]) -> Iterator[dict[str, Any]]:
-    """One row per epsilon. An image counts as right where it is when clean, too: the clean image lies in every ball.
+def curve(attack: Attack, target: Target, epsilons: list[float], kept: Kept) -> Iterator[dict[str, Any]]:
+    """One row per epsilon, as ``row_of`` makes it where it is not kept yet."""
+    for epsilon in epsilons:
+        yield kept.part(f"{name_of(attack)} at {epsilon}", lambda: row_of(attack, target, epsilon))
+
+
+def row_of(attack: Attack, target: Target, epsilon: float) -> dict[str, Any]:
+    """What is left at an epsilon. An image counts as right where it is when clean, too: the clean image lies in every ball.
 
     With real labels its error is the larger one of the two; ``loss`` is then the mean error of the attacked images alone.
     Raises StageError where epsilon 0 does not reproduce the clean predictions.
     """
     (clean, before), pixels = target.scored(target.images), target.clean()
-    for epsilon in epsilons:
-        adversarial = target.attacked(attack, epsilon)
-        logits, after = target.scored(adversarial)
-        if epsilon == 0 and not torch.equal(logits, clean):
-            raise StageError(f"robustness: {name_of(attack)} at epsilon 0 changes predictions; the model is not deterministic in evaluation mode")
-        loss, still = loss_of(logits, target.labels), float((adversarial == pixels).flatten(1).all(1).double().mean())
-        routing = ([], []) if target.only is not None else (change_of_choice(before, after), change_of_processing(before, after))
-        changes = {"routing_change": routing[0], "processing_change": routing[1]}
-        yield {"epsilon": epsilon, **standing(clean, logits, target.labels), "loss": loss, "unchanged_images": still, **changes}
+    adversarial = target.attacked(attack, epsilon)
+    logits, after = target.scored(adversarial)
+    if epsilon == 0 and not torch.equal(logits, clean):
+        raise StageError(f"robustness: {name_of(attack)} at epsilon 0 changes predictions; the model is not deterministic in evaluation mode")
+    loss, still = loss_of(logits, target.labels), float((adversarial == pixels).flatten(1).all(1).double().mean())
+    routing = ([], []) if target.only is not None else (change_of_choice(before, after), change_of_processing(before, after))
+    changes = {"routing_change": routing[0], "processing_change": routing[1]}
+    return {"epsilon": epsilon, **standing(clean, logits, target.labels), "loss": loss, "unchanged_images": still, **changes}
 
 
 def loss_of(predicted: Tensor, labels: Tensor) -> float:
@@ -120,13 +126,15 @@ def checked(settings: Robustness, labels: Tensor) -> None:
             raise StageError(f"robustness.attacks[{number}]: {found} needs classes, and the target is a real number; allowed: {allowed}")
 
 
-def curves_of(settings: Robustness, target: Target, epsilons: list[float], idle: dict[str, str], title: str) -> dict[str, list[dict[str, Any]] | None]:
+def curves_of(
+    settings: Robustness, target: Target, epsilons: list[float], idle: dict[str, str], title: str, kept: Kept
+) -> dict[str, list[dict[str, Any]] | None]:
     """The rows of every attack by its name; None for an idle one."""
     curves: dict[str, list[dict[str, Any]] | None] = {}
     with progress(title, len(settings.attacks) * len(epsilons)) as bar:
         for number, attack in enumerate(settings.attacks):
             rows = curves[name_of(attack)] = None if name_of(attack) in idle else []
-            for row in curve(attack, target, epsilons) if rows is not None else ():
+            for row in curve(attack, target, epsilons, kept) if rows is not None else ():
                 rows.append(row)
                 shown = "mae" if "mae" in row else "accuracy"
                 bar.update(number * len(epsilons) + len(rows), **{shown: row[shown]})
@@ -148,13 +156,13 @@ def robustness(phase: Phase, method: str, seed: int) -> None:
     images, labels = subset(test.images, test.labels, settings.images, settings.seed)
     epsilons, name = sorted({0.0, *settings.epsilons}), "mae" if real(labels) else "accuracy"
     checked(settings, labels)
-    with record("robustness", params, phase=phase, method=method, seed=seed) as run:
+    with resumable("robustness", params, __file__, phase, method, seed) as (run, kept):
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(tune().device)
         target = Target(model, images, labels, settings.batch, settings.seed, settings.precision)
         clean = target.errors(images) if real(labels) else target.hits(images)
         target = target._replace(only=clean if settings.survivors else None)
         idle = skipped(settings, model)
-        curves = curves_of(settings, target, epsilons, idle, f"robustness {phase} {method} seed {seed}")
+        curves = curves_of(settings, target, epsilons, idle, f"robustness {phase} {method} seed {seed}", kept)
         judge = audit_errors if real(labels) else audit
         lines = judge(target, settings.audit, epsilons[-1], curves, settings.attacks, second(settings, phase, method, seed))
         show(lines, f"Audit of the attacks on {phase} {method} seed {seed}")

@@ -21,7 +21,7 @@ from moecore.evaluation.eligibility import below_k_rate, fallback_rate, tail_mas
 from moecore.evaluation.overlays import mid_slices, overlays
 from moecore.evaluation.predict import batches, predictions
 from moecore.evaluation.routing import agreement, confidence, expert_counts, load_cv2, normalised_entropy, token_entropy
-from moecore.history import record
+from moecore.kept import Kept, resumable
 from moecore.params import read
 from moecore.records import Layout, RoutingRecord
 from moecore.selection import Phase
@@ -94,14 +94,16 @@ def matches(model: nn.Module, images: np.ndarray, settings: Routing) -> list[dic
     return [{name: value for name, value in layer.items() if name != "confidence"} for layer in found]
 
 
-def augmented(model: nn.Module, images: np.ndarray, settings: Routing) -> list[dict[str, Any]]:
+def augmented(model: nn.Module, images: np.ndarray, settings: Routing, kept: Kept) -> list[dict[str, Any]]:
     """The matches under each of the augmentations; an augmentation's draws do not depend on the others in the list."""
-    rows, images = [], images[spread(len(images), settings.augmentation_images)]
-    for preset in settings.augmentations:
-        asked = resolved(preset, images.ndim == 5)
+    images = images[spread(len(images), settings.augmentation_images)]
+
+    def row(asked: Augmentation) -> dict[str, Any]:
         views = two_views(images, asked, settings.seed, *asked.name.encode())
-        rows.append({"name": asked.name, **measured(model, views, settings.batch)})
-    return rows
+        return {"name": asked.name, **measured(model, views, settings.batch)}
+
+    chosen = [resolved(preset, images.ndim == 5) for preset in settings.augmentations]
+    return [kept.part(f"views {asked.name}", lambda asked=asked: row(asked)) for asked in chosen]
 
 
 def teacher_probs(folder: Path, images: np.ndarray, batch: int, device: str) -> list[Tensor]:
@@ -138,7 +140,7 @@ def routing(phase: Phase, method: str, seed: int) -> None:
     test = Prepared.open(Path("artifacts/data") / phase).test
     where = spread(len(test.images), settings.images)
     images, labels = test.images[where], test.labels[where]
-    with record("routing", params, phase=phase, method=method, seed=seed) as run:
+    with resumable("routing", params, __file__, phase, method, seed) as (run, kept):
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
         _, records = predictions(model, images, settings.batch)
         router = None if model.moe is None else model.moe.router
@@ -157,8 +159,8 @@ def routing(phase: Phase, method: str, seed: int) -> None:
         found = {"images": len(images), **means(layers, MEANS), "layers": layers, "overlays": patches}
         if layers:
             found["chance"] = chance(model.moe.experts.number, getattr(router, "k", None))
-        found["augmentations"] = augmented(model, images, settings) if layers else []
-        run.summary(found | {"sweeps": tried(model, images, labels, settings)})
+        found["augmentations"] = augmented(model, images, settings, kept) if layers else []
+        run.summary(found | {"sweeps": kept.part("sweeps", lambda: tried(model, images, labels, settings))})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from moecore.evaluation.noise import changes_by_image, ramp_steps, true_probabil
 from moecore.evaluation.overlays import overlays
 from moecore.evaluation.predict import predictions
 from moecore.evaluation.routing import agreement
-from moecore.history import Run, record
+from moecore.history import Run
+from moecore.kept import resumable
 from moecore.params import read
 from moecore.records import RoutingRecord
 from moecore.refusals import flat_images_with_classes
@@ -113,13 +114,17 @@ def stability(phase: Phase, method: str, seed: int) -> None:
     images, labels = test.images[where], torch.from_numpy(test.labels[where])
     drawn = directions(where, images.shape[1:], settings.seed)
     sigmas = (settings.sigma_max * np.arange(settings.steps + 1) / settings.steps).tolist()
-    with record("stability", params, phase=phase, method=method, seed=seed) as run:
+    with resumable("stability", params, __file__, phase, method, seed) as (run, kept):
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(tune().device)
         _, clean = predictions(model, images, settings.batch)
-        noise = [noise_row(model, clean, with_noise(images, drawn, sigma), labels, sigma, settings.batch) for sigma in sorted(settings.sigmas)]
+
+        def noisy(sigma: float) -> dict[str, Any]:
+            return noise_row(model, clean, with_noise(images, drawn, sigma), labels, sigma, settings.batch)
+
+        noise = [kept.part(f"noise {sigma}", lambda sigma=sigma: noisy(sigma)) for sigma in sorted(settings.sigmas)]
         few = spread(len(labels), settings.overlays) if settings.overlays else []
         patches = shown_under_noise(model, images[few], drawn[few], settings) if len(few) else []
-        along = ramp(ramp_probs(model, images, drawn, sigmas, settings.batch), labels, where, sigmas, settings)
+        along = kept.part("ramp", lambda: ramp(ramp_probs(model, images, drawn, sigmas, settings.batch), labels, where, sigmas, settings))
         _draw(run, patches, along)
         run.summary({"images": len(labels), "noise": noise, "ramp": along, "overlays": patches})
 

@@ -27,6 +27,15 @@ def test_saved_and_loaded_it_says_the_same(tmp_path, model):
     assert {path.name for path in tmp_path.iterdir()} == {"model.json", "model.safetensors"}
 
 
+def test_loading_leaves_the_global_draws_as_they_were(tmp_path, model):
+    save_model(tmp_path, model)
+    torch.manual_seed(5)
+    undisturbed = torch.rand(3)
+    torch.manual_seed(5)
+    load_model(tmp_path)
+    assert torch.rand(3).equal(undisturbed)
+
+
 def test_at_another_resolution_with_other_classes(tmp_path, model):
     save_model(tmp_path, model)
     image = IMAGE.model_copy(update={"size": 16, "classes": ("a", "b", "c")})

@@ -15,6 +15,7 @@ from moecore.config import Config
 from moecore.data.digits import Digits
 from moecore.data.prepared import Prepared
 from moecore.files import StageError
+from moecore.kept import Kept
 from moecore.records import ModelOutput
 from stages import cohort_checks as stage
 from tests.cohort import write_cohort
@@ -99,8 +100,8 @@ def test_every_tissue_has_its_own_map():
     assert found == [pytest.approx([20] * 3, rel=1e-3), pytest.approx([40] * 3, rel=1e-3), pytest.approx([80] * 3, rel=1e-3)]
 
 
-def test_an_offset_does_not_count_after_recalibration(cohort):
-    found = stage.of_tissues(Brightness(), cohort, settings(batch=16))
+def test_an_offset_does_not_count_after_recalibration(cohort, tmp_path):
+    found = stage.of_tissues(Brightness(), cohort, settings(batch=16), Kept(tmp_path))
     assert list(found) == ["whole", "wm", "gm", "csf"]
     assert found["wm"]["mae"] > 30 and found["wm"]["recalibrated_mae"] < 3, "a third of the brightness is 40 years too young, and as good a measure"
     assert found["wm"]["slope"] == pytest.approx(3 * found["whole"]["slope"], rel=0.02)

@@ -17,6 +17,7 @@ from moecore.evaluation.corruption_error import errors_of, mean_corruption_error
 from moecore.evaluation.intervals import wilson
 from moecore.evaluation.predict import predictions
 from moecore.files import StageError
+from moecore.kept import Kept
 from moecore.layers.moe import MoE
 from moecore.params import check
 from stages import corruptions as stage
@@ -108,10 +109,10 @@ def test_figures_are_drawn(results):
     assert (figures / "corruption_errors.png").stat().st_size > 2000 and (figures / "corruption_samples.png").stat().st_size > 2000
 
 
-def test_images_of_one_picture_belong_together():
+def test_images_of_one_picture_belong_together(tmp_path):
     """20 pictures of which one is always wrong, in 30 rows: the mean is 1/20, its limits those of 20 images and not of 600."""
     images = np.arange(20, dtype=np.uint8)[:, None, None, None] * np.ones((1, 1, 8, 8), np.uint8)
-    rows, wrong = stage.measured(lambda pixels: torch.arange(len(pixels)) != 3, images, np.arange(20), stage.Corruptions(severities=(1, 2)))
+    rows, wrong = stage.measured(lambda pixels: torch.arange(len(pixels)) != 3, images, np.arange(20), stage.Corruptions(severities=(1, 2)), Kept(tmp_path))
     assert len(rows) == 30 and wrong.tolist() == [float(i == 3) for i in range(20)] and list(stage.by_corruption(rows)) == list(CORRUPTIONS)
     mean = stage.mean_of(wrong)
     assert mean.value == pytest.approx(0.05) and mean.high - mean.low >= 0.1

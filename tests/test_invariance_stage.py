@@ -16,6 +16,7 @@ from moecore.data.prepared import Prepared, spread
 from moecore.data.transforms import TRANSFORMS, drawn_affines
 from moecore.evaluation.imed import mean_imed
 from moecore.evaluation.predict import predictions
+from moecore.kept import Kept
 from moecore.layers.moe import MoE
 from moecore.routers.hash import Hash
 from stages import invariance as stage
@@ -110,10 +111,10 @@ def _model_and_images(results):
     return model, test.images[where], test.labels[where]
 
 
-def test_the_identity_moves_nothing(results):
+def test_the_identity_moves_nothing(results, tmp_path):
     model, images, _ = _model_and_images(results)
     _, clean = predictions(model, images, 16)
-    (still,) = stage.distances(model, images, stage.probs(clean), {"still": torch.eye(3, dtype=torch.float64).expand(40, 3, 3)}, 16)
+    (still,) = stage.distances(model, images, stage.probs(clean), {"still": torch.eye(3, dtype=torch.float64).expand(40, 3, 3)}, 16, Kept(tmp_path))
     assert still.pop("name") == "still" and set(still.values()) == {0.0}
 
 
@@ -157,13 +158,13 @@ def test_every_method_has_one_of_these_layers():
     assert all(method.moe in layers for method in METHODS.values() if method.moe) and len(METHODS) >= 22
 
 
-def test_a_hash_of_the_position_never_moves(results):
+def test_a_hash_of_the_position_never_moves(results, tmp_path):
     model, images, _ = _model_and_images(results)
     moe = model.moe.model_copy(update={"router": Hash(k=2, by="position")})
     fixed = model.config.build(model.image, moe)
     clean = stage.probs(predictions(fixed, images, 40)[1])
     drawn = {"rotation 15": drawn_affines("rotation 15", 40, (12, 12), 5)}
-    assert stage.distances(fixed, images, clean, drawn, 40)[0]["d_high"] == 0 and "never moves" in stage.note(moe.router)["note"]
+    assert stage.distances(fixed, images, clean, drawn, 40, Kept(tmp_path))[0]["d_high"] == 0 and "never moves" in stage.note(moe.router)["note"]
 
 
 def test_a_note_stands_only_where_the_probs_do_not_decide():

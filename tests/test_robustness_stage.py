@@ -155,6 +155,25 @@ def test_survivors_alone_have_the_same_accuracy_and_no_routing(results, monkeypa
         assert all(row["routing_change"] == row["processing_change"] == [] for row in found["attacks"][name])
 
 
+def test_a_killed_stage_attacks_only_what_is_left(results, monkeypatch, capsys):
+    """Stopped at the fifth row, started again: 21 − 4 rows are attacked, and the result is that of an undisturbed run. With other settings nothing is taken over."""
+    rows, row_of = [], stage.row_of
+
+    def stopped(attack, target, epsilon):
+        rows.append(epsilon)
+        if len(rows) == 5:
+            raise KeyboardInterrupt
+        return row_of(attack, target, epsilon)
+
+    monkeypatch.setattr(stage, "row_of", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        again(results, monkeypatch, capsys)
+    assert again(results, monkeypatch, capsys) == measured(results, "vit")
+    assert len(rows) == 5 + (len(NAMES) * 3 - 4)
+    again(results, monkeypatch, capsys, batch=7)
+    assert len(rows) == 5 + (len(NAMES) * 3 - 4) + len(NAMES) * 3
+
+
 def test_a_missing_second_model_is_named(results, monkeypatch, capsys):
     with pytest.raises(StageError, match="artifacts/pretrain/absent/0"):
         again(results, monkeypatch, capsys, transfer="absent")

@@ -15,6 +15,7 @@ from moecore.data.prepared import Prepared, spread
 from moecore.data.views import make_views
 from moecore.evaluation.consistency import match_ratios
 from moecore.evaluation.predict import predictions
+from moecore.kept import Kept
 from moecore.sweeps import Sweeps
 from stages import routing as stage
 from tests.routed import tiny
@@ -130,10 +131,10 @@ def test_the_sweep_at_the_trained_setting_is_the_model_itself(results):
         assert own["fallback"] == pytest.approx(sum(stage.measure(record, 0.5, 2)["fallback"] for record in records) / 2)
 
 
-def test_an_augmentation_does_not_depend_on_the_others(results):
+def test_an_augmentation_does_not_depend_on_the_others(results, tmp_path):
     model = stage.load_model(results / "artifacts/pretrain/vmoe/0")
     images = Prepared.open(results / "artifacts/data/pretrain").test.images[spread(60, 40)]
-    (alone,) = stage.augmented(model, images, stage.Routing(augmentations=("flip",), augmentation_images=15, seed=4, batch=8))
+    (alone,) = stage.augmented(model, images, stage.Routing(augmentations=("flip",), augmentation_images=15, seed=4, batch=8), Kept(tmp_path))
     assert alone["draws"] == measured(results, "vmoe")["augmentations"][1]["draws"]
     assert alone["match_top1"] == pytest.approx(measured(results, "vmoe")["augmentations"][1]["match_top1"])
 
