@@ -21,7 +21,7 @@ class CohortSplits(Config):
     real: ClassVar[bool] = True  # labels are real numbers
     volumes: ClassVar[bool] = True
 
-    seed: int = Field(0, ge=0, description="Seed of the splits")
+    seed: int = Field(0, ge=0, description="Seed of the splits, and of the people where they are simulated")
     validation: float = Field(0.15, gt=0, lt=1, description="Share of the participants for validation")
     test: float = Field(0.25, gt=0, lt=1, description="Share of the participants for the test")
     age_groups: int = Field(8, ge=1, le=100, description="Groups of equally many participants by age; splits are drawn within each and within a sex")
