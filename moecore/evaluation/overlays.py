@@ -21,7 +21,7 @@ def overlays(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> dict[str
     Returns {"shape": [N, C, H, W], "pixels": base64 of the bytes, "experts": E, "grids": [layer][image] → rows of text,
     one index a patch, "-" where no expert processed it}.  Raises StageError where the patches form no square grid.
     """
-    return _stored(images, records, [_grids(record) for record in records])
+    return _stored(images, records, [_grids(record) for record in records] if len(images) else [])
 
 
 def mid_slices(volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: Layout) -> dict[str, Any]:
