@@ -22,16 +22,19 @@ class PooledStem(nn.Module):
 
 
 class ConvStem(nn.Module):
-    """(B, C, D, H, W) → (B, P, width): two 3³ convolutions of stride 2 with GELU, then a linear map of what each cube became.
+    """(B, C, D, H, W) → (B, P, width): two 3³ convolutions of stride 2 with normalisation and GELU, then a linear map of what each cube became.
 
-    A cube sees two voxels beyond its border at the first two convolutions. No normalisation over the batch, which would couple volumes.
+    A cube sees two voxels beyond its border at the two convolutions. The norm is over a volume's channels and voxels (one group): a norm over the
+    batch would couple volumes, and without one some trainings stay at the median age.
     """
 
     def __init__(self, channels: int, patch: int, width: int, hidden: int) -> None:
         super().__init__()
         self.first = nn.Conv3d(channels, hidden, kernel_size=3, stride=2, padding=1)
         self.second = nn.Conv3d(hidden, 2 * hidden, kernel_size=3, stride=2, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(1, channels) for channels in (hidden, 2 * hidden))
         self.embed = PatchEmbed(2 * hidden, patch // 4, width, axes=3)
 
     def forward(self, volumes: Tensor) -> Tensor:
-        return self.embed(gelu(self.second(gelu(self.first(volumes)))))
+        values = gelu(self.norms[0](self.first(volumes)))
+        return self.embed(gelu(self.norms[1](self.second(values))))
