@@ -16,7 +16,7 @@ from moecore.history import record
 from moecore.history_file import read_lines
 from moecore.sources import ROOT
 
-CARD = {"name": "toy", "files": {"a": "0123"}, "counts": {"train": {"x": 1}}, "source": "here", "channels": 1, "size": 8, "classes": ["x", "y"]}
+CARD = {"name": "toy", "files": {"a": "0123"}, "counts": {"train": {"x": 1}}, "source": "here", "channels": 1, "size": 8, "classes": ["x", "y"], "mean": [0.5], "std": [0.5]}
 
 
 class Params(Config):
