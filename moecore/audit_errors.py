@@ -48,20 +48,12 @@ def worst_error(target: Target, adversarial: Tensor) -> Tensor:
 
 def pgd_beats_fgsm(curves: Mapping[str, Rows | None], attacks: Sequence[Attack]) -> Line:
     """Many steps reach at least the error of one."""
-    many, one = _last(curves, attacks, "pgd"), _last(curves, attacks, "fgsm")
-    if many is None or one is None:
-        return Line("pgd_beats_fgsm", None, "not judged: fgsm and pgd on the task's loss are not both among the attacks")
-    words = f"mean error {many['mae']:.4g} under pgd, {one['mae']:.4g} under fgsm, at ε = {many['epsilon']:g}"
-    return Line("pgd_beats_fgsm", many["mae"] >= one["mae"], words)
+    return _stronger(curves, attacks, "pgd", "fgsm")
 
 
 def apgd_beats_pgd(curves: Mapping[str, Rows | None], attacks: Sequence[Attack]) -> Line:
     """APGD reaches at least PGD's error, on average."""
-    best, plain = _last(curves, attacks, "apgd"), _last(curves, attacks, "pgd")
-    if best is None or plain is None:
-        return Line("apgd_beats_pgd", None, "not judged: apgd and pgd on the task's loss are not both among the attacks")
-    words = f"mean error {best['mae']:.4g} under apgd, {plain['mae']:.4g} under pgd, at ε = {best['epsilon']:g}"
-    return Line("apgd_beats_pgd", best["mae"] >= plain["mae"], words)
+    return _stronger(curves, attacks, "apgd", "pgd")
 
 
 def larger_epsilon(curves: Mapping[str, Rows | None], attacks: Sequence[Attack]) -> Line:
@@ -117,6 +109,15 @@ def _compared(name: str, whence: str, theirs: Tensor, ours: Tensor, epsilon: flo
     found = bootstrap(lambda chosen: float(more[chosen].mean()), len(more))
     words = f"mean error {float(theirs.mean()):.4g} under the attack {whence}, {float(ours.mean()):.4g} under the direct one"
     return Line(name, found.low <= 0, f"{words} ({found.low:+.3g} to {found.high:+.3g}), at ε = {epsilon:g}")
+
+
+def _stronger(curves: Mapping[str, Rows | None], attacks: Sequence[Attack], one: str, other: str) -> Line:
+    """The attack of kind ``one`` reaches at least the mean error of ``other``, at the largest epsilon."""
+    ours, theirs = _last(curves, attacks, one), _last(curves, attacks, other)
+    if ours is None or theirs is None:
+        return Line(f"{one}_beats_{other}", None, f"not judged: {one} and {other} on the task's loss are not both among the attacks")
+    words = f"mean error {ours['mae']:.4g} under {one}, {theirs['mae']:.4g} under {other}, at ε = {ours['epsilon']:g}"
+    return Line(f"{one}_beats_{other}", ours["mae"] >= theirs["mae"], words)
 
 
 def _climbs(curves: Mapping[str, Rows | None], attacks: Sequence[Attack]) -> dict[str, Rows]:

@@ -31,11 +31,13 @@ from moecore.history import Run
 from moecore.kept import Kept, resumable
 from moecore.params import read
 from moecore.progress import progress
+from moecore.records import RoutingRecord
 from moecore.selection import Phase
 from moecore.stage import run_stage
 from moecore.training.runtime import tune
 
 Epsilon = Annotated[float, Field(ge=0, le=1)]
+Scored = tuple[Tensor, tuple[RoutingRecord, ...]]  # predictions (N, K) and a record per MoE layer
 
 
 class Robustness(Config):
@@ -63,27 +65,26 @@ class Params(Config):
     robustness: Robustness
 
 
-def curve(attack: Attack, target: Target, epsilons: list[float], kept: Kept) -> Iterator[dict[str, Any]]:
-    """One row per epsilon, as ``row_of`` makes it where it is not kept yet."""
+def curve(attack: Attack, target: Target, clean: Scored, epsilons: list[float], kept: Kept) -> Iterator[dict[str, Any]]:
+    """One row per epsilon, as ``row_of`` makes it where it is not kept yet; clean: what the model says of the clean images."""
     for epsilon in epsilons:
-        yield kept.part(f"{name_of(attack)} at {epsilon}", lambda: row_of(attack, target, epsilon))
+        yield kept.part(f"{name_of(attack)} at {epsilon}", lambda: row_of(attack, target, clean, epsilon))
 
 
-def row_of(attack: Attack, target: Target, epsilon: float) -> dict[str, Any]:
+def row_of(attack: Attack, target: Target, clean: Scored, epsilon: float) -> dict[str, Any]:
     """What is left at an epsilon. An image counts as right where it is when clean, too: the clean image lies in every ball.
 
     With real labels its error is the larger one of the two; ``loss`` is then the mean error of the attacked images alone.
     Raises StageError where epsilon 0 does not reproduce the clean predictions.
     """
-    (clean, before), pixels = target.scored(target.images), target.clean()
-    adversarial = target.attacked(attack, epsilon)
+    adversarial, before = target.attacked(attack, epsilon), clean[1]
     logits, after = target.scored(adversarial)
-    if epsilon == 0 and not torch.equal(logits, clean):
+    if epsilon == 0 and not torch.equal(logits, clean[0]):
         raise StageError(f"robustness: {name_of(attack)} at epsilon 0 changes predictions; the model is not deterministic in evaluation mode")
-    loss, still = loss_of(logits, target.labels), float((adversarial == pixels).flatten(1).all(1).double().mean())
+    loss, still = loss_of(logits, target.labels), float((adversarial == target.clean()).flatten(1).all(1).double().mean())
     routing = ([], []) if target.only is not None else (change_of_choice(before, after), change_of_processing(before, after))
     changes = {"routing_change": routing[0], "processing_change": routing[1]}
-    return {"epsilon": epsilon, **standing(clean, logits, target.labels), "loss": loss, "unchanged_images": still, **changes}
+    return {"epsilon": epsilon, **standing(clean[0], logits, target.labels), "loss": loss, "unchanged_images": still, **changes}
 
 
 def loss_of(predicted: Tensor, labels: Tensor) -> float:
@@ -131,10 +132,11 @@ def curves_of(
 ) -> dict[str, list[dict[str, Any]] | None]:
     """The rows of every attack by its name; None for an idle one."""
     curves: dict[str, list[dict[str, Any]] | None] = {}
+    clean = target.scored(target.images)
     with progress(title, len(settings.attacks) * len(epsilons)) as bar:
         for number, attack in enumerate(settings.attacks):
             rows = curves[name_of(attack)] = None if name_of(attack) in idle else []
-            for row in curve(attack, target, epsilons, kept) if rows is not None else ():
+            for row in curve(attack, target, clean, epsilons, kept) if rows is not None else ():
                 rows.append(row)
                 shown = "mae" if "mae" in row else "accuracy"
                 bar.update(number * len(epsilons) + len(rows), **{shown: row[shown]})

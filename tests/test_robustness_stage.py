@@ -159,11 +159,11 @@ def test_a_killed_stage_attacks_only_what_is_left(results, monkeypatch, capsys):
     """Stopped at the fifth row, started again: 21 − 4 rows are attacked, and the result is that of an undisturbed run. With other settings nothing is taken over."""
     rows, row_of = [], stage.row_of
 
-    def stopped(attack, target, epsilon):
+    def stopped(attack, target, clean, epsilon):
         rows.append(epsilon)
         if len(rows) == 5:
             raise KeyboardInterrupt
-        return row_of(attack, target, epsilon)
+        return row_of(attack, target, clean, epsilon)
 
     monkeypatch.setattr(stage, "row_of", stopped)
     with pytest.raises(KeyboardInterrupt):
