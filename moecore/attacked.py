@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from moecore.attacks import Attack
 from moecore.attacks.draws import generators
-from moecore.attacks.objectives import absolute_error
 from moecore.evaluation.classification import correct
 from moecore.evaluation.predict import batches, device_of, evaluating, predictions
+from moecore.evaluation.regression import absolute_error
 from moecore.records import ModelOutput, RoutingRecord
 
 Precision = Literal["float32", "bfloat16"]
@@ -58,7 +58,7 @@ class Target(NamedTuple):
 
     def errors(self, images) -> Tensor:
         """The absolute error of each of these images where the labels are real; (N,) fp64, in the target's unit."""
-        return absolute_error(predictions(self.model, images, self.batch, routing=False)[0].double(), self.labels)
+        return absolute_error(predictions(self.model, images, self.batch, routing=False)[0], self.labels)
 
     def _some(self, attack: Attack, model: nn.Module, pixels: Tensor, indices: list[int], first: int, epsilon: float) -> Tensor:
         """A batch whose image 0 has index ``first``, where the images of these indices are attacked."""

@@ -3,6 +3,7 @@
 An image's error is the larger one of its clean and its attacked image, as everywhere (moecore.evaluation.robust_errors).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,7 @@ from moecore.attacked import Target, name_of
 from moecore.attacks import Attack
 from moecore.attacks.pgd import Pgd
 from moecore.audit import Audit, Line, Rows, deterministic, zero_gradients
-from moecore.evaluation.intervals import bootstrap
+from moecore.evaluation.intervals import bootstrap_mean
 from moecore.evaluation.robust_errors import error_score
 from moecore.layers.soft import softened
 
@@ -105,8 +106,7 @@ def transfer(target: Target, attack: Pgd, epsilon: float, direct: Tensor, other:
 
 def _compared(name: str, whence: str, theirs: Tensor, ours: Tensor, epsilon: float) -> Line:
     """Image by image: what is more by chance alone is no sign. ``theirs`` and ``ours``: (N,)."""
-    more = (theirs - ours).double().numpy()
-    found = bootstrap(lambda chosen: float(more[chosen].mean()), len(more))
+    found = bootstrap_mean((theirs - ours).double().numpy(), lowest=-math.inf)
     words = f"mean error {float(theirs.mean()):.4g} under the attack {whence}, {float(ours.mean()):.4g} under the direct one"
     return Line(name, found.low <= 0, f"{words} ({found.low:+.3g} to {found.high:+.3g}), at ε = {epsilon:g}")
 

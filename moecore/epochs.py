@@ -11,7 +11,7 @@ from moecore.evaluation.class_maps import class_maps
 from moecore.evaluation.consistency import epoch_agreement, epoch_agreement_by_layer
 from moecore.evaluation.multi_label import per_label
 from moecore.evaluation.predict import predictions
-from moecore.evaluation.regression import real
+from moecore.records import real
 from moecore.tensors import read_tensors, write_tensors
 
 IMAGES = 500  # of the validation split

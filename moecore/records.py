@@ -83,3 +83,8 @@ class Step(NamedTuple):
     model: Any
     guidance: Guidance | None = None
     progress: float = 0.0  # share of the training that is done, in [0, 1)
+
+
+def real(labels: Tensor) -> bool:
+    """Whether ``labels`` are real numbers: floating point (N,). Whole numbers are classes, floating (N, K) the shares of mixed images."""
+    return labels.ndim == 1 and labels.is_floating_point()

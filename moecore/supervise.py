@@ -11,14 +11,15 @@ from moecore.data.loader import to_device
 from moecore.data.prepared import Prepared, Split
 from moecore.epochs import keep_routing
 from moecore.evaluation.classification import confusion, correct, nll
-from moecore.evaluation.intervals import bootstrap
+from moecore.evaluation.intervals import bootstrap_mean
 from moecore.evaluation.multi_label import false_discovery_rate
 from moecore.evaluation.predict import predictions
-from moecore.evaluation.regression import absolute_error, age_fit, median_mae, real
+from moecore.evaluation.regression import absolute_error, age_fit, median_mae
 from moecore.history import Run
 from moecore.history_file import points, read_lines, seconds
 from moecore.parameters import parameter_counts
 from moecore.progress import progress
+from moecore.records import real
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import Guide, standing_alone
 from moecore.training.loop import Metrics, Task, fit, total_steps
@@ -106,8 +107,7 @@ def _of_numbers(model: nn.Module, prediction: Tensor, labels: Tensor, data: Prep
 
 def _mean(errors: Tensor) -> dict[str, float]:
     """The mean of (N,) and the limits of its bootstrap interval."""
-    values = errors.numpy()
-    return bootstrap(lambda chosen: values[chosen].mean(), len(values), lowest=0.0)._asdict()
+    return bootstrap_mean(errors.numpy())._asdict()
 
 
 def _shown(metrics: Metrics) -> dict[str, float]:

@@ -18,7 +18,7 @@ from moecore.config import Config
 from moecore.data.corruptions import CORRUPTIONS, corrupted
 from moecore.data.prepared import spread
 from moecore.evaluation.classification import correct
-from moecore.evaluation.intervals import Interval, bootstrap, wilson
+from moecore.evaluation.intervals import Interval, bootstrap_mean, wilson
 from moecore.evaluation.predict import predictions
 from moecore.evaluation.robust import packed, unpacked
 from moecore.history import Run
@@ -86,7 +86,7 @@ def by_corruption(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def mean_of(wrong: np.ndarray) -> Interval:
     """Mean over images with its 95 % interval; one picture's corruptions belong together, so images are drawn, not rows."""
-    return bootstrap(lambda chosen: float(wrong[chosen].mean()), len(wrong), lowest=0.0)
+    return bootstrap_mean(wrong)
 
 
 def corruptions(phase: Phase, method: str, seed: int) -> None:

@@ -20,7 +20,7 @@ from moecore.data.prepared import spread
 from moecore.data.transforms import TRANSFORMS, drawn_affines, transformed
 from moecore.evaluation.class_maps import class_maps
 from moecore.evaluation.imed import mean_imed
-from moecore.evaluation.intervals import Interval, bootstrap
+from moecore.evaluation.intervals import Interval, bootstrap_mean
 from moecore.evaluation.multi_label import per_label
 from moecore.evaluation.predict import predictions
 from moecore.expert_map import map_shape
@@ -66,8 +66,7 @@ def probs(records: tuple[RoutingRecord, ...]) -> tuple[Tensor, ...]:
 
 def mean_of(values: Tensor) -> Interval:
     """Mean of one value an image, (N,), with its 95 % interval."""
-    known = values.numpy()
-    return bootstrap(lambda chosen: float(known[chosen].mean()), len(known), lowest=0.0)
+    return bootstrap_mean(values.numpy())
 
 
 def distances(

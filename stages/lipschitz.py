@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moecore.artifacts import load_model
 from moecore.config import Config
 from moecore.data.prepared import spread
-from moecore.evaluation.intervals import Interval, bootstrap, wilson
+from moecore.evaluation.intervals import Interval, bootstrap_mean, wilson
 from moecore.evaluation.lipschitz import Lipschitz, lipschitz_estimates
 from moecore.evaluation.predict import batches, evaluating
 from moecore.history import record
@@ -48,8 +48,7 @@ class Params(Config):
 
 def mean_of(values: Tensor) -> Interval:
     """Mean of one value an image or a token, (N,), with its 95 % bootstrap interval."""
-    known = values.numpy()
-    return bootstrap(lambda chosen: float(known[chosen].mean()), len(known), lowest=0.0)
+    return bootstrap_mean(values.numpy())
 
 
 def summarised(found: Lipschitz, settings: LipschitzSettings) -> dict[str, Any]:

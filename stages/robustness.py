@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moecore.artifacts import load_model
 from moecore.attacked import Precision, Target, name_of, subset
 from moecore.attacks import Attack
-from moecore.attacks.objectives import real, task
+from moecore.attacks.objectives import task
 from moecore.audit import Audit, audit, show
 from moecore.audit_errors import audit_errors
 from moecore.config import Config
@@ -31,7 +31,7 @@ from moecore.history import Run
 from moecore.kept import Kept, resumable
 from moecore.params import read
 from moecore.progress import progress
-from moecore.records import RoutingRecord
+from moecore.records import RoutingRecord, real
 from moecore.selection import Phase
 from moecore.stage import run_stage
 from moecore.training.runtime import tune

@@ -18,7 +18,7 @@ from moecore.data.corrupt_digital import bytes_of
 from moecore.data.corrupt_draws import directions, with_noise
 from moecore.data.prepared import spread
 from moecore.evaluation.classification import correct
-from moecore.evaluation.intervals import bootstrap, wilson
+from moecore.evaluation.intervals import bootstrap_mean, wilson
 from moecore.evaluation.noise import changes_by_image, ramp_steps, true_probability
 from moecore.evaluation.overlays import overlays
 from moecore.evaluation.predict import predictions
@@ -56,8 +56,7 @@ class Params(Config):
 
 def mean_of(values: Tensor) -> dict[str, float | None]:
     """Mean of one value an image, (N,), with its 95 % bootstrap interval."""
-    known = values.double().numpy()
-    return bootstrap(lambda chosen: float(known[chosen].mean()), len(known), lowest=0.0)._asdict()
+    return bootstrap_mean(values.double().numpy())._asdict()
 
 
 def noise_row(model: nn.Module, clean: tuple[RoutingRecord, ...], pixels: Tensor, labels: Tensor, sigma: float, batch: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moecore.files import StageError
-from moecore.records import ModelOutput, RoutingRecord
+from moecore.records import ModelOutput, RoutingRecord, real
 from moecore.spread import squared_cv
 
 Objective = Literal["task", "cross_entropy", "dlr", "balance", "routing_change"]
@@ -37,11 +37,6 @@ def score(objective: Objective, weight: float, model: nn.Module, images: Tensor,
     if objective == "dlr":
         return lambda output: dlr(output.prediction, labels)
     return lambda output: cross_entropy(output.prediction, labels)
-
-
-def real(labels: Tensor) -> bool:
-    """Whether labels are real numbers, floating point (B,), and neither classes nor shares of mixed images."""
-    return labels.ndim == 1 and labels.is_floating_point()
 
 
 def task(prediction: Tensor, labels: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from moecore.attacks.draws import Generators, one_each
 from moecore.attacks.gradient import clean, frozen_parameters
-from moecore.attacks.objectives import real
 from moecore.config import Config
 from moecore.files import StageError
+from moecore.records import real
 
 
 class ReferenceAttack(Config):

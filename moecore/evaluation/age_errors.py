@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecore.evaluation.intervals import Interval
+from moecore.evaluation.intervals import Interval, reflected
 from moecore.evaluation.regression import age_fit
 from moecore.files import StageError
 
@@ -78,21 +78,18 @@ def statistics(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) -
 def _mean_errors(predictions: np.ndarray, ages: np.ndarray, drawn: np.ndarray) -> dict[str, Interval]:
     errors, total = predictions - ages, drawn.sum(1)
     means = {"mae": (np.abs(errors).mean(), drawn @ np.abs(errors) / total), "mean_error": (errors.mean(), drawn @ errors / total)}
-    return {name: _reflected(float(value), found, 0.0 if name == "mae" else -np.inf, np.inf) for name, (value, found) in means.items()}
+    return {name: _limits(float(value), found, 0.0 if name == "mae" else -np.inf, np.inf) for name, (value, found) in means.items()}
 
 
 def _intervals(predictions: np.ndarray, ages: np.ndarray, drawn: np.ndarray) -> dict[str, Interval]:
     values, found = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages)), statistics(predictions, ages, drawn)
-    return {name: _reflected(values[name], found[name], *limits) for name, limits in LIMITS.items()}
+    return {name: _limits(values[name], found[name], *limits) for name, limits in LIMITS.items()}
 
 
-def _reflected(value: float, drawn: np.ndarray, lowest: float, highest: float, level: float = 0.95) -> Interval:
-    """Davison & Hinkley (1997), eq. 5.6, as ``intervals.bootstrap``; no limits where resamples do not vary or are undefined."""
+def _limits(value: float, drawn: np.ndarray, lowest: float, highest: float) -> Interval:
+    """The bootstrap interval; no limits where resamples do not vary or are undefined."""
     drawn = drawn[np.isfinite(drawn)]
-    if len(drawn) < 2 or np.ptp(drawn) == 0:
-        return Interval(value)
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(value, *(float(np.clip(2 * value - edge, lowest, highest)) for edge in (high, low)))
+    return reflected(value, drawn, lowest=lowest, highest=highest) if len(drawn) > 1 and np.ptp(drawn) else Interval(value)
 
 
 def _checked(ages: np.ndarray, predictions: Sequence[np.ndarray]) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import rankdata
 
-from moecore.evaluation.intervals import bootstrap
+from moecore.evaluation.intervals import bootstrap_mean
 from moecore.files import StageError
 
 FLAT = 1e-9  # years: predictions that differ by less are rounding
@@ -45,7 +45,7 @@ def recalibration(predictions: np.ndarray, ages: np.ndarray) -> Recalibration:
 
 def mean_interval(values: np.ndarray, resamples: int) -> dict[str, float | None]:
     """The mean of one value an image or a pair, (N,), none below 0, with its 95 % bootstrap interval: value, low, high."""
-    return bootstrap(lambda chosen: float(values[chosen].mean()), len(values), resamples, lowest=0.0)._asdict()
+    return bootstrap_mean(values, resamples)._asdict()
 
 
 def monotone_share(predictions: np.ndarray) -> float:

@@ -60,5 +60,15 @@ def bootstrap(
     generator = np.random.default_rng(seed)
     value = float(statistic(np.arange(count)))
     drawn = [statistic(generator.integers(0, count, count)) for _ in range(resamples)]
+    return reflected(value, drawn, level, lowest)
+
+
+def bootstrap_mean(values: np.ndarray, resamples: int = 1000, lowest: float = 0.0) -> Interval:
+    """The mean of one value an image, (N,), with its bootstrap interval; see ``bootstrap``."""
+    return bootstrap(lambda chosen: float(values[chosen].mean()), len(values), resamples, lowest=lowest)
+
+
+def reflected(value: float, drawn: Sequence[float], level: float = 0.95, lowest: float = -math.inf, highest: float = math.inf) -> Interval:
+    """The basic bootstrap interval of ``value`` from the statistics of its resamples, within ``lowest`` and ``highest``."""
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(value, max(lowest, 2 * value - float(high)), max(lowest, 2 * value - float(low)))
+    return Interval(value, *(min(highest, max(lowest, 2 * value - float(edge))) for edge in (high, low)))

@@ -21,11 +21,6 @@ class AgeFit(TypedDict):
     intercept: float  # a
 
 
-def real(labels: Tensor) -> bool:
-    """Whether ``labels`` are real numbers: floating point (N,). Whole numbers are classes, floating (N, K) the shares of mixed images."""
-    return labels.ndim == 1 and labels.is_floating_point()
-
-
 def absolute_error(prediction: Tensor, labels: Tensor) -> Tensor:
     """|ŷ − y| of each image; (N,) fp64. Raises StageError for shapes that do not fit, for no images and for numbers that are not finite."""
     return (_errors(prediction, labels)).abs()

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.evaluation.intervals import bootstrap
+from moecore.evaluation.intervals import bootstrap_mean
 
 
 def error_score(errors: Tensor) -> dict[str, float | None]:
     """The mean absolute error of errors (N,), in the target's unit, with its 95 % bootstrap interval over images: mae, low, high."""
-    known = errors.double().numpy()
-    found = bootstrap(lambda chosen: float(known[chosen].mean()), len(known), lowest=0.0)
+    found = bootstrap_mean(errors.double().numpy())
     return {"mae": found.value, "low": found.low, "high": found.high}
 
 

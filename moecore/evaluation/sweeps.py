@@ -11,10 +11,10 @@ from torch import Tensor
 from moecore.evaluation.classification import correct
 from moecore.evaluation.eligibility import below_k_rate, fallback_rate, tail_mass, tail_of_probs, unchosen_mass
 from moecore.evaluation.intervals import wilson
-from moecore.evaluation.regression import absolute_error, real
+from moecore.evaluation.regression import absolute_error
 from moecore.evaluation.robust_errors import error_score
 from moecore.evaluation.routing import expert_counts, load_cv2, normalised_entropy, token_entropy
-from moecore.records import RoutingRecord
+from moecore.records import RoutingRecord, real
 
 
 def row(logits: Tensor, labels: Tensor, records: Sequence[RoutingRecord], k: int, threshold: float | None) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from moecore.data.mix import mix
 from moecore.data.views import make_views
 from moecore.evaluation.classification import correct
 from moecore.evaluation.predict import predictions
-from moecore.evaluation.regression import mae, real
+from moecore.evaluation.regression import mae
 from moecore.files import StageError
-from moecore.records import Batch, Step
+from moecore.records import Batch, Step, real
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import Guide, standing_alone
 from moecore.training.objective import Objective, task_loss

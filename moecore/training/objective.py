@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, l1_loss
 
 from moecore.evaluation.multi_label import multi_hot
-from moecore.evaluation.regression import real
 from moecore.files import StageError
-from moecore.records import Step
+from moecore.records import Step, real
 from moecore.regularizers import Regularizer
 
 

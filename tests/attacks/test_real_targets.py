@@ -10,11 +10,11 @@ from moecore.attacks.apgd import Apgd
 from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import image_gradient
-from moecore.attacks.objectives import absolute_error, real, score, task
+from moecore.attacks.objectives import absolute_error, score, task
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.square import Square
 from moecore.files import StageError
-from moecore.records import ModelOutput
+from moecore.records import ModelOutput, real
 from tests.attacks.test_attacks import run
 
 

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.evaluation.regression import absolute_error, age_fit, mae, median_mae, real
+from moecore.evaluation.regression import absolute_error, age_fit, mae, median_mae
 from moecore.files import StageError
+from moecore.records import real
 
 AGES = torch.tensor([60.0, 70.0, 80.0])
 
