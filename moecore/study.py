@@ -72,6 +72,8 @@ def _graft(tree: dict[str, Any], words: list[str], leaf: tuple[Any, Any], what: 
     word, *rest = words
     if not rest:
         old = tree.setdefault(word, leaf)
+        if isinstance(old, dict) and set(old) <= set(getattr(_bare(leaf[0]), "model_fields", ())):  # an earlier stage reads parts of this section
+            old = tree[word] = leaf
         if isinstance(old, dict) or _bare(old[0]) != _bare(leaf[0]):
             raise TypeError(f"{what} has another type than in an earlier stage")
         return

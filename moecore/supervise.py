@@ -22,29 +22,29 @@ from moecore.progress import progress
 from moecore.records import real
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import Guide, standing_alone
+from moecore.training.isolation import Isolation
 from moecore.training.loop import Metrics, Task, fit, total_steps
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
-from moecore.training.warm_start import WarmStart
 
 PERMUTED = 4  # of the random streams of a seed: the places of a null control's labels
 
 
 def task_for(
     model: nn.Module, data: Prepared, objective: Objective, runtime: Runtime, guide: Guide | None = None,
-    subset: np.ndarray | None = None, views: int = 1, warm: WarmStart | None = None, permuted: int | None = None,
+    subset: np.ndarray | None = None, views: int = 1, isolation: Isolation | None = None, permuted: int | None = None,
 ) -> Task:  # fmt: skip
     """The training task of ``model`` on prepared data; ``subset``: indices of the training images that are used; ``views`` of each.
 
-    ``warm``: the first epochs of region experts. ``permuted``: the seed of a null control, whose training labels change places.
+    ``isolation``: which of them keep one tissue. ``permuted``: the seed of a null control, whose training labels change places.
     """
     train = data.train if subset is None else Split(data.train.images[subset], data.train.labels[subset])
     if permuted is not None:
         train = Split(train.images, np.random.default_rng([permuted, PERMUTED]).permutation(train.labels))
     guide = None if guide is None else guide.to(runtime.device)
     splits = (to_device(split, runtime.device) for split in (train, data.validation))
-    return Task(model, len(data.card["classes"]), *splits, objective, guide, views, warm)
+    return Task(model, len(data.card["classes"]), *splits, objective, guide, views, isolation)
 
 
 def train(

@@ -6,9 +6,10 @@ Ageing needs subjects of whom all but age stays as it is, which only a simulatio
 """
 
 import importlib
-from collections.abc import Callable
+import math
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -18,9 +19,12 @@ from torch import Tensor, nn
 from moecore.artifacts import load_model
 from moecore.config import Config
 from moecore.data import Source
-from moecore.data.prepared import Prepared
-from moecore.evaluation.cohort import ageing, mean_interval, recalibration, repeated
+from moecore.data.prepared import SPLITS, Prepared
+from moecore.evaluation.cohort import ageing, mean_interval, repeated
+from moecore.evaluation.intervals import bootstrap_mean
+from moecore.evaluation.linear_probe import linear_probe, read_by_head
 from moecore.evaluation.predict import predictions
+from moecore.evaluation.regions import isolate
 from moecore.evaluation.regression import median_mae
 from moecore.files import StageError
 from moecore.history import Run
@@ -29,10 +33,11 @@ from moecore.params import Key, read
 from moecore.selection import Phase
 from moecore.stage import run_stage
 from moecore.training.runtime import tune
-from moecore.training.warm_start import isolate
 
 PEOPLE = 1000  # people set aside for each value of `seed`; those who are scanned again begin at half of them
 SIMULATED_ONLY = "only a simulated cohort (kind: phantom) can age a subject and leave all else as it is"
+ORDER = ("csf", "gm", "wm")
+NAMES = {"value": "mae", "low": "low", "high": "high"}
 Age = Annotated[float, Field(gt=0, le=120)]
 
 
@@ -64,39 +69,61 @@ def answers(model: nn.Module, volumes: np.ndarray | Tensor, batch: int) -> np.nd
     return predictions(model, volumes, batch, routing=False)[0][:, 0].double().numpy()
 
 
-def kept(model: nn.Module, data: Prepared, split: str, region: int, batch: int) -> np.ndarray:
-    """Predicted ages (N,) of a split's volumes of which only one tissue is left, each voxel by its share of it."""
-    volumes, regions, found = getattr(data, split).images, data.regions(split), []
+class Seen(NamedTuple):
+    """What a model says of a split's volumes: predicted ages (N,), what its head read (N, F), and the true ages (N,)."""
+
+    predicted: np.ndarray
+    features: np.ndarray
+    ages: np.ndarray
+
+
+def seen(model: nn.Module, data: Prepared, split: str, region: int | None, batch: int) -> Seen:
+    """``Seen`` of a split, whole or with one tissue left, each voxel by its share of it."""
+    volumes, ages = getattr(data, split).images, np.array(getattr(data, split).labels, np.float64)
+    if region is None:
+        return Seen(*read_by_head(model, volumes, batch), ages)
+    regions, parts = data.regions(split), []
     for start in range(0, len(volumes), batch):
         part = slice(start, start + batch)
         whole, share = (torch.from_numpy(np.array(each)) for each in (volumes[part], regions[part, region]))
-        found.append(answers(model, isolate(whole, share), batch))
-    return np.concatenate(found)
+        parts.append(read_by_head(model, isolate(whole, share), batch))
+    return Seen(*(np.concatenate(found) for found in zip(*parts, strict=True)), ages)
 
 
-def errors_of(validation: np.ndarray, test: np.ndarray, data: Prepared, resamples: int) -> dict[str, Any]:
-    """The test split's error of predictions as they are, and recalibrated by a line fitted on the validation split."""
-    line = recalibration(validation, data.validation.labels)
-    plain, fair = (mean_interval(np.abs(found - data.test.labels), resamples) for found in (test, line(test)))
-    fitted = {f"recalibrated_{name}": value for name, value in named(fair).items()}
-    return named(plain) | fitted | {"slope": line.slope, "intercept": line.intercept}
+def errors_of(model: nn.Module, data: Prepared, region: int | None, batch: int) -> dict[str, Any]:
+    """Absolute errors of the test split, of the model as it is and of a linear probe for these volumes, and the probe's penalty."""
+    train, validation, test = (seen(model, data, split, region, batch) for split in SPLITS)
+    probe, penalty = linear_probe((train.features, train.ages), (validation.features, validation.ages))
+    errors = {"raw": test.predicted, "probe": probe.predict(test.features)}
+    return {"penalty": penalty} | {name: np.abs(found - test.ages).tolist() for name, found in errors.items()}
 
 
-def named(interval: dict[str, float | None]) -> dict[str, float | None]:
-    """An interval of errors with its value called mae."""
-    return {"mae": interval["value"], "low": interval["low"], "high": interval["high"]}
+def summed(found: dict[str, Any], resamples: int) -> dict[str, float | None]:
+    """The means of ``errors_of`` with their intervals."""
+    rows = {"": "raw", "probe_": "probe"}
+    means = {prefix: mean_interval(np.array(found[name]), resamples) for prefix, name in rows.items()}
+    return {f"{prefix}{NAMES[key]}": value for prefix, mean in means.items() for key, value in mean.items()} | {"penalty": found["penalty"]}
 
 
 def of_tissues(model: nn.Module, data: Prepared, settings: CohortChecks, parts: Kept) -> dict[str, dict[str, Any]]:
-    """``errors_of`` with each tissue alone, and with the whole volume; without tissue maps the whole volume only."""
+    """``errors_of`` the whole volume and each tissue alone; without tissue maps the whole volume only."""
+    places = {"whole": None} | {region: index for index, region in enumerate(data.card["regions"])}
+    return {name: parts.part(name, lambda index=index: errors_of(model, data, index, settings.batch)) for name, index in places.items()}
 
-    def errors(ages_of: Callable[[str], np.ndarray]) -> dict[str, Any]:
-        return errors_of(ages_of("validation"), ages_of("test"), data, settings.resamples)
 
-    found = {"whole": parts.part("whole", lambda: errors(lambda split: answers(model, getattr(data, split).images, settings.batch)))}
-    for index, region in enumerate(data.card["regions"]):
-        found[region] = parts.part(region, lambda index=index: errors(lambda split: kept(model, data, split, index, settings.batch)))
-    return found
+def order_of(tissues: dict[str, dict[str, Any]], resamples: int) -> list[dict[str, Any]] | None:
+    """How much more the probe errs on one tissue than on the next, paired over the test volumes; None where one of them is missing.
+
+    The order that is asked about, fluid, grey matter, white matter, is by how much a tissue's shape tells of age.
+    """
+    if any(name not in tissues for name in ORDER):
+        return None
+    rows = []
+    for less, more in pairwise(ORDER):
+        apart = np.array(tissues[more]["probe"]) - np.array(tissues[less]["probe"])
+        found = bootstrap_mean(apart, resamples, lowest=-math.inf)
+        rows.append({"less": less, "more": more, "difference": found.value, "low": found.low, "high": found.high})
+    return rows
 
 
 def rescanned(model: nn.Module, data: Prepared, source: Source, settings: CohortChecks, mae: float) -> dict[str, Any] | None:
@@ -161,7 +188,8 @@ def cohort_checks(phase: Phase, method: str, seed: int) -> None:
     settings, simulated = params.cohort_checks, params.source.kind == "phantom"
     with resumable("cohort_checks", params, __file__, phase, method, seed) as (run, parts):
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(tune().device)
-        tissues = of_tissues(model, data, settings, parts)
+        found = of_tissues(model, data, settings, parts)
+        tissues = {name: summed(errors, settings.resamples) for name, errors in found.items()}
         whole = tissues.pop("whole")
         rescans = parts.part("rescan", lambda: rescanned(model, data, params.source, settings, whole["mae"]))
         older = parts.part("ageing", lambda: aged(model, params.source, settings)) if simulated else None
@@ -172,7 +200,7 @@ def cohort_checks(phase: Phase, method: str, seed: int) -> None:
         reasons |= {} if tissues else {"isolated": "the cohort has no tissue maps"}
         run.summary({
             "simulated": data.card["simulated"], "n_test": len(data.test.labels), "median_mae": constant, "whole": whole,
-            "isolated": tissues or None, "ageing": older, "rescan": rescans, "reasons": reasons,
+            "isolated": tissues or None, "order": order_of(found, settings.resamples), "ageing": older, "rescan": rescans, "reasons": reasons,
         })  # fmt: skip
 
 

@@ -3,6 +3,7 @@
     python -m stages.out_of_fold <method> <seed>
 
 Trains ``folds`` models like stages.pretrain, each without one fold of the training split, and keeps their predictions only.
+Where the calibration is fitted on other predictions nothing is trained, and absent.json says so.
 """
 
 from pathlib import Path
@@ -15,10 +16,11 @@ from torch import nn
 
 from moecore.backbones import Backbone
 from moecore.backbones.image import ImageSpec
+from moecore.calibration import Calibrator
 from moecore.config import Config
 from moecore.data.prepared import Prepared
 from moecore.evaluation.predict import predictions
-from moecore.files import StageError, whole_folder
+from moecore.files import StageError, whole_folder, write_json
 from moecore.folds import folds_of
 from moecore.history import Run, record
 from moecore.params import Key, read
@@ -28,12 +30,12 @@ from moecore.resume import work_folder
 from moecore.stage import run_stage
 from moecore.supervise import task_for
 from moecore.training.checkpoint import Checkpoint
+from moecore.training.isolation import isolation
 from moecore.training.loop import fit, total_steps
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime, tune
 from moecore.training.settings import Training
-from moecore.training.warm_start import warm_start
 
 DATA = Path("artifacts/data/pretrain")
 
@@ -49,7 +51,13 @@ class Params(Config):
     model: Backbone
     pretrain: Training
     method: Annotated[Method, Key("methods.{method}")]
+    calibrator: Annotated[Calibrator, Key("calibrate.calibrator")]
     out_of_fold: OutOfFold = OutOfFold()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the calibration is fitted on out-of-fold predictions."""
+        return self.calibrator.kind == "linear" and self.calibrator.fit_on == "out_of_fold"
 
 
 def checked(data: Prepared, method: Method) -> None:
@@ -66,9 +74,7 @@ def without(params: Params, data: Prepared, kept: np.ndarray, seed: int, runtime
     torch.manual_seed(seed)
     model = learned.sized(params.model).build(ImageSpec.from_card(data.card), learned.moe)
     objective = Objective(learned.losses, settings.label_smoothing, learned.distillation)
-    warm = warm_start(learned, data)
-    warm = None if warm is None else warm._replace(masks=warm.masks[kept])
-    task = task_for(model, data, objective, runtime, None, kept, learned.views, warm, seed if learned.permuted else None)
+    task = task_for(model, data, objective, runtime, None, kept, learned.views, isolation(learned, data, kept), seed if learned.permuted else None)
     work.mkdir(exist_ok=True)
     with progress(title, total_steps(task, settings)) as bar:
         for metrics in fit(task, settings, seed, runtime, Checkpoint(work)):
@@ -88,12 +94,19 @@ def held_out(params: Params, data: Prepared, folds: np.ndarray, seed: int, work:
 
 
 def out_of_fold(method: str, seed: int) -> None:
-    params, data = read(Params, method=method), Prepared.open(DATA)
-    checked(data, params.method)
-    item, subjects = f"pretrain/{method}/{seed}", data.subjects("train")
+    params = read(Params, method=method)
+    item = f"pretrain/{method}/{seed}"
     where = f"out_of_fold/{item}"
-    folds = folds_of([row["participant_id"] for row in subjects], data.train.labels, params.out_of_fold.folds, seed)
     with work_folder(where, params, [DATA], __file__) as work, record("out_of_fold", params, phase="pretrain", method=method, seed=seed, work=work) as run:
+        if not params.wanted:
+            with whole_folder(Path("artifacts") / where) as folder:
+                write_json(folder / "absent.json", {"calibrator": params.calibrator.model_dump(mode="json")})
+            run.summary({})
+            return
+        data = Prepared.open(DATA)
+        checked(data, params.method)
+        subjects = data.subjects("train")
+        folds = folds_of([row["participant_id"] for row in subjects], data.train.labels, params.out_of_fold.folds, seed)
         found = held_out(params, data, folds, seed, work, run, f"out_of_fold {method} seed {seed}")
         said = corrected(found, [row["sex"] for row in subjects], None)
         with whole_folder(Path("artifacts") / where) as folder:

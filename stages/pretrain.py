@@ -23,12 +23,12 @@ from moecore.stage import run_stage
 from moecore.supervise import task_for, train, trained
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import standing_alone
+from moecore.training.isolation import isolation
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import tune
 from moecore.training.settings import Training
 from moecore.training.upcycle import upcycle
-from moecore.training.warm_start import warm_start
 
 DATA = Path("artifacts/data/pretrain")
 
@@ -56,7 +56,7 @@ def pretrain(method: str, seed: int) -> None:
             upcycle(model, guide.teacher)
         objective = Objective(learned.losses, settings.label_smoothing, learned.distillation)
         permuted = seed if learned.permuted else None
-        task = task_for(model, data, objective, runtime, guide if learned.guided else None, None, learned.views, warm_start(learned, data), permuted)
+        task = task_for(model, data, objective, runtime, guide if learned.guided else None, None, learned.views, isolation(learned, data), permuted)
         alone = standing_alone(model, task.guide)
         probe = region_probe(work, alone, data, learned.expert_names, settings.epochs, seed)
         train(task, settings, seed, runtime, run, Checkpoint(work), f"pretrain {method} seed {seed}", probe)

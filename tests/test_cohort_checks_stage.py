@@ -14,6 +14,7 @@ from moecore.backbones.vit3d import Vit3d
 from moecore.config import Config
 from moecore.data.digits import Digits
 from moecore.data.prepared import Prepared
+from moecore.evaluation.linear_probe import PENALTIES
 from moecore.files import StageError
 from moecore.kept import Kept
 from moecore.records import ModelOutput
@@ -28,11 +29,15 @@ data:
 
 
 class Brightness(nn.Module):
-    """Answers with 100 times the mean of the voxels that are not 0; 0 for an empty volume."""
+    """Answers with 100 times the mean of the voxels that are not 0; 0 for an empty volume. Its head reads the same number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Identity()
 
     def forward(self, volumes: torch.Tensor) -> ModelOutput:
         found = volumes.flatten(1)
-        return ModelOutput((100 * found.sum(1) / (found != 0).sum(1).clamp(min=1))[:, None])
+        return ModelOutput(self.head((100 * found.sum(1) / (found != 0).sum(1).clamp(min=1))[:, None]))
 
 
 class Source:
@@ -87,7 +92,10 @@ def test_one_tissue_is_the_volume_times_its_share(cohort):
     # Every voxel of the small cohort has a third (85 of 255) of each tissue: brightness falls to a third, in float16.
     whole = stage.answers(Brightness(), cohort.test.images, 7)
     for region in range(3):
-        np.testing.assert_allclose(stage.kept(Brightness(), cohort, "test", region, 7), whole / 3, rtol=2e-3)
+        found = stage.seen(Brightness(), cohort, "test", region, 7)
+        np.testing.assert_allclose(found.predicted, whole / 3, rtol=2e-3)
+        np.testing.assert_array_equal(found.features[:, 0], found.predicted)
+        np.testing.assert_array_equal(found.ages, cohort.test.labels)
 
 
 def test_every_tissue_has_its_own_map():
@@ -95,25 +103,41 @@ def test_every_tissue_has_its_own_map():
     volumes, regions = np.full((3, 1, 2, 2, 2), 0.2, np.float16), np.zeros((3, 3, 2, 2, 2), np.uint8)
     volumes[:, 0, 1, 0], volumes[:, 0, 1, 1] = 0.4, 0.8
     regions[:, 0, 0], regions[:, 1, 1, 0], regions[:, 2, 1, 1] = 255, 255, 255
-    data = SimpleNamespace(test=SimpleNamespace(images=volumes), regions=lambda split: regions)
-    found = [stage.kept(Brightness(), data, "test", region, 2).tolist() for region in range(3)]
+    data = SimpleNamespace(test=SimpleNamespace(images=volumes, labels=np.zeros(3)), regions=lambda split: regions)
+    found = [stage.seen(Brightness(), data, "test", region, 2).predicted.tolist() for region in range(3)]
     assert found == [pytest.approx([20] * 3, rel=1e-3), pytest.approx([40] * 3, rel=1e-3), pytest.approx([80] * 3, rel=1e-3)]
 
 
-def test_an_offset_does_not_count_after_recalibration(cohort, tmp_path):
-    found = stage.of_tissues(Brightness(), cohort, settings(batch=16), Kept(tmp_path))
+def test_an_offset_does_not_count_for_the_probe(cohort, tmp_path):
+    errors = stage.of_tissues(Brightness(), cohort, settings(batch=16), Kept(tmp_path))
+    found = {name: stage.summed(row, 100) for name, row in errors.items()}
     assert list(found) == ["whole", "wm", "gm", "csf"]
-    assert found["wm"]["mae"] > 30 and found["wm"]["recalibrated_mae"] < 3, "a third of the brightness is 40 years too young, and as good a measure"
-    assert found["wm"]["slope"] == pytest.approx(3 * found["whole"]["slope"], rel=0.02)
+    assert found["wm"]["mae"] > 30 and found["wm"]["probe_mae"] < 3, "a third of the brightness is 40 years too young, and as good a measure"
+    assert found["wm"]["probe_mae"] == pytest.approx(found["whole"]["probe_mae"], rel=0.02)
     for row in found.values():
-        assert row["low"] <= row["mae"] <= row["high"] and row["recalibrated_low"] <= row["recalibrated_mae"] <= row["recalibrated_high"]
+        assert row["low"] <= row["mae"] <= row["high"] and row["probe_low"] <= row["probe_mae"] <= row["probe_high"]
 
 
-def test_the_error_is_of_the_test_split_and_the_line_of_the_validation_split(cohort):
-    validation, test = (getattr(cohort, split).labels.astype(np.float64) for split in ("validation", "test"))
-    found = stage.errors_of(validation / 2 + 3, test + 4, cohort, 100)
-    assert found["mae"] == pytest.approx(4, abs=1e-5) and (found["slope"], found["intercept"]) == pytest.approx((2, -6), abs=1e-5)
-    assert found["recalibrated_mae"] == pytest.approx(float(np.abs(2 * (test + 4) - 6 - test).mean()), abs=1e-4)
+def test_each_split_has_its_part_in_the_probe(cohort):
+    # By hand: least squares of age on brightness over the training split, with the penalty that is best for the validation split.
+    found, (train, validation, test) = stage.errors_of(Brightness(), cohort, None, 16), ((stage.seen(Brightness(), cohort, split, None, 16)) for split in ("train", "validation", "test"))
+    centre, spread = train.predicted.mean(), train.predicted.std()
+    lines = {}
+    for penalty in PENALTIES:
+        slope = ((train.predicted - centre) * train.ages).sum() / spread / (len(train.ages) * (1 + penalty))
+        lines[penalty] = lambda given, slope=slope: train.ages.mean() + slope * (given - centre) / spread
+    best = min(lines, key=lambda penalty: np.abs(lines[penalty](validation.predicted) - validation.ages).mean())
+    assert found["penalty"] == best
+    np.testing.assert_allclose(found["probe"], np.abs(lines[best](test.predicted) - test.ages), rtol=1e-9)
+    np.testing.assert_allclose(found["raw"], np.abs(test.predicted - test.ages))
+
+
+def test_tissues_are_compared_on_the_same_volumes():
+    tissues = {"whole": {"probe": [0.0] * 4}, "wm": {"probe": [5.0, 6, 7, 8]}, "gm": {"probe": [4.0, 5, 6, 7]}, "csf": {"probe": [6.0, 6, 6, 6]}}
+    first, second = stage.order_of(tissues, 200)
+    assert first == {"less": "csf", "more": "gm", "difference": -0.5} | {key: first[key] for key in ("low", "high")} and first["low"] < -0.5 < first["high"] < 1.5
+    assert second == {"less": "gm", "more": "wm", "difference": 1.0, "low": 1.0, "high": 1.0}, "every volume a year more: no doubt is left"
+    assert stage.order_of({"whole": tissues["whole"]}, 200) is None
 
 
 def test_sessions_of_one_person_are_compared_less_the_years_between(cohort):

@@ -18,6 +18,7 @@ model: {kind: vit3d, patch: 8, width: 16, depth: 1, heads: 2}
 pretrain: {epochs: 1, batch: 4, learning_rate: 1.0e-3}
 methods: {dense: {}}
 out_of_fold: {folds: 3, batch: 5}
+calibrate: {calibrator: {kind: linear, fit_on: out_of_fold}}
 """
 
 
@@ -64,3 +65,15 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
     ages = Ages.of(data, leaning(data), tmp_path / "w")
     assert fit(ages, Linear(fit_on="out_of_fold", min_slope=1e-9), path).n == 12
     assert json.loads((tmp_path / "results/out_of_fold/pretrain/dense/0.json").read_text())["n"] == 12
+
+
+def test_nothing_is_trained_where_the_calibration_needs_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOECORE_TRACKING", "off")
+    monkeypatch.delenv("MOECORE_PARAMS", raising=False)
+    (tmp_path / "params.yaml").write_text(PARAMS.replace("fit_on: out_of_fold", "fit_on: validation"))
+    write_cohort(tmp_path / "artifacts/data/pretrain", numbers={"train": 12, "validation": 4, "test": 4})
+    monkeypatch.setattr(stage, "without", lambda *given: pytest.fail("a model was trained"))
+    stage.out_of_fold("dense", 0)
+    assert [path.name for path in (tmp_path / "artifacts/out_of_fold/pretrain/dense/0").iterdir()] == ["absent.json"]
+    assert (tmp_path / "results/out_of_fold/pretrain/dense/0.json").is_file()

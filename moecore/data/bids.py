@@ -60,6 +60,7 @@ class Bids(CohortSplits, Grid):
     maps: Maps | None = Field(Maps(), description="Tissue as probability maps; null: none")
     dseg: Dseg | None = Field(None, description="Tissue as one label map, in the place of maps (set maps: null)")
     ages: tuple[float, float] = Field((0.0, 120.0), description="Least and greatest age in years; another age is a problem")
+    diagnoses: tuple[str, ...] | None = Field(None, min_length=1, description="Only these, as the column `diagnosis` names them (the healthy, for a model of normal ageing); null: all")
     on_error: Literal["stop", "skip"] = Field("stop", description="Problems stop, all of them named, or leave those subjects out, named in the card")
     cache: str = Field(".state/volumes", description="Folder that keeps what was read, so that the next run reads only what changed")
     name: str = Field("cohort", description="Name of the cohort in the card and the report")
@@ -78,7 +79,7 @@ class Bids(CohortSplits, Grid):
         Raises StageError that lists every problem of the whole cohort (unless ``on_error`` is ``skip``), or on splits without anybody.
         """
         root = self._root()
-        table = read_table(root, self.ages)
+        table = read_table(root, self.ages, self.diagnoses)
         cache = self._cache()
         ready = list(each(partial(self._read, root, cache), table.subjects))
         cache.remember()

@@ -32,20 +32,28 @@ class Table(NamedTuple):
     problems: list[Problem]
 
 
-def read_table(root: Path, ages: tuple[float, float]) -> Table:
+def read_table(root: Path, ages: tuple[float, float], diagnoses: tuple[str, ...] | None = None) -> Table:
     """Read root/participants.tsv, and root/<participant>/<participant>_sessions.tsv where there is one.
 
-    A sessions table gives session_id and, where it has the column, age; else participants.tsv does. Ages must lie within ``ages``.
-    Raises StageError where participants.tsv is missing or lacks a column.
+    A sessions table gives session_id and, where it has the columns, age and diagnosis; else participants.tsv does. Ages must lie within
+    ``ages``; rows of another diagnosis than ``diagnoses`` are passed over, they are no problems.
+    Raises StageError where participants.tsv is missing or lacks a column, and where nobody has one of the diagnoses.
     """
     path = root / "participants.tsv"
     rows, problems, subjects = _rows(path, NEEDED), [], []
+    seen: Counter[str] = Counter()
     for participant in {row["participant_id"]: row for row in rows}:
         mine = [row for row in rows if row["participant_id"] == participant]
         for file, row in _visits(root, path, participant, mine):
             subject, wrong = _subject(row, ages)
+            seen[subject.diagnosis] += 1
+            if diagnoses is not None and subject.diagnosis not in diagnoses:
+                continue
             problems += [Problem(participant, subject.session_id, f"{file}: {participant}: {why}") for why in wrong]
             subjects.append(subject)
+    if not subjects:
+        found = ", ".join(f"{name or 'none given'} ({number})" for name, number in sorted(seen.items()))
+        raise StageError(f"{path}: nobody's diagnosis is one of {', '.join(diagnoses or ())} (`diagnoses`); found: {found}")
     splits, split_problems = _splits(path, rows)
     problems += _doubles(path, subjects) + split_problems + _without_rows(root, {row["participant_id"] for row in rows})
     bad = {problem[:2] for problem in problems}
@@ -84,8 +92,9 @@ def _subject(row: dict[str, str], ages: tuple[float, float]) -> tuple[Subject, l
         wrong.append(f"age is {age:g}; allowed: {ages[0]:g} to {ages[1]:g} years (`ages`)")
     if sex not in SEX:
         wrong.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
-    optional = {name: "" if row.get(name, "") in MISSING else row[name] for name in ("session_id", "site")}
-    return Subject(row["participant_id"], optional["session_id"], age if age is not None else math.nan, SEX.get(sex, ""), optional["site"]), wrong
+    optional = {name: "" if row.get(name, "") in MISSING else row[name] for name in ("session_id", "site", "diagnosis")}
+    known = math.nan if age is None else age
+    return Subject(row["participant_id"], optional["session_id"], known, SEX.get(sex, ""), optional["site"], diagnosis=optional["diagnosis"]), wrong
 
 
 def _number(text: str) -> float | None:

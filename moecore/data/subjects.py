@@ -19,6 +19,7 @@ class Subject(NamedTuple):
     sex: str
     site: str = ""
     qc_flags: str = ""  # short texts, separated by "; "
+    diagnosis: str = ""  # in the cohort's own words; "" where it is not known
 
 
 def write_subjects(path: Path, subjects: Sequence[Subject]) -> None:

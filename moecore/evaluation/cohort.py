@@ -1,46 +1,16 @@
 """Does a model read age from the brain? Pure functions of predictions for the same subjects aged, scanned again, or reduced to one tissue.
 
-N images, S subjects, A ages; ages and predictions in years.
+S subjects, A ages; ages and predictions in years.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.stats import rankdata
 
 from moecore.evaluation.intervals import bootstrap_mean
-from moecore.files import StageError
-
-FLAT = 1e-9  # years: predictions that differ by less are rounding
-
-
-class Recalibration(NamedTuple):
-    """Least squares of age on prediction: age ≈ intercept + slope · prediction."""
-
-    slope: float
-    intercept: float
-
-    def __call__(self, predictions: np.ndarray) -> np.ndarray:
-        return self.intercept + self.slope * predictions
-
-
-def recalibration(predictions: np.ndarray, ages: np.ndarray) -> Recalibration:
-    """The line through (prediction, age) that leaves the least squared error in age; both (N,).
-
-    Of age on prediction, not the other way round: it can make a useless prediction only as bad as the mean age, where the
-    inverse, (ŷ − a) / b with a small b, would blow it up. Predictions that do not vary get slope 0 and the mean age.
-    Raises StageError for no images, and for numbers that are not finite.
-    """
-    if predictions.shape != ages.shape or predictions.ndim != 1 or len(ages) == 0:
-        raise StageError(f"recalibration: predictions {predictions.shape} and ages {ages.shape}; needed: both (images,), at least one image")
-    predictions, ages = predictions.astype(np.float64), ages.astype(np.float64)
-    if not (np.isfinite(predictions).all() and np.isfinite(ages).all()):
-        raise StageError("recalibration: a prediction or an age is not a finite number")
-    off = predictions - predictions.mean()
-    slope = float(off @ ages / (off @ off)) if np.ptp(predictions) > FLAT else 0.0
-    return Recalibration(slope, float(ages.mean() - slope * predictions.mean()))
 
 
 def mean_interval(values: np.ndarray, resamples: int) -> dict[str, float | None]:

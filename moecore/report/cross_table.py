@@ -32,7 +32,7 @@ def cross_table(compared: Mapping[str, Any]) -> list[str]:
 
     compared: reports/compare.json as ``stages.compare`` writes it.
     """
-    methods = {name: found for name, found in compared.items() if name != "claims"}
+    methods = {name: found for name, found in compared.items() if name not in ("claims", "data")}
     lines: list[str] = []
     for phase in next(iter(methods.values())):
         columns = [column for column in COLUMNS if any(found[phase].get(column.name) for found in methods.values())]

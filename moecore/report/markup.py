@@ -1,6 +1,6 @@
 """Small pieces of HTML: numbers, tables, figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -33,10 +33,12 @@ def signed(value: float, form: str) -> str:
     return f"{value * 100:+.1f} pp" if form == "share" else ("+" if value > 0 else "−" if value < 0 else "±") + shown(abs(value), form)
 
 
-def by_method(metrics: Sequence[Metric], cells: Mapping[str, Mapping[str, Cell | None]], papers: Sequence[Reported] = ()) -> str:
-    """Methods as rows, metrics as columns; below them what the papers report of their own models."""
+def by_method(
+    metrics: Sequence[Metric], cells: Mapping[str, Mapping[str, Cell | None]], papers: Sequence[Reported] = (), controls: Collection[str] = ()
+) -> str:
+    """Methods as rows, ``controls`` called so, metrics as columns; below them what the papers report of their own models."""
     head = [f"<th>{escape(metric.label)}</th>" for metric in metrics]
-    rows = [[_th(method), *(_td(row[metric.name], metric) for metric in metrics)] for method, row in cells.items()]
+    rows = [[_th(method, "control" if method in controls else ""), *(_td(row[metric.name], metric) for metric in metrics)] for method, row in cells.items()]
     for model in papers:
         rows.append([_th(f"Paper: {model.model}", model.source), *(_reported(model.values.get(metric.name), metric) for metric in metrics)])
     return table_of(["<th>Method</th>", *head], rows, [*[""] * len(cells), *["paper"] * len(papers)])

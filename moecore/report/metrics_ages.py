@@ -12,6 +12,9 @@ from moecore.report.metrics_adversarial import WORST, attack_rows, attack_title,
 from moecore.report.results import Measured
 
 REGIONS = ("wm", "gm", "csf")
+ORDER = {("gm", "csf"): "grey matter alone than on fluid alone", ("wm", "gm"): "white matter alone than on grey matter alone"}  # (more, less)
+ERRS = "years by which the probe errs more on"
+PROBE = "a linear probe: a new linear head, fitted on such volumes of the training split, reads age from a model that stays as it is"
 TABLE_S1 = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}
 
 
@@ -54,12 +57,13 @@ def table_s1() -> list[Metric]:
 def regions_and_checks() -> list[Metric]:
     """Errors with one tissue left, what region experts do, and whether predictions follow age and ignore the scan."""
     left = "MAE in years where only this tissue is left of a volume"
-    mended = f"{left}, recalibrated on the validation split: a model may be far off on volumes it never saw, and still read age from them"
+    probed = f"{left}, of {PROBE}; a model may be far off on such volumes, and still know much of age from them"
     own, control = "tokens of a region that choose the expert of that region, mean over wm, gm, csf", "the same share under random masks of that size"
     rises = "steps from one age to the next in which the prediction for the same simulated subject rises"
     return [
         *(Metric(f"isolated_{r}", f"MAE, {r.upper()} alone", _isolated(r, ""), "lower", "number", left, "ages") for r in REGIONS),
-        *(Metric(f"recalibrated_{r}", f"MAE, {r.upper()} alone, recal.", _isolated(r, "recalibrated_"), "lower", "number", mended, "ages") for r in REGIONS),
+        *(Metric(f"probe_{r}", f"MAE, {r.upper()} alone, probe", _isolated(r, "probe_"), "lower", "number", probed, "ages") for r in REGIONS),
+        *(Metric(f"{a}_over_{b}", f"{a.upper()} − {b.upper()}, probe", _over(a, b), "", "number", f"{ERRS} {words}", "ages") for (a, b), words in ORDER.items()),
         Metric("own_expert", "Own expert", own_expert(""), "higher", "share", own, "ages"),
         Metric("own_expert_random", "Own expert, random masks", own_expert("random_"), "", "share", control, "ages"),
         Metric("own_expert_gain", "Own expert − random", _gain, "higher", "number", "above 0: experts know their tissue", "ages"),
@@ -104,6 +108,12 @@ def known(stored: Any) -> Any:
     return None if isinstance(found, Interval) and found.value is None else found
 
 
+def probe_order(found: Mapping[str, Any], more: str, less: str) -> Interval | None:
+    """Years by which the probe errs more on one tissue alone than on another, of a model's cohort checks; None where a tissue is missing."""
+    row = {(row["more"], row["less"]): row for row in found.get("order") or []}.get((more, less))
+    return Interval(row["difference"], row["low"], row["high"]) if row else None
+
+
 def _s1(name: str, key: str) -> Reader:
     def read(m: Measured) -> Any:
         found = m.calibrate.get(name)
@@ -127,6 +137,10 @@ def _isolated(region: str, prefix: str) -> Reader:
         return Interval(*(found.get(f"{prefix}{name}") for name in ("mae", "low", "high"))) if found and f"{prefix}mae" in found else None
 
     return read
+
+
+def _over(more: str, less: str) -> Reader:
+    return lambda m: probe_order(m.cohort_checks, more, less)
 
 
 def _gain(m: Measured) -> float | None:

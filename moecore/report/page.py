@@ -78,13 +78,20 @@ def _numbers(results: Results, phase: str) -> str:
     known = ways(results, phase, metrics)
     tests = "; ".join(words for way, words in WORDS.items() if way in known)
     judged = f" beyond chance at 5 %: {tests}" if tests else ""
+    controls = [method for method in cells if method in results.controls]
     return (
-        by_method(headline, cells)
+        by_method(headline, cells, controls=controls)
         + f'<p class="quiet">Small figures: 95 % intervals ({how}).{quartiles} <span class="key best">Marked:</span> better than every other method'
-        f"{judged}. No mark means no difference was shown.</p>"
+        f"{judged}. No mark means no difference was shown.{_aside(controls)}</p>"
         + by_paper(metrics, cells)
         + f"<details><summary>All measurements</summary>{by_metric(metrics, cells)}</details>"
     )
+
+
+def _aside(controls: Sequence[str]) -> str:
+    """Why controls have no mark; nothing where there are none."""
+    learned = "such a method learned from labels dealt out anew, and an answer that never changes is robust without knowing anything"
+    return f" Marks leave out {escape(', '.join(controls))} (control): {learned}." if controls else ""
 
 
 def _headline(results: Results, phase: str) -> tuple[str, ...]:
@@ -93,7 +100,7 @@ def _headline(results: Results, phase: str) -> tuple[str, ...]:
     worst = any(model.robustness.get(WORST) for model in models)
     if of_ages(models):
         attacked = [f"attacked_mae_{WORST if worst else attack}" for attack in attacks_of(models)[-1:]]
-        checks = ("isolated_wm", "isolated_gm", "isolated_csf", "own_expert_gain", "monotone", "rescan")
+        checks = ("isolated_wm", "isolated_gm", "isolated_csf", "probe_wm", "probe_gm", "probe_csf", "own_expert_gain", "monotone", "rescan")
         return ("test_mae", "median_mae", "mae_of_median", "mae_pooled", *attacked, *checks, "load_cv2", "active_parameters", "latency_ms")
     under = [name for attack in attacks_of(models)[-1:] for name in (f"accuracy_{WORST if worst else attack}", f"routing_change_{attack}")]
     return ("test_accuracy", "ece_after", *under, "mce", "load_cv2", "active_parameters", "latency_ms")

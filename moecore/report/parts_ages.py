@@ -10,7 +10,7 @@ from moecore.report.figures_errors import ageing_curves
 from moecore.report.figures_regions import region_shares
 from moecore.report.markup import figure, table_of, with_limits
 from moecore.report.metric import number
-from moecore.report.metrics_ages import TABLE_S1, known
+from moecore.report.metrics_ages import ORDER, PROBE, TABLE_S1, known, probe_order
 from moecore.report.parts import Models, first_of
 from moecore.report.results import Measured
 from moecore.report.tables import Cell
@@ -76,10 +76,11 @@ def checks(models: Models, phase: str) -> str:
 
 
 def _tissues(models: Models) -> str:
-    """Errors with one tissue left of each volume, as predicted and recalibrated, beside the rescans' difference."""
+    """Errors with one tissue left of each volume, as predicted and of a linear probe, the probe's order of tissues, and the rescans' difference."""
     names = {"whole": "Whole volume"} | {name: f"{words.capitalize() if name != 'csf' else words} alone" for name, words in TISSUES.items()}
     columns: list[tuple[str, Callable[[Mapping[str, Any]], Any]]] = [(words, lambda found, name=name: _error(found, name, "")) for name, words in names.items()]
-    columns += [(f"{words}, recalibrated", lambda found, name=name: _error(found, name, "recalibrated_")) for name, words in names.items()]
+    columns += [(f"{words}, probe", lambda found, name=name: _error(found, name, "probe_")) for name, words in names.items()]
+    columns += [(f"{more.upper()} − {less.upper()}, probe", lambda found, pair=(more, less): probe_order(found, *pair)) for more, less in ORDER]
     columns.append(("Rescan, years apart", _apart))
     shown = {words: [_mean([read(model.cohort_checks) for model in seeds.values()]) for seeds in models.values()] for words, read in columns}
     shown = {words: cells for words, cells in shown.items() if any(cells)}
@@ -89,7 +90,8 @@ def _tissues(models: Models) -> str:
         [f'<th scope="row">{escape(method)}</th>', *(f"<td>{with_limits(cells[place], 'number') if cells[place] else '–'}</td>" for cells in shown.values())]
         for place, method in enumerate(models)
     ]
-    return table_of(["<th>MAE, years</th>", *(f"<th>{escape(words)}</th>" for words in shown)], rows)
+    probed = f'<p class="quiet">Probe: {PROBE}.</p>' if any(words.endswith(", probe") for words in shown) else ""
+    return probed + table_of(["<th>MAE, years</th>", *(f"<th>{escape(words)}</th>" for words in shown)], rows)
 
 
 def _error(found: Mapping[str, Any], name: str, prefix: str) -> Interval | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from moecore.data.prepared import is_real
 from moecore.files import StageError, read_json
 from moecore.selection import Selection
+from moecore.yaml12 import parse
 
 TRAINED = (
     "test_accuracy", "test_correct", "test_count", "test_loss", "images_per_second", "seconds", "parameters", "active_parameters",
@@ -24,7 +25,7 @@ MEASURED = {
     "lipschitz": ("images", "local_mean"),
     "cost": ("flops_per_image", "latency_ms", "peak_memory_bytes", "routing_ms", "routing_share"),
     "stability": ("images", "noise"),
-    "cohort_checks": ("isolated", "ageing", "rescan"),
+    "cohort_checks": ("isolated", "order", "ageing", "rescan"),
 }
 MEASURED_AGES = MEASURED | {  # where the answer is a real number
     "calibrate": ("task", "raw", "pooled", "sex_specific", "median_mae", "age_range", "interval", "points"),
@@ -60,6 +61,12 @@ class Results(NamedTuple):
     def simulated(self) -> list[str]:
         """Names of the data sets that are simulated."""
         return [card["name"] for card in self.cards.values() if card.get("simulated")]
+
+    @property
+    def controls(self) -> frozenset[str]:
+        """Names of the null controls: methods with ``permuted: true``, whose training labels are dealt out anew, so that they can learn nothing."""
+        methods = (parse(self.settings).data or {}).get("methods") or {}
+        return frozenset(name for name, settings in methods.items() if (settings or {}).get("permuted"))
 
 
 def study_stages(params: str | Path) -> frozenset[str]:

@@ -8,7 +8,9 @@ from typing import Any
 from moecore.files import StageError, read_json
 
 FORMS = {"share": "{:.2%}", "number": "{:.3f}", "count": "{:,.0f}"}
-AGES = ("mae_of_median", "mae_pooled", "isolated_wm", "isolated_gm", "isolated_csf", "own_expert_gain", "monotone", "rescan")
+AGES = (
+    "mae_of_median", "mae_pooled", "isolated_wm", "isolated_gm", "isolated_csf", "probe_wm", "probe_gm", "probe_csf", "own_expert_gain", "monotone", "rescan",
+)  # fmt: skip
 COLUMNS = {"ece_after": "number", "load_cv2": "number", "entropy": "number", "active_parameters": "count", "images_per_second": "count"}
 
 

@@ -1,6 +1,6 @@
 """The tables: one value with its interval for every method and metric, and where the best one is beyond doubt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.data.prepared import is_real
@@ -18,26 +18,27 @@ class Cell(NamedTuple):
     interval: Interval
     kind: str
     seeds: int
-    marked: bool = False  # better than every other method of its column, and not by chance
+    marked: bool = False  # better than every other method of its column but controls, and not by chance
 
 
 def table(results: Results, phase: str) -> tuple[list[Metric], dict[str, dict[str, Cell | None]]]:
     """The metrics that any method has, and the cell of every method and metric (None where a method has no such thing)."""
     models = results.models[phase]
     metrics = metrics_of([model for seeds in models.values() for model in seeds.values()], relative_to(models))
-    columns = {metric.name: column(metric, models) for metric in metrics}
+    controls = results.controls
+    columns = {metric.name: column(metric, models, controls) for metric in metrics}
     cells = {method: {name: found[method] for name, found in columns.items()} for method in models}
     return [metric for metric in metrics if any(columns[metric.name].values())], cells
 
 
-def column(metric: Metric, models: Models) -> dict[str, Cell | None]:
-    """The cell of every method, the best one marked where a test or the intervals show it."""
+def column(metric: Metric, models: Models, controls: Collection[str] = ()) -> dict[str, Cell | None]:
+    """The cell of every method, the best one marked where a test or the intervals show it; ``controls`` neither are the best nor have to be beaten."""
     cells = {method: cell(metric, list(seeds.values())) for method, seeds in models.items()}
-    known = {method: models[method] for method, found in cells.items() if found}
+    known = {method: models[method] for method, found in cells.items() if found and method not in controls}
     if not metric.better or len(known) < 2:
         return cells
     if standing.way_of(metric, list(known.values())) == "intervals":
-        first = best(metric, cells)
+        first = best(metric, {method: cells[method] for method in known})
     else:
         first = standing.leader(metric, known, {method: cells[method].interval.value for method in known})
     return {method: found._replace(marked=method == first) if found else None for method, found in cells.items()}
@@ -45,10 +46,10 @@ def column(metric: Metric, models: Models) -> dict[str, Cell | None]:
 
 def ways(results: Results, phase: str, metrics: Sequence[Metric]) -> set[str]:
     """The tests behind the marks of these metrics: keys of ``standing.WORDS``."""
-    models = results.models[phase]
+    models = [seeds for method, seeds in results.models[phase].items() if method not in results.controls]
     found = set()
     for metric in metrics:
-        having = [seeds for seeds in models.values() if cell(metric, list(seeds.values()))]
+        having = [seeds for seeds in models if cell(metric, list(seeds.values()))]
         found |= {standing.way_of(metric, having)} if len(having) > 1 else set()
     return found - {""}
 

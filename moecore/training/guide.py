@@ -50,6 +50,11 @@ class Guided(nn.Module):
         self.model, self.guide = model, guide
         self.config, self.image, self.moe, self.layout = model.config, model.image, model.moe, model.layout
 
+    @property
+    def head(self) -> nn.Module:
+        """The student's."""
+        return self.model.head
+
     def forward(self, images: Tensor) -> ModelOutput:
         return self.model(images, self.guide(images))
 

@@ -25,7 +25,7 @@ from moecore.training.objective import Objective, task_loss
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
-from moecore.training.warm_start import WarmStart
+from moecore.training.isolation import Isolation
 
 
 VIEWS, NOISE, ATTACK = 1, 2, 3  # purposes of the random streams; 0 is the order of the images
@@ -41,7 +41,7 @@ class Metrics(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A model and what it learns from; ``guide`` is a frozen teacher for the losses that need one, ``views`` how many of each image, ``warm`` the first epochs of region experts."""
+    """A model and what it learns from; ``guide`` is a frozen teacher for the losses that need one, ``views`` how many of each image, ``isolation`` which volumes keep one tissue."""
 
     model: nn.Module
     classes: int
@@ -50,7 +50,7 @@ class Task(NamedTuple):
     objective: Objective
     guide: Guide | None = None
     views: int = 1
-    warm: WarmStart | None = None
+    isolation: Isolation | None = None
 
     @property
     def learners(self) -> nn.Module:
@@ -107,15 +107,15 @@ def training_batch(task: Task, settings: Training, seed: int, step: int) -> Batc
     generator = generator_for(seed, step, VIEWS)
     indices = batch_indices(len(task.train.labels), settings.batch, seed, step)
     images, labels = task.train.take(indices)
-    warm = task.warm if task.warm and step < task.warm.epochs * steps_per_epoch(len(task.train.labels), settings.batch) else None
-    if warm:
-        images, region = warm.isolated(images, indices, step)
+    if task.isolation is not None:
+        epoch = step // steps_per_epoch(len(task.train.labels), settings.batch)
+        images, region = task.isolation.isolated(images, indices, step, epoch, generator)
     made = [make_views(images, settings.views, generator) for _ in range(task.views)]
     views, affines = (torch.cat(parts) if task.views > 1 else parts[0] for parts in zip(*made, strict=True))
     labels = torch.cat([labels] * task.views)
     if settings.mix is not None and task.views == 1:
         views, labels = mix(views, labels, task.classes, settings.mix, generator)
-    preference = warm.preference(views, region.repeat(task.views), task.model.layout) if warm else None
+    preference = task.isolation.preference(views, region.repeat(task.views), task.model.layout) if task.isolation is not None else None
     return Batch(views, labels, affines, task.views, preference)
 
 

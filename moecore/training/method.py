@@ -30,12 +30,14 @@ class Regions(Config):
     """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and begin on volumes that keep only theirs.
 
     In the first epochs each volume keeps one tissue, all in turn, and the tokens that hold any of it go to its expert, whose second
-    choice is the best free expert; background and class token go where the router sends them. Afterwards the router alone decides.
+    choice is the best free expert; background and class token go where the router sends them. Afterwards so does every token of a whole
+    volume; the tokens of volumes that keep one tissue still go to its expert. When the model is used the router alone decides.
     """
 
     experts: tuple[str, ...] = Field(min_length=1, description="tissues, as the data names them; the first experts are theirs, the others are free")
     warm_start_epochs: int = Field(default=3, ge=0, description="epochs on volumes that keep one tissue; 0 for none")
-    weight: float = Field(default=1.0, ge=0, description="factor of the loss region_routing in those epochs; 0 leaves it out")
+    isolated: float = Field(default=0.0, ge=0, lt=1, description="share of the volumes that keep one tissue after those epochs too")
+    weight: float = Field(default=1.0, ge=0, description="factor of the loss region_routing on volumes that keep one tissue; 0 leaves it out")
     temperature: float = Field(default=0.1, gt=0, description="of that loss: scores are divided by it")
 
     @model_validator(mode="after")
@@ -75,11 +77,16 @@ class Method(Config):
         named, number = len(self.regions.experts), self.experts.number
         if named > number:
             raise ValueError(f"regions.experts names {named} experts, but experts.number is {number}")
-        if self.regions.warm_start_epochs and "preference" not in self.router.provides:
-            raise ValueError(f"regions.warm_start_epochs: the router {self.router.kind} sends no token where it is told; allowed: 0, or the router eigenbasis")
-        if self.regions.warm_start_epochs and number - named + 1 < self.router.k:
+        if self.isolates and "preference" not in self.router.provides:
+            raise ValueError(f"regions: the router {self.router.kind} sends no token where it is told; allowed: warm_start_epochs 0 and isolated 0, or the router eigenbasis")
+        if self.isolates and number - named + 1 < self.router.k:
             raise ValueError(f"regions: a token of a tissue goes to its expert and {self.router.k - 1} free ones, but only {number - named} of {number} are free")
         return self
+
+    @property
+    def isolates(self) -> bool:
+        """Whether some volumes keep one tissue while training."""
+        return self.regions is not None and (self.regions.warm_start_epochs > 0 or self.regions.isolated > 0)
 
     @property
     def expert_names(self) -> tuple[str, ...]:
@@ -123,10 +130,9 @@ class Method(Config):
 
     @property
     def losses(self) -> tuple[Regularizer, ...]:
-        """The regularizers, with joint training the loss of the teacher's routers, and with a warm start that of the region experts."""
+        """The regularizers, with joint training the loss of the teacher's routers, and that of region experts."""
         own = (TeacherRouterLoss(balance=self.teacher_router.load, entropy=self.teacher_router.entropy),) if self.joint else ()
-        warm = self.regions is not None and self.regions.warm_start_epochs and self.regions.weight
-        pull = (RegionRouting(weight=self.regions.weight, temperature=self.regions.temperature),) if warm else ()
+        pull = (RegionRouting(weight=self.regions.weight, temperature=self.regions.temperature),) if self.isolates and self.regions.weight else ()
         return (*self.regularizers, *own, *pull)
 
     @property

@@ -37,7 +37,7 @@ def test_a_whole_cohort(tmp_path):
     assert opened.real and card["images"] == {"train": 7, "validation": 2, "test": 3} and card["size"] == [32, 32, 32] and card["skipped"] == []
     assert not card["simulated"] and card["regions"] == ["wm", "gm", "csf"] and card["voxel_mm"] == [6, 6, 6]
     split, place, row = everybody(opened)["sub-03", ""]
-    assert row == {"participant_id": "sub-03", "session_id": "", "age": "29.0", "sex": "M", "site": "a", "qc_flags": ""}
+    assert row == {"participant_id": "sub-03", "session_id": "", "age": "29.0", "sex": "M", "site": "a", "qc_flags": "", "diagnosis": ""}
     data = getattr(opened, split)
     t1, regions = head(3)
     assert data.labels[place] == 29 and data.labels.dtype == np.float32 and data.images.dtype == np.float16
@@ -169,6 +169,19 @@ def test_a_given_split_is_honoured(tmp_path):
     change(tmp_path / "raw", "sub-03", split="valid")
     with pytest.raises(StageError, match="sub-03: split is valid; allowed: one of train, validation, test"):
         source.prepare(tmp_path / "out")
+
+
+def test_diagnoses_are_kept_and_choose_the_participants(tmp_path):
+    source = cohort(tmp_path / "raw")
+    for number in range(12):
+        change(tmp_path / "raw", f"sub-{number:02}", diagnosis="AD" if number % 4 == 0 else "CN")
+    change(tmp_path / "raw", "sub-04", age="n/a")  # wrong, but passed over with his diagnosis
+    source.model_copy(update={"diagnoses": ("CN",)}).prepare(tmp_path / "out")
+    opened = Prepared.open(tmp_path / "out")
+    assert sorted(who for who, _ in everybody(opened)) == [f"sub-{number:02}" for number in range(12) if number % 4]
+    assert {row["diagnosis"] for _, _, row in everybody(opened).values()} == {"CN"}
+    with pytest.raises(StageError, match=r"one of MCI, LMCI .*found: AD \(3\), CN \(9\)"):
+        source.model_copy(update={"diagnoses": ("MCI", "LMCI")}).prepare(tmp_path / "out")
 
 
 def test_what_is_in_the_cache_is_not_read_again(tmp_path, monkeypatch):

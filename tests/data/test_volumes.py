@@ -237,7 +237,7 @@ def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
 
 def test_the_montage_shows_ages_and_says_simulated(tmp_path):
     written(tmp_path)
-    (tmp_path / "train_subjects.csv").write_text("participant_id,session_id,age,sex,site,qc_flags\na,,30.1,,,odd\nb,,31.1,M,,\n")
+    (tmp_path / "train_subjects.csv").write_text("participant_id,session_id,age,sex,site,qc_flags,diagnosis\na,,30.1,,,odd,\nb,,31.1,M,,,\n")
     figure = contact_sheet(Prepared.open(tmp_path))
     assert "simulated" in figure.get_suptitle() and [axis.get_title() for axis in figure.axes[:2]] == ["30.1 years, ? *", "31.1 years, M"]
     assert [axis.get_ylabel() for axis in figure.axes[::2]] == ["sagittal", "coronal", "axial"]

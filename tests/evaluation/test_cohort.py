@@ -4,42 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from moecore.evaluation.cohort import ageing, mean_interval, monotone_share, rank_correlations, recalibration, repeated
-from moecore.files import StageError
-
-
-def test_recalibration_by_hand():
-    # Predictions 10, 20, 30 for ages 30, 50, 70: age = 10 + 2 · prediction.
-    line = recalibration(np.array([10.0, 20.0, 30.0]), np.array([30.0, 50.0, 70.0]))
-    assert line == pytest.approx((2.0, 10.0)) and line(np.array([25.0])).tolist() == pytest.approx([60])
-
-
-def test_recalibration_is_of_age_on_prediction():
-    # Ages 0 and 10 at prediction 0, 10 and 20 at prediction 1: means 5 and 15, so age = 5 + 10 · prediction.
-    line = recalibration(np.array([0.0, 0.0, 1.0, 1.0]), np.array([0.0, 10.0, 10.0, 20.0]))
-    assert line == pytest.approx((10.0, 5.0))  # the inverse of ŷ on y would give 20 · ŷ + 0
-
-
-@given(st.integers(0, 10**6))
-def test_no_other_line_has_a_smaller_squared_error(seed):
-    random = np.random.default_rng(seed)
-    predictions, ages = random.normal(size=20), random.normal(50, 10, size=20)
-    line = recalibration(predictions, ages)
-    least = np.square(line(predictions) - ages).sum()
-    for change in ((0.1, 0.0), (-0.1, 0.0), (0.0, 0.1), (0.0, -0.1)):
-        assert np.square((line.slope + change[0]) * predictions + line.intercept + change[1] - ages).sum() > least
-
-
-def test_a_constant_prediction_becomes_the_mean_age():
-    assert recalibration(np.full(3, 0.1 + 0.2), np.array([20.0, 30.0, 70.0])) == (0.0, 40.0)
-
-
-@pytest.mark.parametrize("predictions", [np.zeros(2), np.zeros((3, 1)), np.array([1.0, np.nan, 2.0])])
-def test_recalibration_refuses_what_does_not_fit(predictions):
-    with pytest.raises(StageError, match="recalibration"):
-        recalibration(predictions, np.array([1.0, 2.0, 3.0]))
-    with pytest.raises(StageError, match="at least one"):
-        recalibration(np.zeros(0), np.zeros(0))
+from moecore.evaluation.cohort import ageing, mean_interval, monotone_share, rank_correlations, repeated
 
 
 def test_steps_that_rise():

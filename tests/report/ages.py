@@ -78,9 +78,15 @@ def attacked(number: int, seed: int) -> dict[str, Any]:
 
 
 def checked(number: int, seed: int) -> dict[str, Any]:
-    """Isolated: wm 9, gm 8, csf 7 + 0.1 · seed; rescans 0.5 years apart."""
-    isolated = {name: {"mae": value + 0.1 * seed, "low": value - 1, "high": value + 1, "recalibrated_mae": value - 2, "recalibrated_low": value - 3, "recalibrated_high": value - 1}
-                for name, value in (("wm", 9.0), ("gm", 8.0), ("csf", 7.0))}  # fmt: skip
+    """Isolated: wm 9, gm 8, csf 7 + 0.1 · seed, and probes 6.5, 6, 4.25 + 0.2 · seed, of the whole volume 2.75; rescans 0.5 years apart."""
+    tissues = {"wm": (9.0, 6.5), "gm": (8.0, 6.0), "csf": (7.0, 4.25)}
+    isolated = {name: left_alone(value + 0.1 * seed, probe + 0.2 * seed) for name, (value, probe) in tissues.items()}
+    apart = {("gm", "wm"): (0.5, -0.25, 1.0), ("csf", "gm"): (1.75, 1.5, 2.25)}
+    order = [{"less": less, "more": more, "difference": value, "low": low, "high": high} for (less, more), (value, low, high) in apart.items()]
     older = {"subjects": 2, "ages": [50, 60, 70], "predictions": [[52, 60, 66], [50, 58, 69]], "monotone_share": 0.75, "rank_correlation": 0.95}
     rescan = {"pairs": 9, "mean_abs_difference": 0.5, "low": 0.4, "high": 0.6, "mae": 4.0}
-    return {"whole": {"mae": 4.0, "low": 3.0, "high": 5.0}, "isolated": isolated, "ageing": older, "rescan": rescan, "reasons": {}}
+    return {"whole": left_alone(4.0, 2.75), "isolated": isolated, "order": order, "ageing": older, "rescan": rescan, "reasons": {}}
+
+
+def left_alone(mae: float, probe: float) -> dict[str, float]:
+    return {"mae": mae, "low": mae - 1, "high": mae + 1, "probe_mae": probe, "probe_low": probe - 0.5, "probe_high": probe + 0.25, "penalty": 0.1}

@@ -1,4 +1,4 @@
-"""The warm start of region experts: whose voxels are kept, where tokens go, and that ψ learns of it."""
+"""Volumes that keep one tissue: whose voxels are kept and when, where tokens go, and that ψ learns of it."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from moecore.data.views import ViewSettings
 from moecore.evaluation.regions import region_routing
 from moecore.files import StageError
 from moecore.records import Layout
+from moecore.training.isolation import WHOLE, Isolation, isolation, region_channels
 from moecore.training.loop import Task, fit, training_batch
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
-from moecore.training.warm_start import WarmStart, region_channels, warm_start
 from tests.training.small import CPU
 from tests.volumes import VOLUMES, balls
 
@@ -34,14 +34,14 @@ def task(data, method=METHOD):
     torch.manual_seed(0)
     model = Vit3d(patch=4, width=24, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2).build(VOLUMES, method.moe)
     splits = to_device(data.train, "cpu"), to_device(data.validation, "cpu")
-    return Task(model, 0, *splits, Objective(method.losses), None, method.views, warm_start(method, data))
+    return Task(model, 0, *splits, Objective(method.losses), None, method.views, isolation(method, data))
 
 
 def test_each_volume_keeps_one_tissue_in_turn(data):
-    warm, indices = warm_start(METHOD, data), torch.tensor([3, 5, 7, 9])
+    made, indices = isolation(METHOD, data), torch.tensor([3, 5, 7, 9])
     volumes = torch.tensor(data.train.images[indices.numpy()])
     for step in range(3):
-        kept, region = warm.isolated(volumes, indices, step)
+        kept, region = made.isolated(volumes, indices, step, 1, torch.Generator())
         assert region.tolist() == [(place + step) % 3 for place in range(4)] and kept.dtype == torch.float16
         for volume, whole, index, tissue in zip(kept, volumes, indices.tolist(), region.tolist(), strict=True):
             inside = torch.tensor(data.regions("train")[index, tissue]) == 255
@@ -50,20 +50,22 @@ def test_each_volume_keeps_one_tissue_in_turn(data):
 
 def test_the_order_of_the_experts_names_the_maps(data):
     method = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"experts": ("csf", "wm")})})
-    assert warm_start(method, data).channels == (2, 0)
+    assert isolation(method, data).channels == (2, 0)
     assert method.expert_names == ("csf", "wm", "free_2", "free_3", "free_4")
 
 
 def test_tokens_with_any_voxel_of_the_tissue_are_sent_and_the_others_are_free():
-    warm, layout = WarmStart(None, (0, 1), 1, 4), Layout(1, (2, 1, 1), (4, 2, 2))
-    views = torch.zeros(2, 1, 4, 2, 2)
+    made, layout = Isolation(None, (0, 1), 1, 0.0, 4), Layout(1, (2, 1, 1), (4, 2, 2))
+    views = torch.zeros(3, 1, 4, 2, 2)
     views[0, 0, 3, 1, 1] = 0.2  # the second cube of the first view
-    views[1] = 0.5
-    found = warm.preference(views, torch.tensor([0, 1]), layout)
+    views[1:] = 0.5
+    found = made.preference(views, torch.tensor([0, 1, WHOLE]), layout)
     assert found.dtype == torch.int8 and found.tolist() == [
         [[0, 0, 0, 0], [0, 0, 0, 0], [1, -1, 0, 0]],  # class token, empty cube, cube of region 0
         [[0, 0, 0, 0], [-1, 1, 0, 0], [-1, 1, 0, 0]],
+        [[0] * 4] * 3,  # a whole volume
     ]
+    assert made.preference(views, torch.full((3,), WHOLE), layout) is None
 
 
 def test_it_ends_with_its_epochs(data):
@@ -73,6 +75,31 @@ def test_it_ends_with_its_epochs(data):
     assert whole.preference is None and (whole.images > 0).float().mean() > 0.1
     two = training_batch(made._replace(views=2), SETTINGS, 0, 7)
     assert two.preference.shape == (12, 65, 5) and (two.images[:6] > 0).sum() == (two.images[6:] > 0).sum()
+
+
+def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
+    method = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"isolated": 0.25})})
+    made, indices, counts = isolation(method, data), torch.arange(12), torch.zeros(4)
+    volumes = torch.tensor(data.train.images[:12])
+    for step in range(200):
+        kept, region = made.isolated(volumes, indices, step, 2, torch.Generator().manual_seed(step))
+        again = made.isolated(volumes, indices, step, 2, torch.Generator().manual_seed(step))
+        assert torch.equal(kept, again[0]) and torch.equal(region, again[1]), "a function of the step alone"
+        assert torch.equal(kept[region == WHOLE], volumes[region == WHOLE])
+        for volume, whole, index, tissue in zip(kept, volumes, indices.tolist(), region.tolist(), strict=True):
+            if tissue != WHOLE:
+                inside = torch.tensor(data.regions("train")[index, tissue]) == 255
+                assert torch.equal(volume[0][inside], whole[0][inside]) and (volume[0][~inside] == 0).all()
+        counts += torch.bincount(region + 1, minlength=4)
+    shares = counts / counts.sum()
+    assert abs(shares[0] - 0.75) < 0.04 and (shares[1:] - 0.25 / 3).abs().max() < 0.02, shares
+
+
+def test_a_subset_has_its_own_maps(data):
+    subset, whole = torch.tensor([4, 9, 2]), torch.tensor(data.train.images[[4, 9, 2]])
+    made = isolation(METHOD, data, subset.numpy())
+    found, same = (one.isolated(whole, indices, 0, 0, torch.Generator()) for one, indices in ((made, torch.arange(3)), (isolation(METHOD, data), subset)))
+    assert torch.equal(found[0], same[0])
 
 
 def test_scores_find_their_tissue_more_than_the_random_control(data):
@@ -91,9 +118,11 @@ def test_scores_find_their_tissue_more_than_the_random_control(data):
     assert sum(lead) / 3 > 0.2, lead
 
 
-def test_the_loss_is_gone_after_it(data):
+def test_the_loss_ends_with_the_isolated_volumes(data):
     values = {metrics.step: metrics.values["region_routing"] for metrics in fit(task(data), SETTINGS, 0, CPU)}
     assert values[4] > 0 and values[8] > 0 and values[12] == 0
+    longer = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"isolated": 0.5})})
+    assert all(metrics.values["region_routing"] > 0 for metrics in fit(task(data, longer), SETTINGS, 0, CPU))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +130,8 @@ def test_the_loss_is_gone_after_it(data):
     [
         ({"experts": None, "router": None}, "dense"), ({"regions": {"experts": ["a", "b", "c", "d", "e", "f"]}}, "names 6 experts"),
         ({"regions": {"experts": ["a", "a"]}}, "each tissue once"), ({"regions": {"experts": ["a", "b", "c", "d", "e"]}}, "only 0 of 5 are free"),
-        ({"router": {"kind": "noisy_top_k"}}, "eigenbasis"),
+        ({"router": {"kind": "noisy_top_k"}}, "eigenbasis"), ({"regions": {"experts": ["a"], "warm_start_epochs": 0, "isolated": 0.1}, "router": {"kind": "noisy_top_k"}}, "isolated 0"),
+        ({"regions": {"experts": ["a"], "isolated": 1.0}}, "less than 1"),
     ],
 )  # fmt: skip
 def test_a_method_that_cannot_be_is_refused(change, said):
@@ -118,5 +148,5 @@ def test_tissues_that_the_data_lack_are_named():
 
 def test_without_a_warm_start_there_is_no_term(data):
     plain = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"warm_start_epochs": 0})})
-    assert warm_start(plain, data) is None and [loss.kind for loss in plain.losses] == ["orthogonality"]
+    assert isolation(plain, data) is None and [loss.kind for loss in plain.losses] == ["orthogonality"]
     assert Method().expert_names == () and METHOD.model_copy(update={"regions": None}).expert_names[1] == "expert_1"

@@ -1,0 +1,84 @@
+"""Training on volumes that keep one tissue: the warm start of region experts (ERMoE-ba, algorithm 2, line 1), and afterwards as an augmentation.
+
+B volumes, C channels, D × H × W voxels, R tissues of the data, T tokens per volume, E experts.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+from torch.nn.functional import adaptive_max_pool3d
+
+from moecore.data.prepared import Prepared
+from moecore.data.sampling import send
+from moecore.evaluation.regions import isolate
+from moecore.files import StageError
+from moecore.records import Layout
+from moecore.training.method import Method
+
+WHOLE = -1  # the region of a volume of which nothing is taken away
+
+
+class Isolation(NamedTuple):
+    """Which volumes of a step keep one tissue only, and where their tokens are sent; all of it a function of (seed, step)."""
+
+    masks: np.ndarray  # uint8 (N, R, D, H, W), tissue share × 255, memory-mapped
+    channels: tuple[int, ...]  # of ``masks``, for each region expert
+    alone: int  # the first epochs, in which every volume keeps one tissue
+    share: float  # afterwards, of the volumes
+    experts: int  # of the model
+
+    def isolated(self, volumes: Tensor, indices: Tensor, step: int, epoch: int, generator: Generator) -> tuple[Tensor, Tensor]:
+        """The volumes (B, C, D, H, W) of ``indices`` (B,), some times the share of one tissue, and which region each keeps: (B,) int64, or WHOLE.
+
+        Regions take turns within a batch and from step to step, so every expert learns at every step. generator: on the CPU, of the step.
+        """
+        region = (torch.arange(len(indices)) + step) % len(self.channels)
+        if epoch >= self.alone:
+            region = region.where(torch.rand(len(indices), generator=generator) < self.share, WHOLE)
+        kept = (region != WHOLE).nonzero()[:, 0]
+        if not len(kept):
+            return volumes, region
+        chosen = np.array(self.channels)[region[kept].numpy()]
+        masks = torch.from_numpy(np.array(self.masks[indices[kept].numpy(), chosen]))
+        found, where = volumes.clone(), send(kept, volumes.device)
+        found[where] = isolate(volumes[where], send(masks, volumes.device))
+        return found, region
+
+    def preference(self, views: Tensor, region: Tensor, layout: Layout) -> Tensor | None:
+        """Where the tokens of isolated views (B, C, D, H, W) in [0, 1] are sent: int8 (B, T, E), as in RoutingContext; None where nowhere.
+
+        region: (B,) as ``isolated`` gave it.  Cubes with any of a region: its expert, no other region expert. Others, special tokens and
+        whole volumes: free.
+        """
+        if bool((region == WHOLE).all()):
+            return None
+        held = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid).flatten(1) > 0
+        held = torch.cat([held.new_zeros(len(held), layout.special), held], dim=1)
+        wish = torch.zeros(len(views), self.experts, dtype=torch.int8)
+        kept = region != WHOLE
+        wish[kept, : len(self.channels)] = -1
+        wish[kept, region[kept]] = 1
+        return send(wish, views.device)[:, None, :] * held[:, :, None].to(torch.int8)
+
+
+def isolation(method: Method, data: Prepared, subset: np.ndarray | None = None) -> Isolation | None:
+    """What ``method`` isolates of the training split (of its volumes ``subset``, if given); None where it learns from whole volumes only.
+
+    Raises StageError where the data has no maps of its tissues.
+    """
+    regions = method.regions
+    if regions is None or not method.isolates:
+        return None
+    channels, masks = region_channels(regions.experts, data.card), data.regions("train")
+    return Isolation(masks if subset is None else masks[subset], channels, regions.warm_start_epochs, regions.isolated, method.experts.number)
+
+
+def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
+    """The place of each tissue among the data's maps. Raises StageError, naming what there is."""
+    there = tuple(card.get("regions", ()))
+    if lacking := [name for name in names if name not in there]:
+        found = f"these data have {'maps of ' + ', '.join(there) if there else 'no tissue maps'}"
+        raise StageError(f"regions.experts: found {', '.join(lacking)}, but {found}; choose other data, or leave out regions")
+    return tuple(there.index(name) for name in names)
