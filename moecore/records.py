@@ -58,7 +58,9 @@ class Batch(NamedTuple):
     An affine maps a point (row, column, 1) of the original image to the view, as (first, second, third axis, 1) of a volume; pixel
     centres are at +0.5. Labels: classes int64 (B,), sets of classes uint8 (B, K), shares of mixed images fp32 (B, K), real numbers fp32 (B,).
     With two ``views`` the second half of the batch are other views of the images of the first half, in the same order.
-    ``preference`` (B, T, E): which experts the tokens are sent to, as in RoutingContext; None where the router decides alone.
+    ``preference`` (B, T, E) int8: 1 for the expert that a token of an isolated tissue belongs to, -1 for the experts of other tissues, 0 for all
+    others; None where no volume is isolated. ``sent``: such tokens are sent there; else their router decides, and learns of it.
+    ``learned`` (K,) int64: the images that the task is learned from; None for all.
     """
 
     images: Tensor
@@ -66,6 +68,8 @@ class Batch(NamedTuple):
     affines: Tensor
     views: int = 1
     preference: Tensor | None = None
+    sent: bool = False
+    learned: Tensor | None = None
 
 
 class Guidance(NamedTuple):

@@ -12,7 +12,7 @@ from moecore.records import Step
 
 
 class RegionRouting(Config):
-    """Cross-entropy of the scores with the expert that each token is sent to, averaged over MoE layers; 0 once no token is sent anywhere.
+    """Cross-entropy of the scores with the expert that each token of an isolated tissue belongs to, averaged over MoE layers; 0 where no volume is isolated.
 
     *Our choice*: the paper says that region experts are warm-started on region-isolated inputs (algorithm 2, line 1), not how their ψ_e
     learn of it. Tokens that are merely sent to an expert teach its ψ little (the weight of a chosen expert moves slowly, and not at all
@@ -35,9 +35,9 @@ class RegionRouting(Config):
 
 
 def region_routing(*, scores: Tensor, preference: Tensor, temperature: float) -> Tensor:
-    """Mean over the tokens that are sent to an expert of −log softmax(scores / temperature) at that expert, in nats; 0 where there is none.
+    """Mean over the tokens that belong to an expert of −log softmax(scores / temperature) at that expert, in nats; 0 where there is none.
 
-    scores: (B, T, E), of all experts.  preference: (B, T, E), 1 at the expert that a token is sent to.
+    scores: (B, T, E), of all experts.  preference: (B, T, E), 1 at the expert that a token belongs to.
     """
     sent = preference > 0
     log = torch.log_softmax(scores / temperature, dim=-1)

@@ -14,29 +14,32 @@ from moecore.data.prepared import Prepared
 from moecore.data.sampling import send
 from moecore.evaluation.regions import isolate
 from moecore.files import StageError
-from moecore.records import Layout
+from moecore.records import Batch, Layout
 from moecore.training.method import Method
 
 WHOLE = -1  # the region of a volume of which nothing is taken away
 
 
 class Isolation(NamedTuple):
-    """Which volumes of a step keep one tissue only, and where their tokens are sent; all of it a function of (seed, step)."""
+    """Which volumes of a step keep one tissue only, and where their tokens belong; all of it a function of (seed, step)."""
 
     masks: np.ndarray  # uint8 (N, R, D, H, W), tissue share × 255, memory-mapped
     channels: tuple[int, ...]  # of ``masks``, for each region expert
-    alone: int  # the first epochs, in which every volume keeps one tissue
+    alone: range  # epochs, from 0, in which every volume keeps one tissue; before them none does
     share: float  # afterwards, of the volumes
     experts: int  # of the model
 
     def isolated(self, volumes: Tensor, indices: Tensor, step: int, epoch: int, generator: Generator) -> tuple[Tensor, Tensor]:
         """The volumes (B, C, D, H, W) of ``indices`` (B,), some times the share of one tissue, and which region each keeps: (B,) int64, or WHOLE.
 
-        Regions take turns within a batch and from step to step, so every expert learns at every step. generator: on the CPU, of the step.
+        Regions take turns within a batch and from step to step, so every expert learns at every step. Outside ``alone`` one volume at
+        least stays whole. generator: on the CPU, of the step.
         """
         region = (torch.arange(len(indices)) + step) % len(self.channels)
-        if epoch >= self.alone:
-            region = region.where(torch.rand(len(indices), generator=generator) < self.share, WHOLE)
+        if epoch not in self.alone:
+            share = self.share if epoch >= self.alone.stop else 0.0
+            left = torch.rand(len(indices), generator=generator)
+            region = region.where((left < share) & (left < left.max()), WHOLE)
         kept = (region != WHOLE).nonzero()[:, 0]
         if not len(kept):
             return volumes, region
@@ -46,8 +49,19 @@ class Isolation(NamedTuple):
         found[where] = isolate(volumes[where], send(masks, volumes.device))
         return found, region
 
+    def marked(self, batch: Batch, region: Tensor, epoch: int, layout: Layout) -> Batch:
+        """The batch with what its isolated views teach; region: (B,) as ``isolated`` gave it, for each view.
+
+        In the epochs ``alone`` their tokens are sent to their experts, and age is learned from them. Later they teach the routers only: they are
+        unlike all that the model will be asked, and where they taught age as well some trainings stayed at the median age.
+        """
+        preference = self.preference(batch.images, region, layout)
+        if preference is None or epoch in self.alone:
+            return batch._replace(preference=preference, sent=preference is not None)
+        return batch._replace(preference=preference, learned=send((region == WHOLE).nonzero()[:, 0], batch.images.device))
+
     def preference(self, views: Tensor, region: Tensor, layout: Layout) -> Tensor | None:
-        """Where the tokens of isolated views (B, C, D, H, W) in [0, 1] are sent: int8 (B, T, E), as in RoutingContext; None where nowhere.
+        """Which experts the tokens of isolated views (B, C, D, H, W) in [0, 1] belong to: int8 (B, T, E), as in Batch; None where no view is isolated.
 
         region: (B,) as ``isolated`` gave it.  Cubes with any of a region: its expert, no other region expert. Others, special tokens and
         whole volumes: free.
@@ -72,7 +86,8 @@ def isolation(method: Method, data: Prepared, subset: np.ndarray | None = None) 
     if regions is None or not method.isolates:
         return None
     channels, masks = region_channels(regions.experts, data.card), data.regions("train")
-    return Isolation(masks if subset is None else masks[subset], channels, regions.warm_start_epochs, regions.isolated, method.experts.number)
+    alone = range(regions.after, regions.after + regions.warm_start_epochs)
+    return Isolation(masks if subset is None else masks[subset], channels, alone, regions.isolated, method.experts.number)
 
 
 def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:

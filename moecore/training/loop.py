@@ -115,8 +115,8 @@ def training_batch(task: Task, settings: Training, seed: int, step: int) -> Batc
     labels = torch.cat([labels] * task.views)
     if settings.mix is not None and task.views == 1:
         views, labels = mix(views, labels, task.classes, settings.mix, generator)
-    preference = task.isolation.preference(views, region.repeat(task.views), task.model.layout) if task.isolation is not None else None
-    return Batch(views, labels, affines, task.views, preference)
+    batch = Batch(views, labels, affines, task.views)
+    return batch if task.isolation is None else task.isolation.marked(batch, region.repeat(task.views), epoch, task.model.layout)
 
 
 def step_batch(task: Task, settings: Training, seed: int, step: int) -> Batch:
@@ -145,7 +145,7 @@ def train_step(
         group["lr"] = rate
     with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype != torch.float32):
         guidance = task.guide(batch.images) if task.guide is not None else None
-        sent = {} if batch.preference is None else {"preference": batch.preference}
+        sent = {"preference": batch.preference} if batch.sent else {}
         output = task.model(batch.images, guidance, progress, **sent)
     terms = task.objective.terms(Step(batch, output, task.model, guidance, progress))
     loss = task.objective.total(terms)
@@ -154,13 +154,18 @@ def train_step(
     if settings.clip is not None:
         nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], settings.clip, foreach=True)
     optimizer.step()
-    return {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}, _hits(output.prediction.detach(), batch.labels) / batch.views
+    return {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}, _hits(output.prediction.detach(), batch) / batch.views
 
 
-def _hits(prediction: Tensor, labels: Tensor) -> Tensor:
-    """The number of correct predictions, or the sum of |ŷ − y| for real labels; on the device, unchecked: a loss that is not finite is found later."""
+def _hits(prediction: Tensor, batch: Batch) -> Tensor:
+    """The number of correct predictions, or the sum of |ŷ − y| for real labels; on the device, unchecked: a loss that is not finite is found later.
+
+    Of the images that the task is learned from, as if all of the batch were like them.
+    """
+    labels = batch.labels
     if real(labels):
-        return (prediction[:, 0].float() - labels).abs().sum()
+        errors = (prediction[:, 0].float() - labels).abs()
+        return (errors if batch.learned is None else errors[batch.learned]).mean() * len(labels)
     return correct(prediction, labels.argmax(dim=-1) if labels.is_floating_point() else labels).sum()  # of mixed images the larger share
 
 

@@ -27,16 +27,17 @@ class TeacherRouter(Config):
 
 
 class Regions(Config):
-    """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and begin on volumes that keep only theirs.
+    """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and are warm-started on volumes that keep only theirs.
 
-    In the first epochs each volume keeps one tissue, all in turn, and the tokens that hold any of it go to its expert, whose second
-    choice is the best free expert; background and class token go where the router sends them. Afterwards so does every token of a whole
-    volume; the tokens of volumes that keep one tissue still go to its expert. When the model is used the router alone decides.
+    In the epochs of the warm start each volume keeps one tissue, all in turn, and the tokens that hold any of it go to its expert, whose
+    second choice is the best free expert; background and class token go where the router sends them. Afterwards the router alone decides, and
+    a share of the volumes, isolated, teaches it which expert a tissue belongs to, and nothing of age.
     """
 
     experts: tuple[str, ...] = Field(min_length=1, description="tissues, as the data names them; the first experts are theirs, the others are free")
+    after: int = Field(default=0, ge=0, description="epochs on whole volumes before the warm start")
     warm_start_epochs: int = Field(default=3, ge=0, description="epochs on volumes that keep one tissue; 0 for none")
-    isolated: float = Field(default=0.0, ge=0, lt=1, description="share of the volumes that keep one tissue after those epochs too")
+    isolated: float = Field(default=0.0, ge=0, lt=1, description="share of the volumes that keep one tissue after the warm start")
     weight: float = Field(default=1.0, ge=0, description="factor of the loss region_routing on volumes that keep one tissue; 0 leaves it out")
     temperature: float = Field(default=0.1, gt=0, description="of that loss: scores are divided by it")
 

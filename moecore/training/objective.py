@@ -26,8 +26,10 @@ class Objective(NamedTuple):
     def terms(self, step: Step) -> dict[str, Tensor]:
         """Unweighted scalars, fp32: ``task``, ``distillation`` where it is on, one per regularizer."""
         logits = step.output.heads[0] if self.distillation else step.output.prediction
-        unit = step.model.image.target_std if real(step.batch.labels) else 1.0
-        terms = {"task": task_loss(logits, step.batch.labels, self.label_smoothing, unit)}
+        unit, labels = step.model.image.target_std if real(step.batch.labels) else 1.0, step.batch.labels
+        if step.batch.learned is not None:
+            logits, labels = logits[step.batch.learned], labels[step.batch.learned]
+        terms = {"task": task_loss(logits, labels, self.label_smoothing, unit)}
         if self.distillation:
             terms["distillation"] = hard_distillation(step)
         return terms | {regularizer.kind: regularizer(step) for regularizer in self.regularizers}

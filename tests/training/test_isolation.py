@@ -9,11 +9,11 @@ from moecore.data.loader import to_device
 from moecore.data.views import ViewSettings
 from moecore.evaluation.regions import region_routing
 from moecore.files import StageError
-from moecore.records import Layout
+from moecore.records import Layout, Step
 from moecore.training.isolation import WHOLE, Isolation, isolation, region_channels
 from moecore.training.loop import Task, fit, training_batch
 from moecore.training.method import Method
-from moecore.training.objective import Objective
+from moecore.training.objective import Objective, task_loss
 from moecore.training.settings import Training
 from tests.training.small import CPU
 from tests.volumes import VOLUMES, balls
@@ -55,7 +55,7 @@ def test_the_order_of_the_experts_names_the_maps(data):
 
 
 def test_tokens_with_any_voxel_of_the_tissue_are_sent_and_the_others_are_free():
-    made, layout = Isolation(None, (0, 1), 1, 0.0, 4), Layout(1, (2, 1, 1), (4, 2, 2))
+    made, layout = Isolation(None, (0, 1), range(1), 0.0, 4), Layout(1, (2, 1, 1), (4, 2, 2))
     views = torch.zeros(3, 1, 4, 2, 2)
     views[0, 0, 3, 1, 1] = 0.2  # the second cube of the first view
     views[1:] = 0.5
@@ -100,6 +100,34 @@ def test_a_subset_has_its_own_maps(data):
     made = isolation(METHOD, data, subset.numpy())
     found, same = (one.isolated(whole, indices, 0, 0, torch.Generator()) for one, indices in ((made, torch.arange(3)), (isolation(METHOD, data), subset)))
     assert torch.equal(found[0], same[0])
+
+
+def test_the_warm_start_may_come_later(data):
+    method = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"after": 1, "warm_start_epochs": 1, "isolated": 0.5})})
+    made = task(data, method)  # 4 steps an epoch
+    first, warm, later = (training_batch(made, SETTINGS, 0, step) for step in (3, 4, 8))
+    assert first.preference is None and not first.sent and first.learned is None
+    assert warm.sent and warm.learned is None and (warm.preference > 0).flatten(1).any(dim=1).all()
+    isolated = (later.preference > 0).flatten(1).any(dim=1)
+    assert not later.sent and isolated.any() and later.learned.tolist() == (~isolated).nonzero()[:, 0].tolist() != []
+
+
+def test_later_isolated_volumes_teach_the_routers_and_not_age(data):
+    method = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"warm_start_epochs": 0, "isolated": 0.5})})
+    made = task(data, method)
+    batch = training_batch(made, SETTINGS, 0, 0)
+    changed = batch._replace(labels=batch.labels.clone())
+    changed.labels[(batch.preference > 0).flatten(1).any(dim=1)] += 100  # the ages of isolated volumes
+    terms = [made.objective.terms(Step(one, made.model(one.images), made.model)) for one in (batch, changed)]
+    assert terms[0]["task"] == terms[1]["task"] and terms[0]["region_routing"] > 0
+    output = made.model(batch.images)
+    assert terms[0]["task"] == task_loss(output.prediction[batch.learned], batch.labels[batch.learned], unit=made.model.image.target_std)
+
+
+def test_every_batch_keeps_a_whole_volume_after_the_warm_start(data):
+    made = isolation(METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"isolated": 0.99})}), data)
+    for step in range(50):
+        assert (made.isolated(torch.zeros(2, 1, 16, 16, 16), torch.tensor([0, 1]), step, 5, torch.Generator().manual_seed(step))[1] == WHOLE).sum() >= 1
 
 
 def test_scores_find_their_tissue_more_than_the_random_control(data):
