@@ -30,7 +30,6 @@ class RoutingContext(NamedTuple):
     teacher: Tensor | None = None  # (B, T, E) probs of the teacher's router at this layer
     basis: Tensor | None = None  # (E, d, r) the experts' bases
     progress: float = 1.0  # share of the training that is done
-    preference: Tensor | None = None  # (B, T, E) int8: 1 this expert first, -1 not this expert, 0 as the router scores it
 
 
 class Layout(NamedTuple):
@@ -58,8 +57,7 @@ class Batch(NamedTuple):
     An affine maps a point (row, column, 1) of the original image to the view, as (first, second, third axis, 1) of a volume; pixel
     centres are at +0.5. Labels: classes int64 (B,), sets of classes uint8 (B, K), shares of mixed images fp32 (B, K), real numbers fp32 (B,).
     With two ``views`` the second half of the batch are other views of the images of the first half, in the same order.
-    ``preference`` (B, T, E) int8: 1 for the expert that a token of an isolated tissue belongs to, -1 for the experts of other tissues, 0 for all
-    others; None where no volume is isolated. ``sent``: such tokens are sent there; else their router decides, and learns of it.
+    ``belongs`` (B, T) int64: the expert that a token of an isolated tissue belongs to, -1 for all other tokens; None where no volume is isolated.
     ``learned`` (K,) int64: the images that the task is learned from; None for all.
     """
 
@@ -67,8 +65,7 @@ class Batch(NamedTuple):
     labels: Tensor
     affines: Tensor
     views: int = 1
-    preference: Tensor | None = None
-    sent: bool = False
+    belongs: Tensor | None = None
     learned: Tensor | None = None
 
 

@@ -29,7 +29,7 @@ def small() -> str:
     params["pretrain"] |= {"epochs": 2, "batch": 4, "warmup_epochs": 0, "log_every": 1, "checkpoint_every": 2}
     for method in params["methods"].values():
         if "regions" in method:
-            method["regions"]["warm_start_epochs"] = 1
+            method["regions"] |= {"after": 0, "warm_start_epochs": 1}
     attacks = [{"kind": "fgsm", "inside": True}, {"kind": "pgd", "inside": True, "steps": 2}]
     sweeps = {"k": [1, 2], "threshold": [0.5], "images": 2}
     params["routing"] |= {"images": 3, "overlays": 1, "augmentation_images": 2, "augmentations": ["identity", "affine"], "sweeps": sweeps}

@@ -70,22 +70,21 @@ class Transformer(nn.Module):
         """Number of blocks."""
         return len(self.blocks)
 
-    def forward(self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0, preference: Tensor | None = None) -> ModelOutput:
-        """``guidance``: a teacher's, for routers that want it. ``progress``: share of the training that is done. ``preference``: (B, T, E), as in RoutingContext."""
-        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress, preference=preference)
+    def forward(self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0) -> ModelOutput:
+        """``guidance``: a teacher's, for routers that want it. ``progress``: share of the training that is done."""
+        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
         heads = self.heads(tokens)
         return ModelOutput(torch.stack(heads).mean(dim=0) if len(heads) > 1 else heads[0], records, heads)
 
     def encode(
-        self, images: Tensor, at: Feature | None = None, blocks: tuple[int, ...] = (), guidance: Guidance | None = None, progress: float = 1.0,
-        preference: Tensor | None = None,
-    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:  # fmt: skip
+        self, images: Tensor, at: Feature | None = None, blocks: tuple[int, ...] = (), guidance: Guidance | None = None, progress: float = 1.0
+    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
         """Images to (final tokens (B, T, width), routing records, features (B, T, width) of each of ``blocks``).
 
         ``at``: "mlp_input" the input of the block's feed-forward, "block_out" its output, "final" the normalised last tokens.
         """
         tokens = self.embed((images - self.pixel_mean) / self.pixel_std)
-        contexts = self._contexts(images, tokens.shape, guidance, progress, preference)
+        contexts = self._contexts(images, tokens.shape, guidance, progress)
         records, found = (), {}
         for index, block in enumerate(self.blocks):
             tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
@@ -119,9 +118,7 @@ class Transformer(nn.Module):
         """Logits of classes as they are; a target in its unit, in fp32: bfloat16 knows an age of 70 only to half a year."""
         return output if self.image.target is None else output.float() * self.image.target_std + self.image.target_mean
 
-    def _contexts(
-        self, images: Tensor, tokens: torch.Size, guidance: Guidance | None, progress: float, preference: Tensor | None
-    ) -> dict[int, RoutingContext]:
+    def _contexts(self, images: Tensor, tokens: torch.Size, guidance: Guidance | None, progress: float) -> dict[int, RoutingContext]:
         """What the routers may look at beside their tokens, by block: all but the attention, which the block adds."""
         if self.moe is None:
             return {}
@@ -129,7 +126,7 @@ class Transformer(nn.Module):
         patches = pad(cut(images, self.config.patch), (0, 0, self.special, 0)) if "patches" in wants else None  # zeros for the special tokens
         teachers = guidance.probs if guidance is not None and "teacher" in wants else (None,) * len(layers)
         matched = (None if probs is None else match_tokens(probs, (*tokens[:2], probs.shape[-1])) for probs in teachers)
-        shared = RoutingContext(patches=patches, progress=progress, preference=preference)
+        shared = RoutingContext(patches=patches, progress=progress)
         return {index: shared._replace(teacher=probs) for index, probs in zip(layers, matched, strict=True)}
 
     def _feed_forwards(self) -> list[nn.Module]:

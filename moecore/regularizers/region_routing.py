@@ -14,12 +14,13 @@ from moecore.records import Step
 class RegionRouting(Config):
     """Cross-entropy of the scores with the expert that each token of an isolated tissue belongs to, averaged over MoE layers; 0 where no volume is isolated.
 
-    *Our choice*: the paper says that region experts are warm-started on region-isolated inputs (algorithm 2, line 1), not how their ψ_e
-    learn of it. Tokens that are merely sent to an expert teach its ψ little (the weight of a chosen expert moves slowly, and not at all
-    at k = 1); this term draws the expert's ψ and basis to the tokens of its tissue and away from those of the others.
+    *Our choice*: the paper says that region experts are warm-started on region-isolated inputs (algorithm 2, line 1), not how the routers learn of
+    it. Here the tissue of an isolated volume is known, and is the label of its tokens: the expert's ψ and basis are drawn to the tokens of its tissue
+    and away from those of the others, and the blocks before learn to tell tissues apart. Tokens that are sent to an expert by force instead
+    tell the next layer by what came out of it, which nothing does when the model is used.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"routing", "preference"})
+    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     kind: Literal["region_routing"] = "region_routing"
     weight: float = Field(default=1.0, ge=0, description="factor in the objective")
@@ -28,17 +29,17 @@ class RegionRouting(Config):
     def __call__(self, step: Step) -> Tensor:
         if not step.output.routing:
             raise StageError("region_routing: the model has no MoE layers; give the method a router and experts, or remove region_routing")
-        if (preference := step.batch.preference) is None:
+        if (belongs := step.batch.belongs) is None:
             return step.output.routing[0].logits.new_zeros(())
-        terms = [region_routing(scores=record.logits, preference=preference, temperature=self.temperature) for record in step.output.routing]
+        terms = [region_routing(scores=record.logits, belongs=belongs, temperature=self.temperature) for record in step.output.routing]
         return torch.stack(terms).mean()
 
 
-def region_routing(*, scores: Tensor, preference: Tensor, temperature: float) -> Tensor:
+def region_routing(*, scores: Tensor, belongs: Tensor, temperature: float) -> Tensor:
     """Mean over the tokens that belong to an expert of −log softmax(scores / temperature) at that expert, in nats; 0 where there is none.
 
-    scores: (B, T, E), of all experts.  preference: (B, T, E), 1 at the expert that a token belongs to.
+    scores: (B, T, E), of all experts.  belongs: (B, T) int64, the expert of each token, or -1.
     """
-    sent = preference > 0
-    log = torch.log_softmax(scores / temperature, dim=-1)
-    return -log.where(sent, 0).sum() / sent.any(dim=-1).sum().clamp_min(1)
+    log, known = torch.log_softmax(scores / temperature, dim=-1), belongs >= 0
+    found = log.gather(-1, belongs.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return -found.where(known, 0).sum() / known.sum().clamp_min(1)

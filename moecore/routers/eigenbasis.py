@@ -29,7 +29,7 @@ class Eigenbasis(RouterConfig):
     line 8); the block's attention is then not asked for. B is the experts' where they lend one, else the router's own (`plain weights` of table S3): either way the model has a basis.
     """
 
-    provides: ClassVar[frozenset[str]] = frozenset({"basis", "preference"})
+    provides: ClassVar[frozenset[str]] = frozenset({"basis"})
 
     kind: Literal["eigenbasis"] = "eigenbasis"
     k: int = Field(default=2, ge=1, description="experts per token, at most")
@@ -74,24 +74,18 @@ class EigenbasisRouter(nn.Module):
             tokens = tokens.to(basis.dtype)
             projections = project(tokens, basis)
             scores = cosine(projections, self._compared(tokens, projections, basis, context))
-            chosen, plan, record = self.decide(scores, context.preference)
+            chosen, plan, record = self.decide(scores)
         return (plan, record) if self.basis is not None else (ProjectedPlan.build(plan, projections, chosen), record)
 
-    def decide(self, scores: Tensor, preference: Tensor | None = None) -> tuple[Tensor, SparsePlan, RoutingRecord]:
-        """The experts (B, T, k), best first, the plan and the record of these scores (B, T, E).
-
-        A token whose ``preference`` (B, T, E) names an expert gets that one first, then the best of those that it does not exclude;
-        none is pruned, and their weights are the softmax of their scores: a fresh score may be negative, and would count as nothing.
-        """
-        chosen = top_k(scores if preference is None else scores.masked_fill(preference > 0, torch.inf).masked_fill(preference < 0, -torch.inf), self.config.k)
-        best, positive = scores.gather(-1, chosen), scores.clamp_min(_LEAST)
+    def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
+        """The experts (B, T, k), best first, the plan and the record of these scores (B, T, E)."""
+        chosen = top_k(scores, self.config.k)
+        positive = scores.clamp_min(_LEAST)
         valid, weights, probs = None, positive.gather(-1, chosen), positive / positive.sum(dim=-1, keepdim=True)
         if self.config.selection == "prune":
-            valid = eligible(best, self.config.threshold)
-            valid = valid if preference is None else valid | named(preference)
+            valid = eligible(scores.gather(-1, chosen), self.config.threshold)
             weights = weights.where(valid, 0)
         weights = weights / weights.sum(dim=-1, keepdim=True)
-        weights = weights if preference is None else torch.where(named(preference), best.softmax(dim=-1), weights)
         return chosen, *decision(logits=scores, probs=probs, chosen=chosen, weights=weights, valid=valid)
 
     @torch.no_grad()
@@ -119,11 +113,6 @@ class EigenbasisRouter(nn.Module):
                 "experts, `attention` and `attended` from its attention blocks. Use a model that has them, or another router.context"
             )
         return value
-
-
-def named(preference: Tensor) -> Tensor:
-    """Which tokens have an expert that they must be sent to: preference (B, T, E) to (B, T, 1) bool."""
-    return (preference > 0).any(dim=-1, keepdim=True)
 
 
 def eligible(scores: Tensor, threshold: float) -> Tensor:

@@ -17,7 +17,7 @@ from moecore.files import StageError
 from moecore.records import Batch, Layout
 from moecore.training.method import Method
 
-WHOLE = -1  # the region of a volume of which nothing is taken away
+WHOLE = -1  # the region of a volume of which nothing is taken away, and of a token that belongs to no expert
 
 
 class Isolation(NamedTuple):
@@ -27,7 +27,6 @@ class Isolation(NamedTuple):
     channels: tuple[int, ...]  # of ``masks``, for each region expert
     alone: range  # epochs, from 0, in which every volume keeps one tissue; before them none does
     share: float  # afterwards, of the volumes
-    experts: int  # of the model
 
     def isolated(self, volumes: Tensor, indices: Tensor, step: int, epoch: int, generator: Generator) -> tuple[Tensor, Tensor]:
         """The volumes (B, C, D, H, W) of ``indices`` (B,), some times the share of one tissue, and which region each keeps: (B,) int64, or WHOLE.
@@ -52,29 +51,22 @@ class Isolation(NamedTuple):
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: Layout) -> Batch:
         """The batch with what its isolated views teach; region: (B,) as ``isolated`` gave it, for each view.
 
-        In the epochs ``alone`` their tokens are sent to their experts, and age is learned from them. Later they teach the routers only: they are
-        unlike all that the model will be asked, and where they taught age as well some trainings stayed at the median age.
-        """
-        preference = self.preference(batch.images, region, layout)
-        if preference is None or epoch in self.alone:
-            return batch._replace(preference=preference, sent=preference is not None)
-        return batch._replace(preference=preference, learned=send((region == WHOLE).nonzero()[:, 0], batch.images.device))
-
-    def preference(self, views: Tensor, region: Tensor, layout: Layout) -> Tensor | None:
-        """Which experts the tokens of isolated views (B, C, D, H, W) in [0, 1] belong to: int8 (B, T, E), as in Batch; None where no view is isolated.
-
-        region: (B,) as ``isolated`` gave it.  Cubes with any of a region: its expert, no other region expert. Others, special tokens and
-        whole volumes: free.
+        In the epochs ``alone`` age is learned from them too. Later they teach the routers only: they are unlike all that the model will be asked,
+        and where they taught age as well some trainings stayed at the median age.
         """
         if bool((region == WHOLE).all()):
-            return None
+            return batch
+        batch = batch._replace(belongs=self.belongs(batch.images, region, layout))
+        return batch if epoch in self.alone else batch._replace(learned=send((region == WHOLE).nonzero()[:, 0], batch.images.device))
+
+    def belongs(self, views: Tensor, region: Tensor, layout: Layout) -> Tensor:
+        """The expert of each token of views (B, C, D, H, W) in [0, 1], as in Batch: int64 (B, T).
+
+        region: (B,) as ``isolated`` gave it.  Cubes with any of a region: its expert. Other cubes, special tokens and whole volumes: -1, none.
+        """
         held = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid).flatten(1) > 0
         held = torch.cat([held.new_zeros(len(held), layout.special), held], dim=1)
-        wish = torch.zeros(len(views), self.experts, dtype=torch.int8)
-        kept = region != WHOLE
-        wish[kept, : len(self.channels)] = -1
-        wish[kept, region[kept]] = 1
-        return send(wish, views.device)[:, None, :] * held[:, :, None].to(torch.int8)
+        return torch.where(held, send(region, views.device)[:, None], WHOLE)
 
 
 def isolation(method: Method, data: Prepared, subset: np.ndarray | None = None) -> Isolation | None:
@@ -87,7 +79,7 @@ def isolation(method: Method, data: Prepared, subset: np.ndarray | None = None) 
         return None
     channels, masks = region_channels(regions.experts, data.card), data.regions("train")
     alone = range(regions.after, regions.after + regions.warm_start_epochs)
-    return Isolation(masks if subset is None else masks[subset], channels, alone, regions.isolated, method.experts.number)
+    return Isolation(masks if subset is None else masks[subset], channels, alone, regions.isolated)
 
 
 def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:

@@ -145,8 +145,7 @@ def train_step(
         group["lr"] = rate
     with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype != torch.float32):
         guidance = task.guide(batch.images) if task.guide is not None else None
-        sent = {"preference": batch.preference} if batch.sent else {}
-        output = task.model(batch.images, guidance, progress, **sent)
+        output = task.model(batch.images, guidance, progress)
     terms = task.objective.terms(Step(batch, output, task.model, guidance, progress))
     loss = task.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)

@@ -29,9 +29,9 @@ class TeacherRouter(Config):
 class Regions(Config):
     """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and are warm-started on volumes that keep only theirs.
 
-    In the epochs of the warm start each volume keeps one tissue, all in turn, and the tokens that hold any of it go to its expert, whose
-    second choice is the best free expert; background and class token go where the router sends them. Afterwards the router alone decides, and
-    a share of the volumes, isolated, teaches it which expert a tissue belongs to, and nothing of age.
+    In the epochs of the warm start each volume keeps one tissue, all in turn, and age is learned from that; the expert of the tissue is the
+    label from which the routers learn. Afterwards a share of the volumes, isolated, goes on to teach the routers, and age is learned from the
+    others. Routers decide throughout; nothing is sent anywhere by force.
     """
 
     experts: tuple[str, ...] = Field(min_length=1, description="tissues, as the data names them; the first experts are theirs, the others are free")
@@ -78,10 +78,6 @@ class Method(Config):
         named, number = len(self.regions.experts), self.experts.number
         if named > number:
             raise ValueError(f"regions.experts names {named} experts, but experts.number is {number}")
-        if self.isolates and "preference" not in self.router.provides:
-            raise ValueError(f"regions: the router {self.router.kind} sends no token where it is told; allowed: warm_start_epochs 0 and isolated 0, or the router eigenbasis")
-        if self.isolates and number - named + 1 < self.router.k:
-            raise ValueError(f"regions: a token of a tissue goes to its expert and {self.router.k - 1} free ones, but only {number - named} of {number} are free")
         return self
 
     @property

@@ -381,7 +381,7 @@ def test_what_it_reads():
     assert Eigenbasis().wants == {"basis", "attention"}
     assert Eigenbasis(context="attention_output").wants == {"basis", "attended"}
     assert Eigenbasis(context="learned").wants == {"basis"}
-    assert Eigenbasis.provides == {"basis", "preference"} and Eigenbasis(k=3).active(8) == 3
+    assert Eigenbasis.provides == {"basis"} and Eigenbasis(k=3).active(8) == 3
 
 
 @pytest.mark.parametrize(("context", "field"), [("tokens", "attention"), ("attention_output", "attended")])
