@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moecore.artifacts import load_model
 from moecore.config import Config
 from moecore.data import Source
-from moecore.data.prepared import SPLITS, Prepared
+from moecore.data.prepared import SPLITS, Prepared, spread
 from moecore.evaluation.cohort import ageing, mean_interval, repeated
 from moecore.evaluation.intervals import bootstrap_mean
 from moecore.evaluation.linear_probe import linear_probe, read_by_head
@@ -48,6 +48,7 @@ class CohortChecks(Config):
     ages: tuple[Age, ...] = Field((20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="The ages of each, rising.")
     rescans: int = Field(16, ge=1, le=PEOPLE // 2, description="Simulated subjects, of ages spread over `ages`, that are scanned again at their own and at another site.")
     years: float = Field(1.0, gt=0, description="Real cohorts: two sessions of a participant within this time count as a rescan.")
+    probe: int = Field(256, ge=2, description="Training volumes, at most, on which the linear probe of a tissue is fitted.")
     batch: int = Field(16, ge=1, description="Volumes a forward pass; no result depends on it.")
     seed: int = Field(0, ge=0, le=400, description="Draws the simulated subjects, the same for every model.")
     resamples: int = Field(1000, ge=100, description="Bootstrap resamples behind every interval.")
@@ -77,22 +78,27 @@ class Seen(NamedTuple):
     ages: np.ndarray
 
 
-def seen(model: nn.Module, data: Prepared, split: str, region: int | None, batch: int) -> Seen:
-    """``Seen`` of a split, whole or with one tissue left, each voxel by its share of it."""
+def seen(model: nn.Module, data: Prepared, split: str, region: int | None, batch: int, count: int | None = None) -> Seen:
+    """``Seen`` of a split (of ``count`` volumes, evenly spread over it), whole or with one tissue left, each voxel by its share of it."""
     volumes, ages = getattr(data, split).images, np.array(getattr(data, split).labels, np.float64)
-    if region is None:
-        return Seen(*read_by_head(model, volumes, batch), ages)
-    regions, parts = data.regions(split), []
-    for start in range(0, len(volumes), batch):
-        part = slice(start, start + batch)
+    chosen, parts = spread(len(ages), count), []
+    regions = None if region is None else data.regions(split)
+    for start in range(0, len(chosen), batch):
+        part = chosen[start : start + batch]
+        if regions is None:
+            parts.append(read_by_head(model, volumes[part], batch))
+            continue
         whole, share = (torch.from_numpy(np.array(each)) for each in (volumes[part], regions[part, region]))
         parts.append(read_by_head(model, isolate(whole, share), batch))
-    return Seen(*(np.concatenate(found) for found in zip(*parts, strict=True)), ages)
+    return Seen(*(np.concatenate(found) for found in zip(*parts, strict=True)), ages[chosen])
 
 
-def errors_of(model: nn.Module, data: Prepared, region: int | None, batch: int) -> dict[str, Any]:
-    """Absolute errors of the test split, of the model as it is and of a linear probe for these volumes, and the probe's penalty."""
-    train, validation, test = (seen(model, data, split, region, batch) for split in SPLITS)
+def errors_of(model: nn.Module, data: Prepared, region: int | None, batch: int, count: int | None = None) -> dict[str, Any]:
+    """Absolute errors of the test split, of the model as it is and of a linear probe for these volumes, and the probe's penalty.
+
+    count: training volumes that the probe is fitted on; None for all.
+    """
+    train, validation, test = (seen(model, data, split, region, batch, count if split == "train" else None) for split in SPLITS)
     probe, penalty = linear_probe((train.features, train.ages), (validation.features, validation.ages))
     errors = {"raw": test.predicted, "probe": probe.predict(test.features)}
     return {"penalty": penalty} | {name: np.abs(found - test.ages).tolist() for name, found in errors.items()}
@@ -108,7 +114,7 @@ def summed(found: dict[str, Any], resamples: int) -> dict[str, float | None]:
 def of_tissues(model: nn.Module, data: Prepared, settings: CohortChecks, parts: Kept) -> dict[str, dict[str, Any]]:
     """``errors_of`` the whole volume and each tissue alone; without tissue maps the whole volume only."""
     places = {"whole": None} | {region: index for index, region in enumerate(data.card["regions"])}
-    return {name: parts.part(name, lambda index=index: errors_of(model, data, index, settings.batch)) for name, index in places.items()}
+    return {name: parts.part(name, lambda index=index: errors_of(model, data, index, settings.batch, settings.probe)) for name, index in places.items()}
 
 
 def order_of(tissues: dict[str, dict[str, Any]], resamples: int) -> list[dict[str, Any]] | None:

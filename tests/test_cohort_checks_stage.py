@@ -130,6 +130,10 @@ def test_each_split_has_its_part_in_the_probe(cohort):
     assert found["penalty"] == best
     np.testing.assert_allclose(found["probe"], np.abs(lines[best](test.predicted) - test.ages), rtol=1e-9)
     np.testing.assert_allclose(found["raw"], np.abs(test.predicted - test.ages))
+    few = stage.seen(Brightness(), cohort, "train", 1, 16, 7)
+    whole = {age: value for age, value in zip(train.ages.tolist(), train.predicted.tolist(), strict=True)}
+    assert len(few.ages) == len(set(few.ages)) == 7 and max(few.ages) > train.ages.mean() > min(few.ages)
+    np.testing.assert_allclose(few.predicted, [whole[age] / 3 for age in few.ages], rtol=2e-3)
 
 
 def test_tissues_are_compared_on_the_same_volumes():
