@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from moecore.yaml12 import load
-from stages import calibrate, cohort_checks, compare, prepare, pretrain, robustness, routing, teacher, teacher_router
+from stages import calibrate, cohort_checks, compare, out_of_fold, prepare, pretrain, robustness, routing, teacher, teacher_router
 from tests.project import ROOT
 
 STUDY = ROOT / "pipelines/brain_age"
@@ -53,6 +53,7 @@ def study(tmp_path_factory) -> Path:
         for method in METHODS:
             teacher_router.teacher_router(method)
             pretrain.pretrain(method, 0)
+            out_of_fold.out_of_fold(method, 0)
             for stage in (calibrate.calibrate, routing.routing, robustness.robustness, cohort_checks.cohort_checks):
                 stage("pretrain", method, 0)
         compare.compare()
@@ -66,7 +67,7 @@ def measured(study: Path, stage: str, method: str) -> dict:
 
 def test_every_stage_of_the_study_is_run_here():
     names = set(re.findall(r"-m stages\.(\w+)", (STUDY / "dvc.yaml").read_text(encoding="utf-8")))
-    assert names == {"code", "prepare", "teacher", "teacher_router", "pretrain", "calibrate", "routing", "robustness", "cohort_checks", "compare"}
+    assert names == {"code", "prepare", "teacher", "teacher_router", "pretrain", "calibrate", "routing", "robustness", "cohort_checks", "compare", "out_of_fold"}
 
 
 def test_the_cohort_is_called_simulated(study):
