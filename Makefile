@@ -49,7 +49,7 @@ sync: setup                      ## import finished runs into MLflow
 schema: setup                    ## params.schema.json for editors
 	for params in params.yaml pipelines/*/params.yaml; do python -m moecore.study schema $$params; done
 
-deps: setup                      ## write the files that each stage imports into every dvc.yaml
+deps: setup                      ## write the names of the stages' code files into every dvc.yaml
 	python tools/dvc_deps.py
 
 bench: setup                     ## race the MoE layer and the step against dense models, limits and peers; half an hour on an idle machine

@@ -6,7 +6,6 @@ lock file and run cache are DVC's own; stages still share nothing but files.
 """
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -17,11 +16,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from moecore.files import StageError
-from moecore.plan import dvc, parse_dot, plan
+from moecore.plan import QUICK, asked, plan, settled
 
 SHARED = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")  # DVC's words where two processes meet at a path
 TRIES = 5
-QUICK = ("code", "code_of_section")  # a tenth of a second each: starting DVC for every one would take longer
 ALONE = ("teacher", "cost")  # on all cores: everything waits for the teacher, and `cost` times what it does
 
 
@@ -47,7 +45,7 @@ def next_job(above: Mapping[str, Collection[str]], done: Collection[str], taken:
     alone = [stage for stage in ready if _kind(stage) in ALONE]
     if len(alone) == len(ready):
         return Job(tuple(alone)) if ready and set(taken) == set(done) else None
-    if quick := [stage for stage in ready if _kind(stage) in QUICK]:
+    if quick := [stage for stage in ready if _kind(stage) in QUICK]:  # starting DVC for every one would take longer than they do
         return Job(tuple(quick))
     chosen = [next(stage for stage in ready if stage not in alone)]
     for stage in above:
@@ -69,10 +67,8 @@ def _item(stage: str) -> str:
 
 def pending() -> dict[str, set[str]]:
     """The direct ancestors, among those that have to run, of every stage that has to run, each after its ancestors."""
-    with ThreadPoolExecutor(2) as pool:
-        status, graph = pool.map(lambda words: dvc(*words), (("status", "--json", "dvc.yaml"), ("dag", "--dot", "dvc.yaml")))
-    edges = parse_dot(graph)
-    stages = [item.stage for item in plan(json.loads(status or "{}"), edges, {})]
+    status, edges = asked()
+    stages = [item.stage for item in plan(status, edges, {}, settled(status))]
     return {stage: {before for before, after in edges if after == stage and before in stages} for stage in stages}
 
 

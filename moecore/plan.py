@@ -4,15 +4,20 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from moecore.files import StageError
+import yaml
+
+from moecore.code_hashes import code_hashes
+from moecore.files import StageError, read_json
 from moecore.history_file import NAME, read_lines
 from moecore.progress import clock
+
+QUICK = ("code", "code_of_section", "code_of_stage")  # they hash source files, in a tenth of a second each
 
 
 class Planned(NamedTuple):
@@ -23,16 +28,17 @@ class Planned(NamedTuple):
     seconds: float | None
 
 
-def plan(status: Mapping[str, list], edges: list[tuple[str, str]], seconds: Mapping[str, float]) -> list[Planned]:
+def plan(status: Mapping[str, list], edges: list[tuple[str, str]], seconds: Mapping[str, float], ends: Collection[str] = ()) -> list[Planned]:
     """The stages that would run, in an order in which they can: those that changed, and all downstream of them.
 
-    status: as ``dvc status --json`` gives it; edges: (before, after) of the pipeline; seconds: of past runs by stage.
+    status: as ``dvc status --json`` gives it; edges: (before, after) of the pipeline; seconds: of past runs by stage;
+    ends: stages that will write what is there already, so that nothing runs because of them.
     What DVC's run cache restores instead of running cannot be known beforehand.
     """
     reasons = {stage: found for stage, entries in status.items() if (found := tuple(_reasons(entries)))}
     planned = []
     for stage in _ordered({stage for edge in edges for stage in edge} | set(reasons), edges):
-        above = [before for before, after in edges if after == stage and before in reasons]
+        above = [before for before, after in edges if after == stage and before in reasons and before not in ends]
         if stage not in reasons and above:
             reasons[stage] = (f"after {_short(above)}",)
         if stage in reasons:
@@ -71,6 +77,24 @@ def _short(stages: list[str]) -> str:
     return ", ".join(stages[:2]) + (f" and {len(stages) - 2} more" if len(stages) > 2 else "")
 
 
+def locked(folder: Path = Path()) -> dict[str, dict]:
+    """The stages of a dvc.lock as they last ran; none where there is no such file."""
+    lock, loader = folder / "dvc.lock", getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return (yaml.load(lock.read_text(encoding="utf-8"), Loader=loader) or {}).get("stages", {}) if lock.is_file() else {}
+
+
+def settled(status: Mapping[str, list]) -> set[str]:
+    """Of the changed stages those that hash code, and will find the hashes that their file holds: an edit elsewhere ends there."""
+    ran, found = locked(), set()
+    for stage, entries in status.items():
+        words = ran.get(stage, {}).get("cmd", "").split()
+        if words[:3] == ["python", "-m", "stages.code"] and not any("changed command" in entry or "changed outs" in entry for entry in entries):
+            path, hashes = code_hashes(*words[3:])
+            if path.is_file() and read_json(path) == hashes:
+                found.add(stage)
+    return found
+
+
 def past_seconds(folder: Path = Path("artifacts/history")) -> dict[str, float]:
     """Seconds of the finished runs by DVC stage; for runs outside DVC by the name that DVC would give them."""
     found = {}
@@ -95,23 +119,34 @@ def parse_dot(text: str) -> list[tuple[str, str]]:
     return re.findall(r'"([^"]+)"\s*->\s*"([^"]+)"', text)
 
 
-def main() -> None:
+def asked() -> tuple[dict[str, list], list[tuple[str, str]]]:
+    """DVC's status of every stage that changed, and the edges of the pipeline."""
     with ThreadPoolExecutor(2) as pool:
         status, graph = pool.map(lambda words: dvc(*words), (("status", "--json", "dvc.yaml"), ("dag", "--dot", "dvc.yaml")))
-    planned = plan(json.loads(status or "{}"), parse_dot(graph), past_seconds())
+    return json.loads(status or "{}"), parse_dot(graph)
+
+
+def main() -> None:
+    status, edges = asked()
+    planned = plan(status, edges, past_seconds(), settled(status))
     if not planned:
         print("Nothing would run: everything is up to date.")
         return
     from rich.console import Console
     from rich.table import Table
 
+    hashing = [item for item in planned if item.stage.partition("@")[0] in QUICK]
+    heavy = [item for item in planned if item not in hashing]
     table = Table("stage", "why", "last time", box=None, header_style="bold", padding=(0, 2))
-    for item in planned:
+    if hashing:
+        reasons = dict.fromkeys(reason for item in hashing for reason in item.reasons)
+        table.add_row(f"{len(hashing)} that hash code", "; ".join(list(reasons)[:3]), "")
+    for item in heavy:
         more = f" (+{len(item.reasons) - 3})" if len(item.reasons) > 3 else ""
         table.add_row(item.stage, "; ".join(item.reasons[:3]) + more, clock(item.seconds) if item.seconds is not None else "?")
     Console().print(table, soft_wrap=True)
-    unknown = sum(item.seconds is None for item in planned)
-    print(f"{len(planned)} stages, about {clock(sum(item.seconds or 0 for item in planned))}" + (f" and {unknown} that never ran" if unknown else ""))
+    unknown = sum(item.seconds is None for item in heavy)
+    print(f"{len(heavy)} stages, about {clock(sum(item.seconds or 0 for item in heavy))}" + (f" and {unknown} that never ran" if unknown else ""))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Floor 0: which source files a stage or a part is made of, found by reading imports, never by running them.
 
-DVC does not follow imports. The files that a stage's imports reach stand in its ``deps:`` (a test compares them); the parts
-that a YAML section names by ``kind`` are hashed by the stage ``code``. So a new part marks nothing stale, and an edited
-part marks exactly what uses it.
+DVC does not follow imports. The files that a stage's imports reach, and the parts that a YAML section names by ``kind``, are
+hashed by the stage ``code`` into files that stages depend on. So a new part marks nothing stale, and an edited file marks
+exactly what uses it.
 """
 
 import ast

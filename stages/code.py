@@ -1,29 +1,20 @@
-"""Stage ``code``: the hashes of the source files of the parts that a section of params.yaml names.
+"""Stage ``code``: the hashes of the source files of a stage, or of the parts that a section of params.yaml names.
 
-``python -m stages.code methods vmoe`` writes artifacts/code/methods/vmoe.json, ``python -m stages.code section
-robustness.attacks`` writes artifacts/code/robustness/attacks.json. Stages depend on such a file instead of on the families,
-so they rerun exactly when a part that they use is edited. It runs often, so it must stay fast: no torch, no pydantic.
+``python -m stages.code stage pretrain`` writes artifacts/code/stages/pretrain.json, ``python -m stages.code methods vmoe``
+artifacts/code/methods/vmoe.json, ``python -m stages.code section robustness.attacks`` artifacts/code/robustness/attacks.json.
+Stages depend on such files instead of on the source, so they rerun exactly when a file or a part that they use is edited.
+It runs often, so it must stay fast: no torch, no pydantic.
 """
 
-import os
 import sys
 
+from moecore.code_hashes import code_hashes
 from moecore.files import StageError, write_json
-from moecore.sources import fingerprint, part_files
-from moecore.yaml12 import load
-
-
-def code(group: str, name: str) -> None:
-    """Hash the parts under ``methods.<name>`` (group ``methods``) or under the dotted key ``name`` (group ``section``)."""
-    keys = (group, name) if group == "methods" else tuple(name.split("."))
-    section = load(os.environ.get("MOECORE_PARAMS", "params.yaml")).get(keys)
-    write_json("/".join(("artifacts/code", *keys)) + ".json", fingerprint(part_files(section, under=keys[-1])))
-
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("methods", "section"):
-        sys.exit("usage: python -m stages.code methods NAME | section DOTTED.KEY")
+    if len(sys.argv) != 3 or sys.argv[1] not in ("stage", "methods", "section"):
+        sys.exit("usage: python -m stages.code stage SCRIPT | methods NAME | section DOTTED.KEY")
     try:
-        code(*sys.argv[1:])
+        write_json(*code_hashes(*sys.argv[1:]))
     except StageError as error:
         sys.exit(str(error))

@@ -59,7 +59,7 @@ def paths(stage: dict, key: str) -> list[str]:
 def test_params_are_what_the_stage_reads(pipeline, stage):
     name, words = module_and_words(stage)
     if name == "code":
-        expected = {".".join(words) if words[0] == "methods" else words[1]}
+        expected = {"methods": {".".join(words)}, "section": {words[1]}, "stage": set()}[words[0]]
     elif (model := params_of(name)) is None:
         expected = set()
     else:
@@ -71,15 +71,25 @@ def test_params_are_what_the_stage_reads(pipeline, stage):
 
 
 @pytest.mark.parametrize(("pipeline", "stage"), WITH_MODULE)
-def test_deps_are_what_the_imports_reach(pipeline, stage):
-    name, _ = module_and_words(stage)
-    home = pipeline.parent / stage.get("wdir", ".")
-    reached = {file.as_posix() for file in closure(Path("stages", f"{name}.py"))}
-    deps = {os.path.relpath(home / path, ROOT) for path in paths(stage, "deps") if "${" not in path}
-    declared = {path for path in deps if path.endswith(".py")}
-    folders = tuple(f"{path}/" for path in deps - declared)
-    assert {file for file in reached - declared if not file.startswith(folders)} == set(), "imported, but not in deps"
-    assert declared - reached == set(), "in deps, but not imported"
+def test_a_stage_depends_on_the_hashes_of_what_its_imports_reach(pipeline, stage):
+    name, words = module_and_words(stage)
+    deps = {os.path.relpath(pipeline.parent / stage.get("wdir", ".") / path, ROOT) for path in paths(stage, "deps") if "${" not in path}
+    home = os.path.relpath(pipeline.parent, ROOT)
+    if name != "code":
+        assert os.path.normpath(f"{home}/artifacts/code/stages/{name}.json") in deps
+        assert not [path for path in deps if path.endswith(".py")], "the hashes stand for the source files"
+        return
+    folders = tuple(f"{path}/" for path in deps)
+    reached = {file.as_posix() for file in closure(Path("stages/code.py"))} | ({"stages/", "moecore/"} if words[0] == "stage" else {"moecore/"})
+    assert {path for path in reached if path not in deps and not path.startswith(folders)} == set(), "hashed or imported, but not in deps"
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda path: path.parent.name)
+def test_the_code_of_exactly_the_stages_there_are_is_hashed(pipeline):
+    stages = load(str(pipeline)).data["stages"]
+    scripts = {module_and_words(param.values[1])[0] for param in stages_of(pipeline) if "-m stages." in param.values[1]["cmd"]}
+    hashed = stages["code_of_stage"]["foreach"]
+    assert set(hashed) == scripts - {"code"} and len(hashed) == len(set(hashed))
 
 
 @pytest.mark.parametrize(("pipeline", "stage"), WITH_MODULE)

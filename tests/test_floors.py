@@ -10,7 +10,7 @@ import pytest
 from moecore.sources import FAMILIES, ROOT
 
 FLOORS = {  # every module and package of moecore, by name
-    0: ["config", "records", "files", "tensors", "yaml12", "problems", "params", "sources", "selection", "grouped", "dispatch", "correspondence", "bases", "expert_map", "spread"],
+    0: ["config", "records", "files", "tensors", "yaml12", "problems", "params", "sources", "code_hashes", "selection", "grouped", "dispatch", "correspondence", "bases", "expert_map", "spread"],
     1: ["routers", "experts", "regularizers", "attacks", "evaluation", "calibration", "data"],
     2: ["layers", "training"],
     3: ["backbones"],

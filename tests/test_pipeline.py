@@ -36,9 +36,9 @@ def heavy(stages: list[str]) -> set[str]:
 
 def test_everything_ran_once_and_then_nothing_runs(project):
     assert {stage.split("@")[0] for stage in project.ran} == {
-        "code", "code_of_section", "prepare", "teacher", "teacher_router", "pretrain", "finetune", *MEASURING, "compare",
+        "code", "code_of_section", "code_of_stage", "prepare", "teacher", "teacher_router", "pretrain", "finetune", *MEASURING, "compare",
     }  # fmt: skip
-    assert len(project.ran) == len(set(project.ran)) == 9 + 2 + 1 + 3 + 3 + 3 + 3 * len(MEASURING) + 1
+    assert len(project.ran) == len(set(project.ran)) == 9 + 14 + 2 + 1 + 3 + 3 + 3 + 3 * len(MEASURING) + 1
     assert project.repro() == []
 
 
@@ -96,6 +96,8 @@ def test_an_edited_part_reruns_exactly_the_methods_that_use_it(unchanged):
     text = part.read_text()
     part.write_text(text + "\n# edited\n")
     try:
+        planned = unchanged.run([sys.executable, "-m", "moecore.plan"]).stdout
+        assert "12 stages" in planned and "that hash code" in planned and "pretrain@tgr-0" in planned and "pretrain@vmoe-0" not in planned
         trained = {stage for stage in heavy(unchanged.repro()) if stage.startswith(("pretrain", "teacher_router"))}
         assert trained == {"teacher_router@tgr", "pretrain@tgr-0"}
     finally:

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from moecore.code_hashes import code_hashes
+from moecore.files import write_json
 from moecore.history import record
-from moecore.plan import Planned, parse_dot, past_seconds, plan
+from moecore.plan import Planned, parse_dot, past_seconds, plan, settled
 from moecore.sources import ROOT
 
 EDGES = parse_dot('strict digraph {\n"prepare";\n"prepare" -> "train@a";\n"prepare" -> "train@b";\n"train@a" -> "compare";\n"train@b" -> "compare";\n}')
@@ -24,6 +26,20 @@ def test_changes_flow_downstream_in_order():
 
 def test_nothing_to_do():
     assert plan({}, EDGES, {}) == []
+
+
+def test_an_edit_ends_where_the_hashes_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_json(*code_hashes("stage", "code"))
+    commands = {"same": "python -m stages.code stage code", "train": "python -m stages.pretrain a 0"}
+    commands["edited"] = "python -m stages.code stage prepare"
+    (tmp_path / "artifacts/code/stages/prepare.json").write_text("{}")
+    (tmp_path / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": {stage: {"cmd": command} for stage, command in commands.items()}}))
+    edited = [{"changed deps": {"moecore": "modified"}}]
+    assert settled({"same": edited, "edited": edited, "train": edited, "new": edited}) == {"same"}
+    assert settled({"same": [*edited, "changed command"]}) == settled({"same": [{"changed outs": {"x.json": "deleted"}}]}) == set()
+    planned = plan({"same": edited, "train@a": edited}, [("same", "train@b"), ("train@a", "compare")], {}, {"same"})
+    assert [item.stage for item in planned] == ["same", "train@a", "compare"]
 
 
 def test_past_seconds(tmp_path, monkeypatch):

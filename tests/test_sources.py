@@ -92,8 +92,13 @@ def test_the_stage_code(tmp_path):
     assert "moecore/routers/noisy_top_k.py" in json.loads((tmp_path / "artifacts/code/methods/vmoe.json").read_text())
     assert run_code(tmp_path, "section", "robustness.attacks").returncode == 0
     assert "moecore/attacks/fgsm.py" in json.loads((tmp_path / "artifacts/code/robustness/attacks.json").read_text())
+    assert run_code(tmp_path, "stage", "pretrain").returncode == 0
+    reached = {file.as_posix() for file in closure("stages/pretrain.py")}
+    assert "moecore/training/loop.py" in reached and set(json.loads((tmp_path / "artifacts/code/stages/pretrain.json").read_text())) == reached
     wrong = run_code(tmp_path, "methods", "vmo")
     assert wrong.returncode == 1 and "did you mean 'vmoe'?" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert "stages/pretrian.py: no such file" in run_code(tmp_path, "stage", "pretrian").stderr
+    assert "usage: python -m stages.code stage SCRIPT" in run_code(tmp_path, "stages", "pretrain").stderr
 
 
 def test_the_stage_code_imports_nothing_heavy():

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from moecore.history_file import NAME, read_lines
+from moecore.plan import locked
 from moecore.tracking.mirror import COMPLETE, UID, Mirror
 from moecore.tracking.process import runs
 from moecore.tracking.store import connect, experiment, experiment_name, home
@@ -84,8 +83,7 @@ def _locked(folder: Path) -> dict[str, dict[str, str]] | None:
     """History folder → DVC tags, for the stages that dvc.yaml still has; None where DVC was not used."""
     if not (folder / "dvc.lock").is_file():
         return None
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    stages = yaml.load((folder / "dvc.lock").read_text(encoding="utf-8"), Loader=loader).get("stages", {})
+    stages = locked(folder)
     listed = subprocess.run([sys.executable, "-m", "dvc", "stage", "list", "--name-only"], cwd=folder, capture_output=True, text=True)
     alive = set(listed.stdout.split()) if listed.returncode == 0 else set(stages)
     return {
