@@ -24,7 +24,7 @@ from moecore.config import Config
 from moecore.files import StageError, whole_file, whole_folder, write_json
 from moecore.history_file import NAME, before, encode, flatten, number, plain, points, read_lines, scalars, seconds
 
-FOLLOW_AFTER = 10.0  # seconds: shorter stages are imported by `tracking sync`
+FOLLOW_AFTER = 30.0  # seconds: shorter stages are imported by `tracking sync`, as starting MLflow takes a process 5 s of a core
 
 
 class Run:

@@ -20,7 +20,7 @@ from moecore.plan import QUICK, asked, plan, settled
 
 SHARED = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")  # DVC's words where two processes meet at a path
 TRIES = 5
-ALONE = ("teacher", "cost")  # on all cores: everything waits for the teacher, and `cost` times what it does
+ALONE = ("prepare", "teacher", "cost")  # on all cores: everything waits for the data and the teacher, and `cost` times what it does
 
 
 class Job(NamedTuple):
@@ -78,7 +78,8 @@ def devices(jobs: int) -> list[dict[str, str]]:
 
     if cards := torch.cuda.device_count():
         return [{"CUDA_VISIBLE_DEVICES": str(job % cards)} for job in range(jobs)]
-    return [{"MOECORE_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))} for _ in range(jobs)]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+    return [{"MOECORE_THREADS": threads, "OMP_NUM_THREADS": threads} for _ in range(jobs)]  # the second: of BLAS under numpy and scipy
 
 
 def usual_jobs() -> int:

@@ -20,6 +20,7 @@ from moecore.artifacts import load_model
 from moecore.config import Config
 from moecore.data import Source
 from moecore.data.prepared import SPLITS, Prepared, spread
+from moecore.data.workers import each
 from moecore.evaluation.cohort import ageing, mean_interval, repeated
 from moecore.evaluation.intervals import bootstrap_mean
 from moecore.evaluation.linear_probe import linear_probe, read_by_head
@@ -139,7 +140,7 @@ def rescanned(model: nn.Module, data: Prepared, source: Source, settings: Cohort
 
 def drawn(source: Source, subjects: list[tuple[float, str, int, int, int]]) -> np.ndarray:
     """Volumes float16 (N, 1, D, H, W) of simulated subjects (age, sex, seed, scan, site), as `prepare` would store them."""
-    return np.stack([source.draw(age, sex, seed, scan, site)[0] for age, sex, seed, scan, site in subjects])
+    return np.stack(list(each(lambda subject: source.draw(*subject)[0], subjects)))
 
 
 def unseen(source: Source, settings: CohortChecks, number: int) -> int:

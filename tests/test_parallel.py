@@ -21,7 +21,8 @@ ABOVE = {
 def test_the_quick_ones_go_together_and_what_waits_waits():
     assert next_job(ABOVE, set(), set()) == Job(("code@vmoe", "code@prc"))
     taken = {"code@vmoe", "code@prc"}
-    assert next_job(ABOVE, set(), taken) == Job(("prepare@pretrain",))
+    assert next_job(ABOVE, set(), taken) is None, "the data get all cores, once the others are done"
+    assert next_job(ABOVE, taken, taken) == Job(("prepare@pretrain",))
     assert next_job(ABOVE, taken, taken | {"prepare@pretrain"}) is None
 
 
@@ -55,7 +56,7 @@ def test_all_cores_are_for_what_runs_alone(monkeypatch):
 
     monkeypatch.setattr("moecore.parallel.run_job", fake)
     assert run(ABOVE | {"cost@finetune-vmoe-0": {"finetune@vmoe-0"}}, [{"MOECORE_THREADS": "1"}, {"MOECORE_THREADS": "1"}]) == []
-    assert {stage for stage, environment in given.items() if not environment} == {"teacher", "cost@finetune-vmoe-0"}
+    assert {stage for stage, environment in given.items() if not environment} == {"prepare@pretrain", "teacher", "cost@finetune-vmoe-0"}
     assert given.keys() == {*ABOVE, "cost@finetune-vmoe-0"}
 
 
@@ -82,7 +83,7 @@ def test_nothing_starts_after_a_failure(monkeypatch):
     left = run(ABOVE, [{"PLACE": "only"}])
     assert [stages for stages, _ in ran] == [("code@vmoe", "code@prc"), ("prepare@pretrain",), ("teacher",)]
     assert left == [stage for stage in ABOVE if stage not in ("code@vmoe", "code@prc", "prepare@pretrain")]
-    assert [environment for _, environment in ran] == [{"PLACE": "only"}, {"PLACE": "only"}, {}], "the teacher gets all cores"
+    assert [environment for _, environment in ran] == [{"PLACE": "only"}, {}, {}], "the data and the teacher get all cores"
 
 
 @pytest.fixture(scope="module")

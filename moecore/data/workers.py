@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from threadpoolctl import threadpool_limits
+
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
@@ -17,10 +19,11 @@ def workers() -> int:
 def each(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """``function(item)`` of every item, in order; at most two results a thread wait, so that memory stays small.
 
-    Results do not depend on the number of threads. An error is raised where its result is due.
+    Results do not depend on the number of threads. An error is raised where its result is due. Meanwhile BLAS has one thread: with more,
+    its small products take several times as long, as its threads wait for each other.
     """
     number = workers()
-    with ThreadPoolExecutor(number) as pool:
+    with threadpool_limits(1), ThreadPoolExecutor(number) as pool:
         waiting: deque = deque()
         for item in items:
             waiting.append(pool.submit(function, item))
