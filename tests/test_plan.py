@@ -33,7 +33,7 @@ def test_an_edit_ends_where_the_hashes_stay_as_they_are(tmp_path, monkeypatch):
     write_json(*code_hashes("stage", "code"))
     commands = {"same": "python -m stages.code stage code", "train": "python -m stages.pretrain a 0"}
     commands["edited"] = "python -m stages.code stage prepare"
-    (tmp_path / "artifacts/code/stages/prepare.json").write_text("{}")
+    (tmp_path / "artifacts/code/stages/prepare.json").write_text('{"moecore/files.py": "0"}')
     (tmp_path / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": {stage: {"cmd": command} for stage, command in commands.items()}}))
     edited = [{"changed deps": {"moecore": "modified"}}]
     assert settled({"same": edited, "edited": edited, "train": edited, "new": edited}) == {"same"}
