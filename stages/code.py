@@ -12,7 +12,7 @@ from moecore.code_hashes import code_hashes
 from moecore.files import StageError, write_json
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("stage", "methods", "section"):
+    if len(sys.argv) != 3:
         sys.exit("usage: python -m stages.code stage SCRIPT | methods NAME | section DOTTED.KEY")
     try:
         write_json(*code_hashes(*sys.argv[1:]))

@@ -98,7 +98,8 @@ def test_the_stage_code(tmp_path):
     wrong = run_code(tmp_path, "methods", "vmo")
     assert wrong.returncode == 1 and "did you mean 'vmoe'?" in wrong.stderr and "Traceback" not in wrong.stderr
     assert "stages/pretrian.py: no such file" in run_code(tmp_path, "stage", "pretrian").stderr
-    assert "usage: python -m stages.code stage SCRIPT" in run_code(tmp_path, "stages", "pretrain").stderr
+    assert "found 'stages'; allowed: stage, methods, section" in run_code(tmp_path, "stages", "pretrain").stderr
+    assert "usage: python -m stages.code stage SCRIPT" in run_code(tmp_path, "stage").stderr
 
 
 def test_the_stage_code_imports_nothing_heavy():

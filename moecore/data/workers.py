@@ -23,7 +23,7 @@ def each(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[
     its small products take several times as long, as its threads wait for each other.
     """
     number = workers()
-    with threadpool_limits(1), ThreadPoolExecutor(number) as pool:
+    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(number) as pool:
         waiting: deque = deque()
         for item in items:
             waiting.append(pool.submit(function, item))
