@@ -1,9 +1,12 @@
-"""Race of the attacks: ours against pyautoattack alone, on the same V-MoE, images and number of gradient steps.
+"""Race of the attacks: ours against pyautoattack alone, on the same V-MoE, images and number of
+gradient steps.
 
-    python -m benchmarks.attacks [--rounds 8] [--size default vit_tiny vit_s] [--steps 10] [--images 64]
+    python -m benchmarks.attacks [--rounds 8] [--size default vit_tiny vit_s] [--steps 10] [--images
+    64]
 
-"Alone" is the package's APGD on the model as it was trained: parameters that take gradients, nothing frozen. All take turns in
-one process; a ratio is time over time of one round, so below 1 ours is faster. Run it with nothing else on the machine.
+"Alone" is the package's APGD on the model as it was trained: parameters that take gradients,
+nothing frozen. All take turns in one process; a ratio is time over time of one round, so below 1
+ours is faster. Run it with nothing else on the machine.
 """
 
 import argparse
@@ -18,13 +21,13 @@ from torch import Tensor, nn
 
 from benchmarks.timing import LEAST, Ratio, take_turns
 from benchmarks.training_step import bench, sizes
-from moecore.attacked import rounded
 from moecore.attacks import Attack
 from moecore.attacks.apgd import Apgd
 from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.draws import generators
 from moecore.attacks.pgd import Pgd
-from moecore.evaluation.predict import evaluating
+from moecore.attacks.target import rounded
+from moecore.nn.predict import evaluating
 from moecore.training.runtime import tune
 
 EPSILON = 4 / 255
@@ -32,11 +35,18 @@ ALONE = "pyautoattack alone"
 Attacked = Callable[[], Tensor]
 
 
-def contestants(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> dict[str, Attacked]:
-    """Attacks by name; each call returns adversarial images (B, C, H, W). Ours draw their starts each time, as in the stage."""
+def contestants(
+    model: nn.Module, images: Tensor, labels: Tensor, steps: int
+) -> dict[str, Attacked]:
+    """Attacks by name; each call returns adversarial images (B, C, H, W).
+
+    Ours draw their starts each time, as in the stage.
+    """
 
     def ours(attack: Attack, attacked: nn.Module = model) -> Attacked:
-        return lambda: attack(attacked, images, labels, EPSILON, generators(0, range(len(images))))
+        task = model.image.task
+        indices = range(len(images))
+        return lambda: attack(attacked, task, images, labels, EPSILON, generators(0, indices))
 
     return {
         ALONE: lambda: alone(model, images, labels, steps),
@@ -49,7 +59,13 @@ def contestants(model: nn.Module, images: Tensor, labels: Tensor, steps: int) ->
 
 def alone(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Tensor:
     """The package as one calls it first."""
-    attack = APGDAttack(lambda pixels: model(pixels).prediction, n_iter=steps, eps=EPSILON, loss="ce", device=images.device)
+    attack = APGDAttack(
+        lambda pixels: model(pixels).prediction,
+        n_iter=steps,
+        eps=EPSILON,
+        loss="ce",
+        device=images.device,
+    )
     return attack.perturb(images, labels, best_loss=True)
 
 
@@ -63,7 +79,12 @@ def race(name: str, images: int, steps: int, rounds: int) -> list[dict]:
     with evaluating(model):
         seconds = take_turns(contestants(model, pixels, labels, steps), rounds)
     return [
-        {"size": name, "attack": who, "images_per_second": images / median(turns), **Ratio.of(turns, seconds[ALONE])._asdict()}
+        {
+            "size": name,
+            "attack": who,
+            "images_per_second": images / median(turns),
+            **Ratio.of(turns, seconds[ALONE])._asdict(),
+        }
         for who, turns in seconds.items()
     ]
 
@@ -73,12 +94,20 @@ def table(rows: list[dict], title: str) -> Table:
     shown = Table("size", "attack", "images/s", "time / alone", "of minima", title=title)
     for row in rows:
         ratio = f"{row['median']:.3f} ({row['low']:.3f} – {row['high']:.3f})"
-        shown.add_row(row["size"], row["attack"], f"{row['images_per_second']:.1f}", ratio, f"{row['minimum']:.3f}")
+        shown.add_row(
+            row["size"],
+            row["attack"],
+            f"{row['images_per_second']:.1f}",
+            ratio,
+            f"{row['minimum']:.3f}",
+        )
     return shown
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=LEAST)
     parser.add_argument("--size", nargs="+", default=["default"])
     parser.add_argument("--steps", type=int, default=10)
@@ -87,7 +116,15 @@ def main() -> None:
     tune()
     for name in chosen.size:
         rows = race(name, chosen.images, chosen.steps, chosen.rounds)
-        Console().print(table(rows, f"{chosen.images} images, {chosen.steps} steps, {chosen.rounds} rounds, {torch.get_num_threads()} threads"))
+        Console().print(
+            table(
+                rows,
+                (
+                    f"{chosen.images} images, {chosen.steps} steps, {chosen.rounds} rounds, "
+                    f"{torch.get_num_threads()} threads"
+                ),
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Our contestants: the MoE layer as it is, gated, and with soft slots; the dense MLP; and how one step of a layer is run.
+"""Our contestants: the MoE layer as it is, gated, and with soft slots; the dense MLP; and how one
+step of a layer is run.
 
-N tokens as B images of T tokens, E experts, k chosen per token, d width, h hidden width of an expert.
+N tokens as B images of T tokens, E experts, k chosen per token, d width, h hidden width of an
+expert.
 """
 
 from collections.abc import Callable
@@ -10,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from moecore.dispatch import Rows
-from moecore.experts.mlp import Mlp as MlpExperts
-from moecore.grouped import grouped_linear
-from moecore.layers.mlp import Mlp
-from moecore.layers.moe import MoELayer
-from moecore.routers.noisy_top_k import NoisyTopK
-from moecore.routers.soft_slots import SoftSlots
+from moecore.nn.dispatch import Rows
+from moecore.nn.experts.mlp import Mlp as MlpExperts
+from moecore.nn.grouped import grouped_linear
+from moecore.nn.layers.mlp import Mlp
+from moecore.nn.layers.moe import MoELayer
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.soft_slots import SoftSlots
 
 
 class Size(NamedTuple):
@@ -31,7 +33,9 @@ class Size(NamedTuple):
 
     @property
     def gated(self) -> int:
-        """Hidden width of a gated expert of about as many FLOPs (three matrices for two): a multiple of 8 near 2h/3."""
+        """Hidden width of a gated expert of about as many FLOPs (three matrices for two): a
+        multiple of 8 near 2h/3.
+        """
         return max(8, 8 * round(self.hidden * 2 / 3 / 8))
 
     @property
@@ -41,23 +45,37 @@ class Size(NamedTuple):
 
     def flops(self) -> int:
         """Forward and backward of a layer that is not gated: 12·N·k·d·h + 6·N·d·E."""
-        return self.images * self.tokens * self.width * (12 * self.k * self.hidden + 6 * self.experts)
+        return (
+            self.images * self.tokens * self.width * (12 * self.k * self.hidden + 6 * self.experts)
+        )
 
     def shown(self) -> str:
-        return f"E {self.experts}, k {self.k}, d {self.width}, h {self.hidden}, N {self.images * self.tokens}"
+        tokens = self.images * self.tokens
+        return f"E {self.experts}, k {self.k}, d {self.width}, h {self.hidden}, N {tokens}"
 
 
 class GatedExperts(nn.Module):
-    """``experts(rows)``: W_down (activation(W_gate x) · W_up x), W_gate and W_up as one (E, d, 2h) matrix; biases and a factor where ``biased``."""
+    """``experts(rows)``: W_down (activation(W_gate x) · W_up x), W_gate and W_up as one (E, d, 2h)
+    matrix; biases and a factor where ``biased``.
+    """
 
-    def __init__(self, size: Size, activation: Callable[[Tensor], Tensor] = silu, hidden: int | None = None, biased: bool = False) -> None:
+    def __init__(
+        self,
+        size: Size,
+        activation: Callable[[Tensor], Tensor] = silu,
+        hidden: int | None = None,
+        biased: bool = False,
+    ) -> None:
         super().__init__()
         hidden = hidden or size.gated
         self.activation = activation
         self.up = nn.Parameter(torch.randn(size.experts, size.width, 2 * hidden) * size.width**-0.5)
         self.down = nn.Parameter(torch.randn(size.experts, hidden, size.width) * hidden**-0.5)
-        self.up_bias = nn.Parameter(torch.zeros(size.experts, 2 * hidden)) if biased else None
-        self.down_bias = nn.Parameter(torch.zeros(size.experts, size.width)) if biased else None
+        self.up_bias = None
+        self.down_bias = None
+        if biased:
+            self.up_bias = nn.Parameter(torch.zeros(size.experts, 2 * hidden))
+            self.down_bias = nn.Parameter(torch.zeros(size.experts, size.width))
 
     def forward(self, rows: Rows) -> Tensor:
         gate, up = grouped_linear(rows.values, self.up, self.up_bias, rows.offsets).chunk(2, dim=-1)
@@ -66,23 +84,32 @@ class GatedExperts(nn.Module):
 
 def ours(size: Size) -> nn.Module:
     """The layer of the method vmoe: noisy top-k router, MLP experts with biases."""
-    experts = MlpExperts(number=size.experts, hidden_ratio=size.hidden / size.width).build(size.width)
+    experts = MlpExperts(number=size.experts, hidden_ratio=size.hidden / size.width).build(
+        size.width
+    )
     return MoELayer(NoisyTopK(k=size.k).build(size.width, size.experts), experts)
 
 
 def ours_swiglu(size: Size) -> nn.Module:
-    """The same router with SwiGLU experts, without biases: the experts of transformers' models. Chosen gates sum to 1, as there."""
+    """The same router with SwiGLU experts, without biases: the experts of transformers' models.
+
+    Chosen gates sum to 1, as there.
+    """
     return MoELayer(_renormalised(size), GatedExperts(size, silu))
 
 
 def ours_geglu(size: Size) -> nn.Module:
     """The same router with GEGLU experts and biases, as wide as those of st-moe-pytorch."""
-    return MoELayer(_renormalised(size), GatedExperts(size, gelu, int(size.hidden * 2 / 3), biased=True))
+    return MoELayer(
+        _renormalised(size), GatedExperts(size, gelu, int(size.hidden * 2 / 3), biased=True)
+    )
 
 
 def ours_soft(size: Size) -> nn.Module:
     """Soft slots with MLP experts."""
-    experts = MlpExperts(number=size.experts, hidden_ratio=size.hidden / size.width).build(size.width)
+    experts = MlpExperts(number=size.experts, hidden_ratio=size.hidden / size.width).build(
+        size.width
+    )
     return MoELayer(SoftSlots(slots=size.slots).build(size.width, size.experts), experts)
 
 
@@ -97,21 +124,29 @@ def _renormalised(size: Size) -> nn.Module:
 
 def prediction(output: Tensor | tuple) -> Tensor:
     """The tokens of what a layer returned: most return (tokens, something)."""
-    return output if isinstance(output, Tensor) else output[0]
+    if isinstance(output, Tensor):
+        return output
+    return output[0]
 
 
 def tokens_of(size: Size, seed: int = 0) -> Tensor:
     """The tokens (B, T, d) of every race of this size."""
-    return torch.randn(size.images, size.tokens, size.width, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        size.images, size.tokens, size.width, generator=torch.Generator().manual_seed(seed)
+    )
 
 
-def step(layer: nn.Module, size: Size, dtype: torch.dtype, parameters: torch.dtype = torch.float32) -> Callable[[], None]:
+def step(
+    layer: nn.Module, size: Size, dtype: torch.dtype, parameters: torch.dtype = torch.float32
+) -> Callable[[], None]:
     """A call that runs the layer forward and backward, to the gradients of tokens and parameters.
 
-    dtype: of the products. With ``parameters`` in fp32, autocast sees to it; otherwise layer and tokens are in ``parameters``.
+    dtype: of the products. With ``parameters`` in fp32, autocast sees to it; otherwise layer and
+    tokens are in ``parameters``.
     """
     layer = layer.to(parameters)
-    tokens, towards = tokens_of(size).to(parameters).requires_grad_(), tokens_of(size, seed=1).to(parameters)
+    tokens = tokens_of(size).to(parameters).requires_grad_()
+    towards = tokens_of(size, seed=1).to(parameters)
     leaves = [tokens, *layer.parameters()]
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""How fast a computation could be: the sum over its operations of max(FLOPs / peak, bytes / bandwidth)."""
+"""How fast a computation could be: each operation's max(FLOPs / peak, bytes / bandwidth), added."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,47 +9,65 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.machine import Peaks
-from moecore.grouped import register_flop_formulas
+from moecore.nn.grouped import register_flop_formulas
 
 # Operations that read of their first tensor only what they write.
 GATHERS = {"aten::index_select", "aten::gather", "aten::embedding"}
 
 
 class Limit(TorchDispatchMode):
-    """Adds up ``seconds`` over the operations that run within it, backward and optimiser included. Views and allocations are free.
+    """Adds up ``seconds`` over the operations that run within it, backward and optimiser included.
+    Views and allocations are free.
 
-    Bytes: every tensor that goes in is read once, every one that comes out is written once; what a cache would save is not
-    taken off. FLOPs: what torch.utils.flop_counter knows; any other operation is limited by its bytes.
+    Bytes: every tensor that goes in is read once, every one that comes out is written once; what a
+    cache would save is not taken off. FLOPs: what torch.utils.flop_counter knows; any other
+    operation is limited by its bytes.
     """
 
     def __init__(self, peaks: Peaks) -> None:
         super().__init__()
         register_flop_formulas()
-        self.peaks, self.seconds = peaks, 0.0
+        self.peaks = peaks
+        self.seconds = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        if not func.is_view and not func.name().startswith(("aten::empty", "aten::detach", "aten::new_empty")):
-            self.seconds += max(self._flops(func, args, kwargs, outputs), _bytes(func, args, kwargs, outputs) / self.peaks.bandwidth)
+        if not func.is_view and not func.name().startswith(
+            ("aten::empty", "aten::detach", "aten::new_empty")
+        ):
+            self.seconds += max(
+                self._flops(func, args, kwargs, outputs),
+                _bytes(func, args, kwargs, outputs) / self.peaks.bandwidth,
+            )
         return outputs
 
     def _flops(self, func: Any, args: tuple, kwargs: dict | None, outputs: Any) -> float:
         count = flop_registry.get(func.overloadpacket)
         if count is None:
             return 0.0
-        dtype = str(next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))).removeprefix("torch.")
-        return count(*args, **(kwargs or {}), out_val=outputs) / self.peaks.flops.get(dtype, self.peaks.flops["float32"])
+        dtype = str(
+            next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        ).removeprefix("torch.")
+        return count(*args, **(kwargs or {}), out_val=outputs) / self.peaks.flops.get(
+            dtype, self.peaks.flops["float32"]
+        )
 
 
 def limit(run: Callable[[], object], peaks: Peaks) -> float:
-    """Seconds below which ``run`` cannot fall on a machine with these peaks, unless it fuses operations or keeps to the cache."""
+    """Seconds below which ``run`` cannot fall on a machine with these peaks, unless it fuses
+    operations or keeps to the cache.
+    """
     with Limit(peaks) as counted:
         run()
     return counted.seconds
 
 
 def weight_traffic(parameters: list[Tensor]) -> int:
-    """Bytes that forward and backward must move at the least: each parameter read twice, its gradient written once."""
+    """Bytes that forward and backward must move at the least: each parameter read twice, its
+    gradient written once.
+    """
     return 3 * sum(parameter.nbytes for parameter in parameters)
 
 
@@ -58,5 +76,9 @@ def _bytes(func: Any, args: tuple, kwargs: dict | None, outputs: Any) -> int:
     if func.name().partition(".")[0] in GATHERS:
         return 2 * sum(written.values())
     into = {id(leaf) for leaf in tree_leaves((kwargs or {}).get("out")) if isinstance(leaf, Tensor)}
-    read = {id(leaf): leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) not in into}
+    read = {
+        id(leaf): leaf.nbytes
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, Tensor) and id(leaf) not in into
+    }
     return sum(read.values()) + sum(written.values())

@@ -1,4 +1,6 @@
-"""What the figures were measured on: the processor, its measured peaks, and the versions of all contestants."""
+"""What the figures were measured on: the processor, its measured peaks, and the versions of all
+contestants.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
@@ -8,22 +10,39 @@ import torch
 from benchmarks.timing import shortest
 from moecore.training.runtime import Runtime
 
-PACKAGES = ("torch", "transformers", "st-moe-pytorch", "mixture-of-experts", "soft-moe-pytorch", "deepspeed")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "st-moe-pytorch",
+    "mixture-of-experts",
+    "soft-moe-pytorch",
+    "deepspeed",
+)
 
 
 class Peaks(NamedTuple):
-    """What the machine reaches in the simplest programs: products of large matrices and a sum of long vectors."""
+    """What the machine reaches in the simplest programs: products of large matrices and a sum of
+    long vectors.
+    """
 
     flops: dict[str, float]  # FLOP/s by dtype
     bandwidth: float  # bytes/s, two vectors read and one written
 
 
 def peaks(side: int = 2048, length: int = 2**26) -> Peaks:
-    """Probe with (side × side) products in fp32 and bf16 and with vectors of ``length`` fp32 numbers, far larger than any cache."""
-    flops = {str(dtype).removeprefix("torch."): _flops(side, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    first, second = torch.ones(length), torch.ones(length)
+    """Probe with (side × side) products in fp32 and bf16 and with vectors of ``length`` fp32
+    numbers, far larger than any cache.
+    """
+    flops = {
+        str(dtype).removeprefix("torch."): _flops(side, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    first = torch.ones(length)
+    second = torch.ones(length)
     output = torch.empty_like(first)
-    return Peaks(flops, 3 * first.nbytes / shortest(lambda: torch.add(first, second, out=output), 8))
+    return Peaks(
+        flops, 3 * first.nbytes / shortest(lambda: torch.add(first, second, out=output), 8)
+    )
 
 
 def _flops(side: int, dtype: torch.dtype) -> float:

@@ -1,4 +1,5 @@
-"""The peers' layers, each set to do what ours does: equal k, equal width of the experts, nothing dropped where the peer can.
+"""The peers' layers, each set to do what ours does: equal k, equal width of the experts, nothing
+dropped where the peer can.
 
 A builder raises Unfit, with the reason, where a peer cannot take a size.
 """
@@ -18,7 +19,7 @@ from torch import distributed, nn
 
 from benchmarks import layers
 from benchmarks.layers import Size
-from moecore.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.torchvision_operators import define_missing_operators
 
 
 class Unfit(Exception):
@@ -33,7 +34,9 @@ class Peer(NamedTuple):
     build: Callable[[Size], nn.Module]
     ours: Callable[[Size], nn.Module]
     note: str  # how its work differs from ours
-    parameters: bool = False  # takes bf16 only as the dtype of its parameters (grouped_mm knows no autocast); ours then does too
+    # takes bf16 only as the dtype of its parameters (grouped_mm knows no autocast); ours then does
+    # too
+    parameters: bool = False
 
     @property
     def missing(self) -> bool:
@@ -49,7 +52,11 @@ def transformers_experts(implementation: str) -> Callable[[Size], nn.Module]:
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
         config = MixtralConfig(
-            hidden_size=size.width, intermediate_size=size.gated, num_local_experts=size.experts, num_experts_per_tok=size.k, hidden_act="silu"
+            hidden_size=size.width,
+            intermediate_size=size.gated,
+            num_local_experts=size.experts,
+            num_experts_per_tok=size.k,
+            hidden_act="silu",
         )
         config._experts_implementation = implementation
         layer = MixtralSparseMoeBlock(config)
@@ -99,7 +106,11 @@ def soft_moe(size: Size) -> nn.Module:
     from soft_moe_pytorch import SoftMoE
 
     return SoftMoE(
-        size.width, num_experts=size.experts, num_slots=size.slots, expert_mult=size.hidden / size.width, offload_unused_experts_to_cpu=False
+        size.width,
+        num_experts=size.experts,
+        num_slots=size.slots,
+        expert_mult=size.hidden / size.width,
+        offload_unused_experts_to_cpu=False,
     )
 
 
@@ -111,8 +122,15 @@ def deepspeed(size: Size) -> nn.Module:
     with contextlib.redirect_stdout(io.StringIO()):
         from deepspeed.moe.layer import MoE
 
-        expert = nn.Sequential(nn.Linear(size.width, size.hidden), nn.GELU(), nn.Linear(size.hidden, size.width))
-        options = {"drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False, "min_capacity": 0}
+        expert = nn.Sequential(
+            nn.Linear(size.width, size.hidden), nn.GELU(), nn.Linear(size.hidden, size.width)
+        )
+        options = {
+            "drop_tokens": False,
+            "use_rts": False,
+            "top2_2nd_expert_sampling": False,
+            "min_capacity": 0,
+        }
         layer = MoE(size.width, expert, num_experts=size.experts, k=size.k, **options)
         layer.set_deepspeed_parallelism()
     return layer
@@ -124,8 +142,11 @@ def _needs_two(size: Size, peer: str) -> None:
 
 
 def _roomy(layer: nn.Module, size: Size) -> nn.Module:
-    """The layer with the fewest seats (in quarters of an even share) at which every token of the race finds all of its k."""
-    tokens, gate = layers.tokens_of(size), layer.gate
+    """The layer of the smallest capacity (in quarters of an even share) that drops no token of the
+    race.
+    """
+    tokens = layers.tokens_of(size)
+    gate = layer.gate
     share = 1.0
     with torch.no_grad():
         while True:
@@ -134,11 +155,13 @@ def _roomy(layer: nn.Module, size: Size) -> nn.Module:
                 return layer
             share += 0.25
             if share > size.experts:
-                raise RuntimeError("tokens are dropped although every expert has a seat for each")
+                raise RuntimeError("tokens are dropped although every expert has room for each")
 
 
 def _one_process() -> None:
-    """A process group of this process alone, which meets itself in a file: DeepSpeed's layer asks for one."""
+    """A process group of this process alone, which meets itself in a file: DeepSpeed's layer asks
+    for one.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if not distributed.is_initialized():
@@ -156,7 +179,10 @@ def leave_group() -> None:
         distributed.destroy_process_group()
 
 
-SEATS = "every expert has as many seats per image as its fullest one needs, so that nothing is dropped, and computes them all"
+ROOMY = (
+    "every expert has the capacity per image that its fullest one needs, so that nothing is "
+    "dropped, and computes all of it"
+)
 PEERS = (
     Peer(
         "transformers grouped_mm",
@@ -166,16 +192,29 @@ PEERS = (
         "SwiGLU; bf16 parameters on both sides",
         True,
     ),
-    Peer("transformers eager", "transformers", transformers_experts("eager"), layers.ours_swiglu, "SwiGLU; bf16 parameters on both sides", True),
-    Peer("st-moe-pytorch", "st_moe_pytorch", st_moe, layers.ours_geglu, f"GEGLU; {SEATS}"),
-    Peer("mixture-of-experts", "mixture_of_experts", mixture_of_experts, layers.ours, f"no biases; {SEATS}"),
+    Peer(
+        "transformers eager",
+        "transformers",
+        transformers_experts("eager"),
+        layers.ours_swiglu,
+        "SwiGLU; bf16 parameters on both sides",
+        True,
+    ),
+    Peer("st-moe-pytorch", "st_moe_pytorch", st_moe, layers.ours_geglu, f"GEGLU; {ROOMY}"),
+    Peer(
+        "mixture-of-experts",
+        "mixture_of_experts",
+        mixture_of_experts,
+        layers.ours,
+        f"no biases; {ROOMY}",
+    ),
     Peer("soft-moe-pytorch", "soft_moe_pytorch", soft_moe, layers.ours_soft, "equal slots"),
     Peer(
         "DeepSpeed",
         "deepspeed",
         deepspeed,
         layers.ours,
-        "one process, operators not compiled; all experts have as many seats as the fullest one needs",
+        "one process, operators not compiled; all experts have the capacity of the fullest one",
     ),
 )
 

@@ -20,19 +20,28 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, seconds: list[float], against: list[float]) -> "Ratio":
-        """Turn i of both belongs to round i. Raises ValueError where the rounds are not as many, or none."""
+        """Turn i of both belongs to round i.
+
+        Raises ValueError where the rounds are not as many, or none.
+        """
         ratios = sorted(own / other for own, other in zip(seconds, against, strict=True))
         if not ratios:
             raise ValueError("no rounds to compare")
-        low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        if len(ratios) > 1:
+            low, _, high = quantiles(ratios, n=4, method="inclusive")
+        else:
+            low, _, high = ratios * 3
         return cls(median(ratios), min(seconds) / min(against), low, high)
 
 
-def take_turns(runs: Mapping[str, Run], rounds: int, warm: int = 10, most: float = float("inf")) -> dict[str, list[float]]:
+def take_turns(
+    runs: Mapping[str, Run], rounds: int, warm: int = 10, most: float = float("inf")
+) -> dict[str, list[float]]:
     """Seconds of each turn, in ``rounds`` rounds in which every contestant runs once.
 
-    Before them all run until the process asks the kernel for hardly any memory, ``warm`` times at most: a page fault costs
-    as much as the copy of the page. A race that takes more than ``most`` seconds ends early, but not before two rounds.
+    Before them all run until the process asks the kernel for hardly any memory, ``warm`` times at
+    most: a page fault costs as much as the copy of the page. A race that takes more than ``most``
+    seconds ends early, but not before two rounds.
     """
     begun = time.perf_counter()
     for turn in range(warm):

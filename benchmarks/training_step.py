@@ -2,9 +2,10 @@
 
     python -m benchmarks.training_step [--rounds 8] [--size default vit_tiny vit_s]
 
-"Stock" is what one writes first: fused attention (SDPA), a convolution for the patches, a loop over boolean masks for the
-experts, AdamW as it comes, fp32, no settings of the machine. The allocator cannot be set back, so each contestant is a
-process of its own that waits for its turn; they take turns, and ratios are those of one round.
+"Stock" is what one writes first: fused attention (SDPA), a convolution for the patches, a loop over
+boolean masks for the experts, AdamW as it comes, fp32, no settings of the machine. The allocator
+cannot be set back, so each contestant is a process of its own that waits for its turn; they take
+turns, and ratios are those of one round.
 """
 
 import argparse
@@ -20,19 +21,20 @@ from torch import Tensor
 from torch.nn.functional import conv2d, gelu, scaled_dot_product_attention
 
 from benchmarks.timing import LEAST, Ratio
-from moecore.backbones.image import ImageSpec
-from moecore.backbones.vit import Vit
-from moecore.config import Config
-from moecore.experts.mlp import Mlp as MlpExperts
-from moecore.layers import attention, moe, patch_embed
-from moecore.layers.moe import MoE
-from moecore.params import read
-from moecore.records import Batch, Guidance, RoutingContext, Step
-from moecore.regularizers.importance import Importance
-from moecore.regularizers.load import Load
-from moecore.routers.noisy_top_k import NoisyTopK
+from moecore.core.config import Config
+from moecore.core.records import Batch, Guidance, RoutingContext, Step
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.experts.mlp import Mlp as MlpExperts
+from moecore.nn.layers import attention, moe, patch_embed
+from moecore.nn.layers.moe import MoE
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.study.params import read
+from moecore.tasks.classification import Classification
 from moecore.training.objective import Objective
 from moecore.training.optimizer import build_optimizer
+from moecore.training.regularizers.importance import Importance
+from moecore.training.regularizers.load import Load
 from moecore.training.runtime import tune
 from moecore.training.settings import Training
 
@@ -56,7 +58,9 @@ class Defaults(Config):
 
 
 def sizes() -> dict[str, Size]:
-    """The sizes by name; ``default`` is the model and batch of params.yaml on 28 × 28 grey pixels."""
+    """The sizes by name; ``default`` is the model and batch of params.yaml on 28 × 28 grey
+    pixels.
+    """
     defaults = read(Defaults)
     return {
         "default": Size(defaults.model, 1, 28, 10, defaults.pretrain.batch, 1.0),
@@ -65,7 +69,8 @@ def sizes() -> dict[str, Size]:
     }
 
 
-CONTESTANTS = {  # name → precision; stock and dense beside ours
+# name → precision; stock and dense beside ours
+CONTESTANTS = {
     "ours float32": torch.float32,
     "ours bfloat16": torch.bfloat16,
     "dense bfloat16": torch.bfloat16,
@@ -88,55 +93,93 @@ class Bench(NamedTuple):
         """Forward, loss, backward and update; waits for nothing but the CPU."""
         with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != torch.float32):
             output = self.model(self.batch.images)
-        loss = self.objective.total(self.objective.terms(Step(self.batch, output, self.model, self.guidance, 0.5)))
+        step = Step(self.batch, output, self.model, self.guidance, 0.5)
+        loss = self.objective.total(self.objective.terms(step))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
 
 
-def bench(size: Size, dtype: torch.dtype, *, sparse: bool = True, stock: bool = False, views: int = 1, regularizers: tuple = ()) -> Bench:
-    """The step of a V-MoE (or with ``sparse`` off of the dense ViT) on random images; ``views`` of each of the batch's images."""
+def bench(
+    size: Size,
+    dtype: torch.dtype,
+    *,
+    sparse: bool = True,
+    stock: bool = False,
+    views: int = 1,
+    regularizers: tuple = (),
+) -> Bench:
+    """The step of a V-MoE (or with ``sparse`` off of the dense ViT) on random images; ``views`` of
+    each of the batch's images.
+    """
     torch.manual_seed(0)
-    layers = MoE(router=NoisyTopK(k=2), experts=MlpExperts(number=8, hidden_ratio=size.hidden_ratio)) if sparse else None
+    layers = None
+    balance = ()
+    if sparse:
+        experts = MlpExperts(number=8, hidden_ratio=size.hidden_ratio)
+        layers = MoE(router=NoisyTopK(k=2), experts=experts)
+        balance = (Importance(), Load())
     spec = ImageSpec(
-        channels=size.channels, size=size.side, classes=tuple(map(str, range(size.classes))), mean=(0.5,) * size.channels, std=(0.3,) * size.channels
+        channels=size.channels,
+        size=size.side,
+        task=Classification(classes=tuple(map(str, range(size.classes)))),
+        mean=(0.5,) * size.channels,
+        std=(0.3,) * size.channels,
     )
     model = size.model.build(spec, layers)
-    balance = (Importance(), Load()) if sparse else ()
-    optimizer = (
-        torch.optim.AdamW(model.parameters(), lr=1e-3) if stock else build_optimizer(model, Training(epochs=1, batch=size.batch, learning_rate=1e-3))
-    )
+    if stock:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    else:
+        optimizer = build_optimizer(model, Training(epochs=1, batch=size.batch, learning_rate=1e-3))
     count = size.batch * views
-    images, affines = torch.rand(count, size.channels, size.side, size.side), torch.eye(3).expand(count, 3, 3)
+    images = torch.rand(count, size.channels, size.side, size.side)
+    affines = torch.eye(3).expand(count, 3, 3)
     labels = torch.randint(0, size.classes, (size.batch,)).repeat(views)
-    return Bench(model, optimizer, Objective((*balance, *regularizers)), dtype, Batch(images, labels, affines, views))
+    objective = Objective((*balance, *regularizers))
+    return Bench(model, optimizer, objective, dtype, Batch(images, labels, affines, views))
 
 
-def masked_experts(self: moe.MoELayer, tokens: Tensor, context: RoutingContext = RoutingContext()) -> tuple:
+def masked_experts(
+    self: moe.MoELayer, tokens: Tensor, context: RoutingContext = RoutingContext()
+) -> tuple:
     """The MoE layer as a loop over boolean masks, with ``w[e]``."""
     _, record = self.router(tokens)
-    experts, outputs = self.experts, torch.zeros_like(tokens)
+    experts = self.experts
+    outputs = torch.zeros_like(tokens)
     for expert in range(len(experts.up)):
         chosen = record.chosen[..., expert]
         hidden = gelu(tokens[chosen] @ experts.up[expert] + experts.up_bias[expert])
-        outputs[chosen] += record.combine[..., expert][chosen].unsqueeze(-1) * (hidden @ experts.down[expert] + experts.down_bias[expert])
+        outputs[chosen] += record.combine[..., expert][chosen].unsqueeze(-1) * (
+            hidden @ experts.down[expert] + experts.down_bias[expert]
+        )
     return outputs, (record,)
 
 
 def go_stock() -> None:
-    """Replace what is ours by what PyTorch offers first. There is no way back: only for a process of its own."""
+    """Replace what is ours by what PyTorch offers first.
+
+    There is no way back: only for a process of its own.
+    """
     attention.attend = scaled_dot_product_attention
     moe.MoELayer.forward = masked_experts
     patch_embed.PatchEmbed.forward = lambda self, images: (
-        conv2d(images, self.proj.weight, self.proj.bias, stride=self.patch).flatten(2).transpose(1, 2)
+        conv2d(images, self.proj.weight, self.proj.bias, stride=self.patch)
+        .flatten(2)
+        .transpose(1, 2)
     )
 
 
 def turn(contestant: str, size: str) -> Callable[[], float]:
-    """Make this process a contestant; each call takes some steps and returns the median seconds of one."""
+    """Make this process a contestant; each call takes some steps and returns the median seconds of
+    one.
+    """
     stock = contestant == "stock"
-    go_stock() if stock else tune()
-    run = bench(sizes()[size], CONTESTANTS[contestant], sparse=not contestant.startswith("dense"), stock=stock).step
+    if stock:
+        go_stock()
+    else:
+        tune()
+    sparse = not contestant.startswith("dense")
+    run = bench(sizes()[size], CONTESTANTS[contestant], sparse=sparse, stock=stock).step
     for _ in range(4):
         run()
 
@@ -165,7 +208,9 @@ def race(size: str, rounds: int) -> dict[str, list[float]]:
     workers = {}
     try:
         for name in CONTESTANTS:
-            workers[name] = subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            workers[name] = subprocess.Popen(
+                [*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
             _answer(name, workers[name])  # ready, before the next one starts
         seconds: dict[str, list[float]] = {name: [] for name in workers}
         for _ in range(rounds):
@@ -184,14 +229,20 @@ def race(size: str, rounds: int) -> dict[str, list[float]]:
 def _answer(name: str, worker: subprocess.Popen) -> str:
     line = worker.stdout.readline()
     if not line:
-        raise RuntimeError(f"the contestant {name!r} ended with status {worker.wait()}; its error stands above")
+        raise RuntimeError(
+            f"the contestant {name!r} ended with status {worker.wait()}; its error stands above"
+        )
     return line.strip()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=LEAST)
-    parser.add_argument("--size", nargs="+", choices=("default", "vit_tiny", "vit_s"), default=["default"])
+    parser.add_argument(
+        "--size", nargs="+", choices=("default", "vit_tiny", "vit_s"), default=["default"]
+    )
     parser.add_argument("--one", choices=tuple(CONTESTANTS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -203,7 +254,8 @@ def main() -> None:
             ratio = Ratio.of(found, seconds["stock"])
             rate = sizes()[size].batch / median(found)
             print(
-                f"{size}, {name}: {rate:,.0f} images/s; step / stock {ratio.median:.2f} (minima {ratio.minimum:.2f}, quartiles {ratio.low:.2f} to {ratio.high:.2f})"
+                f"{size}, {name}: {rate:,.0f} images/s; step / stock {ratio.median:.2f} (minima "
+                f"{ratio.minimum:.2f}, quartiles {ratio.low:.2f} to {ratio.high:.2f})"
             )
 
 

@@ -1,1 +1,3 @@
-"""moecore: sparse vision mixture-of-experts models, their training, and everything the papers measure on them."""
+"""moecore: sparse vision mixture-of-experts models, their training, and everything the papers
+measure on them.
+"""

@@ -1,20 +1,25 @@
-"""Stage ``code``: the hashes of the source files of a stage, or of the parts that a section of params.yaml names.
+"""Stage ``code``: hashes of the source files that decide results.
 
-``python -m stages.code stage pretrain`` writes artifacts/code/stages/pretrain.json, ``python -m stages.code methods vmoe``
-artifacts/code/methods/vmoe.json, ``python -m stages.code section robustness.attacks`` artifacts/code/robustness/attacks.json.
-Stages depend on such files instead of on the source, so they rerun exactly when a file or a part that they use is edited.
-It runs often, so it must stay fast: no torch, no pydantic.
+``python -m stages.code`` writes artifacts/code/, which the other stages depend on in the place of
+the source, so they rerun exactly when a file or a part that they use is edited. It must stay fast:
+no torch, no pydantic.
 """
 
+import os
 import sys
 
-from moecore.code_hashes import code_hashes
-from moecore.files import StageError, write_json
+from moecore.core.files import UserError
+from moecore.pipeline.code_hashes import write_code
+
+
+def code() -> None:
+    write_code(os.environ.get("MOECORE_PARAMS", "params.yaml"))
+
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python -m stages.code stage SCRIPT | methods NAME | section DOTTED.KEY")
+    if len(sys.argv) > 1:
+        sys.exit("usage: python -m stages.code")
     try:
-        write_json(*code_hashes(*sys.argv[1:]))
-    except StageError as error:
+        code()
+    except UserError as error:
         sys.exit(str(error))

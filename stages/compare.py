@@ -1,6 +1,6 @@
-"""Set all methods side by side: one self-contained page, its numbers as JSON, its curves as CSV, the claims as Markdown.
+"""Set all methods side by side: a page, its numbers as JSON, its curves as CSV, the claims.
 
-    python -m stages.compare
+python -m stages.compare
 """
 
 import os
@@ -8,36 +8,37 @@ from pathlib import Path
 
 from pydantic import Field
 
-from moecore.config import Config
-from moecore.data.prepared import is_real
-from moecore.files import whole_file, write_json
-from moecore.params import read
-from moecore.report.claims import Claim, flat_claims, judge
-from moecore.report.curves import robustness_csv, table_s1_csv, training_csv
-from moecore.report.page import page
+from moecore.core.config import Config
+from moecore.core.files import whole_file, write_json
+from moecore.report.claims import evaluate, flat_claims
 from moecore.report.results import read_results, study_stages
 from moecore.report.tables import data_facts, flat
-from moecore.report.verdicts import claims_markdown
-from moecore.selection import Selection
-from moecore.stage import run_stage
+from moecore.report.texts import texts
+from moecore.run.stage import run_stage
+from moecore.study.claim import Claim
+from moecore.study.params import read
+from moecore.study.selection import Selection
 
 
 class Params(Config):
     run: Selection
-    claims: tuple[Claim, ...] = Field((), description="What the papers say of two methods; judged by these runs.")
+    claims: tuple[Claim, ...] = Field(
+        (), description="What the papers say of two methods; evaluated by these runs."
+    )
 
 
 def compare() -> None:
-    params, path, folder = read(Params), Path(os.environ.get("MOECORE_PARAMS", "params.yaml")), Path("reports")
-    results = read_results(params.run, path.read_text(encoding="utf-8"), stages=study_stages(path))
-    judged = judge(params.claims, results)
-    write_json(folder / "compare.json", flat(results) | data_facts(results) | ({"claims": flat_claims(judged)} if judged else {}))
-    texts = {"index.html": page(results, judged), "claims.md": claims_markdown(judged), "plots/training.csv": training_csv(results)}
-    if "robustness" in study_stages(path):
-        texts["plots/robustness.csv"] = robustness_csv(results)
-    if any(is_real(card) for card in results.cards.values()):
-        texts["plots/table_s1.csv"] = table_s1_csv(results)
-    for name, text in texts.items():
+    params = read(Params)
+    path = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
+    stages = study_stages(path, params.run)
+    results = read_results(params.run, path.read_text(encoding="utf-8"), stages=stages)
+    evaluated = evaluate(params.claims, results)
+    compared = flat(results) | data_facts(results)
+    if evaluated:
+        compared["claims"] = flat_claims(evaluated)
+    folder = Path("reports")
+    write_json(folder / "compare.json", compared)
+    for name, text in texts(results, evaluated).items():
         with whole_file(folder / name) as target:
             target.write_text(text, encoding="utf-8")
 

@@ -1,29 +1,57 @@
-"""Stage ``finetune``: a pretrained model goes on with other data, at another resolution, with another k where asked.
+"""Stages ``finetune`` and ``adversarial``: a pretrained model goes on with other data.
 
-``python -m stages.finetune vmoe 0`` writes artifacts/finetune/vmoe/0/. Killed at any moment, it goes on where it was.
+``python -m stages.finetune finetune vmoe 0`` writes artifacts/finetune/vmoe/0/. ``… adversarial …``
+starts from the same model and learns from attacked images (adversarial-moe, §4.2); with the same
+data and settings both stand side by side. Killed at any moment, it goes on where it was.
 """
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
-from moecore.config import Config
-from moecore.finetuning import finetuned
-from moecore.params import Key, read
-from moecore.stage import run_stage
+from moecore.core.config import Config
+from moecore.core.files import whole_folder
+from moecore.data.prepared import Prepared
+from moecore.measure.routing_metrics.epochs import survived
+from moecore.nn.predict import predictions
+from moecore.run.stage import run_stage
+from moecore.run.training import training_run
+from moecore.study.params import Key, read
+from moecore.training.artifacts import guide_folder, save_model
 from moecore.training.method import Method
-from moecore.training.settings import Finetuning
+from moecore.training.outcome import outcome
+from moecore.training.recipes import finetuning
+from moecore.training.settings import AdversarialFinetuning, Finetuning
 
 
 class Params(Config):
-    """What this stage reads of params.yaml."""
-
     finetune: Finetuning
     method: Annotated[Method, Key("methods.{method}")]
 
 
-def finetune(method: str, seed: int) -> None:
-    """Fine-tune artifacts/pretrain/``method``/``seed`` on artifacts/data/finetune."""
-    params = read(Params, method=method)
-    finetuned("finetune", method, seed, params, params.finetune, params.method, __file__)
+class AdversarialParams(Config):
+    adversarial: AdversarialFinetuning
+    method: Annotated[Method, Key("methods.{method}")]
+
+
+def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) -> None:
+    """Fine-tune artifacts/pretrain/``method``/``seed`` on artifacts/data/``phase``."""
+    params = read(Params if phase == "finetune" else AdversarialParams, method=method)
+    settings = getattr(params, phase)
+    start = Path("artifacts/pretrain", method, str(seed))
+    guide = guide_folder(method, seed)
+    target = Path("artifacts", phase, method, str(seed))
+    data = Prepared.open(Path("artifacts/data", phase))
+    with training_run(phase, params, data, [guide, start], __file__, method, seed) as training:
+        device = training.runtime.device
+        recipe = finetuning(params.method, settings, data, start, guide, seed, device)
+        _, before = predictions(recipe.model, data.test.images, batch=250)
+        training.train(recipe.job, settings, seed)
+        _, after = predictions(recipe.model, data.test.images, batch=250)
+        with whole_folder(target) as folder:
+            save_model(folder, recipe.model)
+        found = outcome(recipe.model, data, settings.epochs, training.log())
+        training.run.result(found.with_routing(survived(before, after)))
+        training.run.model(target)
 
 
 if __name__ == "__main__":

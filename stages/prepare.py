@@ -1,19 +1,18 @@
 """Stage ``prepare``: raw data → checked, split, memory-mappable arrays with a card.
 
-``python -m stages.prepare pretrain`` reads ``data.pretrain`` of params.yaml and writes artifacts/data/pretrain/.
+``python -m stages.prepare pretrain`` reads ``data.pretrain`` of params.yaml and writes
+artifacts/data/pretrain/.
 """
 
 from pathlib import Path
 from typing import Annotated
 
-from moecore.config import Config
-from moecore.data import Source
-from moecore.data.contact import contact_sheet
-from moecore.data.prepared import Prepared
-from moecore.files import whole_folder
-from moecore.history import record
-from moecore.params import Key, read
-from moecore.stage import run_stage
+from moecore.core.config import Config
+from moecore.core.files import whole_folder
+from moecore.data.sources import Source
+from moecore.run.history import record
+from moecore.run.stage import run_stage
+from moecore.study.params import Key, read
 
 
 class Params(Config):
@@ -30,8 +29,9 @@ def prepare(name: str) -> None:
         with whole_folder(target) as folder:
             card = params.data.prepare(folder)
         run.dataset(card)
-        run.table("counts", [{"split": split, **counts} for split, counts in card["counts"].items()])
-        run.figure("samples", contact_sheet(Prepared.open(target)))
+        run.table(
+            "counts", [{"split": split, **counts} for split, counts in card["counts"].items()]
+        )
 
 
 if __name__ == "__main__":

@@ -1,28 +1,25 @@
-"""Stage ``teacher``: a dense model trained here, or pretrained weights through timm; none where no method needs one.
-
-``python -m stages.teacher`` reads ``teacher`` of params.yaml and writes artifacts/teacher/.
-"""
+"""Stage ``teacher``: a dense model trained here, pretrained weights through timm, or none."""
 
 from pathlib import Path
 
 import torch
 
-from moecore.artifacts import save_model
-from moecore.backbones.image import ImageSpec
-from moecore.config import Config
+from moecore.core.config import Config
+from moecore.core.files import whole_folder, write_json
 from moecore.data.prepared import Prepared
-from moecore.files import whole_folder, write_json
-from moecore.history import record
-from moecore.params import read
-from moecore.resume import work_folder
-from moecore.stage import run_stage
-from moecore.supervise import train, task_for, trained
-from moecore.teachers import Teacher
-from moecore.training.checkpoint import Checkpoint
+from moecore.measure.base import Skipped
+from moecore.nn.backbones.image import ImageSpec
+from moecore.run.stage import run_stage
+from moecore.run.training import training_run
+from moecore.study.params import read
+from moecore.training.artifacts import save_model
+from moecore.training.job import job_for
 from moecore.training.objective import Objective
-from moecore.training.runtime import tune
+from moecore.training.outcome import Outcome, outcome
+from moecore.training.teachers import Teacher
+from moecore.training.teachers.no_teacher import NoTeacher
 
-DATA, TARGET = Path("artifacts/data/pretrain"), Path("artifacts/teacher")
+TARGET = Path("artifacts/teacher")
 
 
 class Params(Config):
@@ -33,24 +30,30 @@ class Params(Config):
 
 def teacher() -> None:
     """Obtain the teacher that ``teacher`` describes."""
-    settings = read(Params).teacher
-    data, runtime = Prepared.open(DATA), tune()
-    with work_folder("teacher", settings, [DATA], __file__) as work, record("teacher", settings, work=work) as run:
-        run.dataset(data.card)
-        torch.manual_seed(settings.seed)
-        model = settings.build(ImageSpec.from_card(data.card))
-        if model is None:
+    params = read(Params)
+    settings = params.teacher
+    data = Prepared.open("artifacts/data/pretrain")
+    with training_run("teacher", params, data, [], __file__) as training:
+        if isinstance(settings, NoTeacher):
             with whole_folder(TARGET) as folder:
                 write_json(folder / "absent.json", {"teacher": settings.kind})
-            run.summary({})
+            training.run.result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
             return
-        if settings.training is not None:
-            task = task_for(model, data, Objective((), settings.training.label_smoothing), runtime)
-            train(task, settings.training, settings.seed, runtime, run, Checkpoint(work), "teacher")
+        torch.manual_seed(settings.seed)
+        model = settings.build(ImageSpec.from_card(data.card))
+        schedule = settings.training
+        found: Skipped | Outcome = Skipped(
+            skipped=f"a teacher of kind {settings.kind} is trained elsewhere"
+        )
+        if schedule is not None:
+            objective = Objective((), schedule.label_smoothing)
+            job = job_for(model, data, objective, training.runtime.device)
+            training.train(job, schedule, settings.seed)
+            found = outcome(model, data, schedule.epochs, training.log())
         with whole_folder(TARGET) as folder:
             save_model(folder, model)
-        run.summary({} if settings.training is None else trained(model, data, settings.training, run))
-        run.model(TARGET)
+        training.run.result(found)
+        training.run.model(TARGET)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,32 @@
 """A small copy of this project in which tests run the real stages, by hand or through DVC."""
 
+import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from moecore.core.files import UserError
+from moecore.core.sources import CODE
+from moecore.pipeline import closures
+from moecore.pipeline.client import SOCKET
+from moecore.pipeline.code_hashes import write_code
+from moecore.pipeline.plan import HASHING, asked, changed_by_code, plan
+from moecore.run.lock_file import locked
+from tests import forked
+
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("moecore", "stages", "dvc.yaml", ".dvcignore", ".gitignore")
 
+COMMAND = "from moecore.pipeline.cli import app; app()"
 PARAMS = """\
 run:
   methods: [dense, vmoe, tgr]
   seeds: [0]
   phases: [finetune]
+  measurements: [invariance, corruptions, stability, lipschitz, cost]
   thorough: [finetune]
 data:
   pretrain: {kind: digits, size: 16}
@@ -44,7 +55,9 @@ teacher:
   model: {kind: vit, patch: 8, width: 32, depth: 4, heads: 2, mlp_ratio: 2}
   training: {epochs: 2, batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 5}
 teacher_router: {steps: 20, batch: 64, learning_rate: 0.01}
-pretrain: {epochs: 2, batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 5, views: {shift: 1, flip: true}}
+pretrain:
+  {epochs: 2, batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 5,
+  views: {shift: 1, flip: true}}
 finetune: {epochs: 2, batch: 32, learning_rate: 0.001, log_every: 5, checkpoint_every: 5, shots: 20}
 calibrate: {calibrator: {kind: temperature}}
 robustness:
@@ -52,7 +65,10 @@ robustness:
   epsilons: [0.05]
   attacks: [{kind: fgsm}, {kind: pgd, steps: 2}]
   audit: {images: 16, steps: 2}
-routing: {images: 32, augmentations: [flip], augmentation_images: 16, sweeps: {k: [1, 2], threshold: [0.5], images: 16}}
+transfer: {attack: {kind: pgd, steps: 2}, images: 16}
+routing:
+  {images: 32, augmentations: [flip], augmentation_images: 16,
+  sweeps: {k: [1, 2], threshold: [0.5], images: 16}}
 invariance: {images: 16}
 corruptions: {images: 16, severities: [3], names: [fog, contrast]}
 stability: {images: 8, overlays: 2, steps: 4}
@@ -65,17 +81,54 @@ claims: []
 class Project:
     """A folder with a copy of the code, a small params.yaml, and ways to run it."""
 
+    # whether stages are forked from a server that has imported this repository's code
+    forked = True
+    root: Path | None = None  # where the code lies, if not in the folder: of a study
+
     def __init__(self, folder: Path, params: str = PARAMS) -> None:
         self.folder = folder
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, folder / name)
+        self.copy_code()
         self.write(params)
 
-    def write(self, params: str) -> None:
+    def copy_code(self) -> None:
+        """Code and dvc.yaml as they are in this repository."""
+        for name in COPIED:
+            source, target = ROOT / name, self.folder / name
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, target)
+
+    def copy(self, folder: Path) -> "Project":
+        """All of it in another folder; it shares DVC's cache with this one."""
+        ignored = shutil.ignore_patterns("cache", "__pycache__")
+        shutil.copytree(self.folder, folder, symlinks=True, ignore=ignored)
+        project = Project.at(folder)
+        project.run(["dvc", "cache", "dir", str(self.folder / ".dvc/cache")])
+        return project
+
+    @classmethod
+    def at(cls, folder: Path) -> "Project":
+        """The project that is in ``folder`` already."""
+        project = cls.__new__(cls)
+        project.folder = folder
+        return project
+
+    def locked(self, stage: str, key: str) -> set[str]:
+        """Paths of a stage's ``deps`` or ``outs`` in dvc.lock."""
+        return {entry["path"] for entry in locked(self.folder)[stage].get(key, ())}
+
+    def stale(self) -> dict[str, tuple[str, ...]]:
+        """The stages that ``dvc repro`` would run, with the reasons; without ``code``."""
+        caches = (closures._imports, closures._sha256, closures._file, closures._data_files)
+        for cached in caches:
+            cached.cache_clear()
+        with contextlib.chdir(self.folder):
+            pipeline = asked()
+            planned = plan(pipeline, {}, changed_by_code(pipeline, self.folder))
+        return {item.stage: item.reasons for item in planned if item.stage != HASHING}
+
+    def write(self, params: str = PARAMS) -> None:
         (self.folder / "params.yaml").write_text(params, encoding="utf-8")
 
     def edit(self, old: str, new: str) -> None:
@@ -85,43 +138,93 @@ class Project:
         self.write(text.replace(old, new))
 
     def with_dvc(self) -> "Project":
-        for command in (["git", "init", "-q"], ["dvc", "init", "-q"], ["dvc", "config", "core.analytics", "false"]):
+        for command in (
+            ["git", "init", "-q"],
+            ["dvc", "init", "-q"],
+            ["dvc", "config", "core.analytics", "false"],
+        ):
             self.run(command)
         return self
 
     @property
     def environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("DVC", "MLFLOW", "MOECORE"))}
-        bin_folder = str(Path(sys.executable).parent)
-        return kept | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "MOECORE_TRACKING": "off", "DVC_NO_ANALYTICS": "1", "PYTHONPATH": str(self.folder)}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("DVC", "MLFLOW", "MOECORE"))
+        }
+        folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
+        if self.forked:
+            folders.insert(0, str(forked.server().commands))
+            kept[SOCKET] = str(forked.server().socket)
+        return kept | {
+            "PATH": os.pathsep.join(folders),
+            "DVC_NO_ANALYTICS": "1",
+            "PYTHONPATH": str(self.root or self.folder),
+        }
 
-    def run(self, command: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    def run(
+        self, command: list[str], env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess:
         """Run a command that must succeed."""
         done = self.attempt(command, env)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def attempt(self, command: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-        return subprocess.run(command, cwd=self.folder, env=self.environment | (env or {}), capture_output=True, text=True)
+    def attempt(
+        self, command: list[str], env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment | (env or {}),
+            capture_output=True,
+            text=True,
+        )
+
+    def moecore(self, *words: str) -> subprocess.CompletedProcess:
+        """The command ``moecore``."""
+        return self.attempt([sys.executable, "-c", COMMAND, *words])
 
     def stage(self, *words: str) -> subprocess.CompletedProcess:
-        return self.run([sys.executable, "-m", f"stages.{words[0]}", *words[1:]])
+        """Run a stage by hand, which must succeed."""
+        done = self.attempt_stage(*words)
+        assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
+        return done
 
-    def attempt_stage(self, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    def attempt_stage(
+        self, *words: str, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess:
+        """Run a stage by hand."""
+        self.hash_code()
+        if self.forked:
+            return forked.run(self.folder, words, self.environment | (env or {}))
         return self.attempt([sys.executable, "-m", f"stages.{words[0]}", *words[1:]], env)
+
+    def hash_code(self) -> None:
+        """What the stage ``code`` does; nothing where params.yaml is wrong, as the stage will
+        say.
+        """
+        with contextlib.suppress(UserError):
+            root = ROOT if self.forked else self.folder
+            write_code(self.folder / "params.yaml", self.folder / CODE, root)
 
     def repro(self, *words: str) -> list[str]:
         """``dvc repro``; returns the stages that ran, in order."""
         done = self.run(["dvc", "repro", *words])
-        return [line.split("'")[1] for line in done.stdout.splitlines() if line.startswith("Running stage")]
+        return [
+            line.split("'")[1]
+            for line in done.stdout.splitlines()
+            if line.startswith("Running stage")
+        ]
 
     def killed(self, *words: str, when) -> bool:
         """Start a stage and SIGKILL it as soon as ``when()``; False where it ended before."""
-        process = subprocess.Popen([sys.executable, "-m", f"stages.{words[0]}", *words[1:]], cwd=self.folder, env=self.environment, stderr=subprocess.DEVNULL)
-        while process.poll() is None:
+        self.hash_code()
+        stage = forked.Stage(self.folder, words, self.environment)
+        while stage.runs():
             if when():
-                process.send_signal(signal.SIGKILL)
-                process.wait()
+                stage.kill()
                 return True
             time.sleep(0.002)
         return False

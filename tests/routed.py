@@ -1,30 +1,47 @@
-"""Untrained small models, one for every kind of MoE layer that params.yaml names; no two of their routers' preferences are near a tie."""
+"""Untrained small models, one for every kind of MoE layer that params.yaml names; no two of their
+routers' preferences are near a tie.
+"""
 
 import torch
 from torch import nn
 
-from moecore.backbones.image import ImageSpec
-from moecore.backbones.vit import Vit
-from moecore.sources import ROOT
+from moecore.core.sources import ROOT
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.vit import Vit
+from moecore.study.document import load
 from moecore.training.guide import build_guide, standing_alone
 from moecore.training.method import Method
-from moecore.yaml12 import load
 from tests.training.small import IMAGE
 
-METHODS = {name: Method.model_validate(entry) for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()}
-ROUTED = {method.moe.model_dump_json(): name for name, method in reversed(METHODS.items()) if method.moe}  # layer → the first method that has it
+METHODS = {
+    name: Method.model_validate(entry)
+    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
+}
+# layer → the first method that has it
+ROUTED = {
+    method.moe.model_dump_json(): name for name, method in reversed(METHODS.items()) if method.moe
+}
 KINDS = tuple(reversed(ROUTED.values()))
 STRONGER = 30
 
 
 def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
-    """An untrained model of the method, as it is used (with its teacher where it needs one), 16 patches and two MoE layers."""
+    """An untrained model of the method, as it is used (with its teacher where it needs one), 16
+    patches and two MoE layers.
+    """
     method, patch = METHODS[name], image.size // 4
     torch.manual_seed(0)
     model = Vit(patch=patch, width=32, depth=4, heads=2).build(image, method.moe)
-    guide = build_guide(Vit(patch=patch, width=32, depth=2, heads=2).build(image), method, 4) if method.guided else None
+    guide = (
+        build_guide(Vit(patch=patch, width=32, depth=2, heads=2).build(image), method, 4)
+        if method.guided
+        else None
+    )
     with torch.no_grad():
-        for key, weight in [*model.named_parameters(), *(guide.named_parameters() if guide else ())]:
+        for key, weight in [
+            *model.named_parameters(),
+            *(guide.named_parameters() if guide else ()),
+        ]:
             if "router" in key and "basis" not in key:
                 weight *= STRONGER
             if "attn" in key or "patch_embed" in key:
@@ -33,7 +50,10 @@ def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
 
 
 def relabelled(name: str, order: torch.Tensor) -> nn.Module:
-    """``tiny(name)`` with its experts under other numbers: expert ``order[i]`` is now i. The model computes the same."""
+    """``tiny(name)`` with its experts under other numbers: expert ``order[i]`` is now i.
+
+    The model computes the same.
+    """
     model, experts = tiny(name), len(order)
     with torch.no_grad():
         for key, weight in model.named_parameters():

@@ -1,20 +1,28 @@
 """A tiny cohort of generated volumes in the prepared layout, and a model's view of them.
 
-A ball of "brain" of three nested tissues: csf in the middle, wm around it, gm outside. The csf grows with age, so age can be learned.
+A ball of "brain" of three nested tissues: csf in the middle, wm around it, gm outside. The csf
+grows with age, so age can be learned.
 """
 
 from pathlib import Path
 
 import numpy as np
 
-from moecore.backbones.image import ImageSpec
-from moecore.config import Config
+from moecore.core.config import Config
 from moecore.data.prepared import Prepared
-from moecore.data.subjects import Subject
-from moecore.data.volume_writer import VolumeFacts, VolumePart, write_volumes
+from moecore.data.volumes.subjects import Subject
+from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
+from moecore.nn.backbones.image import ImageSpec
+from moecore.tasks.regression import Regression
 
 SIZE = (16, 16, 16)
-VOLUMES = ImageSpec(channels=1, size=SIZE, mean=(0.5,), std=(0.25,), target="age", target_mean=55.0, target_std=20.0)
+VOLUMES = ImageSpec(
+    channels=1,
+    size=SIZE,
+    mean=(0.5,),
+    std=(0.25,),
+    task=Regression(target="age", unit="years", mean=55.0, deviation=20.0),
+)
 GREY = {"wm": 0.9, "gm": 0.6, "csf": 0.2}
 
 
@@ -26,10 +34,17 @@ class Balls(Config):
 
 
 def ball(age: float, seed: int, size: tuple[int, int, int] = SIZE) -> tuple[np.ndarray, np.ndarray]:
-    """A volume float16 (1, D, H, W) in [0, 1], background 0, and its tissue shares uint8 (3, D, H, W): wm, gm, csf."""
+    """A volume float16 (1, D, H, W) in [0, 1], background 0, and its tissue shares uint8 (3, D, H,
+    W): wm, gm, csf.
+    """
     random = np.random.default_rng([seed, 0])
     axes = [np.arange(length) + 0.5 - length / 2 for length in size]
-    radius = np.sqrt(sum(axis.reshape([-1 if place == i else 1 for place in range(3)]) ** 2 for i, axis in enumerate(axes)))
+    radius = np.sqrt(
+        sum(
+            axis.reshape([-1 if place == i else 1 for place in range(3)]) ** 2
+            for i, axis in enumerate(axes)
+        )
+    )
     edge = min(size) / 2 - 1
     inner = edge * (0.2 + 0.4 * (age - 20) / 70)
     csf, gm = radius < inner, (radius < edge) & (radius >= 0.8 * edge)
@@ -37,18 +52,34 @@ def ball(age: float, seed: int, size: tuple[int, int, int] = SIZE) -> tuple[np.n
     regions = np.stack([wm, gm, csf & (radius < edge)])
     noise = random.normal(0, 0.02, size)
     volume = sum(grey * mask for grey, mask in zip(GREY.values(), regions, strict=True))
-    return np.where(radius < edge, (volume + noise).clip(0.01, 1), 0)[None].astype(np.float16), (regions * 255).astype(np.uint8)
+    return np.where(radius < edge, (volume + noise).clip(0.01, 1), 0)[None].astype(np.float16), (
+        regions * 255
+    ).astype(np.uint8)
 
 
-def write_balls(folder: Path, counts: tuple[int, int, int] = (24, 10, 12), size: tuple[int, int, int] = SIZE, regions: bool = True) -> dict:
+def write_balls(
+    folder: Path,
+    counts: tuple[int, int, int] = (24, 10, 12),
+    size: tuple[int, int, int] = SIZE,
+    regions: bool = True,
+) -> dict:
     """Write the cohort to ``folder``, ages spread evenly over 20 … 90, and return its card."""
     parts = {}
-    for number, (split, count) in enumerate(zip(("train", "validation", "test"), counts, strict=True)):
+    for number, (split, count) in enumerate(
+        zip(("train", "validation", "test"), counts, strict=True)
+    ):
         ages = np.linspace(20, 90, count)
-        rows = [Subject(f"sub-{split}{i}", "1", float(age), "FM"[i % 2], "a", "") for i, age in enumerate(ages)]
+        rows = [
+            Subject(f"sub-{split}{i}", "1", float(age), "FM"[i % 2], "a", "")
+            for i, age in enumerate(ages)
+        ]
         made = [ball(age, 1000 * number + i, size) for i, age in enumerate(ages)]
-        parts[split] = VolumePart(rows, [(volume, shares if regions else None) for volume, shares in made])
-    facts = VolumeFacts("balls", size, (1.0, 1.0, 1.0), "none", "generated", Balls(), simulated=True)
+        parts[split] = VolumePart(
+            rows, [(volume, shares if regions else None) for volume, shares in made]
+        )
+    facts = VolumeFacts(
+        "balls", size, (1.0, 1.0, 1.0), "none", "generated", Balls(), simulated=True
+    )
     return write_volumes(folder, facts if regions else facts._replace(regions=()), parts)
 
 

@@ -1,7 +1,9 @@
-"""Make the phantom's template from the MNI152 maps that nilearn carries: ``python tools/build_template.py FILE.npz``.
+"""Make the phantom's template from the MNI152 maps that nilearn carries:
+``python tools/build_template.py FILE.npz``.
 
-Needs nilearn (0.14.1 made the shipped file). Writes 64³ maps of 3 mm as uint8 (share × 255) and the distance to the
-lateral ventricles as float16, and prints the digest that moecore/data/phantom_template.py has to name.
+Needs nilearn (0.14.1 made the shipped file). Writes 64³ maps of 3 mm as uint8 (share × 255) and the
+distance to the lateral ventricles as float16, and prints the digest that
+moecore/data/phantom/template.py has to name.
 """
 
 import sys
@@ -10,28 +12,40 @@ from pathlib import Path
 import numpy as np
 from scipy import ndimage
 
-from moecore.data.checksum import checksum
+from moecore.data.files.checksum import checksum
 
 CENTRE = np.array([98, 134, 72])  # the voxel of nilearn's 1 mm maps at 0, 0, 0 mm
 SEEDS = ((-8, 0, 18), (8, 0, 18))  # mm: a point inside each lateral ventricle
-DEEP = 12  # mm: lateral ventricles lie at least so far inside the brain mask; this cuts them off the fluid around the brain
-WIDE, SHRINK = 192, 3  # 192 mm along each axis, averaged over 3³ voxels
+# mm: lateral ventricles lie at least so far inside the brain mask; this cuts them off the fluid
+# around the brain
+DEEP = 12
+# 192 mm along each axis, averaged over 3³ voxels
+WIDE = 192
+SHRINK = 3
 
 
 def build() -> dict[str, np.ndarray]:
     """The arrays of the template, by name."""
     brightness, grey, white, mask = _maps()
     total = np.maximum(grey + white, 1)
-    grey, white = grey / total * mask, white / total * mask
+    grey = grey / total * mask
+    white = white / total * mask
     fluid = np.clip(mask - grey - white, 0, 1)
     ventricles = _ventricles(fluid, mask)
     outside = ndimage.distance_transform_edt(~ventricles)
-    distance = ndimage.gaussian_filter((outside - ndimage.distance_transform_edt(ventricles)).astype(np.float32), 1.0)
-    # the ventricles and their rim are filled with the nearest tissue, so that a smaller one can be drawn too
-    nearest = ndimage.distance_transform_edt((outside <= 3) & (fluid > 0.15), return_distances=False, return_indices=True)
+    distance = ndimage.gaussian_filter(
+        (outside - ndimage.distance_transform_edt(ventricles)).astype(np.float32), 1.0
+    )
+    # the ventricles and their rim are filled with the nearest tissue, so that a smaller one can be
+    # drawn too
+    nearest = ndimage.distance_transform_edt(
+        (outside <= 3) & (fluid > 0.15), return_distances=False, return_indices=True
+    )
     start = [round((int(low) + int(high) + 1) / 2) - WIDE // 2 for low, high in _bounds(mask > 0)]
     maps = {"brightness": brightness, "grey": grey, "white": white, "fluid": fluid}
-    small = {name: _shrunk(values[tuple(nearest)] * mask, start, 0) for name, values in maps.items()}
+    small = {
+        name: _shrunk(values[tuple(nearest)] * mask, start, 0) for name, values in maps.items()
+    }
     return {name: np.rint(values * 255).astype(np.uint8) for name, values in small.items()} | {
         "distance": _shrunk(distance, start, 90).astype(np.float16),
         "origin_mm": (np.array(start) + 1 - CENTRE).astype(np.float32),
@@ -41,9 +55,16 @@ def build() -> dict[str, np.ndarray]:
 def _maps() -> list[np.ndarray]:
     from nilearn import datasets
 
-    loaders = (datasets.load_mni152_template, datasets.load_mni152_gm_template, datasets.load_mni152_wm_template)
+    loaders = (
+        datasets.load_mni152_template,
+        datasets.load_mni152_gm_template,
+        datasets.load_mni152_wm_template,
+    )
     mask = datasets.load_mni152_brain_mask(resolution=1).get_fdata(dtype=np.float32) > 0
-    return [*(load(resolution=1).get_fdata(dtype=np.float32) for load in loaders), mask.astype(np.float32)]
+    return [
+        *(load(resolution=1).get_fdata(dtype=np.float32) for load in loaders),
+        mask.astype(np.float32),
+    ]
 
 
 def _ventricles(fluid: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -51,7 +72,9 @@ def _ventricles(fluid: np.ndarray, mask: np.ndarray) -> np.ndarray:
     labels, _ = ndimage.label((fluid > 0.5) & (ndimage.distance_transform_edt(mask > 0) > DEEP))
     found = {int(labels[tuple(np.array(seed) + CENTRE)]) for seed in SEEDS}
     if len(found) != 1 or 0 in found:
-        raise SystemExit(f"found no lateral ventricles at {SEEDS} mm: are these nilearn's MNI152 maps at 1 mm?")
+        raise SystemExit(
+            f"found no lateral ventricles at {SEEDS} mm: are these nilearn's MNI152 maps at 1 mm?"
+        )
     return labels == found.pop()
 
 
@@ -64,8 +87,14 @@ def _bounds(mask: np.ndarray) -> list[np.ndarray]:
 def _shrunk(values: np.ndarray, start: list[int], fill: float) -> np.ndarray:
     """Cut 192³ voxels from ``start`` (outside: ``fill``) and average over 3³."""
     wide = np.full((WIDE,) * 3, fill, np.float32)
-    source = [slice(max(first, 0), min(first + WIDE, length)) for first, length in zip(start, values.shape, strict=True)]
-    target = [slice(part.start - first, part.stop - first) for part, first in zip(source, start, strict=True)]
+    source = [
+        slice(max(first, 0), min(first + WIDE, length))
+        for first, length in zip(start, values.shape, strict=True)
+    ]
+    target = [
+        slice(part.start - first, part.stop - first)
+        for part, first in zip(source, start, strict=True)
+    ]
     wide[tuple(target)] = values[tuple(source)]
     return wide.reshape((WIDE // SHRINK, SHRINK) * 3).mean((1, 3, 5))
 

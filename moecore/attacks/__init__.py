@@ -1,4 +1,4 @@
-"""Floor 1: attacks on images, a family of parts."""
+"""Attacks on images, a family of parts."""
 
 from typing import Annotated
 

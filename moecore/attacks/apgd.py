@@ -1,6 +1,6 @@
-"""Auto-PGD on the L∞ ball with any objective (Croce & Hein 2020, algorithm 1), in step with the authors' own code.
+"""Auto-PGD on the L∞ ball with any objective, in step with the authors' own code.
 
-B images, C channels, H × W pixels.
+B images, C channels, H × W pixels. Source: Croce & Hein (2020), algorithm 1.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,33 +18,47 @@ RISES = 0.75  # ρ: a step size is kept where more than this share of its steps 
 
 
 class Apgd(GradientAttack):
-    """PGD with momentum whose step size, 2ε at first, is halved per image where it no longer helps, going on from the best image so far."""
+    """PGD with momentum that halves an image's step size, 2ε at first, where it no longer helps.
+
+    It then goes on from the best image so far.
+    """
 
     kind: Literal["apgd"] = "apgd"
     steps: int = Field(100, ge=1, description="Number of gradient steps.")
 
-    def perturbed(self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None) -> Tensor:
+    def perturbed(
+        self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None
+    ) -> Tensor:
         """The image of the highest objective. Raises ValueError without a generator."""
-        return climb(at, centre, random_start(centre, epsilon, generator, "apgd"), epsilon, self.steps).images
+        start = random_start(centre, epsilon, generator, "apgd")
+        return climb(at, centre, start, epsilon, self.steps).images
 
 
 class Climb(NamedTuple):
-    """What an ascent found: the best images (B, C, H, W), their objective (B,), and what happened in each of N steps."""
+    """What an ascent reached, and what happened in each of N steps."""
 
-    images: Tensor
-    values: Tensor
-    history: Tensor  # (N, B) the objective after each step
-    sizes: Tensor  # (N, B) the step size of each step
+    images: Tensor  # (B, C, H, W), the best
+    values: Tensor  # (B,), their objective
+    history: Tensor  # (N, B), the objective after each step
+    sizes: Tensor  # (N, B), the step size of each step
 
 
-def random_start(centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None, who: str) -> Tensor:
-    """Uniform noise whose largest pixel of each image is at ±ε, added to ``centre`` (B, C, H, W) and clamped to [0, 1]."""
+def random_start(
+    centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None, who: str
+) -> Tensor:
+    """``centre`` (B, C, H, W) and uniform noise whose largest pixel is at ±ε, within [0, 1]."""
     noise = uniform(centre, generator, who)
-    return (centre + epsilon * noise / (noise.abs().amax(dim=tuple(range(1, noise.ndim)), keepdim=True) + 1e-12)).clamp(0, 1)
+    axes = tuple(range(1, noise.ndim))
+    # The authors' own guard against an image whose noise is all zeros.
+    largest = noise.abs().amax(dim=axes, keepdim=True) + 1e-12
+    return (centre + epsilon * noise / largest).clamp(0, 1)
 
 
 def checkpoints(steps: int) -> Iterator[int]:
-    """The steps after which step sizes may change: the first after 0.22 of all, then ever sooner by 0.03, but never within 0.06."""
+    """The steps after which step sizes may change.
+
+    The first after 0.22 of all, then ever sooner by 0.03, but never within 0.06.
+    """
     length, shrink, least = (max(int(share * steps), 1) for share in (0.22, 0.03, 0.06))
     done = length
     while done <= steps:
@@ -57,23 +71,33 @@ def climb(at: Slope, centre: Tensor, start: Tensor, epsilon: float, steps: int) 
     """Ascend from ``start`` within the ball around ``centre``, both (B, C, H, W)."""
     current = previous = best = start
     values, gradient = at(current)
-    best_values, best_gradient, size = values, gradient, torch.full_like(values, 2 * epsilon)
-    progress, checks = _Progress(values), list(checkpoints(steps))
-    history, sizes = [], []
+    best_values = values
+    best_gradient = gradient
+    size = torch.full_like(values, 2 * epsilon)
+    progress = _Progress(values)
+    checks = set(checkpoints(steps))
+    history = []
+    sizes = []
     for step in range(1, steps + 1):
-        stepped = _step(current, previous, gradient, _wide(size, centre), centre, epsilon, momentum=MOMENTUM if step > 1 else 1.0)
-        previous, current = current, stepped
+        # The first step has no step before it to lean on.
+        momentum = MOMENTUM if step > 1 else 1.0
+        wide = _wide(size, centre)
+        stepped = _step(current, previous, gradient, wide, centre, epsilon, momentum)
+        previous = current
+        current = stepped
         values, gradient = at(current)
         history.append(values)
         sizes.append(size)
         better = values > best_values
-        best, best_gradient = _where(better, current, best), _where(better, gradient, best_gradient)
+        best = _where(better, current, best)
+        best_gradient = _where(better, gradient, best_gradient)
         best_values = torch.where(better, values, best_values)
         progress.note(values)
         if step in checks:
             halved = progress.failed(best_values)
             size = torch.where(halved, size / 2, size)
-            current, gradient = _where(halved, best, current), _where(halved, best_gradient, gradient)
+            current = _where(halved, best, current)
+            gradient = _where(halved, best_gradient, gradient)
     return Climb(best, best_values, torch.stack(history), torch.stack(sizes))
 
 
@@ -82,23 +106,44 @@ class _Progress:
 
     def __init__(self, values: Tensor) -> None:
         # The authors' code compares the first step with 0, not with the start; we do as they do.
-        self.last, self.rises, self.steps = torch.zeros_like(values), torch.zeros_like(values), 0
-        self.best, self.halved = values, torch.ones_like(values, dtype=torch.bool)
+        self.last = torch.zeros_like(values)
+        self.rises = torch.zeros_like(values)
+        self.steps = 0
+        self.best = values
+        self.halved = torch.ones_like(values, dtype=torch.bool)
 
     def note(self, values: Tensor) -> None:
         """One more step led to these objectives (B,)."""
-        self.rises, self.last, self.steps = self.rises + (values > self.last), values, self.steps + 1
+        self.rises = self.rises + (values > self.last)
+        self.last = values
+        self.steps += 1
 
     def failed(self, best: Tensor) -> Tensor:
-        """At a checkpoint: where to halve, (B,) bool. Too few rises, or the old size was kept and the best (B,) did not grow."""
-        halve = (self.rises <= RISES * self.steps) | ~self.halved & (self.best >= best)
-        self.rises, self.steps, self.best, self.halved = torch.zeros_like(self.rises), 0, best, halve
+        """At a checkpoint: where to halve, (B,) bool.
+
+        Too few rises, or the old size was kept and the best objectives (B,) did not grow.
+        """
+        few = self.rises <= RISES * self.steps
+        halve = few | ~self.halved & (self.best >= best)
+        self.rises = torch.zeros_like(self.rises)
+        self.steps = 0
+        self.best = best
+        self.halved = halve
         return halve
 
 
-def _step(current: Tensor, previous: Tensor, gradient: Tensor, size: Tensor, centre: Tensor, epsilon: float, momentum: float) -> Tensor:
+def _step(
+    current: Tensor,
+    previous: Tensor,
+    gradient: Tensor,
+    size: Tensor,
+    centre: Tensor,
+    epsilon: float,
+    momentum: float,
+) -> Tensor:
     plain = project(current + size * gradient.sign(), centre, epsilon)
-    return project(current + (plain - current) * momentum + (current - previous) * (1 - momentum), centre, epsilon)
+    moved = current + (plain - current) * momentum + (current - previous) * (1 - momentum)
+    return project(moved, centre, epsilon)
 
 
 def _wide(values: Tensor, like: Tensor) -> Tensor:

@@ -9,12 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Generators = torch.Generator | Sequence[torch.Generator] | None  # one for all images in their order, or one for each
+# One for all images in their order, or one for each.
+Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
 def generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]:
-    """One generator on the CPU per image, by the seed and the image's index: the same whichever other images are attacked."""
-    states = (np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] for index in indices)
+    """One generator on the CPU per image, by the seed and the image's index.
+
+    The same whichever other images are attacked.
+    """
+    states = (
+        np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] for index in indices
+    )
+    # torch takes seeds below 2⁶³ only.
     return [torch.Generator().manual_seed(int(state >> np.uint64(1))) for state in states]
 
 
@@ -29,8 +36,16 @@ def one_each(generator: Generators, images: int) -> list[torch.Generator] | None
 
 
 def uniform(images: Tensor, generator: Sequence[torch.Generator] | None, who: str) -> Tensor:
-    """Uniform noise in [-1, 1) like ``images`` (B, C, H, W), drawn image by image. Raises ValueError without a generator."""
+    """Uniform noise in [-1, 1) like ``images`` (B, C, H, W), drawn image by image.
+
+    Raises ValueError without a generator.
+    """
     if generator is None:
         raise ValueError(f"attack: {who} draws a random start; pass a CPU generator")
-    noise = [torch.rand(image.shape, generator=each) for image, each in zip(images, generator, strict=True)]
-    return (2 * torch.stack(noise) - 1).to(images.device) if noise else torch.zeros_like(images)
+    if not len(images):
+        return torch.zeros_like(images)
+    noise = [
+        torch.rand(image.shape, generator=each)
+        for image, each in zip(images, generator, strict=True)
+    ]
+    return (2 * torch.stack(noise) - 1).to(images.device)

@@ -14,6 +14,8 @@ class Fgsm(GradientAttack):
 
     kind: Literal["fgsm"] = "fgsm"
 
-    def perturbed(self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None) -> Tensor:
+    def perturbed(
+        self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None
+    ) -> Tensor:
         """x + ε·sign ∇; the generator is not used."""
         return project(centre + epsilon * at(centre)[1].sign(), centre, epsilon)

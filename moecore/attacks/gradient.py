@@ -1,6 +1,7 @@
-"""What every gradient attack shares: the gradient with respect to the images, and the set the images stay in.
+"""What every gradient attack shares: the gradient with respect to the images, and where they stay.
 
-B images, C channels, H × W pixels in [0, 1]; epsilon is in the same units (8/255, not 8). Volumes (B, C, D, H, W) are attacked alike.
+B images, C channels, H × W pixels in [0, 1]; epsilon is in the same units (8/255, not 8). Volumes
+(B, C, D, H, W) are attacked alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,51 +11,95 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from moecore.attacks.base import AttackBase
 from moecore.attacks.draws import Generators, one_each
-from moecore.attacks.objectives import Objective, Score, score, task
-from moecore.config import Config
-from moecore.files import StageError
+from moecore.attacks.objectives import Goal, Objective, goal_of, refusal
+from moecore.core.files import UserError
+from moecore.tasks.base import Task
 
-Slope = Callable[[Tensor], tuple[Tensor, Tensor]]  # images (B, C, H, W) → the objective of each (B,), the gradient of their sum
+# Images (B, C, H, W) → the objective of each (B,), and the gradient of their sum.
+Slope = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-class GradientAttack(Config):
+class GradientAttack(AttackBase):
     """An attack along the gradient of an objective; its parts define ``perturbed``."""
 
     objective: Objective = Field(
-        "task", description="What is maximised. task: the cross-entropy, or the absolute error of a real target; balance adds the routers' balance losses."
+        "task",
+        description="What is maximised. task: the cross-entropy, or the absolute error of a real "
+        "target; balance adds the routers' balance losses.",
     )
-    weight: float = Field(0.005, ge=0, description="Of the balance losses, against the mean task loss; used by `balance` only.")
-    group: int = Field(100, ge=1, description="Images attacked together by `balance`, whose losses couple them; the stage's batch plays no part.")
-    inside: bool = Field(False, description="Change only pixels that are not 0: the background of a brain outside its mask stays 0.")
+    weight: float = Field(
+        0.005,
+        ge=0,
+        description="Of the balance losses, against the mean task loss; used by `balance` only.",
+    )
+    group: int = Field(
+        100,
+        ge=1,
+        description="Images attacked together by `balance`, whose losses couple them; the stage's "
+        "batch plays no part.",
+    )
+    inside: bool = Field(
+        False,
+        description="Change only pixels that are not 0: the background of a brain outside its "
+        "mask stays 0.",
+    )
 
     @property
     def together(self) -> int | None:
-        """How many images this attack must get at once, since they matter to each other; None where they do not."""
         return self.group if self.objective == "balance" else None
 
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, epsilon: float, generator: Generators = None) -> Tensor:
-        """Adversarial images.
+    @property
+    def climbs_task(self) -> bool:
+        return self.objective in ("task", "cross_entropy")
 
-        images: (B, C, H, W) in [0, 1]; labels: as objectives.task takes them; epsilon: radius of the L∞ ball, in
-        pixel units; generator: on the CPU, one for all images or one each, draws the random start of attacks that have one.
-        Returns (B, C, H, W), fp32, detached, in [0, 1]; for ε = 0 the same bits. Parameters take no gradient meanwhile.
-        Raises ValueError where images, labels, ε or a missing generator make no sense, StageError as the objective does.
+    def refuses(self, task: Task) -> str | None:
+        reason = refusal(self.objective, task)
+        return f"{self.kind} with {reason}" if reason else None
+
+    def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
+        if self.objective == "routing_change" and getattr(model, "moe", None) is None:
+            return "the model has no MoE layer whose routing could change"
+        return self.refuses(task)
+
+    def __call__(
+        self,
+        model: nn.Module,
+        task: Task,
+        images: Tensor,
+        labels: Tensor,
+        epsilon: float,
+        generator: Generators = None,
+    ) -> Tensor:
+        """Adversarial images (B, C, H, W), fp32, detached, in [0, 1]; for ε = 0 the same bits.
+
+        images: (B, C, H, W) in [0, 1]; labels: as ``task`` has them; epsilon: radius of the L∞
+        ball, in pixel units; generator: on the CPU, one for all images or one each, draws the
+        random start of attacks that have one. Parameters take no gradient meanwhile.
+        Raises ValueError where images, labels, ε or a missing generator make no sense, UserError
+        as the objective does.
         """
         centre = clean(images, epsilon)
         if epsilon == 0 or not len(centre):
             return centre
-        size, each, found = self.together or len(centre), one_each(generator, len(centre)), []
+        size = self.together or len(centre)
+        each = one_each(generator, len(centre))
+        made = []
         with frozen_parameters(model):
             for start in range(0, len(centre), size):
-                part, drawn = slice(start, start + size), None if each is None else each[start : start + size]
-                goal = score(self.objective, self.weight, model, centre[part], labels[part])
-                at = slope(model, goal)
-                found.append(self._inside(at, centre[part], epsilon, drawn) if self.inside else self.perturbed(at, centre[part], epsilon, drawn))
-        return torch.cat(found)
+                part = slice(start, start + size)
+                goal = goal_of(self.objective, self.weight, model, task, centre[part], labels[part])
+                drawn = None if each is None else each[part]
+                made.append(self._moved(slope(model, goal), centre[part], epsilon, drawn))
+        return torch.cat(made)
 
-    def _inside(self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None) -> Tensor:
-        """The attack where the model sees the background as it is, whatever the attack makes of it."""
+    def _moved(
+        self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None
+    ) -> Tensor:
+        """The attack, where ``inside`` with a model that sees the background as it is."""
+        if not self.inside:
+            return self.perturbed(at, centre, epsilon, generator)
         there = (centre != 0).any(dim=1, keepdim=True)
 
         def within(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,16 +108,22 @@ class GradientAttack(Config):
 
         return torch.where(there, self.perturbed(within, centre, epsilon, generator), centre)
 
-    def perturbed(self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None) -> Tensor:
-        """The attack itself on clean images ``centre`` (B, C, H, W), ε > 0; ``at`` gives objective and gradient."""
+    def perturbed(
+        self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None
+    ) -> Tensor:
+        """The attack itself on clean images ``centre`` (B, C, H, W), ε > 0.
+
+        at: gives objective and gradient.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no attack")
 
 
-def slope(model: nn.Module, goal: Score) -> Slope:
-    """The objective of each image (B,) and the gradient (B, C, H, W) of their *sum*, so that an image's does not depend on its batch.
+def slope(model: nn.Module, goal: Goal) -> Slope:
+    """The objective of each image (B,) and the gradient (B, C, H, W) of their *sum*.
 
-    In fp32 (a model may round inside, see moecore.attacked). The parameters, their ``grad`` and the model's mode stay as they
-    are.  Raises StageError where the gradient is not finite: its sign would be meaningless.
+    Of the sum, so that an image's does not depend on its batch. In fp32 (a model may round inside,
+    see moecore.attacks.target). The parameters, their ``grad`` and the model's mode stay as they
+    are. Raises UserError where the gradient is not finite: its sign would be meaningless.
     """
 
     def at(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,21 +134,28 @@ def slope(model: nn.Module, goal: Score) -> Slope:
             (gradient,) = torch.autograd.grad(values.sum(), leaf)
         if not torch.isfinite(gradient).all():
             value = float(values.detach().sum())
-            raise StageError(f"attack: the loss ({value:.4g}) has a gradient that is not finite; look for NaN or infinity in the model's weights")
+            raise UserError(
+                f"attack: the loss ({value:.4g}) has a gradient that is not finite; look for NaN "
+                "or infinity in the model's weights"
+            )
         return values.detach(), gradient
 
     return at
 
 
-def image_gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Gradient (B, C, H, W) of the summed task loss with respect to the images, in fp32; see ``slope``."""
+def image_gradient(model: nn.Module, task: Task, images: Tensor, labels: Tensor) -> Tensor:
+    """Gradient (B, C, H, W) of the summed task loss, in fp32; see ``slope``."""
     with frozen_parameters(model):
-        return slope(model, lambda output: task(output.prediction, labels))(images)[1]
+        at = slope(model, lambda output: task.attack_loss(output.prediction, labels))
+        return at(images)[1]
 
 
 @contextmanager
 def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """No parameter takes a gradient inside: experts' custom gradients are not computed for weights then, about a third of the work."""
+    """No parameter takes a gradient inside.
+
+    Experts' custom gradients are not computed for weights then, about a third of the work.
+    """
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in learning:
         parameter.requires_grad_(False)
@@ -116,12 +174,18 @@ def clean(images: Tensor, epsilon: float) -> Tensor:
     if not images.is_floating_point():
         raise ValueError(f"attack: images are {images.dtype}; floating point in [0, 1] is needed")
     if images.numel() and not (images.min() >= 0 and images.max() <= 1):
-        raise ValueError(f"attack: images lie in [{images.min():.4g}, {images.max():.4g}]; [0, 1] is needed")
+        raise ValueError(
+            f"attack: images lie in [{images.min():.4g}, {images.max():.4g}]; [0, 1] is needed"
+        )
+    # Written so that NaN is refused too.
     if not epsilon >= 0:
         raise ValueError(f"attack: epsilon is {epsilon}; 0 or more is needed")
     return images.detach().to(torch.float32, copy=True)
 
 
 def project(images: Tensor, centre: Tensor, epsilon: float) -> Tensor:
-    """The nearest images inside the L∞ ball of radius epsilon around ``centre`` and inside [0, 1]; all (B, C, H, W)."""
+    """The nearest images inside both [0, 1] and the L∞ ball of radius epsilon around ``centre``.
+
+    All are (B, C, H, W).
+    """
     return images.clamp(centre - epsilon, centre + epsilon).clamp(0, 1)

@@ -1,4 +1,7 @@
-"""Projected gradient descent on the L∞ ball, in the form of Puigcerver et al. (2022) and in the stronger usual form (Madry et al., 2018)."""
+"""Projected gradient descent on the L∞ ball.
+
+In the form of Puigcerver et al. (2022) and in the stronger usual form (Madry et al., 2018).
+"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,19 +15,26 @@ from moecore.attacks.gradient import GradientAttack, Slope, project
 
 
 class Pgd(GradientAttack):
-    """Repeated signed gradient steps, each from the current iterate, each projected back to the ball and to [0, 1]."""
+    """Signed gradient steps from the current iterate, each projected to the ball and [0, 1]."""
 
     kind: Literal["pgd"] = "pgd"
     steps: int = Field(40, ge=1, description="Number of gradient steps τ.")
     form: Literal["paper", "strong"] = Field(
-        "paper", description="paper: step ε/τ from the clean image (Puigcerver et al., 2022). strong: step 2.5·ε/τ from a random start in the ball."
+        "paper",
+        description="paper: step ε/τ from the clean image (Puigcerver et al., 2022). strong: step "
+        "2.5·ε/τ from a random start in the ball.",
     )
 
-    def perturbed(self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None) -> Tensor:
+    def perturbed(
+        self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None
+    ) -> Tensor:
         """The last iterate. Raises ValueError where the strong form gets no generator."""
         strong = self.form == "strong"
         size = epsilon / self.steps * (2.5 if strong else 1.0)
-        current = project(centre + epsilon * uniform(centre, generator, "pgd in its strong form"), centre, epsilon) if strong else centre
+        current = centre
+        if strong:
+            noise = uniform(centre, generator, "pgd in its strong form")
+            current = project(centre + epsilon * noise, centre, epsilon)
         for _ in range(self.steps):
             current = project(current + size * at(current)[1].sign(), centre, epsilon)
         return current

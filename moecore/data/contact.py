@@ -1,6 +1,7 @@
 """One look at a data set: a few training images of every class, or slices of a few volumes."""
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from moecore.data.prepared import Prepared
@@ -9,45 +10,59 @@ PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, su
 
 
 def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -> Figure:
-    """A figure with the first ``shots`` training images of each class, a row a class (of at most ``most_classes``).
+    """A figure with the first ``shots`` training images of each class, a row a class (of at most
+    ``most_classes``).
 
-    Of volumes: the middle slices of ``shots`` of them, from the youngest to the oldest, a row a plane.
+    Of volumes: the middle slices of ``shots`` of them, from the youngest to the oldest, a row a
+    plane.
     """
-    if prepared.real:
-        return montage(prepared, shots)
     images, labels = prepared.train
-    names = prepared.card["classes"][:most_classes]
+    where = prepared.task.by_class(torch.from_numpy(labels))
+    if where is None:
+        return montage(prepared, shots)
+    rows, classes = where
+    names = prepared.task.classes[:most_classes]
     figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(names) + 0.4), layout="constrained")
     axes = _bare(figure, len(names), shots)
-    members = labels.T if labels.ndim == 2 else labels == np.arange(len(names))[:, None]  # (K, N)
     for row, name in enumerate(names):
         axes[row, 0].set_ylabel(name, rotation=0, ha="right", va="center")
-        for axis, index in zip(axes[row], np.flatnonzero(members[row])[:shots], strict=False):
+        for axis, index in zip(axes[row], rows[classes == row].tolist()[:shots], strict=False):
             axis.imshow(images[index].transpose(1, 2, 0).squeeze(), cmap="gray", vmin=0, vmax=255)
     return figure
 
 
 def montage(prepared: Prepared, shots: int = 8) -> Figure:
-    """Middle slices of ``shots`` training volumes, evenly spread from the youngest to the oldest; age and sex above, flags marked with *."""
+    """Middle slices of ``shots`` training volumes, evenly spread from the youngest to the oldest;
+    age and sex above, flags marked with *.
+    """
     volumes, ages = prepared.train
-    subjects, order = prepared.subjects("train"), np.argsort(ages, kind="stable")
+    subjects = prepared.subjects("train")
+    unit = prepared.card["task"]["unit"]
+    order = np.argsort(ages, kind="stable")
     chosen = order[np.unique(np.linspace(0, len(order) - 1, min(shots, len(order))).astype(int))]
     figure = Figure(figsize=(1.3 * len(chosen) + 0.9, 4.6), layout="constrained")
     axes = _bare(figure, len(PLANES), len(chosen))
     for column, index in enumerate(chosen):
         flags = " *" if subjects[index]["qc_flags"] else ""
-        axes[0, column].set_title(f"{ages[index]:.1f} {prepared.card['unit']}, {subjects[index]['sex'] or '?'}{flags}", fontsize=7)
+        axes[0, column].set_title(
+            f"{ages[index]:.1f} {unit}, {subjects[index]['sex'] or '?'}{flags}",
+            fontsize=7,
+        )
         for axis, picture in zip(axes[:, column], middle_slices(volumes[index, 0]), strict=True):
             axis.imshow(picture, cmap="gray", vmin=0, vmax=1)
     for axis, plane in zip(axes[:, 0], PLANES, strict=True):
         axis.set_ylabel(plane, fontsize=8)
     simulated = "simulated, " if prepared.card["simulated"] else ""
-    figure.suptitle(f"{prepared.card['name']} ({simulated}{len(ages)} training volumes)", fontsize=9)
+    figure.suptitle(
+        f"{prepared.card['name']} ({simulated}{len(ages)} training volumes)", fontsize=9
+    )
     return figure
 
 
 def middle_slices(volume: np.ndarray) -> list[np.ndarray]:
-    """The middle slice across each axis of a volume (D, H, W) in RAS order, turned so that superior (axial: anterior) is up; fp32."""
+    """The middle slice across each axis of a volume (D, H, W) in RAS order, turned so that superior
+    (axial: anterior) is up; fp32.
+    """
     volume = volume.astype(np.float32)
     return [volume.take(length // 2, axis).T[::-1] for axis, length in enumerate(volume.shape)]
 

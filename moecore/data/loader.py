@@ -1,4 +1,7 @@
-"""Which images a step sees, and where they lie. Order is a function of (seed, step): nothing to save, nothing to restore."""
+"""Which images a step sees, and where they lie.
+
+Order is a function of (seed, step): nothing to save, nothing to restore.
+"""
 
 import hashlib
 from functools import lru_cache
@@ -6,16 +9,21 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Generator, LongTensor, Tensor
+from torch import Generator, Tensor
 
+from moecore.core.files import UserError
 from moecore.data.prepared import Split
 from moecore.data.sampling import send
-from moecore.files import StageError
+from moecore.tasks import AnyTask
 
 
 def generator_for(*words: int) -> Generator:
-    """A CPU generator that is a function of whole numbers, as (seed, step, purpose); different words, also in number, are independent."""
-    digest = hashlib.sha256(",".join(map(str, words)).encode()).digest()  # SeedSequence takes (1, 5) and (1, 5, 0) for the same
+    """A CPU generator that is a function of whole numbers, as (seed, step, purpose); different
+    words, also in number, are independent.
+    """
+    digest = hashlib.sha256(
+        ",".join(map(str, words)).encode()
+    ).digest()  # SeedSequence takes (1, 5) and (1, 5, 0) for the same
     return Generator().manual_seed(int.from_bytes(digest[:8], "big"))
 
 
@@ -24,29 +32,34 @@ def _order(n: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(n, generator=generator_for(seed, epoch))
 
 
-def epoch_order(n: int, seed: int, epoch: int) -> LongTensor:
+def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
     """The order of n images in an epoch: int64 (n,), a permutation."""
     return _order(n, seed, epoch).clone()
 
 
-def batch_indices(n: int, batch: int, seed: int, step: int) -> LongTensor:
-    """The images of a step counted from 0 over the whole training: int64 (batch,). The incomplete end of an epoch is dropped.
+def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
+    """The images of a step counted from 0 over the whole training: int64 (batch,).
 
-    Raises StageError where a batch is larger than the set.
+    The incomplete end of an epoch is dropped.
+
+    Raises UserError where a batch is larger than the set.
     """
     epoch, place = divmod(step, steps_per_epoch(n, batch))
     return _order(n, seed, epoch)[place * batch : (place + 1) * batch].clone()
 
 
 def steps_per_epoch(n: int, batch: int) -> int:
-    """Whole batches in n images; StageError where there is none."""
+    """Whole batches in n images; UserError where there is none."""
     if n < batch:
-        raise StageError(f"batch is {batch}, but there are only {n} training images; allowed: 1 to {n}")
+        raise UserError(
+            f"batch is {batch}, but there are only {n} training images; allowed: 1 to {n}"
+        )
     return n // batch
 
 
 class OnDevice(NamedTuple):
-    """A split that lies on the device whole: images uint8 (N, C, H, W) and labels int64 (N,) or uint8 (N, K).
+    """A split that lies on the device whole: images uint8 (N, C, H, W) and labels int64 (N,) or
+    uint8 (N, K).
 
     Or volumes float16 (N, 1, D, H, W) and real labels float32 (N,).
     """
@@ -55,7 +68,9 @@ class OnDevice(NamedTuple):
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of CPU indices (B,)."""
+        """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of
+        CPU indices (B,).
+        """
         where = send(indices, self.labels.device)
         return self.images.index_select(0, where), self.labels.index_select(0, where)
 
@@ -67,34 +82,41 @@ class OnDisk(NamedTuple):
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of CPU indices (B,), on the labels' device."""
+        """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of
+        CPU indices (B,), on the labels' device.
+        """
         batch = torch.from_numpy(np.take(self.images, indices.numpy(), axis=0))
-        return send(batch, self.labels.device), self.labels.index_select(0, send(indices, self.labels.device))
+        return send(batch, self.labels.device), self.labels.index_select(
+            0, send(indices, self.labels.device)
+        )
 
 
-def to_device(split: Split, device: torch.device | str, limit_bytes: int = 8 << 30) -> OnDevice | OnDisk:
-    """Put a split's images on the device where they take at most ``limit_bytes`` there; else leave them on disk."""
+def to_device(
+    split: Split, device: torch.device | str, limit_bytes: int = 8 << 30
+) -> OnDevice | OnDisk:
+    """Put a split's images on the device where they take at most ``limit_bytes`` there; else leave
+    them on disk.
+    """
     labels = torch.from_numpy(np.array(split.labels)).to(device)
     if split.images.nbytes > limit_bytes:
         return OnDisk(split.images, labels)
     return OnDevice(torch.from_numpy(np.array(split.images)).to(device), labels)
 
 
-def few_shot(labels: np.ndarray | Tensor, shots_per_class: int, seed: int) -> LongTensor:
-    """Sorted indices of ``shots_per_class`` images of every class that occurs.
+def few_shot(task: AnyTask, labels: np.ndarray | Tensor, shots_per_class: int, seed: int) -> Tensor:
+    """Sorted indices of ``shots_per_class`` images of every class that occurs in labels (N,).
 
-    Raises StageError where a class has fewer, images have several labels, or labels are real numbers.
+    Raises UserError where a class has fewer, and for a task whose labels are not one class each.
     """
+    wanted = f"{shots_per_class} images per class asked for"
+    if why := task.needs_classes("shots"):
+        raise UserError(f"{wanted}, but {why}; allowed: null (all images)")
     labels = np.asarray(labels)
-    if labels.dtype.kind == "f":
-        raise StageError(f"{shots_per_class} images per class asked for, but these labels are real numbers; allowed: null (all images)")
-    if labels.ndim != 1:
-        raise StageError(f"{shots_per_class} images per class asked for, but these images have several labels each; allowed: null (all images)")
     classes, counts = np.unique(labels, return_counts=True)
     if (counts < shots_per_class).any():
         worst = int(counts.argmin())
         least = counts[worst]
-        raise StageError(f"{shots_per_class} images per class asked for, but class {classes[worst]} has {least}; allowed: 1 to {least}")
+        raise UserError(f"{wanted}, but class {classes[worst]} has {least}; allowed: 1 to {least}")
     random = np.random.default_rng([seed, 3])
     chosen = [random.permutation(np.flatnonzero(labels == c))[:shots_per_class] for c in classes]
     return torch.from_numpy(np.sort(np.concatenate(chosen)))

@@ -1,70 +1,117 @@
 """Which image belongs to which split: stratified by class and a function of the seed alone."""
 
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.config import Config
-from moecore.files import StageError
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.tasks.classification import Classification
 
 
 class SplitSettings(Config):
     """Fields that every data source shares."""
 
+    task: ClassVar[type[Classification]] = Classification  # of the labels that ``prepare`` writes
+
     seed: int = Field(0, ge=0, description="Seed of the splits and of the limits below")
     validation: float = Field(
-        0.1, gt=0, description="Split off the training set for validation: below 1 a share of each class, from 1 on a number of images in all"
+        0.1,
+        gt=0,
+        description=(
+            "Split off the training set for validation: below 1 a share of each class, from 1 on a "
+            "number of images in all"
+        ),
     )
-    train_limit: int | None = Field(None, ge=1, description="At most this many training images in all, drawn evenly from the classes (for fast runs)")
-    test_limit: int | None = Field(None, ge=1, description="At most this many test images in all, drawn evenly from the classes (for fast runs)")
+    train_limit: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "At most this many training images in all, drawn evenly from the classes (for fast "
+            "runs)"
+        ),
+    )
+    test_limit: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "At most this many test images in all, drawn evenly from the classes (for fast runs)"
+        ),
+    )
 
     @model_validator(mode="after")
     def _whole_number(self) -> Self:
         if self.validation >= 1 and self.validation != int(self.validation):
-            raise ValueError(f"validation is {self.validation}; allowed: a share below 1 or a whole number of images")
+            raise ValueError(
+                f"validation is {self.validation}; allowed: a share below 1 or a whole number of "
+                "images"
+            )
         return self
 
 
-def carve(labels: np.ndarray, amount: float, seed: int, purpose: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def carve(
+    labels: np.ndarray, amount: float, seed: int, purpose: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Split indices in two, stratified by class: (kept, carved), each sorted.
 
-    labels: (N,) int.  amount: share of N (below 1) or number of images.  purpose: makes draws of one seed independent.
-    Every class gives its proportion (largest remainder) and at least one image where the amount allows it.
-    Raises StageError where nothing would be left to keep, and for labels (N, K).
+    labels: (N,) int.  amount: share of N (below 1) or number of images.  purpose: makes draws of
+    one seed independent. Every class gives its proportion (largest remainder) and at least one
+    image where the amount allows it.
+    Raises UserError where nothing would be left to keep, and for labels (N, K).
     """
     if labels.ndim != 1:
-        raise StageError("images with several labels each cannot be split by class; allowed: one label per image")
-    number = round(amount * len(labels)) if amount < 1 else int(amount)
+        raise UserError(
+            "images with several labels each cannot be split by class; allowed: one label per image"
+        )
+    if amount < 1:
+        number = round(amount * len(labels))
+    else:
+        number = int(amount)
     if not 0 < number < len(labels):
-        raise StageError(f"cannot split {number} images off {len(labels)}; allowed: 1 to {len(labels) - 1} (change `validation` or `test`)")
+        raise UserError(
+            f"cannot split {number} images off {len(labels)}; allowed: 1 to {len(labels) - 1} "
+            "(change `validation` or `test`)"
+        )
     classes, counts = np.unique(labels, return_counts=True)
     random = np.random.default_rng([seed, purpose])
-    carved = [random.permutation(np.flatnonzero(labels == c))[:take] for c, take in zip(classes, quotas(counts, number), strict=True)]
+    carved = [
+        random.permutation(np.flatnonzero(labels == c))[:take]
+        for c, take in zip(classes, quotas(counts, number), strict=True)
+    ]
     chosen = np.sort(np.concatenate(carved))
     return np.setdiff1d(np.arange(len(labels)), chosen), chosen
 
 
 def quotas(counts: np.ndarray, number: int) -> np.ndarray:
-    """Share ``number`` out over classes in proportion to ``counts`` (classes,), by largest remainder; the sum is exact."""
+    """Share ``number`` out over classes in proportion to ``counts`` (classes,), by largest
+    remainder; the sum is exact.
+    """
     exact = counts * (number / counts.sum())
     least = 1 if number >= len(counts) else 0
     taken = np.minimum(np.maximum(np.floor(exact).astype(np.int64), least), counts)
     while taken.sum() != number:
         sign = 1 if taken.sum() < number else -1
-        room = taken < counts if sign > 0 else taken > least
+        if sign > 0:
+            room = taken < counts
+        else:
+            room = taken > least
         taken[np.argmax(np.where(room, sign * (exact - taken), -np.inf))] += sign
     return taken
 
 
 def limited(labels: np.ndarray, limit: int | None, seed: int, purpose: int = 1) -> np.ndarray:
-    """Sorted indices of at most ``limit`` images, stratified by class; all of them where the limit is None or larger."""
+    """Sorted indices of at most ``limit`` images, stratified by class; all of them where the limit
+    is None or larger.
+    """
     if limit is None or limit >= len(labels):
         return np.arange(len(labels))
     return carve(labels, limit, seed, purpose)[1]
 
 
 def split_train(labels: np.ndarray, settings: SplitSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted indices (train, validation) of a training set with ``labels`` (N,), after ``train_limit``."""
+    """Sorted indices (train, validation) of a training set with ``labels`` (N,), after
+    ``train_limit``.
+    """
     train, validation = carve(labels, settings.validation, settings.seed)
     return train[limited(labels[train], settings.train_limit, settings.seed)], validation

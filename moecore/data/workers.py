@@ -1,14 +1,19 @@
-"""The same function on many items in several threads, results in order. numpy, scipy and zlib let each other run while they compute."""
+"""The same function on many items in several threads, results in order. numpy, scipy and zlib let
+each other run while they compute.
+"""
 
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, TypeVar
 
 from threadpoolctl import threadpool_limits
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def workers() -> int:
@@ -16,14 +21,44 @@ def workers() -> int:
     return int(os.environ.get("MOECORE_THREADS") or 0) or len(os.sched_getaffinity(0))
 
 
-def each(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """``function(item)`` of every item, in order; at most two results a thread wait, so that memory stays small.
+class _Limit:
+    """BLAS's limit of one thread, held from the first user's entry to the last one's exit."""
 
-    Results do not depend on the number of threads. An error is raised where its result is due. Meanwhile BLAS has one thread: with more,
-    its small products take several times as long, as its threads wait for each other.
+    lock = Lock()
+    users = 0
+    limits: Any = None
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """BLAS works with one thread inside, in all threads of the process.
+
+    With more it splits sums in other places, so that the last bits of a product depend on the
+    number of cores; and small products take several times as long, as its threads wait for each
+    other. Nested and overlapping uses are counted.
+    """
+    with _Limit.lock:
+        _Limit.users += 1
+        if _Limit.users == 1:
+            _Limit.limits = threadpool_limits(1, user_api="blas")
+    try:
+        yield
+    finally:
+        with _Limit.lock:
+            _Limit.users -= 1
+            if _Limit.users == 0:
+                _Limit.limits.restore_original_limits()
+
+
+def each(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """``function(item)`` of every item, in order; at most two results a thread wait, so that memory
+    stays small.
+
+    Results do not depend on the number of threads (see ``one_blas_thread``). An error is raised
+    where its result is due.
     """
     number = workers()
-    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(number) as pool:
+    with one_blas_thread(), ThreadPoolExecutor(number) as pool:
         waiting: deque = deque()
         for item in items:
             waiting.append(pool.submit(function, item))

@@ -1,6 +1,7 @@
-"""What the papers themselves report, in the units of our metrics (shares from 0 to 1), each with the table that it stands in.
+"""What the papers themselves report, in the units of our metrics (shares from 0 to 1).
 
-Their data, models and sizes are others than ours, so these numbers are shown beside ours and never compared with them.
+Each with the table that it stands in. Their data, models and sizes are others than ours, so these
+numbers are shown beside ours and never compared with them.
 """
 
 from statistics import fmean
@@ -28,13 +29,17 @@ PAPERS = {
 }  # in the order of the tables
 
 NOTES = {
-    "tgr": "The paper's text (§5.1): halfway through training V-MoE differs from its final model for roughly 40 % of the inputs; TGR agrees for "
-    "over 70 % within 50 of 300 epochs. Between consecutive epochs TGR agrees for about 80 %, V-MoE often for 50 to 60 %.",
-    "ermoe": "The supplement's text: over the threshold T the fallback stays near zero below 0.5 and rises sharply from there (figure S3); over k "
-    "accuracy is best at 2, and tail mass and time grow with k (figure S5).",
-    "ages": "ADNI holds scans of people; errors on other data, simulated ones above all, cannot be compared with the paper's in height.",
-    "adversarial": "The paper's text (§4.6): the routing change in layer 1 is at most near 0.2 under PGD and around 0.5 under AutoPGD; at ε = 0.001 the "
-    "false discovery rate of ViT-B/32 is 0.744 under PGD and 0.757 under AutoPGD.",
+    "tgr": "The paper's text (§5.1): halfway through training V-MoE differs from its final model "
+    "for roughly 40 % of the inputs; TGR agrees for over 70 % within 50 of 300 epochs. Between "
+    "consecutive epochs TGR agrees for about 80 %, V-MoE often for 50 to 60 %.",
+    "ermoe": "The supplement's text: over the threshold T the fallback stays near zero below 0.5 "
+    "and rises sharply from there (figure S3); over k accuracy is best at 2, and tail mass and "
+    "time grow with k (figure S5).",
+    "ages": "ADNI holds scans of people; errors on other data, simulated ones above all, cannot "
+    "be compared with the paper's in height.",
+    "adversarial": "The paper's text (§4.6): the routing change in layer 1 is at most near 0.2 "
+    "under PGD and around 0.5 under AutoPGD; at ε = 0.001 the false discovery rate of ViT-B/32 is "
+    "0.744 under PGD and 0.757 under AutoPGD.",
 }
 
 _PRC = "tables 2, 4, 5: ImageNet-1K, fine-tuned, k = 2; the sixth MoE layer"
@@ -49,15 +54,60 @@ _SWEEP = "appendix B: ImageNet, without attack; FLOPs of an image"
 _SPEED = "tables S2, S4: ViT-B/16, 8 experts"
 _ADNI = "table S1: ADNI, test split"
 _TRANSFORMS = (
-    "rotation_5", "rotation_10", "rotation_15", "scaling_0_5", "scaling_0_8", "scaling_1_1",
-    "translation_0_0_1", "translation_0_1_0", "translation_0_1_0_1", "shear_5", "shear_10", "shear_15",
-)  # fmt: skip
-_MOE_IMED = (0.0778, 0.1301, 0.1670, 0.2359, 0.2268, 0.1466, 0.1181, 0.1218, 0.1759, 0.0345, 0.0671, 0.0980)
-_MOGE_IMED = (0.0473, 0.0811, 0.1067, 0.1948, 0.1680, 0.1147, 0.0786, 0.0809, 0.1206, 0.0209, 0.0396, 0.0576)
+    "rotation_5",
+    "rotation_10",
+    "rotation_15",
+    "scaling_0_5",
+    "scaling_0_8",
+    "scaling_1_1",
+    "translation_0_0_1",
+    "translation_0_1_0",
+    "translation_0_1_0_1",
+    "shear_5",
+    "shear_10",
+    "shear_15",
+)
+_MOE_IMED = (
+    0.0778,
+    0.1301,
+    0.1670,
+    0.2359,
+    0.2268,
+    0.1466,
+    0.1181,
+    0.1218,
+    0.1759,
+    0.0345,
+    0.0671,
+    0.0980,
+)
+_MOGE_IMED = (
+    0.0473,
+    0.0811,
+    0.1067,
+    0.1948,
+    0.1680,
+    0.1147,
+    0.0786,
+    0.0809,
+    0.1206,
+    0.0209,
+    0.0396,
+    0.0576,
+)
 
 
-def _prc(accuracy: float, matches: tuple[float, float, float], sure: tuple[float, float, float]) -> dict[str, float]:
-    names = ("match_top1", "match_top2_ordered", "match_top2_sets", "confidence_highest", "confidence_second", "confidence_others")
+def _prc(
+    accuracy: float, matches: tuple[float, float, float], sure: tuple[float, float, float]
+) -> dict[str, float]:
+    names = (
+        "match_top1",
+        "match_top2_ordered",
+        "match_top2_sets",
+        "confidence_highest",
+        "confidence_second",
+        "confidence_others",
+    )
     return {"test_accuracy": accuracy, **dict(zip(names, (*matches, *sure), strict=True))}
 
 
@@ -70,18 +120,31 @@ def _tgr(entropies: tuple[float, ...], agreements: tuple[float, ...]) -> dict[st
 
 
 def _moge(accuracy: float, distances: tuple[float, ...]) -> dict[str, float]:
-    return {"test_accuracy": accuracy, "imed": fmean(distances), **{f"imed_{n}": d for n, d in zip(_TRANSFORMS, distances, strict=True)}}
+    return {
+        "test_accuracy": accuracy,
+        "imed": fmean(distances),
+        **{f"imed_{n}": d for n, d in zip(_TRANSFORMS, distances, strict=True)},
+    }
 
 
 def _cost(numbers: tuple[float, ...], accuracy: float | None = None) -> dict[str, float]:
-    """Millions of parameters and of active ones, GFLOPs; then the latency in ms, and the GFLOPs and ms of the routing."""
-    names = ("parameters", "active_parameters", "gflops", "latency_ms", "routing_gflops", "routing_ms")
+    """Millions of parameters and of active ones, GFLOPs, latency in ms, routing's GFLOPs and ms."""
+    names = (
+        "parameters",
+        "active_parameters",
+        "gflops",
+        "latency_ms",
+        "routing_gflops",
+        "routing_ms",
+    )
     values = dict(zip(names, (1e6 * numbers[0], 1e6 * numbers[1], *numbers[2:]), strict=False))
     return values if accuracy is None else {"test_accuracy": accuracy, **values}
 
 
 REPORTED = (
-    Reported("prc", "V-MoE-S", _PRC, _prc(0.7584, (0.6304, 0.3477, 0.4544), (0.7586, 0.1493, 0.0921))),
+    Reported(
+        "prc", "V-MoE-S", _PRC, _prc(0.7584, (0.6304, 0.3477, 0.4544), (0.7586, 0.1493, 0.0921))
+    ),
     Reported("prc", "PRC", _PRC, _prc(0.7627, (0.7578, 0.4854, 0.5896), (0.8788, 0.0915, 0.0297))),
     Reported("ermoe", "ERMoE", _ERMOE, _ermoe(0.9605, 0.08, 0.002)),
     Reported("ermoe", "ERMoE, plain weights", _ERMOE, _ermoe(0.9412, 0.10, 0.003)),
@@ -90,7 +153,9 @@ REPORTED = (
     Reported("tgr", "V-MoE", _KEPT, {"agreement_before_after": 0.5056}),
     Reported("tgr", "TGR-MoE", _KEPT, {"agreement_before_after": 0.7375}),
     Reported("tgr", "V-MoE-Ti", _LAYERS, {"entropy": fmean((0.9098, 0.7776, 0.9489))}),
-    Reported("tgr", "TGR-MoE-Ti", _LAYERS, _tgr((0.9701, 0.9627, 0.9420), (0.7481, 0.7060, 0.5343))),
+    Reported(
+        "tgr", "TGR-MoE-Ti", _LAYERS, _tgr((0.9701, 0.9627, 0.9420), (0.7481, 0.7060, 0.5343))
+    ),
     Reported("tgr", "V-MoE-S", _LAYERS, {"entropy": fmean((0.9924, 0.9848, 0.9938))}),
     Reported("tgr", "TGR-MoE-S", _LAYERS, _tgr((0.9772, 0.9708, 0.9878), (0.8001, 0.7549, 0.5987))),
     Reported("tgr", "V-MoE-B", _LAYERS, {"entropy": fmean((0.9677, 0.9906, 0.9888))}),
@@ -103,9 +168,19 @@ REPORTED = (
     Reported("adversarial", "V-MoE-B/32, PGD training", _PGD_TRAINED, {"test_accuracy": 1 - 0.498}),
     Reported("adversarial", "ViT-B/32, JFT-300M", _JFT, {"test_accuracy": 1 - 0.607}),
     Reported("adversarial", "V-MoE-B/32, JFT-300M", _JFT, {"test_accuracy": 1 - 0.565}),
-    Reported("ages", "ERMoE-ba", _ADNI, {
-        "test_mae": 2.307, "mae_pooled": 2.287, "mae_sex_specific": 2.295, "corr_raw": -0.287, "corr_pooled": -0.125, "corr_sex_specific": -0.126,
-    }),
+    Reported(
+        "ages",
+        "ERMoE-ba",
+        _ADNI,
+        {
+            "test_mae": 2.307,
+            "mae_pooled": 2.287,
+            "mae_sex_specific": 2.295,
+            "corr_raw": -0.287,
+            "corr_pooled": -0.125,
+            "corr_sex_specific": -0.126,
+        },
+    ),
     Reported("cost", "V-MoE", _SPEED, _cost((284.9, 129.9, 26.3, 4.4, 0.631, 0.03))),
     Reported("cost", "ERMoE", _SPEED, _cost((243.0, 113.2, 23.6, 4.1, 1.169, 0.05))),
     Reported("cost", "ViT-B/32", _SWEEP, _cost((102.1, 102.1, 8.9), 1 - 0.193)),

@@ -1,108 +1,105 @@
-"""What the stages measured, read from the files that the settings name (never by a glob: removed methods leave files behind)."""
+"""Reads what the stages wrote, from the files that the settings name.
+
+Never by a glob: removed methods leave files behind.
+"""
 
 import re
 from collections.abc import Collection
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from moecore.data.prepared import is_real
-from moecore.files import StageError, read_json
-from moecore.selection import Selection
-from moecore.yaml12 import parse
+from moecore.core.config import Config
+from moecore.core.files import read_json
+from moecore.measure.base import Skipped, read_result
+from moecore.measure.linear_experts import Result as LinearExperts
+from moecore.measure.transfer import Result as Transfer
+from moecore.report.measured import Measured, Phase, Results
+from moecore.report.measures import SHOWN
+from moecore.report.shown import Shown
+from moecore.study.selection import Phase as PhaseName
+from moecore.study.selection import Selection
+from moecore.tasks.base import Task
+from moecore.tasks.read import read_task
 
-TRAINED = (
-    "test_accuracy", "test_correct", "test_count", "test_loss", "images_per_second", "seconds", "parameters", "active_parameters",
-    "curve", "confusion", "classes",
-)  # fmt: skip
-TRAINED_AGES = ("test_mae", "images_per_second", "seconds", "parameters", "active_parameters", "curve")
-MEASURED = {
-    "calibrate": ("temperature", "at_limit", "before", "after", "hits"),
-    "robustness": ("images", "clean_accuracy", "attacks", "worst_case", "audit"),
-    "routing": ("images", "layers", "overlays"),
-    "invariance": ("transforms",),
-    "corruptions": ("images", "clean_error", "mean_error", "corruptions"),
-    "lipschitz": ("images", "local_mean"),
-    "cost": ("flops_per_image", "latency_ms", "peak_memory_bytes", "routing_ms", "routing_share"),
-    "stability": ("images", "noise"),
-    "cohort_checks": ("isolated", "order", "ageing", "rescan"),
-}
-MEASURED_AGES = MEASURED | {  # where the answer is a real number
-    "calibrate": ("task", "raw", "pooled", "sex_specific", "median_mae", "age_range", "interval", "points"),
-    "robustness": ("images", "clean_mae", "attacks", "worst_case", "audit"),
-}
 USUAL = ("calibrate", "robustness", "routing")
-NOTHING: dict[str, Any] = MappingProxyType({})
+MEASURED = Path("artifacts/measured")
 
 
-class Measured(NamedTuple):
-    """Everything known of one model: what its training wrote, and each measuring stage; empty for a stage that the study lacks."""
+class Place(NamedTuple):
+    """Where results of one study lie."""
 
-    trained: dict[str, Any]
-    calibrate: dict[str, Any] = NOTHING
-    robustness: dict[str, Any] = NOTHING
-    routing: dict[str, Any] = NOTHING
-    invariance: dict[str, Any] = NOTHING
-    corruptions: dict[str, Any] = NOTHING
-    lipschitz: dict[str, Any] = NOTHING
-    cost: dict[str, Any] = NOTHING
-    stability: dict[str, Any] = NOTHING
-    cohort_checks: dict[str, Any] = NOTHING
+    root: Path
+    run: Selection
+    stages: frozenset[str]  # that the study has
 
 
-class Results(NamedTuple):
-    """``models[phase][method][seed]``, the data cards by phase, and the text of params.yaml."""
-
-    models: dict[str, dict[str, dict[int, Measured]]]
-    cards: dict[str, dict[str, Any]]
-    settings: str
-
-    @property
-    def simulated(self) -> list[str]:
-        """Names of the data sets that are simulated."""
-        return [card["name"] for card in self.cards.values() if card.get("simulated")]
-
-    @property
-    def controls(self) -> frozenset[str]:
-        """Names of the null controls: methods with ``permuted: true``, whose training labels are dealt out anew, so that they can learn nothing."""
-        methods = (parse(self.settings).data or {}).get("methods") or {}
-        return frozenset(name for name, settings in methods.items() if (settings or {}).get("permuted"))
-
-
-def study_stages(params: str | Path) -> frozenset[str]:
-    """The measuring stages that the dvc.yaml beside ``params`` runs; the usual three where there is no dvc.yaml."""
+def study_stages(params: str | Path, run: Selection) -> frozenset[str]:
+    """What the dvc.yaml beside ``params`` measures; the usual three where there is no dvc.yaml."""
     pipeline = Path(params).with_name("dvc.yaml")
     if not pipeline.exists():
         return frozenset(USUAL)
-    return frozenset(re.findall(r"-m stages\.(\w+)", pipeline.read_text(encoding="utf-8"))) & MEASURED.keys()
+    text = pipeline.read_text(encoding="utf-8")
+    found = set(re.findall(r"-m stages\.(\w+)", text))
+    found |= set(re.findall(r"-m stages\.measure (\w+)", text))
+    if re.search(r"-m stages\.measure \$", text):
+        found |= set(run.measurements)
+    return frozenset(found)
 
 
-def read_results(run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = USUAL) -> Results:
-    """Read every file that ``run`` asks for, below ``root``; ``stages``: the measuring stages that the study has.
+def read_results(
+    run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = USUAL
+) -> Results:
+    """Every file that ``run`` asks for, below ``root``.
 
-    Raises StageError that names a missing or damaged file, or a key that it lacks.
+    settings: the text of params.yaml; stages: what the study measures.
+
+    Raises UserError that names a missing or damaged file, or one that other code wrote.
     """
-    root = Path(root)
-    there = {phase: [stage for stage in stages if run.covers(stage, phase)] for phase in run.phases}
-    cards = {phase: read_json(root / "artifacts/data" / phase / "card.json") for phase in run.phases}
+    place = Place(Path(root), run, frozenset(stages))
+    alone: dict[type[Config], Config] = {}
+    if "linear_experts" in stages:
+        path = place.root / MEASURED / "linear_experts.json"
+        alone[LinearExperts] = read_result(path, LinearExperts, "linear_experts")
+    return Results({phase: _phase(place, phase) for phase in run.phases}, settings, alone)
+
+
+def _phase(place: Place, name: PhaseName) -> Phase:
+    card = read_json(place.root / "artifacts/data" / name / "card.json")
+    task = read_task(card["task"])
+    wanted = [shown for shown in SHOWN if _wanted(shown, place, name, task)]
     models = {
-        phase: {
-            method: {seed: _measured(root, Path(phase) / method / f"{seed}.json", there[phase], is_real(cards[phase])) for seed in run.seeds}
-            for method in run.methods
+        method: {
+            seed: _model(place, name, f"{method}/{seed}.json", wanted) for seed in place.run.seeds
         }
-        for phase in run.phases
+        for method in place.run.methods
     }
-    return Results(models, cards, settings)
+    together: dict[type[Config], Config] = {}
+    if "transfer" in place.stages:
+        path = place.root / MEASURED / "transfer" / name / f"{place.run.seeds[0]}.json"
+        found = read_result(path, Transfer, "transfer")
+        if not isinstance(found, Skipped):
+            together[Transfer] = found
+    return Phase(name, card, task, models, together)
 
 
-def _measured(root: Path, where: Path, stages: Collection[str], real: bool) -> Measured:
-    folder, wanted = root / "artifacts/measured", MEASURED_AGES if real else MEASURED
-    found = {stage: _with(folder / stage / where, keys) for stage, keys in wanted.items() if stage in stages}
-    return Measured(_with(folder / where, TRAINED_AGES if real else TRAINED), **found)
+def _wanted(shown: Shown, place: Place, phase: PhaseName, task: Task) -> bool:
+    """Whether the study measures this on the models of a phase."""
+    if not shown.applies(task):
+        return False
+    if not shown.stage:
+        return True
+    return shown.stage in place.stages and place.run.covers(shown.stage, phase)
 
 
-def _with(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
-    found = read_json(path)
-    if lacking := [key for key in keys if key not in found]:
-        raise StageError(f"{path}: lacks {', '.join(lacking)}; run the stage that writes it again")
-    return found
+def _model(place: Place, phase: str, name: str, wanted: Collection[Shown]) -> Measured:
+    results: dict[type[Config], Config] = {}
+    skipped = []
+    for shown in wanted:
+        path = place.root / MEASURED / shown.stage / phase / name
+        stage = "measure" if shown.stage in place.run.measurements else shown.stage or phase
+        found = read_result(path, shown.result, stage)
+        if isinstance(found, Skipped):
+            skipped.append(f"{shown.title}: {found.skipped}")
+        else:
+            results[shown.result] = found
+    return Measured(results, tuple(skipped))

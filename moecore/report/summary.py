@@ -1,30 +1,61 @@
-"""The headline of reports/compare.json as a table in the terminal: ``python -m moecore.report.summary``."""
+"""The headline of reports/compare.json as a table in the terminal.
+
+python -m moecore.report.summary [reports/compare.json]
+"""
 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moecore.files import StageError, read_json
+from moecore.core.files import UserError, read_json
 
 FORMS = {"share": "{:.2%}", "number": "{:.3f}", "count": "{:,.0f}"}
 AGES = (
-    "mae_of_median", "mae_pooled", "isolated_wm", "isolated_gm", "isolated_csf", "probe_wm", "probe_gm", "probe_csf", "own_expert_gain", "monotone", "rescan",
-)  # fmt: skip
-COLUMNS = {"ece_after": "number", "load_cv2": "number", "entropy": "number", "active_parameters": "count", "images_per_second": "count"}
+    "mae_of_median",
+    "mae_pooled",
+    "isolated_wm",
+    "isolated_gm",
+    "isolated_csf",
+    "probe_wm",
+    "probe_gm",
+    "probe_csf",
+    "own_expert_gain",
+    "monotone",
+    "rescan",
+)
+COLUMNS = {
+    "ece_after": "number",
+    "load_cv2": "number",
+    "entropy": "number",
+    "active_parameters": "count",
+    "images_per_second": "count",
+}
 
 
 def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row per phase and method: every headline value that any method has, with its 95 % interval."""
+    """One row per phase and method: every headline value that any method has, with its limits."""
     methods = {name: found for name, found in compared.items() if name not in ("claims", "data")}
     phases = list(next(iter(methods.values())))
     cells = [found[phase] for phase in phases for found in methods.values()]
-    shares, errors = ([name for name in cells[0] if name.startswith(start)] for start in ("accuracy_", "attacked_mae_"))
-    columns = {"test_accuracy": "share", "test_mae": "number", **dict.fromkeys(AGES, "number"), "monotone": "share"}
+    shares = [name for name in cells[0] if name.startswith("accuracy_")]
+    errors = [name for name in cells[0] if name.startswith("attacked_mae_")]
+    columns = {
+        "test_accuracy": "share",
+        "test_mae": "number",
+        **dict.fromkeys(AGES, "number"),
+        "monotone": "share",
+    }
     columns |= {**dict.fromkeys(shares, "share"), **dict.fromkeys(errors, "number"), **COLUMNS}
-    columns = {name: form for name, form in columns.items() if any(name in found for found in cells)}
+    columns = {
+        name: form for name, form in columns.items() if any(name in found for found in cells)
+    }
     return [
-        {"phase": phase, "method": method, **{name: _shown(found[phase].get(name), form) for name, form in columns.items()}}
+        {
+            "phase": phase,
+            "method": method,
+            **{name: _shown(found[phase].get(name), form) for name, form in columns.items()},
+        }
         for phase in phases
         for method, found in methods.items()
     ]
@@ -34,19 +65,25 @@ def claim_lines(claims: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """One line a claim: verdict, what is claimed, the difference with its 95 % interval."""
     lines = []
     for words, found in claims.items():
-        mean, low, high = (found["difference"].get(name) for name in ("mean", "low", "high"))
-        limits = f"[{low:+.4f}, {high:+.4f}]" if low is not None else "(one seed)"
-        lines.append(f"{found['verdict']:<13} {words.partition(': ')[2]}: {mean:+.4f} {limits}")
+        difference = found["difference"]
+        limits = "(one seed)"
+        if "low" in difference:
+            limits = f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
+        said = words.partition(": ")[2]
+        lines.append(f"{found['verdict']:<13} {said}: {difference['mean']:+.4f} {limits}")
     return lines
 
 
 def _shown(cell: Mapping[str, Any] | None, form: str) -> str:
     if cell is None:
         return "–"
-    text = FORMS[form].format(cell["mean"])
-    if form == "count" and cell.get("low") == cell.get("high"):
-        return text  # parameters: the same in every seed
-    return text + (f" [{FORMS[form].format(cell['low'])}, {FORMS[form].format(cell['high'])}]" if cell.get("low") is not None else "")
+    shown = FORMS[form].format
+    text = shown(cell["mean"])
+    low = cell.get("low")
+    high = cell.get("high")
+    if low is None or (form == "count" and low == high):
+        return text  # parameters are the same in every seed
+    return f"{text} [{shown(low)}, {shown(high)}]"
 
 
 def main(path: str = "reports/compare.json") -> None:
@@ -55,7 +92,12 @@ def main(path: str = "reports/compare.json") -> None:
 
     compared = read_json(Path(path))
     found = rows(compared)
-    table = Table(*(name.replace("_", " ") for name in found[0]), box=None, header_style="bold", padding=(0, 1))
+    table = Table(
+        *(name.replace("_", " ") for name in found[0]),
+        box=None,
+        header_style="bold",
+        padding=(0, 1),
+    )
     for row in found:
         table.add_row(*row.values())
     console = Console(width=None if sys.stdout.isatty() else 200)
@@ -70,5 +112,5 @@ def main(path: str = "reports/compare.json") -> None:
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except StageError as error:
+    except UserError as error:
         sys.exit(str(error))

@@ -1,116 +1,157 @@
-"""The tables: one value with its interval for every method and metric, and where the best one is beyond doubt."""
+"""The tables: one value with its interval for every method and metric.
+
+And where the best one is beyond doubt.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moecore.data.prepared import is_real
-from moecore.evaluation.intervals import Interval, over_seeds
-from moecore.report import standing
-from moecore.report.metric import Metric, number
-from moecore.report.metrics import metrics_of
-from moecore.report.relative import Models, references, relative_to
-from moecore.report.results import Measured, Results
+from moecore.report import significance
+from moecore.report.cells import Cell, as_json, cell
+from moecore.report.column import Metric
+from moecore.report.measured import Models, Phase, Results
+from moecore.report.measures import SHOWN
+from moecore.report.paper_figures import PAPERS
+from moecore.report.references import references, seen
+from moecore.tasks.regression import Regression
 
 
-class Cell(NamedTuple):
-    """One entry of the table; ``kind`` says what its limits are: t, wilson, bootstrap, quartiles or "" for none."""
+class Table(NamedTuple):
+    """The metrics that any method has; a cell is None where a method has no such thing."""
 
-    interval: Interval
-    kind: str
-    seeds: int
-    marked: bool = False  # better than every other method of its column but controls, and not by chance
+    metrics: list[Metric]
+    cells: dict[str, dict[str, Cell | None]]
 
 
-def table(results: Results, phase: str) -> tuple[list[Metric], dict[str, dict[str, Cell | None]]]:
-    """The metrics that any method has, and the cell of every method and metric (None where a method has no such thing)."""
-    models = results.models[phase]
-    metrics = metrics_of([model for seeds in models.values() for model in seeds.values()], relative_to(models))
-    controls = results.controls
-    columns = {metric.name: column(metric, models, controls) for metric in metrics}
-    cells = {method: {name: found[method] for name, found in columns.items()} for method in models}
-    return [metric for metric in metrics if any(columns[metric.name].values())], cells
+def metrics_of(phase: Phase) -> list[Metric]:
+    """All metrics in order: those of every paper, then paper by paper."""
+    found = [
+        Metric(column, kind)
+        for shown in SHOWN
+        if shown.applies(phase.task)
+        for kind in (shown.result,)
+        for entry in shown.columns
+        for column in entry.columns(seen(phase, kind))
+    ]
+    order = ["", *PAPERS]
+    return sorted(found, key=lambda metric: order.index(metric.column.paper))
 
 
-def column(metric: Metric, models: Models, controls: Collection[str] = ()) -> dict[str, Cell | None]:
-    """The cell of every method, the best one marked where a test or the intervals show it; ``controls`` neither are the best nor have to be beaten."""
+def table(results: Results, phase: Phase) -> Table:
+    """Every metric of every method; controls are never marked."""
+    metrics = metrics_of(phase)
+    columns = {metric.name: column(metric, phase.models, results.controls) for metric in metrics}
+    cells = {
+        method: {name: found[method] for name, found in columns.items()} for method in phase.models
+    }
+    return Table([metric for metric in metrics if any(columns[metric.name].values())], cells)
+
+
+def column(
+    metric: Metric, models: Models, controls: Collection[str] = ()
+) -> dict[str, Cell | None]:
+    """The cell of every method, the best one marked where a test or the intervals show it.
+
+    controls: neither are the best nor have to be beaten.
+    """
     cells = {method: cell(metric, list(seeds.values())) for method, seeds in models.items()}
-    known = {method: models[method] for method, found in cells.items() if found and method not in controls}
-    if not metric.better or len(known) < 2:
-        return cells
-    if standing.way_of(metric, list(known.values())) == "intervals":
-        first = best(metric, {method: cells[method] for method in known})
-    else:
-        first = standing.leader(metric, known, {method: cells[method].interval.value for method in known})
-    return {method: found._replace(marked=method == first) if found else None for method, found in cells.items()}
+    first = best(metric, models, cells, controls)
+    return {
+        method: found._replace(marked=method == first) if found else None
+        for method, found in cells.items()
+    }
 
 
-def ways(results: Results, phase: str, metrics: Sequence[Metric]) -> set[str]:
-    """The tests behind the marks of these metrics: keys of ``standing.WORDS``."""
-    models = [seeds for method, seeds in results.models[phase].items() if method not in results.controls]
+def best(
+    metric: Metric,
+    models: Models,
+    cells: Mapping[str, Cell | None],
+    controls: Collection[str] = (),
+) -> str | None:
+    """The method that is better than every other, and not by chance; None where none is."""
+    having = {method: found for method, found in cells.items() if found and method not in controls}
+    if not metric.column.better or len(having) < 2:
+        return None
+    seeds = {method: models[method] for method in having}
+    if significance.possible_test(metric, list(seeds.values())) == "intervals":
+        return apart(metric, having)
+    values = {method: found.interval.value for method, found in having.items()}
+    return significance.leader(metric, seeds, values)
+
+
+def apart(metric: Metric, cells: Mapping[str, Cell]) -> str | None:
+    """The method whose interval lies beyond every other's, or None.
+
+    A difference inside the intervals is no difference.
+    """
+    limits = {
+        method: found.interval.limits for method, found in cells.items() if found.interval.limits
+    }
+    if not metric.column.better or len(cells) < 2 or len(limits) < len(cells):
+        return None
+    sign = 1 if metric.column.better == "higher" else -1
+    edges = {method: sorted((sign * low, sign * high)) for method, (low, high) in limits.items()}
+    first = max(edges, key=lambda method: edges[method][0])
+    beaten = all(edges[first][0] > high for name, (_, high) in edges.items() if name != first)
+    return first if beaten else None
+
+
+def used_tests(results: Results, phase: Phase, metrics: Sequence[Metric]) -> set[str]:
+    """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
+    models = [seeds for name, seeds in phase.models.items() if name not in results.controls]
     found = set()
     for metric in metrics:
         having = [seeds for seeds in models if cell(metric, list(seeds.values()))]
-        found |= {standing.way_of(metric, having)} if len(having) > 1 else set()
+        if len(having) > 1:
+            found.add(significance.possible_test(metric, having))
     return found - {""}
 
 
-def cell(metric: Metric, models: Sequence[Measured]) -> Cell | None:
-    """Mean over seeds with Student's interval; for a single seed the metric's own interval, where it has one."""
-    read = [metric.read(model) for model in models]
-    if any(value is None for value in read):
-        return None
-    if len(read) == 1 and isinstance(read[0], Interval):
-        return Cell(read[0], metric.limits if read[0].low is not None else "", 1)
-    found = over_seeds([number(value) for value in read])
-    if metric.form == "share" and found.low is not None:
-        found = Interval(found.value, max(0.0, found.low), min(1.0, found.high))
-    return Cell(found, "t" if len(read) > 1 else "", len(read))
-
-
-def best(metric: Metric, cells: Mapping[str, Cell | None]) -> str | None:
-    """The method whose interval lies beyond every other's, or None: a difference inside the intervals is no difference."""
-    known = {method: found.interval for method, found in cells.items() if found is not None}
-    if not metric.better or len(known) < 2 or any(interval.low is None for interval in known.values()):
-        return None
-    sign = 1 if metric.better == "higher" else -1
-    edges = {method: sorted((sign * interval.low, sign * interval.high)) for method, interval in known.items()}
-    first = max(edges, key=lambda method: edges[method][0])
-    return first if all(edges[first][0] > high for method, (_, high) in edges.items() if method != first) else None
-
-
 def flat(results: Results) -> dict[str, Any]:
-    """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds, and ``against``.
+    """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds.
 
-    against: the tests against the baseline MoE and the dense model, by name; only where there is a paired test.
+    And ``against``: the tests against the baseline MoE and the dense model, by name; only where
+    there is a paired test.
     """
-    compared: dict[str, Any] = {method: {phase: {} for phase in results.models} for method in next(iter(results.models.values()))}
-    for phase, models in results.models.items():
-        for metric in table(results, phase)[0]:
-            cells, tested = column(metric, models), _tested(metric, models)
-            for method, found in cells.items():
+    compared: dict[str, Any] = {
+        method: {name: {} for name in results.phases} for method in results.methods
+    }
+    for name, phase in results.phases.items():
+        for metric in metrics_of(phase):
+            tested = _tested(metric, phase.models)
+            for method, found in column(metric, phase.models).items():
                 if found:
-                    compared[method][phase][metric.name] = as_json(found) | ({"against": tested[method]} if method in tested else {})
+                    compared[method][name][metric.name] = as_json(found)
+                if method in tested:
+                    compared[method][name][metric.name]["against"] = tested[method]
     return compared
 
 
 def data_facts(results: Results) -> dict[str, Any]:
-    """The entry ``data`` of compare.json where answers are real numbers: phase → name, simulated, target and unit; {} without such data."""
-    cohorts = {phase: card for phase, card in results.cards.items() if is_real(card)}
-    facts = {phase: {name: card[name] for name in ("name", "simulated", "target", "unit")} for phase, card in cohorts.items()}
+    """The entry ``data`` of compare.json: phase → name, simulated, target and unit.
+
+    Only of data whose labels have a unit; {} without such data.
+    """
+    facts = {
+        name: {
+            "name": phase.card["name"],
+            "simulated": phase.card["simulated"],
+            "target": phase.task.target,
+            "unit": phase.task.unit,
+        }
+        for name, phase in results.phases.items()
+        if isinstance(phase.task, Regression)
+    }
     return {"data": facts} if facts else {}
-
-
-def as_json(found: Cell) -> dict[str, Any]:
-    """mean, low, high, interval (its kind) and seeds; without limits where there are none."""
-    limits = {"low": found.interval.low, "high": found.interval.high, "interval": found.kind} if found.kind else {}
-    return {"mean": found.interval.value, **limits, "seeds": found.seeds}
 
 
 def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
     """method → reference → the test between them."""
-    having = {method: seeds for method, seeds in models.items() if cell(metric, list(seeds.values()))}
+    having = {
+        method: seeds for method, seeds in models.items() if cell(metric, list(seeds.values()))
+    }
     found: dict[str, dict[str, Any]] = {}
     for reference in references(models):
-        for method, tested in standing.against(metric, having, reference).items():
-            found.setdefault(method, {})[reference] = standing.as_json(tested)
+        for method, tested in significance.against(metric, having, reference).items():
+            found.setdefault(method, {})[reference] = significance.as_json(tested)
     return found

@@ -1,145 +1,190 @@
-"""One history into one MLflow run, as often as wished: what the run already has is asked of the store and never sent twice."""
+"""One history into one MLflow run, as often as wished: nothing is sent twice."""
 
 import json
-import re
+import traceback
 from pathlib import Path
 from typing import Any
 
-from moecore.history_file import points, read_lines
+from moecore.core.files import UserError
+from moecore.run.header import item
+from moecore.run.history_file import points
+from moecore.tracking.figures import figures
+from moecore.tracking.known import COMPLETE, Known, clean, header_tags, parts, run_name, shown
 from moecore.tracking.model import log_model
 from moecore.tracking.process import alive
 
-UID, COMPLETE = "moecore.uid", "moecore.complete"
+DRAWN = {"dpi": 150, "bbox_inches": "tight"}
 Point = tuple[str, float, int, int]  # name, value, milliseconds, step
 
 
 class Mirror:
-    """The MLflow run of one history folder. ``new`` tells whether it had to be created."""
+    """The MLflow run of one history; ``run`` is None where the store has none of it yet.
 
-    def __init__(self, client: Any, experiment: str, lines: list[dict]) -> None:
-        header = lines[0]
-        self.client, self.experiment = client, experiment
-        found = client.search_runs([experiment], f"tags.`{UID}` = '{header['uid']}'", max_results=1)
-        self.new = not found
-        run = found[0] if found else client.create_run(experiment, int(header["t"] * 1000), tags=_tags(header), run_name=_name(header))
-        self.id, self.status = run.info.run_id, run.info.status
-        self.params, self.tags = set(run.data.params), dict(run.data.tags)
-        self.sent = {(name, point.step) for name in run.data.metrics for point in client.get_metric_history(self.id, name)}
-        self.files: set[str] = set()
-        self.dataset = bool(run.inputs and run.inputs.dataset_inputs)
+    study: the folder that the paths in the history are relative to.
+    """
+
+    def __init__(
+        self, client: Any, experiment: str, study: Path, header: dict, run: Known | None
+    ) -> None:
+        self.client = client
+        self.experiment = experiment
+        self.study = study
+        self.item = item(header["stage"], header["phase"], header["method"], header["seed"])
+        self._lines: list[dict] = []
+        self._done = 0  # of these lines
+        self.new = run is None
+        if run is None:
+            begun = int(header["t"] * 1000)
+            tags = header_tags(header)
+            created = client.create_run(experiment, begun, tags=tags, run_name=run_name(header))
+            self.run = Known.of(created)
+            self._params: set[str] = set()
+            self._sent: set[tuple[str, int]] = set()  # name and step of points
+            self._has_data = False
+        else:
+            self.run = run
+            self._ask()
+
+    def _ask(self) -> None:
+        """What the run has, in case that another process or an earlier one sent it."""
+        stored = self.client.get_run(self.run.id)
+        self._params = set(stored.data.params)
+        self._sent = {
+            (name, point.step)
+            for name in stored.data.metrics
+            for point in self.client.get_metric_history(self.run.id, name)
+        }
+        self._has_data = bool(stored.inputs and stored.inputs.dataset_inputs)
 
     def update(self, lines: list[dict], folder: Path) -> None:
-        """Send what is new in ``lines``, the history of ``folder``, and set the state that it says (KILLED where its process is gone)."""
-        self._batches([point for point in _points(lines) if (point[0], point[3]) not in self.sent])
-        self._labels(lines)
-        for line in lines:
-            name = line.get("file")
-            if name and name not in self.files and (folder / name).is_file():
-                self.client.log_artifact(self.id, str(folder / name), name.split("/")[0])
-                self.files.add(name)
-        end = lines[-1] if "status" in lines[-1] else None
-        if end:
-            self._complete(lines, end)
+        """Send what is new in ``lines``, the history of ``folder``, and set the state that it says.
+
+        A history that has not ended is KILLED where its process is gone.
+        """
+        if lines is not self._lines:
+            self._lines = lines
+            self._done = 0
+        new = lines[self._done :]
+        if self._done == 0:
+            self._send_params(lines[0]["params"])
+        self._send_points(_curves(new))
+        if any("summary" in line for line in new):
+            self._send_points(_result(lines))
+        self._send_the_rest(new, folder)
+        if "status" in lines[-1]:
+            self._complete(lines)
         else:
-            self._state("RUNNING" if alive(lines) else "KILLED", lines[-1]["t"])
+            self.run.set_status(
+                self.client, "RUNNING" if alive(lines) else "KILLED", lines[-1]["t"]
+            )
+        self._done = len(lines)  # at last: where the store failed, all of it is tried again
 
-    def tag(self, tags: dict[str, Any]) -> None:
-        """Set the tags that differ."""
-        from mlflow.entities import RunTag
-
-        changed = {name: str(value) for name, value in tags.items() if value is not None and self.tags.get(name) != str(value)}
-        for part in _parts(sorted(changed.items()), 100):
-            self.client.log_batch(self.id, tags=[RunTag(name, value[:5000]) for name, value in part])
-        self.tags |= changed
-
-    def _batches(self, new: list[Point]) -> None:
+    def _send_points(self, found: list[Point]) -> None:
         from mlflow.entities import Metric
 
-        for part in _parts(new, 1000):
-            self.client.log_batch(self.id, metrics=[Metric(*point) for point in part])
-            self.sent |= {(point[0], point[3]) for point in part}
+        new = [point for point in found if (point[0], point[3]) not in self._sent]
+        for part in parts(new, 1000):
+            self.client.log_batch(self.run.id, metrics=[Metric(*point) for point in part])
+            self._sent |= {(name, step) for name, _, _, step in part}
 
-    def _labels(self, lines: list[dict]) -> None:
-        """Params, tags and the data set."""
+    def _send_params(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = {clean(name): shown(value) for name, value in lines[0]["params"].items() if clean(name) not in self.params}
-        for part in _parts(sorted(params.items()), 100):
-            self.client.log_batch(self.id, params=[Param(name, value) for name, value in part])
-        self.params |= set(params)
-        self.tag(_tags(lines[0]) | {clean(name): value for line in lines for name, value in line.get("tags", {}).items()})
-        for card in [line["dataset"] for line in lines if "dataset" in line and not self.dataset]:
-            self._dataset(card)
+        named = {clean(name): shown(value) for name, value in params.items()}
+        new = [item for item in sorted(named.items()) if item[0] not in self._params]
+        for part in parts(new, 100):
+            self.client.log_batch(self.run.id, params=[Param(*item) for item in part])
+            self._params |= {name for name, _ in part}
 
-    def _dataset(self, card: dict) -> None:
+    def _send_the_rest(self, new: list[dict], folder: Path) -> None:
+        """Tags, the data set and files."""
+        tags = {}
+        for line in new:
+            tags |= {clean(name): value for name, value in line.get("tags", {}).items()}
+            if "dataset" in line and not self._has_data:
+                self._send_data(line["dataset"])
+            if "file" in line:
+                self._send_file(line["file"], folder)
+        self.run.tag(self.client, tags)
+
+    def _send_file(self, name: str, folder: Path) -> None:
+        # A stage that ends moves its history: from the working folder to the published one.
+        for place in (folder, self.study / "artifacts/history" / self.item):
+            if (place / name).is_file():
+                self.client.log_artifact(self.run.id, str(place / name), name.split("/")[0])
+                return
+
+    def _send_data(self, card: dict) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        digest = str(next(iter(sorted(map(str, card.get("files", {}).values()))), card.get("name", "")))[:32]
-        source = json.dumps({"source": card.get("source")})
-        data = Dataset(str(card.get("name", "data"))[:500], digest, "card", source, profile=json.dumps({"counts": card.get("counts")}))
-        self.client.log_inputs(self.id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
-        self.dataset = True
+        hashes = sorted(map(str, card.get("files", {}).values()))
+        name = str(card.get("name", "data"))
+        data = Dataset(
+            name=name[:500],
+            digest=(hashes[0] if hashes else name)[:32],
+            source_type="card",
+            source=json.dumps({"source": card.get("source")}),
+            profile=json.dumps({"counts": card.get("counts")}),
+        )
+        used = DatasetInput(data, [InputTag("mlflow.data.context", "training")])
+        self.client.log_inputs(self.run.id, [used])
+        self._has_data = True
 
-    def _complete(self, lines: list[dict], end: dict) -> None:
-        card = next((line["dataset"] for line in reversed(lines) if "dataset" in line), None)
-        for folder in [line["model"] for line in lines if "model" in line and end["status"] == "FINISHED"]:
-            if card and "moecore.model" not in self.tags and Path(folder).is_dir():
-                log_model(self.id, self.experiment, Path(folder), card)
-                self.tag({"moecore.model": folder})
-        self.tag({"seconds": end["seconds"], "error": end.get("error")})
-        self._state(end["status"], end["t"])
-        self.tag({COMPLETE: "true"})
+    def _complete(self, lines: list[dict]) -> None:
+        end = lines[-1]
+        if end["status"] == "FINISHED":
+            self._send_model(lines)
+            self._send_figures(lines[0])
+        self.run.tag(self.client, {"seconds": end["seconds"], "error": end.get("error")})
+        self.run.set_status(self.client, end["status"], end["t"])
+        self.run.tag(self.client, {COMPLETE: "true"})
 
-    def _state(self, status: str, when: float) -> None:
-        if status == self.status:
+    def _send_model(self, lines: list[dict]) -> None:
+        folders = [line["model"] for line in lines if "model" in line]
+        if not folders or "moecore.model" in self.run.tags:
             return
-        if status == "RUNNING":
-            self.client.update_run(self.id, status=status)
-        else:
-            self.client.set_terminated(self.id, status, int(when * 1000))
-        self.status = status
+        folder = self.study / folders[-1]
+        said = str(folder)
+        try:
+            log_model(self.run.id, self.experiment, folder)
+        except UserError as error:  # DVC restored the history only, or the model is an older one
+            said = f"left out: {error}"
+        self.run.tag(self.client, {"moecore.model": said})
+
+    def _send_figures(self, header: dict) -> None:
+        if "moecore.figures" in self.run.tags:
+            return
+        said = []
+        try:
+            for name, figure in figures(self.study, header):
+                file = f"figures/{name}.png"
+                self.client.log_figure(self.run.id, figure, file, save_kwargs=DRAWN)
+                said.append(name)
+        except UserError as error:  # the result is not there any more, or of other code
+            said.append(f"left out: {error}")
+        except Exception as error:  # a fault of one drawing; the other runs are imported
+            traceback.print_exc()
+            said.append(f"failed: {type(error).__name__}: {error}")
+        if said:
+            self.run.tag(self.client, {"moecore.figures": ", ".join(said)})
 
 
-def read(*folders: Path) -> tuple[list[dict], Path]:
-    """The history of the first folder that has one, and that folder: a stage moves its history when it ends."""
-    for folder in folders:
-        if lines := read_lines(folder):
-            return lines, folder
-    return [], folders[0]
+# MLflow's page of charts makes a section of what stands before the last slash of a name, in the
+# order of the alphabet: the curves of training come first, then a section for every stage's result.
+def _curves(lines: list[dict]) -> list[Point]:
+    """The logged points, named curve/<name>."""
+    return [
+        (f"curve/{clean(name)}", value, int(t * 1000), step)
+        for step, t, values in points(lines)
+        for name, value in values.items()
+    ]
 
 
-def clean(name: str) -> str:
-    """A name that MLflow accepts."""
-    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
-
-
-def shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 500 else text[:499] + "…"
-
-
-def _points(lines: list[dict]) -> list[Point]:
-    logged = [(clean(name), value, int(t * 1000), step) for step, t, values in points(lines) for name, value in values.items()]
-    last = max((point[3] for point in logged), default=0)
-    final = {clean(name): (float(value), line["t"]) for line in lines for name, value in line.get("summary", {}).items()}
-    for name, *_ in logged:  # a curve already ends in this value
-        final.pop(name, None)
-    return logged + [(name, value, int(t * 1000), last) for name, (value, t) in final.items()]
-
-
-def _name(header: dict) -> str:
-    seed = f"seed {header['seed']}" if header["seed"] is not None else None
-    return " ".join(str(part) for part in (header["stage"], header["phase"], header["method"], seed) if part is not None)
-
-
-def _tags(header: dict) -> dict[str, str]:
-    tags = {
-        UID: header["uid"], "stage": header["stage"], "method": header["method"], "seed": header["seed"], "phase": header["phase"],
-        "dvc.stage": header["dvc_stage"], "params_hash": header["params_hash"], "mlflow.source.git.commit": header["commit"],
-        "git.dirty": header["dirty"], "mlflow.source.name": header["command"], "host": header["host"], "pid": header["pid"], "python": header["python"],
-    }  # fmt: skip
-    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in tags.items() if value is not None}
-
-
-def _parts(items: list, size: int) -> list[list]:
-    return [items[start : start + size] for start in range(0, len(items), size)]
+def _result(lines: list[dict]) -> list[Point]:
+    """The numbers of the result, named result/<stage>/<name>; at step 0, MLflow draws bars."""
+    stage = lines[0]["stage"]
+    return [
+        (f"result/{stage}/{clean(name)}", float(value), int(line["t"] * 1000), 0)
+        for line in lines
+        for name, value in line.get("summary", {}).items()
+    ]

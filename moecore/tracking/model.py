@@ -1,26 +1,41 @@
-"""A trained model as an MLflow model: its folder, the code that loads it, and a signature. Nothing is pickled."""
+"""A trained model as an MLflow model: its folder, the code that loads it, and a signature.
+
+Nothing is pickled.
+"""
 
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from moecore.backbones.image import ImageSpec
-from moecore.sources import ROOT
+from moecore.core.sources import ROOT
 from moecore.tracking.store import uri
+
+if TYPE_CHECKING:
+    from mlflow.models import ModelSignature
+
+    from moecore.nn.backbones.image import ImageSpec
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
 
 
-def log_model(run: str, experiment: str, folder: Path, card: dict[str, Any]) -> None:
-    """Copy the model of ``folder`` into an MLflow run, with the shapes that the data's card gives."""
-    import mlflow
-    from mlflow.models import Model, ModelSignature
+def log_model(run: str, experiment: str, folder: Path) -> None:
+    """Copy the model of ``folder`` into an MLflow run, with the shapes that it takes and gives.
 
+    Raises UserError where it is not the folder of a model of this version.
+    """
+    import mlflow
+    from mlflow.models import Model
+
+    # Here, as it brings torch, which an import without new models does not need.
+    from moecore.training.artifacts import load_card
+
+    image = load_card(folder).image
     mlflow.set_tracking_uri(uri())
     mlflow.set_experiment(experiment_id=experiment)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about examples and type hints: the signature is given below
+    # MLflow warns of missing examples and type hints, once a model: the signature is given below.
+    # Recording is what silences it, as it resets the filters.
+    with warnings.catch_warnings(record=True):
         Model.log(
             artifact_path=None,
             name="model",
@@ -29,16 +44,18 @@ def log_model(run: str, experiment: str, folder: Path, card: dict[str, Any]) -> 
             python_model=str(ROOT / "moecore" / "tracking" / "pyfunc.py"),
             artifacts={"model": str(folder.resolve())},
             code_paths=[str(ROOT / "moecore")],
-            signature=ModelSignature(*_shapes(card)),
+            signature=_signature(image),
             pip_requirements=[f"{package}=={version(package)}" for package in PACKAGES],
         )
 
 
-def _shapes(card: dict[str, Any]) -> tuple[Any, Any]:
+def _signature(image: "ImageSpec") -> "ModelSignature":
     import numpy
+    from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
 
-    spec = ImageSpec.from_card(card)
-    images = TensorSpec(numpy.dtype("float32"), (-1, spec.channels, *spec.shape), "images")
-    answers = TensorSpec(numpy.dtype("float32"), (-1, spec.outputs), spec.target or "scores")
-    return Schema([images]), Schema([answers])
+    single = numpy.dtype("float32")
+    name = image.task.answers[0] if image.task.outputs == 1 else "scores"
+    images = TensorSpec(single, (-1, image.channels, *image.shape), "images")
+    answers = TensorSpec(single, (-1, image.task.outputs), name)
+    return ModelSignature(Schema([images]), Schema([answers]))

@@ -11,10 +11,13 @@ def alive(lines: list[dict]) -> bool:
     return writer["host"] != platform.node() or runs(writer["pid"], writer["t"])
 
 
-def runs(pid: int, at: float | None = None) -> bool:
-    """True while ``pid`` exists, is no zombie and, with ``at``, was there at that time (numbers of ended processes are used again)."""
+def runs(pid: int, at: float) -> bool:
+    """True while the process ``pid`` that was there ``at`` seconds since 1970 runs.
+
+    Numbers of ended processes are used again: one that began later is another.
+    """
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and (at is None or process.create_time() <= at + 1)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= at + 1
     except psutil.NoSuchProcess:
         return False

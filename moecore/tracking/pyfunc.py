@@ -5,17 +5,19 @@ from mlflow.pyfunc import PythonModel
 
 
 class Classifier(PythonModel):
-    """``predict({"images": (N, C, H, W) in [0, 1], float32})`` returns the class scores (N, K) before softmax, float32.
+    """``predict({"images": (N, C, H, W) in [0, 1]})`` returns the scores (N, K), before softmax.
 
-    Volumes are (N, C, D, H, W); a model of a target returns it in its unit (N, 1), such as an age in years.
+    Both are float32. Volumes are (N, C, D, H, W). A model of a target returns it in its unit,
+    such as an age in years, as (N, 1).
     """
 
     def load_context(self, context):
-        from moecore.artifacts import load_model
+        from moecore.training.artifacts import load_model
 
         self.model = load_model(context.artifacts["model"])
 
-    def predict(self, context, model_input, params=None):  # no hints: MLflow would derive a signature from them
+    def predict(self, context, model_input, params=None):
+        # without type hints: MLflow would derive a signature from them
         import torch
 
         images = model_input["images"] if isinstance(model_input, dict) else model_input

@@ -1,4 +1,7 @@
-"""Adversarial training: a step learns from images that an attack has changed first (Madry et al. 2018; adversarial-moe, §4.2)."""
+"""Adversarial training: a step learns from images that an attack has changed first.
+
+Sources: Madry et al. (2018); adversarial-moe, §4.2.
+"""
 
 from typing import Literal
 
@@ -6,25 +9,43 @@ from pydantic import Field
 from torch import Generator, nn
 
 from moecore.attacks.pgd import Pgd
-from moecore.config import Config
-from moecore.evaluation.predict import evaluating
-from moecore.records import Batch
+from moecore.core.config import Config
+from moecore.core.records import Batch
+from moecore.nn.predict import evaluating
+from moecore.tasks.base import Task
 
 
 class Adversarial(Config):
-    """A PGD attack on the images of every step, before the gradients of the parameters; the defaults are the paper's."""
+    """A PGD attack on the images of every step, before the gradients of the parameters.
 
-    steps: int = Field(default=10, ge=1, description="gradient steps of PGD on each batch; a training step costs about this many more")
-    epsilon: float = Field(default=8 / 255, ge=0, le=1, description="radius of the L∞ ball in pixel units; 0 changes nothing")
-    form: Literal["paper", "strong"] = Field(default="paper", description="as the attack pgd has it; strong draws a random start")
+    The defaults are the paper's.
+    """
 
-    def attacked(self, model: nn.Module, batch: Batch, generator: Generator) -> Batch:
-        """The batch (every view of it) with adversarial images, fp32 in [0, 1]; labels and affines stay.
+    steps: int = Field(
+        default=10,
+        ge=1,
+        description="gradient steps of PGD on each batch; "
+        "a training step costs about this many more",
+    )
+    epsilon: float = Field(
+        default=8 / 255,
+        ge=0,
+        le=1,
+        description="radius of the L∞ ball in pixel units; 0 changes nothing",
+    )
+    form: Literal["paper", "strong"] = Field(
+        default="paper", description="as the attack pgd has it; strong draws a random start"
+    )
 
-        model: is attacked as it is used (no noise, no capacity, no autocast); its modes, its gradients and the global random
-        state are afterwards as before. generator: on the CPU, for the random start. The loss that grows is the task's, on the
-        labels of the batch: classes (B,), shares of mixed images (B, K), or sets of classes (B, K); regularizers are not attacked.
+    def attacked(self, model: nn.Module, task: Task, batch: Batch, generator: Generator) -> Batch:
+        """The batch (every view of it) with adversarial images, fp32 in [0, 1].
+
+        model: is attacked as it is used (no noise, no capacity, no autocast); its modes, its
+        gradients and the global random state are afterwards as before. generator: on the CPU, for
+        the random start. The loss that grows is the task's, on the labels of the batch;
+        regularizers are not attacked. Labels and affines stay.
         """
         attack = Pgd(steps=self.steps, form=self.form)
         with evaluating(model):  # the attack itself turns autocast off
-            return batch._replace(images=attack(model, batch.images, batch.labels, self.epsilon, generator))
+            images = attack(model, task, batch.images, batch.labels, self.epsilon, generator)
+        return batch._replace(images=images)

@@ -4,34 +4,54 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from moecore.files import StageError
-from moecore.records import Feature, Guidance, ModelOutput
+from moecore.core.files import UserError
+from moecore.core.records import Feature, Guidance, Layout, ModelOutput
+from moecore.nn.backbones.model import BackboneModel, Model
 from moecore.training.method import Method
 
 
 class Guide(nn.Module):
-    """A dense teacher with one linear router (no bias) per MoE layer of the student; no router for a dense student.
+    """A dense teacher with one linear router (no bias) per MoE layer of the student; no router for
+    a dense student.
 
-    ``guide(images)`` with images (B, C, H, W) in [0, 1] returns Guidance(prediction (B, K), probs per layer (B, T, E)).
-    Where it ``learns``, its routers are trained together with the student (joint training); the teacher never is.
+    ``guide(images)`` with images (B, C, H, W) in [0, 1] returns Guidance(prediction (B, K), probs
+    per layer (B, T, E)). Where it ``learns``, its routers are trained together with the student
+    (joint training); the teacher never is.
     """
 
-    def __init__(self, teacher: nn.Module, blocks: tuple[int, ...], experts: int, features: Feature, learns: bool = False) -> None:
+    def __init__(
+        self,
+        teacher: BackboneModel,
+        blocks: tuple[int, ...],
+        experts: int,
+        features: Feature,
+        learns: bool = False,
+    ) -> None:
         super().__init__()
         self.teacher = teacher.eval().requires_grad_(False)
-        self.blocks, self.experts, self.features, self.learns = blocks, experts, features, learns
+        self.blocks = blocks
+        self.experts = experts
+        self.features = features
+        self.learns = learns
         width = teacher.config.width
-        self.routers = nn.ParameterList(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02) for _ in blocks)
+        self.routers = nn.ParameterList(
+            nn.init.trunc_normal_(torch.empty(experts, width), std=0.02) for _ in blocks
+        )
         self.routers.requires_grad_(learns)
 
     def forward(self, images: Tensor) -> Guidance:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):  # an attack on a Guided model sees all of it
+        # An attack on a Guided model sees all of it; in training the teacher needs no gradients.
+        attacked = torch.is_grad_enabled() and images.requires_grad
+        with torch.set_grad_enabled(attacked):
             tokens, _, features = self.teacher.encode(images, self.features, self.blocks)
             prediction = self.teacher.predict(tokens)
-        return Guidance(prediction, tuple(self.route(layer, feature) for layer, feature in enumerate(features)))
+        probs = tuple(self.route(layer, feature) for layer, feature in enumerate(features))
+        return Guidance(prediction, probs)
 
     def route(self, layer: int, features: Tensor) -> Tensor:
-        """Probabilities (B, T, E) of the teacher's router at an MoE layer; fp32 whatever the autocast dtype."""
+        """Probabilities (B, T, E) of the teacher's router at an MoE layer; fp32 whatever the
+        autocast dtype.
+        """
         with torch.autocast(features.device.type, enabled=False):
             return torch.softmax(linear(features.float(), self.routers[layer].float()), dim=-1)
 
@@ -42,15 +62,23 @@ class Guide(nn.Module):
         return self
 
 
-class Guided(nn.Module):
-    """A student that cannot route without its teacher, and the teacher (TGR's upper bound): ``guided(images)`` as any model."""
+class Guided(Model):
+    """A student that cannot route without its teacher, and the teacher (TGR's upper bound):
+    ``guided(images)`` as any model.
+    """
 
-    def __init__(self, model: nn.Module, guide: Guide) -> None:
-        super().__init__()
-        self.model, self.guide = model, guide
-        self.config, self.image, self.moe, self.layout = model.config, model.image, model.moe, model.layout
+    def __init__(self, model: BackboneModel, guide: Guide) -> None:
+        super().__init__(model.config, model.image, model.moe)
+        self.model = model
+        self.guide = guide
 
     @property
+    def layout(self) -> Layout:
+        """The student's."""
+        return self.model.layout
+
+    @property
+    # a module of its own would be saved twice  # pyrefly: ignore[bad-override]
     def head(self) -> nn.Module:
         """The student's."""
         return self.model.head
@@ -59,26 +87,31 @@ class Guided(nn.Module):
         return self.model(images, self.guide(images))
 
 
-def needs_teacher(model: nn.Module) -> bool:
+def needs_teacher(model: Model) -> bool:
     """Whether the model's router asks a teacher at every image."""
     return model.moe is not None and "teacher" in model.moe.router.wants
 
 
-def standing_alone(model: nn.Module, guide: Guide | None) -> nn.Module:
+def standing_alone(model: BackboneModel, guide: Guide | None) -> Model:
     """The model as it is used: itself, or with its teacher where its router asks one."""
-    if not needs_teacher(model):
+    if model.moe is None or not needs_teacher(model):
         return model
     if guide is None:
-        raise StageError(f"router.kind {model.moe.router.kind} asks a teacher, and there is none; set a teacher: section other than no_teacher")
+        found = f"router.kind {model.moe.router.kind} asks a teacher, and there is none"
+        raise UserError(f"{found}; set a teacher: section other than no_teacher")
     return Guided(model, guide)
 
 
-def aligned_blocks(student: tuple[int, ...], student_depth: int, teacher_depth: int) -> tuple[int, ...]:
-    """The teacher's blocks at the same relative depth as the student's (indices from 0; equal where the depths are)."""
+def aligned_blocks(
+    student: tuple[int, ...], student_depth: int, teacher_depth: int
+) -> tuple[int, ...]:
+    """The teacher's blocks at the same relative depth as the student's (indices from 0; equal where
+    the depths are).
+    """
     return tuple(round((index + 1) * teacher_depth / student_depth) - 1 for index in student)
 
 
-def build_guide(teacher: nn.Module, method: Method, depth: int) -> Guide:
+def build_guide(teacher: BackboneModel, method: Method, depth: int) -> Guide:
     """The unfitted guide of a ``method`` whose student has ``depth`` blocks."""
     moe = method.moe
     if moe is None:

@@ -1,4 +1,5 @@
-"""Training on volumes that keep one tissue: the warm start of region experts (ERMoE-ba, algorithm 2, line 1), and afterwards as an augmentation.
+"""Training on volumes that keep one tissue: the warm start of region experts (ERMoE-ba, algorithm
+2, line 1), and afterwards as an augmentation.
 
 B volumes, C channels, D × H × W voxels, R tissues of the data, T tokens per volume, E experts.
 """
@@ -10,29 +11,35 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import adaptive_max_pool3d
 
+from moecore.core.files import UserError
+from moecore.core.records import Batch, Layout
 from moecore.data.prepared import Prepared
 from moecore.data.sampling import send
-from moecore.evaluation.regions import isolate
-from moecore.files import StageError
-from moecore.records import Batch, Layout
+from moecore.data.volumes.isolate import isolate
 from moecore.training.method import Method
 
-WHOLE = -1  # the region of a volume of which nothing is taken away, and of a token that belongs to no expert
+# The region of a volume of which nothing is taken away, and of a token that belongs to no expert.
+WHOLE = -1
 
 
 class Isolation(NamedTuple):
-    """Which volumes of a step keep one tissue only, and where their tokens belong; all of it a function of (seed, step)."""
+    """Which volumes of a step keep one tissue only, and where their tokens belong; all of it a
+    function of (seed, step).
+    """
 
     masks: np.ndarray  # uint8 (N, R, D, H, W), tissue share × 255, memory-mapped
     channels: tuple[int, ...]  # of ``masks``, for each region expert
     alone: range  # epochs, from 0, in which every volume keeps one tissue; before them none does
     share: float  # afterwards, of the volumes
 
-    def isolated(self, volumes: Tensor, indices: Tensor, step: int, epoch: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """The volumes (B, C, D, H, W) of ``indices`` (B,), some times the share of one tissue, and which region each keeps: (B,) int64, or WHOLE.
+    def isolated(
+        self, volumes: Tensor, indices: Tensor, step: int, epoch: int, generator: Generator
+    ) -> tuple[Tensor, Tensor]:
+        """The volumes (B, C, D, H, W) of ``indices`` (B,), some times the share of one tissue, and
+        which region each keeps: (B,) int64, or WHOLE.
 
-        Regions take turns within a batch and from step to step, so every expert learns at every step. Outside ``alone`` one volume at
-        least stays whole. generator: on the CPU, of the step.
+        Regions take turns within a batch and from step to step, so every expert learns at every
+        step. Outside ``alone`` one volume at least stays whole. generator: on the CPU, of the step.
         """
         region = (torch.arange(len(indices)) + step) % len(self.channels)
         if epoch not in self.alone:
@@ -44,25 +51,32 @@ class Isolation(NamedTuple):
             return volumes, region
         chosen = np.array(self.channels)[region[kept].numpy()]
         masks = torch.from_numpy(np.array(self.masks[indices[kept].numpy(), chosen]))
-        found, where = volumes.clone(), send(kept, volumes.device)
+        found = volumes.clone()
+        where = send(kept, volumes.device)
         found[where] = isolate(volumes[where], send(masks, volumes.device))
         return found, region
 
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: Layout) -> Batch:
-        """The batch with what its isolated views teach; region: (B,) as ``isolated`` gave it, for each view.
+        """The batch with what its isolated views teach; region: (B,) as ``isolated`` gave it, for
+        each view.
 
-        In the epochs ``alone`` age is learned from them too. Later they teach the routers only: they are unlike all that the model will be asked,
-        and where they taught age as well some trainings stayed at the median age.
+        In the epochs ``alone`` age is learned from them too. Later they teach the routers only:
+        they are unlike all that the model will be asked, and where they taught age as well some
+        trainings stayed at the median age.
         """
         if bool((region == WHOLE).all()):
             return batch
         batch = batch._replace(belongs=self.belongs(batch.images, region, layout))
-        return batch if epoch in self.alone else batch._replace(learned=send((region == WHOLE).nonzero()[:, 0], batch.images.device))
+        if epoch in self.alone:
+            return batch
+        whole = (region == WHOLE).nonzero()[:, 0]
+        return batch._replace(learned=send(whole, batch.images.device))
 
     def belongs(self, views: Tensor, region: Tensor, layout: Layout) -> Tensor:
         """The expert of each token of views (B, C, D, H, W) in [0, 1], as in Batch: int64 (B, T).
 
-        region: (B,) as ``isolated`` gave it.  Cubes with any of a region: its expert. Other cubes, special tokens and whole volumes: -1, none.
+        region: (B,) as ``isolated`` gave it.  Cubes with any of a region: its expert. Other cubes,
+        special tokens and whole volumes: -1, none.
         """
         held = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid).flatten(1) > 0
         held = torch.cat([held.new_zeros(len(held), layout.special), held], dim=1)
@@ -70,22 +84,27 @@ class Isolation(NamedTuple):
 
 
 def isolation(method: Method, data: Prepared, subset: np.ndarray | None = None) -> Isolation | None:
-    """What ``method`` isolates of the training split (of its volumes ``subset``, if given); None where it learns from whole volumes only.
+    """What ``method`` isolates of the training split (of its volumes ``subset``, if given); None
+    where it learns from whole volumes only.
 
-    Raises StageError where the data has no maps of its tissues.
+    Raises UserError where the data has no maps of its tissues.
     """
     regions = method.regions
     if regions is None or not method.isolates:
         return None
-    channels, masks = region_channels(regions.experts, data.card), data.regions("train")
+    channels = region_channels(regions.experts, data.card)
+    masks = data.regions("train")
+    if subset is not None:
+        masks = masks[subset]
     alone = range(regions.after, regions.after + regions.warm_start_epochs)
-    return Isolation(masks if subset is None else masks[subset], channels, alone, regions.isolated)
+    return Isolation(masks, channels, alone, regions.isolated)
 
 
 def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
-    """The place of each tissue among the data's maps. Raises StageError, naming what there is."""
+    """The place of each tissue among the data's maps. Raises UserError, naming what there is."""
     there = tuple(card.get("regions", ()))
     if lacking := [name for name in names if name not in there]:
-        found = f"these data have {'maps of ' + ', '.join(there) if there else 'no tissue maps'}"
-        raise StageError(f"regions.experts: found {', '.join(lacking)}, but {found}; choose other data, or leave out regions")
+        maps = f"maps of {', '.join(there)}" if there else "no tissue maps"
+        found = f"found {', '.join(lacking)}, but these data have {maps}"
+        raise UserError(f"regions.experts: {found}; choose other data, or leave out regions")
     return tuple(there.index(name) for name in names)

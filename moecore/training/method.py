@@ -4,15 +4,15 @@ from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from moecore.config import Config
-from moecore.experts import Experts
-from moecore.files import StageError
-from moecore.layers.moe import Blocks, MoE
-from moecore.records import Feature
-from moecore.regularizers import Regularizer
-from moecore.regularizers.region_routing import RegionRouting
-from moecore.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
-from moecore.routers import Router
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.records import Feature
+from moecore.nn.experts import Experts
+from moecore.nn.layers.moe import Blocks, MoE
+from moecore.nn.routers import Router
+from moecore.training.regularizers import Regularizer
+from moecore.training.regularizers.region_routing import RegionRouting
+from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
 
 AnyModel = TypeVar("AnyModel", bound=Config)
 
@@ -20,26 +20,56 @@ AnyModel = TypeVar("AnyModel", bound=Config)
 class TeacherRouter(Config):
     """The router on the frozen teacher's features (TGR-MoE, §3.2)."""
 
-    features: Feature = Field(default="mlp_input", description="where the teacher's features are read")
-    load: float = Field(default=0.005, ge=0, description="weight of the squared coefficient of variation of the experts' mean probability")
+    features: Feature = Field(
+        default="mlp_input", description="where the teacher's features are read"
+    )
+    load: float = Field(
+        default=0.005,
+        ge=0,
+        description="weight of the squared coefficient of variation of the experts' "
+        "mean probability",
+    )
     entropy: float = Field(default=0.005, ge=0, description="weight of the mean token entropy")
-    fit: Literal["fitted", "joint"] = Field(default="fitted", description="fitted beforehand by the stage teacher_router, or jointly while pretraining")
+    fit: Literal["fitted", "joint"] = Field(
+        default="fitted",
+        description="fitted beforehand by the stage teacher_router, or jointly while pretraining",
+    )
 
 
 class Regions(Config):
-    """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and are warm-started on volumes that keep only theirs.
+    """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and are
+    warm-started on volumes that keep only theirs.
 
-    In the epochs of the warm start each volume keeps one tissue, all in turn, and age is learned from that; the expert of the tissue is the
-    label from which the routers learn. Afterwards a share of the volumes, isolated, goes on to teach the routers, and age is learned from the
+    In the epochs of the warm start each volume keeps one tissue, all in turn, and age is learned
+    from that; the expert of the tissue is the label from which the routers learn. Afterwards a
+    share of the volumes, isolated, goes on to teach the routers, and age is learned from the
     others. Routers decide throughout; nothing is sent anywhere by force.
     """
 
-    experts: tuple[str, ...] = Field(min_length=1, description="tissues, as the data names them; the first experts are theirs, the others are free")
+    experts: tuple[str, ...] = Field(
+        min_length=1,
+        description="tissues, as the data names them; the first experts are theirs, "
+        "the others are free",
+    )
     after: int = Field(default=0, ge=0, description="epochs on whole volumes before the warm start")
-    warm_start_epochs: int = Field(default=3, ge=0, description="epochs on volumes that keep one tissue; 0 for none")
-    isolated: float = Field(default=0.0, ge=0, lt=1, description="share of the volumes that keep one tissue after the warm start")
-    weight: float = Field(default=1.0, ge=0, description="factor of the loss region_routing on volumes that keep one tissue; 0 leaves it out")
-    temperature: float = Field(default=0.1, gt=0, description="of that loss: scores are divided by it")
+    warm_start_epochs: int = Field(
+        default=3, ge=0, description="epochs on volumes that keep one tissue; 0 for none"
+    )
+    isolated: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the volumes that keep one tissue after the warm start",
+    )
+    weight: float = Field(
+        default=1.0,
+        ge=0,
+        description="factor of the loss region_routing on volumes that keep one tissue; "
+        "0 leaves it out",
+    )
+    temperature: float = Field(
+        default=0.1, gt=0, description="of that loss: scores are divided by it"
+    )
 
     @model_validator(mode="after")
     def _once(self) -> "Regions":
@@ -53,15 +83,38 @@ class Method(Config):
 
     router: Router | None = None
     experts: Experts | None = None
-    blocks: Blocks = Field(default="last_2", description="blocks that hold experts: every_2, last_2, or indices from 0")
+    blocks: Blocks = Field(
+        default="last_2", description="blocks that hold experts: every_2, last_2, or indices from 0"
+    )
     regularizers: tuple[Regularizer, ...] = ()
     teacher_router: TeacherRouter = TeacherRouter()
-    distillation: float = Field(default=0.0, ge=0, lt=1, description="share of DeiT's hard distillation in the task loss (DeiT: 0.5); the teacher must know the classes")
-    upcycle: bool = Field(default=False, description="start from the teacher's weights, its MLPs copied into every expert (sparse upcycling)")
+    distillation: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of DeiT's hard distillation in the task loss (DeiT: 0.5); "
+        "the teacher must know the classes",
+    )
+    upcycle: bool = Field(
+        default=False,
+        description="start from the teacher's weights, its MLPs copied into every expert "
+        "(sparse upcycling)",
+    )
 
-    regions: Regions | None = Field(default=None, description="region experts and their warm start; null for none (data with tissue maps only)")
-    permuted: bool = Field(default=False, description="null control: the training labels are permuted among the training images")
-    model: dict[str, int | float] = Field(default={}, description="settings of the section `model` that are other ones for this method: {width: 128}")
+    regions: Regions | None = Field(
+        default=None,
+        description="region experts and their warm start; null for none "
+        "(data with tissue maps only)",
+    )
+    permuted: bool = Field(
+        default=False,
+        description="null control: the training labels are permuted among the training images",
+    )
+    model: dict[str, int | float] = Field(
+        default={},
+        description="settings of the section `model` that are other ones for this method: "
+        "{width: 128}",
+    )
 
     @model_validator(mode="after")
     def _router_with_experts(self) -> "Method":
@@ -74,36 +127,53 @@ class Method(Config):
         if self.regions is None:
             return self
         if self.router is None or self.experts is None:
-            raise ValueError("regions: a dense model has no experts to name; give the method a router and experts, or leave out regions")
-        named, number = len(self.regions.experts), self.experts.number
+            mend = "give the method a router and experts, or leave out regions"
+            raise ValueError(f"regions: a dense model has no experts to name; {mend}")
+        named = len(self.regions.experts)
+        number = self.experts.number
         if named > number:
-            raise ValueError(f"regions.experts names {named} experts, but experts.number is {number}")
+            raise ValueError(
+                f"regions.experts names {named} experts, but experts.number is {number}"
+            )
         return self
 
     @property
     def isolates(self) -> bool:
         """Whether some volumes keep one tissue while training."""
-        return self.regions is not None and (self.regions.warm_start_epochs > 0 or self.regions.isolated > 0)
+        return self.regions is not None and (
+            self.regions.warm_start_epochs > 0 or self.regions.isolated > 0
+        )
 
     @property
     def expert_names(self) -> tuple[str, ...]:
-        """The experts' names: tissues, then free_<index>; expert_<index> where the method has no region experts; none for a dense model."""
+        """The experts' names: tissues, then free_<index>; expert_<index> where the method has no
+        region experts; none for a dense model.
+        """
         number = 0 if self.experts is None else self.experts.number
         if self.regions is None:
             return tuple(f"expert_{index}" for index in range(number))
-        return (*self.regions.experts, *(f"free_{index}" for index in range(len(self.regions.experts), number)))
+        free = range(len(self.regions.experts), number)
+        return (*self.regions.experts, *(f"free_{index}" for index in free))
 
     def sized(self, model: AnyModel) -> AnyModel:
-        """The section ``model`` with this method's own settings in it. Raises StageError, naming the key, where it does not take them."""
+        """The section ``model`` with this method's own settings in it.
+
+        Raises UserError, naming the key, where it does not take them.
+        """
         try:
-            return type(model).model_validate(model.model_dump() | self.model)
+            return model.__class__.model_validate(model.model_dump() | self.model)
         except ValidationError as error:
             found = error.errors()[0]
-            raise StageError(f"model.{'.'.join(map(str, found['loc']))}: {found['msg']} (found {found['input']!r})") from None
+            key = ".".join(map(str, found["loc"]))
+            said = f"{found['msg']} (found {found['input']!r})"
+            raise UserError(f"model.{key}: {said}") from None
 
     @property
     def moe(self) -> MoE | None:
-        return None if self.router is None or self.experts is None else MoE(router=self.router, experts=self.experts, blocks=self.blocks)
+        """Router and experts of each MoE layer; None for a dense model."""
+        if self.router is None or self.experts is None:
+            return None
+        return MoE(router=self.router, experts=self.experts, blocks=self.blocks)
 
     @property
     def routed_by_teacher(self) -> bool:
@@ -113,7 +183,9 @@ class Method(Config):
     @property
     def guided_routing(self) -> bool:
         """Whether the teacher's routers take part in training."""
-        return self.routed_by_teacher or any("guidance" in regularizer.needs for regularizer in self.regularizers)
+        return self.routed_by_teacher or any(
+            "guidance" in regularizer.needs for regularizer in self.regularizers
+        )
 
     @property
     def guided(self) -> bool:
@@ -127,15 +199,23 @@ class Method(Config):
 
     @property
     def losses(self) -> tuple[Regularizer, ...]:
-        """The regularizers, with joint training the loss of the teacher's routers, and that of region experts."""
-        own = (TeacherRouterLoss(balance=self.teacher_router.load, entropy=self.teacher_router.entropy),) if self.joint else ()
-        pull = (RegionRouting(weight=self.regions.weight, temperature=self.regions.temperature),) if self.isolates and self.regions.weight else ()
-        return (*self.regularizers, *own, *pull)
+        """The regularizers, with joint training the loss of the teacher's routers, and that of
+        region experts.
+        """
+        found: list[Regularizer] = list(self.regularizers)
+        if self.joint:
+            router = self.teacher_router
+            found.append(TeacherRouterLoss(balance=router.load, entropy=router.entropy))
+        regions = self.regions
+        if regions is not None and self.isolates and regions.weight:
+            found.append(RegionRouting(weight=regions.weight, temperature=regions.temperature))
+        return tuple(found)
 
     @property
     def views(self) -> int:
         """How many views of each image a step needs."""
-        return 2 if any("two_views" in regularizer.needs for regularizer in self.regularizers) else 1
+        two = any("two_views" in regularizer.needs for regularizer in self.regularizers)
+        return 2 if two else 1
 
     @property
     def provided(self) -> frozenset[str]:
@@ -145,12 +225,22 @@ class Method(Config):
         return self.router.provides | self.experts.provides | {"routing"}
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
-        """The method with another k, without a warm start, and without the losses that need a teacher unless ``guided``.
+        """The method with another k, without a warm start, and without the losses that need a
+        teacher unless ``guided``.
 
         Hard distillation goes on only where the teacher knows the new classes.
         """
         kept = tuple(loss for loss in self.regularizers if guided or "guidance" not in loss.needs)
         share = self.distillation if guided and same_classes else 0.0
         router = None if self.router is None else self.router.finetuned()
-        router = router.with_k(k) if router is not None and k is not None else router
-        return self.model_copy(update={"regularizers": kept, "router": router, "distillation": share, "upcycle": False, "regions": None})
+        if router is not None and k is not None:
+            router = router.with_k(k)
+        return self.model_copy(
+            update={
+                "regularizers": kept,
+                "router": router,
+                "distillation": share,
+                "upcycle": False,
+                "regions": None,
+            }
+        )

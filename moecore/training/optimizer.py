@@ -8,14 +8,17 @@ from torch import nn
 
 from moecore.training.settings import Training
 
-
 FREE = ("_token", "pos_embed", "bias", "basis", "scale", "target")
 
 
-def build_optimizer(model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay on matrices only, so on no bias, norm, token, position embedding, and on no expert's basis.
+def build_optimizer(
+    model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()
+) -> torch.optim.AdamW:
+    """Fused AdamW; weight decay on matrices only, so on no bias, norm, token, position embedding,
+    and on no expert's basis.
 
-    Decay would pull a basis (and the scale and target beside it) away from the lengths that its orthogonality penalty holds.
+    Decay would pull a basis (and the scale and target beside it) away from the lengths that its
+    orthogonality penalty holds.
 
     routers: those of the teacher where they learn too; a group of their own, without decay.
     """
@@ -23,12 +26,20 @@ def build_optimizer(model: nn.Module, settings: Training, routers: Sequence[nn.P
     for name, parameter in model.named_parameters():
         matrix = parameter.ndim >= 2 and not name.endswith(FREE)
         (decayed if matrix else free).append(parameter)
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": free, "weight_decay": 0.0}, {"params": list(routers), "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=settings.learning_rate, fused=True)
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+        {"params": list(routers), "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
+    )
 
 
 def learning_rate(step: int, steps: int, warmup: float, settings: Training) -> float:
-    """Rate of step ``step`` (from 0) of ``steps``: linear over ``warmup`` steps, then a half cosine to the final rate."""
+    """Rate of step ``step`` (from 0) of ``steps``: linear over ``warmup`` steps, then a half cosine
+    to the final rate.
+    """
     if step < warmup:
         return settings.learning_rate * (step + 1) / (warmup + 1)
     share = (step - warmup) / max(1.0, steps - warmup)

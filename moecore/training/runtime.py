@@ -1,6 +1,8 @@
-"""Settings of the machine that make CPU training three times faster, chosen by probing, never by guessing.
+"""Settings of the machine that make CPU training three times faster, chosen by probing, never by
+guessing.
 
-Figures and reasons: a ViT-Tiny step on two AVX-512 cores went from 838 to 241 ms by these settings alone.
+Figures and reasons: a ViT-Tiny step on two AVX-512 cores went from 838 to 241 ms by these settings
+alone.
 """
 
 import ctypes
@@ -13,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from moecore.files import read_json, write_json
+from moecore.core.files import read_json, write_json
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -30,55 +32,80 @@ class Runtime(NamedTuple):
     bf16_speedup: float  # time of an fp32 product / time of the same in bf16
 
     def dtype(self, precision: Precision = "auto") -> torch.dtype:
-        """The autocast dtype: bf16 where it was measured to be at least 1.3 times faster than fp32."""
+        """The autocast dtype: bf16 where it was measured at least 1.3 times faster than fp32."""
         if precision == "auto":
             return torch.bfloat16 if self.bf16_speedup >= 1.3 else torch.float32
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
 def tune(device: str | None = None) -> Runtime:
-    """Set allocator, threads and matmul precision for this process and probe bf16. Device: env MOECORE_DEVICE, else CUDA, else CPU."""
-    device = device or os.environ.get("MOECORE_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+    """Set allocator, threads and matmul precision for this process and probe bf16.
+
+    Device: env MOECORE_DEVICE, else CUDA, else CPU.
+    """
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or os.environ.get("MOECORE_DEVICE") or found
     threads = int(os.environ.get("MOECORE_THREADS", 0)) or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     allocator = _keep_large_blocks() if device == "cpu" else "cuda caching"
     precision, error = _matmul_precision(device)
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu_name()
-    return Runtime(device, name, threads, allocator, precision, error, _remembered_speedup(device, name))
+    name = device_name(device)
+    speedup = _remembered_speedup(device, name)
+    return Runtime(device, name, threads, allocator, precision, error, speedup)
+
+
+def device_name(device: str) -> str:
+    """The model of the GPU, or of the processor."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return _cpu_name()
 
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def _keep_large_blocks() -> str:
-    """Tell glibc to keep freed memory: otherwise every large tensor page-faults anew at each allocation."""
+    """Tell glibc to keep freed memory: otherwise every large tensor page-faults anew at each
+    allocation.
+    """
     if platform.libc_ver()[0] != "glibc":
         return "system"
-    m_trim_threshold, m_mmap_max = -1, -4
+    # The numbers of these parameters in glibc's malloc.h.
+    m_trim_threshold = -1
+    m_mmap_max = -4
     libc = ctypes.CDLL(None)
     done = libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1)
     return "glibc, memory kept" if done else "glibc"
 
 
 def _matmul_precision(device: str) -> tuple[str, float]:
-    """ "medium" lets fp32 products use oneDNN (2.3 times faster on CPU); kept only where it does not round to bf16."""
+    """The fastest setting of fp32 products that does not round to bf16, and its largest error.
+
+    "medium" lets them use oneDNN, 2.3 times faster on CPU; some processors then round to bf16.
+    """
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(256, 256, generator=generator) for _ in range(2))
     exact = left.double() @ right.double()
-    for precision in ("medium", "high", "highest") if device == "cpu" else ("high", "highest"):
+    allowed = ("medium", "high", "highest") if device == "cpu" else ("high", "highest")
+    for precision in allowed:
         torch.set_float32_matmul_precision(precision)
-        error = ((left.to(device) @ right.to(device)).cpu().double() - exact).abs().max() / exact.abs().max()
+        product = (left.to(device) @ right.to(device)).cpu().double()
+        error = (product - exact).abs().max() / exact.abs().max()
         if error < 1e-5:
             break
     return precision, float(error)
 
 
 def _remembered_speedup(device: str, name: str) -> float:
-    """The probe's answer for this machine, measured once: a busy machine must not make a resumed run change its dtype."""
-    path, machine = Path(".state/runtime.json"), f"{platform.node()}, {name}, torch {torch.__version__}"
+    """The probe's answer for this machine, measured once: a busy machine must not make a resumed
+    run change its dtype.
+    """
+    path = Path(".state/runtime.json")
+    machine = f"{platform.node()}, {name}, torch {torch.__version__}"
     known = read_json(path) if path.exists() else {}
     if machine not in known:
         known[machine] = round(_bf16_speedup(device), 2)
@@ -91,18 +118,23 @@ def _bf16_speedup(device: str) -> float:
         return 4.0 if torch.cuda.is_bf16_supported(including_emulation=False) else 0.0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads that wait for a busy core would measure the wait
-    left, right = torch.ones(512, 512), torch.ones(512, 512)
-    low, low_right = left.bfloat16(), right.bfloat16()
+    left = torch.ones(512, 512)
+    right = torch.ones(512, 512)
+    low = left.bfloat16()
+    low_right = right.bfloat16()
     speedup = _shortest(lambda: left @ right) / _shortest(lambda: low @ low_right)
     torch.set_num_threads(threads)
     return speedup
 
 
-def _shortest(call: Callable[[], object], repeats: int = 40) -> float:
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
+def _shortest(call: Callable[[], object], repeats: int = 40, budget: float = 0.2) -> float:
+    """The shortest of ``repeats`` calls, or of as many as fit into ``budget`` seconds.
+
+    A processor without bf16 emulates it: there one call takes half a second, and settles it.
+    """
+    call()
+    times: list[float] = []
+    while len(times) < repeats and sum(times) < budget:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)

@@ -3,10 +3,17 @@
 import torch
 from torch import Tensor, nn
 
-from moecore.backbones.image import ImageSpec
-from moecore.backbones.vit import Vit
-from moecore.layers.moe import MoE
-from moecore.records import ModelOutput, RoutingRecord
+from moecore.core.records import ModelOutput, RoutingRecord
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.layers.moe import MoE
+from moecore.tasks.classification import Classification
+from moecore.tasks.multi_label import MultiLabel
+from moecore.tasks.regression import Regression
+
+CLASSES = Classification(classes=("a", "b", "c", "d"))
+SETS = MultiLabel(classes=("a", "b"))
+YEARS = Regression(target="age", unit="years")
 
 
 class Linear(nn.Module):
@@ -22,7 +29,9 @@ class Linear(nn.Module):
 
 
 class Curved(nn.Module):
-    """Logits of strongly bent functions of the pixels, so that the gradient's sign turns inside a small ball."""
+    """Logits of strongly bent functions of the pixels, so that the gradient's sign turns inside a
+    small ball.
+    """
 
     def __init__(self, pixels: int, classes: int = 3, seed: int = 0) -> None:
         super().__init__()
@@ -36,7 +45,9 @@ class Curved(nn.Module):
 
 
 class Smooth(nn.Module):
-    """A gentle classifier of ``classes`` classes with one layer of routing over 4 experts, one token a row of pixels."""
+    """A gentle classifier of ``classes`` classes with one layer of routing over 4 experts, one
+    token a row of pixels.
+    """
 
     def __init__(self, side: int = 4, classes: int = 4, seed: int = 0) -> None:
         super().__init__()
@@ -48,13 +59,19 @@ class Smooth(nn.Module):
     def forward(self, images: Tensor) -> ModelOutput:
         logits = (images[:, 0] - 0.5) @ self.router
         probs = logits.softmax(dim=-1)
-        chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, probs.topk(2, dim=-1).indices, True)
+        chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(
+            -1, probs.topk(2, dim=-1).indices, True
+        )
         record = RoutingRecord(logits, probs, probs.square(), chosen, torch.where(chosen, probs, 0))
-        return ModelOutput(torch.tanh((images.flatten(1) - 0.5) @ self.first) @ self.second, (record,))
+        return ModelOutput(
+            torch.tanh((images.flatten(1) - 0.5) @ self.first) @ self.second, (record,)
+        )
 
 
 class Blind(nn.Module):
-    """Another model behind a rounding of its images to 1/1000: nearly the same logits, and no gradient."""
+    """Another model behind a rounding of its images to 1/1000: nearly the same logits, and no
+    gradient.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -65,10 +82,26 @@ class Blind(nn.Module):
 
 
 def vit(router: dict | None, number: int = 3, seed: int = 0) -> nn.Module:
-    """A tiny ViT of 8 × 8 grey pixels and 4 classes with large weights, in evaluation mode; dense without a router."""
+    """A tiny ViT of 8 × 8 grey pixels and 4 classes with large weights, in evaluation mode; dense
+    without a router.
+    """
     torch.manual_seed(seed)
-    image = ImageSpec(channels=1, size=8, classes=("a", "b", "c", "d"), mean=(0.5,), std=(0.3,))
-    moe = None if router is None else MoE(router=router, experts={"kind": "mlp", "number": number, "hidden_ratio": 1.0}, blocks=(0, 1))
+    image = ImageSpec(
+        channels=1,
+        size=8,
+        task=CLASSES,
+        mean=(0.5,),
+        std=(0.3,),
+    )
+    moe = (
+        None
+        if router is None
+        else MoE(
+            router=router,
+            experts={"kind": "mlp", "number": number, "hidden_ratio": 1.0},
+            blocks=(0, 1),
+        )
+    )
     model = Vit(patch=4, width=16, depth=2, heads=2).build(image, moe).eval()
     for name, parameter in model.named_parameters():
         parameter.data *= 8 if parameter.ndim > 1 and "embed" not in name else 1

@@ -12,31 +12,43 @@ from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import frozen_parameters, image_gradient
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.square import Square
-from moecore.files import StageError
-from tests.attacks.models import Curved, Linear, Smooth, vit
+from moecore.core.files import UserError
+from tests.attacks.models import CLASSES, SETS, Curved, Linear, Smooth, vit
 
 GRADIENT = [Fgsm(), Pgd(steps=4), Pgd(steps=4, form="strong"), Apgd(steps=8)]
 OBJECTIVES = ["cross_entropy", "dlr", "balance", "routing_change"]
 PLAIN = [*GRADIENT, ApgdReference(steps=8), Square(queries=20)]
-ALL = [attack.model_copy(update={"objective": name}) for attack in GRADIENT for name in OBJECTIVES] + [*PLAIN[4:], ApgdReference(loss="dlr", steps=8)]
+ALL = [
+    attack.model_copy(update={"objective": name}) for attack in GRADIENT for name in OBJECTIVES
+] + [*PLAIN[4:], ApgdReference(loss="dlr", steps=8)]
 
 
 def named(attack) -> str:
-    return "-".join(str(value) for value in attack.model_dump(exclude_defaults=True).values()) or attack.kind
+    return (
+        "-".join(str(value) for value in attack.model_dump(exclude_defaults=True).values())
+        or attack.kind
+    )
 
 
 def case(images: int = 5, seed: int = 0, side: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(images, 1, side, side, generator=generator), torch.randint(0, 2, (images,), generator=generator)
+    return torch.rand(images, 1, side, side, generator=generator), torch.randint(
+        0, 2, (images,), generator=generator
+    )
 
 
-def run(attack, model, images, labels, epsilon, seed=0):
-    return attack(model, images, labels, epsilon, generators(seed, range(len(images))))
+def run(attack, model, images, labels, epsilon, seed=0, task=CLASSES):
+    return attack(model, task, images, labels, epsilon, generators(seed, range(len(images))))
 
 
-@pytest.mark.parametrize("attack", [*GRADIENT, Pgd(), Apgd(), ApgdReference(steps=8)], ids=lambda attack: f"{attack.kind}{named(attack)}")
+@pytest.mark.parametrize(
+    "attack",
+    [*GRADIENT, Pgd(), Apgd(), ApgdReference(steps=8)],
+    ids=lambda attack: f"{attack.kind}{named(attack)}",
+)
 def test_reaches_the_optimum_of_a_linear_model(attack):
-    # The loss of class 1 falls in w·x, that of class 0 grows: the best image in the box is x ∓ ε·sign(w), clamped to [0, 1].
+    # The loss of class 1 falls in w·x, that of class 0 grows: the best image in the box is x ∓
+    # ε·sign(w), clamped to [0, 1].
     weight = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 0.25, -0.5, 2.0, -4.0])
     images, labels = case(8, side=3)
     direction = torch.where(labels == 1, -1.0, 1.0)[:, None] * weight.sign()
@@ -45,13 +57,16 @@ def test_reaches_the_optimum_of_a_linear_model(attack):
 
 
 def test_square_reaches_the_optimum_of_a_linear_model():
-    # The package never moves a square to the last row or column, so these have weight 0 here. Where even the best image is
-    # classified right, square goes on to it; where not, it stops at the first image that is misclassified.
+    # The package never moves a square to the last row or column, so these have weight 0 here. Where
+    # even the best image is classified right, square goes on to it; where not, it stops at the
+    # first image that is misclassified.
     weight = torch.tensor([1.0, -2.0, 0.0, 3.0, -1.0, 0.0, 0.0, 0.0, 0.0])
     images, labels = case(32, side=3)
     sign = torch.where(labels == 1, 1.0, -1.0)[:, None]
     best = (images.flatten(1) - 0.2 * sign * weight.sign()).clamp(0, 1) @ weight + 0.3
-    found = run(Square(queries=500), Linear(weight, 0.3), images, labels, 0.2).flatten(1) @ weight + 0.3
+    found = (
+        run(Square(queries=500), Linear(weight, 0.3), images, labels, 0.2).flatten(1) @ weight + 0.3
+    )
     stands, clean = best * sign[:, 0] > 0, (images.flatten(1) @ weight + 0.3) * sign[:, 0] > 0
     assert stands.any() and (clean & ~stands).any()
     assert torch.allclose(found[stands], best[stands], atol=1e-5)
@@ -75,18 +90,24 @@ def test_stays_in_the_ball_and_in_the_pixel_range(attack, epsilon, seed):
 def test_epsilon_zero_changes_no_bit(attack):
     images, labels = case()
     found = run(attack, Smooth(), images, labels, 0.0)
-    assert torch.equal(found.view(torch.int32), images.view(torch.int32)) and found.data_ptr() != images.data_ptr()
+    assert (
+        torch.equal(found.view(torch.int32), images.view(torch.int32))
+        and found.data_ptr() != images.data_ptr()
+    )
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_pgd_of_one_step_is_fgsm(objective):
     images, labels = case()
     one, fgsm = Pgd(steps=1, objective=objective), Fgsm(objective=objective)
-    assert torch.equal(run(one, Smooth(), images, labels, 0.07), run(fgsm, Smooth(), images, labels, 0.07))
+    assert torch.equal(
+        run(one, Smooth(), images, labels, 0.07), run(fgsm, Smooth(), images, labels, 0.07)
+    )
 
 
 def test_pgd_takes_its_gradient_at_the_current_iterate():
-    # With all gradients at the clean image, forty steps of ε/40 would add up to the single step of FGSM.
+    # With all gradients at the clean image, forty steps of ε/40 would add up to the single step of
+    # FGSM.
     images, labels = case(16)
     model = Curved(16)
     many, one = (run(attack, model, images, labels, 0.2) for attack in (Pgd(steps=10), Fgsm()))
@@ -97,7 +118,11 @@ def test_pgd_in_its_paper_form_follows_the_formula():
     images, labels = case(2)
     model, current = Curved(16), images
     for _ in range(3):
-        current = (current + 0.1 / 3 * image_gradient(model, current, labels).sign()).clamp(images - 0.1, images + 0.1).clamp(0, 1)
+        current = (
+            (current + 0.1 / 3 * image_gradient(model, CLASSES, current, labels).sign())
+            .clamp(images - 0.1, images + 0.1)
+            .clamp(0, 1)
+        )
     assert torch.equal(run(Pgd(steps=3), model, images, labels, 0.1), current)
 
 
@@ -114,27 +139,56 @@ def test_an_image_is_attacked_alike_in_any_batch_and_order(attack):
     model = Smooth()
     whole = run(attack, model, images, labels, 0.1)
     order, drawn = [4, 2, 0, 5, 1, 3], generators(0, [4, 2, 0, 5, 1, 3])
-    parts = [attack(model, images[order[i : i + 4]], labels[order[i : i + 4]], 0.1, drawn[i : i + 4]) for i in (0, 4)]
+    parts = [
+        attack(
+            model,
+            CLASSES,
+            images[order[i : i + 4]],
+            labels[order[i : i + 4]],
+            0.1,
+            drawn[i : i + 4],
+        )
+        for i in (0, 4)
+    ]
     assert torch.allclose(whole[order], torch.cat(parts), atol=1e-6)
 
 
-@pytest.mark.parametrize("attack", [Pgd(steps=1, form="strong"), Apgd(steps=2), ApgdReference(steps=2), Square(queries=2)], ids=named)
+@pytest.mark.parametrize(
+    "attack",
+    [Pgd(steps=1, form="strong"), Apgd(steps=2), ApgdReference(steps=2), Square(queries=2)],
+    ids=named,
+)
 def test_a_random_start_is_drawn_by_the_generator(attack):
     images, labels = case(6)
     model = Curved(16)
     whole = run(attack, model, images, labels, 0.1)
-    assert torch.equal(whole, run(attack, model, images, labels, 0.1)) and not torch.equal(whole, run(attack, model, images, labels, 0.1, seed=1))
+    assert torch.equal(whole, run(attack, model, images, labels, 0.1)) and not torch.equal(
+        whole, run(attack, model, images, labels, 0.1, seed=1)
+    )
     one = torch.Generator().manual_seed(0)
-    in_turn = torch.cat([attack(model, x, y, 0.1, one) for x, y in zip(images.split(4), labels.split(4), strict=True)])
-    assert torch.allclose(in_turn, attack(model, images, labels, 0.1, torch.Generator().manual_seed(0)), atol=1e-6)
+    in_turn = torch.cat(
+        [
+            attack(model, CLASSES, x, y, 0.1, one)
+            for x, y in zip(images.split(4), labels.split(4), strict=True)
+        ]
+    )
+    assert torch.allclose(
+        in_turn,
+        attack(model, CLASSES, images, labels, 0.1, torch.Generator().manual_seed(0)),
+        atol=1e-6,
+    )
     with pytest.raises(ValueError, match="generator"):
-        attack(model, images, labels, 0.1)
+        attack(model, CLASSES, images, labels, 0.1)
     with pytest.raises(ValueError, match="2 generators for 6 images"):
-        attack(model, images, labels, 0.1, generators(0, range(2)))
+        attack(model, CLASSES, images, labels, 0.1, generators(0, range(2)))
 
 
 def test_every_image_and_seed_has_its_own_numbers():
-    drawn = [torch.rand(1, generator=each).item() for seed in (0, 1) for each in generators(seed, range(50))]
+    drawn = [
+        torch.rand(1, generator=each).item()
+        for seed in (0, 1)
+        for each in generators(seed, range(50))
+    ]
     assert len(set(drawn)) == 100
 
 
@@ -155,7 +209,7 @@ def test_leaves_the_model_and_the_images_alone(attack):
 
 def test_parameters_are_thawed_after_an_error():
     model = Linear(torch.full((9,), float("nan")))
-    with pytest.raises(StageError, match="not finite"):
+    with pytest.raises(UserError, match="not finite"):
         run(Fgsm(), model, *case(side=3), 0.1)
     assert model.weight.requires_grad
 
@@ -173,7 +227,9 @@ def test_no_gradient_of_a_parameter_is_computed():
 
     for attack in PLAIN:
         run(attack, Spy(), *case(side=8), 0.1)
-    assert seen and not any(seen) and all(parameter.requires_grad for parameter in model.parameters())
+    assert (
+        seen and not any(seen) and all(parameter.requires_grad for parameter in model.parameters())
+    )
     with frozen_parameters(model):
         assert not any(parameter.requires_grad for parameter in model.parameters())
 
@@ -187,46 +243,80 @@ def test_a_vit_with_experts_is_attacked_as_its_weights_were_never_frozen(attack,
     if attack.kind == "pgd":
         from contextlib import nullcontext
 
-        monkeypatch.setattr("moecore.attacks.gradient.frozen_parameters", lambda model: nullcontext())
+        monkeypatch.setattr(
+            "moecore.attacks.gradient.frozen_parameters", lambda model: nullcontext()
+        )
         assert torch.equal(found, run(attack, model, images, labels, 0.05))
 
 
 def test_the_gradient_of_an_image_does_not_depend_on_its_batch():
     images, labels = case(6)
     model = Curved(16)
-    whole = image_gradient(model, images, labels)
-    alone = torch.cat([image_gradient(model, x, y) for x, y in zip(images.split(1), labels.split(1), strict=True)])
+    whole = image_gradient(model, CLASSES, images, labels)
+    alone = torch.cat(
+        [
+            image_gradient(model, CLASSES, x, y)
+            for x, y in zip(images.split(1), labels.split(1), strict=True)
+        ]
+    )
     assert torch.allclose(whole, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_the_gradient_is_fp32_under_autocast():
     images, labels = case(side=3)
     with torch.autocast("cpu", torch.bfloat16):
-        found = image_gradient(Linear(torch.randn(9)), images, labels)
+        found = image_gradient(Linear(torch.randn(9)), CLASSES, images, labels)
     assert found.dtype == torch.float32
 
 
 def test_refuses_what_makes_no_sense():
     images, labels = case(side=3)
     for attack in PLAIN:
-        for bad, epsilon in ((images * 255, 0.1), (images.to(torch.uint8), 0.1), (images, -0.1), (images, float("nan"))):
+        for bad, epsilon in (
+            (images * 255, 0.1),
+            (images.to(torch.uint8), 0.1),
+            (images, -0.1),
+            (images, float("nan")),
+        ):
             with pytest.raises(ValueError, match="attack"):
                 run(attack, Linear(torch.ones(9)), bad, labels, epsilon)
-    for attack in (Fgsm(objective="dlr"), Pgd(objective="dlr"), Apgd(objective="dlr"), ApgdReference(loss="dlr")):
-        with pytest.raises(StageError, match="at least 3 classes, and the model has 2"):
+    for attack in (
+        Fgsm(objective="dlr"),
+        Pgd(objective="dlr"),
+        Apgd(objective="dlr"),
+        ApgdReference(loss="dlr"),
+    ):
+        with pytest.raises(UserError, match="at least 3 classes, and the model has 2"):
             run(attack, Linear(torch.ones(9)), images, labels, 0.1)
     several = torch.ones(5, 2, dtype=torch.uint8)
     for attack in (ApgdReference(), Square()):
-        with pytest.raises(StageError, match="one label per image"):
-            run(attack, Linear(torch.ones(9)), images, several, 0.1)
+        with pytest.raises(UserError, match="one label per image"):
+            run(attack, Linear(torch.ones(9)), images, several, 0.1, task=SETS)
 
 
 def test_the_union_picks_by_kind_and_refuses_the_rest():
     union = TypeAdapter(Attack)
-    assert union.validate_python({"kind": "pgd", "steps": 10, "form": "strong"}) == Pgd(steps=10, form="strong")
-    assert union.validate_python({"kind": "apgd", "objective": "dlr"}) == Apgd(steps=100, objective="dlr")
-    assert union.validate_python({"kind": "square"}).queries == 5000 and Pgd().steps == 40 and ApgdReference().steps == 100
-    bad = [{"kind": "apgd_"}, {"kind": "fgsm", "steps": 3}, {"kind": "pgd", "steps": 0}, {"kind": "square", "objective": "dlr"}]
-    for settings_ in [*bad, {"kind": "apgd_reference", "loss": "balance"}, {"kind": "pgd", "objective": "hinge"}]:
+    assert union.validate_python({"kind": "pgd", "steps": 10, "form": "strong"}) == Pgd(
+        steps=10, form="strong"
+    )
+    assert union.validate_python({"kind": "apgd", "objective": "dlr"}) == Apgd(
+        steps=100, objective="dlr"
+    )
+    assert (
+        union.validate_python({"kind": "square"}).queries == 5000
+        and Pgd().steps == 40
+        and ApgdReference().steps == 100
+    )
+    bad = [
+        {"kind": "apgd_"},
+        {"kind": "fgsm", "steps": 3},
+        {"kind": "pgd", "steps": 0},
+        {"kind": "square", "objective": "dlr"},
+    ]
+    for settings_ in [
+        *bad,
+        {"kind": "apgd_reference", "loss": "balance"},
+        {"kind": "pgd", "objective": "hinge"},
+    ]:
         with pytest.raises(ValidationError):
             union.validate_python(settings_)

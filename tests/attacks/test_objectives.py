@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import slope
-from moecore.attacks.objectives import balance, cross_entropy, dlr, routing_change, score
+from moecore.attacks.objectives import balance, dlr, goal_of, routing_change
 from moecore.attacks.pgd import Pgd
-from moecore.evaluation.routing import change_of_choice
-from moecore.files import StageError
-from moecore.records import ModelOutput, RoutingRecord
-from moecore.spread import squared_cv
-from tests.attacks.models import Linear, Smooth, vit
+from moecore.core.files import UserError
+from moecore.core.records import ModelOutput, RoutingRecord
+from moecore.measure.routing_metrics.expert_use import change_of_choice
+from moecore.statistics.variation import squared_cv
+from tests.attacks.models import CLASSES, SETS, Linear, Smooth, vit
 from tests.attacks.test_attacks import case, run
 
 
@@ -28,40 +28,23 @@ def test_squared_cv_by_hand():
     assert squared_cv(torch.tensor([5.0, 0.0, 0.0, 0.0])) == pytest.approx(3)  # collapse: E − 1
 
 
-def test_cross_entropy_of_classes_by_hand():
-    found = cross_entropy(torch.tensor([[0.0, 0.0], [0.0, math.log(3)]]), torch.tensor([0, 1]))
-    assert found.tolist() == pytest.approx([math.log(2), math.log(4 / 3)])
-
-
-def test_cross_entropy_of_several_labels_is_summed_over_classes():
-    # σ(0) = 1/2 and σ(ln 3) = 3/4. Labels {0, 2} of logits (0, ln 3, ln 3): ln 2 + ln 4 + ln 4/3; a mean would be a third of it.
-    logits = torch.tensor([[0.0, math.log(3), math.log(3)]])
-    found = cross_entropy(logits, torch.tensor([[1, 0, 1]], dtype=torch.uint8))
-    assert found.tolist() == pytest.approx([math.log(2) + math.log(4) + math.log(4 / 3)])
-
-
-def test_floating_labels_are_shares_of_mixed_images():
-    logits = torch.tensor([[0.0, math.log(3)]])
-    assert cross_entropy(logits, torch.tensor([[0.25, 0.75]])).tolist() == pytest.approx([0.25 * math.log(4) + 0.75 * math.log(4 / 3)])
-
-
-def test_labels_of_another_form_are_refused():
-    for labels in (torch.rand(2), torch.ones(2, 3, dtype=torch.uint8), torch.ones(1, 2)):
-        with pytest.raises(ValueError, match="labels are"):
-            cross_entropy(torch.zeros(2, 2), labels)
-
-
 @pytest.mark.parametrize("several", [torch.tensor([[1, 0], [1, 1]], dtype=torch.uint8)])
 def test_an_attack_on_several_labels_reaches_the_optimum(several):
-    # Logits (0, w·x): the loss of class 1 falls in w·x where it is a label and grows where not, as with one label.
+    # Logits (0, w·x): the loss of class 1 falls in w·x where it is a label and grows where not, as
+    # with one label.
     weight = torch.tensor([1.0, -2.0, 0.5, 3.0])
     images = torch.full((2, 1, 2, 2), 0.5)
     expected = 0.5 + 0.1 * torch.tensor([1.0, -1.0])[:, None] * weight.sign()
-    assert torch.allclose(run(Pgd(steps=5), Linear(weight), images, several, 0.1).flatten(1), expected, atol=1e-6)
+    assert torch.allclose(
+        run(Pgd(steps=5), Linear(weight), images, several, 0.1, task=SETS).flatten(1),
+        expected,
+        atol=1e-6,
+    )
 
 
 def test_dlr_by_hand():
-    # Right class on top: −(4 − 2) / (4 − 1). Wrong: −(2 − 4) / (4 − 1). The third largest of four counts, not the last.
+    # Right class on top: −(4 − 2) / (4 − 1). Wrong: −(2 − 4) / (4 − 1). The third largest of four
+    # counts, not the last.
     logits = torch.tensor([[4.0, 2.0, 1.0, -9.0]] * 2)
     assert dlr(logits, torch.tensor([0, 1])).tolist() == pytest.approx([-2 / 3, 2 / 3])
 
@@ -77,15 +60,19 @@ def test_dlr_does_not_change_under_shift_and_scale(seed, shift, scale):
 
 
 def test_dlr_refuses_two_classes_and_several_labels():
-    with pytest.raises(StageError, match="at least 3 classes, and the model has 2"):
+    with pytest.raises(UserError, match="at least 3 classes, and the model has 2"):
         dlr(torch.zeros(1, 2), torch.tensor([0]))
-    with pytest.raises(StageError, match="one label per image"):
-        dlr(torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.uint8))
+    labels = torch.ones(1, 3, dtype=torch.uint8)
+    with pytest.raises(UserError, match="one label per image, and these images have several"):
+        goal_of("dlr", 0.0, Smooth(), SETS, torch.zeros(1, 1, 4, 4), labels)
 
 
 def test_balance_by_hand():
-    # Importance: (2, 0)·… probs sum to (1.5, 0.5): mean 1, variance 1/4. Load sums to (2, 0): mean 1, variance 1. Two layers add up.
-    layer = record(torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]]))
+    # Importance: (2, 0)·… probs sum to (1.5, 0.5): mean 1, variance 1/4. Load sums to (2, 0): mean
+    # 1, variance 1. Two layers add up.
+    layer = record(
+        torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
+    )
     assert float(balance((layer,))) == pytest.approx(1.25)
     assert float(balance((layer, layer))) == pytest.approx(2.5)
     assert balance(()) == 0
@@ -97,12 +84,17 @@ def test_the_balance_losses_count_as_often_as_there_are_images(images):
     model = Smooth()
     leaf = pixels.clone().requires_grad_()
     output = model(leaf)
-    paper = torch.nn.functional.cross_entropy(output.prediction, labels) + 0.3 * balance(output.routing)  # a mean, as training has it
+    # a mean, as training has it
+    paper = torch.nn.functional.cross_entropy(output.prediction, labels) + 0.3 * balance(
+        output.routing
+    )
     (expected,) = torch.autograd.grad(paper, leaf)
-    values, gradient = slope(model, score("balance", 0.3, model, pixels, labels))(pixels)
+    values, gradient = slope(model, goal_of("balance", 0.3, model, CLASSES, pixels, labels))(pixels)
     assert torch.allclose(gradient, images * expected, rtol=1e-4, atol=1e-6)
     assert float(values.mean()) == pytest.approx(float(paper.detach()), rel=1e-5)
-    (plain,) = torch.autograd.grad(torch.nn.functional.cross_entropy(model(leaf).prediction, labels), leaf)
+    (plain,) = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(model(leaf).prediction, labels), leaf
+    )
     assert not torch.allclose(gradient, images * plain, rtol=1e-2)
 
 
@@ -110,32 +102,50 @@ def test_balance_attacks_groups_of_its_own_size():
     images, labels = case(7)
     model, attack = Smooth(), Fgsm(objective="balance", weight=50, group=3)
     whole = run(attack, model, images, labels, 0.1)
-    parts = torch.cat([run(attack, model, x, y, 0.1) for x, y in zip(images.split(3), labels.split(3), strict=True)])
+    parts = torch.cat(
+        [
+            run(attack, model, x, y, 0.1)
+            for x, y in zip(images.split(3), labels.split(3), strict=True)
+        ]
+    )
     assert torch.equal(whole, parts) and attack.together == 3 and Fgsm(group=3).together is None
-    assert not torch.equal(whole, run(attack.model_copy(update={"group": 7}), model, images, labels, 0.1)), "images of a group are coupled"
+    assert not torch.equal(
+        whole, run(attack.model_copy(update={"group": 7}), model, images, labels, 0.1)
+    ), "images of a group are coupled"
 
 
 def test_balance_makes_the_load_less_equal_than_cross_entropy_alone():
     images, labels = case(20)
     model = Smooth()
-    plain, both = (run(attack, model, images, labels, 0.2) for attack in (Pgd(steps=10), Pgd(steps=10, objective="balance", weight=5)))
+    plain, both = (
+        run(attack, model, images, labels, 0.2)
+        for attack in (Pgd(steps=10), Pgd(steps=10, objective="balance", weight=5))
+    )
     assert balance(model(both).routing) > balance(model(plain).routing) + 0.01
 
 
 def test_balance_of_a_dense_model_is_plain_cross_entropy():
     images, labels = case(5, side=8)
     model = vit(None)
-    assert torch.equal(run(Pgd(steps=3, objective="balance"), model, images, labels, 0.1), run(Pgd(steps=3), model, images, labels, 0.1))
+    assert torch.equal(
+        run(Pgd(steps=3, objective="balance"), model, images, labels, 0.1),
+        run(Pgd(steps=3), model, images, labels, 0.1),
+    )
 
 
 def test_routing_change_by_hand():
-    # Image 0: token 0 chose experts 0 and 1 with probs 1/2, 1/4: (ln 2 + ln 4)/2; token 1 chose none: 0. Mean over tokens: half of it.
-    probs = torch.tensor([[[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]], [[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]]])
+    # Image 0: token 0 chose experts 0 and 1 with probs 1/2, 1/4: (ln 2 + ln 4)/2; token 1 chose
+    # none: 0. Mean over tokens: half of it.
+    probs = torch.tensor(
+        [[[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]], [[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]]]
+    )
     chosen = torch.tensor([[[1, 1, 0], [0, 0, 0]], [[1, 0, 0], [0, 0, 1]]]).bool()
     output = ModelOutput(torch.zeros(2, 3), (record(probs),))
     expected = torch.tensor([(math.log(2) + math.log(4)) / 4, (math.log(2) + math.log(4)) / 2])
     assert torch.allclose(routing_change(output, [chosen]), expected)
-    assert torch.allclose(routing_change(output._replace(routing=output.routing * 2), [chosen, chosen]), 2 * expected)
+    assert torch.allclose(
+        routing_change(output._replace(routing=output.routing * 2), [chosen, chosen]), 2 * expected
+    )
     assert routing_change(output._replace(routing=()), []).tolist() == [0, 0]
 
 
@@ -143,7 +153,10 @@ def test_routing_change_moves_the_routing_further_than_cross_entropy():
     images, labels = case(32)
     model = Smooth()
     before = model(images).routing
-    attacked = (run(attack, model, images, labels, 0.05) for attack in (Pgd(), Pgd(objective="routing_change")))
+    attacked = (
+        run(attack, model, images, labels, 0.05)
+        for attack in (Pgd(), Pgd(objective="routing_change"))
+    )
     plain, aimed = (change_of_choice(before, model(found).routing)[0] for found in attacked)
     assert aimed > plain + 0.05
 
@@ -160,4 +173,6 @@ def test_the_clean_routing_is_computed_once(monkeypatch):
 @pytest.mark.parametrize("router", [{"kind": "hash", "k": 1}, None])
 def test_routing_without_a_gradient_leaves_the_images(router):
     images, labels = case(3, side=8)
-    assert torch.equal(run(Pgd(steps=2, objective="routing_change"), vit(router), images, labels, 0.1), images)
+    assert torch.equal(
+        run(Pgd(steps=2, objective="routing_change"), vit(router), images, labels, 0.1), images
+    )

@@ -1,6 +1,6 @@
-"""Attacks on models that answer with a real number: the absolute error grows; volumes; the background that stays 0."""
-
-import math
+"""Attacks on models that answer with a real number: the absolute error grows; volumes; the
+background that stays 0.
+"""
 
 import pytest
 import torch
@@ -10,12 +10,17 @@ from moecore.attacks.apgd import Apgd
 from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import image_gradient
-from moecore.attacks.objectives import absolute_error, score, task
+from moecore.attacks.objectives import goal_of
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.square import Square
-from moecore.files import StageError
-from moecore.records import ModelOutput, real
-from tests.attacks.test_attacks import run
+from moecore.core.files import UserError
+from moecore.core.records import ModelOutput
+from tests.attacks.models import YEARS
+from tests.attacks.test_attacks import run as attacked
+
+
+def run(attack, model, volumes, labels, epsilon):
+    return attacked(attack, model, volumes, labels, epsilon, task=YEARS)
 
 
 class Regressor(nn.Module):
@@ -41,30 +46,23 @@ VOLUMES = torch.full((2, 1, 2, 2, 2), 0.5)
 LABELS = torch.tensor([-10.0, 10.0])  # ŷ is −0.625: too high for the first, too low for the second
 
 
-def test_absolute_error_by_hand():
-    found = absolute_error(torch.tensor([[40.0], [71.5], [60.0]]), torch.tensor([45.0, 70.0, 60.0]))
-    assert found.tolist() == [5, 1.5, 0]
-
-
-@pytest.mark.parametrize("prediction", [torch.zeros(3), torch.zeros(3, 2), torch.zeros(1, 3), torch.zeros(2, 1)])
-def test_predictions_of_another_shape_are_refused(prediction):
-    with pytest.raises(ValueError, match=r"one number an image, \(3, 1\)"):
-        absolute_error(prediction, torch.zeros(3))
-
-
-def test_labels_decide_the_task():
-    logits = torch.tensor([[0.0, math.log(3)]])
-    assert task(logits, torch.tensor([1])).tolist() == pytest.approx([math.log(4 / 3)])
-    assert task(logits, torch.tensor([[1, 0]], dtype=torch.uint8)).tolist() == pytest.approx([math.log(2) + math.log(4)])
-    assert task(torch.tensor([[3.0]]), torch.tensor([1.0])).tolist() == [2]
-    assert real(torch.zeros(2)) and not real(torch.zeros(2, 3)) and not real(torch.zeros(2, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("attack", [Fgsm(), Pgd(steps=5), Pgd(steps=5, form="strong"), Apgd(steps=10), Pgd(steps=5, objective="balance")])
+@pytest.mark.parametrize(
+    "attack",
+    [
+        Fgsm(),
+        Pgd(steps=5),
+        Pgd(steps=5, form="strong"),
+        Apgd(steps=10),
+        Pgd(steps=5, objective="balance"),
+    ],
+)
 def test_an_attack_on_volumes_reaches_the_optimum(attack):
-    # ŷ is a line in the voxels: the error of the first grows with w, that of the second against it, each voxel by ε.
+    # ŷ is a line in the voxels: the error of the first grows with w, that of the second against it,
+    # each voxel by ε.
     expected = 0.5 + 0.1 * torch.tensor([1.0, -1.0])[:, None] * WEIGHT.sign()
-    assert torch.allclose(run(attack, Regressor(WEIGHT), VOLUMES, LABELS, 0.1).flatten(1), expected, atol=1e-6)
+    assert torch.allclose(
+        run(attack, Regressor(WEIGHT), VOLUMES, LABELS, 0.1).flatten(1), expected, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("attack", [Fgsm(), Pgd(steps=4, form="strong"), Apgd(steps=4)])
@@ -77,18 +75,29 @@ def test_epsilon_0_and_the_bounds_of_pixels(attack):
 
 
 def test_the_gradient_is_the_error_s():
-    found = image_gradient(Regressor(WEIGHT), VOLUMES, LABELS).flatten(1)
+    found = image_gradient(Regressor(WEIGHT), YEARS, VOLUMES, LABELS).flatten(1)
     assert torch.allclose(found, torch.stack([WEIGHT, -WEIGHT]))
 
 
 def test_small_steps_reach_more_than_one_large_one():
-    # sin(9x) from x = 0.4 (ŷ = −0.44), label 0: the error is largest (1) at 9x = 3π/2, x = 0.524; one step of 0.3 goes to 0.7, |sin 6.3| = 0.02.
+    # sin(9x) from x = 0.4 (ŷ = −0.44), label 0: the error is largest (1) at 9x = 3π/2, x = 0.524;
+    # one step of 0.3 goes to 0.7, |sin 6.3| = 0.02.
     volumes, labels = torch.full((1, 1, 2, 2, 2), 0.4), torch.zeros(1)
-    once, often, best = (absolute_error(Wave()(run(a, Wave(), volumes, labels, 0.3)).prediction, labels) for a in (Fgsm(), Pgd(steps=40), Apgd(steps=40)))
-    assert float(once) == pytest.approx(0.0168, abs=1e-3) and float(best) == pytest.approx(1, abs=1e-3) and float(often) > 0.9
+    once, often, best = (
+        YEARS.attack_loss(Wave()(run(a, Wave(), volumes, labels, 0.3)).prediction, labels)
+        for a in (Fgsm(), Pgd(steps=40), Apgd(steps=40))
+    )
+    assert (
+        float(once) == pytest.approx(0.0168, abs=1e-3)
+        and float(best) == pytest.approx(1, abs=1e-3)
+        and float(often) > 0.9
+    )
 
 
-@pytest.mark.parametrize("attack", [Fgsm(inside=True), Pgd(steps=5, form="strong", inside=True), Apgd(steps=10, inside=True)])
+@pytest.mark.parametrize(
+    "attack",
+    [Fgsm(inside=True), Pgd(steps=5, form="strong", inside=True), Apgd(steps=10, inside=True)],
+)
 def test_inside_leaves_the_background(attack):
     volumes = VOLUMES.clone()
     volumes[0, 0, 0], volumes[1, 0, :, 1] = 0, 0
@@ -103,9 +112,13 @@ def test_the_model_never_sees_a_changed_background():
     volumes, seen = VOLUMES.clone(), []
     volumes[:, :, 0] = 0
     model = Regressor(WEIGHT)
-    model.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].detach().clone()))
+    model.register_forward_hook(
+        lambda module, inputs, output: seen.append(inputs[0].detach().clone())
+    )
     run(Pgd(steps=3, form="strong", inside=True), model, volumes, LABELS, 0.2)
-    assert len(seen) == 3 and all((images[:, :, 0] == 0).all() and not torch.equal(images, volumes) for images in seen)
+    assert len(seen) == 3 and all(
+        (images[:, :, 0] == 0).all() and not torch.equal(images, volumes) for images in seen
+    )
 
 
 def test_without_inside_the_background_is_attacked():
@@ -116,11 +129,16 @@ def test_without_inside_the_background_is_attacked():
 
 @pytest.mark.parametrize("objective", ["dlr", "cross_entropy"])
 def test_objectives_of_classes_refuse_real_labels(objective):
-    with pytest.raises(StageError, match=f"objective {objective} needs classes, and these labels are real numbers; choose task"):
-        score(objective, 0.0, Regressor(WEIGHT), VOLUMES, LABELS)
+    with pytest.raises(
+        UserError,
+        match=f"objective {objective} needs classes, and these labels are real numbers; choose",
+    ):
+        goal_of(objective, 0.0, Regressor(WEIGHT), YEARS, VOLUMES, LABELS)
 
 
 @pytest.mark.parametrize("attack", [ApgdReference(steps=2), Square(queries=2)])
 def test_the_reference_package_refuses_real_labels(attack):
-    with pytest.raises(StageError, match=f"{attack.kind} needs classes, and these labels are real numbers"):
+    with pytest.raises(
+        UserError, match=f"{attack.kind} needs classes, and these labels are real numbers"
+    ):
         run(attack, Regressor(WEIGHT), VOLUMES, LABELS, 0.1)

@@ -10,20 +10,32 @@ from PIL import Image
 
 def idx_bytes(array: np.ndarray) -> bytes:
     """A uint8 array as the content of an IDX file."""
-    return bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">u4").tobytes() + array.astype(np.uint8).tobytes()
+    return (
+        bytes((0, 0, 8, array.ndim))
+        + np.array(array.shape, ">u4").tobytes()
+        + array.astype(np.uint8).tobytes()
+    )
 
 
-def fashion_folder(folder: Path, train: int = 200, test: int = 60, packed: bool = True) -> dict[str, str]:
+def fashion_folder(
+    folder: Path, train: int = 200, test: int = 60, packed: bool = True
+) -> dict[str, str]:
     """The four files of a tiny Fashion-MNIST; returns {name: sha256 of the content}."""
     random = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     hashes = {}
     for part, number in (("train", train), ("t10k", test)):
-        arrays = {"images-idx3": random.integers(0, 256, (number, 28, 28)), "labels-idx1": np.arange(number) % 10}
+        arrays = {
+            "images-idx3": random.integers(0, 256, (number, 28, 28)),
+            "labels-idx1": np.arange(number) % 10,
+        }
         for what, array in arrays.items():
-            name, content = f"{part}-{what}-ubyte", idx_bytes(array)
+            name = f"{part}-{what}-ubyte"
+            content = idx_bytes(array)
             hashes[name] = hashlib.sha256(content).hexdigest()
-            (folder / (name + ".gz" * packed)).write_bytes(gzip.compress(content) if packed else content)
+            (folder / (name + ".gz" * packed)).write_bytes(
+                gzip.compress(content) if packed else content
+            )
     return hashes
 
 
@@ -33,7 +45,13 @@ def cifar_content(labels: np.ndarray, seed: int = 0) -> bytes:
     return np.concatenate([labels.astype(np.uint8), pixels], 1).tobytes()
 
 
-def image_classes(folder: Path, classes: dict[str, int], size: tuple[int, int] = (20, 14), mode: str = "RGB", suffix: str = ".png") -> None:
+def image_classes(
+    folder: Path,
+    classes: dict[str, int],
+    size: tuple[int, int] = (20, 14),
+    mode: str = "RGB",
+    suffix: str = ".png",
+) -> None:
     """Class folders of random images, ``size`` = (width, height)."""
     random = np.random.default_rng(len(str(folder.name)))
     for name, number in classes.items():

@@ -6,24 +6,40 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.data.loader import OnDevice, OnDisk, batch_indices, epoch_order, few_shot, generator_for, steps_per_epoch, to_device
+from moecore.core.files import UserError
+from moecore.data.loader import (
+    OnDevice,
+    OnDisk,
+    batch_indices,
+    epoch_order,
+    few_shot,
+    generator_for,
+    steps_per_epoch,
+    to_device,
+)
 from moecore.data.prepared import Split
-from moecore.files import StageError
+from moecore.tasks.classification import Classification
+
+TWO = Classification(classes=("a", "b"))
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**32), st.integers(0, 5))
 def test_an_epoch_sees_each_image_at_most_once(n, batch, seed, epoch):
     if n < batch:
-        with pytest.raises(StageError, match=f"batch is {batch}, but there are only {n}"):
+        with pytest.raises(UserError, match=f"batch is {batch}, but there are only {n}"):
             batch_indices(n, batch, seed, 0)
         return
     steps = steps_per_epoch(n, batch)
     seen = torch.cat([batch_indices(n, batch, seed, epoch * steps + i) for i in range(steps)])
-    assert torch.equal(seen, epoch_order(n, seed, epoch)[: steps * batch]) and len(seen.unique()) == steps * batch
+    assert (
+        torch.equal(seen, epoch_order(n, seed, epoch)[: steps * batch])
+        and len(seen.unique()) == steps * batch
+    )
 
 
 def test_orders_are_permutations_that_differ_and_cannot_be_spoilt():
-    first, other = epoch_order(100, 0, 0), epoch_order(100, 0, 1)
+    first = epoch_order(100, 0, 0)
+    other = epoch_order(100, 0, 1)
     assert torch.equal(first.sort().values, torch.arange(100)) and not torch.equal(first, other)
     assert not torch.equal(first, epoch_order(100, 1, 0))
     batch_indices(100, 10, 0, 0).zero_()
@@ -33,28 +49,39 @@ def test_orders_are_permutations_that_differ_and_cannot_be_spoilt():
 
 def test_global_random_state_is_untouched():
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    epoch_order(10, 3, 4), few_shot(np.arange(10) % 2, 2, 0), generator_for(1, 2)
-    assert torch.equal(torch.get_rng_state(), before[0]) and np.array_equal(np.random.get_state()[1], before[1])
+    epoch_order(10, 3, 4), few_shot(TWO, np.arange(10) % 2, 2, 0), generator_for(1, 2)
+    assert torch.equal(torch.get_rng_state(), before[0]) and np.array_equal(
+        np.random.get_state()[1], before[1]
+    )
 
 
 def test_on_device_and_on_disk_agree(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (20, 1, 3, 3), np.uint8)
     np.save(tmp_path / "images.npy", images)
     split = Split(np.load(tmp_path / "images.npy", mmap_mode="r"), np.arange(20))
-    held, mapped = to_device(split, "cpu", 20 * 9), to_device(split, "cpu", 20 * 9 - 1)
+    held = to_device(split, "cpu", 20 * 9)
+    mapped = to_device(split, "cpu", 20 * 9 - 1)
     assert isinstance(held, OnDevice) and isinstance(mapped, OnDisk)
     indices = torch.tensor([7, 0, 7])
-    for (seen, labels) in (held.take(indices), mapped.take(indices)):
-        assert np.array_equal(seen.numpy(), images[[7, 0, 7]]) and labels.tolist() == [7, 0, 7] and seen.dtype == torch.uint8
+    for seen, labels in (held.take(indices), mapped.take(indices)):
+        assert (
+            np.array_equal(seen.numpy(), images[[7, 0, 7]])
+            and labels.tolist() == [7, 0, 7]
+            and seen.dtype == torch.uint8
+        )
 
 
 def test_few_shot():
     labels = np.array([0] * 10 + [1] * 4)
-    chosen = few_shot(labels, 3, 0)
-    assert torch.equal(chosen, few_shot(torch.from_numpy(labels), 3, 0)) and np.bincount(labels[chosen]).tolist() == [3, 3]
-    assert not torch.equal(chosen, few_shot(labels, 3, 1)) and len(chosen.unique()) == 6
-    with pytest.raises(StageError, match="5 images per class asked for, but class 1 has 4; allowed: 1 to 4"):
-        few_shot(labels, 5, 0)
+    chosen = few_shot(TWO, labels, 3, 0)
+    assert torch.equal(chosen, few_shot(TWO, torch.from_numpy(labels), 3, 0)) and np.bincount(
+        labels[chosen]
+    ).tolist() == [3, 3]
+    assert not torch.equal(chosen, few_shot(TWO, labels, 3, 1)) and len(chosen.unique()) == 6
+    with pytest.raises(
+        UserError, match="5 images per class asked for, but class 1 has 4; allowed: 1 to 4"
+    ):
+        few_shot(TWO, labels, 5, 0)
 
 
 def test_streams_differ_by_every_word():

@@ -3,17 +3,18 @@
 import numpy as np
 import pytest
 
+from moecore.core.files import UserError, read_json, write_json
 from moecore.data.prepared import Prepared
 from moecore.data.splits import SplitSettings
 from moecore.data.writer import Facts, Part, moments, write_prepared
-from moecore.files import StageError, read_json, write_json
+from moecore.tasks.classification import Classification
 
 
 class Made(SplitSettings):
     kind: str = "made"
 
 
-FACTS = Facts("Made", ("a", "b"), 3, 4, "none", "here", Made())
+FACTS = Facts("Made", Classification(classes=("a", "b")), 3, 4, "none", "here", Made())
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 3, 4, 4), np.uint8)
 LABELS = np.arange(10) % 2
 
@@ -26,30 +27,47 @@ def parts(**changed):
 def test_card_and_arrays(tmp_path):
     card = write_prepared(tmp_path, FACTS, parts())
     opened = Prepared.open(tmp_path, verify=True)
-    assert opened.card == card and card["counts"]["test"] == {"a": 5, "b": 5} and card["settings"]["kind"] == "made"
-    assert np.array_equal(opened.train.images, IMAGES) and np.array_equal(opened.test.labels, LABELS)
-    assert opened.train.labels.dtype == np.int64 and isinstance(opened.train.images, np.memmap) and len(card["files"]) == 6
-    assert np.allclose(card["mean"], (IMAGES / 255).mean((0, 2, 3))) and np.allclose(card["std"], (IMAGES / 255).std((0, 2, 3)))
+    assert (
+        opened.card == card
+        and card["counts"]["test"] == {"a": 5, "b": 5}
+        and card["settings"]["kind"] == "made"
+    )
+    assert np.array_equal(opened.train.images, IMAGES) and np.array_equal(
+        opened.test.labels, LABELS
+    )
+    assert (
+        opened.train.labels.dtype == np.int64
+        and isinstance(opened.train.images, np.memmap)
+        and len(card["files"]) == 6
+    )
+    assert np.allclose(card["mean"], (IMAGES / 255).mean((0, 2, 3))) and np.allclose(
+        card["std"], (IMAGES / 255).std((0, 2, 3))
+    )
 
 
 def test_writing_twice_gives_the_same_bytes(tmp_path):
-    assert write_prepared(tmp_path / "a", FACTS, parts()) == write_prepared(tmp_path / "b", FACTS, parts())
+    assert write_prepared(tmp_path / "a", FACTS, parts()) == write_prepared(
+        tmp_path / "b", FACTS, parts()
+    )
 
 
 def test_moments_do_not_depend_on_chunks():
     assert moments(IMAGES, 3) == moments(IMAGES)
 
 
-@pytest.mark.parametrize(("changed", "said"), [
-    ({"train": Part(LABELS + 1, [IMAGES])}, "labels of train run from 1 to 2; allowed: 0 to 1"),
-    ({"test": Part(LABELS * 0, [IMAGES])}, "no image in test of class b"),
-    ({"train": Part(LABELS, [IMAGES[:9]])}, "9 images for 10 labels"),
-    ({"train": Part(LABELS, [IMAGES, IMAGES])}, "expected uint8 (10, 3, 4, 4)"),
-    ({"train": Part(LABELS, [IMAGES[:, :1]])}, "expected uint8 (10, 3, 4, 4)"),
-    ({"train": Part(LABELS, [IMAGES.astype(float)])}, "float64"),
-])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"train": Part(LABELS + 1, [IMAGES])}, "labels of train run from 1 to 2; allowed: 0 to 1"),
+        ({"test": Part(LABELS * 0, [IMAGES])}, "no image in test of class b"),
+        ({"train": Part(LABELS, [IMAGES[:9]])}, "9 images for 10 labels"),
+        ({"train": Part(LABELS, [IMAGES, IMAGES])}, "expected uint8 (10, 3, 4, 4)"),
+        ({"train": Part(LABELS, [IMAGES[:, :1]])}, "expected uint8 (10, 3, 4, 4)"),
+        ({"train": Part(LABELS, [IMAGES.astype(float)])}, "float64"),
+    ],
+)
 def test_wrong_parts_are_refused(tmp_path, changed, said):
-    with pytest.raises(StageError) as error:
+    with pytest.raises(UserError) as error:
         write_prepared(tmp_path, FACTS, parts(**changed))
     assert said in str(error.value)
 
@@ -57,7 +75,9 @@ def test_wrong_parts_are_refused(tmp_path, changed, said):
 def test_a_finished_array_is_taken_over(tmp_path):
     np.save(tmp_path / "decoded.npy", IMAGES)
     write_prepared(tmp_path / "out", FACTS, parts(train=Part(LABELS, tmp_path / "decoded.npy")))
-    assert not (tmp_path / "decoded.npy").exists() and np.array_equal(Prepared.open(tmp_path / "out").train.images, IMAGES)
+    assert not (tmp_path / "decoded.npy").exists() and np.array_equal(
+        Prepared.open(tmp_path / "out").train.images, IMAGES
+    )
 
 
 def truncate(folder):
@@ -91,23 +111,29 @@ def other_counts(folder):
 
 
 def no_key(folder):
-    write_json(folder / "card.json", {k: v for k, v in read_json(folder / "card.json").items() if k != "counts"})
+    write_json(
+        folder / "card.json",
+        {k: v for k, v in read_json(folder / "card.json").items() if k != "counts"},
+    )
 
 
-@pytest.mark.parametrize(("damage", "said"), [
-    (truncate, "train_images.npy: expected 608 bytes, found 508"),
-    (header_only, "test_labels.npy: not a whole .npy file"),
-    (rubbish, "test_images.npy: not a whole .npy file"),
-    (pickled, "test_labels.npy: "),
-    (absent, "validation_labels.npy: no such file"),
-    (other_shape, "holds uint8 (10, 3, 2, 4); card.json says uint8 (10, 3, 4, 4)"),
-    (other_counts, "class counts are not those of card.json"),
-    (no_key, "lacks counts"),
-])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, "train_images.npy: expected 608 bytes, found 508"),
+        (header_only, "test_labels.npy: not a whole .npy file"),
+        (rubbish, "test_images.npy: not a whole .npy file"),
+        (pickled, "test_labels.npy: "),
+        (absent, "validation_labels.npy: no such file"),
+        (other_shape, "holds uint8 (10, 3, 2, 4); card.json says uint8 (10, 3, 4, 4)"),
+        (other_counts, "class counts are not those of card.json"),
+        (no_key, "lacks counts"),
+    ],
+)
 def test_damaged_folders_are_refused(tmp_path, damage, said):
     write_prepared(tmp_path, FACTS, parts())
     damage(tmp_path)
-    with pytest.raises(StageError) as error:
+    with pytest.raises(UserError) as error:
         Prepared.open(tmp_path)
     assert said in str(error.value)
 
@@ -119,5 +145,5 @@ def test_one_changed_byte_is_seen_only_by_verify(tmp_path):
     content[-1] ^= 1
     path.write_bytes(content)
     Prepared.open(tmp_path)
-    with pytest.raises(StageError, match="train_images.npy: has sha256"):
+    with pytest.raises(UserError, match="train_images.npy: has sha256"):
         Prepared.open(tmp_path, verify=True)

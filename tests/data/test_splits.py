@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from moecore.core.files import UserError
 from moecore.data.splits import SplitSettings, carve, limited, quotas, split_train
-from moecore.files import StageError
 
 LABELS = np.repeat([0, 1, 2], [50, 30, 20])
 
@@ -28,9 +28,18 @@ def test_quotas_are_exact_and_proportional(counts, data):
 def test_carve_is_a_stratified_partition(seed, amount):
     labels = np.random.default_rng(seed).permutation(LABELS)
     kept, carved = carve(labels, amount, seed)
-    number = round(amount * 100) if amount < 1 else amount
-    assert np.array_equal(np.sort(np.concatenate([kept, carved])), np.arange(100)) and len(carved) == number
-    assert (np.abs(np.bincount(labels[carved], minlength=3) - np.array([50, 30, 20]) * number / 100) <= 1).all()
+    if amount < 1:
+        number = round(amount * 100)
+    else:
+        number = amount
+    assert (
+        np.array_equal(np.sort(np.concatenate([kept, carved])), np.arange(100))
+        and len(carved) == number
+    )
+    assert (
+        np.abs(np.bincount(labels[carved], minlength=3) - np.array([50, 30, 20]) * number / 100)
+        <= 1
+    ).all()
     again = carve(labels, amount, seed)
     assert np.array_equal(again[0], kept) and np.array_equal(again[1], carved)
 
@@ -41,15 +50,20 @@ def test_seeds_and_purposes_differ():
 
 
 def test_limits_do_not_touch_validation():
-    full, small = SplitSettings(seed=3), SplitSettings(seed=3, train_limit=10)
-    (train, validation), (few, same) = split_train(LABELS, full), split_train(LABELS, small)
+    full = SplitSettings(seed=3)
+    small = SplitSettings(seed=3, train_limit=10)
+    train, validation = split_train(LABELS, full)
+    few, same = split_train(LABELS, small)
     assert np.array_equal(validation, same) and set(few) < set(train) and len(few) == 10
     assert np.bincount(LABELS[few]).tolist() == [5, 3, 2]
-    assert len(limited(LABELS, None, 0)) == len(limited(LABELS, 1000, 0)) == 100 and len(limited(LABELS, 1, 0)) == 1
+    assert (
+        len(limited(LABELS, None, 0)) == len(limited(LABELS, 1000, 0)) == 100
+        and len(limited(LABELS, 1, 0)) == 1
+    )
 
 
 def test_nothing_left_is_an_error():
-    with pytest.raises(StageError, match="cannot split 100 images off 100; allowed: 1 to 99"):
+    with pytest.raises(UserError, match="cannot split 100 images off 100; allowed: 1 to 99"):
         carve(LABELS, 100, 0)
     with pytest.raises(ValidationError, match="validation is 1.5"):
         SplitSettings(validation=1.5)

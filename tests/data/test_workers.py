@@ -1,11 +1,13 @@
-"""Work in several threads: results in order, errors where they are due, one thread for BLAS meanwhile."""
+"""Work in several threads: results in order, errors where they are due, one thread for BLAS
+meanwhile.
+"""
 
 import time
 
 import pytest
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 
-from moecore.data.workers import each
+from moecore.data.workers import each, one_blas_thread
 
 
 def blas_threads() -> set[int]:
@@ -35,3 +37,15 @@ def test_blas_has_one_thread_meanwhile_and_its_own_afterwards():
     before = blas_threads()
     assert before and list(each(lambda _: blas_threads(), range(3))) == [{1}] * 3
     assert blas_threads() == before
+
+
+def test_the_limit_holds_until_the_last_user_has_left():
+    with threadpool_limits(2, user_api="blas"):
+        first = one_blas_thread()
+        second = one_blas_thread()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert blas_threads() == {1}
+        second.__exit__(None, None, None)
+        assert blas_threads() == {2}

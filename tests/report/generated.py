@@ -1,52 +1,105 @@
-"""Results as the stages write them, generated for any methods and seeds, so that the report can be rendered without training."""
+"""Results as the stages write them, generated for any methods and seeds.
 
-from collections.abc import Sequence
+So the report can be rendered without training.
+"""
+
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from moecore.evaluation.classification import brier, confidence, confusion, correct, ece, nll, reliability
-from moecore.evaluation.intervals import bootstrap, wilson
-from moecore.evaluation.overlays import overlays
-from moecore.evaluation.robust import packed, score, worst_case
-from moecore.evaluation.routing import confidence as router_confidence
-from moecore.evaluation.routing import expert_counts, load_cv2, normalised_entropy
-from moecore.files import write_json
-from moecore.history_file import plain
-from moecore.records import RoutingRecord
+from moecore.core.config import Config
+from moecore.core.files import write_json
+from moecore.core.plain import plain
+from moecore.core.records import RoutingRecord
+from moecore.measure import (
+    calibration,
+    corruptions,
+    cost,
+    invariance,
+    lipschitz,
+    robustness,
+    routing,
+    stability,
+)
+from moecore.measure.base import Estimate, Skipped
+from moecore.measure.noisy.ramp import Curve, Ramp
+from moecore.measure.routing_metrics.expert_use import confidence as router_confidence
+from moecore.measure.routing_metrics.expert_use import expert_counts, load_cv2, normalised_entropy
+from moecore.measure.routing_metrics.overlays import Overlays, overlays
+from moecore.measure.under_attack.curves import Row, worst_case
+from moecore.measure.under_attack.line import Line
+from moecore.report.measured import Measured
+from moecore.statistics.intervals import bootstrap, wilson
+from moecore.tasks.class_scores import brier, confidence, confusion, correct, ece, nll, reliability
+from moecore.tasks.classification import Classification
+from moecore.training.outcome import Outcome
 
-CLASSES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal"]
+CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal")
+TASK = Classification(classes=CLASSES)
 EPSILONS = (0.0, 2 / 255, 4 / 255, 8 / 255)
-
-
 USUAL = ("calibrate", "robustness", "routing")
 NEW = ("corruptions", "lipschitz", "cost", "stability")
 TRANSFORMS = ("rotation 5", "scaling 0.5", "translation (0, 0.1)")
+DENSE = Skipped(skipped="the model has no MoE layers")
 
 
-def write_results(root: Path, methods: dict[str, bool], seeds: list[int], phases: list[str], stages: Sequence[str] = USUAL) -> None:
-    """Everything that ``compare`` reads of a study with these stages; ``methods``: name → whether it has MoE layers."""
+def write_results(
+    root: Path,
+    methods: dict[str, bool],
+    seeds: list[int],
+    phases: list[str],
+    stages: Sequence[str] = USUAL,
+) -> None:
+    """Everything that ``compare`` reads of a study; methods: name → whether it has MoE layers."""
     for phase in phases:
         write_json(root / "artifacts/data" / phase / "card.json", card(phase))
         for number, (method, routed) in enumerate(methods.items()):
             for seed in seeds:
                 where = Path(phase) / method / f"{seed}.json"
-                settled = settling(number, seed) if routed and phase == "pretrain" else {}
-                write_json(root / "artifacts/measured" / where, trained(number, seed, routed and phase == "finetune") | settled)
-                for stage, content in measured(number, seed, routed).items():
+                write_result(root, "", where, trained(number, seed, routed, phase))
+                for stage, result in measured(number, seed, routed):
                     if stage in stages:
-                        write_json(root / "artifacts/measured" / stage / where, plain(content))
+                        write_result(root, stage, where, result)
+
+
+def write_result(root: Path, stage: str, where: Path, result: Config) -> None:
+    """As ``run.result`` does."""
+    write_json(root / "artifacts/measured" / stage / where, plain(result))
+
+
+def changed(model: Measured, result: Config) -> Measured:
+    """The model with another result of its type."""
+    return model._replace(results={**model.results, type(result): result})
+
+
+def estimate(value: float, low: float, high: float) -> Estimate:
+    return Estimate(value=value, low=low, high=high)
 
 
 def card(phase: str) -> dict[str, Any]:
-    counts = {split: dict.fromkeys(CLASSES, number) for split, number in (("train", 900), ("validation", 50), ("test", 100))}
+    counts = {
+        split: dict.fromkeys(CLASSES, number)
+        for split, number in (("train", 900), ("validation", 50), ("test", 100))
+    }
     return {
-        "name": "Fashion-MNIST" if phase == "pretrain" else "Digits", "kind": "generated", "classes": CLASSES, "channels": 1, "size": 28,
+        "name": "Fashion-MNIST" if phase == "pretrain" else "Digits",
+        "kind": "generated",
+        "task": TASK.model_dump(),
+        "images": {"train": 5400, "validation": 300, "test": 600},
+        "channels": 1,
+        "size": 28,
         "counts": counts,
-        "mean": [0.3], "std": [0.3], "seed": 0, "licence": "MIT", "source": "generated by tests", "files": {}, "settings": {},
-    }  # fmt: skip
+        "mean": [0.3],
+        "std": [0.3],
+        "seed": 0,
+        "licence": "MIT",
+        "source": "generated by tests",
+        "files": {},
+        "settings": {},
+    }
 
 
 def tested(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,152 +107,385 @@ def tested(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _logits(torch.Generator().manual_seed(100 * number + seed), 600, 1.6 + 0.3 * number)
 
 
-def trained(number: int, seed: int, kept: bool) -> dict[str, Any]:
+def trained(number: int, seed: int, routed: bool, phase: str) -> Outcome:
+    """A dense model has nothing of the routing; only a fine-tuned one has it before and after."""
     logits, labels = tested(number, seed)
-    hits = int(correct(logits, labels).sum())
-    curve = [_point(epoch, number) for epoch in range(1, 11)]
-    return {
-        "test_accuracy": hits / 600, "test_correct": hits, "test_count": 600, "test_loss": float(nll(logits, labels).mean()),
-        "images_per_second": 2100.0 + seed,
-        "seconds": 120.0 + 30 * number + seed, "parameters": 1_240_000, "active_parameters": 710_000, "epochs": 10, "curve": curve,
-        "confusion": confusion(logits, labels).tolist(),
-        "classes": CLASSES, **({"routing_agreement_before_after": [0.8, 0.7, 0.75]} if kept else {}),
-    }  # fmt: skip
+    hits = correct(logits, labels)
+    settled = settling(number, seed) if routed and phase == "pretrain" else {}
+    if routed and phase == "finetune":
+        settled["routing_agreement_before_after"] = (0.8, 0.7, 0.75)
+    return Outcome(
+        task=TASK,
+        test_score=Estimate.of(TASK.interval(hits)),
+        validation_score=estimate(0.8, 0.7, 0.9),
+        test_correct=int(hits.sum()),
+        test_count=600,
+        test_loss=float(nll(logits, labels).mean()),
+        images_per_second=2100.0 + seed,
+        seconds=120.0 + 30 * number + seed,
+        parameters=1_240_000,
+        active_parameters=710_000,
+        epochs=10,
+        curve=tuple(_point(epoch, number) for epoch in range(1, 11)),
+        confusion=confusion(logits, labels).tolist(),
+        **settled,
+    )
 
 
 def _point(epoch: int, number: int) -> dict[str, Any]:
     loss, validation = 1.9 * 0.8**epoch + 0.02 * number, 1 - 0.75 * 0.82**epoch - 0.01 * number
-    return {"step": 50 * epoch, "epoch": epoch, "train_loss": loss, "train_accuracy": 1 - 0.8 * 0.8**epoch, "validation_accuracy": validation}
+    return {
+        "step": 50 * epoch,
+        "epoch": epoch,
+        "train_loss": loss,
+        "train_accuracy": 1 - 0.8 * 0.8**epoch,
+        "validation_accuracy": validation,
+    }
 
 
 def settling(number: int, seed: int) -> dict[str, Any]:
-    """Ten epochs; between them nine agreements. With the final model: 0.1, 0.2, … 1 for method and seed 0."""
+    """Ten epochs; between them nine agreements. With the final model: 0.1, 0.2, … 1 for method
+    and seed 0.
+    """
     final = [min(1.0, 0.1 * epoch + 0.01 * number + 0.02 * seed) for epoch in range(1, 11)]
     heat = np.random.default_rng(number).dirichlet(np.ones(8), (len(CLASSES), 3)).tolist()
     consecutive = [0.5 + 0.04 * epoch + 0.01 * seed for epoch in range(2, 11)]
-    return {"agreement_with_final": final, "agreement_consecutive": consecutive, "class_maps": {"1": heat, "10": heat}}
+    return {
+        "agreement_with_final": final,
+        "agreement_consecutive": consecutive,
+        "class_maps": {"1": heat, "10": heat},
+    }
 
 
-def measured(number: int, seed: int, routed: bool) -> dict[str, Any]:
+def measured(number: int, seed: int, routed: bool) -> Iterator[tuple[str, Config]]:
     generator = torch.Generator().manual_seed(7 + 100 * number + seed)
     records = tuple(_record(generator, 12, 17, 8) for _ in range(3)) if routed else ()
-    return {
-        "calibrate": _calibrated(generator) | {"hits": packed(correct(*tested(number, seed)))}, "robustness": _attacked(number, seed, routed),
-        "routing": _routed(records, number, seed), "invariance": _transformed(number, seed, routed), **later(number, seed, routed),
-    }  # fmt: skip
-
-
-def later(number: int, seed: int, routed: bool) -> dict[str, Any]:
-    """Corruptions, Lipschitz, cost and stability, as easy numbers of method and seed."""
+    yield "calibrate", calibrated(generator, number, seed)
+    yield "robustness", attacked(number, seed, routed)
+    yield "routing", routed_by(records, number, seed)
+    yield "invariance", transformed(number, seed) if routed else DENSE
     step = 0.1 * number + 0.01 * seed
+    yield "corruptions", corrupted(step)
+    yield "lipschitz", steep(step, routed)
+    yield "cost", costing(number, seed)
+    yield "stability", noisy(step, routed)
+
+
+def corrupted(step: float) -> corruptions.Result:
+    """Noise (0.2, 0.4) + step, blur (0.1, 0.3); 0.25 + step / 2 on average."""
     errors = {"noise": (0.2 + step, 0.4 + step), "blur": (0.1, 0.3)}
-    rows = [{"name": n, "severity": s, "correct": 0, "error": e, "low": e, "high": e} for n, found in errors.items() for s, e in zip((1, 5), found, strict=True)]
-    mean = {"mean_error": 0.25 + step / 2, "mean_low": 0.2 + step / 2, "mean_high": 0.3 + step / 2}
-    local = {"value": 2.0 + step, "low": 1.9 + step, "high": 2.1 + step}
-    lemma = {"reason": None, "tokens": 50, "violations": 0, "router_share": 0.25, "slack": 1.0} if routed else {"router_share": None, "violations": None}
-    cost = {"flops_per_image": 2e9 + 1e9 * number, "routing_flops_per_image": 1e8 * number, "routing_ms": 0.5 * number, "routing_share": 0.1 * number}
-    cost |= {"latency_ms": {"median": 4.0 + seed, "low": 3.5, "high": 4.75}, "peak_memory_bytes": 3 * 2**20, "images_per_second": 512.0}
-    change = [0.1 + step, 0.3 + step] if routed else []
-    noise = [
-        {"sigma": sigma, "selection_change": [sigma * 5 * c for c in change], "agreement": 1 - sigma if routed else None, "accuracy": 0.8, "low": 0.75, "high": 0.84}
-        for sigma in (0.1, 0.2)
+    rows = [
+        {"name": name, "severity": severity, "correct": 0, "error": e, "low": e, "high": e}
+        for name, found in errors.items()
+        for severity, e in zip((1, 5), found, strict=True)
     ]
-    shown = [{"index": 3, "label": 1, "probability": [0.9, 0.8, 0.2], "predicted": [1, 1, 0]}]
-    ramp = {"sigmas": [0.0, 0.1, 0.2], "jumps_mean": {"value": 1.5 + step, "low": 1.0, "high": 2.0}, "shown": shown}
-    return {
-        "corruptions": {"images": 100, "clean_error": 0.1, **mean, "corruptions": rows},
-        "lipschitz": {"images": 10, "local_mean": local, "margin_mean": local, "lower_bound": 5.0, "lower_bound_mean": local, "lemma1": lemma},
-        "cost": cost, "stability": {"images": 10, "noise": noise, "ramp": ramp, "overlays": []},
-    }  # fmt: skip
+    return corruptions.Result(
+        images=100,
+        clean_error=0.1,
+        clean_low=0.05,
+        clean_high=0.15,
+        mean_error=0.25 + step / 2,
+        mean_low=0.2 + step / 2,
+        mean_high=0.3 + step / 2,
+        by_corruption={name: sum(found) / 2 for name, found in errors.items()},
+        corruptions=rows,
+    )
 
 
-def _transformed(number: int, seed: int, routed: bool) -> dict[str, Any]:
+def steep(step: float, routed: bool) -> lipschitz.Result:
+    local = estimate(2.0 + step, 1.9 + step, 2.1 + step)
+    lemma = lipschitz.LemmaSummary(reason="dense")
+    if routed:
+        lemma = lipschitz.LemmaSummary(tokens=50, violations=0, router_share=0.25, slack=1.0)
+    points = lipschitz.LemmaPoints(bound=(1.0, 2.0), jacobian=(0.5, 1.0), router=(0.2, 0.4))
+    return lipschitz.Result(
+        images=10,
+        local_mean=local,
+        local_max=3.0,
+        margin_mean=local,
+        margin_max=3.0,
+        reached_mean=local,
+        reached_max=3.0,
+        lower_bound=5.0,
+        lower_bound_mean=local,
+        at_boundary=local,
+        jump_max=0.5,
+        radius=0.5,
+        resolution=0.1,
+        layers=(),
+        lemma1=lemma,
+        lemma_terms=(points,) if routed else (),
+    )
+
+
+def costing(number: int, seed: int) -> cost.Result:
+    timed = cost.Quartiles(median=4.0 + seed, low=3.5, high=4.75)
+    return cost.Result(
+        parameters=1,
+        active_parameters=1,
+        flops_per_image=2e9 + 1e9 * number,
+        routing_flops_per_image=1e8 * number,
+        latency_ms=timed,
+        batch=8,
+        batch_ms=timed,
+        images_per_second=512.0,
+        peak_memory_bytes=3 * 2**20,
+        memory_counted_as="live tensors",
+        routing_ms=0.5 * number,
+        routing_share=0.1 * number,
+        routing_batch_ms=1.0,
+        routing_batch_share=0.2,
+        rounds=2,
+        device="cpu",
+        threads=1,
+    )
+
+
+def noisy(step: float, routed: bool) -> stability.Result:
+    """At sigma 0.2 the layers' choices change by 0.1 + step and 0.3 + step."""
+    change = (0.1 + step, 0.3 + step) if routed else ()
+    rows = []
+    for sigma in (0.1, 0.2):
+        moved = tuple(sigma * 5 * one for one in change)
+        rows.append(
+            stability.NoiseRow(
+                sigma=sigma,
+                score=0.8,
+                low=0.75,
+                high=0.84,
+                correct=8,
+                selection_change=moved,
+                selection_low=moved,
+                selection_high=moved,
+                agreement=1 - sigma if routed else None,
+                agreement_by_layer=(1 - sigma,) * len(moved),
+            )
+        )
+    shown = Curve(index=3, label=1, probability=(0.9, 0.8, 0.2), predicted=(1, 1, 0))
+    jumps = estimate(1.5 + step, 1.0, 2.0)
+    ramp = Ramp(
+        sigmas=(0.0, 0.1, 0.2),
+        threshold=0.1,
+        class_changes=jumps,
+        jumps_mean=jumps,
+        total_variation=jumps,
+        largest_step=jumps,
+        mean_probability=(0.9, 0.8, 0.2),
+        score=(0.9, 0.8, 0.2),
+        shown=(shown,),
+    )
+    return stability.Result(images=10, noise=tuple(rows), ramp=ramp, overlays=())
+
+
+def transformed(number: int, seed: int) -> invariance.Result:
     """Distances of 0.1, 0.2, 0.3 for method and seed 0, and d² beside each."""
-    distances = {name: 0.1 * place + 0.01 * number + 0.001 * seed for place, name in enumerate(TRANSFORMS, start=1)} if routed else {}
-    return {"transforms": [{"name": name, "d": d, "d_low": d - 0.02, "d_high": d + 0.02, "d2": d * d} for name, d in distances.items()]}
+    rows = []
+    for place, name in enumerate(TRANSFORMS, start=1):
+        d = 0.1 * place + 0.01 * number + 0.001 * seed
+        limits = {"d_low": d - 0.02, "d_high": d + 0.02, "d2_low": 0.0, "d2_high": 1.0}
+        rows.append({"name": name, "d": d, "d2": d * d, **limits})
+    maps = np.full((len(CLASSES), 3, 8), 0.125).tolist()
+    return invariance.Result(
+        images=10,
+        transforms=rows,
+        d={},
+        d2={},
+        grid=(2, 4),
+        classes=CLASSES,
+        class_maps=maps,
+        affines={},
+    )
 
 
-def _calibrated(generator: torch.Generator) -> dict[str, Any]:
+def calibrated(generator: torch.Generator, number: int, seed: int) -> calibration.Result:
     logits, labels = _logits(generator, 400, 2.0)
-
-    def values(scaled: torch.Tensor) -> dict[str, Any]:
-        sure, hits = confidence(scaled), correct(scaled, labels)
-        means = {"nll": nll(scaled, labels).numpy(), "brier": brier(scaled, labels).numpy()}
-        return {
-            "accuracy": wilson(int(hits.sum()), 400),
-            **{name: bootstrap(lambda chosen, value=value: float(value[chosen].mean()), 400, 50) for name, value in means.items()},
-            "ece": bootstrap(lambda chosen: ece(sure[chosen], hits[chosen]), 400, 50),
-            "bins": reliability(sure, hits),
-        }
-
-    return {"kind": "temperature", "temperature": 1.7, "at_limit": False, "before": values(logits * 1.7), "after": values(logits)}
+    return calibration.Result(
+        temperature=1.7,
+        at_limit=False,
+        validation_images=400,
+        test_images=600,
+        scores=TASK.packed(correct(*tested(number, seed))),
+        before=quality(logits * 1.7, labels),
+        after=quality(logits, labels),
+    )
 
 
-def _attacked(number: int, seed: int, routed: bool) -> dict[str, Any]:
-    def rows(strength: float, first: int) -> list[dict[str, Any]]:
-        made = []
-        for epsilon in EPSILONS:
-            right = int(200 * 0.9 / (1 + strength * max(1, 8 - number) * 10 * epsilon)) - seed
-            hits = (torch.arange(200) - first) % 200 < right
-            change = [0.5 * epsilon * 255 / 8] * 3 if routed else []
-            changes = {"routing_change": change, "processing_change": [value / 2 for value in change]}
-            made.append({"epsilon": epsilon, **score(hits), "hits": packed(hits), **changes})
-        return made
+def quality(scaled: torch.Tensor, labels: torch.Tensor) -> calibration.Quality:
+    sure = confidence(scaled)
+    hits = correct(scaled, labels)
+    losses = nll(scaled, labels).numpy()
+    squares = brier(scaled, labels).numpy()
 
-    attacks = {"fgsm": rows(0.5, 10), "pgd-10": rows(1.0, 0)}
-    lines = [
-        {"name": "deterministic model", "holds": True, "text": "two passes agree bitwise"},
-        {"name": "PGD beats FGSM", "holds": number != 1, "text": "mean loss 1.2 < 1.3"},
-        {"name": "transfer attack", "holds": None, "text": "no second model"},
-    ]
-    return {"images": 200, "clean_accuracy": 0.9, "attacks": attacks, "worst_case": worst_case(attacks, 200), "audit": lines}
+    def resampled(statistic) -> Estimate:
+        return Estimate.of(bootstrap(statistic, 400, 50))
+
+    return calibration.Quality(
+        score=Estimate.of(wilson(int(hits.sum()), 400)),
+        nll=resampled(lambda chosen: float(losses[chosen].mean())),
+        brier=resampled(lambda chosen: float(squares[chosen].mean())),
+        ece=resampled(lambda chosen: ece(sure[chosen], hits[chosen])),
+        bins=reliability(sure, hits),
+    )
+
+
+def attacked(number: int, seed: int, routed: bool) -> robustness.Result:
+    curves = {
+        "fgsm": _rows(number, seed, routed, 0.5, 10),
+        "pgd-10": _rows(number, seed, routed, 1.0, 0),
+    }
+    lines = (
+        Line(name="deterministic model", holds=True, text="two passes agree bitwise"),
+        Line(name="PGD beats FGSM", holds=number != 1, text="mean loss 1.2 < 1.3"),
+        Line(name="transfer attack", holds=None, text="no second model"),
+    )
+    return robustness.Result(
+        task=TASK,
+        images=200,
+        clean_score=0.9,
+        score_at_largest_epsilon={name: rows[-1].score for name, rows in curves.items()},
+        attacks=curves,
+        worst_case=worst_case(curves, TASK, 200),
+        audit=lines,
+    )
+
+
+def _rows(number: int, seed: int, routed: bool, strength: float, first: int) -> tuple[Row, ...]:
+    made = []
+    for epsilon in EPSILONS:
+        right = int(200 * 0.9 / (1 + strength * max(1, 8 - number) * 10 * epsilon)) - seed
+        hits = (torch.arange(200) - first) % 200 < right
+        change = (0.5 * epsilon * 255 / 8,) * 3 if routed else ()
+        made.append(
+            Row.of(
+                epsilon,
+                TASK,
+                hits,
+                loss=1.0,
+                unchanged_images=0.0,
+                routing_change=change,
+                processing_change=tuple(value / 2 for value in change),
+            )
+        )
+    return tuple(made)
 
 
 def _matched(number: int, seed: int) -> dict[str, float]:
     """What every router has, and for odd methods what those with a threshold have."""
     top = 0.5 + 0.02 * number + 0.005 * seed * (1 + number % 2)
-    found = {"match_top1": top, "match_top2_ordered": top - 0.2, "match_top2_sets": top - 0.1, "token_entropy": 0.4 + 0.03 * number}
-    return found | ({"fallback": 0.01 * number, "below_k": 0.02 * number, "tail_mass": 0.05 + 0.01 * seed} if number % 2 else {})
+    found = {
+        "match_top1": top,
+        "match_top2_ordered": top - 0.2,
+        "match_top2_sets": top - 0.1,
+        "token_entropy": 0.4 + 0.03 * number,
+        "independent_top1": 0.1,
+        "chosen_iou": 0.1,
+        "chance_iou": 0.1,
+        "processed_load_cv2": 0.1,
+        "processed_entropy": 0.1,
+        "processed_share": 1.0,
+        "experts_per_token": 2.0,
+        "confidence_highest": 0.5,
+        "unchosen_mass": 0.1,
+    }
+    if number % 2:
+        found |= {"fallback": 0.01 * number, "below_k": 0.02 * number}
+        found["tail_mass"] = 0.05 + 0.01 * seed
+    return found
 
 
-def _routed(records: tuple[RoutingRecord, ...], number: int, seed: int) -> dict[str, Any]:
+def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Config:
+    if not records:
+        return DENSE
     layers = []
     for record in records:
         counts = expert_counts(record.chosen)
-        balance = {"load": (counts / counts.sum()).tolist(), "load_cv2": load_cv2(counts), "entropy": normalised_entropy(counts)}
-        layers.append({**balance, "confidence": router_confidence(record.probs), **_matched(number, seed)})
+        layers.append(
+            {
+                "load": (counts / counts.sum()).tolist(),
+                "load_cv2": load_cv2(counts),
+                "entropy": normalised_entropy(counts),
+                "confidence": router_confidence(record.probs),
+                **_matched(number, seed),
+            }
+        )
     images = np.random.default_rng(0).integers(0, 255, (4, 1, 28, 28), dtype=np.uint8)
-    shown = overlays(images, tuple(RoutingRecord(*(field[:4] for field in record)) for record in records))
+    four = tuple(RoutingRecord(*(field[:4] for field in record[:5])) for record in records)
+    shown = overlays(images, four)
     names = ("load_cv2", "entropy", *_matched(number, seed))
-    means = {name: sum(layer[name] for layer in layers) / len(layers) for name in names} if layers else {}
-    teacher = {"teacher_agreement": 0.9} if number == 2 else {}
-    return {"images": 12, **means, **teacher, "layers": layers, "overlays": shown, **_tried(number, seed, bool(records))}
+    means = {name: sum(layer[name] for layer in layers) / len(layers) for name in names}
+    return routing.Result(
+        images=12,
+        **means,
+        layers=layers,
+        overlays=shown if isinstance(shown, Overlays) else Overlays(**shown),
+        chance={"match_top1": 0.1, "match_top2_ordered": 0.1, "match_top2_sets": 0.1},
+        augmentations=augmented(seed),
+        sweeps=swept(number, seed),
+        teacher_agreement=0.9 if number == 2 else None,
+    )
 
 
-def _tried(number: int, seed: int, routed: bool) -> dict[str, Any]:
-    """Matches under two augmentations, and sweeps over k; over the threshold for odd methods, with a point that has no tail mass."""
-    if not routed:
-        return {"augmentations": [], "sweeps": {"k": [], "threshold": []}}
+def augmented(seed: int) -> list[dict[str, Any]]:
+    """Matches under two augmentations."""
     names = ("match_top1", "match_top2_ordered", "match_top2_sets")
+    sure = {"highest": 0.5, "second": 0.3, "others": 0.2}
     rows = []
     for place, augmentation in enumerate(("flip", "noise 0.1")):
-        values = {name: 0.9 - 0.1 * place - 0.2 * rank + 0.01 * seed for rank, name in enumerate(names)}
-        limits = {f"{name}_{end}": value + shift for name, value in values.items() for end, shift in (("low", -0.05), ("high", 0.05))}
-        rows.append({"name": augmentation, **values, **limits})
-    swept = [{"k": k, "accuracy": 0.7 + 0.01 * k + 0.01 * seed, "load_cv2": 1 / k, "tail_mass": 0.1 * k} for k in (1, 2, 4)]
-    threshold = [
-        {"threshold": t, "fallback": t * t, "below_k": t, "tail_mass": None if t > 0.6 else 1 - t, "accuracy": 0.7, "load_cv2": 0.2} for t in (0.7, 0.1, 0.3)
+        row = {"name": augmentation, "pairs": 9, "draws": "x", "layers": [], "confidence": sure}
+        row |= dict.fromkeys(("independent_top1", "chosen_iou", "chance_iou"), 0.1)
+        for rank, name in enumerate(names):
+            value = 0.9 - 0.1 * place - 0.2 * rank + 0.01 * seed
+            row |= {name: value, f"{name}_low": value - 0.05, f"{name}_high": value + 0.05}
+        rows.append(row)
+    return rows
+
+
+def swept(number: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+    """Over k, and for odd methods over the threshold, with a point that has no tail mass."""
+    usual = {"own": False, "low": 0.6, "high": 0.8, "layers": [], "entropy": 0.5}
+    usual |= {"token_entropy": 0.5, "tail_of_probs": 0.1, "unchosen_mass": 0.1}
+    over_k = [
+        {
+            **usual,
+            "k": k,
+            "score": 0.7 + 0.01 * k + 0.01 * seed,
+            "load_cv2": 1 / k,
+            "tail_mass": 0.1 * k,
+        }
+        for k in (1, 2, 4)
     ]
-    return {"augmentations": rows, "sweeps": {"k": swept, "threshold": threshold if number % 2 else []}}
+    over_threshold = [
+        {
+            **usual,
+            "threshold": t,
+            "fallback": t * t,
+            "below_k": t,
+            "tail_mass": None if t > 0.6 else 1 - t,
+            "score": 0.7,
+            "load_cv2": 0.2,
+        }
+        for t in (0.7, 0.1, 0.3)
+    ]
+    return {"k": over_k, "threshold": over_threshold if number % 2 else []}
 
 
-def _logits(generator: torch.Generator, images: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _logits(
+    generator: torch.Generator, images: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits = scale * torch.randn(images, len(CLASSES), generator=generator)
     return logits, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
 
 
+def records_of(seed: int) -> tuple[RoutingRecord, ...]:
+    """Three layers of 8 experts, 12 images of 17 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(_record(generator, 12, 17, 8) for _ in range(3))
+
+
 def _record(generator: torch.Generator, images: int, tokens: int, experts: int) -> RoutingRecord:
-    logits = 2 * torch.randn(images, tokens, experts, generator=generator) + torch.linspace(0, 1, experts)
+    logits = 2 * torch.randn(images, tokens, experts, generator=generator) + torch.linspace(
+        0, 1, experts
+    )
     probs = logits.softmax(-1)
     chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, probs.topk(2).indices, True)
     return RoutingRecord(logits, probs, chosen.float(), chosen, probs * chosen)

@@ -1,23 +1,30 @@
-"""The columns of the newer stages: read from where they are stored, shown, and absent where the study lacks the stage."""
+"""The columns of the newer stages: read from where they are stored, shown, and absent where the
+study lacks the stage.
+"""
 
 import re
 
 import pytest
 
-from moecore.evaluation.corruption_error import errors_of
-from moecore.report.curves import robustness_rows
-from moecore.report.figures_sweeps import value_curves
-from moecore.report.markup import between, shown
-from moecore.report.metrics_adversarial import WORST, attack_title, hits_under
+from moecore.measure.base import Skipped
+from moecore.measure.corruptions import Result as Corruptions
+from moecore.measure.robustness import Result as Robustness
+from moecore.measure.routing import Result as Routing
+from moecore.report.charts import over
+from moecore.report.measures.corruptions import errors_of, errors_of_dense
+from moecore.report.measures.robustness import WORST, attack_title, hits_under, points, rows_of
+from moecore.report.measures.routing import swept
 from moecore.report.page import page
 from moecore.report.paper_figures import REPORTED
-from moecore.report.parts_sweeps import sweep_rows
-from moecore.report.relative import relative_to
+from moecore.report.references import seen
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables import flat, table
-from moecore.selection import Selection
-from tests.report.generated import NEW, write_results
-from tests.report.test_metrics import study
+from moecore.report.words import between, shown
+from moecore.study.selection import Selection
+from moecore.tasks.multi_label import MultiLabel
+from moecore.training.outcome import Outcome
+from tests.report.generated import CLASSES, NEW, changed, write_results
+from tests.report.test_metrics import names_of, study
 from tests.report.test_report import METHODS, assert_self_contained
 
 EVERY = (*USUAL, "invariance", *NEW)
@@ -34,115 +41,202 @@ def text(whole):
 
 
 def cells(found, method):
-    return {name: cell.interval for name, cell in table(found, "pretrain")[1][method].items() if cell}
+    row = table(found, found.phases["pretrain"]).cells[method]
+    return {name: cell.interval for name, cell in row.items() if cell}
 
 
 def test_corruptions(whole):
-    # vmoe is method 1: noise (0.3, 0.5), blur (0.1, 0.3); dense is method 0: noise (0.2, 0.4), blur (0.1, 0.3)
+    # vmoe is method 1: noise (0.3, 0.5), blur (0.1, 0.3); dense is method 0: noise (0.2, 0.4),
+    # blur (0.1, 0.3)
     found = cells(whole, "vmoe")
     assert found["corruption_error"] == pytest.approx((0.3, 0.25, 0.35))
-    assert found["mce"].value == pytest.approx((0.8 / 0.6 + 0.4 / 0.4) / 2) and cells(whole, "dense")["mce"].value == pytest.approx(1)
-    assert found["error_noise"].value == pytest.approx(0.4) and found["error_blur"].value == pytest.approx(0.2)
+    assert found["mce"].value == pytest.approx((0.8 / 0.6 + 0.4 / 0.4) / 2) and cells(
+        whole, "dense"
+    )["mce"].value == pytest.approx(1)
+    assert found["error_noise"].value == pytest.approx(0.4) and found[
+        "error_blur"
+    ].value == pytest.approx(0.2)
 
 
 def test_mce_is_relative_to_the_mean_of_dense_over_its_seeds(tmp_path):
     found = study(tmp_path, seeds=(0, 1), stages=("corruptions",))
-    errors = relative_to(found.models["pretrain"]).errors
-    assert errors["noise"] == pytest.approx({1: 0.205, 5: 0.405}) and errors["blur"] == pytest.approx({1: 0.1, 5: 0.3})
+    errors = errors_of_dense(seen(found.phases["pretrain"], Corruptions))
+    assert errors["noise"] == pytest.approx({1: 0.205, 5: 0.405}) and errors[
+        "blur"
+    ] == pytest.approx({1: 0.1, 5: 0.3})
     # dense, seed 0: 0.6 / 0.61, seed 1: 0.62 / 0.61; blur 1
-    assert cells(found, "dense")["mce"].value == pytest.approx(((0.6 / 0.61 + 1) / 2 + (0.62 / 0.61 + 1) / 2) / 2)
+    assert cells(found, "dense")["mce"].value == pytest.approx(
+        ((0.6 / 0.61 + 1) / 2 + (0.62 / 0.61 + 1) / 2) / 2
+    )
 
 
 def test_without_dense_or_without_its_errors_there_is_no_mce(tmp_path, whole):
     assert "mce" not in cells(study(tmp_path, stages=EVERY, methods={"vmoe": True}), "vmoe")
-    models = {name: dict(seeds) for name, seeds in whole.models["pretrain"].items()}
-    perfect = [row | {"error": 0.0} if row["name"] == "blur" else row for row in models["dense"][0].corruptions["corruptions"]]
-    models["dense"][0] = models["dense"][0]._replace(corruptions=models["dense"][0].corruptions | {"corruptions": perfect})
-    assert errors_of(perfect)["blur"] == {1: 0.0, 5: 0.0} and relative_to(models).errors is None
+    phase = whole.phases["pretrain"]
+    dense = phase.models["dense"][0].of(Corruptions)
+    rows = tuple(
+        row.model_copy(update={"error": 0.0}) if row.name == "blur" else row
+        for row in dense.corruptions
+    )
+    perfect = dense.model_copy(update={"corruptions": rows})
+    assert errors_of(perfect)["blur"] == {1: 0.0, 5: 0.0}
+    assert errors_of_dense(seen(phase, Corruptions)._replace(of_dense=[perfect])) is None
 
 
 def test_theory_and_noise(whole):
     found, dense = cells(whole, "vmoe"), cells(whole, "dense")
-    assert found["lipschitz_local_mean"] == pytest.approx((2.1, 2.0, 2.2)) == found["lipschitz_margin_mean"] and found["lipschitz_lower_bound"].value == 5
-    assert found["lemma1_router_share"].value == 0.25 and found["lemma1_violations"].value == 0 and "lemma1_router_share" not in dense
+    assert (
+        found["lipschitz_local_mean"]
+        == pytest.approx((2.1, 2.0, 2.2))
+        == found["lipschitz_margin_mean"]
+        and found["lipschitz_lower_bound"].value == 5
+    )
+    assert (
+        found["lemma1_router_share"].value == 0.25
+        and found["lemma1_violations"].value == 0
+        and "lemma1_router_share" not in dense
+    )
     # at the largest sigma, 0.2: the layers' 0.2 and 0.4
-    assert found["noise_selection_change"].value == pytest.approx(0.3) and found["noise_agreement"].value == pytest.approx(0.8)
-    assert "noise_selection_change" not in dense and "noise_agreement" not in dense and dense["noise_accuracy"] == (0.8, 0.75, 0.84)
+    assert found["noise_selection_change"].value == pytest.approx(0.3) and found[
+        "noise_agreement"
+    ].value == pytest.approx(0.8)
+    assert (
+        "noise_selection_change" not in dense
+        and "noise_agreement" not in dense
+        and dense["noise_accuracy"] == (0.8, 0.75, 0.84)
+    )
     assert found["jumps"] == pytest.approx((1.6, 1.0, 2.0)) and dense["jumps"].value == 1.5
 
 
 def test_cost(whole):
     found = cells(whole, "vmoe")
-    expected = {"gflops": 3.0, "routing_gflops": 0.1, "routing_ms": 0.5, "routing_share": 0.1, "peak_memory": 3 * 2**20, "inference_images_per_second": 512}
+    expected = {
+        "gflops": 3.0,
+        "routing_gflops": 0.1,
+        "routing_ms": 0.5,
+        "routing_share": 0.1,
+        "peak_memory": 3 * 2**20,
+        "inference_images_per_second": 512,
+    }
     assert {name: found[name].value for name in expected} == pytest.approx(expected)
-    assert found["latency_ms"] == (4.0, 3.5, 4.75) and table(whole, "pretrain")[1]["vmoe"]["latency_ms"].kind == "quartiles"
+    assert (
+        found["latency_ms"] == (4.0, 3.5, 4.75)
+        and table(whole, whole.phases["pretrain"]).cells["vmoe"]["latency_ms"].kind == "quartiles"
+    )
     # trainings of 120, 150, 180 s
-    assert [cells(whole, method)["training_overhead"].value for method in METHODS] == pytest.approx([0.8, 1.0, 1.2])
+    assert [cells(whole, method)["training_overhead"].value for method in METHODS] == pytest.approx(
+        [0.8, 1.0, 1.2]
+    )
 
 
 def test_timings_are_never_marked(whole):
-    timed = {"latency_ms", "routing_ms", "routing_share", "routing_batch_share", "inference_images_per_second", "seconds", "training_overhead", "peak_memory"}
-    assert {metric.name for metric in table(whole, "pretrain")[0] if metric.name in timed and metric.better} == set()
+    timed = {
+        "latency_ms",
+        "routing_ms",
+        "routing_share",
+        "routing_batch_share",
+        "inference_images_per_second",
+        "seconds",
+        "training_overhead",
+        "peak_memory",
+    }
+    metrics = table(whole, whole.phases["pretrain"]).metrics
+    assert not [one.name for one in metrics if one.name in timed and one.column.better]
 
 
 def test_worst_case_and_both_changes_of_the_routing(whole):
-    found, measured = cells(whole, "vmoe"), whole.models["pretrain"]["vmoe"][0]
+    found = cells(whole, "vmoe")
+    measured = whole.phases["pretrain"].models["vmoe"][0]
     # right under FGSM: images 10 … 10 + r − 1; under PGD: 0 … s − 1; both: 10 … s − 1 (r > s)
-    rows = measured.robustness["attacks"]
-    fgsm, pgd = rows["fgsm"][-1]["correct"], rows["pgd-10"][-1]["correct"]
+    rows = measured.of(Robustness).attacks
+    fgsm, pgd = (round(200 * rows[name][-1].score) for name in ("fgsm", "pgd-10"))
     assert fgsm > pgd > 10 and found["accuracy_worst_case"].value == pytest.approx((pgd - 10) / 200)
-    assert hits_under(measured, WORST).nonzero()[0].tolist() == list(range(10, pgd)) and int(hits_under(measured, "fgsm").sum()) == fgsm
+    assert (
+        hits_under(measured, WORST).nonzero()[0].tolist() == list(range(10, pgd))
+        and int(hits_under(measured, "fgsm").sum()) == fgsm
+    )
     # 0.5 · (8 / 255) · 255 / 8 at the largest epsilon
-    assert found["routing_change_fgsm"].value == pytest.approx(0.5) and found["processing_change_fgsm"].value == pytest.approx(0.25)
+    assert found["routing_change_fgsm"].value == pytest.approx(0.5) and found[
+        "processing_change_fgsm"
+    ].value == pytest.approx(0.25)
 
 
 def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     found = study(tmp_path, stages=("robustness",))
-    models = found.models["pretrain"]
-    dense = models["dense"][0]
-    models["dense"][0] = dense._replace(robustness=dense.robustness | {"attacks": {"pgd-10": None, "fgsm": dense.robustness["attacks"]["fgsm"]}})
-    assert "accuracy_pgd-10" not in cells(found, "dense") and "accuracy_pgd-10" in cells(found, "vmoe")
-    assert robustness_rows([models["dense"][0]], "pgd-10") == [] and hits_under(models["dense"][0], "pgd-10") is None
-    assert (hits_under(models["dense"][0], WORST) == hits_under(models["dense"][0], "fgsm")).all()
+    models = found.phases["pretrain"].models
+    result = models["dense"][0].of(Robustness)
+    attacks = {"pgd-10": Skipped(skipped="no router"), "fgsm": result.attacks["fgsm"]}
+    result = result.model_copy(update={"attacks": attacks})
+    models["dense"][0] = changed(models["dense"][0], result)
+    assert "accuracy_pgd-10" not in cells(found, "dense")
+    assert "accuracy_pgd-10" in cells(found, "vmoe")
+    assert points([rows_of(result, "pgd-10")], result) == []
+    assert hits_under(models["dense"][0], "pgd-10") is None
+    both = (hits_under(models["dense"][0], name) for name in (WORST, "fgsm"))
+    assert (next(both) == next(both)).all()
     assert_self_contained(page(found))
 
 
 def test_augmentations_are_details(whole, text):
     found = cells(whole, "vmoe")
-    assert found["match_top1_flip"] == pytest.approx((0.9, 0.85, 0.95)) and found["match_top2_sets_noise_0_1"].value == pytest.approx(0.4)
-    metrics = {metric.name: metric for metric in table(whole, "pretrain")[0]}
-    assert metrics["match_top1_flip"].detail and metrics["match_top1_flip"].label == "Match, first expert: flip" and metrics["error_blur"].detail
+    assert found["match_top1_flip"] == pytest.approx((0.9, 0.85, 0.95)) and found[
+        "match_top2_sets_noise_0_1"
+    ].value == pytest.approx(0.4)
+    every = table(whole, whole.phases["pretrain"]).metrics
+    metrics = {metric.name: metric.column for metric in every}
+    assert (
+        metrics["match_top1_flip"].detail
+        and metrics["match_top1_flip"].label == "Match, first expert: flip"
+        and metrics["error_blur"].detail
+    )
     small, full = text.split("<summary>All measurements</summary>")[:2]
-    assert "Match, first expert: flip" in full and "Match, first expert: flip" not in small and "match_top1_flip" in flat(whole)["vmoe"]["pretrain"]
+    assert (
+        "Match, first expert: flip" in full
+        and "Match, first expert: flip" not in small
+        and "match_top1_flip" in flat(whole)["vmoe"]["pretrain"]
+    )
+
+
+def sweep(phase, method, setting, name):
+    return over([swept(result, setting, name) for result in phase.of(Routing)[method]])
 
 
 def test_sweeps(whole):
-    models = list(whole.models["pretrain"]["vmoe"].values())
-    rows = sweep_rows(models, "threshold", "fallback")
-    assert [row["x"] for row in rows] == [0.1, 0.3, 0.7] and [row["value"] for row in rows] == pytest.approx([0.01, 0.09, 0.49])
-    assert [row["x"] for row in sweep_rows(models, "threshold", "tail_mass")] == [0.1, 0.3], "no tail mass at 0.7"
-    assert [row["value"] for row in sweep_rows(models, "k", "load_cv2")] == [1, 0.5, 0.25]
-    assert sweep_rows(list(whole.models["pretrain"]["dense"].values()), "k", "accuracy") == []
+    phase = whole.phases["pretrain"]
+    found = sweep(phase, "vmoe", "threshold", "fallback")
+    assert [point.x for point in found] == [0.1, 0.3, 0.7]
+    assert [point.value for point in found] == pytest.approx([0.01, 0.09, 0.49])
+    mass = sweep(phase, "vmoe", "threshold", "tail_mass")
+    assert [point.x for point in mass] == [0.1, 0.3], "no tail mass at 0.7"
+    assert [point.value for point in sweep(phase, "vmoe", "k", "load_cv2")] == [1, 0.5, 0.25]
+    assert sweep(phase, "dense", "k", "score") == []
 
 
 def test_sweeps_over_seeds(tmp_path):
-    rows = sweep_rows(list(study(tmp_path, seeds=(0, 1, 2), stages=("routing",)).models["pretrain"]["vmoe"].values()), "k", "accuracy")
+    found = study(tmp_path, seeds=(0, 1, 2), stages=("routing",))
+    first = sweep(found.phases["pretrain"], "vmoe", "k", "score")[0]
     # k = 1: 0.71, 0.72, 0.73; half width 4.302653 · 0.01 / √3
-    assert rows[0] == pytest.approx({"x": 1, "value": 0.72, "low": 0.72 - 0.0248414, "high": 0.72 + 0.0248414}, abs=1e-6)
-
-
-def test_curves_over_whole_numbers_have_whole_ticks():
-    rows = [{"x": k, "value": 0.5, "low": 0.4, "high": 0.6} for k in (1, 2, 4)]
-    axes = value_curves({"dense": [], "vmoe": rows}, "Accuracy", "k", "Accuracy", share=True).axes[0]
-    assert list(axes.get_xticks()) == [1, 2, 4] and len(axes.lines) == 1 and axes.get_ylim()[0] == 0
+    assert first == pytest.approx((1, 0.72, 0.72 - 0.0248414, 0.72 + 0.0248414), abs=1e-6)
 
 
 def test_the_whole_page(text):
     assert_self_contained(text)
-    for words in ("Common corruptions", "Each corruption", "Noise</h3>", "Can the attacks be believed?", "Other thresholds", "Fallback over the threshold",
-                  "Cost of a trained model", "Worst case", "Local Lipschitz", "Of timings: quartiles", "the worst attack for each image"):  # fmt: skip
+    for words in (
+        "Common corruptions",
+        "Each corruption",
+        "Noise</h3>",
+        "Can the attacks be believed?",
+        "Other thresholds",
+        "Fallback over the threshold",
+        "Cost of a trained model",
+        "Worst case",
+        "Local Lipschitz",
+        "Of timings: quartiles",
+        "the worst attack for each image",
+    ):
         assert words in text, words
-    assert text.count("<h4>") == 7 and "23.6" in text and "243,000,000" in text
+    assert text.count("<h4>") == 7 + 2 * 3, "papers, and two tables a method"
+    assert "23.6" in text and "243,000,000" in text
     alike = re.search("alike: ([^.]*)", text)[1]
     assert "corruptions" in alike and "stability under noise" in alike and "cost" in alike
 
@@ -152,14 +246,21 @@ def test_the_audit_is_told_method_by_method(text):
     assert "5 of 6 lines of the audit hold" in text
     part = text[text.index("lines of the audit") :]
     row = part[part.index("PGD beats FGSM") : part.index("transfer attack")]
-    assert [("✓" in cell, "✗" in cell) for cell in row.split("<td>")[1:]] == [(True, False), (False, True), (True, False)]
-    assert "mean loss 1.2 &lt; 1.3" in row and part[part.index("transfer attack") :].split("</tr>")[0].count("not judged") == 3
+    assert [("✓" in cell, "✗" in cell) for cell in row.split("<td")[1:4]] == [
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
+    assert (
+        "mean loss 1.2 &lt; 1.3" in row
+        and part[part.index("transfer attack") :].split("</tr>")[0].count("not judged") == 3
+    )
 
 
 @pytest.mark.parametrize("stages", [("corruptions",), ("lipschitz",), ("cost",), ("stability",)])
 def test_a_study_with_one_of_them(tmp_path, stages):
     found = study(tmp_path, stages=stages)
-    text, names = page(found), {metric.name for metric in table(found, "pretrain")[0]}
+    text, names = page(found), names_of(found)
     assert_self_contained(text)
     assert ("mce" in names) == ("corruptions" in stages) == ("Common corruptions" in text)
     assert ("lipschitz_local_mean" in names) == ("lipschitz" in stages)
@@ -170,28 +271,57 @@ def test_a_study_with_one_of_them(tmp_path, stages):
 
 def test_several_labels_an_image(tmp_path):
     found = study(tmp_path, stages=("routing",))
-    for seeds in found.models["pretrain"].values():
-        seeds[0] = seeds[0]._replace(trained=seeds[0].trained | {"measure": "precision_at_1", "confusion": None})
+    phase = found.phases["pretrain"]
+    task = MultiLabel(classes=CLASSES)
+    for seeds in phase.models.values():
+        trained = seeds[0].of(Outcome).model_copy(update={"task": task, "confusion": None})
+        seeds[0] = changed(seeds[0], trained)
+    found.phases["pretrain"] = phase._replace(task=task)
     text = page(found)
-    assert "Precision at 1" in text and "Test accuracy" not in text and "Confusion" not in text and "1 − false discovery rate" in text
+    assert "Precision at 1" in text
+    assert "Test accuracy" not in text
+    assert "Confusion" not in text
+    assert "1 − false discovery rate" in text
+    assert "test_accuracy" in flat(found)["vmoe"]["pretrain"], "claims know it by this name"
 
 
 def test_adversarially_fine_tuned(tmp_path):
     phases = ("pretrain", "finetune", "adversarial")
     write_results(tmp_path, METHODS, [0], list(phases), ["cost"])
-    text = page(read_results(Selection(methods=tuple(METHODS), seeds=(0,), phases=phases), "", tmp_path, ["cost"]))
+    text = page(
+        read_results(
+            Selection(methods=tuple(METHODS), seeds=(0,), phases=phases), "", tmp_path, ["cost"]
+        )
+    )
     assert_self_contained(text)
     assert 'href="#adversarial"' in text and "Adversarially fine-tuned on Digits" in text
 
 
 def test_names_of_attacks_and_numbers():
-    assert [attack_title(name) for name in ("pgd-10", "apgd_ce", "square", "pgd-8-strong")] == ["PGD 10", "APGD CE", "square", "PGD 8 strong"]
+    assert [attack_title(name) for name in ("pgd-10", "apgd_ce", "square", "pgd-8-strong")] == [
+        "PGD 10",
+        "APGD CE",
+        "square",
+        "PGD 8 strong",
+    ]
     assert shown(3 * 2**20, "bytes") == "3.0 MiB" and between(2**20, 2**21, "bytes") == "1.0 – 2.0"
 
 
 def test_what_the_papers_print_of_cost():
     values = {found.model: found.values for found in REPORTED if found.paper == "cost"}
     assert values["ERMoE"] == {
-        "parameters": 243.0e6, "active_parameters": 113.2e6, "gflops": 23.6, "latency_ms": 4.1, "routing_gflops": 1.169, "routing_ms": 0.05,
-    }  # fmt: skip
-    assert values["V-MoE-B/32, 32 experts"] == pytest.approx({"test_accuracy": 0.822, "parameters": 980.6e6, "active_parameters": 130.6e6, "gflops": 12.4})
+        "parameters": 243.0e6,
+        "active_parameters": 113.2e6,
+        "gflops": 23.6,
+        "latency_ms": 4.1,
+        "routing_gflops": 1.169,
+        "routing_ms": 0.05,
+    }
+    assert values["V-MoE-B/32, 32 experts"] == pytest.approx(
+        {
+            "test_accuracy": 0.822,
+            "parameters": 980.6e6,
+            "active_parameters": 130.6e6,
+            "gflops": 12.4,
+        }
+    )

@@ -3,64 +3,110 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from moecore.report import figures
-from moecore.report.inline import inline_png, inline_svg
-from moecore.report.style import INK, PALETTE, expert_colours, line_look
+from moecore.report import pictures
+from moecore.report.charts import Look, Point, curves_chart
+from moecore.report.drawing import INK, PALETTE, expert_colours, line_look, share_axis
+from moecore.report.maps import expert_maps
+from moecore.report.measures.routing import expert_load
+from moecore.report.training_figures import confusion_matrix
 
 
-def shares(number: int) -> list[float]:
-    return (np.ones(number) / number).tolist()
+def shares(number: int) -> tuple[float, ...]:
+    return (1 / number,) * number
 
 
 @pytest.mark.parametrize("experts", [2, 8, 32])
 def test_expert_load_draws_one_panel_a_layer(experts):
-    figure = figures.expert_load([shares(experts)] * 3)
-    assert isinstance(figure, Figure) and len(figure.axes) == 3 and len(figure.axes[0].patches) == experts
+    figure = expert_load([shares(experts)] * 3)
+    assert isinstance(figure, Figure)
+    assert len(figure.axes) == 3
+    assert len(figure.axes[0].patches) == experts
 
 
-def test_a_method_without_rows_keeps_its_colour():
-    rows = [{"epsilon": e, "value": 0.5, "low": 0.4, "high": 0.6} for e in (0.0, 0.1)]
-    axes = figures.robustness_curve({"dense": [], "vmoe": rows}).axes[0]
+def test_a_method_without_points_keeps_its_colour():
+    points = [Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
+    axes = curves_chart({"dense": [], "vmoe": points}, Look("", "", "")).axes[0]
     assert [line.get_color() for line in axes.lines] == [PALETTE[1]]
+
+
+def test_curves_over_whole_numbers_have_whole_ticks():
+    points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2, 4)]
+    axes = curves_chart({"dense": [], "vmoe": points}, Look("", "k", "Accuracy", True)).axes[0]
+    assert list(axes.get_xticks()) == [1, 2, 4]
+    assert len(axes.lines) == 1
+    assert axes.get_ylim()[0] == 0
+
+
+def test_a_curve_near_the_top_is_not_cut():
+    points = [Point(k, 0.83, 0.82, 0.84) for k in (1, 2, 4)]
+    axes = curves_chart({"vmoe": points}, Look("", "k", "Accuracy", True)).axes[0]
+    assert axes.get_ylim() == pytest.approx((0, 1.05 * 0.84))
+
+
+def test_ticks_between_whole_percents_are_not_rounded():
+    axes = Figure().subplots()
+    share_axis(axes, "Accuracy")
+    printed = [axes.yaxis.get_major_formatter()(value) for value in (0.07, 0.775, 1)]
+    assert printed == ["7%", "77.5%", "100%"]
+
+
+@pytest.mark.parametrize("methods", [1, 6, 24])
+def test_a_legend_of_long_names_lies_within_its_figure(methods):
+    points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
+    curves = {f"ermoe_without_orthogonality_{number}": points for number in range(methods)}
+    figure = curves_chart(curves, Look("", "k", "Accuracy"))
+    figure.canvas.draw()
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 and box.x1 <= figure.bbox.x1 and 0 <= box.y0
+    assert box.y1 <= figure.axes[0].get_tightbbox().y0
 
 
 def test_settings_of_matplotlib_are_left_alone():
     before = dict(matplotlib.rcParams)
-    figures.confusion_matrix([[3, 1], [0, 4]], ["a", "b"])
+    pictures.svg(confusion_matrix([[3, 1], [0, 4]], ["a", "b"]), "confusion")
     assert dict(matplotlib.rcParams) == before
 
 
-def test_ticks_keep_their_colour_outside_the_style():
-    axes = figures.expert_load([shares(4)]).axes[0]
-    assert axes.get_xticklabels()[0].get_color() == INK
+def test_ticks_have_their_colour_whoever_saves_a_figure(tmp_path):
+    figure = expert_load([shares(4)])
+    figure.savefig(tmp_path / "load.png")
+    assert figure.axes[0].get_xticklabels()[0].get_color() == INK
 
 
 def test_svg_follows_the_page_and_has_a_label():
-    text = inline_svg(figures.expert_load([shares(4)], "a < b"), 'load of "x"')
-    assert text.startswith("<svg") and "currentColor" in text and INK not in text and "<metadata" not in text
-    assert 'aria-label="load of &quot;x&quot;"' in text and ' height="' not in text.split(">")[0]
-    assert inline_png(figures.expert_load([shares(4)]), "load").startswith('<img alt="load" src="data:image/png;base64,')
+    text = pictures.svg(expert_load([shares(4)]), 'load of "x"')
+    assert text.startswith("<svg")
+    assert "currentColor" in text
+    assert INK not in text
+    assert "<metadata" not in text
+    assert 'aria-label="load of &quot;x&quot;"' in text
+    assert ' height="' not in text.split(">")[0]
+    assert pictures.png(expert_load([shares(4)])).startswith("data:image/png;base64,")
 
 
 def test_looks_are_distinct():
     assert len({tuple(line_look(index).items()) for index in range(28)}) == 28
-    assert len(set(expert_colours(8))) == 8 and len(set(expert_colours(64))) == 64
+    assert len(set(expert_colours(8))) == 8
+    assert len(set(expert_colours(64))) == 64
 
 
-def test_expert_maps_draws_a_panel_a_class_on_the_experts_grid():
-    maps = np.random.default_rng(0).dirichlet(np.ones(32), size=(2, 3))  # two models, three classes, 32 experts on 4 rows of 8
+def test_expert_maps_draws_a_tile_a_class_on_the_experts_grid():
+    # two models, three classes, 32 experts on 4 rows of 8
+    maps = np.random.default_rng(0).dirichlet(np.ones(32), size=(2, 3))
     maps[1, 2] = np.nan
-    figure = figures.expert_maps({"MoE": maps[0].tolist(), "MoGE": maps[1]}, ["a", "b", "c"])
-    panels, bars = figure.axes[:6], figure.axes[6:]
-    assert len(bars) == 2 and [axes.get_title() for axes in panels[:3]] == ["a", "b", "c"]
-    assert [axes.get_ylabel() for axes in panels] == ["MoE", "", "", "MoGE", "", ""]
-    for number, axes in enumerate(panels[:5]):
-        shown = axes.images[0]
-        np.testing.assert_array_equal(shown.get_array(), maps[number // 3, number % 3].reshape(4, 8))
-        assert shown.get_clim() == (0, np.nanmax(maps[number // 3])), "one scale a row"
-    assert panels[5].images[0].get_array().mask.all(), "a class without images stays bare"
+    axes = expert_maps({"MoE": maps[0].tolist(), "MoGE": maps[1]}, ["a", "b", "c"]).axes[0]
+    tiles = [np.asarray(image.get_array()) for image in axes.images]
+    assert [tile.shape for tile in tiles] == [(4, 8, 4)] * 6
+    words = [text.get_text() for text in axes.texts]
+    assert words[:5] == ["MoE", "MoGE", "a", "b", "c"]
+    assert words[5] == f"0 – {maps[0].max():.2g}"
+    brightest = np.unravel_index(maps[0].argmax(), (3, 32))
+    # One scale a row: the largest of the row is magma's last colour, and the only one of its kind.
+    row = np.concatenate([tile.reshape(32, 4) for tile in tiles[:3]])
+    assert row[:, :3].sum(1).argmax() == brightest[0] * 32 + brightest[1]
+    assert tiles[5].max() == 0, "a class without images stays bare"
 
 
 def test_expert_maps_shows_the_first_classes_of_many():
-    figure = figures.expert_maps({"MoE": np.full((40, 8), 0.125)}, [str(name) for name in range(40)], most=5)
-    assert [axes.get_title() for axes in figure.axes[:5]] == list("01234") and len(figure.axes) == 6
+    figure = expert_maps({"MoE": np.full((40, 8), 0.125)}, [str(name) for name in range(40)])
+    assert len(figure.axes[0].images) == 12

@@ -1,24 +1,27 @@
-"""The metrics of the papers: where they are read from, which columns appear, and what the papers report themselves."""
+"""The metrics of the papers: where they are read from, which columns appear, and what the papers
+report themselves.
+"""
 
 import json
 import re
 
 import pytest
 
-from moecore.data import transforms
-from moecore.files import StageError
-from moecore.report.agreement import PANELS, agreement_rows, routing_agreement
-from moecore.report.by_paper import by_paper
+from moecore.core.files import UserError
+from moecore.data.views import transforms
+from moecore.measure.routing import Result as Routing
+from moecore.report.column import slug
 from moecore.report.curves import robustness_csv
-from moecore.report.metrics import metrics_of, slug
+from moecore.report.drawing import PALETTE
+from moecore.report.measures.training import halfway
 from moecore.report.page import page
 from moecore.report.paper_figures import PAPERS, REPORTED, reported
-from moecore.report.relative import relative_to
 from moecore.report.results import USUAL, read_results, study_stages
-from moecore.report.style import PALETTE
 from moecore.report.summary import rows
-from moecore.report.tables import flat, table
-from moecore.selection import Selection
+from moecore.report.tables import flat, metrics_of, table
+from moecore.report.training_figures import AGREEMENTS, agreement_points, routing_agreement
+from moecore.study.selection import Selection
+from moecore.training.outcome import Outcome
 from tests.report.generated import NEW, TRANSFORMS, write_results
 from tests.report.test_report import METHODS, assert_self_contained
 
@@ -27,7 +30,12 @@ ALL = (*USUAL, "invariance", *NEW)
 
 def study(root, seeds=(0,), stages=ALL, methods=METHODS):
     write_results(root, methods, list(seeds), ["pretrain"], stages)
-    return read_results(Selection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",)), "", root, stages)
+    return read_results(
+        Selection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",)),
+        "",
+        root,
+        stages,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,54 +44,100 @@ def whole(tmp_path_factory):
 
 
 def test_the_values_come_from_where_they_are_stored(whole):
-    cells = table(whole, "pretrain")[1]["vmoe"]  # generated method 1, seed 0
-    routed, trained = (getattr(whole.models["pretrain"]["vmoe"][0], name) for name in ("routing", "trained"))
+    phase = whole.phases["pretrain"]
+    cells = table(whole, phase).cells["vmoe"]  # generated method 1, seed 0
+    routed = phase.models["vmoe"][0].of(Routing)
+    trained = phase.models["vmoe"][0].of(Outcome)
     expected = {"match_top1": 0.52, "match_top2_ordered": 0.32, "match_top2_sets": 0.42}
     expected |= {"token_entropy": 0.43, "fallback": 0.01, "below_k": 0.02, "tail_mass": 0.05}
-    # half of ten epochs is the fifth: 0.5 + 0.01; the last two epochs: 0.5 + 0.4; distances 0.11, 0.21, 0.31
-    expected |= {"agreement_with_final": 0.51, "agreement_consecutive": 0.9, "imed": 0.21, "imed_rotation_5": 0.11, "imed_translation_0_0_1": 0.31}
+    # half of ten epochs is the fifth: 0.5 + 0.01; the last two epochs: 0.5 + 0.4; distances 0.11,
+    # 0.21, 0.31
+    expected |= {
+        "agreement_with_final": 0.51,
+        "agreement_consecutive": 0.9,
+        "imed": 0.21,
+        "imed_rotation_5": 0.11,
+        "imed_translation_0_0_1": 0.31,
+    }
     assert {name: cells[name].interval.value for name in expected} == pytest.approx(expected)
     for place in ("highest", "second", "others"):
-        of_layers = [layer["confidence"][place] for layer in routed["layers"]]
+        of_layers = [getattr(layer.confidence, place) for layer in routed.layers]
         assert cells[f"confidence_{place}"].interval.value == pytest.approx(sum(of_layers) / 3)
-    assert len(trained["agreement_with_final"]) == 10 and cells["imed_rotation_5"].kind == "bootstrap"
+    assert len(trained.agreement_with_final) == 10
+    assert cells["imed_rotation_5"].kind == "bootstrap"
     assert cells["imed_rotation_5"].interval == pytest.approx((0.11, 0.09, 0.13))
 
 
 @pytest.mark.parametrize(("epochs", "half"), [(1, 1), (2, 1), (5, 3), (10, 5)])
 def test_half_of_training(whole, epochs, half):
-    model = whole.models["pretrain"]["vmoe"][0]
-    model = model._replace(trained=model.trained | {"agreement_with_final": list(range(1, epochs + 1))})
-    assert next(metric for metric in metrics_of([model]) if metric.name == "agreement_with_final").read(model) == half
+    trained = whole.phases["pretrain"].models["vmoe"][0].of(Outcome)
+    values = tuple(range(1, epochs + 1))
+    assert halfway(trained.model_copy(update={"agreement_with_final": values})) == half
 
 
 def test_a_dense_model_has_none_of_it(whole):
-    cells = table(whole, "pretrain")[1]["dense"]
+    cells = table(whole, whole.phases["pretrain"]).cells["dense"]
     assert {name for name, found in cells.items() if found} == {
-        "test_accuracy", "test_loss", "ece_before", "ece_after", "nll_after", "brier_after", "parameters", "active_parameters",
-        "images_per_second", "seconds", "training_overhead", "accuracy_fgsm", "accuracy_pgd-10", "accuracy_worst_case",
-        "noise_accuracy", "jumps", "lipschitz_local_mean", "lipschitz_margin_mean", "lipschitz_lower_bound_mean", "lipschitz_lower_bound",
-        "corruption_error", "mce", "error_noise", "error_blur", "gflops", "routing_gflops", "latency_ms", "inference_images_per_second", "peak_memory",
-        "routing_ms", "routing_share",
-    }  # fmt: skip
+        "test_accuracy",
+        "test_loss",
+        "ece_before",
+        "ece_after",
+        "nll_after",
+        "brier_after",
+        "parameters",
+        "active_parameters",
+        "images_per_second",
+        "seconds",
+        "training_overhead",
+        "accuracy_fgsm",
+        "accuracy_pgd-10",
+        "accuracy_worst_case",
+        "noise_accuracy",
+        "jumps",
+        "lipschitz_local_mean",
+        "lipschitz_margin_mean",
+        "lipschitz_lower_bound_mean",
+        "lipschitz_lower_bound",
+        "corruption_error",
+        "mce",
+        "error_noise",
+        "error_blur",
+        "gflops",
+        "routing_gflops",
+        "latency_ms",
+        "inference_images_per_second",
+        "peak_memory",
+        "routing_ms",
+        "routing_share",
+        "routing_batch_share",
+    }
 
 
 def test_names_are_unique_and_papers_are_known(whole):
-    models = whole.models["pretrain"]
-    metrics = metrics_of([model for seeds in models.values() for model in seeds.values()], relative_to(models))
+    metrics = metrics_of(whole.phases["pretrain"])
     names = {metric.name for metric in metrics}
-    assert len(names) == len(metrics) and {metric.paper for metric in metrics} == {"", *PAPERS} - {"ages"}
-    order = [metric.paper for metric in metrics]
+    assert len(names) == len(metrics)
+    order = [metric.column.paper for metric in metrics]
+    assert set(order) == {"", *PAPERS}
     assert order == sorted(order, key=["", *PAPERS].index)
     assert all(found.paper in PAPERS for found in REPORTED)
-    assert {name for found in REPORTED if found.paper != "ages" for name in found.values if not name.startswith("imed_")} <= names
+    assert {
+        name
+        for found in REPORTED
+        if found.paper != "ages"
+        for name in found.values
+        if not name.startswith("imed_")
+    } <= names
 
 
 def test_one_table_a_paper_with_its_own_numbers(whole):
-    text = by_paper(*table(whole, "pretrain"))
-    assert text.count("<h4>") == 7 and "63.04 %" in text and "0.0297" in text and "41.7 %" in text and "0.0473" in text
+    text = page(whole)
+    text = text[text.index("Every method on the metrics") : text.index("All measurements")]
+    assert text.count("<h4>") == 7
+    assert all(number in text for number in ("63.04 %", "0.0297", "41.7 %", "0.0473"))
     tgr = text[text.index("TGR: ") : text.index("MoGE: ")]
-    assert "Without these metrics: dense." in tgr and ">dense<" not in tgr
+    assert "Without these metrics: dense." in tgr
+    assert ">dense<" not in tgr
     prc = text[text.index("PRC: ") : text.index("ERMoE: ")]
     assert prc.count("Paper: ") == 2
     assert ">dense<" in text[text.index("On the adversarial") :]
@@ -91,34 +145,70 @@ def test_one_table_a_paper_with_its_own_numbers(whole):
 
 def test_what_the_papers_print():
     values = {(found.paper, found.model): found.values for found in REPORTED}
-    assert values["tgr", "TGR-MoE"] == {"agreement_before_after": 0.7375} and values["tgr", "V-MoE"] == {"agreement_before_after": 0.5056}
-    assert values["tgr", "TGR-MoE-Ti"] == pytest.approx({"entropy": 2.8748 / 3, "teacher_agreement": 1.9884 / 3})
-    assert values["ermoe", "ERMoE"] == {"test_accuracy": 0.9605, "load_cv2": 0.08, "fallback": 0.002}
-    assert values["moge", "MoGE"]["imed_rotation_5"] == 0.0473 and values["moge", "MoE"]["imed_translation_0_1_0_1"] == 0.1759
-    assert sum(values["prc", "PRC"][f"confidence_{place}"] for place in ("highest", "second", "others")) == pytest.approx(1, abs=1e-3)
-    assert [found.model for found in reported("tgr", frozenset({"test_accuracy", "agreement_before_after"}))] == ["V-MoE", "TGR-MoE"]
+    assert values["tgr", "TGR-MoE"] == {"agreement_before_after": 0.7375} and values[
+        "tgr", "V-MoE"
+    ] == {"agreement_before_after": 0.5056}
+    assert values["tgr", "TGR-MoE-Ti"] == pytest.approx(
+        {"entropy": 2.8748 / 3, "teacher_agreement": 1.9884 / 3}
+    )
+    assert values["ermoe", "ERMoE"] == {
+        "test_accuracy": 0.9605,
+        "load_cv2": 0.08,
+        "fallback": 0.002,
+    }
+    assert (
+        values["moge", "MoGE"]["imed_rotation_5"] == 0.0473
+        and values["moge", "MoE"]["imed_translation_0_1_0_1"] == 0.1759
+    )
+    assert sum(
+        values["prc", "PRC"][f"confidence_{place}"] for place in ("highest", "second", "others")
+    ) == pytest.approx(1, abs=1e-3)
+    assert [
+        found.model
+        for found in reported("tgr", frozenset({"test_accuracy", "agreement_before_after"}))
+    ] == ["V-MoE", "TGR-MoE"]
 
 
 def test_names_of_transforms():
     assert [slug(name) for name in TRANSFORMS] == ["rotation_5", "scaling_0_5", "translation_0_0_1"]
     paper = next(found for found in REPORTED if found.model == "MoGE").values
-    assert {f"imed_{slug(name)}" for name in transforms.TRANSFORMS} == {name for name in paper if name.startswith("imed_")}
+    assert {f"imed_{slug(name)}" for name in transforms.TRANSFORMS} == {
+        name for name in paper if name.startswith("imed_")
+    }
 
 
 def test_the_stages_of_a_study(tmp_path):
-    assert study_stages(tmp_path / "params.yaml") == set(USUAL)
-    (tmp_path / "dvc.yaml").write_text("stages:\n  a: {cmd: python -m stages.routing x}\n  b: {cmd: python -m stages.pretrain}\n  # calibrate\n")
-    assert study_stages(tmp_path / "params.yaml") == {"routing"}
+    run = Selection(methods=("dense",), seeds=(0,))
+    assert study_stages(tmp_path / "params.yaml", run) == set(USUAL)
+    (tmp_path / "dvc.yaml").write_text(
+        "stages:\n"
+        "  a: {cmd: python -m stages.robustness x}\n"
+        "  b: {cmd: python -m stages.pretrain}\n"
+        "  c: {cmd: python -m stages.measure routing x}\n  # calibrate\n"
+    )
+    found = study_stages(tmp_path / "params.yaml", run)
+    assert {"robustness", "routing"} <= found
+    assert "calibrate" not in found
 
 
-@pytest.mark.parametrize("stages", [(), ("routing",), ("calibrate",), ("robustness",), ("routing", "invariance")])
+def names_of(found):
+    return {metric.name for metric in table(found, found.phases["pretrain"]).metrics}
+
+
+@pytest.mark.parametrize(
+    "stages", [(), ("routing",), ("calibrate",), ("robustness",), ("routing", "invariance")]
+)
 def test_a_study_without_some_stages(tmp_path, stages):
     found = study(tmp_path, stages=stages)
-    text, names = page(found), {metric.name for metric in table(found, "pretrain")[0]}
+    text, names = page(found), names_of(found)
     assert_self_contained(text)
     assert ("ece_after" in names) == ("calibrate" in stages) == ("Reliability" in text)
     assert ("accuracy_fgsm" in names) == ("robustness" in stages) == ("Accuracy under" in text)
-    assert ("match_top1" in names) == ("routing" in stages) == ("Which expert sees which patch" in text)
+    assert (
+        ("match_top1" in names)
+        == ("routing" in stages)
+        == ("Which expert sees which patch" in text)
+    )
     assert ("imed" in names) == ("invariance" in stages)
     alike = re.search("alike: ([^.]*)", text)[1]
     assert alike.startswith("accuracy") and ("routing" in stages) == ("routing" in alike)
@@ -128,42 +218,60 @@ def test_a_study_without_some_stages(tmp_path, stages):
 
 def test_a_missing_file_of_a_stage_of_the_study_is_an_error(tmp_path):
     write_results(tmp_path, METHODS, [0], ["pretrain"], USUAL)
-    with pytest.raises(StageError, match=re.escape("artifacts/measured/invariance/pretrain/dense/0.json")):
-        read_results(Selection(methods=tuple(METHODS), seeds=(0,), phases=("pretrain",)), "", tmp_path, ALL)
+    with pytest.raises(
+        UserError, match=re.escape("artifacts/measured/invariance/pretrain/dense/0.json")
+    ):
+        read_results(
+            Selection(methods=tuple(METHODS), seeds=(0,), phases=("pretrain",)), "", tmp_path, ALL
+        )
 
 
 def test_agreement_over_epochs(tmp_path):
-    models = list(study(tmp_path, seeds=(0, 1, 2)).models["pretrain"]["vmoe"].values())
-    final, consecutive = (agreement_rows(models, name) for name in PANELS)
-    # method 1: 0.11, 0.13, 0.15 in the first epoch: mean 0.13, half width 4.302653 · 0.02 / √3 = 0.049683
-    assert final[0] == pytest.approx({"epoch": 1, "value": 0.13, "low": 0.080317, "high": 0.179683}, abs=1e-6)
-    assert [row["epoch"] for row in final] == list(range(1, 11)) and [row["epoch"] for row in consecutive] == list(range(2, 11))
-    assert final[-1]["high"] == 1.0 and consecutive[-1]["value"] == pytest.approx(0.91)
-    one = agreement_rows(models[:1], "agreement_with_final")[0]
-    assert one["low"] == one["value"] == one["high"] == pytest.approx(0.11)
+    phase = study(tmp_path, seeds=(0, 1, 2)).phases["pretrain"]
+    seeds = phase.of(Outcome)["vmoe"]
+    final, consecutive = (agreement_points(seeds, name) for name in AGREEMENTS)
+    # method 1: 0.11, 0.13, 0.15 in the first epoch: mean 0.13, half 4.302653 · 0.02 / √3
+    assert final[0] == pytest.approx((1, 0.13, 0.080317, 0.179683), abs=1e-6)
+    assert [point.x for point in final] == list(range(1, 11))
+    assert [point.x for point in consecutive] == list(range(2, 11))
+    assert final[-1].high == 1.0
+    assert consecutive[-1].value == pytest.approx(0.91)
+    one = agreement_points(seeds[:1], "agreement_with_final")[0]
+    assert one.low == one.value == one.high == pytest.approx(0.11)
 
 
 def test_agreement_is_drawn_for_those_who_have_it(whole):
-    models = whole.models["pretrain"]
-    curves = {name: {method: agreement_rows(list(seeds.values()), name) for method, seeds in models.items()} for name in PANELS}
+    trained = whole.phases["pretrain"].of(Outcome)
+    curves = {
+        name: {method: agreement_points(seeds, name) for method, seeds in trained.items()}
+        for name in AGREEMENTS
+    }
     panels = routing_agreement(curves).axes
-    assert curves["agreement_with_final"]["dense"] == [] and [axes.get_title("left") for axes in panels] == list(PANELS.values())
-    assert [[line.get_color() for line in axes.lines] for axes in panels] == [list(PALETTE[1:3])] * 2
+    assert curves["agreement_with_final"]["dense"] == []
+    assert [axes.get_title("left") for axes in panels] == list(AGREEMENTS.values())
+    colours = [[line.get_color() for line in axes.lines] for axes in panels]
+    assert colours == [list(PALETTE[1:3])] * 2
     assert list(panels[1].lines[0].get_xdata()) == list(range(2, 11))
 
 
 def test_unrecorded_values_are_left_out(whole):
-    model = whole.models["pretrain"]["vmoe"][0]
-    trained = {key: value for key, value in model.trained.items() if not key.startswith("agreement")}
-    assert agreement_rows([model._replace(trained=trained)], "agreement_with_final") == []
-    assert agreement_rows([model, model._replace(trained=trained)], "agreement_with_final") == []
-    gap = model._replace(trained=trained | {"agreement_consecutive": [None, 0.5]})
-    assert [row["epoch"] for row in agreement_rows([gap], "agreement_consecutive")] == [2]
+    trained = whole.phases["pretrain"].of(Outcome)["vmoe"][0]
+    without = trained.model_copy(update={"agreement_with_final": (), "agreement_consecutive": ()})
+    assert agreement_points([without], "agreement_with_final") == []
+    assert agreement_points([trained, without], "agreement_with_final") == []
+    values = {"agreement_with_final": (), "agreement_consecutive": (None, 0.5)}
+    gap = trained.model_copy(update=values)
+    assert [point.x for point in agreement_points([gap], "agreement_consecutive")] == [2]
 
 
 def test_many_methods_stay_readable(tmp_path):
-    found = study(tmp_path, methods={f"m{number}": number > 0 for number in range(8)}, stages=("routing",))
+    found = study(
+        tmp_path, methods={f"m{number}": number > 0 for number in range(8)}, stages=("routing",)
+    )
     text = page(found)
     assert_self_contained(text)
-    assert "<summary>Experts (first seed)</summary>" in text and "<summary>Which class goes to which expert</summary>" in text
+    assert (
+        "<summary>Experts (first seed)</summary>" in text
+        and "<summary>Which class goes to which expert</summary>" in text
+    )
     json.dumps(flat(found), allow_nan=False)

@@ -3,20 +3,27 @@
 import numpy as np
 import torch
 
-from moecore.backbones.image import ImageSpec
-from moecore.backbones.vit import Vit
 from moecore.data.loader import to_device
 from moecore.data.prepared import Split
-from moecore.training.loop import Task
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.vit import Vit
+from moecore.tasks.classification import Classification
+from moecore.training.job import Job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
 
-IMAGE = ImageSpec(channels=1, size=8, classes=("dark", "light"), mean=(0.5,), std=(0.3,))
+IMAGE = ImageSpec(
+    channels=1, size=8, task=Classification(classes=("dark", "light")), mean=(0.5,), std=(0.3,)
+)
 CPU = Runtime("cpu", "test", 1, "system", "highest", 0.0, 0.0)
 SETTINGS = Training(epochs=2, batch=8, learning_rate=1e-2, log_every=3, checkpoint_every=3)
-VMOE = Method(router={"kind": "noisy_top_k", "k": 2}, experts={"kind": "mlp", "number": 4}, regularizers=[{"kind": "importance"}, {"kind": "load"}])
+VMOE = Method(
+    router={"kind": "noisy_top_k", "k": 2},
+    experts={"kind": "mlp", "number": 4},
+    regularizers=[{"kind": "importance"}, {"kind": "load"}],
+)
 
 
 def images(count: int, seed: int = 0) -> Split:
@@ -27,7 +34,14 @@ def images(count: int, seed: int = 0) -> Split:
     return Split(pixels.astype(np.uint8), labels.astype(np.int64))
 
 
-def task(method: Method = VMOE, seed: int = 0, guide=None) -> Task:
+def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IMAGE) -> Job:
     torch.manual_seed(seed)
-    model = Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE, method.moe)
-    return Task(model, 2, to_device(images(50), "cpu"), to_device(images(20, 1), "cpu"), Objective(method.losses, distillation=method.distillation), guide, method.views)
+    model = Vit(patch=4, width=16, depth=4, heads=2).build(image, method.moe)
+    return Job(
+        model,
+        to_device(images(50), "cpu"),
+        to_device(images(20, 1), "cpu"),
+        Objective(method.losses, distillation=method.distillation),
+        guide,
+        method.views,
+    )

@@ -1,4 +1,4 @@
-"""Adversarial training: what the attack does to a step, and that nothing else of the step changes."""
+"""Adversarial training: what the attack does to a step, and that nothing else changes."""
 
 import numpy as np
 import pytest
@@ -7,22 +7,28 @@ from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
 from moecore.attacks.pgd import Pgd
-from moecore.backbones.vit import Vit
+from moecore.core.records import Batch, ModelOutput
 from moecore.data.loader import generator_for, to_device
 from moecore.data.prepared import Split
-from moecore.evaluation.predict import evaluating, predictions
-from moecore.records import Batch, ModelOutput
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.predict import evaluating, predictions
+from moecore.tasks.multi_label import MultiLabel
 from moecore.training.adversarial import Adversarial
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import build_guide
-from moecore.training.loop import Task, fit, step_batch, training_batch
+from moecore.training.job import Job
+from moecore.training.loop import fit, step_batch, training_batch
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import AdversarialFinetuning, Training
 from tests.attacks.models import Linear
 from tests.training.small import CPU, IMAGE, SETTINGS, images, task
 
-PRC = Method(router={"kind": "noisy_top_k"}, experts={"kind": "mlp", "number": 4}, regularizers=[{"kind": "pairwise_consistency"}])
+PRC = Method(
+    router={"kind": "noisy_top_k"},
+    experts={"kind": "mlp", "number": 4},
+    regularizers=[{"kind": "pairwise_consistency"}],
+)
 TIMED = "images_per_second"
 
 
@@ -31,11 +37,17 @@ def under(adversarial: Adversarial | None, **changed) -> Training:
 
 
 def points(metrics) -> list:
-    return [(found.step, {name: value for name, value in found.values.items() if name != TIMED}) for found in metrics]
+    return [
+        (found.step, {name: value for name, value in found.values.items() if name != TIMED})
+        for found in metrics
+    ]
 
 
-def same_weights(first: Task, second: Task) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+def same_weights(first: Job, second: Job) -> bool:
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True)
+    )
 
 
 def test_the_defaults_are_the_papers():
@@ -48,15 +60,22 @@ def test_the_defaults_are_the_papers():
 
 
 def test_on_a_linear_model_it_is_the_optimum_by_hand():
-    # logits (0, w·x) with w = (2, -1, 0): the loss of label 0 grows with w·x, that of label 1 falls. Ten steps of ε/10 along
-    # the sign are ε in all: x + ε (1, -1, 0) for label 0, x − ε (1, -1, 0) for label 1, cut to [0, 1].
+    # logits (0, w·x) with w = (2, -1, 0): the loss of label 0 grows with w·x, that of label 1
+    # falls. Ten steps of ε/10 along the sign are ε in all: x + ε (1, -1, 0) for label 0, x − ε (1,
+    # -1, 0) for label 1, cut to [0, 1].
     model = Linear(torch.tensor([2.0, -1.0, 0.0]))
     x = torch.tensor([[0.5, 0.5, 0.5], [0.95, 0.05, 0.2]]).repeat(2, 1).view(4, 1, 1, 3)
     batch = Batch(x, torch.tensor([0, 0, 1, 1]), torch.zeros(4, 3, 3), views=2)
-    found = Adversarial(epsilon=0.1).attacked(model, batch, generator_for(0))
-    expected = torch.tensor([[0.6, 0.4, 0.5], [1.0, 0.0, 0.2], [0.4, 0.6, 0.5], [0.85, 0.15, 0.2]]).view(4, 1, 1, 3)
+    found = Adversarial(epsilon=0.1).attacked(model, IMAGE.task, batch, generator_for(0))
+    expected = torch.tensor(
+        [[0.6, 0.4, 0.5], [1.0, 0.0, 0.2], [0.4, 0.6, 0.5], [0.85, 0.15, 0.2]]
+    ).view(4, 1, 1, 3)
     torch.testing.assert_close(found.images, expected)
-    assert torch.equal(found.labels, batch.labels) and found.affines is batch.affines and found.views == 2
+    assert (
+        torch.equal(found.labels, batch.labels)
+        and found.affines is batch.affines
+        and found.views == 2
+    )
     assert model.weight.grad is None and model.weight.requires_grad
 
 
@@ -69,22 +88,32 @@ def test_a_step_sees_what_a_loop_by_hand_makes():
     now = clean.images.clone()
     for _ in range(3):
         now.requires_grad_(True)
-        (slope,) = torch.autograd.grad(cross_entropy(twin.model(now).prediction, clean.labels, reduction="sum"), now)
+        (slope,) = torch.autograd.grad(
+            cross_entropy(twin.model(now).prediction, clean.labels, reduction="sum"), now
+        )
         now = (now + 0.02 * slope.sign()).detach()
         now = torch.max(torch.min(now, clean.images + 0.06), clean.images - 0.06).clamp(0, 1)
     torch.testing.assert_close(found.images, now)
-    assert (found.images - clean.images).abs().max() > 0.03 and torch.equal(found.labels, clean.labels)
+    assert (found.images - clean.images).abs().max() > 0.03 and torch.equal(
+        found.labels, clean.labels
+    )
 
 
 def test_the_terms_of_a_step_are_those_of_the_attacked_images():
-    """The loss that is logged at the first step is the cross-entropy of the attacked images, not of the clean ones."""
+    """The loss that is logged at the first step is the cross-entropy of the attacked images, not of
+    the clean ones.
+    """
     dense, settings = Method(), under(Adversarial(epsilon=0.2), log_every=1)
     (first, *_) = fit(task(dense), settings, 0, CPU)
     made = task(dense)
     batch = step_batch(made, settings, 0, 0)
-    assert first.values["task"] == pytest.approx(float(cross_entropy(made.model(batch.images).prediction, batch.labels).detach()), rel=1e-5)
+    assert first.values["task"] == pytest.approx(
+        float(cross_entropy(made.model(batch.images).prediction, batch.labels).detach()), rel=1e-5
+    )
     clean = training_batch(made, settings, 0, 0)
-    assert first.values["task"] > 1.01 * float(cross_entropy(made.model(clean.images).prediction, clean.labels).detach())
+    assert first.values["task"] > 1.01 * float(
+        cross_entropy(made.model(clean.images).prediction, clean.labels).detach()
+    )
 
 
 @pytest.mark.parametrize("form", ["paper", "strong"])
@@ -95,9 +124,14 @@ def test_modes_gradients_and_random_state_stay(form):
     made.model.head.weight.grad = torch.full_like(made.model.head.weight, 3.0)
     modes, state = [module.training for module in made.model.modules()], torch.get_rng_state()
     step_batch(made, under(Adversarial(steps=2, form=form)), 0, 0)
-    assert [module.training for module in made.model.modules()] == modes and torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in made.model.modules()] == modes and torch.equal(
+        torch.get_rng_state(), state
+    )
     assert all(parameter.requires_grad for parameter in made.model.parameters())
-    assert torch.equal(made.model.head.weight.grad, torch.full_like(made.model.head.weight, 3.0)) and made.model.cls_token.grad is None
+    assert (
+        torch.equal(made.model.head.weight.grad, torch.full_like(made.model.head.weight, 3.0))
+        and made.model.cls_token.grad is None
+    )
 
 
 def test_the_model_is_attacked_without_noise_and_without_autocast():
@@ -106,7 +140,14 @@ def test_the_model_is_attacked_without_noise_and_without_autocast():
     forward = made.model.forward
 
     def watched(pixels, *rest):
-        seen.append((made.model.training, made.model.blocks[1].mlp.router.training, torch.is_autocast_enabled("cpu"), pixels.dtype))
+        seen.append(
+            (
+                made.model.training,
+                made.model.blocks[1].mlp.router.training,
+                torch.is_autocast_enabled("cpu"),
+                pixels.dtype,
+            )
+        )
         return forward(pixels, *rest)
 
     made.model.forward = watched
@@ -122,7 +163,9 @@ def test_epsilon_0_is_plain_training_bit_for_bit(form):
     assert points(fit(attacked, under(Adversarial(epsilon=0, form=form)), 0, CPU)) == expected
     assert same_weights(plain, attacked)
     other = task()
-    assert points(fit(other, under(Adversarial(steps=2)), 0, CPU)) != expected and not same_weights(plain, other)
+    assert points(fit(other, under(Adversarial(steps=2)), 0, CPU)) != expected and not same_weights(
+        plain, other
+    )
 
 
 @pytest.mark.parametrize("stopped_after", [2, 3])
@@ -136,19 +179,36 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after):
     resumed = task(seed=99)
     torch.rand(17)  # another process has another random state
     again = points(fit(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
-    assert again == expected[-len(again) :] and len(again) < len(expected) and same_weights(resumed, whole)
+    assert (
+        again == expected[-len(again) :]
+        and len(again) < len(expected)
+        and same_weights(resumed, whole)
+    )
 
 
 def test_the_random_start_is_a_function_of_seed_and_step():
     settings = under(Adversarial(steps=1, form="strong"))
-    first, again, later, other = (step_batch(task(), settings, seed, step).images for seed, step in ((0, 3), (0, 3), (0, 4), (1, 3)))
-    assert torch.equal(first, again) and not torch.equal(first, later) and not torch.equal(first, other)
+    first, again, later, other = (
+        step_batch(task(), settings, seed, step).images
+        for seed, step in ((0, 3), (0, 3), (0, 4), (1, 3))
+    )
+    assert (
+        torch.equal(first, again)
+        and not torch.equal(first, later)
+        and not torch.equal(first, other)
+    )
     clean = training_batch(task(), settings, 0, 3)
     paper = step_batch(task(), under(Adversarial(steps=1)), 0, 3)
-    assert not torch.equal(first, paper.images) and (first - clean.images).abs().max() <= 8 / 255 + 1e-6
+    assert (
+        not torch.equal(first, paper.images)
+        and (first - clean.images).abs().max() <= 8 / 255 + 1e-6
+    )
     drawn = Pgd(steps=1, form="strong")
     with evaluating(made := task().model):
-        torch.testing.assert_close(first, drawn(made, clean.images, clean.labels, 8 / 255, generator_for(0, 3, 3)))
+        torch.testing.assert_close(
+            first,
+            drawn(made, IMAGE.task, clean.images, clean.labels, 8 / 255, generator_for(0, 3, 3)),
+        )
 
 
 def test_both_views_are_attacked_and_training_goes_on():
@@ -160,7 +220,10 @@ def test_both_views_are_attacked_and_training_goes_on():
 
 
 def test_mixed_images_are_attacked_on_their_shares():
-    settings = Training.model_validate(SETTINGS.model_dump() | {"mix": {"mixup": 1.0}, "adversarial": {"steps": 1, "epsilon": 0.05}})
+    settings = Training.model_validate(
+        SETTINGS.model_dump()
+        | {"mix": {"mixup": 1.0}, "adversarial": {"steps": 1, "epsilon": 0.05}}
+    )
     made = task()
     clean, found = training_batch(made, settings, 0, 0), step_batch(made, settings, 0, 0)
     leaf = clean.images.clone().requires_grad_(True)
@@ -171,17 +234,28 @@ def test_mixed_images_are_attacked_on_their_shares():
 
 
 def test_sets_of_classes_are_attacked_through_their_sigmoids():
-    made = task()._replace(train=to_device(Split(images(50).images, np.tile(np.array([[1, 1], [0, 1]], np.uint8), (25, 1))), "cpu"))
+    sets = IMAGE.model_copy(update={"task": MultiLabel(classes=("dark", "light"))})
+    made = task(image=sets)._replace(
+        train=to_device(
+            Split(images(50).images, np.tile(np.array([[1, 1], [0, 1]], np.uint8), (25, 1))), "cpu"
+        )
+    )
     settings = under(Adversarial(steps=1, epsilon=0.05))
     clean, found = training_batch(made, settings, 0, 0), step_batch(made, settings, 0, 0)
     leaf = clean.images.clone().requires_grad_(True)
     probs = made.model.eval()(leaf).prediction.sigmoid()
-    (slope,) = torch.autograd.grad(-torch.where(clean.labels == 1, probs, 1 - probs).log().sum(), leaf)
+    (slope,) = torch.autograd.grad(
+        -torch.where(clean.labels == 1, probs, 1 - probs).log().sum(), leaf
+    )
     torch.testing.assert_close(found.images, (clean.images + 0.05 * slope.sign()).clamp(0, 1))
 
 
 def test_a_model_that_asks_its_teacher_is_attacked_together_with_it():
-    method = Method(router={"kind": "teacher_routed"}, experts={"kind": "mlp", "number": 4}, regularizers=[{"kind": "router_kl"}])
+    method = Method(
+        router={"kind": "teacher_routed"},
+        experts={"kind": "mlp", "number": 4},
+        regularizers=[{"kind": "router_kl"}],
+    )
     torch.manual_seed(0)
     guide = build_guide(Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE), method, 4)
     made, settings = task(method, guide=guide), under(Adversarial(steps=2))
@@ -191,19 +265,26 @@ def test_a_model_that_asks_its_teacher_is_attacked_together_with_it():
 
 
 def weak_and_robust(count: int, seed: int) -> Split:
-    """Class 0 or 1: the first patch shows it clearly but is wrong in one image of five; 48 pixels show it weakly, together without error."""
+    """Class 0 or 1: the first patch shows it clearly but is wrong in one image of five; 48 pixels
+    show it weakly, together without error.
+    """
     random = np.random.default_rng(seed)
     labels = np.arange(count) % 2
     signs, shown = 2 * labels - 1, np.where(random.random(count) < 0.8, 1, -1)
     pixels = 0.5 + 0.04 * signs[:, None, None] + 0.05 * random.standard_normal((count, 8, 8))
-    pixels[:, :4, :4] = 0.5 + 0.25 * (signs * shown)[:, None, None] + 0.05 * random.standard_normal((count, 4, 4))
-    return Split(np.rint(255 * pixels.clip(0, 1)).astype(np.uint8)[:, None], labels.astype(np.int64))
+    pixels[:, :4, :4] = (
+        0.5 + 0.25 * (signs * shown)[:, None, None] + 0.05 * random.standard_normal((count, 4, 4))
+    )
+    return Split(
+        np.rint(255 * pixels.clip(0, 1)).astype(np.uint8)[:, None], labels.astype(np.int64)
+    )
 
 
 class Logistic(torch.nn.Module):
     """A linear classifier of the pixels, as a model of the training loop."""
 
     moe = None
+    image = IMAGE
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,18 +295,34 @@ class Logistic(torch.nn.Module):
 
 
 def test_it_makes_a_model_robust():
-    """ε 0.08 turns the weak pixels (0.04) around but not the clear patch (0.25), which plain training trusts less (Tsipras et al. 2019)."""
+    """ε 0.08 turns the weak pixels (0.04) around but not the clear patch (0.25), which plain
+    training trusts less (Tsipras et al. 2019).
+    """
     accuracy = {}
     for name, adversarial in (("plain", None), ("adversarial", Adversarial(epsilon=0.08))):
         torch.manual_seed(0)
         model = Logistic()
         test = weak_and_robust(200, 1)
-        made = Task(model, 2, to_device(weak_and_robust(400, 0), "cpu"), to_device(test, "cpu"), Objective())
-        list(fit(made, Training(epochs=12, batch=40, learning_rate=1e-2, adversarial=adversarial), 0, CPU))
+        made = Job(
+            model, to_device(weak_and_robust(400, 0), "cpu"), to_device(test, "cpu"), Objective()
+        )
+        list(
+            fit(
+                made,
+                Training(epochs=12, batch=40, learning_rate=1e-2, adversarial=adversarial),
+                0,
+                CPU,
+            )
+        )
         labels = torch.from_numpy(test.labels)
         with evaluating(model):
-            attacked = Pgd(steps=20)(model, torch.from_numpy(test.images) / 255, labels, 0.08)
-        accuracy[name] = [float((predictions(model, found, 200)[0].argmax(1) == labels).float().mean()) for found in (test.images, attacked)]
+            attacked = Pgd(steps=20)(
+                model, IMAGE.task, torch.from_numpy(test.images) / 255, labels, 0.08
+            )
+        accuracy[name] = [
+            float((predictions(model, found, 200)[0].argmax(1) == labels).float().mean())
+            for found in (test.images, attacked)
+        ]
     (plain, plain_attacked), (robust, robust_attacked) = accuracy["plain"], accuracy["adversarial"]
     assert plain > 0.9 and plain_attacked < 0.3, accuracy
     assert robust > 0.7 and robust_attacked > plain_attacked + 0.3, accuracy

@@ -3,25 +3,33 @@
 import pytest
 import torch
 
-from moecore.artifacts import load_guide, load_model, save_guide, save_model, save_no_guide
-from moecore.backbones.vit import Vit
-from moecore.files import StageError
-from moecore.teachers.fit_router import fit_routers
+from moecore.core.files import UserError
+from moecore.nn.backbones.vit import Vit
+from moecore.training.artifacts import load_guide, load_model, save_guide, save_model, save_no_guide
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import Guided, aligned_blocks, build_guide, standing_alone
 from moecore.training.loop import fit
 from moecore.training.method import Method, TeacherRouter
 from moecore.training.settings import TeacherRouterFit
+from moecore.training.teachers.fit_router import fit_routers
 from tests.training.small import CPU, IMAGE, SETTINGS, task
 
-TGR = Method(router={"kind": "noisy_top_k", "k": 2}, experts={"kind": "mlp", "number": 4}, regularizers=[{"kind": "router_kl"}])
+TGR = Method(
+    router={"kind": "noisy_top_k", "k": 2},
+    experts={"kind": "mlp", "number": 4},
+    regularizers=[{"kind": "router_kl"}],
+)
 
 
-JOINT = TGR.model_copy(update={"teacher_router": TeacherRouter(fit="joint", load=0.1, entropy=0.01)})
+JOINT = TGR.model_copy(
+    update={"teacher_router": TeacherRouter(fit="joint", load=0.1, entropy=0.01)}
+)
 ORACLE = Method(
-    router={"kind": "teacher_routed", "k": 2}, experts={"kind": "mlp", "number": 4}, regularizers=[{"kind": "router_kl"}],
+    router={"kind": "teacher_routed", "k": 2},
+    experts={"kind": "mlp", "number": 4},
+    regularizers=[{"kind": "router_kl"}],
     teacher_router={"fit": "joint"},
-)  # fmt: skip
+)
 
 
 def guide(depth: int = 4, method: Method = TGR):
@@ -30,7 +38,8 @@ def guide(depth: int = 4, method: Method = TGR):
 
 
 def test_blocks_are_aligned_by_relative_depth():
-    # the paper's layers 8, 10, 12 of 12 are 7, 9, 11 from 0; of a teacher with 24 blocks they are its 16th, 20th and 24th
+    # the paper's layers 8, 10, 12 of 12 are 7, 9, 11 from 0; of a teacher with 24 blocks they are
+    # its 16th, 20th and 24th
     assert aligned_blocks((7, 9, 11), 12, 12) == (7, 9, 11)
     assert aligned_blocks((7, 9, 11), 12, 24) == (15, 19, 23)
 
@@ -38,14 +47,30 @@ def test_blocks_are_aligned_by_relative_depth():
 def test_fitting_makes_it_confident_and_balanced_and_leaves_the_teacher_alone():
     made = guide()
     before = {name: value.clone() for name, value in made.teacher.state_dict().items()}
-    steps = list(fit_routers(made, task().train, TeacherRouter(load=1.0, entropy=0.1), TeacherRouterFit(steps=60, batch=16, learning_rate=0.05)))
-    assert steps[-1][0] == 60 and steps[-1][1]["entropy"] < steps[0][1]["entropy"] and steps[-1][1]["balance"] < 0.2
-    assert all(torch.equal(value, before[name]) for name, value in made.teacher.state_dict().items())
+    steps = list(
+        fit_routers(
+            made,
+            task().train,
+            TeacherRouter(load=1.0, entropy=0.1),
+            TeacherRouterFit(steps=60, batch=16, learning_rate=0.05),
+        )
+    )
+    assert (
+        steps[-1][0] == 60
+        and steps[-1][1]["entropy"] < steps[0][1]["entropy"]
+        and steps[-1][1]["balance"] < 0.2
+    )
+    assert all(
+        torch.equal(value, before[name]) for name, value in made.teacher.state_dict().items()
+    )
 
 
 def test_a_guided_student_comes_nearer_to_its_guide():
     made = task(TGR, guide=guide().requires_grad_(False))
-    found = [metrics.values["router_kl"] for metrics in fit(made, SETTINGS.model_copy(update={"epochs": 6}), 0, CPU)]
+    found = [
+        metrics.values["router_kl"]
+        for metrics in fit(made, SETTINGS.model_copy(update={"epochs": 6}), 0, CPU)
+    ]
     assert found[-1] < found[0]
 
 
@@ -70,7 +95,11 @@ def test_fitted_routers_stay_and_joint_ones_learn_while_the_teacher_never_does()
         made = task(method, guide=guide(method=method))
         before = {name: value.clone() for name, value in made.guide.state_dict().items()}
         terms = [metrics.values for metrics in fit(made, SETTINGS, 0, CPU)]
-        moved = {name for name, value in made.guide.state_dict().items() if not torch.equal(value, before[name])}
+        moved = {
+            name
+            for name, value in made.guide.state_dict().items()
+            if not torch.equal(value, before[name])
+        }
         assert moved == ({"routers.0", "routers.1"} if learns else set())
         assert ("teacher_router" in terms[0]) == learns
 
@@ -84,17 +113,21 @@ def test_joint_training_stopped_and_resumed_ends_bit_equal_in_student_and_teache
     run.close()
     resumed = task(JOINT, seed=9, guide=guide(method=JOINT))
     list(fit(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
-    for ours, theirs in zip(resumed.learners.parameters(), whole.learners.parameters(), strict=True):
+    for ours, theirs in zip(
+        resumed.learners.parameters(), whole.learners.parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
 def test_a_student_routed_by_its_teacher_carries_it_along(tmp_path):
     made = task(ORACLE, guide=guide(method=ORACLE))
-    with pytest.raises(StageError, match="teacher"):
+    with pytest.raises(UserError, match="teacher"):
         made.model(torch.rand(2, 1, 8, 8))
     before = made.guide.routers[0].detach().clone()
     list(fit(made, SETTINGS, 0, CPU))
-    assert not torch.equal(made.guide.routers[0], before)  # the task and the balance reach the teacher's router
+    assert not torch.equal(
+        made.guide.routers[0], before
+    )  # the task and the balance reach the teacher's router
     alone, images = standing_alone(made.model, made.guide).eval(), torch.rand(3, 1, 8, 8)
     assert isinstance(alone, Guided)
     save_model(tmp_path, alone)
@@ -102,9 +135,12 @@ def test_a_student_routed_by_its_teacher_carries_it_along(tmp_path):
     assert torch.equal(loaded.prediction, expected.prediction)
     teacher = made.guide(images).probs
     for record, probs in zip(expected.routing, teacher, strict=True):
-        assert torch.equal(record.chosen, torch.zeros_like(record.chosen).scatter(-1, probs.topk(2, dim=-1).indices, True))
+        assert torch.equal(
+            record.chosen,
+            torch.zeros_like(record.chosen).scatter(-1, probs.topk(2, dim=-1).indices, True),
+        )
 
 
 def test_without_a_teacher_such_a_student_is_refused():
-    with pytest.raises(StageError, match="teacher_routed asks a teacher"):
+    with pytest.raises(UserError, match="teacher_routed asks a teacher"):
         standing_alone(task(ORACLE).model, None)

@@ -1,28 +1,40 @@
-"""Volumes that keep one tissue: whose voxels are kept and when, where tokens go, and that ψ learns of it."""
+"""Volumes that keep one tissue: whose voxels are kept and when, where tokens go, and that ψ learns
+of it.
+"""
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from moecore.backbones.vit3d import Vit3d
+from moecore.core.files import UserError
+from moecore.core.records import Batch, Layout, Step
 from moecore.data.loader import to_device
-from moecore.data.views import ViewSettings
-from moecore.evaluation.regions import region_routing
-from moecore.files import StageError
-from moecore.records import Batch, Layout, Step
+from moecore.data.views.views import ViewSettings
+from moecore.measure.routing_metrics.regions import region_routing
+from moecore.nn.backbones.vit3d import Vit3d
 from moecore.training.isolation import WHOLE, Isolation, isolation, region_channels
-from moecore.training.loop import Task, fit, training_batch
+from moecore.training.job import Job
+from moecore.training.loop import fit, training_batch
 from moecore.training.method import Method
-from moecore.training.objective import Objective, task_loss
+from moecore.training.objective import Objective
 from moecore.training.settings import Training
 from tests.training.small import CPU
 from tests.volumes import VOLUMES, balls
 
 METHOD = Method(
-    router={"kind": "eigenbasis", "k": 2, "context": "learned"}, experts={"kind": "eigen", "number": 5, "hidden_ratio": 1},
-    regularizers=[{"kind": "orthogonality"}], regions={"experts": ["wm", "gm", "csf"], "warm_start_epochs": 2},
-)  # fmt: skip
-SETTINGS = Training(epochs=3, batch=6, learning_rate=2e-3, log_every=4, warmup_epochs=0, views=ViewSettings(flip=True))
+    router={"kind": "eigenbasis", "k": 2, "context": "learned"},
+    experts={"kind": "eigen", "number": 5, "hidden_ratio": 1},
+    regularizers=[{"kind": "orthogonality"}],
+    regions={"experts": ["wm", "gm", "csf"], "warm_start_epochs": 2},
+)
+SETTINGS = Training(
+    epochs=3,
+    batch=6,
+    learning_rate=2e-3,
+    log_every=4,
+    warmup_epochs=0,
+    views=ViewSettings(flip=True),
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +44,13 @@ def data(tmp_path_factory):
 
 def task(data, method=METHOD):
     torch.manual_seed(0)
-    model = Vit3d(patch=4, width=24, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2).build(VOLUMES, method.moe)
+    model = Vit3d(patch=4, width=24, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2).build(
+        VOLUMES, method.moe
+    )
     splits = to_device(data.train, "cpu"), to_device(data.validation, "cpu")
-    return Task(model, 0, *splits, Objective(method.losses), None, method.views, isolation(method, data))
+    return Job(
+        model, *splits, Objective(method.losses), None, method.views, isolation(method, data)
+    )
 
 
 def test_each_volume_keeps_one_tissue_in_turn(data):
@@ -42,14 +58,25 @@ def test_each_volume_keeps_one_tissue_in_turn(data):
     volumes = torch.tensor(data.train.images[indices.numpy()])
     for step in range(3):
         kept, region = made.isolated(volumes, indices, step, 1, torch.Generator())
-        assert region.tolist() == [(place + step) % 3 for place in range(4)] and kept.dtype == torch.float16
-        for volume, whole, index, tissue in zip(kept, volumes, indices.tolist(), region.tolist(), strict=True):
+        assert (
+            region.tolist() == [(place + step) % 3 for place in range(4)]
+            and kept.dtype == torch.float16
+        )
+        for volume, whole, index, tissue in zip(
+            kept, volumes, indices.tolist(), region.tolist(), strict=True
+        ):
             inside = torch.tensor(data.regions("train")[index, tissue]) == 255
-            assert torch.equal(volume[0][inside], whole[0][inside]) and (volume[0][~inside] == 0).all() and volume.sum() > 0
+            assert (
+                torch.equal(volume[0][inside], whole[0][inside])
+                and (volume[0][~inside] == 0).all()
+                and volume.sum() > 0
+            )
 
 
 def test_the_order_of_the_experts_names_the_maps(data):
-    method = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"experts": ("csf", "wm")})})
+    method = METHOD.model_copy(
+        update={"regions": METHOD.regions.model_copy(update={"experts": ("csf", "wm")})}
+    )
     assert isolation(method, data).channels == (2, 0)
     assert method.expert_names == ("csf", "wm", "free_2", "free_3", "free_4")
 
@@ -60,7 +87,11 @@ def test_tokens_with_any_voxel_of_the_tissue_belong_to_its_expert():
     views[0, 0, 3, 1, 1] = 0.2  # the second cube of the first view
     views[1:] = 0.5
     found = made.belongs(views, torch.tensor([0, 1, WHOLE]), layout)
-    assert found.dtype == torch.int64 and found.tolist() == [[-1, -1, 0], [-1, 1, 1], [-1, -1, -1]]  # class token, two cubes
+    assert found.dtype == torch.int64 and found.tolist() == [
+        [-1, -1, 0],
+        [-1, 1, 1],
+        [-1, -1, -1],
+    ]  # class token, two cubes
     batch = Batch(views, torch.zeros(3), None)
     assert made.marked(batch, torch.full((3,), WHOLE), 0, layout) is batch
 
@@ -69,24 +100,37 @@ def test_it_ends_with_its_epochs(data):
     made = task(data)  # 24 volumes in batches of 6: 4 steps an epoch
     assert training_batch(made, SETTINGS, 0, 7).belongs is not None
     whole = training_batch(made, SETTINGS, 0, 8)
-    assert whole.belongs is None and whole.learned is None and (whole.images > 0).float().mean() > 0.1
+    assert (
+        whole.belongs is None and whole.learned is None and (whole.images > 0).float().mean() > 0.1
+    )
     two = training_batch(made._replace(views=2), SETTINGS, 0, 7)
-    assert two.belongs.shape == (12, 65) and (two.images[:6] > 0).sum() == (two.images[6:] > 0).sum()
+    assert (
+        two.belongs.shape == (12, 65) and (two.images[:6] > 0).sum() == (two.images[6:] > 0).sum()
+    )
 
 
 def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
-    method = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"isolated": 0.25})})
+    method = METHOD.model_copy(
+        update={"regions": METHOD.regions.model_copy(update={"isolated": 0.25})}
+    )
     made, indices, counts = isolation(method, data), torch.arange(12), torch.zeros(4)
     volumes = torch.tensor(data.train.images[:12])
     for step in range(200):
         kept, region = made.isolated(volumes, indices, step, 2, torch.Generator().manual_seed(step))
         again = made.isolated(volumes, indices, step, 2, torch.Generator().manual_seed(step))
-        assert torch.equal(kept, again[0]) and torch.equal(region, again[1]), "a function of the step alone"
+        assert torch.equal(kept, again[0]) and torch.equal(region, again[1]), (
+            "a function of the step alone"
+        )
         assert torch.equal(kept[region == WHOLE], volumes[region == WHOLE])
-        for volume, whole, index, tissue in zip(kept, volumes, indices.tolist(), region.tolist(), strict=True):
+        for volume, whole, index, tissue in zip(
+            kept, volumes, indices.tolist(), region.tolist(), strict=True
+        ):
             if tissue != WHOLE:
                 inside = torch.tensor(data.regions("train")[index, tissue]) == 255
-                assert torch.equal(volume[0][inside], whole[0][inside]) and (volume[0][~inside] == 0).all()
+                assert (
+                    torch.equal(volume[0][inside], whole[0][inside])
+                    and (volume[0][~inside] == 0).all()
+                )
         counts += torch.bincount(region + 1, minlength=4)
     shares = counts / counts.sum()
     assert abs(shares[0] - 0.75) < 0.04 and (shares[1:] - 0.25 / 3).abs().max() < 0.02, shares
@@ -95,12 +139,21 @@ def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
 def test_a_subset_has_its_own_maps(data):
     subset, whole = torch.tensor([4, 9, 2]), torch.tensor(data.train.images[[4, 9, 2]])
     made = isolation(METHOD, data, subset.numpy())
-    found, same = (one.isolated(whole, indices, 0, 0, torch.Generator()) for one, indices in ((made, torch.arange(3)), (isolation(METHOD, data), subset)))
+    found, same = (
+        one.isolated(whole, indices, 0, 0, torch.Generator())
+        for one, indices in ((made, torch.arange(3)), (isolation(METHOD, data), subset))
+    )
     assert torch.equal(found[0], same[0])
 
 
 def test_the_warm_start_may_come_later(data):
-    method = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"after": 1, "warm_start_epochs": 1, "isolated": 0.5})})
+    method = METHOD.model_copy(
+        update={
+            "regions": METHOD.regions.model_copy(
+                update={"after": 1, "warm_start_epochs": 1, "isolated": 0.5}
+            )
+        }
+    )
     made = task(data, method)  # 4 steps an epoch
     first, warm, later = (training_batch(made, SETTINGS, 0, step) for step in (3, 4, 8))
     assert first.belongs is None and first.learned is None
@@ -110,66 +163,123 @@ def test_the_warm_start_may_come_later(data):
 
 
 def test_later_isolated_volumes_teach_the_routers_and_not_age(data):
-    method = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"warm_start_epochs": 0, "isolated": 0.5})})
+    method = METHOD.model_copy(
+        update={
+            "regions": METHOD.regions.model_copy(update={"warm_start_epochs": 0, "isolated": 0.5})
+        }
+    )
     made = task(data, method)
     batch = training_batch(made, SETTINGS, 0, 0)
     changed = batch._replace(labels=batch.labels.clone())
     changed.labels[(batch.belongs >= 0).any(dim=1)] += 100  # the ages of isolated volumes
-    terms = [made.objective.terms(Step(one, made.model(one.images), made.model)) for one in (batch, changed)]
+    terms = [
+        made.objective.terms(Step(one, made.model(one.images), made.model))
+        for one in (batch, changed)
+    ]
     assert terms[0]["task"] == terms[1]["task"] and terms[0]["region_routing"] > 0
     output = made.model(batch.images)
-    assert terms[0]["task"] == task_loss(output.prediction[batch.learned], batch.labels[batch.learned], unit=made.model.image.target_std)
+    assert terms[0]["task"] == made.task.loss(
+        output.prediction[batch.learned], batch.labels[batch.learned]
+    )
 
 
 def test_every_batch_keeps_a_whole_volume_after_the_warm_start(data):
-    made = isolation(METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"isolated": 0.99})}), data)
+    made = isolation(
+        METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"isolated": 0.99})}),
+        data,
+    )
     for step in range(50):
-        assert (made.isolated(torch.zeros(2, 1, 16, 16, 16), torch.tensor([0, 1]), step, 5, torch.Generator().manual_seed(step))[1] == WHOLE).sum() >= 1
+        assert (
+            made.isolated(
+                torch.zeros(2, 1, 16, 16, 16),
+                torch.tensor([0, 1]),
+                step,
+                5,
+                torch.Generator().manual_seed(step),
+            )[1]
+            == WHOLE
+        ).sum() >= 1
 
 
 def test_scores_find_their_tissue_more_than_the_random_control(data):
-    method = METHOD.model_copy(update={"blocks": (1,), "regions": METHOD.regions.model_copy(update={"warm_start_epochs": 16})})
+    method = METHOD.model_copy(
+        update={
+            "blocks": (1,),
+            "regions": METHOD.regions.model_copy(update={"warm_start_epochs": 16}),
+        }
+    )
     torch.manual_seed(0)
-    model = Vit3d(patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled").build(VOLUMES, method.moe)
+    model = Vit3d(patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled").build(
+        VOLUMES, method.moe
+    )
     before = model.blocks[1].mlp.router.target.clone()
     settings = SETTINGS.model_copy(update={"epochs": 16, "batch": 12, "learning_rate": 1e-2})
     made = task(data, method)._replace(model=model)
     terms = [metrics.values["region_routing"] for metrics in fit(made, settings, 0, CPU)]
     assert terms[-1] < terms[0] / 4 and not torch.equal(model.blocks[1].mlp.router.target, before)
-    rows = {row["region"]: row for row in region_routing(model, data.validation.images, data.regions("validation"), data.card["regions"], METHOD.expert_names)}
+    rows = {
+        row.region: row
+        for row in region_routing(
+            model,
+            data.validation.images,
+            data.regions("validation"),
+            data.card["regions"],
+            METHOD.expert_names,
+        )
+    }
     for tissue in ("wm", "gm", "csf"):
-        assert rows[tissue]["experts"][0][0] == tissue
-    lead = [rows[tissue]["share"][tissue] - rows[f"random_{tissue}"]["share"][tissue] for tissue in ("wm", "gm", "csf")]
+        assert rows[tissue].experts[0][0] == tissue
+    lead = [
+        rows[tissue].share[tissue] - rows[f"random_{tissue}"].share[tissue]
+        for tissue in ("wm", "gm", "csf")
+    ]
     assert sum(lead) / 3 > 0.2, lead
 
 
 def test_the_loss_ends_with_the_isolated_volumes(data):
-    values = {metrics.step: metrics.values["region_routing"] for metrics in fit(task(data), SETTINGS, 0, CPU)}
+    values = {
+        metrics.step: metrics.values["region_routing"]
+        for metrics in fit(task(data), SETTINGS, 0, CPU)
+    }
     assert values[4] > 0 and values[8] > 0 and values[12] == 0
-    longer = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"isolated": 0.5})})
-    assert all(metrics.values["region_routing"] > 0 for metrics in fit(task(data, longer), SETTINGS, 0, CPU))
+    longer = METHOD.model_copy(
+        update={"regions": METHOD.regions.model_copy(update={"isolated": 0.5})}
+    )
+    assert all(
+        metrics.values["region_routing"] > 0
+        for metrics in fit(task(data, longer), SETTINGS, 0, CPU)
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"experts": None, "router": None}, "dense"), ({"regions": {"experts": ["a", "b", "c", "d", "e", "f"]}}, "names 6 experts"),
-        ({"regions": {"experts": ["a", "a"]}}, "each tissue once"), ({"regions": {"experts": ["a"], "isolated": 1.0}}, "less than 1"),
+        ({"experts": None, "router": None}, "dense"),
+        ({"regions": {"experts": ["a", "b", "c", "d", "e", "f"]}}, "names 6 experts"),
+        ({"regions": {"experts": ["a", "a"]}}, "each tissue once"),
+        ({"regions": {"experts": ["a"], "isolated": 1.0}}, "less than 1"),
     ],
-)  # fmt: skip
+)
 def test_a_method_that_cannot_be_is_refused(change, said):
     with pytest.raises(ValidationError, match=said):
         Method.model_validate(METHOD.model_dump() | change)
 
 
 def test_tissues_that_the_data_lack_are_named():
-    with pytest.raises(StageError, match="found csf, but these data have maps of wm, gm"):
+    with pytest.raises(UserError, match="found csf, but these data have maps of wm, gm"):
         region_channels(("wm", "csf"), {"regions": ["wm", "gm"]})
-    with pytest.raises(StageError, match="no tissue maps"):
+    with pytest.raises(UserError, match="no tissue maps"):
         region_channels(("wm",), {})
 
 
 def test_without_a_warm_start_there_is_no_term(data):
-    plain = METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"warm_start_epochs": 0})})
-    assert isolation(plain, data) is None and [loss.kind for loss in plain.losses] == ["orthogonality"]
-    assert Method().expert_names == () and METHOD.model_copy(update={"regions": None}).expert_names[1] == "expert_1"
+    plain = METHOD.model_copy(
+        update={"regions": METHOD.regions.model_copy(update={"warm_start_epochs": 0})}
+    )
+    assert isolation(plain, data) is None and [loss.kind for loss in plain.losses] == [
+        "orthogonality"
+    ]
+    assert (
+        Method().expert_names == ()
+        and METHOD.model_copy(update={"regions": None}).expert_names[1] == "expert_1"
+    )

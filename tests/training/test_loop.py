@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moecore.files import StageError
+from moecore.core.files import UserError
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.loop import fit, total_steps, training_batch
 from tests.training.small import CPU, SETTINGS, task
@@ -10,21 +10,42 @@ TIMED = "images_per_second"
 
 
 def points(metrics) -> list:
-    return [(found.step, {name: value for name, value in found.values.items() if name != TIMED}) for found in metrics]
+    return [
+        (found.step, {name: value for name, value in found.values.items() if name != TIMED})
+        for found in metrics
+    ]
 
 
 def test_it_learns_and_reports_every_third_step_and_every_epoch():
     found = list(fit(task(), SETTINGS, 0, CPU))
-    # 50 images make 6 batches of 8 (the last 2 images are dropped), so 12 steps; logged at 3, 6 (epoch), 9, 12 (epoch)
-    assert [metrics.step for metrics in found] == [3, 6, 9, 12] and found[-1].steps == total_steps(task(), SETTINGS) == 12
-    assert [("validation_accuracy" in metrics.values) for metrics in found] == [False, True, False, True]
+    # 50 images make 6 batches of 8 (the last 2 images are dropped), so 12 steps; logged at 3, 6
+    # (epoch), 9, 12 (epoch)
+    assert [metrics.step for metrics in found] == [3, 6, 9, 12] and found[-1].steps == total_steps(
+        task(), SETTINGS
+    ) == 12
+    assert [("validation_accuracy" in metrics.values) for metrics in found] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert found[-1].values["validation_accuracy"] == 1.0
-    assert set(found[0].values) >= {"loss", "task", "importance", "load", "learning_rate", "train_accuracy", "images_per_second"}
+    assert set(found[0].values) >= {
+        "loss",
+        "task",
+        "importance",
+        "load",
+        "learning_rate",
+        "train_accuracy",
+        "images_per_second",
+    }
 
 
 def test_the_loss_is_the_weighted_sum_of_its_terms():
     values = next(iter(fit(task(), SETTINGS, 0, CPU))).values
-    assert values["loss"] == pytest.approx(values["task"] + 0.005 * values["importance"] + 0.005 * values["load"], rel=1e-5)
+    assert values["loss"] == pytest.approx(
+        values["task"] + 0.005 * values["importance"] + 0.005 * values["load"], rel=1e-5
+    )
 
 
 def test_a_seed_gives_the_same_run_and_another_another():
@@ -55,7 +76,13 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("spoiled", "said"), [("loss", "the loss is not finite since step 7 "), ("weights", "the weights are not finite after step 9 ")])
+@pytest.mark.parametrize(
+    ("spoiled", "said"),
+    [
+        ("loss", "the loss is not finite since step 7 "),
+        ("weights", "the weights are not finite after step 9 "),
+    ],
+)
 def test_what_is_not_finite_stops_the_run_with_step_terms_and_checkpoint(tmp_path, spoiled, said):
     made = task()
     run = fit(made, SETTINGS, 0, CPU, Checkpoint(tmp_path))
@@ -68,25 +95,33 @@ def test_what_is_not_finite_stops_the_run_with_step_terms_and_checkpoint(tmp_pat
         if spoiled == "loss":
             return output._replace(prediction=output.prediction * float("nan"))
         made.model.head.bias.grad = None
-        made.model.blocks[0].ls1.register_parameter("unused", torch.nn.Parameter(torch.tensor(float("inf"))))
+        made.model.blocks[0].ls1.register_parameter(
+            "unused", torch.nn.Parameter(torch.tensor(float("inf")))
+        )
         return output
 
     made.model.forward = wrong
-    with pytest.raises(StageError) as error:
+    with pytest.raises(UserError) as error:
         list(run)
     assert said in str(error.value) and "importance" in str(error.value)
-    assert "last good checkpoint: step 6 in" in str(error.value) and "checkpoint.safetensors" in str(error.value)
+    assert "last good checkpoint: step 6 in" in str(
+        error.value
+    ) and "checkpoint.safetensors" in str(error.value)
 
 
 def test_views_are_a_function_of_seed_and_step():
-    settings = SETTINGS.model_copy(update={"views": SETTINGS.views.model_copy(update={"shift": 2, "flip": True})})
+    settings = SETTINGS.model_copy(
+        update={"views": SETTINGS.views.model_copy(update={"shift": 2, "flip": True})}
+    )
     first, again, later = (training_batch(task(), settings, 3, step) for step in (5, 5, 6))
     assert torch.equal(first.images, again.images) and torch.equal(first.labels, again.labels)
     assert not torch.equal(first.images, later.images)
 
 
 def test_mixed_labels_are_shares():
-    settings = SETTINGS.model_copy(update={"mix": {"mixup": 1.0}}).model_validate(SETTINGS.model_dump() | {"mix": {"mixup": 1.0}})
+    settings = SETTINGS.model_copy(update={"mix": {"mixup": 1.0}}).model_validate(
+        SETTINGS.model_dump() | {"mix": {"mixup": 1.0}}
+    )
     batch = training_batch(task(), settings, 0, 0)
     assert batch.labels.shape == (8, 2)
     torch.testing.assert_close(batch.labels.sum(dim=1), torch.ones(8))

@@ -4,7 +4,13 @@ from pydantic import ValidationError
 from moecore.training.method import Method
 from tests.training.small import VMOE
 
-TGR = VMOE.model_copy(update={"regularizers": Method(regularizers=[{"kind": "router_kl"}, {"kind": "z_loss"}]).regularizers})
+TGR = VMOE.model_copy(
+    update={
+        "regularizers": Method(
+            regularizers=[{"kind": "router_kl"}, {"kind": "z_loss"}]
+        ).regularizers
+    }
+)
 
 
 def test_dense_is_the_method_without_router():

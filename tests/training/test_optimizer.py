@@ -23,14 +23,34 @@ def test_only_matrices_decay():
     names = {name: id(parameter) in decayed for name, parameter in model.named_parameters()}
     assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
     assert [optimizer.param_groups[index]["weight_decay"] for index in (0, 1)] == [0.3, 0.0]
-    assert names["blocks.0.attn.qkv.weight"] and names["blocks.1.mlp.experts.up"] and names["blocks.1.mlp.router.weight"]
-    for free in ("cls_token", "pos_embed", "head.bias", "norm.weight", "blocks.1.mlp.experts.up_bias", "blocks.0.norm1.bias"):
+    assert (
+        names["blocks.0.attn.qkv.weight"]
+        and names["blocks.1.mlp.experts.up"]
+        and names["blocks.1.mlp.router.weight"]
+    )
+    for free in (
+        "cls_token",
+        "pos_embed",
+        "head.bias",
+        "norm.weight",
+        "blocks.1.mlp.experts.up_bias",
+        "blocks.0.norm1.bias",
+    ):
         assert not names[free], free
 
 
 def test_no_decay_on_an_experts_basis():
-    eigen = Method(router={"kind": "eigenbasis", "context": "learned"}, experts={"kind": "eigen", "number": 4})
+    eigen = Method(
+        router={"kind": "eigenbasis", "context": "learned"}, experts={"kind": "eigen", "number": 4}
+    )
     made = task(eigen)
-    free = {id(parameter) for parameter in build_optimizer(made.model, SETTINGS).param_groups[1]["params"]}
-    held = {name.rpartition(".")[2] for name, parameter in made.model.named_parameters() if id(parameter) in free}
+    free = {
+        id(parameter)
+        for parameter in build_optimizer(made.model, SETTINGS).param_groups[1]["params"]
+    }
+    held = {
+        name.rpartition(".")[2]
+        for name, parameter in made.model.named_parameters()
+        if id(parameter) in free
+    }
     assert {"basis", "scale", "target", "up_bias", "pos_embed"} <= held and "up" not in held

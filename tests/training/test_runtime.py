@@ -13,8 +13,14 @@ def test_what_is_chosen_is_reported_and_remembered(tmp_path, monkeypatch):
     try:
         runtime = tune()
         assert runtime.device == "cpu" and runtime.matmul_error < 1e-5 and runtime.bf16_speedup > 0
-        assert runtime.matmul_precision == torch.get_float32_matmul_precision() and runtime.threads == torch.get_num_threads()
-        assert runtime.dtype("float32") == torch.float32 and runtime.dtype("bfloat16") == torch.bfloat16
+        assert (
+            runtime.matmul_precision == torch.get_float32_matmul_precision()
+            and runtime.threads == torch.get_num_threads()
+        )
+        assert (
+            runtime.dtype("float32") == torch.float32
+            and runtime.dtype("bfloat16") == torch.bfloat16
+        )
         assert runtime.dtype() == (torch.bfloat16 if runtime.bf16_speedup >= 1.3 else torch.float32)
         remembered = Path(".state/runtime.json")
         (machine,) = json.loads(remembered.read_text())

@@ -1,0 +1,123 @@
+"""Attack a model on a set of images: batches, seeds, precision and devices.
+
+The attacks themselves know of none of these. N images, C channels, H × W pixels, K outputs.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moecore.attacks import Attack
+from moecore.attacks.draws import generators
+from moecore.core.records import ModelOutput, RoutingRecord
+from moecore.nn.predict import batches, device_of, evaluating, predictions
+from moecore.tasks.base import Task
+
+Precision = Literal["float32", "bfloat16"]
+
+
+class Target(NamedTuple):
+    """A model in evaluation mode, the images and labels it is attacked on, and how."""
+
+    model: nn.Module
+    task: Task
+    images: Any  # (N, C, H, W) or volumes (N, C, D, H, W), uint8, or floating point in [0, 1]
+    labels: Tensor  # (N, …), as the task has them
+    batch: int  # images a forward pass; no result depends on it but by rounding
+    seed: int = 0  # draws the random starts, each image's by its index
+    precision: Precision = "float32"  # of an attack's forward passes; scores are always fp32
+    # (N,) bool: the images to attack, where an attack takes each by itself; others stay clean.
+    only: Tensor | None = None
+
+    def clean(self) -> Tensor:
+        """The images, fp32 (N, C, H, W) in [0, 1], on the CPU."""
+        return torch.cat(list(batches(self.images, self.batch)))
+
+    def attacked(self, attack: Attack, epsilon: float) -> Tensor:
+        """Adversarial images, fp32 (N, C, H, W) in [0, 1], on the CPU.
+
+        The model and the global random state stay as they were. Images that an attack couples come
+        in groups of its own size, and all of them are attacked.
+        """
+        size = attack.together or self.batch
+        model = rounded(self.model) if self.precision == "bfloat16" else self.model
+        wanted = self.only
+        if wanted is None or attack.together:
+            wanted = torch.ones(len(self.labels), dtype=torch.bool)
+        made = []
+        first = 0
+        with evaluating(self.model):
+            for pixels in batches(self.images, size):
+                places = wanted[first : first + len(pixels)].nonzero()[:, 0]
+                made.append(self._some(attack, model, pixels, places, first, epsilon))
+                first += len(pixels)
+        return torch.cat(made)
+
+    def scored(self, images) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+        """Predictions (N, K) and routing of other images in place of these, in fp32."""
+        return predictions(self.model, images, self.batch)
+
+    def scores(self, images) -> Tensor:
+        """The task's score of each of these images (N, C, H, W); (N,)."""
+        said, _ = predictions(self.model, images, self.batch, routing=False)
+        return self.task.scores(said, self.labels)
+
+    def worst(self, images) -> Tensor:
+        """The worse score of each image, clean or as in ``images``; (N,).
+
+        The clean image lies in every ball: an attack that happens to mend one changes nothing.
+        """
+        return self.task.worst(self.scores(self.images), self.scores(images))
+
+    def _some(
+        self,
+        attack: Attack,
+        model: nn.Module,
+        pixels: Tensor,
+        places: Tensor,
+        first: int,
+        epsilon: float,
+    ) -> Tensor:
+        """A batch whose image 0 has the index ``first``, attacked at these places."""
+        if not len(places):
+            return pixels
+        device = device_of(self.model)
+        indices = (first + places).tolist()
+        made = attack(
+            model,
+            self.task,
+            pixels[places].to(device),
+            self.labels[indices].to(device),
+            epsilon,
+            generators(self.seed, indices),
+        )
+        return pixels.index_copy(0, places, made.cpu())
+
+
+def rounded(model: nn.Module) -> nn.Module:
+    """The model with forward passes in bf16 where autocast allows it.
+
+    Routers stay in fp32, and so do its logits.
+    """
+    return _Rounded(model)
+
+
+class _Rounded(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> ModelOutput:
+        with torch.autocast(images.device.type, dtype=torch.bfloat16):
+            output = self.model(images)
+        return output._replace(prediction=output.prediction.float())
+
+
+def subset(
+    images: np.ndarray, labels: np.ndarray, number: int, seed: int
+) -> tuple[np.ndarray, Tensor]:
+    """A seeded draw of ``number`` images without replacement, in order; all of fewer."""
+    chosen = np.sort(np.random.default_rng(seed).permutation(len(labels))[:number])
+    return images[chosen], torch.from_numpy(labels[chosen])

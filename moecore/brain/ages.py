@@ -1,0 +1,111 @@
+"""One model's predictions of ages, and the line that corrects them.
+
+N volumes of a split, in years.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from moecore.brain.prediction_table import Corrected, corrected, read_predictions
+from moecore.core.files import UserError
+from moecore.data.files.checksum import checksum
+from moecore.data.prepared import SPLITS, Prepared
+from moecore.measure.calibration import OnRefusal
+from moecore.measure.calibrators.linear import FittedLinear, Linear
+
+READ = ("participant_id", "session_id", "sex", "age", "predicted_age")
+
+
+class Ages(NamedTuple):
+    """One model's predictions of all splits, and what they are compared with."""
+
+    data: Prepared
+    predicted: Mapping[str, np.ndarray]  # by split, (N,)
+    subjects: Mapping[str, Sequence[Mapping[str, str]]]  # by split, in the same order
+    sha256: str  # of the model.safetensors
+
+    @classmethod
+    def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "Ages":
+        """With subjects and the hash read from disk.
+
+        Raises UserError for predictions that are NaN or infinite.
+        """
+        for split, values in predicted.items():
+            if bad := int((~np.isfinite(values)).sum()):
+                raise UserError(
+                    f"calibrate: {bad} of {len(values)} predictions of the split {split} are NaN "
+                    "or infinite; train the model again"
+                )
+        subjects = {split: data.subjects(split) for split in SPLITS}
+        return cls(data, predicted, subjects, checksum(weights))
+
+    def known(self, split: str) -> np.ndarray:
+        """The ages (N,)."""
+        return np.asarray(getattr(self.data, split).labels, np.float64)
+
+    def column(self, split: str, name: str) -> list[str]:
+        """One fact of every volume's subject, "" where it is unknown."""
+        return [row[name] for row in self.subjects[split]]
+
+    def corrected(self, split: str, fitted: FittedLinear | None) -> Corrected:
+        """The predictions of a split as they come and corrected."""
+        return corrected(self.predicted[split], self.column(split, "sex"), fitted)
+
+
+class Fit(NamedTuple):
+    """The calibrator, or why there is none, and how many pairs it was fitted to."""
+
+    fitted: FittedLinear | None
+    refused: str | None
+    n: int
+
+
+class Pairs(NamedTuple):
+    """What a line is fitted to: n predictions, their ages and sexes."""
+
+    predictions: np.ndarray  # (n,)
+    ages: np.ndarray  # (n,)
+    sexes: list[str]
+
+
+def fit(ages: Ages, calibrator: Linear, out_of_fold: Path, on_refusal: OnRefusal = "stop") -> Fit:
+    """The calibrator fitted to the pairs that it names.
+
+    out_of_fold: the predictions.csv of the stage ``out_of_fold``, read only where ``calibrator``
+    asks for it. Raises UserError where the fit is refused, unless ``on_refusal`` is "report": then
+    the reason stands in the result.
+    """
+    pairs = pairs_of(ages, calibrator, out_of_fold)
+    try:
+        return Fit(calibrator.fit(*pairs, ages.sha256), None, len(pairs.ages))
+    except UserError as error:
+        if on_refusal == "stop":
+            raise
+        warnings.warn(f"{error}. Nothing is corrected (calibrate.on_refusal: report)", stacklevel=2)
+        return Fit(None, str(error), len(pairs.ages))
+
+
+def pairs_of(ages: Ages, calibrator: Linear, out_of_fold: Path) -> Pairs:
+    """The pairs that a calibrator is fitted to.
+
+    Raises UserError where the out-of-fold predictions are of other volumes.
+    """
+    split = calibrator.fit_on
+    if split != "out_of_fold":
+        return Pairs(ages.predicted[split], ages.known(split), ages.column(split, "sex"))
+    rows = read_predictions(out_of_fold, READ)
+    known = {(row["participant_id"], row["session_id"]) for row in ages.subjects["train"]}
+    if {(row["participant_id"], row["session_id"]) for row in rows} != known:
+        raise UserError(
+            f"{out_of_fold}: its volumes are not those of the training split; run the stage "
+            "`out_of_fold` again"
+        )
+    return Pairs(
+        predictions=np.array([float(row["predicted_age"]) for row in rows]),
+        ages=np.array([float(row["age"]) for row in rows]),
+        sexes=[row["sex"] for row in rows],
+    )

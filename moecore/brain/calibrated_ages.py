@@ -1,0 +1,66 @@
+"""Calibration for data whose labels are ages: correct, measure, and write what a user needs."""
+
+from pathlib import Path
+from typing import Annotated, cast
+
+from pydantic import Field
+
+from moecore.brain.ages import Ages, Fit, fit
+from moecore.brain.measured_ages import Result, measured
+from moecore.brain.model_card import model_card
+from moecore.brain.prediction_table import prediction_rows, write_predictions
+from moecore.brain.reference import beyond_ages, reference_of, unlike
+from moecore.core.files import whole_folder, write_json
+from moecore.core.plain import plain
+from moecore.data.prepared import SPLITS
+from moecore.measure import calibration
+from moecore.measure.base import Subject
+from moecore.measure.calibration import Calibrate, Files
+from moecore.measure.calibrators.linear import Linear
+from moecore.nn.predict import predictions
+
+AnyCalibration = Annotated[calibration.Result | Result, Field(discriminator="kind")]
+
+
+def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:
+    """A line from the split that the calibrator names; writes the folder ``files.out``."""
+    data = subject.data
+    predicted = {}
+    for split in SPLITS:
+        volumes = getattr(data, split).images
+        said, _ = predictions(subject.model, volumes, settings.batch, routing=False)
+        predicted[split] = said[:, 0].double().numpy()
+    ages = Ages.of(data, predicted, files.model / "model.safetensors")
+    # The stage chose this function by the calibrator's kind.
+    calibrator = cast(Linear, settings.calibrator)
+    line = fit(ages, calibrator, files.out_of_fold, settings.on_refusal)
+    result = measured(ages, line, calibrator.fit_on, settings.resamples)
+    write(files.out, ages, line, result, files.item)
+    return result
+
+
+def write(folder: Path, ages: Ages, line: Fit, result: Result, item: str) -> None:
+    """Write the folder that predictions of new volumes need, all or nothing.
+
+    calibrator.json (where there is one), reference.json, predictions.csv of all splits, and
+    MODEL_CARD.md. item: phase/method/seed.
+    """
+    reference = reference_of(ages.data, result.interval, ages.sha256)
+    rows = []
+    for split in SPLITS:
+        said = ages.corrected(split, line.fitted)
+        volumes = getattr(ages.data, split).images
+        flags = [
+            [*unlike(volume, reference), *beyond_ages(float(best), float(age), reference)]
+            for volume, best, age in zip(volumes, said.best, ages.known(split), strict=True)
+        ]
+        radius = result.interval.radius
+        rows += prediction_rows(ages.subjects[split], split, said, radius, flags)
+    with whole_folder(folder) as target:
+        if line.fitted:
+            text = line.fitted.to_json() + "\n"
+            (target / "calibrator.json").write_text(text, encoding="utf-8")
+        write_json(target / "reference.json", plain(reference))
+        write_predictions(target / "predictions.csv", rows)
+        card = model_card(ages.data.card, result, item)
+        (target / "MODEL_CARD.md").write_text(card, encoding="utf-8")

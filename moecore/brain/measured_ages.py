@@ -1,0 +1,120 @@
+"""What is measured of predicted ages: errors before and after correction, and their intervals.
+
+N volumes of the test split, in years.
+"""
+
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from moecore.brain.age_errors import AgeErrors, GroupErrors, age_table, decade, errors_by
+from moecore.brain.ages import Ages, Fit
+from moecore.brain.conformal import conformal_radius, one_each
+from moecore.brain.prediction_table import group_counts
+from moecore.brain.reference import AgeInterval
+from moecore.core.config import Config
+from moecore.measure.calibrators.linear import FitOn, FittedLinear
+from moecore.statistics.estimate import Estimate
+from moecore.statistics.intervals import wilson
+from moecore.tasks.errors import median_mae
+from moecore.tasks.regression import Regression
+
+LEVEL = 0.9  # of the interval of a single prediction
+
+
+class Points(Config):
+    """Every test volume, for pictures."""
+
+    age: tuple[float, ...]
+    sex: tuple[str, ...]
+    raw: tuple[float, ...]
+    pooled: tuple[float, ...] | None
+
+
+class Result(Config):
+    """Errors of predicted ages before and after correction, in years."""
+
+    kind: Literal["linear"] = "linear"
+    target: str
+    unit: str
+    data: str = Field(description="the data's name")
+    simulated: bool
+    n_test: int = Field(description="volumes")
+    n_test_participants: int
+    n_fit: int = Field(description="pairs that the line was fitted to")
+    fit_on: FitOn
+    refused: str | None = Field(description="why no line was fitted; null where one was")
+    raw: AgeErrors
+    pooled: AgeErrors | None
+    sex_specific: AgeErrors | None
+    median_mae: float = Field(description="of always saying the training's median age")
+    age_range: tuple[float, float]
+    by_sex: tuple[GroupErrors, ...]
+    by_decade: tuple[GroupErrors, ...]
+    by_site: tuple[GroupErrors, ...]
+    interval: AgeInterval
+    calibration: FittedLinear | None
+    calibration_groups: dict[str, int] = Field(description="test volumes by whose line corrected")
+    predictor_sha256: str
+    points: Points
+
+
+def measured(ages: Ages, line: Fit, fit_on: FitOn, resamples: int) -> Result:
+    """Table S1 with intervals, the median predictor, errors by group, and the points."""
+    task = cast(Regression, ages.data.task)
+    known = ages.known("test")
+    test = ages.corrected("test", line.fitted)
+    people = ages.column("test", "participant_id")
+    sexes = ages.column("test", "sex")
+    table = age_table(known, test.variants, people, resamples)
+
+    def by(groups: list[str]) -> tuple[GroupErrors, ...]:
+        return errors_by(groups, known, test.variants, people, resamples)
+
+    return Result(
+        target=task.target,
+        unit=task.unit,
+        data=ages.data.card["name"],
+        simulated=ages.data.card["simulated"],
+        n_test=len(known),
+        n_test_participants=len(set(people)),
+        n_fit=line.n,
+        fit_on=fit_on,
+        refused=line.refused,
+        raw=table["raw"],
+        pooled=table.get("pooled"),
+        sex_specific=table.get("sex_specific"),
+        median_mae=median_mae(torch.from_numpy(ages.known("train")), torch.from_numpy(known)),
+        age_range=(float(known.min()), float(known.max())),
+        by_sex=by(sexes),
+        by_decade=by([decade(age) for age in known]),
+        by_site=by(ages.column("test", "site")),
+        interval=interval(ages, line),
+        calibration=line.fitted,
+        calibration_groups=group_counts(test.groups),
+        predictor_sha256=ages.sha256,
+        points=Points(
+            age=known.tolist(),
+            sex=sexes,
+            raw=test.raw.tolist(),
+            pooled=None if test.pooled is None else test.pooled.tolist(),
+        ),
+    )
+
+
+def interval(ages: Ages, line: Fit) -> AgeInterval:
+    """The conformal interval from the validation split, and the share of test volumes inside."""
+    places = one_each(ages.column("validation", "participant_id"))
+    residuals = ages.corrected("validation", line.fitted).best - ages.known("validation")
+    radius = conformal_radius(residuals[places], LEVEL)
+    errors = np.abs(ages.corrected("test", line.fitted).best - ages.known("test"))
+    coverage = None
+    if radius is not None:
+        coverage = Estimate.of(wilson(int((errors <= radius).sum()), len(errors)))
+    method = "split conformal, |residuals| of one volume of each validation participant"
+    if line.fitted is not None and line.fitted.fit_on == "validation":
+        # Then the residuals are a little too small, and the interval too narrow.
+        method += "; these also fitted the line"
+    return AgeInterval(level=LEVEL, radius=radius, n=len(places), coverage=coverage, method=method)

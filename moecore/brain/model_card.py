@@ -1,0 +1,121 @@
+"""The card of a brain-age model in words: what it was made of, how well it does, its limits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moecore.brain.age_errors import AgeErrors
+from moecore.brain.measured_ages import Result
+from moecore.brain.reference import AgeInterval
+from moecore.statistics.estimate import Estimate
+
+SIMULATED = """\
+**The volumes are SIMULATED.** They show that the software works: that it finds an effect of age \
+that was put in, and how large its errors are on this simulation. They can support no statement \
+about people, patients, scanners or diseases, and an error of so many years here says nothing \
+about the error on real scans."""
+REAL = """\
+The volumes are scans of people. The numbers hold for people, scanners and a preparation like \
+those of this cohort, and for no others."""
+NOT_FOR = """\
+- **No diagnosis and no decision about a person.** The interval of one prediction is wide (see \
+above); a large brain-PAD is no finding.
+- **No use outside the age range, the scanners and the preparation of the training data.** Volumes \
+unlike these are flagged in `qc_flags`:
+  a flagged prediction is not to be used, and an unflagged one is not thereby right.
+- **No comparison of groups that differ in age, sex, site or head size** without taking these into \
+account: brain-PAD depends on age by
+  construction, and the correction removes that dependence only for people like those it was \
+fitted to.
+- **No causal reading.** Brain-PAD (predicted minus known age) is not a measured rate of ageing, \
+nor brain health, nor a biological age. It
+  mixes individual anatomy, errors of the model and artefacts of the scan.
+- **No selection of people** (insurance, employment, asylum, access to treatment)."""
+HEAD = """\
+| Prediction | MAE, years | corr(ŷ − y, y) | slope | intercept |
+| --- | --- | --- | --- | --- |"""
+
+
+def model_card(card: Mapping[str, Any], result: Result, item: str) -> str:
+    """The text of MODEL_CARD.md.
+
+    card: the prepared data's; result: what ``calibrate`` measured; item: phase/method/seed.
+    """
+    title = f"# Brain-age model {item}"
+    sections = [
+        f"{title} (SIMULATED data)" if result.simulated else title,
+        SIMULATED if result.simulated else REAL,
+        "## Data",
+        _data(card, result),
+        "## Error on the test split",
+        _errors(result),
+        "## Not for",
+        NOT_FOR,
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _data(card: Mapping[str, Any], result: Result) -> str:
+    low, high = card["target_range"]
+    size = " × ".join(map(str, card["size"]))
+    edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
+    lines = [f"{card['name']}; {card['source']}. Licence: {card['licence']}."]
+    for split, counts in card["counts"].items():
+        sexes = ", ".join(f"{name} {number}" for name, number in counts.items())
+        lines.append(f"{split}: {card['images'][split]} volumes ({sexes}).")
+    lines += [
+        f"Ages in training: {low:.1f} to {high:.1f} {result.unit}.",
+        f"Volumes of {size} voxels of {edges} mm.",
+        f"Left out when the cohort was read: {len(card['skipped'])}.",
+        f"Weights: sha256 {result.predictor_sha256}.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _errors(result: Result) -> str:
+    rows = [_row("as predicted", result.raw)]
+    if result.pooled is not None:
+        rows.append(_row("corrected, one line", result.pooled))
+    if result.sex_specific is not None:
+        rows.append(_row("corrected, a line per sex", result.sex_specific))
+    low, high = result.age_range
+    test = (
+        f"{result.n_test} test volumes, ages {low:.1f} to {high:.1f}; in brackets 95 % intervals "
+        "over participants."
+    )
+    median = (
+        "Always saying the training's median age has an MAE of "
+        f"{result.median_mae:.2f} {result.unit}."
+    )
+    table = "\n".join([HEAD, *rows])
+    return "\n\n".join([table, f"{test} {median}", _correction(result), _interval(result.interval)])
+
+
+def _row(words: str, errors: AgeErrors) -> str:
+    cells = (errors.mae, errors.corr, errors.slope, errors.intercept)
+    return f"| {words} | {' | '.join(map(_cell, cells))} |"
+
+
+def _correction(result: Result) -> str:
+    if result.refused:
+        return f"No correction was fitted: {result.refused}."
+    where = result.fit_on.replace("_", " ")
+    return f"The correction was fitted on {result.n_fit} predictions ({where})."
+
+
+def _interval(interval: AgeInterval) -> str:
+    if interval.radius is None or interval.coverage is None:
+        return (
+            f"No interval is given for a single prediction: {interval.n} validation participants "
+            "are too few."
+        )
+    return (
+        f"Interval of a single prediction ({interval.level:.0%}, split conformal, {interval.n} "
+        f"validation participants): ± {interval.radius:.1f} years; it held "
+        f"{interval.coverage.value:.0%} of the test volumes."
+    )
+
+
+def _cell(found: Estimate) -> str:
+    if found.low is None:
+        return f"{found.value:.3f}"
+    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"

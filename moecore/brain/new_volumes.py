@@ -1,0 +1,147 @@
+"""Volumes that no cohort lists, found and prepared as the training data were.
+
+In a folder in BIDS form, or any folder of NIfTI files.
+"""
+
+import csv
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from moecore.brain.reference import Reference
+from moecore.core.files import UserError
+from moecore.data.volumes.grids import Grid
+from moecore.data.volumes.volumes import read_volume
+
+SEXES = {"f": "F", "female": "F", "m": "M", "male": "M", "": "", "n/a": ""}
+ENDINGS = (".nii.gz", ".nii")
+# At the end of a brain mask's name, in the place of _T1w or after the whole name.
+MASKS = ("_desc-brain_mask", "_mask")
+Participants = Mapping[tuple[str, str], Mapping[str, str]]  # (participant, session or "") → facts
+
+
+class NewVolume(NamedTuple):
+    """One volume of a folder, and what is known of its subject."""
+
+    path: Path
+    mask: Path | None  # None: the brain is where the volume is above 0
+    subject: dict[str, str]  # as a row of predictions.csv; an age "" is unknown
+
+
+def find_volumes(folder: str | Path) -> list[NewVolume]:
+    """Every T1-weighted volume below ``folder``, in the order of their names.
+
+    BIDS form: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] that is directly in the
+    folder and is no mask. participants.tsv may give age, sex and site by participant_id (and
+    session_id): in a plain folder that is the file's name without its ending.
+    Raises UserError where there is no volume, or where participants.tsv has an age that is no
+    number or a sex that is unknown.
+    """
+    folder = Path(folder)
+    paths = sorted(path for path in folder.glob("sub-*/**/*_T1w.nii*") if _stem(path))
+    bids = bool(paths)
+    if not bids:
+        every = [path for path in folder.glob("*.nii*") if _stem(path)]
+        paths = sorted(path for path in every if not _stem(path).endswith(MASKS))
+    if not paths:
+        raise UserError(
+            f"{folder}: no volumes; allowed: sub-*/anat/*_T1w.nii.gz below it (BIDS), or .nii.gz "
+            "files in it"
+        )
+    table = _participants(folder / "participants.tsv")
+    return [NewVolume(path, _mask(path), _subject(path, bids, table)) for path in paths]
+
+
+def prepared(
+    found: list[NewVolume], reference: Reference
+) -> tuple[list[np.ndarray | None], list[str]]:
+    """Each volume as the model takes it, and all problems, each naming its file.
+
+    A volume is float16 (1, D, H, W), or None where it cannot be used.
+    """
+    edges = reference.data.voxel_mm
+    if len(set(edges)) > 1:
+        raise UserError(
+            f"reference.json: voxel_mm is {list(edges)}; allowed: one edge for all axes"
+        )
+    grid = Grid(voxel_mm=edges[0], size=reference.data.size)
+    volumes: list[np.ndarray | None] = []
+    problems = []
+    for one in found:
+        try:
+            volumes.append(read_volume(one.path, grid, one.mask))
+        except UserError as error:
+            volumes.append(None)
+            problems.append(str(error))
+    return volumes, problems
+
+
+def _stem(path: Path) -> str:
+    """The name without .nii or .nii.gz; "" for another file, or a hidden one."""
+    if path.name.startswith("."):
+        return ""
+    for ending in ENDINGS:
+        if path.name.endswith(ending):
+            return path.name.removesuffix(ending)
+    return ""
+
+
+def _mask(path: Path) -> Path | None:
+    stems = (_stem(path), _stem(path).removesuffix("_T1w"))
+    places = [
+        path.with_name(f"{stem}{end}{ending}")
+        for stem in stems
+        for end in MASKS
+        for ending in ENDINGS
+    ]
+    return next((place for place in places if place.is_file()), None)
+
+
+def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
+    stem = _stem(path)
+    participant = stem
+    session = ""
+    if bids:
+        participant = stem.split("_")[0]
+        named = re.search(r"_(ses-[^_]+)", stem)
+        session = named[1] if named else ""
+    row = table.get((participant, session)) or table.get((participant, "")) or {}
+    return {
+        "participant_id": participant,
+        "session_id": session,
+        "age": row.get("age", ""),
+        "sex": row.get("sex", ""),
+        "site": row.get("site", ""),
+        "qc_flags": "",
+    }
+
+
+def _participants(path: Path) -> Participants:
+    """Age, sex, site as in predictions.csv; {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    with open(path, newline="", encoding="utf-8-sig") as handle:
+        rows = list(csv.DictReader(handle, delimiter="\t", restval=""))
+    if rows and "participant_id" not in rows[0]:
+        raise UserError(f"{path}: lacks the column participant_id")
+    problems = []
+    table = {}
+    for row in rows:
+        who = f"{path}: {row['participant_id']}"
+        age = row.get("age", "").strip().replace("n/a", "")
+        sex = row.get("sex", "").strip().lower()
+        if age and not re.fullmatch(r"\d+(\.\d*)?", age):
+            problems.append(f"{who}: age is {age!r}; allowed: a number of years, or n/a")
+        if sex not in SEXES:
+            problems.append(f"{who}: sex is {row['sex']!r}; allowed: F, M, n/a")
+        table[row["participant_id"], row.get("session_id", "")] = {
+            "age": age,
+            "sex": SEXES.get(sex, ""),
+            "site": row.get("site", "").replace("n/a", ""),
+        }
+    if problems:
+        raise UserError("\n".join(problems))
+    return table

@@ -1,0 +1,155 @@
+"""Predict every training volume by a model that never saw its participant.
+
+For a calibration that is fitted on such predictions. N training volumes, in years.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from moecore.brain.folds import folds_of
+from moecore.brain.prediction_table import (
+    PredictionRow,
+    corrected,
+    prediction_rows,
+    write_predictions,
+)
+from moecore.core.config import Config
+from moecore.core.files import UserError, whole_folder, write_json
+from moecore.data.prepared import Prepared
+from moecore.measure.calibrators import Calibrator
+from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.predict import predictions
+from moecore.training.checkpoint import Checkpoint
+from moecore.training.isolation import isolation
+from moecore.training.job import Job, job_for
+from moecore.training.loop import Metrics, fit, total_steps
+from moecore.training.method import Method
+from moecore.training.objective import Objective
+from moecore.training.runtime import Runtime
+from moecore.training.settings import Training
+
+# Uses up what a training yields: the fold, its number of steps, the metrics.
+Follow = Callable[[int, int, Iterator[Metrics]], None]
+Log = Callable[[int, dict[str, float]], None]  # one point per name, at a step
+
+
+class OutOfFold(Config):
+    """How many models share the training split."""
+
+    folds: int = Field(
+        5, ge=2, description="Models that are trained, each without one part of the participants."
+    )
+    batch: int = Field(8, ge=1, description="Volumes a forward pass; no result depends on it.")
+
+
+class Recipe(NamedTuple):
+    """How the models are trained: each as the stage ``pretrain`` trains on all volumes."""
+
+    backbone: Backbone
+    training: Training
+    method: Method
+    settings: OutOfFold
+
+
+class Result(Config):
+    """Of all training volumes together."""
+
+    folds: int
+    n: int = Field(description="volumes")
+    mae: float
+
+
+class HeldOut(NamedTuple):
+    """Predictions of all training volumes, each by a model that never saw its participant."""
+
+    rows: list[PredictionRow]
+    result: Result
+
+
+def check(data: Prepared, method: Method, calibrator: Calibrator) -> None:
+    """Raise UserError for classes, and for a method whose teacher saw the held-out volumes."""
+    if not calibrator.calibrates(data.task):
+        raise UserError(
+            f"out_of_fold: the task of data.pretrain is {data.task.kind}; allowed: a cohort whose "
+            "labels are real numbers"
+        )
+    if method.guided or method.upcycle:
+        raise UserError(
+            "out_of_fold: the method learns from a teacher that saw all training volumes; allowed: "
+            "methods without a teacher"
+        )
+
+
+def held_out(
+    recipe: Recipe,
+    data: Prepared,
+    seed: int,
+    runtime: Runtime,
+    work: Path,
+    follow: Follow,
+    log: Log,
+) -> HeldOut:
+    """Train a model for each fold on the volumes of all others, and predict the fold's with it.
+
+    work: where the checkpoints of a killed process lie; log: is told the error of each fold.
+    """
+    subjects = data.subjects("train")
+    ages = data.train.labels
+    people = [subject["participant_id"] for subject in subjects]
+    fold = folds_of(people, ages, recipe.settings.folds, seed)
+    predicted = np.full(len(fold), np.nan)
+    for number in range(recipe.settings.folds):
+        job = job_without(recipe, data, np.flatnonzero(fold != number), seed, runtime)
+        home = work / f"fold_{number}"
+        home.mkdir(exist_ok=True)
+        learning = fit(job, recipe.training, seed, runtime, Checkpoint(home))
+        follow(number, total_steps(job, recipe.training), learning)
+        out = np.flatnonzero(fold == number)
+        volumes = data.train.images[out]
+        said, _ = predictions(job.model, volumes, recipe.settings.batch, routing=False)
+        predicted[out] = said[:, 0].double().numpy()
+        log(number, {"mae": float(np.abs(predicted[out] - ages[out]).mean())})
+    said = corrected(predicted, [subject["sex"] for subject in subjects], None)
+    flags = [[f"fold {number}"] for number in fold]
+    mae = float(np.abs(predicted - ages).mean())
+    return HeldOut(
+        rows=prediction_rows(subjects, "train", said, None, flags),
+        result=Result(folds=recipe.settings.folds, n=len(predicted), mae=mae),
+    )
+
+
+def job_without(
+    recipe: Recipe, data: Prepared, kept: np.ndarray, seed: int, runtime: Runtime
+) -> Job:
+    """The training on the volumes ``kept`` (indices) of the training split."""
+    method = recipe.method
+    torch.manual_seed(seed)
+    model = method.sized(recipe.backbone).build(ImageSpec.from_card(data.card), method.moe)
+    return job_for(
+        model,
+        data,
+        Objective(method.losses, recipe.training.label_smoothing, method.distillation),
+        runtime.device,
+        subset=kept,
+        views=method.views,
+        isolation=isolation(method, data, kept),
+        permuted=seed if method.permuted else None,
+    )
+
+
+def write_rows(folder: Path, rows: list[PredictionRow]) -> None:
+    """predictions.csv in ``folder``, which replaces an older one."""
+    with whole_folder(folder) as target:
+        write_predictions(target / "predictions.csv", rows)
+
+
+def write_absent(folder: Path, calibrator: Calibrator) -> None:
+    """absent.json in ``folder``: why nothing was predicted."""
+    with whole_folder(folder) as target:
+        write_json(target / "absent.json", {"calibrator": calibrator.model_dump(mode="json")})

@@ -1,0 +1,141 @@
+"""What the training volumes were like, so that a new volume that is unlike them can be flagged.
+
+A model says something about any array of the right shape. Its error is known only for volumes like
+those that it was tested on.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.data.prepared import Prepared
+from moecore.statistics.estimate import Estimate
+from moecore.tasks.regression import Regression
+
+
+class Described(Config):
+    """The quantities of one prepared volume."""
+
+    intensity_mean: float  # in the brain
+    intensity_std: float  # in the brain
+    brain_ml: float
+
+
+QUANTITIES = tuple(Described.model_fields)
+
+
+class Range(Config):
+    """The smallest and the largest value over the training volumes."""
+
+    low: float
+    high: float
+
+
+class Cohort(Config):
+    """The facts of the data card that new volumes need to be prepared alike."""
+
+    name: str
+    kind: str
+    simulated: bool
+    target: str
+    unit: str
+    size: tuple[int, ...]
+    voxel_mm: tuple[float, ...]
+    target_range: tuple[float, float]
+    regions: tuple[str, ...]
+    settings: dict[str, Any] = Field(description="those of the data's source")
+    licence: str
+    source: str
+
+
+class AgeInterval(Config):
+    """The conformal interval of a single prediction."""
+
+    level: float
+    radius: float | None = Field(description="half its width, years; null: too few participants")
+    n: int = Field(description="validation participants behind it")
+    coverage: Estimate | None = Field(description="share of the test volumes inside")
+    method: str
+
+
+class Reference(Config):
+    """What ``reference.json`` holds beside a calibrator."""
+
+    volumes: int
+    ranges: dict[str, Range] = Field(description="of each quantity over the training volumes")
+    sites: tuple[str, ...]
+    data: Cohort
+    interval: AgeInterval
+    predictor_sha256: str
+
+
+def described(volume: np.ndarray, voxel_mm: Sequence[float]) -> Described:
+    """The quantities of a prepared volume (1, D, H, W) in [0, 1], background exactly 0."""
+    inside = volume[volume > 0].astype(np.float64)
+    return Described(
+        intensity_mean=float(inside.mean()) if inside.size else 0.0,
+        intensity_std=float(inside.std()) if inside.size else 0.0,
+        brain_ml=inside.size * float(np.prod(voxel_mm)) / 1000,
+    )
+
+
+def reference_of(data: Prepared, interval: AgeInterval, sha256: str) -> Reference:
+    """The ranges over the training volumes, and the facts of the data's card.
+
+    sha256: of the model's weights.
+    """
+    card = data.card
+    found = [described(volume, card["voxel_mm"]) for volume in data.train.images]
+    ranges = {}
+    for name in QUANTITIES:
+        values = [getattr(one, name) for one in found]
+        ranges[name] = Range(low=min(values), high=max(values))
+    sites = {row["site"] for row in data.subjects("train") if row["site"]}
+    return Reference(
+        volumes=len(found),
+        ranges=ranges,
+        sites=tuple(sorted(sites)),
+        data=cohort_of(data),
+        interval=interval,
+        predictor_sha256=sha256,
+    )
+
+
+def cohort_of(data: Prepared) -> Cohort:
+    """The facts of the data's card."""
+    task = cast(Regression, data.task)
+    named = {"target": task.target, "unit": task.unit}
+    kept = {name: data.card[name] for name in Cohort.model_fields if name not in named}
+    return Cohort(**kept, **named)
+
+
+def unlike(volume: np.ndarray, reference: Reference) -> list[str]:
+    """One flag for each quantity of a prepared volume that lies outside that of training."""
+    found = described(volume, reference.data.voxel_mm)
+    flags = []
+    for name, limits in reference.ranges.items():
+        value = getattr(found, name)
+        if not limits.low <= value <= limits.high:
+            flags.append(
+                f"{name} {value:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"
+            )
+    return flags
+
+
+def beyond_ages(predicted: float, age: float | None, reference: Reference) -> list[str]:
+    """Flags where the prediction or the known age lies outside the ages of training."""
+    low, high = reference.data.target_range
+    values = {"predicted age": predicted, "age": age}
+    return [
+        f"{name} {value:.1f} outside training {low:.1f} to {high:.1f}"
+        for name, value in values.items()
+        if value is not None and not low <= value <= high
+    ]
+
+
+def unknown_site(site: str, reference: Reference) -> list[str]:
+    """A flag where a site is named that training did not have."""
+    return [f"site {site} not in training"] if site and site not in reference.sites else []

@@ -1,0 +1,105 @@
+"""Files appear whole or not at all."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class UserError(Exception):
+    """A problem that the user can mend; its text is the whole message.
+
+    Stages print it and exit with 1.
+    """
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """Write to the yielded temporary path; on success it replaces ``path`` atomically, on failure
+    nothing remains.
+
+    Raises UserError where the disk is full, naming the file; what was at ``path`` before is
+    untouched.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        with open(temporary, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _explained(error, path) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """Like ``whole_file`` for a folder: it replaces an older folder only when everything in it is
+    written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        yield temporary
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _explained(error, path) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write ``value`` as indented JSON with a final newline, atomically; NaN is refused (it is not
+    JSON).
+    """
+    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: str | Path) -> Any:
+    """Read JSON; a missing or damaged file is a UserError that names it."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
+    except ValueError as error:
+        raise UserError(
+            f"{path}: not valid JSON ({error}); delete it and run `dvc repro` again"
+        ) from error
+
+
+def repository() -> Path | None:
+    """The outermost DVC project around the stage that runs, or None outside of DVC.
+
+    A study is a DVC project within that of the repository.
+    """
+    inner = os.environ.get("DVC_ROOT")
+    if not inner:
+        return None
+    home = Path(inner).resolve()
+    above = [folder for folder in home.parents if (folder / ".dvc").is_dir()]
+    if above:
+        return above[-1]
+    return home
+
+
+def _explained(error: OSError, path: Path) -> Exception:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        why = (error.strerror or str(error)).lower()
+        return UserError(
+            f"{path}: could not be written, {why}; what was there before is untouched. Free some "
+            "space and start again"
+        )
+    return error

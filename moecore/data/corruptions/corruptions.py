@@ -1,0 +1,95 @@
+"""Fifteen seeded corruptions in the style of the common-corruptions benchmark (Hendrycks &
+Dietterich, 2019, section 4).
+
+They are our own renderings for any image of at least 8 × 8 pixels and any number of channels, not
+the benchmark's files, and their errors do not compare with published ones. Noise, blur, contrast,
+brightness, pixels and JPEG follow its recipes; frost, fog, snow and the elastic transform are made
+procedurally. The strength follows the image's size (see scale.py).
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from moecore.core.files import UserError
+from moecore.data.corruptions.blur import defocus_blur, glass_blur, motion_blur, zoom_blur
+from moecore.data.corruptions.digital import (
+    bytes_of,
+    contrast,
+    elastic_transform,
+    jpeg_compression,
+    pixelate,
+)
+from moecore.data.corruptions.draws import draws
+from moecore.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise
+from moecore.data.corruptions.weather import brightness, fog, frost, snow
+
+Corruption = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
+ALL: tuple[Corruption, ...] = (
+    gaussian_noise,
+    shot_noise,
+    impulse_noise,
+    defocus_blur,
+    glass_blur,
+    motion_blur,
+    zoom_blur,
+    snow,
+    frost,
+    fog,
+    brightness,
+    contrast,
+    elastic_transform,
+    pixelate,
+    jpeg_compression,
+)
+CORRUPTIONS: dict[str, Corruption] = {corruption.__name__: corruption for corruption in ALL}
+SEVERITIES = (1, 2, 3, 4, 5)
+LEAST = 8  # pixels of the shorter side: below, no blur or block is left to speak of
+
+
+def corrupted(
+    images: np.ndarray, name: str, severity: int, seed: int, indices: np.ndarray
+) -> np.ndarray:
+    """The images under one corruption: uint8 (N, C, H, W) in and out; what lies outside [0, 255] is
+    cut off, the rest rounded.
+
+    name: a key of CORRUPTIONS; severity: 1 to 5; indices: (N,) the images' places in their split.
+    The bytes of an image are a function of its own bytes and (seed, name, severity, index): not of
+    the batch, of its order, or of the global random state.
+    Raises UserError for an unknown name or severity, for images that are not uint8 or smaller than
+    8 × 8, and for a wrong number of indices.
+    """
+    if name not in CORRUPTIONS:
+        raise UserError(
+            f"corruptions.names: {name!r} is not a corruption; allowed: {', '.join(CORRUPTIONS)}"
+        )
+    if severity not in SEVERITIES:
+        raise UserError(f"corruptions.severities: {severity} is not a severity; allowed: 1 to 5")
+    _check(images, indices)
+    made = np.empty_like(images, subok=False)
+    # one by one: sums over pixels round as they do alone
+    for place, (image, index) in enumerate(zip(images, indices, strict=True)):
+        made[place] = bytes_of(
+            CORRUPTIONS[name](
+                np.asarray(image) / 255, severity, draws(seed, name, severity, int(index))
+            )
+        )
+    return made
+
+
+def _check(images: np.ndarray, indices: np.ndarray) -> None:
+    if images.dtype != np.uint8 or images.ndim != 4:
+        raise UserError(
+            f"corruptions: images are {images.dtype} of shape {images.shape}; uint8 (images, "
+            "channels, height, width) is needed"
+        )
+    if min(images.shape[-2:]) < LEAST:
+        raise UserError(
+            f"corruptions: images are {images.shape[-2]} × {images.shape[-1]} pixels; allowed: "
+            f"{LEAST} × {LEAST} and larger"
+        )
+    if len(indices) != len(images):
+        raise UserError(
+            f"corruptions: {len(images)} images have {len(indices)} indices; each needs its "
+            "place in the split"
+        )

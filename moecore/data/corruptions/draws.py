@@ -1,0 +1,41 @@
+"""The random numbers behind noisy and corrupted images: functions of whole numbers and a name,
+never of a batch or of the global state.
+"""
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.data.loader import generator_for
+
+
+def draws(seed: int, name: str, severity: int, index: int) -> np.random.Generator:
+    """The generator of one corrupted image; ``index`` is the image's place in its split.
+
+    Any other argument gives independent numbers.
+    """
+    digest = hashlib.sha256(f"{seed},{name},{severity},{index}".encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:16], "big"))
+
+
+def directions(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor:
+    """One standard normal draw an image, fp32 (N, *shape), a function of (seed, index of the image
+    in its split).
+
+    Multiplied by sigma it is Gaussian noise of standard deviation sigma; the same direction serves
+    every sigma, model and method.
+    """
+    made = torch.empty(len(indices), *shape)
+    for row, index in zip(made, indices, strict=True):
+        row.normal_(generator=generator_for(seed, *b"noise", int(index)))
+    return made
+
+
+def with_noise(images: np.ndarray, directions: Tensor, sigma: float) -> Tensor:
+    """clamp(image + sigma · direction, 0, 1), fp32 (N, C, H, W), of images uint8 (N, C, H, W);
+    sigma in units of [0, 1].
+    """
+    pixels = torch.from_numpy(np.array(images)).float() / 255
+    return (pixels + sigma * directions).clamp_(0, 1)

@@ -1,0 +1,61 @@
+"""Fetch a public file whole and checked, or not at all."""
+
+import http.client
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from moecore.core.files import UserError, whole_file
+from moecore.data.files.checksum import checksum
+
+BLOCK = 1 << 20
+TIMEOUT = 60.0  # seconds without any byte
+
+
+def check_digest(path: Path, algorithm: str, expected: str, url: str) -> None:
+    """Raise UserError where the file's digest differs from the published one."""
+    found = checksum(path, algorithm)
+    if found != expected:
+        raise UserError(
+            f"{url}: the downloaded file has {algorithm} {found}; published: {expected}. Try "
+            "again, or fetch it by hand"
+        )
+
+
+def fetch(url: str, path: str | Path, check: Callable[[Path], None]) -> None:
+    """Download ``url`` to ``path``; the file appears only after ``check(temporary path)`` has
+    accepted it.
+
+    Raises UserError on other schemes than http(s), on any network problem (naming the URL) and from
+    ``check``.
+    """
+    if not url.startswith(("https://", "http://")):
+        raise UserError(f"{url}: cannot download; allowed: http:// and https:// addresses")
+    with whole_file(path) as temporary:
+        try:
+            _stream(url, temporary)
+        except (
+            urllib.error.URLError,
+            http.client.HTTPException,
+            TimeoutError,
+            ConnectionError,
+        ) as error:
+            raise UserError(
+                f"{url}: download failed ({error}); check the network, or put the file at {path} "
+                "by hand"
+            ) from error
+        check(temporary)
+
+
+def _stream(url: str, path: Path) -> None:
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, open(path, "wb") as handle:
+        received = 0
+        while block := answer.read(BLOCK):
+            handle.write(block)
+            received += len(block)
+        promised = answer.headers.get("Content-Length")
+    if promised is not None and int(promised) != received:
+        raise UserError(
+            f"{url}: download broke off; expected {promised} bytes, found {received}. Try again"
+        )

@@ -1,0 +1,131 @@
+"""A simulated person: what is drawn once for life, and the brain that follows from it at an age."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moecore.data.phantom.fields import VOXEL_ML, smooth_fields
+from moecore.data.phantom.geometry import Pose, draw_pose, placed
+from moecore.data.phantom.numbers import (
+    CORTEX_LOG_SD,
+    HEAD_LOG_SD,
+    HEAD_ML,
+    LESION_HEAD_ML,
+    OLDEST,
+    PRESETS,
+    VENTRICLES_OF_MEN,
+    YOUNGEST,
+    Preset,
+    grey_share,
+    lesions_ml,
+    ventricle_share,
+    white_share,
+)
+from moecore.data.phantom.template import Template, template
+from moecore.data.phantom.tissue import Targets, Tissue, adjusted
+
+
+class Brain(NamedTuple):
+    """An unscanned brain: brightness float32 (D, H, W), regions float32 (3, D, H, W) of wm, gm,
+    csf, and what is known of it.
+    """
+
+    brightness: np.ndarray
+    regions: np.ndarray
+    truth: dict[str, float | str]
+
+
+class Anatomy(NamedTuple):
+    """What one person is given for life; a function of (seed, preset)."""
+
+    gap: float  # brain age − age, years
+    tissue: tuple[float, float]  # z-scores: atrophy, boundary of grey and white matter
+    ventricles: float
+    lesions: float
+    head: float
+    pose: Pose
+    thinning: np.ndarray  # (64, 64, 64) where cortex is lost
+    spots: np.ndarray  # (64, 64, 64) where lesions lie
+    preset: Preset
+
+    @classmethod
+    def draw(cls, seed: int, preset: Preset = "demo") -> "Anatomy":
+        """Draw a person; scanner and site have other random streams."""
+        random = np.random.default_rng([seed, 1])
+        varies = PRESETS[preset]
+        gap, atrophy, boundary, ventricles, head, lesions = (
+            float(value) for value in random.normal(size=6)
+        )
+        pose = draw_pose(random, varies.warp)
+        thinning, spots = smooth_fields(random, 2)
+        return cls(
+            gap * varies.gap,
+            (atrophy, boundary),
+            ventricles,
+            lesions,
+            head,
+            pose,
+            thinning,
+            spots,
+            preset,
+        )
+
+    def at(self, age: float, sex: str, delta: float | None = None) -> Brain:
+        """The brain of this person at an age (years), as a woman (F) or a man (M); ``delta`` in
+        place of the person's own gap of brain age.
+        """
+        base = template()
+        brain_age = float(np.clip(age + (self.gap if delta is None else delta), YOUNGEST, OLDEST))
+        head_ml = HEAD_ML[sex] * float(np.exp(HEAD_LOG_SD * self.head))
+        scale = (head_ml / base.head_ml) ** (1 / 3)
+        targets = self.targets(base, brain_age, sex)
+        placement = placed(base, self.pose, scale, targets.ventricles * head_ml / VOXEL_ML)
+        tissue = adjusted(
+            placement, targets, base.thinning * np.exp(CORTEX_LOG_SD * self.thinning), self.spots
+        )
+        truth = {
+            "age": float(age),
+            "sex": sex,
+            "delta": brain_age - float(age),
+            "brain_age": brain_age,
+        } | _volumes(tissue, targets, head_ml)
+        return Brain(tissue.brightness, np.stack([tissue.white, tissue.grey, tissue.fluid]), truth)
+
+    def targets(self, base: Template, brain_age: float, sex: str) -> Targets:
+        """The volumes of this person at a brain age, as shares of the head."""
+        varies = PRESETS[self.preset]
+        atrophy, boundary = self.tissue
+        grey, white, ventricles = base.shares
+        moved = white * varies.boundary * boundary
+        lost = 1 + varies.atrophy * atrophy
+        men = VENTRICLES_OF_MEN if sex == "M" else 1.0
+        return Targets(
+            grey * grey_share(brain_age) * lost - moved,
+            white * white_share(brain_age) * lost + moved,
+            ventricles
+            * ventricle_share(brain_age)
+            * float(np.exp(varies.ventricles * self.ventricles))
+            * men,
+            lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions)) / LESION_HEAD_ML,
+        )
+
+
+def _volumes(tissue: Tissue, targets: Targets, head_ml: float) -> dict[str, float]:
+    maps = {
+        "gm": tissue.grey,
+        "wm": tissue.white,
+        "csf": tissue.fluid,
+        "ventricles": tissue.ventricles,
+        "lesions": tissue.lesions,
+    }
+    made = {
+        f"{name}_ml": float(values.sum(dtype=np.float64)) * VOXEL_ML
+        for name, values in maps.items()
+    }
+    head = made["gm_ml"] + made["wm_ml"] + made["csf_ml"]
+    wanted = {
+        "target_gm_ml": targets.grey * head,
+        "target_wm_ml": targets.white * head,
+        "target_ventricles_ml": targets.ventricles * head_ml,
+    }
+    return made | {"head_ml": head} | wanted

@@ -1,0 +1,19 @@
+"""Data sources: each is a part that writes the prepared layout (see moecore/data/prepared.py)."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from moecore.data.sources.bids import Bids
+from moecore.data.sources.cifar import Cifar
+from moecore.data.sources.digits import Digits
+from moecore.data.sources.fashion_mnist import FashionMnist
+from moecore.data.sources.image_folder import ImageFolder
+from moecore.data.sources.imagenet import Imagenet
+from moecore.data.sources.mosaic import Mosaic
+from moecore.data.sources.phantom import Phantom
+
+Source = Annotated[
+    FashionMnist | Digits | ImageFolder | Cifar | Imagenet | Mosaic | Phantom | Bids,
+    Field(discriminator="kind"),
+]

@@ -1,0 +1,118 @@
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from the *binary* version: 50,000 + 10,000 colour
+images, 32×32.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from moecore.core.files import UserError
+from moecore.data.files.cifar_files import SETS, fetch_archive, read_binary
+from moecore.data.files.locate import places
+from moecore.data.files.resize import resized
+from moecore.data.splits import SplitSettings, limited, split_train
+from moecore.data.writer import Facts, Part, write_prepared
+from moecore.tasks.classification import Classification
+
+PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
+# the last three are files
+PYTHON = (
+    "cifar-{}-python.tar.gz",
+    "cifar-10-batches-py",
+    "cifar-100-python",
+    "data_batch_1",
+    "train",
+    "meta",
+)
+
+
+class Cifar(SplitSettings):
+    """The binary files, in a folder or in the authors' archive; the python version is refused
+    because it is pickle.
+    """
+
+    kind: Literal["cifar"] = "cifar"
+    classes: Literal[10, 100] = Field(
+        10, description="10: CIFAR-10; 100: CIFAR-100 with its fine labels"
+    )
+    root: str | tuple[str, ...] = Field(
+        "data/raw/cifar",
+        description="Folder, or folders in order, with the .bin files or the archive",
+    )
+    size: int = Field(
+        32,
+        ge=4,
+        le=1024,
+        description="Height and width in pixels; other than 32 is resized bilinearly",
+    )
+    download: bool = Field(
+        False,
+        description=(
+            "Fetch the archive from the authors into the first root where it is on none (checked "
+            "by its md5)"
+        ),
+    )
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card; UserError where files are
+        missing or damaged.
+        """
+        chosen = SETS[self.classes]
+        place = self._find()
+        images, labels = read_binary(place, chosen, chosen.train)
+        train, validation = split_train(labels, self)
+        test_images, test_labels = read_binary(place, chosen, chosen.test)
+        test = limited(test_labels, self.test_limit, self.seed)
+        facts = Facts(
+            f"CIFAR-{self.classes}",
+            Classification(classes=chosen.names),
+            3,
+            self.size,
+            "none stated by the authors",
+            PAGE,
+            self,
+        )
+        return write_prepared(
+            folder,
+            facts,
+            {
+                "train": Part(labels[train], resized(images[train], self.size)),
+                "validation": Part(labels[validation], resized(images[validation], self.size)),
+                "test": Part(test_labels[test], resized(test_images[test], self.size)),
+            },
+        )
+
+    def _find(self) -> Path:
+        """The folder with all .bin files, or the archive."""
+        chosen = SETS[self.classes]
+        roots = places(self.root)
+        for root in roots:
+            for folder in (root, root / chosen.folder):
+                if all((folder / name).is_file() for name in chosen.train | chosen.test):
+                    return folder
+            if (root / chosen.archive).is_file():
+                return root / chosen.archive
+        if self.download:
+            return fetch_archive(chosen, roots[0])
+        raise UserError(self._absent(roots))
+
+    def _absent(self, roots: list[Path]) -> str:
+        chosen = SETS[self.classes]
+        wanted = f"{chosen.archive}, or its {', '.join(chosen.train | chosen.test)}"
+        candidates = [root / name.format(self.classes) for root in roots for name in PYTHON]
+        pickled = [
+            path
+            for path in candidates
+            if path.is_file() or (path.is_dir() and path.name.startswith("cifar-"))
+        ]
+        if pickled:
+            why = (
+                "the python version of CIFAR is refused: it is pickle, which can run any program "
+                "when read"
+            )
+            return f"{pickled[0]}: {why}. Allowed: {wanted} (the binary version, {PAGE})"
+        return (
+            f"CIFAR-{self.classes} is not in {' or '.join(map(str, roots))}; put {wanted} there, "
+            f"or set `download: true` (from {PAGE}, checked)"
+        )

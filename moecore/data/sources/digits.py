@@ -1,0 +1,57 @@
+"""The digits that come with scikit-learn: 1,797 grey images, 8×8, 10 classes
+(UCI, Alpaydin & Kaynak 1998).
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from moecore.data.files.resize import resized
+from moecore.data.splits import SplitSettings, carve, limited, split_train
+from moecore.data.writer import Facts, Part, write_prepared
+from moecore.tasks.classification import Classification
+
+
+class Digits(SplitSettings):
+    """Needs no download; the test set is drawn by the seed, stratified by class."""
+
+    kind: Literal["digits"] = "digits"
+    size: int = Field(
+        8,
+        ge=4,
+        le=1024,
+        description="Height and width in pixels; other than 8 is resized bilinearly",
+    )
+    test: float = Field(0.2, gt=0, lt=1, description="Share of each class for the test split")
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card."""
+        from sklearn.datasets import load_digits  # a second of import, needed only here
+
+        flat, classes = load_digits(return_X_y=True)
+        grey = np.asarray(flat).reshape(-1, 8, 8)  # 0 to 16
+        images = np.rint(grey * (255 / 16)).astype(np.uint8)[:, None]
+        labels = np.asarray(classes).astype(np.int64)
+        rest, test = carve(labels, self.test, self.seed, purpose=2)
+        test = test[limited(labels[test], self.test_limit, self.seed)]
+        train, validation = (rest[part] for part in split_train(labels[rest], self))
+        facts = Facts(
+            "Digits",
+            Classification(classes=tuple("0123456789")),
+            1,
+            self.size,
+            "CC BY 4.0",
+            "scikit-learn load_digits (UCI, doi 10.24432/C50P49)",
+            self,
+        )
+        parts = {"train": train, "validation": validation, "test": test}
+        return write_prepared(
+            folder,
+            facts,
+            {
+                name: Part(labels[part], resized(images[part], self.size))
+                for name, part in parts.items()
+            },
+        )

@@ -1,0 +1,145 @@
+"""Fashion-MNIST (Xiao et al. 2017): 60,000 + 10,000 grey images of clothes, 28×28, 10 classes."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from moecore.core.files import UserError
+from moecore.data.files.download import fetch
+from moecore.data.files.idx import read_idx
+from moecore.data.files.locate import places
+from moecore.data.files.resize import resized
+from moecore.data.splits import SplitSettings, limited, split_train
+from moecore.data.writer import Facts, Part, write_prepared
+from moecore.tasks.classification import Classification
+
+URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
+CLASSES = (
+    "t-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+)
+SHA256 = {  # of the decompressed content
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+
+
+class FashionMnist(SplitSettings):
+    """The four IDX files (plain or .gz), checked by content; the test set is the authors' own."""
+
+    kind: Literal["fashion_mnist"] = "fashion_mnist"
+    root: str | tuple[str, ...] = Field(
+        ("data/raw/fashion-mnist", "/usr/share/datasets/fashion-mnist"),
+        description="Folder, or folders in order, that may hold the four files",
+    )
+    size: int = Field(
+        28,
+        ge=4,
+        le=1024,
+        description="Height and width in pixels; other than 28 is resized bilinearly",
+    )
+    download: bool = Field(
+        False,
+        description=(
+            "Fetch the files from the authors' repository into the first root where they are on "
+            "none"
+        ),
+    )
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card; UserError where files are
+        missing or damaged.
+        """
+        root = self._find()
+        images, labels = _read(root, "train")
+        train, validation = split_train(labels, self)
+        test_images, test_labels = _read(root, "t10k")
+        test = limited(test_labels, self.test_limit, self.seed)
+        facts = Facts(
+            "Fashion-MNIST",
+            Classification(classes=CLASSES),
+            1,
+            self.size,
+            "MIT",
+            "https://github.com/zalandoresearch/fashion-mnist",
+            self,
+        )
+        return write_prepared(
+            folder,
+            facts,
+            {
+                "train": Part(labels[train], resized(images[train], self.size)),
+                "validation": Part(labels[validation], resized(images[validation], self.size)),
+                "test": Part(test_labels[test], resized(test_images[test], self.size)),
+            },
+        )
+
+    def _find(self) -> Path:
+        roots = places(self.root)
+        for root in roots:
+            if all(_path(root, name) for name in SHA256):
+                return root
+        if not self.download:
+            raise UserError(_absent(roots))
+        for name in SHA256:
+            if not _path(roots[0], name):
+                fetch(f"{URL}{name}.gz", roots[0] / f"{name}.gz", partial(_accept, name))
+        return roots[0]
+
+
+def _read(root: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    images = _content(root, f"{part}-images-idx3-ubyte")
+    labels = _content(root, f"{part}-labels-idx1-ubyte")
+    if len(images) != len(labels):
+        raise UserError(
+            f"{root}: {len(images)} {part} images but {len(labels)} labels; fetch the files again"
+        )
+    return images[:, None], labels.astype(np.int64)
+
+
+def _check(path: Path, name: str) -> np.ndarray:
+    return read_idx(path, 3 if "images" in name else 1, SHA256[name])
+
+
+def _accept(name: str, path: Path) -> None:
+    """Raise UserError where a downloaded file is not the published one."""
+    _check(path, name)
+
+
+def _content(root: Path, name: str) -> np.ndarray:
+    path = _path(root, name)
+    if path is None:
+        raise UserError(_absent([root]))
+    return _check(path, name)
+
+
+def _path(root: Path, name: str) -> Path | None:
+    return next((path for path in (root / name, root / f"{name}.gz") if path.is_file()), None)
+
+
+def _absent(roots: list[Path]) -> str:
+    lists = {root: [name for name in SHA256 if not _path(root, name)] for root in roots}
+    lacking = "; ".join(
+        f"{root} lacks {'all four files' if len(names) == 4 else ', '.join(names)}"
+        for root, names in lists.items()
+    )
+    return (
+        f"Fashion-MNIST is not on this machine ({lacking}). "
+        "Get it in one of three ways: (1) `make data` (Debian's package, without root); "
+        "(2) `apt-get install dataset-fashion-mnist`; "
+        "(3) `download: true` in its params (from the authors, checked), or put the four IDX "
+        "files, plain or .gz, in a folder and name it as `root`"
+    )

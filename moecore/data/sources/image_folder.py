@@ -1,0 +1,100 @@
+"""Any image classification set kept as class folders."""
+
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from moecore.core.files import UserError
+from moecore.data.files.class_folders import class_names, list_images, subset
+from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
+from moecore.data.files.locate import places
+from moecore.data.splits import SplitSettings, carve, limited, split_train
+from moecore.data.writer import Facts, write_prepared
+from moecore.tasks.classification import Classification
+
+
+class ImageFolder(SplitSettings):
+    """``root/{train,validation|val,test}/<class>/*.png``, or ``root/<class>/*.png`` split by the
+    seed.
+
+    A split without a folder of its own is split off ``train``. Every image is decoded whole; its
+    short side becomes ``size`` and the centre is kept.
+    """
+
+    kind: Literal["image_folder"] = "image_folder"
+    root: str = Field(
+        description="Folder with the class folders, or with train/, validation/ (or val/) and test/"
+    )
+    size: int = Field(32, ge=4, le=1024, description="Height and width in pixels")
+    channels: Literal[1, 3] = Field(3, description="1 grey, 3 colour; images are converted")
+    test: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description="Share of each class for the test split, where there is no test folder",
+    )
+    on_error: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What an unreadable image does: stop, naming all of them, or be left out",
+    )
+    name: str = Field("images", description="Name of the data set in the card and the report")
+    licence: str = Field("not stated", description="Licence of the images, for the card")
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card; UserError on wrong folders
+        or unreadable files.
+        """
+        root = self._root()
+        classes, splits = self._splits(root)
+        scratch = Path(folder) / ".decoded"
+        parts = decoded_parts(DecodeCache(scratch, self.size, self.channels), splits, self.on_error)
+        facts = Facts(
+            self.name,
+            Classification(classes=classes),
+            self.channels,
+            self.size,
+            self.licence,
+            self.root,
+            self,
+        )
+        card = write_prepared(folder, facts, parts)
+        shutil.rmtree(scratch)
+        return card
+
+    def _root(self) -> Path:
+        roots = places(self.root)
+        if found := next((root for root in roots if root.is_dir()), None):
+            return found
+        raise UserError(
+            f"{' and '.join(map(str, roots))}: no such folder; set `root` to the folder with the "
+            "class folders"
+        )
+
+    def _splits(self, root: Path) -> tuple[tuple[str, ...], dict[str, Files]]:
+        if (root / "train").is_dir():
+            train = root / "train"
+        else:
+            train = root
+        classes = class_names(train)
+        rest = list_images(train, classes)
+        fixed = {}
+        if train != root:
+            # ImageNet's archives say `val`
+            named = "validation" if (root / "validation").is_dir() else "val"
+            for split, name in (("validation", named), ("test", "test")):
+                if (root / name).is_dir():
+                    fixed[split] = list_images(root / name, classes)
+        if "test" not in fixed:
+            kept, carved = carve(rest.labels, self.test, self.seed, purpose=2)
+            fixed["test"] = subset(rest, carved)
+            rest = subset(rest, kept)
+        chosen = limited(fixed["test"].labels, self.test_limit, self.seed)
+        fixed["test"] = subset(fixed["test"], chosen)
+        if "validation" in fixed:
+            return classes, fixed | {
+                "train": subset(rest, limited(rest.labels, self.train_limit, self.seed))
+            }
+        kept, carved = split_train(rest.labels, self)
+        return classes, fixed | {"train": subset(rest, kept), "validation": subset(rest, carved)}

@@ -1,0 +1,104 @@
+"""ImageNet-1k (ILSVRC 2012), or any subset of its classes, as class folders of JPEG files."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from moecore.core.files import UserError
+from moecore.data.files.class_folders import class_names, list_images, subset
+from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
+from moecore.data.files.locate import places
+from moecore.data.splits import SplitSettings, limited, split_train
+from moecore.data.writer import Facts, write_prepared
+from moecore.tasks.classification import Classification
+
+WNID = re.compile(r"n\d{8}")
+
+
+class Imagenet(SplitSettings):
+    """``root/train/<wnid>/`` and ``root/val/<wnid>/``; the authors' validation set is the test
+    split here.
+
+    Images are decoded in parallel to ``size`` once. The work is kept in ``cache`` until it is
+    finished, so a killed run goes on.
+    """
+
+    kind: Literal["imagenet"] = "imagenet"
+    root: str = Field(
+        "data/raw/imagenet",
+        description="Folder with train/ and val/, each with one folder a class named by its wnid",
+    )
+    cache: str = Field(
+        ".state/imagenet",
+        description=(
+            "Folder for unfinished work, on the same disk as the artifacts; emptied at the end"
+        ),
+    )
+    size: int = Field(64, ge=4, le=1024, description="Height and width in pixels")
+    validation: float = Field(
+        10000,
+        gt=0,
+        description="Split off train for validation: below 1 a share, from 1 on a number of images",
+    )
+    on_error: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What an unreadable image does: stop, naming all of them, or be left out",
+    )
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card; UserError on wrong folders
+        or unreadable files.
+        """
+        root = self._root()
+        classes = class_names(root / "train")
+        splits = self._splits(root, classes)
+        cache = next((path for path in places(self.cache) if path.is_dir()), Path(self.cache))
+        parts = decoded_parts(DecodeCache(cache, self.size, 3), splits, self.on_error)
+        licence = "non-commercial research and education only (terms at image-net.org)"
+        facts = Facts(
+            "ImageNet",
+            Classification(classes=classes),
+            3,
+            self.size,
+            licence,
+            "https://image-net.org",
+            self,
+        )
+        card = write_prepared(folder, facts, parts)
+        shutil.rmtree(cache)
+        return card
+
+    def _splits(self, root: Path, classes: tuple[str, ...]) -> dict[str, Files]:
+        train = list_images(root / "train", classes)
+        test = list_images(root / "val", classes)
+        kept, carved = split_train(train.labels, self)
+        test = subset(test, limited(test.labels, self.test_limit, self.seed))
+        return {"train": subset(train, kept), "validation": subset(train, carved), "test": test}
+
+    def _root(self) -> Path:
+        roots = places(self.root)
+        root = next(
+            (path for path in roots if (path / "train").is_dir() and (path / "val").is_dir()), None
+        )
+        if root is None:
+            looked = " and ".join(map(str, roots))
+            raise UserError(
+                f"{looked}: found no folders train/ and val/; ImageNet must be fetched from "
+                "image-net.org (terms of access)"
+            )
+        for part in ("train", "val"):
+            folders = [path.name for path in (root / part).iterdir() if path.is_dir()]
+            if not folders:
+                raise UserError(
+                    f"{root / part}: holds no class folders; sort the images into folders named "
+                    "by wnid (n01440764, …) first"
+                )
+            if wrong := sorted(name for name in folders if not WNID.fullmatch(name)):
+                raise UserError(
+                    f"{root / part}: folder {wrong[0]} is not a wnid; allowed: n and eight "
+                    "digits, as n01440764"
+                )
+        return root

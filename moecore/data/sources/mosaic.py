@@ -1,0 +1,128 @@
+"""Images with several labels: mosaics of the images of another source (in the place of JFT, which
+is private).
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.data.prepared import SPLITS, Prepared, Split
+from moecore.data.sources.digits import Digits
+from moecore.data.sources.fashion_mnist import FashionMnist
+from moecore.data.writer import Facts, Part, write_prepared
+from moecore.tasks.multi_label import MultiLabel
+
+# the random streams below 4 are those of the splits and of few_shot
+CHUNK = 4096
+STREAM = 4
+
+
+class Mosaic(Config):
+    """``grid`` × ``grid`` cells, each another image of the same split of ``source``; the labels are
+    all classes that occur.
+
+    A mosaic is as large as ``grid`` images of the source, whose ``size`` is that of a cell.
+    """
+
+    task: ClassVar[type[MultiLabel]] = MultiLabel  # of the labels that ``prepare`` writes
+
+    kind: Literal["mosaic"] = "mosaic"
+    source: Annotated[
+        FashionMnist | Digits,
+        Field(
+            discriminator="kind", description="Where the cells come from; its splits are kept apart"
+        ),
+    ]
+    grid: int = Field(2, ge=1, le=8, description="Cells along each side of a mosaic")
+    train: int = Field(20000, ge=1, description="Number of mosaics for training")
+    validation: int = Field(2000, ge=1, description="Number of mosaics for validation")
+    test: int = Field(2000, ge=1, description="Number of mosaics for the test")
+    seed: int = Field(0, ge=0, description="Draws which images come together")
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card; UserError where the source
+        is missing or a split too small.
+        """
+        scratch = Path(folder) / ".source"
+        self.source.prepare(scratch)
+        source = Prepared.open(scratch)
+        card = source.card
+        facts = Facts(
+            f"{card['name']}, mosaics of {self.grid}×{self.grid}",
+            MultiLabel(classes=source.task.classes),
+            card["channels"],
+            card["size"] * self.grid,
+            card["licence"],
+            card["source"],
+            self,
+        )
+        classes = facts.task.outputs
+        parts = {name: self._part(getattr(source, name), name, classes) for name in SPLITS}
+        written = write_prepared(folder, facts, parts)
+        shutil.rmtree(scratch)
+        return written
+
+    def _part(self, split: Split, name: str, classes: int) -> Part:
+        cells = drawn_cells(
+            len(split.labels),
+            getattr(self, name),
+            self.grid**2,
+            [self.seed, STREAM + SPLITS.index(name)],
+            name,
+        )
+        return Part(
+            multi_hot_labels(split.labels[cells], classes), _chunks(split.images, cells, self.grid)
+        )
+
+
+def drawn_cells(
+    total: int, number: int, cells: int, seed: list[int], name: str = "split"
+) -> np.ndarray:
+    """Which of ``total`` images make each of ``number`` mosaics; int64 (number, cells), all
+    different within a mosaic.
+
+    Cut from one random order of the images after the other, so that every image is used equally
+    often (but for the rest of an order). A function of the seed; more mosaics begin with the same
+    ones. Raises UserError where a mosaic has more cells.
+    """
+    if total < cells:
+        raise UserError(
+            f"mosaic: a mosaic has {cells} cells, but {name} of the source has {total} images; "
+            "allowed: a smaller grid, or more images"
+        )
+    random = np.random.default_rng(seed)
+    per_order = total // cells
+    orders = [
+        random.permutation(total)[: per_order * cells].reshape(per_order, cells)
+        for _ in range(-(-number // per_order))
+    ]
+    return np.concatenate(orders)[:number]
+
+
+def composed(images: np.ndarray, grid: int) -> np.ndarray:
+    """Cells uint8 (n, grid², C, h, w), row by row, to mosaics uint8 (n, C, grid·h, grid·w)."""
+    number, _, channels, height, width = images.shape
+    cells = images.reshape(number, grid, grid, channels, height, width)
+    return np.ascontiguousarray(cells.transpose(0, 3, 1, 4, 2, 5)).reshape(
+        number, channels, grid * height, grid * width
+    )
+
+
+def multi_hot_labels(labels: np.ndarray, classes: int) -> np.ndarray:
+    """Labels of the cells int64 (n, cells) to those of the mosaics, uint8 (n, K): 1 for every class
+    that occurs.
+    """
+    found = np.zeros((len(labels), classes), np.uint8)
+    np.put_along_axis(found, labels, 1, axis=1)
+    return found
+
+
+def _chunks(images: np.ndarray, cells: np.ndarray, grid: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(cells), CHUNK):
+        yield composed(images[cells[start : start + CHUNK]], grid)

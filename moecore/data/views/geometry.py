@@ -1,0 +1,101 @@
+"""Affines (B, 3, 3) of a batch, drawn on the CPU in fp64.
+
+An affine maps a point (row, column, 1) of the original image to the view; pixel centres are at
++0.5. Later maps multiply from the left.
+"""
+
+import math
+
+import torch
+from torch import Generator, Tensor
+
+
+def uniform(count: int, low: float, high: float, generator: Generator) -> Tensor:
+    """(count,) fp64, uniform in [low, high)."""
+    return low + (high - low) * torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def matrices(rows: tuple, columns: tuple, count: int) -> Tensor:
+    """(count, 3, 3) with first row ``rows``, second row ``columns`` (numbers or (count,) tensors)
+    and third row 0 0 1.
+    """
+    full = torch.zeros(count, 3, 3, dtype=torch.float64)
+    for line, entries in enumerate((rows, columns, (0, 0, 1))):
+        for place, entry in enumerate(entries):
+            full[:, line, place] = entry
+    return full
+
+
+def scaling(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
+    """Scale about the corner (0, 0)."""
+    return matrices((rows, 0, 0), (0, columns, 0), count)
+
+
+def translation(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
+    """Move by ``rows`` down and ``columns`` to the right, in pixels."""
+    return matrices((1, 0, rows), (0, 1, columns), count)
+
+
+def rotation(radians: Tensor) -> Tensor:
+    """Turn about the corner (0, 0), counter-clockwise on the screen where positive. radians:
+    (B,).
+    """
+    cosine = radians.cos()
+    sine = radians.sin()
+    return matrices((cosine, -sine, 0), (sine, cosine, 0), len(radians))
+
+
+def shearing(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
+    """row += rows · column; column += columns · row."""
+    return matrices((1, rows, 0), (columns, 1, 0), count)
+
+
+def flip(mirrored: Tensor, width: float) -> Tensor:
+    """Mirror left and right where ``mirrored`` (B,) is true."""
+    sign = 1.0 - 2.0 * mirrored.to(torch.float64)
+    return matrices((1, 0, 0), (0, sign, width * mirrored.to(torch.float64)), len(mirrored))
+
+
+def about_centre(affines: Tensor, height: float, width: float) -> Tensor:
+    """The same linear maps, with the middle of a (height, width) image as the fixed point;
+    translations stay what they are.
+    """
+    count = len(affines)
+    return (
+        translation(height / 2, width / 2, count)
+        @ affines
+        @ translation(-height / 2, -width / 2, count)
+    )
+
+
+def crop_window(
+    count: int,
+    size: tuple[int, int],
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    generator: Generator,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random windows as (top, left, height, width), each (count,) in pixels, fractions allowed.
+
+    Area uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a side
+    longer than the image's is cut to it (our choice: Inception's rule draws again up to ten times).
+    Position uniform among those that lie inside.
+    """
+    area = uniform(count, *scale, generator) * (size[0] * size[1])
+    aspect = uniform(count, math.log(ratio[0]), math.log(ratio[1]), generator).exp()
+    height = (area / aspect).sqrt().clamp(max=size[0])
+    width = (area * aspect).sqrt().clamp(max=size[1])
+    top = (size[0] - height) * uniform(count, 0, 1, generator)
+    left = (size[1] - width) * uniform(count, 0, 1, generator)
+    return top, left, height, width
+
+
+def inverse(affines: Tensor) -> Tensor:
+    """Inverse of affines (B, 3, 3), in closed form."""
+    (a, b, t), (c, d, u) = (line.unbind(-1) for line in affines[:, :2].unbind(1))
+    scale = 1 / (a * d - b * c)
+    return matrices(
+        (d * scale, -b * scale, (b * u - d * t) * scale),
+        (-c * scale, a * scale, (c * t - a * u) * scale),
+        len(affines),
+    )

@@ -1,0 +1,140 @@
+"""RandAugment (Cubuk et al. 2020) for a whole batch: its geometry becomes part of the affine, its
+colours run by subsets.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+
+from moecore.core.config import Config
+from moecore.data.sampling import send
+from moecore.data.views import colour, geometry
+
+Geometric = Literal["shear_x", "shear_y", "translate_x", "translate_y", "rotate"]
+Colour = Literal[
+    "identity",
+    "autocontrast",
+    "equalize",
+    "brightness",
+    "contrast",
+    "saturation",
+    "sharpness",
+    "posterize",
+    "solarize",
+    "invert",
+]
+STANDARD = (*get_args(Geometric), *(name for name in get_args(Colour) if name != "invert"))
+
+
+class RandAugment(Config):
+    """How many operations an image gets and how strong they are.
+
+    At magnitude 10: shear 0.3, translation 45 % of the side, rotation 30°, enhancement factors 1 ±
+    0.9, 4 bits, threshold 0; other magnitudes in proportion. Signs are random. Geometry is about
+    the image's centre, and comes before all colours (our choice).
+    """
+
+    operations: int = Field(
+        2, ge=0, le=16, description="Operations drawn for each image, with replacement"
+    )
+    magnitude: float = Field(
+        9,
+        ge=0,
+        le=30,
+        description=(
+            "Strength; 10 is the full range of each operation, above it goes on in proportion"
+        ),
+    )
+    names: tuple[Geometric | Colour, ...] = Field(
+        STANDARD, min_length=1, description="Operations to draw from; all but invert by default"
+    )
+
+    @property
+    def moves(self) -> bool:
+        """Whether any operation changes the geometry."""
+        return any(name in get_args(Geometric) for name in self.names)
+
+
+class Drawn(NamedTuple):
+    """What each image gets: positions in ``names`` (B, operations) and signed strength
+    (B, operations), 1 = magnitude 10.
+    """
+
+    names: tuple[str, ...]
+    choices: Tensor
+    levels: Tensor
+
+
+def draw(settings: RandAugment, count: int, generator: Generator) -> Drawn:
+    """Draw the operations of ``count`` images, on the CPU."""
+    shape = (count, settings.operations)
+    choices = torch.randint(len(settings.names), shape, generator=generator)
+    signs = torch.randint(2, shape, generator=generator) * 2 - 1
+    return Drawn(settings.names, choices, signs.to(torch.float64) * (settings.magnitude / 10))
+
+
+def affines(drawn: Drawn, height: float, width: float) -> Tensor:
+    """All geometric operations of each image as one affine (B, 3, 3), fp64, first drawn = first
+    applied.
+    """
+    count = len(drawn.choices)
+    total = torch.eye(3, dtype=torch.float64).expand(count, 3, 3)
+    for place in range(drawn.choices.shape[1]):
+        level = {
+            name: torch.where(_is(drawn, place, name), drawn.levels[:, place], 0.0)
+            for name in get_args(Geometric)
+        }
+        shear = geometry.shearing(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
+        move = geometry.translation(
+            0.45 * height * level["translate_y"], 0.45 * width * level["translate_x"], count
+        )
+        turn = geometry.rotation(math.radians(30) * level["rotate"])
+        # at most one of the three is not the identity
+        total = geometry.about_centre(move @ turn @ shear, height, width) @ total
+    return total
+
+
+def recolour(pixels: Tensor, drawn: Drawn) -> Tensor:
+    """Apply all colour operations in the order drawn: pixels fp32 (B, C, H, W) in 0..255, changed
+    in place and returned.
+    """
+    for place in range(drawn.choices.shape[1]):
+        for name in (name for name in dict.fromkeys(drawn.names) if name in OPERATIONS):
+            # on the CPU: the device is never waited for
+            rows = _is(drawn, place, name).nonzero()[:, 0]
+            if len(rows) == 0:
+                continue
+            operation, strength = OPERATIONS[name]
+            values = send(
+                strength(drawn.levels[rows, place]).to(torch.float32), pixels.device
+            ).view(-1, 1, 1, 1)
+            where = send(rows, pixels.device)
+            pixels.index_copy_(0, where, operation(pixels.index_select(0, where), values))
+    return pixels
+
+
+def _is(drawn: Drawn, place: int, name: str) -> Tensor:
+    if name not in drawn.names:
+        return torch.zeros(len(drawn.choices), dtype=torch.bool)
+    return drawn.choices[:, place] == drawn.names.index(name)
+
+
+def _factor(levels: Tensor) -> Tensor:
+    return (1 + 0.9 * levels).clamp(min=0)
+
+
+OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "autocontrast": (colour.autocontrast, torch.abs),
+    "equalize": (colour.equalize, torch.abs),
+    "invert": (colour.invert, torch.abs),
+    "brightness": (colour.brightness, _factor),
+    "contrast": (colour.contrast, _factor),
+    "saturation": (colour.saturation, _factor),
+    "sharpness": (colour.sharpness, _factor),
+    "posterize": (colour.posterize, lambda levels: (8 - 4 * levels.abs()).round().clamp(1, 8)),
+    "solarize": (colour.solarize, lambda levels: (256 * (1 - levels.abs())).clamp(min=0)),
+}

@@ -1,0 +1,249 @@
+"""Random views of a batch, made on its device, each with the exact affine that made it; those of
+volumes are made in views3d.
+
+B images, C channels, H×W original, h×w view. Every random number comes from the CPU generator that
+is passed in, so a view is a function of (seed, step) on every device.
+"""
+
+import math
+from typing import Literal, NamedTuple, Self, TypeVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Generator, Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.data.sampling import send, shift_and_flip, warp
+from moecore.data.views import geometry, randaugment
+from moecore.data.views.randaugment import RandAugment
+from moecore.data.views.views3d import make_volume_views
+
+C = TypeVar("C", bound=Config)
+
+
+class Crop(Config):
+    """Random resized crop."""
+
+    scale: tuple[float, float] = Field(
+        (0.5, 1.0), description="Area of the crop, as a share of the image: lowest, highest"
+    )
+    ratio: tuple[float, float] = Field(
+        (3 / 4, 4 / 3), description="Width / height of the crop: lowest, highest"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        return _ranges(self, {"scale": 1.0, "ratio": math.inf})
+
+
+class Affine(Config):
+    """Random affine about the centre: scale and shear, then rotation, then translation; each
+    uniform in its range.
+    """
+
+    degrees: float = Field(
+        0.0,
+        ge=0,
+        le=180,
+        description="Rotation from −degrees to +degrees; of volumes about each of the three axes",
+    )
+    translate: float = Field(
+        0.0, ge=0, le=1, description="Movement along each axis, up to this share of the side"
+    )
+    scale: tuple[float, float] = Field(
+        (1.0, 1.0), description="Factor on both sides: lowest, highest"
+    )
+    shear: float = Field(
+        0.0,
+        ge=0,
+        lt=45,
+        description="Shear along the columns from −shear to +shear degrees; images only",
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        return _ranges(self, {"scale": math.inf})
+
+
+class Intensity(Config):
+    """Random grey values of volumes: v becomes factor · v^gamma, each uniform in its range; the
+    background stays 0.
+    """
+
+    factor: tuple[float, float] = Field(
+        (1.0, 1.0), description="Factor on all voxels: lowest, highest"
+    )
+    gamma: tuple[float, float] = Field(
+        (1.0, 1.0), description="Power of all voxels: lowest, highest"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        return _ranges(self, {"factor": math.inf, "gamma": math.inf})
+
+
+class ViewSettings(Config):
+    """What a training view may be; the order is shift, crop, flip, affine, RandAugment's geometry,
+    its colours, intensity, erasing.
+
+    The default changes nothing. All geometry is one affine and one linear sampling; shifts and
+    flips alone keep every pixel exact. Volumes take shift, flip (of their first axis, which runs
+    from left to right), affine without shear, intensity and fill.
+    """
+
+    shift: int = Field(
+        0,
+        ge=0,
+        description=(
+            "Move by up to this many whole pixels along each axis (as padding and cropping does)"
+        ),
+    )
+    crop: Crop | None = Field(None, description="Random resized crop")
+    flip: bool = Field(False, description="Mirror left and right with probability one half")
+    affine: Affine | None = Field(None, description="Random affine")
+    randaugment: RandAugment | None = Field(
+        None, description="RandAugment: number of operations and magnitude"
+    )
+    intensity: Intensity | None = Field(None, description="Random grey values; volumes only")
+    erasing: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Probability of blacking out a rectangle of 2 to 33 % of the view",
+    )
+    fill: Literal["zeros", "border", "reflection"] = Field(
+        "zeros", description="Outside the image: black, the nearest pixel, the mirror image"
+    )
+    size: int | None = Field(
+        None, ge=4, description="Height and width of the view; without it the image's own"
+    )
+
+    @property
+    def on_grid(self) -> bool:
+        """Whether views are whole-pixel moves and flips only, so that nothing is interpolated."""
+        return not (
+            self.crop or self.affine or self.size or (self.randaugment and self.randaugment.moves)
+        )
+
+
+class Views(NamedTuple):
+    """Views fp32 (B, C, h, w) in [0, 1] and their affines fp32 (B, 3, 3), original to view, on the
+    images' device.
+
+    Of volumes: (B, C, D, H, W) and (B, 4, 4).
+    """
+
+    images: Tensor
+    affines: Tensor
+
+
+def make_views(images: Tensor, settings: ViewSettings, generator: Generator) -> Views:
+    """One random view of each image.
+
+    images: uint8 (B, C, H, W) on any device; volumes floating point (B, C, D, H, W) in [0, 1].
+    generator: on the CPU.  Raises UserError for settings that have no meaning for one or the other.
+    """
+    if images.ndim == 5:
+        return Views(*make_volume_views(images, settings, generator))
+    if settings.intensity:
+        raise UserError(
+            "views: found intensity, which is for volumes; allowed for images: randaugment"
+        )
+    count, _, height, width = images.shape
+    size = (settings.size or height, settings.size or width)
+    shifts = torch.randint(-settings.shift, settings.shift + 1, (count, 2), generator=generator)
+    frame = _frame(settings, (height, width), size, count, generator)
+    # drawn whether or not it is used: a setting then changes no other draw
+    mirrored = torch.rand(count, generator=generator) < (0.5 if settings.flip else 0.0)
+    moved = geometry.translation(shifts[:, 0], shifts[:, 1], count)
+    affines = geometry.flip(mirrored, size[1]) @ frame @ moved
+    if settings.affine:
+        affines = _affine(settings.affine, size, count, generator) @ affines
+    drawn = None
+    if settings.randaugment:
+        drawn = randaugment.draw(settings.randaugment, count, generator)
+        if settings.randaugment.moves:
+            affines = randaugment.affines(drawn, *size) @ affines
+    if settings.on_grid:
+        pixels = shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
+    else:
+        pixels = warp(images, affines, size, settings.fill)
+    if drawn:
+        pixels = randaugment.recolour(pixels, drawn)
+    pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
+    if settings.erasing:
+        pixels = _erase(pixels, settings.erasing, generator)
+    return Views(pixels, send(affines.to(torch.float32), images.device))
+
+
+def identity_view(images: Tensor) -> Tensor:
+    """The images as they are, for evaluation: uint8 (B, C, H, W), or floating point in [0, 1], to
+    fp32 in [0, 1].
+    """
+    if images.is_floating_point():
+        return images.to(torch.float32)
+    return images.to(torch.float32).mul_(1 / 255)
+
+
+def identity_affines(images: Tensor) -> Tensor:
+    """The affines (B, 3, 3) of views that change nothing; (B, 4, 4) of volumes."""
+    side = images.ndim - 1
+    return torch.eye(side, device=images.device).expand(len(images), side, side)
+
+
+def _frame(
+    settings: ViewSettings,
+    original: tuple[int, int],
+    size: tuple[int, int],
+    count: int,
+    generator: Generator,
+) -> Tensor:
+    """From the original to the (cropped) view of ``size``."""
+    if settings.crop is None:
+        return geometry.scaling(size[0] / original[0], size[1] / original[1], count)
+    top, left, height, width = geometry.crop_window(
+        count, original, settings.crop.scale, settings.crop.ratio, generator
+    )
+    enlarged = geometry.scaling(size[0] / height, size[1] / width, count)
+    return enlarged @ geometry.translation(-top, -left, count)
+
+
+def _affine(settings: Affine, size: tuple[int, int], count: int, generator: Generator) -> Tensor:
+    factor = geometry.uniform(count, *settings.scale, generator)
+    shear = geometry.uniform(count, -settings.shear, settings.shear, generator).deg2rad().tan()
+    degrees = geometry.uniform(count, -settings.degrees, settings.degrees, generator)
+    turn = geometry.rotation(degrees.deg2rad())
+    down, right = (
+        geometry.uniform(count, -settings.translate, settings.translate, generator) * side
+        for side in size
+    )
+    linear = turn @ geometry.shearing(0, shear, count) @ geometry.scaling(factor, factor, count)
+    return geometry.about_centre(geometry.translation(down, right, count) @ linear, *size)
+
+
+def _erase(pixels: Tensor, probability: float, generator: Generator) -> Tensor:
+    """Black out one rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area, sides
+    0.3 to 3.3.
+    """
+    count, _, height, width = pixels.shape
+    top, left, tall, wide = geometry.crop_window(
+        count, (height, width), (0.02, 1 / 3), (0.3, 3.3), generator
+    )
+    chosen = torch.rand(count, generator=generator) < probability
+    rows = torch.arange(height) + 0.5
+    columns = torch.arange(width) + 0.5
+    in_rows = (rows >= top[:, None]) & (rows < (top + tall)[:, None]) & chosen[:, None]
+    in_columns = (columns >= left[:, None]) & (columns < (left + wide)[:, None])
+    tall_part = send(in_rows, pixels.device)[:, None, :, None]
+    wide_part = send(in_columns, pixels.device)[:, None, None, :]
+    return pixels.masked_fill_(tall_part & wide_part, 0.0)
+
+
+def _ranges(config: C, limits: dict[str, float]) -> C:
+    for name, most in limits.items():
+        low, high = getattr(config, name)
+        if not 0 < low <= high <= most:
+            limit = f" ≤ {most:g}" if math.isfinite(most) else ""
+            raise ValueError(f"{name} is [{low}, {high}]; allowed: 0 < lowest ≤ highest{limit}")
+    return config

@@ -1,0 +1,196 @@
+"""participants.tsv and sessions.tsv of a cohort: who there is, with everything that is wrong about
+the rows.
+"""
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from moecore.core.files import UserError
+from moecore.data.prepared import SPLITS
+from moecore.data.volumes.subjects import Subject
+
+NEEDED = ("participant_id", "age", "sex")
+SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": "", "n/a": ""}
+MISSING = ("", "n/a")
+
+
+class Problem(NamedTuple):
+    """Why one subject, or one of his sessions, cannot be used; ``reason`` names the file."""
+
+    participant_id: str
+    session_id: str
+    reason: str
+
+
+class Table(NamedTuple):
+    """The usable rows, the splits that the user chose (participant → split), and the problems of
+    the others.
+    """
+
+    subjects: list[Subject]
+    splits: dict[str, str]
+    problems: list[Problem]
+
+
+def read_table(
+    root: Path, ages: tuple[float, float], diagnoses: tuple[str, ...] | None = None
+) -> Table:
+    """Read root/participants.tsv, and each participant's sessions.tsv where there is one.
+
+    A sessions table gives session_id and, where it has the columns, age and diagnosis; else
+    participants.tsv does. Ages must lie within ``ages``; rows of another diagnosis than
+    ``diagnoses`` are passed over, they are no problems.
+    Raises UserError where participants.tsv is missing or lacks a column, and where nobody has one
+    of the diagnoses.
+    """
+    path = root / "participants.tsv"
+    rows = _rows(path, NEEDED)
+    problems = []
+    subjects = []
+    seen: Counter[str] = Counter()
+    for participant in {row["participant_id"]: row for row in rows}:
+        mine = [row for row in rows if row["participant_id"] == participant]
+        for file, row in _visits(root, path, participant, mine):
+            subject, wrong = _subject(row, ages)
+            seen[subject.diagnosis] += 1
+            if diagnoses is not None and subject.diagnosis not in diagnoses:
+                continue
+            problems += [
+                Problem(participant, subject.session_id, f"{file}: {participant}: {why}")
+                for why in wrong
+            ]
+            subjects.append(subject)
+    if not subjects:
+        raise UserError(_nobody(path, diagnoses or (), seen))
+    splits, split_problems = _splits(path, rows)
+    problems += _doubles(path, subjects) + split_problems
+    problems += _without_rows(root, {row["participant_id"] for row in rows})
+    bad = {problem[:2] for problem in problems}
+    usable = [
+        subject
+        for subject in subjects
+        if subject[:2] not in bad and (subject.participant_id, "*") not in bad
+    ]
+    return Table(usable, splits, problems)
+
+
+def _nobody(path: Path, diagnoses: tuple[str, ...], seen: Counter[str]) -> str:
+    found = [f"{name or 'none given'} ({number})" for name, number in sorted(seen.items())]
+    return (
+        f"{path}: nobody's diagnosis is one of {', '.join(diagnoses)} (`diagnoses`); "
+        f"found: {', '.join(found)}"
+    )
+
+
+def _rows(path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise UserError(
+            f"{path}: no such file; a cohort needs it, with the columns {', '.join(NEEDED)} (set "
+            "`root` to its folder)"
+        )
+    with open(path, newline="", encoding="utf-8-sig") as handle:
+        table = csv.DictReader(handle, delimiter="\t", restval="")
+        if lacking := [name for name in needed if name not in (table.fieldnames or ())]:
+            found = ", ".join(table.fieldnames or ()) or "nothing"
+            raise UserError(
+                f"{path}: lacks the columns {', '.join(lacking)}; found: {found} (columns are "
+                "separated by tabs)"
+            )
+        rows = [
+            {name: (value or "").strip() for name, value in row.items() if name} for row in table
+        ]
+    if not rows:
+        raise UserError(f"{path}: has no rows")
+    return rows
+
+
+def _visits(
+    root: Path, path: Path, participant: str, rows: list[dict[str, str]]
+) -> list[tuple[Path, dict[str, str]]]:
+    """The rows of a participant's visits, with the file that says so; a sessions table goes over
+    the participant's single row.
+    """
+    sessions = root / participant / f"{participant}_sessions.tsv"
+    if len(rows) > 1 or not sessions.is_file():
+        return [(path, row) for row in rows]
+    return [
+        (sessions, rows[0] | {name: value for name, value in row.items() if value not in MISSING})
+        for row in _rows(sessions, ("session_id",))
+    ]
+
+
+def _subject(row: dict[str, str], ages: tuple[float, float]) -> tuple[Subject, list[str]]:
+    wrong = []
+    age = _number(row["age"])
+    sex = row["sex"].lower()
+    if row["participant_id"] in MISSING or "/" in row["participant_id"]:
+        wrong.append(f"participant_id is {row['participant_id']!r}")
+    if age is None:
+        wrong.append(f"age is {row['age']!r}, not a number")
+    elif not ages[0] <= age <= ages[1]:
+        wrong.append(f"age is {age:g}; allowed: {ages[0]:g} to {ages[1]:g} years (`ages`)")
+    if sex not in SEX:
+        wrong.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
+    subject = Subject(
+        row["participant_id"],
+        _optional(row, "session_id"),
+        math.nan if age is None else age,
+        SEX.get(sex, ""),
+        _optional(row, "site"),
+        diagnosis=_optional(row, "diagnosis"),
+    )
+    return subject, wrong
+
+
+def _optional(row: dict[str, str], name: str) -> str:
+    value = row.get(name, "")
+    return "" if value in MISSING else value
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _doubles(path: Path, subjects: list[Subject]) -> list[Problem]:
+    counts = Counter(subject[:2] for subject in subjects)
+    allowed = "allowed: once for each participant and session"
+    problems = []
+    for who, number in counts.items():
+        if number > 1:
+            name = " ".join(filter(None, who))
+            problems.append(Problem(*who, f"{path}: {name} stands there {number} times; {allowed}"))
+    return problems
+
+
+def _splits(path: Path, rows: list[dict[str, str]]) -> tuple[dict[str, str], list[Problem]]:
+    given: dict[str, set[str]] = {}
+    for row in rows:
+        if (split := row.get("split", "")) not in MISSING:
+            given.setdefault(row["participant_id"], set()).add(split)
+    wrong = {
+        who: names for who, names in given.items() if len(names) > 1 or not names <= set(SPLITS)
+    }
+    allowed = f"allowed: one of {', '.join(SPLITS)}"
+    lines = [
+        Problem(who, "*", f"{path}: {who}: split is {', '.join(sorted(names))}; {allowed}")
+        for who, names in wrong.items()
+    ]
+    return {who: next(iter(names)) for who, names in given.items() if who not in wrong}, lines
+
+
+def _without_rows(root: Path, known: set[str]) -> list[Problem]:
+    folders = sorted(
+        path.name for path in root.glob("sub-*") if path.is_dir() and path.name not in known
+    )
+    return [
+        Problem(name, "", f"{root / name}: a folder without a row in participants.tsv")
+        for name in folders
+    ]

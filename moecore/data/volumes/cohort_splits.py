@@ -1,0 +1,119 @@
+"""Which participant belongs to which split: stratified by age and sex, never by session."""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.data.prepared import SPLITS
+from moecore.data.splits import quotas
+from moecore.data.volumes.subjects import Subject
+from moecore.tasks.regression import Regression
+
+# random streams; those below are in use (splits, few_shot, mosaics)
+PURPOSE = {"test": 5, "validation": 6}
+
+
+class CohortSplits(Config):
+    """Fields of every cohort: volumes, each with an age."""
+
+    task: ClassVar[type[Regression]] = Regression  # of the labels that ``prepare`` writes
+    volumes: ClassVar[bool] = True
+
+    seed: int = Field(
+        0, ge=0, description="Seed of the splits, and of the people where they are simulated"
+    )
+    validation: float = Field(
+        0.15, gt=0, lt=1, description="Share of the participants for validation"
+    )
+    test: float = Field(0.25, gt=0, lt=1, description="Share of the participants for the test")
+    age_groups: int = Field(
+        8,
+        ge=1,
+        le=100,
+        description=(
+            "Groups of equally many participants by age; splits are drawn within each and within a "
+            "sex"
+        ),
+    )
+
+
+def split_cohort(
+    subjects: Sequence[Subject], settings: CohortSplits, given: Mapping[str, str] | None = None
+) -> dict[str, list[int]]:
+    """Rows of ``subjects`` in each split, all volumes of a participant in one; a function of the
+    seed and the participants, not of their order.
+
+    given: participant → split, where the user has decided; the others are drawn. Raises UserError
+    where a split would be empty.
+    """
+    first: dict[str, Subject] = {}
+    for subject in subjects:  # a participant is stratified by the youngest age
+        seen = first.get(subject.participant_id)
+        if seen is None or subject.age < seen.age:
+            first[subject.participant_id] = subject
+    drawn = draw_splits(
+        [first[name] for name in sorted(first) if name not in (given or {})], settings
+    )
+    where = drawn | dict(given or {})
+    splits = {
+        split: [
+            row for row, subject in enumerate(subjects) if where[subject.participant_id] == split
+        ]
+        for split in SPLITS
+    }
+    if empty := [split for split, rows in splits.items() if not rows]:
+        raise UserError(
+            f"no participant of {len(first)} is in {', '.join(empty)}; allowed: more "
+            "participants, or larger `validation` and `test`"
+        )
+    return splits
+
+
+def draw_splits(people: Sequence[Subject], settings: CohortSplits) -> dict[str, str]:
+    """Participant → split for one subject a participant: test and validation take their share of
+    every group of age and sex.
+    """
+    if settings.validation + settings.test >= 1:
+        raise UserError(
+            f"validation {settings.validation:g} and test {settings.test:g} leave nothing to "
+            "train on; allowed: less than 1 together"
+        )
+    left = np.arange(len(people))
+    groups = _groups(people, settings.age_groups)
+    where = {person.participant_id: "train" for person in people}
+    for split in ("test", "validation"):
+        number = round(getattr(settings, split) * len(people))
+        chosen = _drawn(left, groups, number, [settings.seed, PURPOSE[split]])
+        where |= {people[row].participant_id: split for row in chosen}
+        left = np.setdiff1d(left, chosen)
+    return where
+
+
+def _groups(people: Sequence[Subject], age_groups: int) -> np.ndarray:
+    """A whole number for each person: quantile of age, and sex; int64 (N,)."""
+    ages = np.array([person.age for person in people])
+    rank = np.argsort(np.argsort(ages, kind="stable"), kind="stable")
+    if people:
+        sexes = np.unique([person.sex for person in people], return_inverse=True)[1]
+    else:
+        sexes = np.zeros(0, int)
+    return rank * age_groups // max(len(people), 1) * 3 + sexes
+
+
+def _drawn(rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]) -> np.ndarray:
+    """``number`` of the rows, from every group in proportion (largest remainder)."""
+    if number == 0:
+        return rows[:0]
+    names, counts = np.unique(groups[rows], return_counts=True)
+    random = np.random.default_rng(seed)
+    takes = quotas(counts, number)
+    return np.concatenate(
+        [
+            random.permutation(rows[groups[rows] == name])[:take]
+            for name, take in zip(names, takes, strict=True)
+        ]
+    )

@@ -1,0 +1,56 @@
+"""Who is in a split of a cohort: one row a volume, in the order of the volumes."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from moecore.core.files import UserError, whole_file
+
+SEXES = {"F": "F", "M": "M", "": "unknown"}  # as in the files, and as counts name them
+
+
+class Subject(NamedTuple):
+    """One volume of one participant; ``age`` in years, ``sex`` F, M or "" (unknown)."""
+
+    participant_id: str
+    session_id: str
+    age: float
+    sex: str
+    site: str = ""
+    qc_flags: str = ""  # short texts, separated by "; "
+    diagnosis: str = ""  # in the cohort's own words; "" where it is not known
+
+
+def write_subjects(path: Path, subjects: Sequence[Subject]) -> None:
+    """Write one row a subject, with a head line; ages as short as they can be read back exactly."""
+    with (
+        whole_file(path) as temporary,
+        open(temporary, "w", newline="", encoding="utf-8") as handle,
+    ):
+        rows = csv.writer(handle, lineterminator="\n")
+        rows.writerow(Subject._fields)
+        rows.writerows(subjects)
+
+
+def read_subjects(path: Path) -> list[dict[str, str]]:
+    """The rows as they were written, all values text; UserError where the file is missing or lacks
+    a column.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; run the stage `prepare` again")
+    with open(path, newline="", encoding="utf-8") as handle:
+        rows = csv.DictReader(handle)
+        if lacking := [name for name in Subject._fields if name not in (rows.fieldnames or ())]:
+            raise UserError(
+                f"{path}: lacks the columns {', '.join(lacking)}; run the stage `prepare` again"
+            )
+        return list(rows)
+
+
+def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
+    """How many volumes are of women, men and people of unknown sex; a name only where there is one,
+    F and M always.
+    """
+    counts = {name: sum(sex == code for sex in sexes) for code, name in SEXES.items()}
+    return {name: number for name, number in counts.items() if number or name != "unknown"}

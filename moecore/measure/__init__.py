@@ -1,0 +1,22 @@
+"""Measurements of a trained model, each in a file of its own: what ``stages.measure`` can run."""
+
+from moecore.measure import (
+    cohort_checks,
+    corruptions,
+    cost,
+    invariance,
+    lipschitz,
+    routing,
+    stability,
+)
+from moecore.measure.base import Measurement
+
+MEASUREMENTS = {
+    "routing": Measurement.of(routing, routing.Routing, guided=True),
+    "invariance": Measurement.of(invariance, invariance.Invariance),
+    "corruptions": Measurement.of(corruptions, corruptions.Corruptions),
+    "stability": Measurement.of(stability, stability.Stability),
+    "lipschitz": Measurement.of(lipschitz, lipschitz.Lipschitz),
+    "cost": Measurement.of(cost, cost.Cost),
+    "cohort_checks": Measurement.of(cohort_checks, cohort_checks.CohortChecks),
+}

@@ -1,0 +1,98 @@
+"""The words that all measurements share: subject, estimate, parts, why something was skipped."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+
+from pydantic import BeforeValidator, ValidationError
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, read_json
+from moecore.data.prepared import Prepared
+from moecore.nn.backbones.model import Model
+from moecore.statistics.estimate import Estimate as Estimate
+from moecore.training.guide import Guide
+
+R = TypeVar("R", bound=Config)
+
+
+def finite(value: float | None) -> float | None:
+    """A number as JSON has it: None where it is not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+Number = Annotated[float | None, BeforeValidator(finite)]
+
+
+class Skipped(Config):
+    """Stands in the place of a result where the measurement does not apply."""
+
+    skipped: str  # why, in words
+
+
+class Subject(NamedTuple):
+    """A trained model, on its device and in evaluation mode, and the data of its phase."""
+
+    model: Model
+    data: Prepared
+    guide: Guide | None = None  # the teacher that the model learned its routing from
+    device: str = "cpu"
+
+
+class Parts(Protocol):
+    """Keeps the finished pieces of a measurement over a kill, each under a name of its own."""
+
+    def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` returns, once it has been JSON; computed once, kills or not."""
+        ...
+
+
+class Measurement(NamedTuple):
+    """One thing that is measured of a trained model: the four names of its file."""
+
+    settings: type[Config]  # the section of params.yaml
+    result: type[Config]
+    applies: Callable[[Subject], str | None]  # why not, in words; None where it applies
+    measure: Callable[[Subject, Any, Parts], Config]
+    guided: bool = False  # whether it looks at ``Subject.guide``
+
+    @classmethod
+    def of(cls, module: Any, settings: type[Config], guided: bool = False) -> "Measurement":
+        """The measurement whose file ``module`` is."""
+        return cls(settings, module.Result, module.applies, module.measure, guided)
+
+
+def why_not_flat(subject: Subject, needed: str) -> str | None:
+    """Why these are no flat images whose labels can do ``needed`` (see Task.needs_classes)."""
+    if subject.data.test.images.ndim != 4:
+        return "the images are volumes, and flat images are measured"
+    return subject.data.task.needs_classes(needed)
+
+
+def kept(parts: Parts, name: str, model: type[R], compute: Callable[[], R]) -> R:
+    """What ``compute`` returns, or what a killed process kept of it under ``name``."""
+    return model.model_validate(parts(name, lambda: compute().model_dump(mode="json")))
+
+
+def at_once(name: str, compute: Callable[[], Any]) -> Any:
+    """``Parts`` that keep nothing, for a measurement that is quick or that no stage runs."""
+    return compute()
+
+
+def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
+    """The result that ``stage`` wrote to ``path``, or why there is none.
+
+    Raises UserError where the file is missing, damaged, or of other code than this.
+    """
+    found = read_json(path)
+    if isinstance(found, dict) and set(found) == {"skipped"}:
+        return Skipped.model_validate(found)
+    try:
+        return model.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(word) for word in first["loc"])
+        reason = f"{place}: {first['msg']}"
+        again = f"run `dvc repro {stage}`"
+        raise UserError(f"{path}: written by other code ({reason}); {again}") from None

@@ -1,0 +1,144 @@
+"""Calibration of a trained model, and how sure it is of its classes before and after.
+
+N images, K classes. Ages are calibrated by moecore.brain.calibrated_ages.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple, cast, get_args
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, whole_file
+from moecore.measure.base import Subject
+from moecore.measure.calibrators import Calibrator
+from moecore.measure.calibrators.temperature import Temperature
+from moecore.nn.predict import predictions
+from moecore.statistics.estimate import Estimate
+from moecore.statistics.intervals import bootstrap
+from moecore.tasks.base import Task
+from moecore.tasks.class_scores import Bins, brier, confidence, ece, reliability
+
+OnRefusal = Literal["stop", "report"]
+
+
+class Calibrate(Config):
+    """What is fitted, and how many images a forward pass takes."""
+
+    calibrator: Calibrator
+    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+    resamples: int = Field(
+        1000, ge=100, description="Bootstrap resamples of the test images behind every interval."
+    )
+    on_refusal: OnRefusal = Field(
+        "stop",
+        description="Where no line can be fitted (linear): stop, or report the predictions as they "
+        "are.",
+    )
+
+
+class Files(NamedTuple):
+    """What a calibration reads and writes beside the model and its data."""
+
+    item: str  # phase/method/seed
+    model: Path  # the folder of the trained model
+    out_of_fold: Path  # the predictions.csv of the stage out_of_fold
+    out: Path  # the folder that it writes
+
+
+class Quality(Config):
+    """How good predictions are, and how well their confidence says so."""
+
+    score: Estimate
+    nll: Estimate = Field(description="nats an image")
+    brier: Estimate
+    ece: Estimate
+    bins: Bins
+
+
+class Result(Config):
+    """The temperature, and the test split before and after it."""
+
+    kind: Literal["temperature"] = "temperature"
+    temperature: float
+    at_limit: bool
+    validation_images: int
+    test_images: int
+    scores: str | tuple[float, ...] = Field(
+        description="one a test image, as the task packs them; both before and after"
+    )
+    before: Quality
+    after: Quality
+
+
+def refuse(settings: Calibrate, task: Task, phase: str) -> None:
+    """Raise UserError where the calibrator is none for the labels of a phase."""
+    if settings.calibrator.calibrates(task):
+        return
+    every = get_args(get_args(Calibrator)[0])  # the parts of the union
+    allowed = [each().kind for each in every if each().calibrates(task)]
+    if not allowed:
+        raise UserError(
+            f"calibrate: no calibrator knows the task {task.kind} of data.{phase}; allowed: phases "
+            f"with one class or one real number an image (leave {phase} out of run.phases)"
+        )
+    raise UserError(
+        f"calibrate.calibrator.kind: found {settings.calibrator.kind}; the task of data.{phase} is "
+        f"{task.kind}; allowed: {', '.join(allowed)}"
+    )
+
+
+def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:
+    """One temperature from the validation split, written to ``files.out``."""
+    data = subject.data
+    said = {
+        name: predictions(subject.model, split.images, settings.batch, routing=False)[0]
+        for name, split in (("validation", data.validation), ("test", data.test))
+    }
+    # The stage chose this function by the calibrator's kind.
+    calibrator = cast(Temperature, settings.calibrator)
+    fitted = calibrator.fit(said["validation"], labels_of(data.validation.labels))
+    with whole_file(files.out / "calibrator.json") as path:
+        path.write_text(fitted.to_json() + "\n", encoding="utf-8")
+    labels = labels_of(data.test.labels)
+    task = data.task
+    return Result(
+        temperature=fitted.temperature,
+        at_limit=fitted.at_limit,
+        validation_images=len(said["validation"]),
+        test_images=len(said["test"]),
+        scores=task.packed(task.scores(said["test"], labels)),
+        before=quality(task, said["test"], labels, settings.resamples),
+        after=quality(task, fitted.apply(said["test"]), labels, settings.resamples),
+    )
+
+
+def quality(task: Task, logits: Tensor, labels: Tensor, resamples: int) -> Quality:
+    """Score, NLL, Brier and ECE with their intervals, and the reliability bins.
+
+    logits: (N, K); labels: (N,) classes.
+    """
+    hits = task.scores(logits, labels)
+    sure = confidence(logits)
+    losses = task.test_loss(logits, labels).numpy()
+    squares = brier(logits, labels).numpy()
+
+    def resampled(statistic: Callable[[np.ndarray], float]) -> Estimate:
+        return Estimate.of(bootstrap(statistic, len(labels), resamples, lowest=0.0))
+
+    return Quality(
+        score=Estimate.of(task.interval(hits)),
+        nll=resampled(lambda chosen: float(losses[chosen].mean())),
+        brier=resampled(lambda chosen: float(squares[chosen].mean())),
+        ece=resampled(lambda chosen: ece(sure[chosen], hits[chosen])),
+        bins=reliability(sure, hits),
+    )
+
+
+def labels_of(labels: np.ndarray) -> Tensor:
+    """Labels of a split that is mapped into memory, as a tensor of their own."""
+    return torch.from_numpy(np.array(labels))

@@ -1,0 +1,149 @@
+"""Temperature scaling: one scalar that divides every logit, fitted on the validation split.
+
+N images, K classes. Source: Guo et al. (2017).
+"""
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.tasks.base import Task
+
+
+class FittedTemperature(Config):
+    """A fitted temperature; ``to_json`` and ``from_json`` keep it exactly."""
+
+    kind: Literal["temperature"] = "temperature"
+    temperature: float = Field(
+        gt=0, allow_inf_nan=False, description="What the logits are divided by."
+    )
+    at_limit: bool = Field(
+        False,
+        description="True where the best temperature lies beyond the limits and the nearer limit "
+        "stands in for it.",
+    )
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Calibrated logits, (N, K) to (N, K); the order of the classes stays, and the accuracy."""
+        return logits / self.temperature
+
+    def to_json(self) -> str:
+        """The fitted calibrator as one line of JSON."""
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> "FittedTemperature":
+        """Read what ``to_json`` wrote; raises pydantic's ValidationError for anything else."""
+        return cls.model_validate_json(text)
+
+
+class Temperature(Config):
+    """Fits one temperature by the negative log-likelihood."""
+
+    kind: Literal["temperature"] = "temperature"
+    lowest: float = Field(
+        0.05,
+        gt=0,
+        lt=1,
+        description="Smallest temperature; reached where every validation image is right.",
+    )
+    highest: float = Field(
+        20.0,
+        gt=1,
+        le=1e6,
+        description="Largest temperature; reached where the logits say nothing of the labels.",
+    )
+
+    def calibrates(self, task: Task) -> bool:
+        """Whether predictions of this task are logits of one class an image."""
+        return task.kind == "classification"
+
+    @property
+    def needs_out_of_fold(self) -> bool:
+        """Whether it is fitted to what the stage ``out_of_fold`` predicts: never."""
+        return False
+
+    def fit(self, logits: Tensor, labels: Tensor) -> FittedTemperature:
+        """The temperature with the smallest NLL, by safeguarded Newton steps in fp64.
+
+        logits: (N, K); labels: (N,), of the validation split, never of the test split. ``at_limit``
+        of the result tells where no temperature inside the limits is best (perfect separation, or
+        logits without information).
+        Raises UserError for no images, fewer than two classes (in the model or among the labels),
+        logits that are not finite, and labels outside the model's classes.
+        """
+        _check(logits, labels)
+        logits = logits.detach().double().cpu()
+        labels = labels.long().cpu()
+        low = 1 / self.highest
+        high = 1 / self.lowest
+        if _slope(logits, labels, low)[0] >= 0:
+            return FittedTemperature(temperature=self.highest, at_limit=True)
+        if _slope(logits, labels, high)[0] <= 0:
+            return FittedTemperature(temperature=self.lowest, at_limit=True)
+        return FittedTemperature(temperature=1 / _root(logits, labels, low, high))
+
+
+def _check(logits: Tensor, labels: Tensor) -> None:
+    if logits.ndim != 2 or logits.shape[0] == 0 or labels.shape != logits.shape[:1]:
+        found = f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
+        raise UserError(
+            f"calibrate: {found} of the validation split; (N, K) and (N,) with N ≥ 1 are needed"
+        )
+    if not torch.isfinite(logits).all():
+        bad = int((~torch.isfinite(logits)).any(dim=1).sum())
+        raise UserError(
+            f"calibrate: {bad} of {len(logits)} validation images have NaN or infinite logits; the "
+            "model is damaged, train it again"
+        )
+    if labels.min() < 0 or labels.max() >= logits.shape[1]:
+        found = f"labels go from {int(labels.min())} to {int(labels.max())}"
+        raise UserError(f"calibrate: {found}; the model has the classes 0 to {logits.shape[1] - 1}")
+    if labels.min() == labels.max():
+        raise UserError(
+            f"calibrate: all {len(labels)} validation labels are of class {int(labels[0])}; a "
+            "temperature needs two classes or more"
+        )
+
+
+def _root(logits: Tensor, labels: Tensor, low: float, high: float) -> float:
+    """β = 1/T at the NLL's minimum.
+
+    The NLL is convex in β: the slope's sign keeps the bracket, Newton finds the root in it.
+    """
+    beta = 1.0
+    for _ in range(200):
+        slope, curvature = _slope(logits, labels, beta)
+        if slope < 0:
+            low = beta
+        else:
+            high = beta
+        if curvature > 0:
+            newton = beta - slope / curvature
+        else:
+            newton = math.inf
+        if low <= newton <= high:
+            following = newton
+        else:
+            following = math.sqrt(low * high)
+        if abs(following - beta) <= 1e-12 * beta:
+            return following
+        beta = following
+    return beta
+
+
+def _slope(logits: Tensor, labels: Tensor, beta: float) -> tuple[float, float]:
+    """First and second derivative of the mean NLL in β: E[z̄ − z_label] and E[Var z].
+
+    Both under softmax(βz).
+    """
+    probs = torch.softmax(beta * logits, dim=1)
+    mean = (probs * logits).sum(1)
+    variance = (probs * (logits - mean[:, None]).square()).sum(1)
+    chosen = logits.gather(1, labels[:, None])[:, 0]
+    return float((mean - chosen).mean()), float(variance.mean())

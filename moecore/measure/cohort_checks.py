@@ -1,0 +1,187 @@
+"""What a model of age looks at: one tissue alone, a subject aged, a subject scanned again.
+
+Ageing needs subjects of whom all but age stays as it is, which only a simulation (kind: phantom)
+has.
+"""
+
+from typing import Annotated, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+
+from moecore.core.config import Config
+from moecore.data.prepared import Prepared
+from moecore.data.sources.phantom import Phantom
+from moecore.measure.base import Parts, Subject, kept
+from moecore.measure.probes.ageing import Ageing, aged
+from moecore.measure.probes.people import PEOPLE, People
+from moecore.measure.probes.rescans import Rescan, repeated, scanned_again, sessions_again
+from moecore.measure.probes.tissues import (
+    Order,
+    TissueErrors,
+    VolumeErrors,
+    errors_of,
+    order_of,
+    summed,
+)
+from moecore.tasks.errors import median_mae
+
+SIMULATED_ONLY = (
+    "only a simulated cohort (kind: phantom) can age a subject and leave all else as it is"
+)
+Age = Annotated[float, Field(gt=0, le=120)]
+
+
+class CohortChecks(Config):
+    """How many simulated subjects are aged and scanned again."""
+
+    subjects: int = Field(
+        8,
+        ge=1,
+        le=PEOPLE // 2,
+        description="Simulated subjects that are aged; half of them women. None of them is in the "
+        "cohort.",
+    )
+    ages: tuple[Age, ...] = Field(
+        (20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="The ages of each, rising."
+    )
+    rescans: int = Field(
+        16,
+        ge=1,
+        le=PEOPLE // 2,
+        description="Simulated subjects, of ages spread over `ages`, that are scanned again at "
+        "their own and at another site.",
+    )
+    years: float = Field(
+        1.0,
+        gt=0,
+        description="Real cohorts: two sessions of a participant within this time count as a "
+        "rescan.",
+    )
+    probe: int = Field(
+        256,
+        ge=2,
+        description="Training volumes, at most, on which the linear probe of a tissue is fitted.",
+    )
+    batch: int = Field(16, ge=1, description="Volumes a forward pass; no result depends on it.")
+    seed: int = Field(
+        0, ge=0, le=400, description="Draws the simulated subjects, the same for every model."
+    )
+    resamples: int = Field(1000, ge=100, description="Bootstrap resamples behind every interval.")
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        if list(self.ages) != sorted(set(self.ages)):
+            raise ValueError(f"ages: found {list(self.ages)}; allowed: rising ages, each once")
+        return self
+
+
+class Result(Config):
+    """What was checked; ``reasons`` says why a part is None."""
+
+    simulated: bool
+    n_test: int
+    median_mae: float  # of answering every test volume with the median age of the training split
+    whole: TissueErrors
+    isolated: dict[str, TissueErrors] | None
+    order: tuple[Order, ...] | None
+    ageing: Ageing | None
+    rescan: Rescan | None
+    reasons: dict[str, str]
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: it needs a cohort of volumes with ages."""
+    test = subject.data.test
+    if subject.data.task.by_class(torch.from_numpy(test.labels)) is not None:
+        return "the labels are classes, not ages; a cohort (kind: phantom or bids) is needed"
+    return None
+
+
+def measure(subject: Subject, settings: CohortChecks, parts: Parts) -> Result:
+    """The errors on each tissue alone, subjects aged, and subjects scanned again."""
+    data = subject.data
+    errors = errors_by_tissue(subject, settings, parts)
+    tissues = {name: summed(found, settings.resamples) for name, found in errors.items()}
+    whole = tissues.pop("whole")
+    people = simulated_people(data, settings.seed)
+    rescan = rescanned(subject, people, settings, whole.mae, parts)
+    train, test = (torch.from_numpy(split.labels) for split in (data.train, data.test))
+    return Result(
+        simulated=data.card["simulated"],
+        n_test=len(test),
+        median_mae=median_mae(train, test),
+        whole=whole,
+        isolated=tissues or None,
+        order=order_of(errors, settings.resamples),
+        ageing=grown_older(subject, people, settings, parts),
+        rescan=rescan,
+        reasons=reasons(people, rescan, bool(tissues), settings.years),
+    )
+
+
+def errors_by_tissue(
+    subject: Subject, settings: CohortChecks, parts: Parts
+) -> dict[str, VolumeErrors]:
+    """The errors on the whole volume and on each tissue alone, where the data has tissue maps."""
+    places = {"whole": None}
+    places |= {region: index for index, region in enumerate(subject.data.card["regions"])}
+
+    def errors(place: int | None) -> VolumeErrors:
+        return errors_of(subject.model, subject.data, place, settings.batch, settings.probe)
+
+    return {
+        name: kept(parts, name, VolumeErrors, lambda place=place: errors(place))
+        for name, place in places.items()
+    }
+
+
+def simulated_people(data: Prepared, seed: int) -> People | None:
+    """People of the simulation that made the data; None where none did."""
+    settings = data.card["settings"]
+    if settings["kind"] != "phantom":
+        return None
+    return People(Phantom.model_validate(settings), seed)
+
+
+def rescanned(
+    subject: Subject, people: People | None, settings: CohortChecks, mae: float, parts: Parts
+) -> Rescan | None:
+    """Simulated people scanned again, or the sessions of a real cohort; None without any."""
+    model = subject.model
+    data = subject.data
+    sizes = (settings.batch, settings.resamples)
+    if people is not None:
+        ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
+        return kept(
+            parts, "rescan", Rescan, lambda: scanned_again(model, people, mae, ages, *sizes)
+        )
+    pairs = repeated(data.subjects("test"), settings.years)
+    if not pairs:
+        return None
+    return kept(parts, "rescan", Rescan, lambda: sessions_again(model, data, pairs, mae, *sizes))
+
+
+def grown_older(
+    subject: Subject, people: People | None, settings: CohortChecks, parts: Parts
+) -> Ageing | None:
+    """Simulated subjects at every age; None for a real cohort."""
+    if people is None:
+        return None
+    sizes = (settings.subjects, settings.ages, settings.batch)
+    return kept(parts, "ageing", Ageing, lambda: aged(subject.model, people, *sizes))
+
+
+def reasons(
+    people: People | None, rescan: Rescan | None, tissues: bool, years: float
+) -> dict[str, str]:
+    """Why parts are None."""
+    found = {}
+    if people is None:
+        found["ageing"] = SIMULATED_ONLY
+    if rescan is None:
+        found["rescan"] = f"no test participant has two sessions within {years:g} years"
+    if not tissues:
+        found["isolated"] = "the cohort has no tissue maps"
+    return found

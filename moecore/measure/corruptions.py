@@ -1,0 +1,163 @@
+"""The error under each of fifteen corruptions at each severity (Hendrycks & Dietterich, 2019)."""
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupted
+from moecore.data.prepared import evenly_spread
+from moecore.measure.base import Parts, Subject, why_not_flat
+from moecore.nn.predict import predictions
+from moecore.statistics.intervals import bootstrap_mean, wilson
+from moecore.tasks import AnyTask
+
+Severity = Annotated[int, Field(ge=1, le=5)]
+Name = Literal[
+    "gaussian_noise",
+    "shot_noise",
+    "impulse_noise",
+    "defocus_blur",
+    "glass_blur",
+    "motion_blur",
+    "zoom_blur",
+    "snow",
+    "frost",
+    "fog",
+    "brightness",
+    "contrast",
+    "elastic_transform",
+    "pixelate",
+    "jpeg_compression",
+]
+
+
+class Corruptions(Config):
+    """Which images are corrupted, how, and how strongly."""
+
+    images: int | None = Field(
+        300,
+        ge=1,
+        description="Test images, evenly spread over the split, the same for every method; "
+        "null takes all.",
+    )
+    severities: tuple[Severity, ...] = Field(
+        (1, 3, 5), min_length=1, description="1 to 5; a corruption's error is the mean over them."
+    )
+    names: tuple[Name, ...] | None = Field(
+        None, min_length=1, description="Which of the fifteen; null takes all."
+    )
+    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+    seed: int = Field(
+        0, ge=0, description="Of the random ones; every method sees the same pictures."
+    )
+
+    @field_validator("severities", "names")
+    @classmethod
+    def _once(cls, listed: tuple | None) -> tuple | None:
+        if listed and len(set(listed)) < len(listed):
+            raise ValueError("the same value is listed twice")
+        return listed
+
+
+class Row(Config):
+    """The error under one corruption at one severity, with its 95 % limits."""
+
+    name: str
+    severity: int
+    correct: int  # images
+    error: float
+    low: float | None
+    high: float | None
+
+
+class Result(Config):
+    """Shares of images that the model gets wrong."""
+
+    images: int
+    clean_error: float
+    clean_low: float | None
+    clean_high: float | None
+    mean_error: float  # over the corruptions
+    mean_low: float | None  # over the images: one picture's corruptions belong together
+    mean_high: float | None
+    by_corruption: dict[str, float]  # mean over the severities
+    corruptions: tuple[Row, ...]
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: it needs flat images that a model gets right or wrong."""
+    return why_not_flat(subject, "share")
+
+
+def measure(subject: Subject, settings: Corruptions, parts: Parts) -> Result:
+    """The errors on the clean images and under each corruption."""
+    test = subject.data.test
+    task = subject.data.task
+    where = evenly_spread(len(test.labels), settings.images)
+    images = test.images[where]
+    labels = torch.from_numpy(test.labels[where])
+
+    def hits_on(pixels: np.ndarray) -> Tensor:
+        prediction, _ = predictions(subject.model, pixels, settings.batch, routing=False)
+        return task.scores(prediction, labels)
+
+    clean = row_of("clean", 0, hits_on(images))
+    rows, wrong = under_corruptions(hits_on, images, where, task, settings, parts)
+    errors = by_corruption(rows)
+    mean = bootstrap_mean(wrong)
+    return Result(
+        images=len(labels),
+        clean_error=clean.error,
+        clean_low=clean.low,
+        clean_high=clean.high,
+        mean_error=float(np.mean(list(errors.values()))),
+        mean_low=mean.low,
+        mean_high=mean.high,
+        by_corruption=errors,
+        corruptions=rows,
+    )
+
+
+def under_corruptions(
+    hits_on: Callable[[np.ndarray], Tensor],
+    images: np.ndarray,
+    where: np.ndarray,
+    task: AnyTask,
+    settings: Corruptions,
+    parts: Parts,
+) -> tuple[tuple[Row, ...], np.ndarray]:
+    """One row a corruption and severity, and each image's share of errors over all of them, (N,).
+
+    hits_on: images (N, C, H, W) to bool (N,), which are right; where: the images' places in the
+    split, which their draws depend on.
+    """
+    rows = []
+    wrong = []
+    for name in settings.names or CORRUPTIONS:
+        for severity in sorted(settings.severities):
+
+            def packed_hits(name: str = name, severity: int = severity) -> str | list[float]:
+                return task.packed(hits_on(corrupted(images, name, severity, settings.seed, where)))
+
+            hits = task.unpacked(parts(f"{name} {severity}", packed_hits), len(images))
+            rows.append(row_of(name, severity, hits))
+            wrong.append(~hits.numpy())
+    return tuple(rows), np.mean(wrong, axis=0)
+
+
+def row_of(name: str, severity: int, hits: Tensor) -> Row:
+    """The error of N images, with its 95 % limits; hits: bool (N,)."""
+    error, low, high = wilson(int((~hits).sum()), len(hits))
+    right = int(hits.sum())
+    return Row(name=name, severity=severity, correct=right, error=error, low=low, high=high)
+
+
+def by_corruption(rows: tuple[Row, ...]) -> dict[str, float]:
+    """Mean error over the severities of each corruption."""
+    names = dict.fromkeys(row.name for row in rows)
+    return {name: float(np.mean([row.error for row in rows if row.name == name])) for name in names}

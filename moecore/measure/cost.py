@@ -1,0 +1,131 @@
+"""What a trained model costs in use, and the routing's part of it (ERMoE, tables S2, S4)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.data.prepared import evenly_spread
+from moecore.measure.base import Parts, Subject
+from moecore.measure.costs.clock import Quartiles, quartiles
+from moecore.measure.costs.passes import (
+    Images,
+    Share,
+    flops_per_image,
+    peak_memory,
+    plain_times,
+    watched_times,
+)
+from moecore.nn.parameters import parameter_counts
+from moecore.nn.predict import batches
+from moecore.training.runtime import device_name
+
+
+class Cost(Config):
+    """How the passes are timed; timings are of this machine and differ from run to run."""
+
+    batch: int = Field(
+        64,
+        ge=1,
+        description="Images of a pass for throughput and peak memory; the latency is that of one "
+        "image.",
+    )
+    rounds: int = Field(
+        10,
+        ge=2,
+        description="Timed passes, after three that are not counted; median and quartiles are "
+        "kept.",
+    )
+    images: int = Field(
+        64,
+        ge=1,
+        description="Test images, evenly spread over the split, that the passes go through in "
+        "turn.",
+    )
+
+
+class Result(Config):
+    """Counts of the model, and timings of this machine."""
+
+    parameters: int
+    active_parameters: int  # that an image's tokens use
+    flops_per_image: float
+    routing_flops_per_image: float
+    latency_ms: Quartiles  # of one image
+    batch: int
+    batch_ms: Quartiles
+    images_per_second: float
+    peak_memory_bytes: int
+    memory_counted_as: str
+    routing_ms: float
+    routing_share: float
+    routing_batch_ms: float
+    routing_batch_share: float
+    rounds: int
+    device: str  # its name
+    threads: int
+
+
+def applies(subject: Subject) -> str | None:
+    """Every model costs something."""
+    return None
+
+
+def measure(subject: Subject, settings: Cost, parts: Parts) -> Result:
+    """Counts and timings on images of the test split; seconds, so that nothing is kept of them."""
+    test = subject.data.test.images
+    images = np.array(test[evenly_spread(len(test), settings.images)])
+    one = in_turn(images, 1, subject.device)
+    many = in_turn(images, settings.batch, subject.device)
+    flops = flops_per_image(subject.model, one(0))
+    memory, counted = peak_memory(subject.model, many(0))
+    latency = milliseconds(plain_times(subject.model, one, settings.rounds))
+    whole = milliseconds(plain_times(subject.model, many, settings.rounds))
+    alone = watched_times(subject.model, one, settings.rounds)
+    together = watched_times(subject.model, many, settings.rounds)
+    return Result(
+        **parameter_counts(subject.model),
+        flops_per_image=flops.whole,
+        routing_flops_per_image=flops.routing,
+        latency_ms=latency,
+        batch=settings.batch,
+        batch_ms=whole,
+        images_per_second=1000 * settings.batch / whole.median,
+        peak_memory_bytes=memory,
+        memory_counted_as=counted,
+        routing_ms=routing_ms(alone),
+        routing_share=routing_share(alone),
+        routing_batch_ms=routing_ms(together),
+        routing_batch_share=routing_share(together),
+        rounds=settings.rounds,
+        device=device_name(subject.device),
+        threads=torch.get_num_threads(),
+    )
+
+
+def in_turn(images: np.ndarray, batch: int, device: str) -> Images:
+    """Pass number n gets images n·batch, n·batch + 1, …, from the start again after the last.
+
+    images: uint8 (N, C, H, W), or volumes float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in
+    [0, 1].
+    """
+    pixels = torch.cat(list(batches(images, batch, device)))
+    return lambda number: pixels[
+        torch.arange(number * batch, (number + 1) * batch, device=device) % len(pixels)
+    ]
+
+
+def milliseconds(seconds: Sequence[float]) -> Quartiles:
+    return quartiles([1000 * value for value in seconds])
+
+
+def routing_ms(passes: Sequence[Share]) -> float:
+    """Median milliseconds of the routing in a pass."""
+    return milliseconds([one.routing for one in passes]).median
+
+
+def routing_share(passes: Sequence[Share]) -> float:
+    """The routing's median share of a pass."""
+    return quartiles([one.routing / one.whole for one in passes]).median

@@ -1,0 +1,155 @@
+"""What a forward pass costs, and which part of it the routing is (ERMoE, tables S2 and S4).
+
+Routing is all of an MoE layer but its experts: the router, and the way of the tokens to the experts
+and back. Where a teacher routes (``teacher_routed``), all of the teacher belongs to it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from moecore.measure.costs.clock import Clock, peak_bytes, timed
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.grouped import register_flop_formulas
+from moecore.nn.layers.moe import MoELayer
+from moecore.nn.predict import device_of, evaluating
+from moecore.training.guide import Guide
+
+# number of a pass → images (B, C, H, W) in [0, 1], on the model's device
+Images = Callable[[int], Tensor]
+
+
+class Share(NamedTuple):
+    """Of all of a computation, and of the routing within it."""
+
+    whole: float
+    routing: float
+
+
+class Span(NamedTuple):
+    """A part of a forward pass: where it starts and ends, as ``watched`` was told to look."""
+
+    part: str  # "layer", "experts" or "teacher"
+    start: Any
+    end: Any
+    padding: float  # share of the experts' rows that no token needs
+
+
+def flops_per_image(model: nn.Module, images: Tensor) -> Share:
+    """FLOPs per image in evaluation mode; a multiplication and an addition count as two.
+
+    images: (B, C, H, W) in [0, 1], on the model's device. Counted are products of matrices,
+    convolutions and attention, the grouped product of the experts among them; sums, norms and other
+    work on single elements are not, as torch.utils.flop_counter has it. Rows that only pad an
+    expert's rows on CPU are taken off, so that the count is the model's and not the machine's.
+    """
+    register_flop_formulas()
+    counter = FlopCounterMode(display=False)
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        counter,
+        watched(model, counter.get_total_flops) as spans,
+    ):
+        model(images)
+    padding = sum(
+        (span.end - span.start) * span.padding for span in spans if span.part == "experts"
+    )
+    routing = routing_of(spans, lambda start, end: end - start)
+    return Share((counter.get_total_flops() - padding) / len(images), routing / len(images))
+
+
+def watched_times(model: nn.Module, images: Images, rounds: int, warm_up: int = 3) -> list[Share]:
+    """Seconds of ``rounds`` forward passes and of the routing in them, after ``warm_up`` others."""
+    device = device_of(model)
+    found = []
+    clock = Clock(device)
+    with evaluating(model), torch.no_grad():
+        for number in range(warm_up + rounds):
+            pixels = images(number)
+            clock.wait()
+            with watched(model, clock.mark) as spans:
+                start = clock.mark()
+                model(pixels)
+                end = clock.mark()
+            clock.wait()
+            found.append(Share(clock.seconds(start, end), routing_of(spans, clock.seconds)))
+    return found[warm_up:]
+
+
+def plain_times(model: nn.Module, images: Images, rounds: int, warm_up: int = 3) -> list[float]:
+    """Seconds of ``rounds`` forward passes, nothing watched, after ``warm_up`` others."""
+    with evaluating(model), torch.no_grad():
+        return timed(lambda number: model(images(number)), rounds, warm_up, device_of(model))
+
+
+def peak_memory(model: nn.Module, images: Tensor) -> tuple[int, str]:
+    """The most bytes held during a forward pass without gradients, and how they were counted.
+
+    images: (B, C, H, W).  Weights are included.
+    """
+    held = (*model.parameters(), *model.buffers(), images)
+    with evaluating(model), torch.no_grad():
+        return peak_bytes(lambda: model(images), held, device_of(model))
+
+
+def routing_of(spans: list[Span], length: Callable[[Any, Any], float]) -> float:
+    """All of the MoE layers but their experts, and the teacher where there is one."""
+    sign = {"layer": 1, "experts": -1, "teacher": 1}
+    return sum(sign[span.part] * length(span.start, span.end) for span in spans)
+
+
+@contextmanager
+def watched(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[Span]]:
+    """The spans of every MoE layer, its experts, and a teacher, in forward passes within.
+
+    ``mark`` is read at both ends of each.
+    """
+    spans: list[Span] = []
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, Guide):
+                _watch(stack, module, "teacher", mark, spans, {})
+            if isinstance(module, MoELayer):
+                seen: dict[str, float] = {}
+                stack.callback(
+                    module.router.register_forward_hook(
+                        lambda _, __, output, seen=seen: seen.update(padding=padding_of(output[0]))
+                    ).remove
+                )
+                _watch(stack, module, "layer", mark, spans, {})
+                _watch(stack, module.experts, "experts", mark, spans, seen)
+        yield spans
+
+
+def _watch(
+    stack: ExitStack,
+    module: nn.Module,
+    part: str,
+    mark: Callable[[], Any],
+    spans: list[Span],
+    seen: dict[str, float],
+) -> None:
+    """``seen``: what the router's plan said of its padding, known when the experts are done."""
+    starts: list[Any] = []
+    stack.callback(module.register_forward_pre_hook(lambda *_: starts.append(mark())).remove)
+    stack.callback(
+        module.register_forward_hook(
+            lambda *_: spans.append(Span(part, starts.pop(), mark(), seen.get("padding", 0.0)))
+        ).remove
+    )
+
+
+def padding_of(plan: Any) -> float:
+    """Share of a plan's rows that only pad (see ``moecore.nn.dispatch.padding``).
+
+    Other plans than a SparsePlan have none.
+    """
+    inner = getattr(plan, "plan", plan)
+    if isinstance(inner, SparsePlan):
+        return 1 - len(inner.rows) / len(inner.order)
+    return 0.0

@@ -1,0 +1,173 @@
+"""Does the routing stay when the image is moved a little? MoGE's table 1 and figure 2."""
+
+import base64
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import RoutingRecord
+from moecore.data.prepared import evenly_spread
+from moecore.data.views.transforms import TRANSFORMS, drawn_affines, transformed
+from moecore.measure.base import Number, Parts, Subject, kept, why_not_flat
+from moecore.measure.routing_metrics.class_maps import class_maps
+from moecore.measure.routing_metrics.imed import mean_imed
+from moecore.nn.backbones.model import Model
+from moecore.nn.expert_map import map_shape
+from moecore.nn.predict import predictions
+from moecore.nn.routers import Router
+from moecore.statistics.intervals import bootstrap_mean
+
+NOTES = {  # by kind of router: where the distances do not tell what decides
+    "hash": "a fixed hash chooses, so that neighbours on the map mean nothing; "
+    "a hash of the position never moves",
+    "teacher_routed": "the probs are the student's own, but the teacher's router decides",
+    "expert_choice": "the probs are each token's own, but experts choose among all tokens of the "
+    "image",
+    "soft_slots": "an expert's probability is the sum of its slots' weights, and every token "
+    "reaches every expert",
+}
+
+
+class Invariance(Config):
+    """Which test images are moved, and how the movements are drawn."""
+
+    images: int | None = Field(
+        2000, ge=1, description="Test images, evenly spread over the split; null takes all."
+    )
+    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+    seed: int = Field(0, ge=0, description="Draws the movements, the same for every model.")
+
+
+class Moved(Config):
+    """How far a moved image's routing lies from the image's: IMED and its square, 95 % limits."""
+
+    name: str  # "rotation 5"
+    d: float
+    d_low: float | None
+    d_high: float | None
+    d2: float
+    d2_low: float | None
+    d2_high: float | None
+
+
+class Result(Config):
+    """One row a transform; ``d`` and ``d2`` hold the same means by key, "rotation_5"."""
+
+    images: int
+    transforms: tuple[Moved, ...]
+    d: dict[str, float]
+    d2: dict[str, float]
+    grid: tuple[int, int]  # rows and columns of experts that IMED's distances lie on
+    classes: tuple[str, ...]
+    class_maps: tuple[tuple[tuple[Number, ...], ...], ...]
+    """[class][layer][expert]: mean probability; None for a class without images."""
+    affines: dict[str, str]  # of each transform: base64 of fp64 (N, 2, 3), little-endian
+    note: str | None = None  # how the distances are to be read where the probs do not decide
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: it needs flat images with classes, and a routing that could move."""
+    if subject.model.moe is None:
+        return "a dense model has no routing that could move"
+    return why_not_flat(subject, "class_maps")
+
+
+def measure(subject: Subject, settings: Invariance, parts: Parts) -> Result:
+    """IMED of every image and its moved self under each transform, and the classes' maps."""
+    test = subject.data.test
+    task = subject.data.task
+    where = evenly_spread(len(test.labels), settings.images)
+    images = test.images[where]
+    _, clean = predictions(subject.model, images, settings.batch)
+    affines = {
+        name: drawn_affines(name, len(images), images.shape[-2:], settings.seed)
+        for name in TRANSFORMS
+    }
+    moves = distances(subject.model, images, probs_of(clean), affines, settings.batch, parts)
+    marked = task.by_class(torch.from_numpy(test.labels[where]))
+    if marked is None:
+        raise ValueError("the labels are no classes; `applies` says so")
+    rows, classes = marked
+    maps = maps_of(clean, rows, classes, len(task.classes))
+    return Result(
+        images=len(images),
+        transforms=moves,
+        d={key_of(row.name): row.d for row in moves},
+        d2={key_of(row.name): row.d2 for row in moves},
+        grid=map_shape(maps.shape[-1]),
+        classes=task.classes,
+        class_maps=maps.tolist(),
+        affines=stored(affines),
+        note=note_of(subject.model.experts_and_router.router),
+    )
+
+
+def distances(
+    model: Model,
+    images: np.ndarray,
+    clean: tuple[Tensor, ...],
+    affines: Mapping[str, Tensor],
+    batch: int,
+    parts: Parts,
+) -> tuple[Moved, ...]:
+    """One row a transform: the mean distance of the routing from ``clean``, probs by layer."""
+
+    def row(name: str) -> Moved:
+        _, after = predictions(model, moved(images, affines[name], batch), batch)
+        d, d2 = (bootstrap_mean(values.numpy()) for values in mean_imed(clean, probs_of(after)))
+        return Moved(
+            name=name,
+            d=d.value,
+            d_low=d.low,
+            d_high=d.high,
+            d2=d2.value,
+            d2_low=d2.low,
+            d2_high=d2.high,
+        )
+
+    return tuple(kept(parts, name, Moved, lambda name=name: row(name)) for name in affines)
+
+
+def moved(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
+    """Images uint8 (N, C, H, W) under affines (N, 3, 3); on the CPU, alike on every device."""
+    chunks = (slice(start, start + batch) for start in range(0, len(images), batch))
+    return torch.cat(
+        [transformed(torch.from_numpy(images[chunk]), affines[chunk]) for chunk in chunks]
+    )
+
+
+def probs_of(records: tuple[RoutingRecord, ...]) -> tuple[Tensor, ...]:
+    return tuple(layer.probs for layer in records)
+
+
+def maps_of(
+    records: tuple[RoutingRecord, ...], rows: Tensor, classes: Tensor, number: int
+) -> Tensor:
+    """``class_maps`` of images that stand once for each of their classes; rows, classes: (M,)."""
+    chosen = tuple(RoutingRecord(*(field[rows] for field in record)) for record in records)
+    return class_maps(chosen, classes, number)
+
+
+def key_of(name: str) -> str:
+    """A transform's name in a table of metrics: "translation (0, 0.1)" → translation_0_0_1."""
+    return re.sub(r"\W+", "_", name).strip("_")
+
+
+def note_of(router: Router) -> str | None:
+    """How the distances of such a router are to be read; None where its probs decide."""
+    if router.kind == "teacher_routed" and router.inference == "student":
+        return None
+    return NOTES.get(router.kind)
+
+
+def stored(affines: Mapping[str, Tensor]) -> dict[str, str]:
+    """The first two rows of every affine, fp64 (N, 2, 3) little-endian, as base64."""
+    return {
+        name: base64.b64encode(drawn[:, :2].numpy().astype("<f8").tobytes()).decode()
+        for name, drawn in affines.items()
+    }

@@ -1,0 +1,193 @@
+"""Theorems 1 and 2 of Puigcerver et al. (2022) as an experiment: linear experts on drawn data.
+
+Over the angle between the experts' subspaces and their number; no trained model is needed.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from moecore.core.config import Config
+from moecore.measure.base import Estimate
+from moecore.measure.theory.drawn_parts import Targets, drawn_parts
+from moecore.measure.theory.linear_experts import Theorem1, Theorem2, theorem_1, theorem_2
+from moecore.statistics.intervals import over_seeds
+
+
+class LinearExperts(Config):
+    """The data that is drawn: every combination of targets, experts and angle, with every seed."""
+
+    dimension: int = Field(
+        128, ge=2, description="Dimensions D of a point; at least experts · rank."
+    )
+    rank: int = Field(4, ge=1, description="Dimensions r of the subspace of one expert's points.")
+    samples: int = Field(32, ge=1, description="Points of one expert; at least the rank.")
+    experts: tuple[Annotated[int, Field(ge=2)], ...] = Field(
+        (2, 4, 8, 16, 32), min_length=1, description="Numbers of experts E."
+    )
+    angles: tuple[Annotated[float, Field(ge=0, le=90)], ...] = Field(
+        (0, 5, 15, 30, 45, 60, 75, 85, 89, 90),
+        min_length=1,
+        description="Degrees between any two subspaces: 0 all equal, 90 orthogonal.",
+    )
+    targets: tuple[Targets, ...] = Field(
+        ("shared", "opposed", "drawn"),
+        min_length=1,
+        description="Of the experts in their subspaces: the same, alternating signs, or "
+        "independent.",
+    )
+    floor: float = Field(
+        0.5,
+        gt=0,
+        description="Theorem 2 only: D more points of this length an expert, so that its matrix "
+        "is invertible.",
+    )
+    noise: float = Field(
+        0.005, ge=0, description="Theorem 2 only: standard deviation of the residuals."
+    )
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (0, 1, 2), min_length=1, description="One draw of the data each."
+    )
+
+    @model_validator(mode="after")
+    def _room(self) -> Self:
+        if max(self.experts) * self.rank > self.dimension:
+            subspaces = f"{max(self.experts)} subspaces of rank {self.rank}"
+            room = f"{subspaces} do not fit into {self.dimension} dimensions"
+            raise ValueError(f"{room}; experts · rank ≤ dimension is allowed")
+        if self.samples < self.rank:
+            short = f"{self.samples} samples do not span a subspace of rank {self.rank}"
+            raise ValueError(f"{short}; samples ≥ rank is allowed")
+        return self
+
+
+class Drawn(Config):
+    """Which data was drawn."""
+
+    targets: Targets
+    experts: int
+    angle: float  # degrees
+
+
+class FirstRow(Drawn):
+    """Theorem 1 over seeds."""
+
+    ratio: Estimate  # the experts' Lipschitz constant over the dense model's
+    tightness: Estimate  # the bound's share of what it bounds
+    epsilon_1: float  # largest of the seeds
+    epsilon_2: float
+    violations: int
+    literal_violations: int  # of the theorem as printed
+
+
+class SecondRow(Drawn):
+    """Theorem 2 over seeds."""
+
+    promises: int  # draws in which the theorem promises something
+    gamma: float | None  # the largest that it promises
+    corollary_promises: int
+    corollary_gamma: float | None
+    ratio_squared: Estimate
+    violations: int
+
+
+class Result(Config):
+    """One row for each kind of targets, number of experts and angle."""
+
+    draws: int  # of theorem 1
+    ratio_at_90: dict[str, float]  # by the number of experts; 1/√E is promised
+    error_at_90: float | None  # how far any is from that, relative; None where 90° was not drawn
+    violations: int
+    literal_violations: int
+    theorem_2_promises: int
+    theorem_2_violations: int
+    theorem_1: tuple[FirstRow, ...]
+    theorem_2: tuple[SecondRow, ...]
+
+
+def measure(settings: LinearExperts) -> Result:
+    """Both theorems on every draw."""
+    first = tuple(bounded(drawn, firsts(settings, drawn)) for drawn in combinations(settings))
+    second = tuple(promised(drawn, seconds(settings, drawn)) for drawn in combinations(settings))
+    return Result(
+        draws=len(first) * len(settings.seeds),
+        ratio_at_90=ratio_at_90(first),
+        error_at_90=error_at_90(first),
+        violations=sum(row.violations for row in first),
+        literal_violations=sum(row.literal_violations for row in first),
+        theorem_2_promises=sum(row.promises for row in second),
+        theorem_2_violations=sum(row.violations for row in second),
+        theorem_1=first,
+        theorem_2=second,
+    )
+
+
+def combinations(settings: LinearExperts) -> Iterator[Drawn]:
+    for targets, experts, angle in product(settings.targets, settings.experts, settings.angles):
+        yield Drawn(targets=targets, experts=experts, angle=angle)
+
+
+def firsts(settings: LinearExperts, drawn: Drawn) -> list[Theorem1]:
+    """Theorem 1 on one draw a seed."""
+    sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
+    found = []
+    for seed in settings.seeds:
+        parts, _ = drawn_parts(drawn.experts, drawn.angle, drawn.targets, seed, **sizes)
+        found.append(theorem_1(parts))
+    return found
+
+
+def seconds(settings: LinearExperts, drawn: Drawn) -> list[Theorem2]:
+    """Theorem 2 on one draw a seed of the same subspaces, with a floor and noise."""
+    sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
+    unclean = {"floor": settings.floor, "noise": settings.noise}
+    return [
+        theorem_2(*drawn_parts(drawn.experts, drawn.angle, drawn.targets, seed, **sizes, **unclean))
+        for seed in settings.seeds
+    ]
+
+
+def bounded(drawn: Drawn, found: Sequence[Theorem1]) -> FirstRow:
+    """Theorem 1 over seeds, and how often it fails."""
+    tightness = [one.right / one.dense**2 if one.dense else 0.0 for one in found]
+    return FirstRow(
+        **drawn.model_dump(),
+        ratio=Estimate.of(over_seeds([one.ratio for one in found])),
+        tightness=Estimate.of(over_seeds(tightness)),
+        epsilon_1=max(one.epsilon_1 for one in found),
+        epsilon_2=max(one.epsilon_2 for one in found),
+        violations=sum(not one.holds for one in found),
+        literal_violations=sum(not one.literal_holds for one in found),
+    )
+
+
+def promised(drawn: Drawn, found: Sequence[Theorem2]) -> SecondRow:
+    """Theorem 2 over seeds: in how many draws it promises something, and how often it fails."""
+    gammas = [one.gamma for one in found if one.gamma is not None]
+    simple = [one.simple for one in found if one.simple is not None]
+    return SecondRow(
+        **drawn.model_dump(),
+        promises=len(gammas),
+        gamma=max(gammas, default=None),
+        corollary_promises=len(simple),
+        corollary_gamma=max(simple, default=None),
+        ratio_squared=Estimate.of(over_seeds([one.ratio_squared for one in found])),
+        violations=sum(not one.holds for one in found),
+    )
+
+
+def ratio_at_90(rows: Sequence[FirstRow]) -> dict[str, float]:
+    """At 90°: the ratio for each E, shared targets before the others."""
+    ratios: dict[str, float] = {}
+    for row in rows:
+        if row.angle == 90:
+            ratios.setdefault(str(row.experts), row.ratio.value)
+    return ratios
+
+
+def error_at_90(rows: Sequence[FirstRow]) -> float | None:
+    """How far any ratio at 90° is from 1/√E; None where 90° was not drawn."""
+    errors = [abs(row.ratio.value * row.experts**0.5 - 1) for row in rows if row.angle == 90]
+    return max(errors, default=None)

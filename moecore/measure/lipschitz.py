@@ -1,0 +1,120 @@
+"""How fast a trained model's logits can change, and Lemma 1 of Puigcerver et al. (2022)."""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.data.prepared import evenly_spread
+from moecore.measure.base import Estimate, Parts, Subject, kept, why_not_flat
+from moecore.measure.theory.lemma import Lemma, LemmaLayer, LemmaPoints, LemmaSummary, lemma
+from moecore.measure.theory.slopes import Slopes, slopes_at
+from moecore.statistics.intervals import bootstrap_mean, wilson
+
+
+class Lipschitz(Config):
+    """Which test images and tokens are measured, and how far from an image the ascent looks."""
+
+    images: int = Field(
+        100,
+        ge=1,
+        description="Test images, evenly spread over the split; the same for every method.",
+    )
+    lemma_tokens: int = Field(
+        64,
+        ge=1,
+        description="Tokens of these images at which Lemma 1 is evaluated in each MoE layer, "
+        "drawn with `seed`.",
+    )
+    batch: int = Field(50, ge=1, description="Images a forward pass; no result depends on it.")
+    seed: int = Field(0, ge=0, description="Draws the tokens.")
+    radius: float = Field(
+        0.5,
+        gt=0,
+        description="Radius of the ℓ2 ball around an image, in pixel units [0, 1], in which the "
+        "ascent looks.",
+    )
+    steps: int = Field(
+        10, ge=0, description="Gradient steps of the ascent, from each of two starts."
+    )
+    halvings: int = Field(
+        10,
+        ge=0,
+        le=24,
+        description="How often the steepest pair is halved; at a jump its ratio doubles each time.",
+    )
+
+
+class Estimates(Config):
+    """Slopes in ℓ2, logits over pixels in [0, 1]; theory/slopes.py says what each of them is."""
+
+    local_mean: Estimate
+    local_max: float
+    margin_mean: Estimate
+    margin_max: float
+    reached_mean: Estimate
+    reached_max: float
+    lower_bound: float
+    lower_bound_mean: Estimate
+    at_boundary: Estimate  # share of images whose steepest pair chooses different experts
+    jump_max: float
+    radius: float
+    resolution: float  # distance of a pair as long as the radius once it is halved
+
+
+class Result(Estimates):
+    """The slopes, and Lemma 1 in each MoE layer and over all of them."""
+
+    images: int
+    layers: tuple[LemmaLayer, ...]
+    lemma1: LemmaSummary
+    lemma_terms: tuple[LemmaPoints, ...] = ()
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: it needs flat images of one class each, whose margins can change."""
+    return why_not_flat(subject, "decision")
+
+
+def measure(subject: Subject, settings: Lipschitz, parts: Parts) -> Result:
+    """The slopes at images of the test split, and the lemma at their tokens."""
+    test = subject.data.test
+    where = evenly_spread(len(test.labels), settings.images)
+    images = test.images[where]
+    labels = torch.from_numpy(test.labels[where])
+
+    def estimates() -> Estimates:
+        sizes = (settings.batch, settings.radius, settings.steps, settings.halvings)
+        return summarised(slopes_at(subject.model, images, labels, *sizes), settings)
+
+    def tokens() -> Lemma:
+        chosen = (settings.lemma_tokens, settings.batch, settings.seed)
+        return lemma(subject.model, images, *chosen, subject.device)
+
+    found = kept(parts, "slopes", Estimates, estimates)
+    lemma1 = kept(parts, "lemma", Lemma, tokens)
+    return Result(images=len(labels), **found.model_dump(), **lemma1.model_dump())
+
+
+def summarised(found: Slopes, settings: Lipschitz) -> Estimates:
+    """Means with intervals and maxima over images."""
+    crossed = int(found.crossed.sum())
+    return Estimates(
+        local_mean=mean_of(found.local),
+        local_max=float(found.local.max()),
+        margin_mean=mean_of(found.margin),
+        margin_max=float(found.margin.max()),
+        reached_mean=mean_of(found.reached),
+        reached_max=float(found.reached.max()),
+        lower_bound=float(found.lower_bound.max()),
+        lower_bound_mean=mean_of(found.lower_bound),
+        at_boundary=Estimate.of(wilson(crossed, len(found.crossed))),
+        jump_max=float(found.jump.max()),
+        radius=settings.radius,
+        resolution=settings.radius / 2**settings.halvings,
+    )
+
+
+def mean_of(values: Tensor) -> Estimate:
+    """Mean of one value an image, (N,), with its 95 % bootstrap interval."""
+    return Estimate.of(bootstrap_mean(values.numpy()))

@@ -1,0 +1,187 @@
+"""What is left of a model's predictions on a fixed subset of the test split under attack.
+
+The score and the change of routing at each strength of each attack, and an audit of the attacks.
+N images, K outputs.
+"""
+
+from typing import Annotated, NamedTuple
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from moecore.attacks import Attack
+from moecore.attacks.target import Precision, Target, subset
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.records import RoutingRecord
+from moecore.measure.base import Parts, Skipped, Subject, kept
+from moecore.measure.routing_metrics.expert_use import change_of_choice, change_of_processing
+from moecore.measure.under_attack.audit import Audit, audit
+from moecore.measure.under_attack.curves import Curve, Left, Row, run_of, worst_case
+from moecore.measure.under_attack.line import Line
+from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
+
+Epsilon = Annotated[float, Field(ge=0, le=1)]
+
+
+class Robustness(Config):
+    """Which images are attacked, how, and how strongly."""
+
+    images: int = Field(
+        512, ge=1, description="Test images, drawn once with `seed`; the same for every method."
+    )
+    epsilons: tuple[Epsilon, ...] = Field(
+        min_length=1, description="Radii of the L∞ ball in pixel units [0, 1]; 0 is added."
+    )
+    attacks: tuple[Attack, ...] = Field(min_length=1)
+    batch: int = Field(128, ge=1, description="Images a forward pass; no result depends on it.")
+    seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
+    precision: Precision = Field(
+        "float32",
+        description="Of the forward passes of an attack; its images are scored in float32 either "
+        "way.",
+    )
+    survivors: bool = Field(
+        False,
+        description="Attack only images that are right when clean: accuracy is the same, routing "
+        "change is not measured.",
+    )
+    audit: Audit = Field(
+        Audit(),
+        description="Extra attacks that show whether the others are strong enough to be believed.",
+    )
+
+    @property
+    def parts(self) -> int:
+        """Into how many a measurement falls, where no attack is skipped."""
+        return len(self.attacks) * len({0.0, *self.epsilons}) + 1
+
+    @field_validator("attacks")
+    @classmethod
+    def _named_apart(cls, attacks: tuple[Attack, ...]) -> tuple[Attack, ...]:
+        if len({attack.name for attack in attacks}) < len(attacks):
+            raise ValueError("the same attack is listed twice")
+        return attacks
+
+
+class Lines(Config):
+    """The audit."""
+
+    lines: tuple[Line, ...]
+
+
+class Result(Config):
+    """Scores under attack; ``task`` says how they are packed and shown."""
+
+    task: AnyTask
+    images: int
+    clean_score: float
+    score_at_largest_epsilon: dict[str, float] = Field(description="by attack")
+    attacks: dict[str, Curve | Skipped] = Field(description="by attack: a row an epsilon")
+    worst_case: tuple[Left, ...] = Field(description="over all attacks, a row an epsilon")
+    audit: tuple[Line, ...]
+
+
+class Clean(NamedTuple):
+    """What a model says of the clean images."""
+
+    prediction: Tensor  # (N, K)
+    routing: tuple[RoutingRecord, ...]  # by MoE layer
+    scores: Tensor  # (N,)
+
+
+def applies(subject: Subject) -> str | None:
+    """Every model can be attacked."""
+    return None
+
+
+def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
+    """Every attack at every epsilon, a part each, the worst case over them, and the audit.
+
+    Raises UserError for settings that make no sense for the task, and for a model that is not
+    deterministic in evaluation mode.
+    """
+    task = subject.data.task
+    refuse(settings, task)
+    test = subject.data.test
+    images, labels = subset(test.images, test.labels, settings.images, settings.seed)
+    target = Target(
+        subject.model, task, images, labels, settings.batch, settings.seed, settings.precision
+    )
+    prediction, routing = target.scored(images)
+    clean = Clean(prediction, routing, task.scores(prediction, labels))
+    if settings.survivors:
+        target = target._replace(only=clean.scores)
+    # Epsilon 0 shows that the model is deterministic, and where the curves begin.
+    epsilons = sorted({0.0, *settings.epsilons})
+    curves = {
+        attack.name: curve_of(attack, target, clean, epsilons, parts) for attack in settings.attacks
+    }
+    lines = kept(
+        parts,
+        "audit",
+        Lines,
+        lambda: Lines(lines=audit(target, settings.audit, epsilons[-1], curves, settings.attacks)),
+    ).lines
+    return Result(
+        task=task,
+        images=len(labels),
+        clean_score=float(clean.scores.double().mean()),
+        score_at_largest_epsilon={name: rows[-1].score for name, rows in run_of(curves).items()},
+        attacks=curves,
+        worst_case=worst_case(curves, task, len(labels)),
+        audit=lines,
+    )
+
+
+def refuse(settings: Robustness, task: Task) -> None:
+    """Raise UserError for what has no meaning with such labels, before anything is computed."""
+    if settings.survivors and (reason := task.needs_classes("share")):
+        raise UserError(f"robustness.survivors: found true, but {reason}; allowed: false")
+    for number, attack in enumerate(settings.attacks):
+        if reason := attack.refuses(task):
+            allowed = "fgsm, pgd or apgd with objective task, balance or routing_change"
+            raise UserError(f"robustness.attacks[{number}]: {reason}; allowed: {allowed}")
+
+
+def curve_of(
+    attack: Attack, target: Target, clean: Clean, epsilons: list[float], parts: Parts
+) -> Curve | Skipped:
+    """One row an epsilon; or why this model has nothing for the attack."""
+    if reason := attack.does_not_apply(target.model, target.task):
+        return Skipped(skipped=reason)
+
+    def row(epsilon: float) -> Row:
+        name = f"{attack.name} at {epsilon}"
+        return kept(parts, name, Row, lambda: row_of(attack, target, clean, epsilon))
+
+    return tuple(row(epsilon) for epsilon in epsilons)
+
+
+def row_of(attack: Attack, target: Target, clean: Clean, epsilon: float) -> Row:
+    """What is left at an epsilon.
+
+    Raises UserError where epsilon 0 does not reproduce the clean predictions.
+    """
+    adversarial = target.attacked(attack, epsilon)
+    prediction, routing = target.scored(adversarial)
+    if epsilon == 0 and not torch.equal(prediction, clean.prediction):
+        raise UserError(
+            f"robustness: {attack.name} at epsilon 0 changes predictions; the model is not "
+            "deterministic in evaluation mode"
+        )
+    task = target.task
+    unchanged = (adversarial == target.clean()).flatten(1).all(1)
+    # Where only some images were attacked, the others' routing would count as unmoved.
+    moved = target.only is None
+    return Row.of(
+        epsilon,
+        task,
+        task.worst(clean.scores, task.scores(prediction, target.labels)),
+        loss=float(task.test_loss(prediction, target.labels).mean()),
+        unchanged_images=float(unchanged.double().mean()),
+        routing_change=change_of_choice(clean.routing, routing) if moved else (),
+        processing_change=change_of_processing(clean.routing, routing) if moved else (),
+    )

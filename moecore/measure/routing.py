@@ -1,0 +1,223 @@
+"""Who decides which expert sees a token, and how steadily.
+
+Load, entropy, confidence, matches, sweeps over the router's settings, patches with their experts.
+"""
+
+from typing import Any, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import Layout, RoutingRecord
+from moecore.data.prepared import evenly_spread
+from moecore.data.views.views import Crop, ViewSettings
+from moecore.measure.base import Parts, Subject, kept
+from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolved, two_views
+from moecore.measure.routing_metrics.expert_use import agreement
+from moecore.measure.routing_metrics.layer_use import LayerUse, Use, layer_use
+from moecore.measure.routing_metrics.matching import (
+    AugmentedRow,
+    Chance,
+    LayerMatching,
+    Matching,
+    augmented_row,
+    chance,
+    layer_matching,
+)
+from moecore.measure.routing_metrics.overlays import Overlays, mid_slices, overlays
+from moecore.measure.routing_metrics.sweeps import Sample, Sweep, Sweeps, sweep
+from moecore.nn.backbones.model import Model
+from moecore.nn.correspondence import match_tokens, token_pairs
+from moecore.nn.predict import batches, predictions
+from moecore.training.guide import Guide
+
+PRESETS: tuple[Preset, ...] = (
+    "noise",
+    "shift",
+    "flip",
+    "crop",
+    "rotation",
+    "affine",
+    "brightness",
+    "contrast",
+    "randaugment",
+)
+
+
+class Routing(Config):
+    """Which test images the routing is measured on, and what is done to them and to the router."""
+
+    images: int = Field(
+        2000,
+        ge=1,
+        description="Test images, evenly spread over the split; the same for every method.",
+    )
+    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+    overlays: int = Field(
+        4, ge=0, le=16, description="Test images whose patches are shown with their experts."
+    )
+    views: ViewSettings = Field(
+        ViewSettings(crop=Crop(), flip=True),
+        description="Two random views of each image; their corresponding patches are compared "
+        "(PRC, table 4).",
+    )
+    augmentations: tuple[Preset | Augmentation, ...] = Field(
+        PRESETS, description="As views, kind by kind: presets, or {name, views, noise}."
+    )
+    augmentation_images: int = Field(
+        200,
+        ge=1,
+        description="Of those images, evenly spread, how many are shown under each of the "
+        "augmentations.",
+    )
+    sweeps: Sweeps = Field(
+        Sweeps(),
+        description="The trained weights under other k and other thresholds (ERMoE, figures S3 "
+        "and S5).",
+    )
+    seed: int = Field(0, ge=0, description="Of those views; every method sees the same ones.")
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [resolved(asked).name for asked in self.augmentations]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            again = ", ".join(twice)
+            raise ValueError(
+                f"augmentations: {again} stands there twice; each name is allowed once"
+            )
+        return self
+
+
+class RoutingLayer(LayerUse, Matching):
+    """One MoE layer's use of its experts, and what corresponding patches of two views share."""
+
+    teacher_agreement: float | None = None  # methods with a teacher's routers only
+
+
+class Result(Use, Matching):
+    """The means over the MoE layers, each layer, and the same weights under other conditions."""
+
+    images: int
+    teacher_agreement: float | None = None
+    layers: tuple[RoutingLayer, ...]
+    overlays: Overlays
+    chance: Chance
+    augmentations: tuple[AugmentedRow, ...]
+    sweeps: Sweep
+
+
+MEANS = (*Use.model_fields, *Matching.model_fields, "teacher_agreement")
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: a dense model has no router."""
+    return "a dense model has no routing" if subject.model.moe is None else None
+
+
+def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
+    """Everything about the routing of images of the test split."""
+    model = subject.model
+    test = subject.data.test
+    where = evenly_spread(len(test.images), settings.images)
+    images = test.images[where]
+    labels = test.labels[where]
+    _, records = predictions(model, images, settings.batch)
+    layers = layers_of(subject, records, images, settings)
+
+    def tried() -> Sweep:
+        few = evenly_spread(len(images), settings.sweeps.images)
+        sample = Sample(images[few], torch.from_numpy(labels[few]), subject.data.task)
+        return sweep(model, sample, settings.sweeps, settings.batch)
+
+    moe = model.experts_and_router
+    return Result(
+        images=len(images),
+        **means(layers),
+        layers=layers,
+        overlays=shown(images, records, settings.overlays, model.layout),
+        chance=chance(moe.experts.number, getattr(moe.router, "k", None)),
+        augmentations=augmented(model, images, settings, parts),
+        sweeps=kept(parts, "sweeps", Sweep, tried),
+    )
+
+
+def layers_of(
+    subject: Subject, records: tuple[RoutingRecord, ...], images: np.ndarray, settings: Routing
+) -> list[RoutingLayer]:
+    """Each MoE layer's use of its experts, its matches, and its agreement with the teacher."""
+    router = subject.model.experts_and_router.router
+    matches = matchings(subject.model, images, settings)
+    teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
+    layers = []
+    for place, (record, matching) in enumerate(zip(records, matches, strict=True)):
+        use = layer_use(record, getattr(router, "threshold", None), getattr(router, "k", None))
+        layer = RoutingLayer(**use.model_dump(), **matching.model_dump(exclude={"confidence"}))
+        if teacher:
+            theirs = match_tokens(teacher[place], record.probs.shape)
+            same = agreement(record.probs, theirs)
+            layer = layer.model_copy(update={"teacher_agreement": same})
+        layers.append(layer)
+    return layers
+
+
+def matchings(model: Model, images: np.ndarray, settings: Routing) -> list[LayerMatching]:
+    """How often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4)."""
+    asked = Augmentation(name="views", views=settings.views)
+    views = two_views(images, asked, settings.seed)
+    _, records = predictions(model, views.images, settings.batch)
+    pairs = token_pairs(views.affines, model.layout, special=False)
+    return [layer_matching(record, pairs, model.layout) for record in records]
+
+
+def augmented(
+    model: Model, images: np.ndarray, settings: Routing, parts: Parts
+) -> tuple[AugmentedRow, ...]:
+    """The matches under each augmentation; its draws do not depend on the others in the list."""
+    images = images[evenly_spread(len(images), settings.augmentation_images)]
+
+    def row(asked: Augmentation) -> AugmentedRow:
+        views = two_views(images, asked, settings.seed, *asked.name.encode())
+        return augmented_row(asked.name, model, views, settings.batch)
+
+    chosen = [resolved(preset, images.ndim == 5) for preset in settings.augmentations]
+    return tuple(
+        kept(parts, f"views {asked.name}", AugmentedRow, lambda asked=asked: row(asked))
+        for asked in chosen
+    )
+
+
+def teacher_probs(guide: Guide | None, images: np.ndarray, batch: int, device: str) -> list[Tensor]:
+    """The teacher's router on the images, (N, T, E) per MoE layer; [] where there is none."""
+    if guide is None or not guide.blocks:
+        return []
+    found = [
+        tuple(probs.cpu() for probs in guide.to(device)(pixels).probs)
+        for pixels in batches(images, batch, device)
+    ]
+    return [torch.cat(layer) for layer in zip(*found, strict=True)]
+
+
+def means(layers: list[RoutingLayer]) -> dict[str, Any]:
+    """Means over the MoE layers; None where a layer has no value."""
+    columns = {name: [getattr(layer, name) for layer in layers] for name in MEANS}
+    return {
+        name: None if None in values else sum(values) / len(values)
+        for name, values in columns.items()
+    }
+
+
+def shown(
+    images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: Layout
+) -> Overlays:
+    """Images with their patches' experts, evenly spread over all; of volumes the middle slices."""
+    if number:
+        where = evenly_spread(len(images), number)
+    else:
+        where = np.array([], int)
+    few = tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records)
+    if images.ndim == 5:
+        return mid_slices(images[where], few, layout)
+    return overlays(images[where], few)

@@ -1,0 +1,137 @@
+"""How stable the choice of experts is: between two views of an image, and over epochs of training.
+
+PRC, table 4; TGR-MoE. B images, P pairs of corresponding tokens per image, E experts, N images of
+the epochs, L MoE layers, T tokens.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.core.files import UserError
+
+
+class Matches(NamedTuple):
+    """Share of pairs, 0 to 1, that choose the same."""
+
+    top1: float  # best expert
+    top2_ordered: float  # best and second in this order
+    top2_sets: float  # two best as a set
+
+
+def matched_pairs(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> Tensor:
+    """How many pairs of each image agree, (B, 3) int64.
+
+    Columns: best expert, best and second in this order, two best as a set.  probs_1, probs_2:
+    (B, P, E), both sides of each pair, E ≥ 2; found: (B, P) bool, which pairs there are.  Ties go
+    to the lowest index.  Raises UserError where shapes differ, there is no pair, or E is 1.
+    """
+    _pairs(probs_1, probs_2, found)
+    ours = _two_best(probs_1)
+    theirs = _two_best(probs_2)
+    ordered = ours == theirs
+    sets = ordered.all(-1) | (ours == theirs.flip(-1)).all(-1)
+    return torch.stack(
+        [(same & found).sum(dim=1) for same in (ordered[..., 0], ordered.all(-1), sets)], dim=1
+    )
+
+
+def match_ratios(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> Matches:
+    """Match ratios of the experts that corresponding tokens choose, over all pairs (PRC, table 4).
+
+    Arguments as of ``matched_pairs``.
+    """
+    counts = matched_pairs(probs_1, probs_2, found).sum(dim=0)
+    pairs = int(found.sum())
+    return Matches(*(count / pairs for count in counts.tolist()))
+
+
+def chance_matches(experts: int) -> Matches:
+    """Match ratios of two routers that draw their experts evenly and independently.
+
+    1/E, 1/(E(E − 1)), 2/(E(E − 1)).  Raises UserError where there are fewer than two experts.
+    """
+    if experts < 2:
+        raise UserError(f"consistency: match ratios of {experts} experts; needed: at least two")
+    ordered = 1 / (experts * (experts - 1))
+    return Matches(1 / experts, ordered, 2 * ordered)
+
+
+def independent_top1(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> float:
+    """Top-1 match ratio of tokens that keep the experts' popularity but are paired at random.
+
+    Σ_e share₁(e) · share₂(e). It tells steadiness from collapse: a router that sends all tokens to
+    one expert always matches, and here has 1 too.  Arguments and errors as of ``matched_pairs``.
+    """
+    _pairs(probs_1, probs_2, found)
+    experts = probs_1.shape[-1]
+    shares = [
+        torch.bincount(probs[found].argmax(dim=-1), minlength=experts).double() / int(found.sum())
+        for probs in (probs_1, probs_2)
+    ]
+    return float((shares[0] * shares[1]).sum())
+
+
+def epoch_agreement(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
+    """Share of tokens whose best expert is the final model's, and the epoch before's (TGR-MoE).
+
+    first_experts: per epoch, (N, T) integers, the best expert of each token of the same N images.
+    Returns ``with_final``, one value an epoch (the last is 1), and ``consecutive``, one value from
+    each epoch to the next.  Raises UserError where there is no epoch, or shapes differ.
+    """
+    epochs = _epochs(first_experts)
+    return {
+        "with_final": [_agreement(experts, epochs[-1]) for experts in epochs],
+        "consecutive": [_agreement(before, after) for before, after in pairwise(epochs)],
+    }
+
+
+def epoch_agreement_by_layer(first_experts: Sequence[np.ndarray]) -> dict[str, list[list[float]]]:
+    """``epoch_agreement`` of each MoE layer: lists [layer][epoch].
+
+    Their mean over layers is that of all tokens.  first_experts: per epoch, (N, L, T) integers.
+    Raises UserError where there is no epoch, or shapes differ or have no layers.
+    """
+    epochs = _epochs(first_experts)
+    if epochs[0].ndim != 3:
+        raise UserError(
+            f"consistency: choices of shape {epochs[0].shape}; needed: (images, layers, tokens)"
+        )
+    layers = [
+        epoch_agreement([experts[:, layer] for experts in epochs])
+        for layer in range(epochs[0].shape[1])
+    ]
+    return {name: [layer[name] for layer in layers] for name in ("with_final", "consecutive")}
+
+
+def _epochs(first_experts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    epochs = [np.asarray(experts) for experts in first_experts]
+    shapes = sorted({experts.shape for experts in epochs})
+    if len(shapes) != 1 or epochs[0].size == 0:
+        found = f"{len(epochs)} epochs with choices of shape {shapes}"
+        needed = "at least one epoch, all of one shape (images, tokens)"
+        raise UserError(f"consistency: {found}; needed: {needed}")
+    return epochs
+
+
+def _pairs(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> None:
+    if probs_1.shape != probs_2.shape or found.shape != probs_1.shape[:-1]:
+        shapes = f"{tuple(probs_1.shape)}, {tuple(probs_2.shape)} and found {tuple(found.shape)}"
+        needed = "equal (images, pairs, experts), and found (images, pairs)"
+        raise UserError(f"consistency: probs of shape {shapes}; needed: {needed}")
+    if probs_1.shape[-1] < 2 or not found.any():
+        given = f"{int(found.sum())} pairs and {probs_1.shape[-1]} experts"
+        raise UserError(f"consistency: {given}; needed: at least one pair and two experts")
+
+
+def _two_best(probs: Tensor) -> Tensor:
+    # topk does not say who wins a tie
+    return probs.argsort(dim=-1, descending=True, stable=True)[..., :2]
+
+
+def _agreement(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float((ours == theirs).mean())

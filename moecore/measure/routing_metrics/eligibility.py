@@ -1,0 +1,75 @@
+"""Which weight the choice leaves out: functions of one MoE layer's scores or probs.
+
+ERMoE, supplement §6 and §8. B images, T tokens per image, E experts. Scores and probs are
+(B, T, E); with a threshold, a token's eligible experts are A = {e : score > threshold}, and without
+one all are.  Every function raises UserError where there is no token.
+"""
+
+from torch import Tensor
+
+from moecore.core.files import UserError
+
+# What a score counts at least as a weight, as in the router: above a negative threshold, scores may
+# be negative.
+_LEAST = 1e-6
+
+
+def fallback_rate(scores: Tensor, threshold: float) -> float:
+    """Share of tokens without any eligible expert: the router falls back to its global top-k.
+
+    §6, figure S3.
+    """
+    return below_k_rate(scores, threshold, 1)
+
+
+def below_k_rate(scores: Tensor, threshold: float, k: int) -> float:
+    """Share of tokens with fewer than ``k`` eligible experts (Algorithm 1, line 13)."""
+    return float((_eligible(scores, threshold).sum(dim=-1) < k).double().mean())
+
+
+def tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
+    """Weight of the eligible experts beyond the best ``k``, over that of all eligible ones.
+
+    Eq. 12; in [0, 1). Mean over the tokens that have an eligible expert; None where none has one.
+    Weights are the scores, at least 1e-6.
+    """
+    eligible = _eligible(scores, threshold)
+    # (tokens with an eligible expert, E)
+    weights = scores.double().clamp_min(_LEAST).where(eligible, 0)[eligible.any(dim=-1)]
+    if not len(weights):
+        return None
+    ordered = weights.sort(dim=-1, descending=True).values
+    return float((ordered[:, k:].sum(dim=-1) / ordered.sum(dim=-1)).mean())
+
+
+def tail_of_probs(probs: Tensor, k: int) -> float:
+    """Share of the probability outside a token's best ``k`` experts, mean over tokens.
+
+    Eq. 12 where every expert is eligible: Σ_{e > k} p_(e) / Σ_e p_(e), p_(1) ≥ p_(2) ≥ …; in
+    [0, 1 − k/E]: 0 for k ≥ E, 1 − k/E where no expert is preferred.
+    """
+    _some(probs, "probs")
+    ordered = probs.double().sort(dim=-1, descending=True).values
+    return float((ordered[..., k:].sum(dim=-1) / ordered.sum(dim=-1)).mean())
+
+
+def unchosen_mass(probs: Tensor, chosen: Tensor) -> float:
+    """Share of the probability outside the experts that a token chose, mean over tokens.
+
+    chosen: (B, T, E) bool.  Never below ``tail_of_probs`` at the largest number chosen; equal to it
+    at k where each token chose its best k. 1 for a token without experts.
+    """
+    _some(probs, "probs")
+    probs = probs.double()
+    return float((probs.masked_fill(chosen, 0).sum(dim=-1) / probs.sum(dim=-1)).mean())
+
+
+def _eligible(scores: Tensor, threshold: float) -> Tensor:
+    _some(scores, "scores")
+    return scores > threshold
+
+
+def _some(values: Tensor, name: str) -> None:
+    if not values.numel():
+        shape = f"{tuple(values.shape)} (images, tokens, experts)"
+        raise UserError(f"eligibility: {name} of shape {shape} hold no token")

@@ -1,0 +1,115 @@
+"""How the routing settles while a model is trained (TGR, §5.1; MoGE, figure 2).
+
+Its decisions on the same images are kept after every epoch, beside the checkpoint, so a training
+that was killed reports all epochs.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.core.records import RoutingRecord
+from moecore.core.tensors import read_tensors, write_tensors
+from moecore.data.prepared import Prepared
+from moecore.measure.routing_metrics.class_maps import class_maps
+from moecore.measure.routing_metrics.consistency import epoch_agreement, epoch_agreement_by_layer
+from moecore.measure.routing_metrics.expert_use import agreement
+from moecore.measure.routing_metrics.region_probe import (
+    keep_regions,
+    kept_regions,
+    probed_epochs,
+)
+from moecore.nn.backbones.model import Model
+from moecore.nn.predict import predictions
+from moecore.training.outcome import Settling
+
+IMAGES = 500  # of the validation split
+
+
+class Watch(NamedTuple):
+    """Looks at a model at the end of each epoch of its training; ``folder`` outlives the process.
+
+    A dense model has no routing to look at.
+    """
+
+    folder: Path
+    model: Model  # as it is used, on its device
+    data: Prepared
+    experts: tuple[str, ...]  # their names
+    epochs: int
+    seed: int  # of the random control of tissues, the same at all epochs
+
+    def look(self, epoch: int) -> None:
+        """Keep what the routing does on validation images after ``epoch`` (from 1)."""
+        if self.model.moe is None:
+            return
+        images = self.data.validation.images[:IMAGES]
+        labels = torch.from_numpy(np.array(self.data.validation.labels[:IMAGES]))
+        _, records = predictions(self.model, images, batch=250)
+        first = torch.stack([record.probs.argmax(dim=-1) for record in records], dim=1)
+        kept = {"first": first.to(torch.int16)}  # (N, layers, T)
+        maps = maps_of(records, labels, self.data)
+        if maps is not None:
+            kept["maps"] = maps.float()
+        write_tensors(_path(self.folder, epoch), kept)
+        if epoch in probed_epochs(self.epochs):
+            keep_regions(self.folder, epoch, self.model, self.data, self.experts, self.seed)
+
+    def settled(self) -> Settling:
+        """What was kept, over all epochs.
+
+        Raises UserError, naming the file, where an epoch is missing.
+        """
+        if self.model.moe is None:
+            return Settling()
+        epochs = range(1, self.epochs + 1)
+        kept = [read_tensors(_path(self.folder, epoch))[0] for epoch in epochs]
+        agreement = epoch_agreement([tensors["first"].flatten(1).numpy() for tensors in kept])
+        by_layer = epoch_agreement_by_layer([tensors["first"].numpy() for tensors in kept])
+        mapped = [epoch for epoch in shown_epochs(self.epochs) if "maps" in kept[epoch - 1]]
+        return Settling(
+            agreement_with_final=agreement["with_final"],
+            agreement_consecutive=agreement["consecutive"],
+            agreement_with_final_by_layer=by_layer["with_final"],
+            agreement_consecutive_by_layer=by_layer["consecutive"],
+            class_maps={str(epoch): _rounded(kept[epoch - 1]["maps"]) for epoch in mapped},
+            region_routing=kept_regions(self.folder, self.data, self.epochs),
+        )
+
+
+def survived(before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]) -> Settling:
+    """How much of the routing of the same images fine-tuning leaves as it was, for each layer."""
+    layers = zip(before, after, strict=True)
+    kept = [agreement(one.probs, other.probs) for one, other in layers]
+    return Settling(routing_agreement_before_after=kept)
+
+
+def shown_epochs(epochs: int) -> list[int]:
+    """The epochs, from 1, whose class maps are shown: the first, after each third, the last."""
+    return sorted({1, max(1, epochs // 3), max(1, 2 * epochs // 3), epochs})
+
+
+def maps_of(records: Sequence[RoutingRecord], labels: Tensor, data: Prepared) -> Tensor | None:
+    """Class maps (K, layers, E) of images (N,); None where labels are no classes.
+
+    An image of several classes counts for each of them.
+    """
+    members = data.task.by_class(labels)
+    if members is None:
+        return None
+    rows, classes = members
+    chosen = [record._replace(probs=record.probs[rows]) for record in records]
+    return class_maps(chosen, classes, data.task.outputs)
+
+
+def _rounded(maps: Tensor) -> list:
+    # Pages show three digits; five keep a result of many classes small.
+    return [[[round(value, 5) for value in layer] for layer in row] for row in maps.tolist()]
+
+
+def _path(folder: Path, epoch: int) -> Path:
+    return folder / "epochs" / f"{epoch:04d}.safetensors"

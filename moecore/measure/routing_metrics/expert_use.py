@@ -1,0 +1,121 @@
+"""Routing metrics: pure functions of one MoE layer's tensors, or of several layers' records.
+
+B images, T tokens per image, E experts. Probabilities and masks are (B, T, E).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.records import RoutingRecord
+
+
+class Confidence(Config):
+    """How sure a router is: highest, second and other probs, mean over tokens (PRC, table 5)."""
+
+    highest: float
+    second: float
+    others: float
+
+
+def expert_counts(chosen: Tensor) -> Tensor:
+    """Tokens that chose each expert; (B, T, E) bool to (E,) int64."""
+    return chosen.flatten(0, -2).sum(dim=0)
+
+
+def load_cv2(counts: Tensor) -> float:
+    """Squared coefficient of variation of the counts (E,): population variance / mean².
+
+    0 at perfect balance, E − 1 at collapse.
+    Raises UserError where no token chose an expert.
+    """
+    _used(counts)
+    counts = counts.double()
+    return float(counts.var(unbiased=False) / counts.mean().square())
+
+
+def normalised_entropy(counts: Tensor) -> float:
+    """Entropy of expert use / ln E, from the counts (E,) (TGR).
+
+    1 at perfect balance, 0 at collapse; 1 where there is one expert.
+    Raises UserError where no token chose an expert.
+    """
+    _used(counts)
+    if len(counts) == 1:
+        return 1.0
+    share = counts.double() / counts.sum()
+    return float(torch.special.entr(share).sum() / math.log(len(counts)))
+
+
+def confidence(probs: Tensor) -> Confidence:
+    """Mean highest, second and remaining probability of a token (PRC, table 5); probs (B, T, E)."""
+    ordered = probs.double().flatten(0, -2).sort(dim=-1, descending=True).values.mean(dim=0)
+    return Confidence(
+        highest=float(ordered[0]),
+        second=float(ordered[1:2].sum()),
+        others=float(ordered[2:].sum()),
+    )
+
+
+def token_entropy(probs: Tensor) -> float:
+    """Mean entropy of a token's probs (B, T, E), in nats.
+
+    0 where every token is certain, ln E where none prefers an expert.
+    """
+    return float(torch.special.entr(probs.double()).sum(dim=-1).mean())
+
+
+def agreement(ours: Tensor, theirs: Tensor) -> float:
+    """Share of tokens whose most probable expert is the same in both (TGR).
+
+    probs (B, T, E), ties to the lowest index.
+    """
+    _alike(ours, theirs)
+    return float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
+
+
+def iou(before: Tensor, after: Tensor) -> float:
+    """Mean over tokens of |before ∩ after| / |before ∪ after|; (B, T, E) bool.
+
+    Two empty sets count as 1.
+    """
+    _alike(before, after)
+    common = (before & after).sum(-1).double()
+    either = (before | after).sum(-1).double()
+    return float(torch.where(either > 0, common / either.clamp(min=1), 1.0).mean())
+
+
+def change_of_choice(
+    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
+) -> list[float]:
+    """Routing change 1 − IoU of the experts chosen before capacity.
+
+    One value a layer; [] for a dense model.
+    """
+    return [1 - iou(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
+
+
+def change_of_processing(
+    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
+) -> list[float]:
+    """Routing change 1 − IoU of the experts that processed a token.
+
+    It differs from the choice only where capacity is on.
+    """
+    return [1 - iou(a.combine != 0, b.combine != 0) for a, b in zip(before, after, strict=True)]
+
+
+def _used(counts: Tensor) -> None:
+    if int(counts.sum()) == 0:
+        none = f"no token chose any of the {len(counts)} experts"
+        raise UserError(f"routing: {none}; the router's records are empty")
+
+
+def _alike(a: Tensor, b: Tensor) -> None:
+    if a.shape != b.shape:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)} (images, tokens, experts)"
+        raise UserError(f"routing: records of shape {shapes} cannot be compared token by token")

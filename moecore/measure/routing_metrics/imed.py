@@ -1,0 +1,57 @@
+"""How far two maps of expert probabilities lie apart when neighbours on the grid are similar: IMED.
+
+E experts on a grid of r rows and c columns, row by row.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from moecore.nn.expert_map import map_shape
+
+SIGMA = 1.0  # of Wang, Zhang & Feng (2005), which MoGE's table 1 uses
+
+
+def metric(rows: int, columns: int, sigma: float = SIGMA) -> Tensor:
+    """G (E, E) in fp64 with G_ij = exp(−|P_i − P_j|² / 2σ²) / (2πσ²), P the grid positions.
+
+    Wang et al. (2005), eq. 8. Positive definite.
+    """
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    places = torch.stack([row.flatten(), column.flatten()], dim=1).double()
+    squared = (places[:, None] - places[None]).square().sum(dim=-1)
+    return torch.exp(-squared / (2 * sigma**2)) / (2 * math.pi * sigma**2)
+
+
+def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
+    """d² = (u − v)ᵀ G (u − v) of each pair of maps; (…, E) twice to (…) fp64 ≥ 0.
+
+    The distance itself is its root.
+    Two distant one-hot maps have d² = 1/π = 0.318, two adjacent ones (1 − exp(−1/2))/π = 0.125.
+    Raises ValueError where shapes differ.
+    """
+    if before.shape != after.shape:
+        shapes = f"{tuple(before.shape)} and {tuple(after.shape)}"
+        raise ValueError(f"IMED of maps of shapes {shapes}; they must be equal")
+    change = before.double() - after.double()
+    weights = metric(*map_shape(change.shape[-1]), sigma).to(change.device)
+    return ((change @ weights) * change).sum(dim=-1).clamp_min(0)  # rounding may fall below 0
+
+
+def mean_imed(
+    before: tuple[Tensor, ...], after: tuple[Tensor, ...], sigma: float = SIGMA
+) -> tuple[Tensor, Tensor]:
+    """Each image's d and d², averaged over its tokens and over layers.
+
+    One (N, T, E) of probs per MoE layer twice, to (N,) fp64 twice. The mean of d is taken over the
+    tokens' own distances: it is not the root of the mean of d².  Raises ValueError where there is
+    no layer.
+    """
+    if not before:
+        raise ValueError("IMED of a model without MoE layers")
+    layers = [squared_imed(u, v, sigma) for u, v in zip(before, after, strict=True)]
+    return (
+        torch.stack([d2.sqrt().mean(dim=1) for d2 in layers]).mean(dim=0),
+        torch.stack([d2.mean(dim=1) for d2 in layers]).mean(dim=0),
+    )

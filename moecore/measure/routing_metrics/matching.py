@@ -1,0 +1,163 @@
+"""How often corresponding patches in two views of an image get the same experts (PRC, tables 4, 5).
+
+N images, T tokens per view, E experts.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import Layout, RoutingRecord
+from moecore.data.views.views import Views
+from moecore.measure.routing_metrics.chance import chance_iou, chance_overlap
+from moecore.measure.routing_metrics.consistency import (
+    chance_matches,
+    independent_top1,
+    match_ratios,
+    matched_pairs,
+)
+from moecore.measure.routing_metrics.expert_use import Confidence, confidence, iou
+from moecore.nn.backbones.model import Model
+from moecore.nn.correspondence import TokenPairs, sides, token_pairs
+from moecore.nn.predict import predictions
+from moecore.statistics.intervals import bootstrap
+
+NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
+
+
+class Matching(Config):
+    """What corresponding patches of two views share, and the same by chance."""
+
+    match_top1: float  # share of pairs with the same best expert
+    match_top2_ordered: float  # the same two best in this order
+    match_top2_sets: float  # the same two best
+    independent_top1: float  # match_top1 of draws with the experts' own popularity
+    chosen_iou: float  # of the chosen sets
+    chance_iou: float  # of even draws of as many
+
+
+class LayerMatching(Matching):
+    """One MoE layer's."""
+
+    confidence: Confidence
+
+
+class MatchingLimits(Config):
+    """95 % intervals of the match ratios, averaged over layers."""
+
+    match_top1_low: float
+    match_top1_high: float
+    match_top2_ordered_low: float
+    match_top2_ordered_high: float
+    match_top2_sets_low: float
+    match_top2_sets_high: float
+
+
+class AugmentedRow(Matching, MatchingLimits):
+    """Means over the MoE layers under one augmentation."""
+
+    name: str
+    pairs: int
+    confidence: Confidence
+    layers: tuple[LayerMatching, ...]
+    draws: str  # a digest of the views: equal where two models saw the same
+
+
+class Chance(Config):
+    """Match ratios of even, independent draws of a number of experts."""
+
+    match_top1: float
+    match_top2_ordered: float
+    match_top2_sets: float
+    chosen_iou: float | None = None  # None where a token's number of experts is not set
+
+
+def augmented_row(name: str, model: Model, views: Views, batch: int) -> AugmentedRow:
+    """What partners in both ``views`` share, as means over the MoE layers, and each layer's."""
+    _, records = predictions(model, views.images, batch)
+    pairs = token_pairs(views.affines, model.layout, special=False)
+    layers = [layer_matching(record, pairs, model.layout) for record in records]
+    means = {
+        field: sum(getattr(layer, field) for layer in layers) / len(layers)
+        for field in Matching.model_fields
+    }
+    return AugmentedRow(
+        name=name,
+        pairs=int(pairs.found.sum()),
+        **means,
+        **match_limits(records, pairs, model.layout).model_dump(),
+        confidence=_mean_confidence(layers),
+        layers=layers,
+        draws=digest(views),
+    )
+
+
+def layer_matching(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> LayerMatching:
+    """What partners of one MoE layer share; record: fields (2N, T, E), first all first views.
+
+    Experts are ranked by their logits: the order of the probs, but without the ties of those that
+    an eigenbasis router clamps.
+    """
+    ours, theirs = sides(record.logits, pairs, layout)
+    ratios = match_ratios(ours, theirs, pairs.found)
+    sets = [side[pairs.found] for side in sides(record.chosen, pairs, layout)]
+    return LayerMatching(
+        **dict(zip(NAMES, ratios, strict=True)),
+        independent_top1=independent_top1(ours, theirs, pairs.found),
+        chosen_iou=iou(*sets),
+        chance_iou=chance_overlap(*sets),
+        confidence=confidence(record.probs),
+    )
+
+
+def match_limits(
+    records: tuple[RoutingRecord, ...], pairs: TokenPairs, layout: Layout
+) -> MatchingLimits:
+    """Intervals by the bootstrap over images, as an image's pairs are not independent."""
+    by_layer = [
+        matched_pairs(*sides(record.logits, pairs, layout), pairs.found) for record in records
+    ]
+    counts = torch.stack(by_layer).double().mean(dim=0).numpy()
+    number = pairs.found.sum(dim=1).numpy()
+    counts = counts[number > 0]
+    number = number[number > 0]
+    limits: dict[str, Any] = {}
+    for column, name in enumerate(NAMES):
+        found = bootstrap(
+            lambda chosen, hits=counts[:, column]: float(hits[chosen].sum() / number[chosen].sum()),
+            len(number),
+            lowest=0.0,
+        )
+        limits[f"{name}_low"] = found.low
+        if found.high is None:
+            limits[f"{name}_high"] = None
+        else:
+            limits[f"{name}_high"] = min(1.0, found.high)
+    return MatchingLimits(**limits)
+
+
+def chance(experts: int, k: int | None) -> Chance:
+    """What even draws of ``k`` of ``experts`` experts share; UserError for fewer than two."""
+    matches = dict(zip(NAMES, chance_matches(experts), strict=True))
+    return Chance(**matches, chosen_iou=None if k is None else chance_iou(experts, k))
+
+
+def digest(views: Views) -> str:
+    """16 hexadecimal digits of the views' bytes."""
+    return hashlib.sha256(_bytes(views.affines) + _bytes(views.images)).hexdigest()[:16]
+
+
+def _mean_confidence(layers: list[LayerMatching]) -> Confidence:
+    return Confidence(
+        **{
+            field: sum(getattr(layer.confidence, field) for layer in layers) / len(layers)
+            for field in Confidence.model_fields
+        }
+    )
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.cpu().contiguous().numpy().tobytes()

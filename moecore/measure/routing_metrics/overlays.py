@@ -1,0 +1,97 @@
+"""Which expert sees which patch: the routing of a few images as small grids of expert indices."""
+
+import base64
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.records import Layout, RoutingRecord
+
+PREFIX = 2  # at most a class token and a distillation token stand before the patches
+
+
+class Overlays(Config):
+    """A few images, and which expert has the largest combine weight in each of their patches."""
+
+    shape: tuple[int, int, int, int]  # (N, C, H, W)
+    pixels: str  # base64 of the bytes
+    experts: int  # 0 for a dense model
+    grids: tuple[tuple[tuple[str, ...], ...], ...]
+    """[layer][image]: rows of text, one index a patch, "-" where no expert processed it."""
+
+    def images(self) -> np.ndarray:
+        """The images uint8 (N, C, H, W)."""
+        return np.frombuffer(base64.b64decode(self.pixels), np.uint8).reshape(self.shape)
+
+
+def overlays(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> Overlays:
+    """The images with the experts of their patches.
+
+    images: (N, C, H, W) uint8; records: fields (N, T, E), T a square number of patches after at
+    most two prefix tokens.  Raises UserError where the patches form no square grid.
+    """
+    return _stored(images, records, [_grids(record) for record in records] if len(images) else [])
+
+
+def mid_slices(volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: Layout) -> Overlays:
+    """``overlays`` of volumes: the middle axial slice of each, and the experts of its patches.
+
+    volumes: (N, C, D, H, W) in [0, 1], axes right, anterior, superior; records: fields (N, T, E) of
+    tokens that lie as ``layout`` says.  The slice lies in the patches' middle row along the last
+    axis and is turned so that anterior is up and right is right.
+    """
+    row = layout.grid[2] // 2
+    depth = layout.size[2] // layout.grid[2]
+    slices = volumes[..., row * depth + depth // 2]
+    images = np.rint(np.clip(np.asarray(slices, np.float32), 0, 1) * 255).astype(np.uint8)
+    grids = [
+        _best(record.combine[:, layout.special :]).reshape(-1, *layout.grid)[..., row].numpy()
+        for record in records
+    ]
+    return _stored(_turned(images), records, [_turned(grid) for grid in grids])
+
+
+def _turned(planes: np.ndarray) -> np.ndarray:
+    """(…, right, anterior) to rows from anterior down and columns from left to right."""
+    return np.ascontiguousarray(planes.swapaxes(-1, -2)[..., ::-1, :])
+
+
+def _stored(
+    images: np.ndarray, records: tuple[RoutingRecord, ...], grids: list[np.ndarray]
+) -> Overlays:
+    return Overlays(
+        shape=images.shape,
+        pixels=base64.b64encode(np.ascontiguousarray(images).tobytes()).decode(),
+        experts=records[0].combine.shape[-1] if records else 0,
+        grids=[[_rows(grid) for grid in layer] for layer in grids] if len(images) else [],
+    )
+
+
+def grid_of(rows: Sequence[str]) -> np.ndarray:
+    """Expert indices (rows, columns) of one grid; −1 where no expert processed the patch."""
+    return np.array([[-1 if cell == "-" else int(cell) for cell in row.split()] for row in rows])
+
+
+def _grids(record: RoutingRecord) -> np.ndarray:
+    """(N, rows, columns) expert index of each patch, −1 for none."""
+    weights = record.combine
+    tokens = weights.shape[1]
+    side = math.isqrt(tokens)
+    if tokens - side * side > PREFIX:
+        grid = f"no square grid of patches after at most {PREFIX} other tokens"
+        raise UserError(f"routing: {tokens} tokens are {grid}; set routing.overlays to 0")
+    return _best(weights)[:, tokens - side * side :].reshape(-1, side, side).numpy()
+
+
+def _best(weights: Tensor) -> Tensor:
+    """The expert of the largest of the weights (N, T, E), −1 where all are 0; (N, T)."""
+    return torch.where(weights.amax(-1) > 0, weights.argmax(-1), -1)
+
+
+def _rows(grid: np.ndarray) -> list[str]:
+    return [" ".join("-" if cell < 0 else str(cell) for cell in row) for row in grid]

@@ -1,0 +1,90 @@
+"""Which experts the last MoE layer chooses on volumes that keep one tissue, and on a control.
+
+Source: ERMoE-ba, supplement §3.
+
+N volumes, R tissues, D × H × W voxels, T tokens, E experts.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_max_pool3d
+
+from moecore.core.files import UserError
+from moecore.data.volumes.isolate import isolate
+from moecore.nn.backbones.model import Model
+from moecore.nn.predict import predictions
+from moecore.training.outcome import RegionRow
+
+BEST = 2  # experts named per tissue, as in figure S1
+
+
+def region_routing(
+    model: Model,
+    volumes: np.ndarray,
+    regions: np.ndarray,
+    tissues: Sequence[str],
+    experts: Sequence[str],
+    seed: int = 0,
+    batch: int = 32,
+) -> list[RegionRow]:
+    """One row per tissue, then one per control ``random_<tissue>``.
+
+    A row names the two experts of the highest mean score, and says what share of tokens chose each.
+    volumes: (N, 1, D, H, W) floating point in [0, 1]; regions: uint8 (N, R, D, H, W), tissue share
+    × 255, R as ``tissues``; experts: the names of the E experts.  Means are over the tokens of all
+    volumes whose cube keeps any voxel; scores are the router's logits before noise (cosines, for an
+    eigenbasis router).  Shares sum to the number of experts a token has, less what was pruned.
+    Raises UserError for a model without MoE layers, for numbers that do not fit, and where no token
+    keeps any voxel.
+    """
+    if len(volumes) != len(regions) or regions.shape[1] != len(tissues):
+        found = f"{len(volumes)} volumes, and maps of shape {regions.shape} for {len(tissues)}"
+        raise UserError(f"region routing: {found} tissues; they must fit")
+    images = torch.from_numpy(np.array(volumes))
+    found = []
+    controls = []
+    for channel, tissue in enumerate(tissues):
+        share = torch.from_numpy(np.array(regions[:, channel]))
+        random = shuffled(share, images[:, 0] > 0, seed + channel)
+        found.append(_row(tissue, model, isolate(images, share), experts, batch))
+        controls.append(_row(f"random_{tissue}", model, isolate(images, random), experts, batch))
+    return [*found, *controls]
+
+
+def shuffled(share: Tensor, brain: Tensor, seed: int) -> Tensor:
+    """The same shares (N, D, H, W) at random places of the same volume's ``brain``, a bool mask.
+
+    Of each volume as many voxels are kept, with as large shares, as of the tissue inside the brain;
+    outside of it nothing is. seed: the i-th volume's places depend on it and on i alone.
+    """
+    found = torch.zeros_like(share)
+    for index, (values, place) in enumerate(zip(share, brain, strict=True)):
+        inside = values[place].numpy()
+        mixed = np.random.default_rng([seed, index]).permutation(inside)
+        found[index][place] = torch.from_numpy(mixed)
+    return found
+
+
+def _row(name: str, model: Model, volumes: Tensor, experts: Sequence[str], batch: int) -> RegionRow:
+    _, records = predictions(model, volumes, batch)
+    if not records:
+        raise UserError("region routing: the model has no MoE layers")
+    layout = model.layout
+    record = records[-1]
+    held = adaptive_max_pool3d(volumes.float(), layout.grid).flatten(1) > 0  # (N, P)
+    if not held.any() or record.logits.shape[-1] != len(experts):
+        named = f"{len(experts)} experts are named of {record.logits.shape[-1]}"
+        found = f"{int(held.sum())} tokens keep a voxel, and {named}"
+        needed = "one token at least, and a name for each expert"
+        raise UserError(f"region routing: {found}; needed: {needed}")
+    scores = record.logits[:, layout.special :][held].double().mean(dim=0)
+    share = record.chosen[:, layout.special :][held].double().mean(dim=0)
+    best = scores.argsort(descending=True, stable=True)[:BEST].tolist()
+    return RegionRow(
+        region=name,
+        experts=[(experts[index], float(scores[index])) for index in best],
+        share=dict(zip(experts, share.tolist(), strict=True)),
+    )

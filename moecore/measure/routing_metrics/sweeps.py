@@ -1,0 +1,139 @@
+"""The same weights under another router setting at test time: sweeps over k and over the threshold.
+
+ERMoE, figures S3 and S5. N images.
+"""
+
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.measure.routing_metrics.setting_row import SettingValues, setting_values
+from moecore.nn.backbones.model import BackboneModel, Model
+from moecore.nn.predict import device_of, predictions
+from moecore.nn.routers import Router
+from moecore.nn.routers.eigenbasis import Eigenbasis
+from moecore.nn.routers.soft_slots import SoftSlots
+from moecore.tasks import AnyTask
+from moecore.training.guide import Guided
+
+
+class Sweeps(Config):
+    """Which settings of the router are tried on the trained weights.
+
+    Nothing is chosen by them: they only show what was at stake.
+    """
+
+    k: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1, 2, 4),
+        description="Experts per token; those above a model's number of experts are left out",
+    )
+    threshold: tuple[Annotated[float, Field(ge=-1, le=1)], ...] = Field(
+        (0.1, 0.3, 0.5, 0.7, 0.9),
+        description="Thresholds of routers that have one (a cosine); the others have no such sweep",
+    )
+    images: int = Field(
+        300,
+        ge=1,
+        description="Of the images that the routing is measured on, evenly spread; the same for "
+        "every method",
+    )
+
+
+class KRow(SettingValues):
+    """With ``k`` experts a token."""
+
+    k: int
+    own: bool  # whether the model was trained with it
+
+
+class ThresholdRow(SettingValues):
+    """With another threshold of the router."""
+
+    threshold: float
+    own: bool
+
+
+class Sweep(Config):
+    """Rows of both sweeps; none for a router without k or without a threshold."""
+
+    k: tuple[KRow, ...]
+    threshold: tuple[ThresholdRow, ...]
+
+
+class Sample(NamedTuple):
+    """What a setting is tried on."""
+
+    images: np.ndarray  # as ``predictions`` takes them
+    labels: Tensor
+    task: AnyTask
+
+
+def with_router(model: Model, router: Router) -> Model:
+    """A new model of the same weights, device and mode whose MoE layers follow ``router``.
+
+    The given model and the global RNG stay as they are.  model: of a backbone, with MoE layers, or
+    Guided: the new one then shares its guide.  router: of the model's own kind.
+    """
+    if isinstance(model, Guided):
+        guided = Guided(_following(model.model, router), model.guide)
+        guided.training = model.training  # not train(): that would reach the guide
+        return guided
+    return _following(model, router)
+
+
+def _following(model: Model, router: Router) -> BackboneModel:
+    moe = model.experts_and_router.model_copy(update={"router": router})
+    with torch.random.fork_rng(devices=[]):  # drawn and then overwritten
+        other = model.config.build(model.image, moe)
+    other.load_state_dict(model.state_dict())
+    return other.to(device_of(model)).train(model.training)
+
+
+def over_k(model: Model, sample: Sample, numbers: tuple[int, ...], batch: int) -> list[KRow]:
+    """One row for each k ≤ E of ``numbers``; [] for a router without k (soft slots)."""
+    router = model.experts_and_router.router
+    if isinstance(router, SoftSlots):
+        return []
+    allowed = [k for k in numbers if k <= model.experts_and_router.experts.number]
+    return [
+        KRow(
+            k=k,
+            own=k == router.k,
+            **_values(model, router.with_k(k), k, sample, batch).model_dump(),
+        )
+        for k in allowed
+    ]
+
+
+def over_threshold(
+    model: Model, sample: Sample, thresholds: tuple[float, ...], batch: int
+) -> list[ThresholdRow]:
+    """As ``over_k``, one row for each threshold; [] for a router without a threshold."""
+    router = model.experts_and_router.router
+    if not isinstance(router, Eigenbasis):
+        return []
+    rows = []
+    for threshold in thresholds:
+        changed = router.model_copy(update={"threshold": threshold})
+        values = _values(model, changed, router.k, sample, batch)
+        own = threshold == router.threshold
+        rows.append(ThresholdRow(threshold=threshold, own=own, **values.model_dump()))
+    return rows
+
+
+def sweep(model: Model, sample: Sample, settings: Sweeps, batch: int) -> Sweep:
+    """Both sweeps of a model with MoE layers."""
+    return Sweep(
+        k=over_k(model, sample, settings.k, batch),
+        threshold=over_threshold(model, sample, settings.threshold, batch),
+    )
+
+
+def _values(model: Model, router: Router, k: int, sample: Sample, batch: int) -> SettingValues:
+    prediction, records = predictions(with_router(model, router), sample.images, batch)
+    threshold = getattr(router, "threshold", None)
+    return setting_values(prediction, sample.labels, sample.task, records, k, threshold)

@@ -1,0 +1,177 @@
+"""How steady choice of experts and prediction are under Gaussian noise (PRC, figures 5 and 1)."""
+
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import RoutingRecord
+from moecore.data.corruptions.digital import bytes_of
+from moecore.data.corruptions.draws import directions, with_noise
+from moecore.data.prepared import evenly_spread
+from moecore.measure.base import Estimate, Parts, Subject, kept, why_not_flat
+from moecore.measure.noisy.noise import changes_by_image
+from moecore.measure.noisy.ramp import Ramp, ramp, ramp_probs
+from moecore.measure.routing_metrics.expert_use import agreement
+from moecore.measure.routing_metrics.overlays import Overlays, overlays
+from moecore.nn.backbones.model import Model
+from moecore.nn.predict import predictions
+from moecore.statistics.intervals import bootstrap_mean
+from moecore.tasks import AnyTask
+
+Sigma = Annotated[float, Field(gt=0, le=1)]
+
+
+class Stability(Config):
+    """Which images get noise, how much, and what counts as a jump."""
+
+    images: int | None = Field(
+        100,
+        ge=1,
+        description="Test images, evenly spread over the split, the same for every method; "
+        "null takes all.",
+    )
+    overlays: int = Field(
+        4,
+        ge=0,
+        le=8,
+        description="Of these, how many are shown with their patches' experts and their ramps.",
+    )
+    sigmas: tuple[Sigma, ...] = Field(
+        (0.05, 0.1, 0.2),
+        min_length=1,
+        description="Standard deviations of the noise; pixels lie in [0, 1].",
+    )
+    sigma_max: float = Field(
+        0.2, gt=0, le=1, description="Where the ramp of one fixed noise an image ends."
+    )
+    steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
+    jump: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="A step is a jump where the true class's probability moves by more.",
+    )
+    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+    seed: int = Field(0, ge=0, description="Of the noise; every method sees the same.")
+
+
+class NoiseRow(Config):
+    """Images with noise of one sigma; lists have a value per MoE layer, none for a dense model."""
+
+    sigma: float
+    score: float  # the task's, with its 95 % limits
+    low: float | None
+    high: float | None
+    correct: int
+    selection_change: tuple[float, ...]  # 1 − IoU of the experts chosen
+    selection_low: tuple[float | None, ...]
+    selection_high: tuple[float | None, ...]
+    agreement: float | None  # share of tokens with the same best expert; mean over layers
+    agreement_by_layer: tuple[float, ...]
+
+
+class NoisyOverlays(Overlays):
+    """Images with noise, and the experts of their patches."""
+
+    sigma: float  # 0: the clean images
+
+
+class Result(Config):
+    """Noise drawn for each sigma, and along one fixed direction an image."""
+
+    images: int
+    noise: tuple[NoiseRow, ...]
+    ramp: Ramp
+    overlays: tuple[NoisyOverlays, ...]  # clean first; none for a dense model
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: it needs flat images of one class each, whose probability is followed."""
+    return why_not_flat(subject, "decision")
+
+
+def measure(subject: Subject, settings: Stability, parts: Parts) -> Result:
+    """Both kinds of noise, and pictures of the first."""
+    model = subject.model
+    test = subject.data.test
+    where = evenly_spread(len(test.labels), settings.images)
+    images = test.images[where]
+    labels = torch.from_numpy(test.labels[where])
+    drawn = directions(where, images.shape[1:], settings.seed)
+    _, clean = predictions(model, images, settings.batch)
+
+    def noisy(sigma: float) -> NoiseRow:
+        pixels = with_noise(images, drawn, sigma)
+        return noise_row(model, clean, pixels, labels, subject.data.task, sigma, settings.batch)
+
+    def along() -> Ramp:
+        sigmas = (settings.sigma_max * np.arange(settings.steps + 1) / settings.steps).tolist()
+        probs = ramp_probs(model, images, drawn, sigmas, settings.batch)
+        return ramp(probs, labels, where, sigmas, settings.jump, few)
+
+    if settings.overlays:
+        few = evenly_spread(len(labels), settings.overlays)
+    else:
+        few = np.array([], int)
+    noise = tuple(
+        kept(parts, f"noise {sigma}", NoiseRow, lambda sigma=sigma: noisy(sigma))
+        for sigma in sorted(settings.sigmas)
+    )
+    return Result(
+        images=len(labels),
+        noise=noise,
+        ramp=kept(parts, "ramp", Ramp, along),
+        overlays=shown_under_noise(model, images[few], drawn[few], settings) if len(few) else (),
+    )
+
+
+def noise_row(
+    model: Model,
+    clean: tuple[RoutingRecord, ...],
+    pixels: Tensor,
+    labels: Tensor,
+    task: AnyTask,
+    sigma: float,
+    batch: int,
+) -> NoiseRow:
+    """The score on images with noise, and per MoE layer how far the choice of experts moved."""
+    prediction, noisy = predictions(model, pixels, batch)
+    hits = task.scores(prediction, labels)
+    score = task.interval(hits)
+    changes = [mean_of(layer) for layer in changes_by_image(clean, noisy)]
+    same = [agreement(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
+    return NoiseRow(
+        sigma=sigma,
+        score=score.value,
+        low=score.low,
+        high=score.high,
+        correct=int(hits.sum()),
+        selection_change=[change.value for change in changes],
+        selection_low=[change.low for change in changes],
+        selection_high=[change.high for change in changes],
+        agreement=float(np.mean(same)) if same else None,
+        agreement_by_layer=same,
+    )
+
+
+def mean_of(values: Tensor) -> Estimate:
+    """Mean of one value an image, (N,), with its 95 % bootstrap interval."""
+    return Estimate.of(bootstrap_mean(values.double().numpy()))
+
+
+def shown_under_noise(
+    model: Model, images: np.ndarray, drawn: Tensor, settings: Stability
+) -> tuple[NoisyOverlays, ...]:
+    """The images with their patches' experts, clean first; () for a dense model."""
+    rows = []
+    for sigma in (0.0, *sorted(settings.sigmas)):
+        pixels = with_noise(images, drawn, sigma)
+        _, records = predictions(model, pixels, settings.batch)
+        if records:
+            shown = overlays(bytes_of(pixels.numpy()), records)
+            rows.append(NoisyOverlays(sigma=sigma, **shown.model_dump()))
+    return tuple(rows)

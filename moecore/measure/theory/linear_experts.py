@@ -1,0 +1,241 @@
+"""Linear experts with fixed routing: both sides of Theorems 1 and 2 of Puigcerver et al. (2022).
+
+In fp64. E experts, D dimensions, N_i points of expert i, r rank of a subspace. Z = XᵀX,
+Z_i = X_iᵀX_i, ⁺ is the pseudo-inverse.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from moecore.measure.theory.drawn_parts import Part
+
+_TIES = 1e-9  # relative gap below which two singular values, or two overlaps, are the same number
+
+
+class Solved(NamedTuple):
+    """Least squares of one part."""
+
+    weights: np.ndarray  # (D,), the shortest minimiser
+    inverse: np.ndarray  # (D, D) = (XᵀX)⁺
+    span: np.ndarray  # (D, rank), orthonormal, of Xᵀ
+
+
+class Theorem1(NamedTuple):
+    """The two sides of Theorem 1, ‖w*‖² ≥ Σ_i [‖w_i*‖ − ε1‖Xᵀy‖ − ε2 Σ_{j≠i} ‖X_jᵀy_j‖]₊².
+
+    The paper's theorem prints the plus sign at the last norm, where it does nothing; its proof
+    (appendix A) prints it at the whole bracket before the square. Only that reading is true:
+    without it a bracket below 0 counts as its square (``literal``), and E equal points
+    x_i = y_i = 1 would need 1 = ‖w*‖² ≥ E(2 − 2E)².
+    """
+
+    dense: float  # ‖w*‖
+    experts: np.ndarray  # (E,) ‖w_i*‖
+    epsilon_1: float
+    epsilon_2: float
+    right: float
+    literal: float  # the right-hand side as printed in the theorem
+
+    @property
+    def ratio(self) -> float:
+        """max_i ‖w_i*‖ / ‖w*‖, the experts' Lipschitz constant over the dense model's.
+
+        Infinite where w* = 0.
+        """
+        if self.dense:
+            return float(self.experts.max()) / self.dense
+        return math.inf
+
+    @property
+    def holds(self) -> bool:
+        """Whether the right-hand side is at most ‖w*‖², up to rounding."""
+        return self._covers(self.right)
+
+    @property
+    def literal_holds(self) -> bool:
+        """The same for the theorem as printed."""
+        return self._covers(self.literal)
+
+    def _covers(self, right: float) -> bool:
+        return right <= self.dense**2 * (1 + 1e-9) + 1e-12 * float(self.experts.max()) ** 2
+
+
+class Theorem2(NamedTuple):
+    """Theorem 2 (appendix D): the smallest γ in (0, 1] with max ‖w_i*‖² ≤ γ‖w*‖² that it promises.
+
+    None where it promises nothing. The text says that Lipschitz constants shrink by γ; the
+    statement is about their squares, so they shrink by √γ.
+    """
+
+    gamma: float | None  # by the condition on ‖Δ_i‖
+    simple: float | None  # by the corollary, ‖Δ_i‖ ≥ 4‖β_i‖/√γ with small residuals
+    ratio_squared: float  # max ‖w_i*‖² / ‖w*‖²
+
+    @property
+    def holds(self) -> bool:
+        """Whether what is promised is so, up to rounding; true where nothing is."""
+        return all(
+            promised is None or self.ratio_squared <= promised * (1 + 1e-9)
+            for promised in (self.gamma, self.simple)
+        )
+
+
+def least_squares(part: Part) -> Solved:
+    """The shortest minimiser of ‖Xw − y‖², by the singular values of X.
+
+    Those of XᵀX would lose half of the digits.
+    """
+    left, values, right = np.linalg.svd(part.points, full_matrices=False)
+    rank = int(
+        (values > max(part.points.shape) * np.finfo(float).eps * values.max(initial=0)).sum()
+    )
+    values = values[:rank]
+    span = right[:rank].T
+    return Solved(
+        span @ (left[:, :rank].T @ part.targets / values), (span / values**2) @ span.T, span
+    )
+
+
+def stacked(parts: Sequence[Part]) -> Part:
+    """All parts as the one problem of the dense model."""
+    return Part(
+        np.concatenate([part.points for part in parts]),
+        np.concatenate([part.targets for part in parts]),
+    )
+
+
+def projections(parts: Sequence[Part]) -> list[np.ndarray]:
+    """The paper's U_i, (D, r_i) with orthonormal columns.
+
+    Each singular vector of XᵀX goes to the expert whose span it overlaps most; among equal overlaps
+    the expert with more energy ‖X_i v‖² takes it, then the first. Singular vectors of equal
+    singular values are any basis of their space; the one chosen here lies along the experts' spans
+    where these are orthogonal: an arbitrary one would mix the experts and make ε1 large for
+    orthogonal data, where the paper has 0.
+    """
+    _, values, right = np.linalg.svd(stacked(parts).points, full_matrices=False)
+    rank = int(
+        (
+            values > max(len(right), right.shape[1]) * np.finfo(float).eps * values.max(initial=0)
+        ).sum()
+    )
+    spans = [least_squares(part).span for part in parts]
+    ends = [
+        *(np.flatnonzero(-np.diff(values[:rank]) > _TIES * values[:1].max(initial=0)) + 1),
+        rank,
+    ]
+    spaces = [
+        _along(right[start:end].T, spans) for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    vectors = np.concatenate([*spaces, np.zeros((right.shape[1], 0))], axis=1)
+    overlap = np.stack([((span.T @ vectors) ** 2).sum(axis=0) for span in spans])
+    energy = np.stack([((part.points @ vectors) ** 2).sum(axis=0) for part in parts])
+    tied = overlap >= overlap.max(axis=0) - _TIES
+    owner = np.where(
+        tied & (energy >= np.where(tied, energy, 0).max(axis=0) * (1 - _TIES)), 1, 0
+    ).argmax(axis=0)
+    return [vectors[:, owner == index] for index in range(len(parts))]
+
+
+def _along(space: np.ndarray, spans: Sequence[np.ndarray]) -> np.ndarray:
+    """The basis (D, m) of ``space`` in which the spans' projections sum to a diagonal.
+
+    They are weighted 1 … E.
+    """
+    parts = [space.T @ span for span in spans]
+    return (
+        space
+        @ np.linalg.eigh(sum(weight * part @ part.T for weight, part in enumerate(parts, 1)))[1]
+    )
+
+
+def theorem_1(parts: Sequence[Part], bases: Sequence[np.ndarray] | None = None) -> Theorem1:
+    """Both sides of Theorem 1 with the smallest ε1 and ε2 that definitions 1 and 2 allow.
+
+    bases: U_i (D, r_i), mutually orthogonal and together a basis of the span of Xᵀ; None takes the
+    paper's (``projections``).
+    """
+    whole = stacked(parts)
+    experts = [least_squares(part) for part in parts]
+    dense = least_squares(whole)
+    if bases is None:
+        bases = projections(parts)
+    norms = np.array([np.linalg.norm(expert.weights) for expert in experts])
+    epsilon_1 = max(
+        _norm(basis @ (basis.T @ dense.inverse) - expert.inverse)
+        for basis, expert in zip(bases, experts, strict=True)
+    )
+    pairs = ((one, other) for one in experts for other in experts if one is not other)
+    epsilon_2 = max((_norm(one.inverse @ other.span) for one, other in pairs), default=0.0)
+    pulls = np.array([np.linalg.norm(part.points.T @ part.targets) for part in parts])
+    brackets = (
+        norms
+        - epsilon_1 * np.linalg.norm(whole.points.T @ whole.targets)
+        - epsilon_2 * (pulls.sum() - pulls)
+    )
+    right = float((np.maximum(brackets, 0) ** 2).sum())
+    return Theorem1(
+        float(np.linalg.norm(dense.weights)),
+        norms,
+        epsilon_1,
+        epsilon_2,
+        right,
+        float((brackets**2).sum()),
+    )
+
+
+def theorem_2(parts: Sequence[Part], betas: Sequence[np.ndarray] | np.ndarray) -> Theorem2:
+    """What Theorem 2 promises for y_i = X_i β_i + r_i, and what is so; betas: E vectors (D,).
+
+    Raises ValueError where a Z_i is singular.
+    """
+    grams = [part.points.T @ part.points for part in parts]
+    if any(np.linalg.matrix_rank(part.points) < part.points.shape[1] for part in parts):
+        raise ValueError(
+            "theorem_2: every expert needs as many independent points as there are dimensions"
+        )
+    pulls = [
+        part.points.T @ (part.targets - part.points @ beta)
+        for part, beta in zip(parts, betas, strict=True)
+    ]
+    total = sum(grams)
+    eta = np.linalg.solve(total, sum(pulls))
+    etas = [np.linalg.solve(gram, pull) for gram, pull in zip(grams, pulls, strict=True)]
+    shifts = [
+        np.linalg.solve(
+            total, sum(gram @ (beta - other) for gram, other in zip(grams, betas, strict=True))
+        )
+        for beta in betas
+    ]
+    lengths = np.linalg.norm(shifts, axis=1)
+    sizes = np.linalg.norm(betas, axis=1)
+    weights = np.array(betas) + np.array(etas)
+    dense = np.linalg.norm(
+        np.linalg.solve(total, sum(part.points.T @ part.targets for part in parts))
+    )
+    gamma = _smallest(
+        np.linalg.norm(weights, axis=1), lengths - np.linalg.norm(np.array(betas) + eta, axis=1)
+    )
+    small = np.linalg.norm(eta) <= sizes.min() and (np.linalg.norm(etas, axis=1) <= sizes).all()
+    largest = float((weights**2).sum(axis=1).max())
+    return Theorem2(
+        gamma,
+        _smallest(4 * sizes, lengths) if small else None,
+        largest / float(dense) ** 2 if dense else math.inf,
+    )
+
+
+def _smallest(needed: np.ndarray, room: np.ndarray) -> float | None:
+    """The smallest γ ≤ 1 with needed_i ≤ √γ · room_i for all i, or None."""
+    if (room < needed).any() or (room <= 0).any():
+        return None
+    return float((needed / room).max() ** 2)
+
+
+def _norm(matrix: np.ndarray) -> float:
+    if matrix.size:
+        return float(np.linalg.norm(matrix, 2))
+    return 0.0

@@ -1,0 +1,193 @@
+"""The transfer of attacks: images that were made on one method's model, scored by another's.
+
+An attack made elsewhere that does more harm than the one made on the model itself says that the
+model hides its gradients, and that its robustness must not be believed (Carlini et al., 2019).
+N images.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from moecore.attacks import Attack
+from moecore.attacks.pgd import Pgd
+from moecore.attacks.target import Precision, Target, subset
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.data.prepared import Prepared
+from moecore.measure.base import Parts, kept
+from moecore.measure.under_attack.line import Line, no_better, not_judged
+from moecore.statistics.estimate import Estimate
+from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
+
+
+class Transfer(Config):
+    """Which images are attacked, and how."""
+
+    attack: Attack = Pgd(steps=20)
+    epsilon: float = Field(
+        4 / 255, ge=0, le=1, description="Radius of the L∞ ball in pixel units [0, 1]."
+    )
+    images: int = Field(
+        100, ge=1, description="Test images, drawn once with `seed`; the same for every method."
+    )
+    batch: int = Field(128, ge=1, description="Images a forward pass; no result depends on it.")
+    seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
+    precision: Precision = Field(
+        "float32",
+        description="Of the forward passes of an attack; its images are scored in float32 either "
+        "way.",
+    )
+
+
+class Scores(Config):
+    """What images made on one model left of another's scores."""
+
+    scores: str | tuple[float, ...] = Field(description="one an image, as the task packs them")
+
+
+class Cell(Config):
+    """Images made on the model of one method, scored by the model of another, or by itself."""
+
+    made_on: str
+    scored_by: str
+    score: Estimate
+    difference: Estimate | None = Field(
+        description="its mean score minus the direct attack's on the same images, null where there "
+        "is none; all intervals of the matrix together hold at 95 %"
+    )
+
+
+class Result(Config):
+    """The matrix, row by row, and what it says of the attacks."""
+
+    task: AnyTask
+    attack: str
+    epsilon: float
+    images: int
+    methods: tuple[str, ...] = Field(description="whose models are attacked and score")
+    skipped: dict[str, str] = Field(description="methods on whose model no image is made, and why")
+    cells: tuple[Cell, ...]
+    reading: Line
+
+
+class Made(NamedTuple):
+    """The models on the same images, and the images that were attacked on each."""
+
+    targets: Mapping[str, Target]
+    images: Callable[[str], Tensor]  # by method: (N, C, H, W)
+
+
+def measure(
+    models: Mapping[str, nn.Module], data: Prepared, settings: Transfer, parts: Parts
+) -> Result:
+    """Every pair of models by the names of their methods, a part each.
+
+    Raises UserError where the attack makes no sense for the task.
+    """
+    task = data.task
+    if reason := settings.attack.refuses(task):
+        allowed = "fgsm, pgd or apgd with objective task, balance or routing_change"
+        raise UserError(f"transfer.attack: {reason}; allowed: {allowed}")
+    made = prepared(models, data, settings)
+    reasons = {name: settings.attack.does_not_apply(models[name], task) for name in models}
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    left = {
+        (source, target): left_of(made, source, target, parts)
+        for source in models
+        if source not in skipped
+        for target in models
+    }
+    cells = cells_of(task, left)
+    return Result(
+        task=task,
+        attack=settings.attack.name,
+        epsilon=settings.epsilon,
+        images=min(settings.images, len(data.test.labels)),
+        methods=tuple(models),
+        skipped=skipped,
+        cells=cells,
+        reading=reading(task, cells),
+    )
+
+
+def prepared(models: Mapping[str, nn.Module], data: Prepared, settings: Transfer) -> Made:
+    """The targets; an attack is made when its images are first asked for."""
+    images, labels = subset(data.test.images, data.test.labels, settings.images, settings.seed)
+    targets = {
+        name: Target(
+            model, data.task, images, labels, settings.batch, settings.seed, settings.precision
+        )
+        for name, model in models.items()
+    }
+
+    # The pairs come source by source, so the last one's images are enough.
+    @lru_cache(maxsize=1)
+    def attacked(name: str) -> Tensor:
+        return targets[name].attacked(settings.attack, settings.epsilon)
+
+    return Made(targets, attacked)
+
+
+def left_of(made: Made, source: str, target: str, parts: Parts) -> Tensor:
+    """What images made on ``source`` leave of the scores of ``target``; (N,)."""
+    task = made.targets[target].task
+
+    def compute() -> Scores:
+        left = made.targets[target].worst(made.images(source))
+        return Scores(scores=task.packed(left))
+
+    found = kept(parts, f"{source} on {target}", Scores, compute).scores
+    return task.unpacked(
+        found if isinstance(found, str) else list(found), len(made.targets[target].labels)
+    )
+
+
+def cells_of(task: Task, left: Mapping[tuple[str, str], Tensor]) -> tuple[Cell, ...]:
+    """left: (source, target) → scores (N,)."""
+    foreign = sum(source != target and (target, target) in left for source, target in left)
+    # Bonferroni: of many pairs one in twenty would lie beyond a single interval by chance alone.
+    level = 1 - 0.05 / max(foreign, 1)
+
+    def difference(target: str, scores: Tensor) -> Estimate | None:
+        direct = left.get((target, target))
+        if direct is None:
+            return None
+        return Estimate.of(task.difference(scores, direct, level))
+
+    return tuple(
+        Cell(
+            made_on=source,
+            scored_by=target,
+            score=Estimate.of(task.interval(scores)),
+            difference=difference(target, scores),
+        )
+        for (source, target), scores in left.items()
+    )
+
+
+def reading(task: Task, cells: tuple[Cell, ...]) -> Line:
+    """No attack from another model does more harm than the direct one, by more than chance."""
+    foreign = {
+        f"from {cell.made_on} on {cell.scored_by}": cell.difference
+        for cell in cells
+        if cell.made_on != cell.scored_by and cell.difference is not None
+    }
+    if not foreign:
+        return not_judged("transfer", "there is no second model that can be attacked")
+    stronger = [pair for pair, found in foreign.items() if beyond_chance(task, found)]
+    text = f"{len(stronger)} of {len(foreign)} transferred attacks do more harm than the direct one"
+    if stronger:
+        text = f"{text}: {', '.join(stronger)}"
+    return Line(name="transfer", holds=not stronger, text=text)
+
+
+def beyond_chance(task: Task, difference: Estimate) -> bool:
+    """Whether the whole interval of (transferred − direct) is on the side of the worse scores."""
+    limit = difference.high if task.score.better == "higher" else difference.low
+    value = difference.value if limit is None else limit
+    return value != 0 and no_better(task, value, 0.0)

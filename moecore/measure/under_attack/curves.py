@@ -1,0 +1,85 @@
+"""What is left of a model's scores under attack, epsilon by epsilon.
+
+Every score stands beside that of the clean image, which lies in every ball: an attack that happens
+to mend an image changes nothing. N images.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Self
+
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.measure.base import Skipped
+from moecore.tasks.base import Task
+
+
+class Left(Config):
+    """The scores left at one epsilon: their mean with its 95 % interval, and each image's."""
+
+    epsilon: float = Field(description="radius of the L∞ ball, in pixel units")
+    score: float
+    low: float | None
+    high: float | None
+    scores: str | tuple[float, ...] = Field(description="one an image, as the task packs them")
+
+    @classmethod
+    def of(cls, epsilon: float, task: Task, scores: Tensor, **more) -> Self:
+        """scores: (N,), of the task; more: the other fields of a subclass."""
+        found = task.interval(scores)
+        return cls(
+            epsilon=epsilon,
+            score=found.value,
+            low=found.low,
+            high=found.high,
+            scores=task.packed(scores),
+            **more,
+        )
+
+
+class Row(Left):
+    """One attack at one epsilon."""
+
+    loss: float = Field(description="the task's mean loss over the attacked images alone")
+    unchanged_images: float = Field(description="share of the images that the attack left as is")
+    routing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
+    processing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
+
+
+Curve = tuple[Row, ...]  # one row an epsilon, in growing order
+Curves = Mapping[str, Curve | Skipped]  # by the attack's name
+
+
+def run_of(curves: Curves) -> dict[str, Curve]:
+    """The curves of the attacks that were run."""
+    return {name: rows for name, rows in curves.items() if not isinstance(rows, Skipped)}
+
+
+def worst_case(curves: Curves, task: Task, images: int) -> tuple[Left, ...]:
+    """One row an epsilon over all attacks: of each image the worst score that any of them left.
+
+    () where no attack was run. Raises ValueError where attacks were run at different epsilons.
+    """
+    every = list(run_of(curves).values())
+    if len({tuple(row.epsilon for row in rows) for rows in every}) > 1:
+        raise ValueError("worst_case: the attacks were run at different epsilons")
+    return tuple(
+        Left.of(rows[0].epsilon, task, worst_of(task, rows, images))
+        for rows in zip(*every, strict=True)
+    )
+
+
+def worst_of(task: Task, rows: Sequence[Left], images: int) -> Tensor:
+    """Of each image the worst score of these rows; (N,)."""
+    return reduce(task.worst, [unpacked(task, row, images) for row in rows])
+
+
+def unpacked(task: Task, row: Left, images: int) -> Tensor:
+    """The scores (N,) of a row."""
+    if isinstance(row.scores, str):
+        kept = row.scores
+    else:
+        kept = list(row.scores)
+    return task.unpacked(kept, images)

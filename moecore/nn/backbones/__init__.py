@@ -1,0 +1,11 @@
+"""The backbones that a `model:` section may name."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from moecore.nn.backbones.single_layer import SingleLayer
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.backbones.vit3d import Vit3d
+
+Backbone = Annotated[SingleLayer | Vit | Vit3d, Field(discriminator="kind")]

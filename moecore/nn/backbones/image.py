@@ -1,0 +1,51 @@
+"""What a model must know of its images: taken from a data card, saved with the model."""
+
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from moecore.core.config import Config
+from moecore.tasks import AnyTask
+
+
+class ImageSpec(Config):
+    """Shape, task and normalisation of the images or volumes that a model is built for."""
+
+    channels: int = Field(ge=1)
+    size: int | tuple[int, int, int] = Field(
+        description="height and width of images, pixels; or depth, height and width, voxels"
+    )
+    mean: tuple[float, ...] = Field(description="per channel, of images in [0, 1]")
+    std: tuple[float, ...] = Field(description="per channel, of images in [0, 1]")
+    task: AnyTask = Field(description="what is predicted of them")
+
+    @model_validator(mode="after")
+    def _at_least_one_pixel(self) -> Self:
+        if min(self.shape) < 1:
+            raise ValueError(f"size is {self.size}; allowed: 1 or more along each axis")
+        return self
+
+    @classmethod
+    def from_card(cls, card: dict[str, Any]) -> Self:
+        """The images that a data card describes.
+
+        Raises KeyError where it lacks one of the fields.
+        """
+        return cls(**{name: card[name] for name in cls.model_fields})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Pixels along each axis: two axes for images, three for volumes."""
+        if isinstance(self.size, int):
+            return (self.size, self.size)
+        return self.size
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a head gives."""
+        return self.task.outputs
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """What is asked; models with the same answers may exchange their heads."""
+        return self.task.answers

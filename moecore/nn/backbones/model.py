@@ -1,0 +1,80 @@
+"""What the models of all backbones have."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moecore.core.records import Feature, Guidance, Layout
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.layers.moe import MoE
+
+
+class Model(nn.Module, ABC):
+    """``model(images)`` with images (B, C, *pixels) in [0, 1] gives a ModelOutput.
+
+    config: the backbone's settings.  moe: None for a dense model.  Normalisation lies inside.
+    """
+
+    head: nn.Module
+
+    def __init__(self, config: Any, image: ImageSpec, moe: MoE | None) -> None:
+        super().__init__()
+        self.config = config
+        self.image = image
+        self.moe = moe
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Where the tokens lie in the image."""
+
+    @property
+    def experts_and_router(self) -> MoE:
+        """The settings of its MoE layers. Raises ValueError for a dense model."""
+        if self.moe is None:
+            raise ValueError("a dense model has neither experts nor a router")
+        return self.moe
+
+
+class BackboneModel(Model):
+    """A model that a backbone built: ``model(images, guidance, progress)``.
+
+    guidance: a teacher's, for routers that want it.  progress: share of the training that is done.
+    """
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
+    def __init__(self, config: Any, image: ImageSpec, moe: MoE | None) -> None:
+        super().__init__(config, image, moe)
+        axes = [1] * len(image.shape)
+        for name, values in (("pixel_mean", image.mean), ("pixel_std", image.std)):
+            # not persistent: they are settings of the model, not weights
+            buffer = torch.tensor(values).view(1, -1, *axes)
+            self.register_buffer(name, buffer, persistent=False)
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Number of blocks."""
+
+    @abstractmethod
+    def encode(
+        self,
+        images: Tensor,
+        at: Feature | None = None,
+        blocks: tuple[int, ...] = (),
+        guidance: Guidance | None = None,
+        progress: float = 1.0,
+    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
+        """Images to (final tokens, routing records, features of each of ``blocks``)."""
+
+    @abstractmethod
+    def predict(self, tokens: Tensor) -> Tensor:
+        """Final tokens to outputs (B, K)."""
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """Images in [0, 1] to the scale that the model was trained at."""
+        return (images - self.pixel_mean) / self.pixel_std

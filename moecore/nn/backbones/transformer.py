@@ -1,0 +1,242 @@
+"""What every transformer over patches shares, whatever the number of axes: images (2) or volumes
+(3).
+
+B images, C channels, T tokens (special tokens first, then patches, the last axis fastest), K
+outputs: classes, or one for a target.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from moecore.core.files import UserError
+from moecore.core.records import (
+    Feature,
+    Guidance,
+    Layout,
+    ModelOutput,
+    RoutingContext,
+    RoutingRecord,
+)
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.correspondence import match_tokens
+from moecore.nn.layers.block import Block
+from moecore.nn.layers.feed_forward import FeedForward
+from moecore.nn.layers.linear import linear
+from moecore.nn.layers.mlp import Mlp
+from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.patch_embed import cut
+
+
+def check_sizes(image: ImageSpec, patch: int, width: int, heads: int) -> None:
+    """Raise UserError where patches do not tile the images or heads do not divide the width."""
+    if any(size % patch for size in image.shape):
+        if isinstance(image.size, int):
+            size = image.size
+        else:
+            size = list(image.size)
+        raise UserError(f"model.patch: found {patch}; allowed: a divisor of the image size {size}")
+    if width % heads:
+        raise UserError(f"model.heads: found {heads}; allowed: a divisor of model.width = {width}")
+
+
+class Settings(Protocol):
+    """What the settings of every transformer say."""
+
+    @property
+    def patch(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def mlp_ratio(self) -> float: ...
+    @property
+    def pooling(self) -> str: ...
+    @property
+    def position_on_class(self) -> bool: ...
+    @property
+    def layer_scale(self) -> float | None: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+
+    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+        """Patches along each axis of such images."""
+        ...
+
+
+class Transformer(BackboneModel):
+    """``model(images)`` with images (B, C, *pixels) in [0, 1] gives ModelOutput(prediction (B, K),
+    routing).
+
+    A prediction of a target is (B, 1) in the target's unit (see Regression in moecore/tasks).
+    """
+
+    def __init__(
+        self, config: Settings, image: ImageSpec, patch_embed: nn.Module, moe: MoE | None = None
+    ) -> None:
+        super().__init__(config, image, moe)
+        width = config.width
+        self.special = special = {"class": 1, "class+distillation": 2, "mean": 0}[config.pooling]
+        patches = torch.Size(config.grid(image)).numel()
+        self.patch_embed = patch_embed
+        self.cls_token = _token(width, special >= 1)
+        self.dist_token = _token(width, special == 2)
+        self.pos_embed = nn.Parameter(torch.zeros(1, patches + self.positioned, width))
+        self.blocks = nn.ModuleList(
+            Block(width, config.heads, mlp, config.qkv_bias, config.layer_scale)
+            for mlp in self._feed_forwards()
+        )
+        # timm's two names of the last norm: before the head's token is taken, or after the mean
+        if special:
+            self.norm = nn.LayerNorm(width, eps=1e-6)
+            self.fc_norm = nn.Identity()
+        else:
+            self.norm = nn.Identity()
+            self.fc_norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = linear(width, image.outputs)
+        self.head_dist = None
+        if special == 2:
+            self.head_dist = linear(width, image.outputs)
+        for token in (self.cls_token, self.dist_token, self.pos_embed):
+            if token is not None:
+                nn.init.trunc_normal_(token, std=0.02)
+
+    @property
+    def positioned(self) -> int:
+        """How many special tokens have a position embedding."""
+        return self.special if self.config.position_on_class else 0
+
+    @property
+    def layout(self) -> Layout:
+        """Where the tokens lie in the image."""
+        return Layout(self.special, self.config.grid(self.image), self.image.shape)
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    def forward(
+        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
+    ) -> ModelOutput:
+        """``guidance``: a teacher's, for routers that want it.
+
+        ``progress``: share of the training that is done.
+        """
+        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
+        heads = self.heads(tokens)
+        return ModelOutput(_mean(heads), records, heads)
+
+    def encode(
+        self,
+        images: Tensor,
+        at: Feature | None = None,
+        blocks: tuple[int, ...] = (),
+        guidance: Guidance | None = None,
+        progress: float = 1.0,
+    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
+        """Images to (final tokens (B, T, width), routing records, features (B, T, width) of each of
+        ``blocks``).
+
+        ``at``: "mlp_input" the input of the block's feed-forward, "block_out" its output, "final"
+        the normalised last tokens.
+        """
+        tokens = self.embed(self.normalised(images))
+        contexts = self._contexts(images, tokens.shape, guidance, progress)
+        records: tuple[RoutingRecord, ...] = ()
+        found: dict[int, Tensor] = {}
+        for index, block in enumerate(self.blocks):
+            tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
+            records += record
+            if index in blocks:
+                found[index] = entering if at == "mlp_input" else tokens
+        tokens = self.norm(tokens)
+        if at == "final":
+            return tokens, records, (tokens,) * len(blocks)
+        return tokens, records, tuple(found[index] for index in blocks)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Normalised images to (B, T, width) tokens with positions."""
+        tokens = self.patch_embed(images)
+        special = [
+            token.expand(len(tokens), -1, -1)
+            for token in (self.cls_token, self.dist_token)
+            if token is not None
+        ]
+        if self.config.position_on_class:
+            return torch.cat([*special, tokens], dim=1) + self.pos_embed
+        return torch.cat([*special, tokens + self.pos_embed], dim=1)
+
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Final tokens (B, T, width) to the outputs (B, K) of every head: class, then distillation
+        where there is one.
+        """
+        if not self.special:
+            return (self.image.task.predict(self.head(self.fc_norm(tokens.mean(dim=1)))),)
+        first = self.image.task.predict(self.head(tokens[:, 0]))
+        if self.head_dist is None:
+            return (first,)
+        return first, self.image.task.predict(self.head_dist(tokens[:, 1]))
+
+    def predict(self, tokens: Tensor) -> Tensor:
+        """Final tokens to outputs (B, K), averaged over the heads (as DeiT does at inference)."""
+        return _mean(self.heads(tokens))
+
+    def _contexts(
+        self, images: Tensor, tokens: torch.Size, guidance: Guidance | None, progress: float
+    ) -> dict[int, RoutingContext]:
+        """What the routers may look at beside their tokens, by block: all but the attention, which
+        the block adds.
+        """
+        if self.moe is None:
+            return {}
+        wants = self.moe.router.wants
+        layers = self.moe.indices(self.config.depth)
+        shared = RoutingContext(progress=progress)
+        if "patches" in wants:
+            pixels = cut(images, self.config.patch)
+            # special tokens have no pixels: zeros
+            shared = shared._replace(patches=pad(pixels, (0, 0, self.special, 0)))
+        if guidance is None or "teacher" not in wants:
+            return dict.fromkeys(layers, shared)
+        matched = [
+            match_tokens(probs, torch.Size((*tokens[:2], probs.shape[-1])))
+            for probs in guidance.probs
+        ]
+        return {
+            index: shared._replace(teacher=probs)
+            for index, probs in zip(layers, matched, strict=True)
+        }
+
+    def _feed_forwards(self) -> list[FeedForward]:
+        if self.moe is None:
+            sparse = ()
+        else:
+            sparse = self.moe.indices(self.config.depth)
+        hidden = round(self.config.width * self.config.mlp_ratio)
+        found: list[FeedForward] = []
+        for index in range(self.config.depth):
+            if self.moe is not None and index in sparse:
+                found.append(self.moe.build(self.config.width))
+            else:
+                found.append(Mlp(self.config.width, hidden))
+        return found
+
+
+def _mean(heads: tuple[Tensor, ...]) -> Tensor:
+    """The prediction of all heads; one head's own bits."""
+    if len(heads) == 1:
+        return heads[0]
+    return torch.stack(heads).mean(dim=0)
+
+
+def _token(width: int, wanted: bool) -> nn.Parameter | None:
+    if not wanted:
+        return None
+    return nn.Parameter(torch.zeros(1, 1, width))

@@ -1,0 +1,67 @@
+"""Vision transformer of images, dense or with mixture-of-experts blocks.
+
+Parameter names are timm's, so that the weights of timm's ViT, DeiT and DeiT-III models load into
+the dense form.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.transformer import Transformer, check_sizes
+from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.patch_embed import PatchEmbed
+
+
+class Vit(Config):
+    """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
+
+    kind: Literal["vit"] = "vit"
+    patch: int = Field(default=16, ge=1, description="side of a patch, pixels")
+    width: int = Field(default=192, ge=8, description="width of a token")
+    depth: int = Field(default=12, ge=1, description="number of blocks")
+    heads: int = Field(default=3, ge=1, description="attention heads; they divide the width")
+    mlp_ratio: float = Field(default=4.0, gt=0, description="hidden width of the dense MLP / width")
+    pooling: Literal["class", "class+distillation", "mean"] = Field(
+        default="class",
+        description=(
+            "head on the class token, on class and distillation token (averaged), or on the mean "
+            "of the patches"
+        ),
+    )
+    position_on_class: bool = Field(
+        default=True,
+        description="the special tokens have position embeddings too (DeiT-III: false)",
+    )
+    layer_scale: float | None = Field(
+        default=None, gt=0, description="initial LayerScale, or null for none (DeiT-III: 1e-6)"
+    )
+    qkv_bias: bool = True
+
+    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+        """Patches along each axis of such images."""
+        return tuple(size // self.patch for size in image.shape)
+
+    def build(self, image: ImageSpec, moe: MoE | None = None) -> "VisionTransformer":
+        """The model for such images; raises UserError where the sizes do not fit, and for
+        volumes.
+        """
+        if len(image.shape) != 2:
+            raise UserError(
+                f"model.kind: found vit, but the images have {len(image.shape)} axes; allowed: "
+                "vit3d"
+            )
+        check_sizes(image, self.patch, self.width, self.heads)
+        return VisionTransformer(self, image, moe)
+
+
+class VisionTransformer(Transformer):
+    """``model(images)`` with images (B, C, H, W) in [0, 1] gives ModelOutput(prediction (B, K),
+    routing).
+    """
+
+    def __init__(self, config: Vit, image: ImageSpec, moe: MoE | None = None) -> None:
+        super().__init__(config, image, PatchEmbed(image.channels, config.patch, config.width), moe)

@@ -1,0 +1,114 @@
+"""Vision transformer of volumes, dense or with mixture-of-experts blocks (ERMoE-ba: supplement
+§2.2, algorithm 2).
+
+A volume is cut into cubes, each a token; everything after that is the transformer of images.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.transformer import Transformer, check_sizes
+from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.patch_embed import PatchEmbed
+from moecore.nn.layers.positions import waves
+from moecore.nn.layers.stem3d import ConvStem, PooledStem
+
+
+class Vit3d(Config):
+    """Settings of a vision transformer over cubes of volumes (B, C, D, H, W)."""
+
+    kind: Literal["vit3d"] = "vit3d"
+    patch: int = Field(default=16, ge=1, description="side of a cube, voxels")
+    width: int = Field(default=192, ge=8, description="width of a token")
+    depth: int = Field(default=12, ge=1, description="number of blocks")
+    heads: int = Field(default=3, ge=1, description="attention heads; they divide the width")
+    mlp_ratio: float = Field(default=4.0, gt=0, description="hidden width of the dense MLP / width")
+    stem: Literal["linear", "pooled", "conv"] = Field(
+        default="linear",
+        description=(
+            "cube to token: a linear map of its voxels, of their means over smaller cubes, or "
+            "after two small convolutions"
+        ),
+    )
+    pool: int = Field(
+        default=4, ge=1, description="pooled: means along each axis of a cube; it divides the patch"
+    )
+    stem_width: int = Field(
+        default=16,
+        ge=1,
+        description="conv: channels of the first convolution; the second has twice as many",
+    )
+    positions: Literal["learned", "sinusoidal"] = Field(
+        default="learned", description="learned, or fixed waves along the three axes"
+    )
+    pooling: Literal["class", "mean"] = Field(
+        default="class", description="head on the class token, or on the mean of the cubes"
+    )
+    position_on_class: bool = Field(
+        default=True, description="the class token has a position embedding too"
+    )
+    layer_scale: float | None = Field(
+        default=None, gt=0, description="initial LayerScale, or null for none"
+    )
+    qkv_bias: bool = True
+
+    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+        """Cubes along each axis of such volumes."""
+        return tuple(size // self.patch for size in image.shape)
+
+    def build(self, image: ImageSpec, moe: MoE | None = None) -> "VolumeTransformer":
+        """The model for such volumes; raises UserError where the sizes do not fit, and for
+        images.
+        """
+        if len(image.shape) != 3:
+            raise UserError(
+                f"model.kind: found vit3d, but the images have {len(image.shape)} axes; allowed: "
+                "vit"
+            )
+        check_sizes(image, self.patch, self.width, self.heads)
+        if self.stem == "pooled" and self.patch % self.pool:
+            raise UserError(
+                f"model.pool: found {self.pool}; allowed: a divisor of model.patch = {self.patch}"
+            )
+        if self.stem == "conv" and self.patch % 4:
+            raise UserError(
+                f"model.stem: found conv with model.patch = {self.patch}; allowed: a patch that "
+                "is a multiple of 4, as the stem's two convolutions halve each axis"
+            )
+        if self.positions == "sinusoidal" and self.width % 6:
+            raise UserError(
+                f"model.positions: found sinusoidal with model.width = {self.width}; allowed: a "
+                "multiple of 6, a sine and a cosine along each axis"
+            )
+        return VolumeTransformer(self, image, moe)
+
+
+class VolumeTransformer(Transformer):
+    """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] gives ModelOutput(prediction
+    (B, K), routing).
+    """
+
+    def __init__(self, config: Vit3d, image: ImageSpec, moe: MoE | None = None) -> None:
+        super().__init__(config, image, _stem(config, image.channels), moe)
+        if config.positions == "sinusoidal":
+            fixed = waves(config.grid(image), config.width)
+            del self.pos_embed
+            self.register_buffer(
+                "pos_embed",
+                torch.cat([fixed.new_zeros(1, self.positioned, config.width), fixed], dim=1),
+                persistent=False,
+            )
+
+
+def _stem(config: Vit3d, channels: int) -> nn.Module:
+    if config.stem == "pooled":
+        return PooledStem(channels, config.patch, config.width, config.pool)
+    if config.stem == "conv":
+        return ConvStem(channels, config.patch, config.width, config.stem_width)
+    return PatchEmbed(channels, config.patch, config.width, axes=3)

@@ -1,0 +1,196 @@
+"""Which tokens show the same thing: in two views of an image (PRC, §III-C), or in a teacher's and a
+student's sequence.
+
+B images, T tokens per image, P patches, D spatial axes (2 for images, 3 for volumes), E experts.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.core.records import Layout
+
+# relative difference of resolution that is rounding: turned and mirrored views have equal
+# resolution
+TIE = 1e-5
+FLAT = 1e-6  # |det| relative to ‖linear part‖^D below which an affine counts as singular
+
+
+class Partners(NamedTuple):
+    """For each patch of image 1, the view of higher resolution, its nearest patch in image 2, the
+    other view.
+    """
+
+    index: Tensor  # (B, P) int64, a patch of image 2; 0 where there is none
+    found: Tensor  # (B, P) bool
+    swapped: Tensor  # (B,) bool: image 1 is the second view
+
+
+class TokenPairs(NamedTuple):
+    """Partners as places in the tokens of 2B views laid one after another, (2B · T,); patches
+    first, then special tokens.
+    """
+
+    first: Tensor  # (B, T') int64
+    second: Tensor  # (B, T') int64; any place where none was found
+    found: Tensor  # (B, T') bool
+
+
+def partners(affines_1: Tensor, affines_2: Tensor, layout: Layout) -> Partners:
+    """Each patch centre of image 1 goes through R₂ · R₁⁻¹ to the nearest patch centre of image 2,
+    or to none outside it.
+
+    affines_1, affines_2: (B, D+1, D+1), original to view, of the two views of each image.  Image 1
+    is the view whose affine has the larger |det|: equal view sizes, so the smaller crop; ties keep
+    the order.  A centre midway between patches goes to the higher one.
+    Raises UserError where the affines do not fit the layout or cannot be undone.  Source: PRC,
+    §III-C.
+    """
+    ours = affines_1.double()
+    theirs = affines_2.double()
+    _same_axes(ours, theirs, layout)
+    areas = _expansion(ours, 1), _expansion(theirs, 2)
+    swapped = areas[1] > areas[0] * (1 + TIE)
+    turn = swapped[:, None, None]
+    fine = torch.where(turn, theirs, ours)
+    coarse = torch.where(turn, ours, theirs)
+    # inv_ex: plain inv would make the host wait for the device
+    move = coarse @ torch.linalg.inv_ex(fine).inverse
+    places = _centres(layout, ours.device) @ move[:, :-1, :-1].mT + move[:, None, :-1, -1]
+    index, found = _nearest(places, layout)
+    return Partners(index, found, swapped)
+
+
+def token_pairs(affines: Tensor, layout: Layout, special: bool) -> TokenPairs:
+    """The pairs of all images; ``special`` tokens match themselves if asked.
+
+    affines: (2B, D+1, D+1), first B = view 1, last B = view 2.
+    """
+    if len(affines) % 2:
+        raise UserError(
+            f"correspondence: {len(affines)} affines; two views of each image are needed, so an "
+            "even number"
+        )
+    count = len(affines) // 2
+    index, found, swapped = partners(affines[:count], affines[count:], layout)
+    patches = torch.arange(index.shape[1], device=index.device)
+    number = layout.special if special else 0
+    special_tokens = torch.arange(number, device=index.device).expand(count, -1)
+    tokens = layout.special + index.shape[1]
+    image = torch.arange(count, device=index.device)
+    start_1, start_2 = (
+        (image + count * side)[:, None] * tokens for side in (swapped.long(), (~swapped).long())
+    )
+    own_patches = (layout.special + patches).expand(count, -1)
+    first = torch.cat([own_patches, special_tokens], dim=1) + start_1
+    second = torch.cat([layout.special + index, special_tokens], dim=1) + start_2
+    always = torch.ones_like(special_tokens, dtype=torch.bool)
+    return TokenPairs(first, second, torch.cat([found, always], dim=1))
+
+
+def sides(values: Tensor, pairs: TokenPairs, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Both sides of each pair, 2 × (B, T', E), of values (2B, T, E).
+
+    Raises UserError where the values do not fit the layout.
+    """
+    tokens = layout.special + _count(layout)
+    if values.shape[:2] != (2 * len(pairs.first), tokens):
+        needed = f"({2 * len(pairs.first)}, {tokens}, …)"
+        raise UserError(
+            f"correspondence: values of shape {tuple(values.shape)} (views, tokens, experts); "
+            f"needed: {needed}"
+        )
+    flat = values.flatten(0, 1)
+    # plain indexing: its gradient is deterministic on every device
+    return flat[pairs.first], flat[pairs.second]
+
+
+def paired(
+    values: Tensor, affines: Tensor, layout: Layout, special: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both sides of each pair and whether it was found: (B, T', E), (B, T', E), (B, T') bool;
+    patches first, then special tokens.
+
+    values: (2B, T, E) and affines: (2B, D+1, D+1), first B = view 1, last B = view 2 of the same
+    images.
+    Raises UserError where shapes do not fit or an affine cannot be undone.
+    """
+    pairs = token_pairs(affines, layout, special)
+    return *sides(values, pairs, layout), pairs.found
+
+
+def match_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
+    """The teacher's probs (B, T, E) for each of the student's tokens: CLS to CLS, patches one to
+    one.
+
+    A student with one token more has a distillation token behind CLS; it follows the teacher's CLS.
+    Raises UserError where the shapes do not correspond.
+    """
+    batch, tokens, experts = student
+    if teacher.shape == student:
+        return teacher
+    if teacher.shape == (batch, tokens - 1, experts):
+        return torch.cat([teacher[:, :1], teacher], dim=1)
+    raise UserError(
+        f"teacher guidance: the teacher's routing has shape {tuple(teacher.shape)} (images, "
+        f"tokens, experts), the student's {tuple(student)}; images and experts must be equal, and "
+        "the teacher's tokens equal or one fewer (the distillation token): check patch and image "
+        "size"
+    )
+
+
+def _same_axes(ours: Tensor, theirs: Tensor, layout: Layout) -> None:
+    side = len(layout.grid) + 1
+    if ours.shape != theirs.shape or ours.shape[1:] != (side, side):
+        raise UserError(
+            f"correspondence: affines of shape {tuple(ours.shape)} and {tuple(theirs.shape)}; "
+            f"a grid of {len(layout.grid)} axes needs (images, {side}, {side}), as many of both"
+        )
+
+
+def _expansion(affines: Tensor, view: int) -> Tensor:
+    """|det| of the linear parts (B,): view pixels per original pixel."""
+    linear = affines[:, :-1, :-1]
+    expansion = torch.linalg.det(linear).abs()
+    finite = affines.flatten(1).isfinite().all(dim=1)
+    sound = (expansion > FLAT * linear.flatten(1).norm(dim=1) ** linear.shape[1]) & finite
+    if affines.device.type != "cpu":
+        # reading the answer here would make the host wait
+        torch._assert_async(sound.all(), "correspondence: an affine is singular")
+    elif not sound.all():
+        image = int((~sound).nonzero()[0])
+        found = f"the affine of view {view} of image {image} is singular: {affines[image].tolist()}"
+        raise UserError(f"correspondence: {found}; allowed: maps that can be undone")
+    return expansion
+
+
+def _sides(layout: Layout) -> list[float]:
+    return [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
+
+
+def _count(layout: Layout) -> int:
+    return torch.Size(layout.grid).numel()
+
+
+def _centres(layout: Layout, device: torch.device) -> Tensor:
+    """Patch centres (P, D) in pixels, last axis fastest."""
+    axes = [
+        (torch.arange(patches, device=device, dtype=torch.float64) + 0.5) * side
+        for patches, side in zip(layout.grid, _sides(layout), strict=True)
+    ]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
+
+
+def _nearest(places: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The patch (B, P) in which each place (B, P, D) lies, whose centre is the nearest on a regular
+    grid, and whether it lies in any.
+    """
+    index = torch.zeros((), dtype=torch.int64, device=places.device)
+    found = torch.ones((), dtype=torch.bool, device=places.device)
+    for axis, (patches, side) in enumerate(zip(layout.grid, _sides(layout), strict=True)):
+        place = places[..., axis]
+        found = (place >= 0) & (place < layout.size[axis]) & found
+        index = index * patches + (place / side).floor().clamp(0, patches - 1).long()
+    return torch.where(found, index, 0), found

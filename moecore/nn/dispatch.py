@@ -1,0 +1,163 @@
+"""Tokens to experts and back.
+
+B images, T tokens per image, N = B·T, k choices per token, R rows (one per pair of token and
+choice, and padding), E experts, d width. Both directions of autograd only gather, so they are fast
+and deterministic; products of rows with weights are taken in the weights' dtype.
+"""
+
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from moecore.nn.grouped import rows_at_once, to_autocast
+
+
+class Rows(NamedTuple):
+    """What experts compute on: values (R, d) sorted by expert, and offsets (E,) int32, where each
+    expert's rows end.
+
+    Where ``projected`` is true the values (R, r) are tokens that were already projected onto their
+    expert's basis.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    projected: bool = False
+
+
+class SparsePlan(NamedTuple):
+    """Each token goes to k experts and comes back as the weighted sum of their outputs.
+
+    A pair beyond the capacity keeps its row with weight 0: the expert computes it and
+    nobody reads it. So the number of rows never depends on the data (no wait for the device, no
+    tail that grouped_mm would leave uninitialised). Rows of padding (see ``padding``) repeat the
+    first token; they too are computed and never read.
+    """
+
+    order: Tensor  # (R,) the pair token·k + choice of each row; 0 for padding
+    rows: Tensor  # (N·k,) the row of each pair
+    offsets: Tensor  # (E,) int32, where each expert's rows end
+    weights: Tensor  # (B, T, k) combine weights; 0 = not processed
+
+    @classmethod
+    def build(
+        cls, experts: Tensor, weights: Tensor, kept: Tensor | None, number: int
+    ) -> "SparsePlan":
+        """The plan of these choices.
+
+        experts: (B, T, k) ids below ``number``.  weights: (B, T, k).  kept: (B, T, k) bool, or
+        None where all are.
+        """
+        # stable: within an expert the tokens keep their order, so sums do not depend on the sort
+        by_expert, pairs = torch.sort(experts.flatten(), stable=True)
+        numbers = torch.arange(number, dtype=experts.dtype, device=experts.device)
+        ends = torch.searchsorted(by_expert, numbers, right=True)
+        step = padding(len(pairs), number, experts.device.type)
+        total = (len(pairs) + number * (step - 1)) // step * step
+        padded = (
+            (ends.diff(prepend=ends.new_zeros(1)) + step - 1)
+            .div(step, rounding_mode="floor")
+            .mul(step)
+            .cumsum(0)
+        )
+        # how far padding before an expert shifts its rows
+        moved = torch.cat([ends.new_zeros(1), (padded - ends)[:-1]])
+        places = torch.arange(len(pairs), device=experts.device) + moved.index_select(0, by_expert)
+        rows = torch.empty_like(pairs).scatter_(0, pairs, places)
+        order = pairs.new_zeros(total).scatter_(0, places, pairs)
+        padded[-1] = total
+        if kept is not None:
+            weights = torch.where(kept, weights, 0)
+        return cls(order, rows, padded.int(), weights)
+
+    def dispatch(self, tokens: Tensor) -> Rows:
+        """Tokens (B, T, d) to rows (R, d) sorted by expert; within an expert they keep the tokens'
+        order.
+
+        Under autocast the rows have its dtype: to round N tokens is cheaper than to round R rows.
+        """
+        flat = to_autocast(tokens).flatten(0, 1)
+        values = _Gather.apply(flat, self.order, self.rows, self.weights.shape[-1])
+        return Rows(values, self.offsets)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Rows (R, d) to tokens (B, T, d) in the rows' dtype; the weighted sum over choices is
+        taken in the weights' (fp32).
+        """
+        tokens = _Combine.apply(rows, self.weights.flatten(0, 1), self.order, self.rows)
+        return tokens.view(*self.weights.shape[:2], rows.shape[-1])
+
+
+def padding(pairs: int, experts: int, device: str) -> int:
+    """Every expert's number of rows is rounded up to a multiple of this: a power of two, 1 for
+    none.
+
+    On CPU, oneDNN compiles a kernel for every new number of rows (0.6 to 0.9 ms, against 0.1 ms for
+    the product itself in a small model), and routing brings new ones at every step: a training step
+    took 3.5 times as long as without experts. Rounded, the same few numbers come again. The padding
+    is at most a sixteenth of the rows, and ends at 128.
+    """
+    if device != "cpu":
+        return 1
+    return 1 << min(7, max(1, pairs // (16 * experts)).bit_length() - 1)
+
+
+class _Gather(Function):
+    """tokens (N, d) -> rows (R, d); the gradient of a token is the sum over its k rows."""
+
+    @staticmethod
+    def forward(tokens: Tensor, order: Tensor, rows: Tensor, k: int) -> Tensor:
+        return tokens.index_select(0, order // k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        _, _, rows, ctx.k = inputs
+        ctx.save_for_backward(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,) = grads
+        (rows,) = ctx.saved_tensors
+        parts = (grad.index_select(0, rows[choice :: ctx.k]) for choice in range(ctx.k))
+        return reduce(torch.add, parts), None, None, None
+
+
+class _Combine(Function):
+    """rows (R, d), weights (N, k) -> tokens (N, d); both gradients start from the tokens' gradient
+    gathered to the rows.
+    """
+
+    @staticmethod
+    def forward(values: Tensor, weights: Tensor, order: Tensor, rows: Tensor) -> Tensor:
+        k = weights.shape[1]
+        total = values.index_select(0, rows[::k]) * weights[:, :1]
+        for choice in range(1, k):
+            total.addcmul_(values.index_select(0, rows[choice::k]), weights[:, choice : choice + 1])
+        return total.to(values.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (grad,) = grads
+        values, weights, order, rows = ctx.saved_tensors
+        by_row = weights.new_zeros(len(order)).scatter_(0, rows, weights.flatten()).unsqueeze(-1)
+        chunk = rows_at_once(values)
+        scaled = []
+        products = []
+        for part, scale, tokens in zip(
+            values.split(chunk),
+            by_row.split(chunk),
+            (order // weights.shape[1]).split(chunk),
+            strict=True,
+        ):
+            gathered = grad.index_select(0, tokens).to(weights.dtype)
+            scaled.append((gathered * scale).to(values.dtype))
+            products.append((gathered * part).sum(dim=-1))
+        to_weights = torch.cat(products).index_select(0, rows).view_as(weights)
+        return torch.cat(scaled), to_weights, None, None

@@ -1,0 +1,166 @@
+"""One linear map per expert over rows that are sorted by expert.
+
+E experts, R rows, i inputs, o outputs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import grouped_mm
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from moecore.nn.expert_loop import ExpertLoop
+
+_CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
+_ALIGNMENT = 16  # bytes, of every stride and of the start of the data
+_CACHED_ROWS = 1024  # rows that stay in a CPU's cache between two steps of a computation
+_LOOPED_ROWS = 1024  # rows per expert up to which a CPU is faster without grouped_mm
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    """Row r times the weight of its expert, plus that expert's bias.
+
+    rows: (R, i), sorted by expert.  weight: (E, i, o).  bias: (E, o) or None.  offsets: (E,) int32,
+    where each expert's rows end; the last is R, because grouped_mm leaves rows past it
+    uninitialised.  Returns (R, o), in the autocast dtype where autocast is on.  An expert without
+    rows gets a gradient of zeros.  Only the loop over experts waits for the device: it is used
+    where grouped_mm does not take the tensors (``can_group``), and on CPU where experts have few
+    rows.
+    """
+    rows = to_autocast(rows)
+    if rows.device.type == "cpu" and len(rows) <= _LOOPED_ROWS * len(weight):
+        return ExpertLoop.apply(rows, weight, bias, offsets)
+    weight = to_autocast(weight)
+    if bias is not None:
+        bias = to_autocast(bias)
+    if not can_group(rows, weight):
+        return ExpertLoop.apply(rows, weight, bias, offsets)
+    values = grouped_mm(rows.contiguous(), weight.contiguous(), offs=offsets)
+    if bias is None:
+        return _DenseGradient.apply(values)
+    return _AddBias.apply(values, bias, offsets)
+
+
+def can_group(rows: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped_mm takes these (R, i) rows and (E, i, o) weights; otherwise experts
+    are looped over.
+
+    CPU: fp32 and bf16 since torch 2.11. CUDA: bf16 from compute capability 9.0. Rows must exist,
+    and every row of both tensors must start at a multiple of 16 bytes.
+    """
+    if not len(rows) or rows.dtype != weight.dtype or rows.device != weight.device:
+        return False
+    if any(
+        size * rows.element_size() % _ALIGNMENT
+        for size in (*weight.shape[1:], rows.storage_offset(), weight.storage_offset())
+    ):
+        return False
+    if rows.device.type == "cpu":
+        known = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= _CPU_SINCE
+        return known and rows.dtype in (torch.float32, torch.bfloat16)
+    return (
+        rows.device.type == "cuda"
+        and rows.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    )
+
+
+def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """The expert (R,) int32 of each of ``rows`` rows; found on the device, without waiting for
+    it.
+    """
+    return torch.searchsorted(
+        offsets,
+        torch.arange(rows, dtype=offsets.dtype, device=offsets.device),
+        right=True,
+        out_int32=True,
+    )
+
+
+def rows_at_once(rows: Tensor) -> int:
+    """How many of the (R, d) rows to take through several steps before the next ones: on CPU what
+    its cache holds, else all.
+    """
+    if rows.device.type == "cpu":
+        return _CACHED_ROWS
+    return max(1, len(rows))
+
+
+def to_autocast(tensor: Tensor) -> Tensor:
+    """The tensor in the autocast dtype where autocast is on: what autocast would do if it knew
+    grouped_mm. It leaves fp64 alone.
+    """
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
+
+
+def register_flop_formulas() -> None:
+    """Let torch.utils.flop_counter see grouped_mm, which it counts as nothing by itself.
+
+    Calling it again does nothing.
+    """
+    if torch.ops.aten._grouped_mm not in flop_registry:
+        register_flop_formula(torch.ops.aten._grouped_mm)(_grouped_flops)
+
+
+def _grouped_flops(
+    left: tuple[int, ...], right: tuple[int, ...], *_args, out_shape: tuple[int, ...], **_kwargs
+) -> int:
+    """2·R·i·o for rows (R, i) by weights (E, i, o), and for the weights' gradient (i, R) by
+    (R, o).
+    """
+    return 2 * left[-2] * left[-1] * right[-1]
+
+
+class _AddBias(Function):
+    """values (R, o) plus each row's bias, in place: another buffer of that size costs more in page
+    faults than the sum itself.
+
+    The bias's gradient is a grouped product with ones, which sums in fp32 and always in the same
+    order.
+    """
+
+    @staticmethod
+    def forward(values: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+        chunk = rows_at_once(values)
+        for rows, experts in zip(
+            values.split(chunk), experts_of_rows(offsets, len(values)).split(chunk), strict=True
+        ):
+            rows.add_(bias.index_select(0, experts))
+        return values
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.mark_dirty(inputs[0])
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
+        grad = grad.contiguous()
+        # as narrow as grouped_mm takes
+        ones = grad.new_ones(len(grad), _ALIGNMENT // grad.element_size())
+        return grad, grouped_mm(ones.t(), grad, offs=ctx.saved_tensors[0])[:, 0], None
+
+
+class _DenseGradient(Function):
+    """The identity, whose gradient is contiguous: grouped_mm's backward refuses an expanded one
+    (that of ``sum()``).
+    """
+
+    @staticmethod
+    def forward(values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        return grad.contiguous()

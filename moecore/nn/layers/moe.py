@@ -1,0 +1,100 @@
+"""The mixture-of-experts layer that takes the place of a block's feed-forward."""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.experts import Experts
+from moecore.nn.experts.base import ExpertsModule
+from moecore.nn.layers.feed_forward import FeedForward
+from moecore.nn.routers import Router
+
+Blocks = Literal["every_2", "last_2"] | tuple[int, ...]
+
+
+class MoE(Config):
+    """Who routes, to which experts, and in which blocks."""
+
+    router: Router
+    experts: Experts
+    blocks: Blocks = Field(
+        default="last_2", description="blocks that hold experts: every_2, last_2, or indices from 0"
+    )
+
+    @property
+    def active_share(self) -> float:
+        """Share of the experts that one token uses."""
+        return self.router.active(self.experts.number) / self.experts.number
+
+    def build(self, width: int) -> "MoELayer":
+        """One layer over ``width``-wide tokens.
+
+        Raises UserError where router and experts do not fit together.
+        """
+        experts = self.experts.build(width)
+        return MoELayer(
+            self.router.build(width, self.experts.number, experts.lent_basis()),
+            experts,
+            self.router.wants,
+            lends=self.experts.provides,
+        )
+
+    def indices(self, depth: int) -> tuple[int, ...]:
+        """The blocks (from 0, ascending) of a model of ``depth`` blocks that hold experts.
+
+        every_2: the odd ones (the papers' even blocks, which count from 1).  last_2: the last two
+        odd ones.
+        Raises UserError where ``depth`` has no such blocks.
+        """
+        odd = tuple(range(1, depth, 2))
+        if self.blocks == "every_2" and odd:
+            return odd
+        if self.blocks == "last_2" and len(odd) >= 2:
+            return odd[-2:]
+        if isinstance(self.blocks, str):
+            raise UserError(
+                f"blocks: {self.blocks}, but a model of {depth} blocks has only {len(odd)} with "
+                "an odd index; list the blocks instead"
+            )
+        chosen = tuple(sorted(set(self.blocks)))
+        if not chosen or len(chosen) != len(self.blocks) or chosen[0] < 0 or chosen[-1] >= depth:
+            raise UserError(
+                f"blocks: {list(self.blocks)}; give at least one index, each once, from 0 to "
+                f"{depth - 1} (a model of {depth} blocks)"
+            )
+        return chosen
+
+
+class MoELayer(FeedForward):
+    """``layer(tokens, context)`` with tokens (B, T, d) returns (tokens (B, T, d),
+    (RoutingRecord,)), as the dense feed-forward does with ().
+    """
+
+    def __init__(
+        self,
+        router: nn.Module,
+        experts: ExpertsModule,
+        wants: frozenset[str] = frozenset(),
+        lends: frozenset[str] = frozenset(),
+    ) -> None:
+        """``wants``: fields of the context that the router reads.
+
+        ``lends``: what the experts provide of them.
+        """
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.wants = wants
+        self.shares_basis = "basis" in wants & lends
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[Tensor, tuple[RoutingRecord]]:
+        if self.shares_basis:
+            context = context._replace(basis=self.experts.lent_basis())
+        plan, record = self.router(tokens, context)
+        return plan.combine(self.experts(plan.dispatch(tokens))), (record,)

@@ -1,0 +1,127 @@
+"""Lemma 1 of Puigcerver et al. (2022) at the tokens of a trained layer, whose experts are all
+applied and weighed by the softmax of linear logits.
+
+n tokens, E experts, d token width. All norms of matrices are spectral (ℓ2 → ℓ2), as fits experts
+with d outputs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moecore.nn.dispatch import Rows
+from moecore.nn.jacobians import frozen_copy, row_jacobians
+from moecore.nn.layers.moe import MoELayer
+from moecore.nn.routers.decision import router_logits
+
+# routers whose logits are a linear map of the token
+DEFINED = ("noisy_top_k", "top_k_softmax", "frozen_copy")
+_UNDEFINED = {
+    "eigenbasis": (
+        "its scores are cosines with the attended token in the experts' bases, no linear map of "
+        "the token"
+    ),
+    "hash": "a fixed hash decides, so there are no probabilities that depend on the token",
+    "soft_slots": "its experts see mixtures of tokens: an output is no function of one token",
+    "expert_choice": "its experts choose among tokens: an output is no function of one token",
+    "teacher_routed": "the teacher's features decide, no linear map of the token",
+}
+_NUMBERS = 2**24  # of the experts' Jacobians at a time
+
+
+class Lemma1(NamedTuple):
+    """The lemma at each token; all (n,), fp64.
+
+    jacobian: ‖∇f(x)‖₂ of f = Σ_e p_e f_e, by autograd through the softmax and the experts together.
+    experts: Σ_e p_e ‖∇f_e(x)‖₂, with each expert's own slope at x where the paper has its global
+    constant L_fe, which is never smaller.
+    router: ‖Σ_e p_e f_e(x) (s_e − s̄)ᵀ‖₂ with s̄ = Σ_e p_e s_e; the (d, d) matrix is an outer
+    product, since f has d outputs.
+    """
+
+    jacobian: Tensor
+    experts: Tensor
+    router: Tensor
+
+    @property
+    def bound(self) -> Tensor:
+        """The right-hand side, (n,)."""
+        return self.experts + self.router
+
+    @property
+    def slack(self) -> Tensor:
+        """1 − left / right, (n,): 0 where the bound is reached; 0 too where both sides are 0."""
+        return torch.where(self.bound > 0, 1 - self.jacobian / self.bound, 0)
+
+    @property
+    def violated(self) -> Tensor:
+        """Where the left-hand side is larger by more than 1e-6 of the right one, (n,) bool.
+
+        Never, unless the code is wrong.
+        """
+        return self.jacobian > self.bound * (1 + 1e-6)
+
+
+def why_undefined(router: str) -> str | None:
+    """Why the lemma says nothing of a layer with a router of this kind; None where it does."""
+    if router in DEFINED:
+        return None
+    reason = _UNDEFINED.get(router, "its weights are no softmax of linear logits")
+    return f"router {router}: {reason}"
+
+
+def lemma_1(layer: MoELayer, tokens: Tensor) -> Lemma1:
+    """Both sides of Lemma 1 for the smooth form of an MoE layer, at its input tokens (n, d); fp64,
+    on the tokens' device.
+
+    layer: an ``MoELayer`` whose router has a ``weight`` (E, d) and perhaps a ``bias`` (E,), as
+    those of DEFINED; it is copied and left alone.
+    """
+    router = frozen_copy(layer.router).to(tokens.device)
+    experts = frozen_copy(layer.experts).to(tokens.device)
+    number, width = router.get_parameter("weight").shape
+    parts = tokens.double().split(max(1, _NUMBERS // (number * width * width)))
+    with torch.autocast(tokens.device.type, enabled=False):
+        found = [_terms(router, experts, part) for part in parts]
+    return Lemma1(*(torch.cat(field) for field in zip(*found, strict=True)))
+
+
+def smooth(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Tensor:
+    """f(x) = Σ_e p_e(x) f_e(x) over all experts; tokens and result (n, d)."""
+    outputs = outputs_of_all(experts, tokens, len(router.get_parameter("weight")))
+    return torch.einsum("ne,end->nd", _probs(router, tokens), outputs)
+
+
+def outputs_of_all(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
+    """The output (E, n, d) of each expert for each of the tokens (n, d)."""
+    return _of_each(experts, tokens.repeat(number, 1), number).unflatten(0, (number, -1))
+
+
+def _of_each(experts: nn.Module, rows: Tensor, number: int) -> Tensor:
+    """Rows (E·n, d), the first n for the first expert and so on, to their outputs (E·n, d)."""
+    numbers = torch.arange(1, number + 1, dtype=torch.int32, device=rows.device)
+    return experts(Rows(rows, numbers * (len(rows) // number)))
+
+
+def _probs(router: nn.Module, tokens: Tensor) -> Tensor:
+    logits = router_logits(tokens, router.get_parameter("weight"), getattr(router, "bias", None))
+    return torch.softmax(logits, dim=-1)
+
+
+def _terms(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma1:
+    weight = router.get_parameter("weight")
+    number = len(weight)
+    whole = row_jacobians(lambda x: smooth(router, experts, x), tokens)
+    each = row_jacobians(lambda rows: _of_each(experts, rows, number), tokens.repeat(number, 1))
+    slopes = torch.linalg.matrix_norm(each.unflatten(0, (number, -1)), ord=2)
+    with torch.no_grad():
+        probs = _probs(router, tokens)
+        outputs = outputs_of_all(experts, tokens, number)
+        away = weight - (probs @ weight).unsqueeze(1)  # (n, E, d): s_e − s̄(x)
+        pulls = torch.einsum("ne,eno,nei->noi", probs, outputs, away)
+    return Lemma1(
+        torch.linalg.matrix_norm(whole, ord=2),
+        (probs.T * slopes).sum(dim=0),
+        torch.linalg.matrix_norm(pulls, ord=2),
+    )

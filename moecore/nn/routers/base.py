@@ -1,0 +1,59 @@
+"""What every router's settings say of it."""
+
+from typing import Protocol, Self
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+
+
+class ChoosesK(Protocol):
+    """A router each of whose tokens uses k experts."""
+
+    @property
+    def k(self) -> int: ...
+
+
+class RouterConfig(Config):
+    """``build(width, experts, basis)`` gives a module; ``module(tokens, context)`` returns (plan,
+    RoutingRecord).
+
+    tokens: (B, T, d).  context: RoutingContext.  A plan has ``dispatch(tokens) -> Rows`` and
+    ``combine(rows) -> tokens``.
+    """
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What regularizers may need of its record beyond probs: "load", "basis"."""
+        return frozenset()
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """The fields of RoutingContext that it reads."""
+        return frozenset()
+
+    def with_k(self, k: int) -> Self:
+        """The same router with another number of experts per token.
+
+        Raises UserError for a router without such a number.
+        """
+        fields = type(self).model_fields
+        if "k" not in fields:
+            kind = fields["kind"].default
+            raise UserError(f"finetune.k: found {k}, but the router {kind} has no k; allowed: null")
+        return self.model_copy(update={"k": k})
+
+    def check_k(self: ChoosesK, experts: int, key: str = "router.k") -> None:
+        """Raise UserError where a token would use more experts than there are."""
+        if self.k > experts:
+            raise UserError(
+                f"{key} is {self.k}, but there are {experts} experts (experts.number); k may be "
+                f"at most {experts}"
+            )
+
+    def finetuned(self) -> Self:
+        """The router as it goes on when its model is fine-tuned."""
+        return self
+
+    def active(self: ChoosesK, experts: int) -> float:
+        """How many of ``experts`` experts a token uses, on average."""
+        return self.k

@@ -1,0 +1,62 @@
+"""How many tokens an expert takes, and which choices lie within that capacity (V-MoE, §2, §4)."""
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+
+def capacity(tokens: int, k: int, factor: float, experts: int) -> int:
+    """Tokens per expert of a group of ``tokens``: ceil(tokens·k·factor/experts), rounded up to a
+    multiple of 4.
+
+    The factor is taken as the decimal that was written: 160 · 1.1 / 4 is 44, not 44.000000000000007
+    and so 48.
+    """
+    share = math.ceil(tokens * k * Fraction(str(factor)) / experts)
+    return -(-share // 4) * 4
+
+
+def within_capacity(
+    experts: Tensor, priority: Tensor | None, number: int, factor: float, group_size: int
+) -> Tensor:
+    """Which choices lie within their expert's capacity: all first choices before any second one.
+
+    experts: (B, T, k), each token's experts, best first.  priority: (B, T), higher is served
+    earlier (batch-prioritised routing), or None for the tokens' own order.  number: experts E.
+    Every ``group_size`` images share a capacity; the images left over at the end form a smaller
+    group.  Returns (B, T, k) bool.
+    """
+    full = len(experts) // group_size * group_size
+    kept = []
+    for part, images in ((slice(0, full), group_size), (slice(full, None), len(experts) - full)):
+        if not len(experts[part]):
+            continue
+        groups = experts[part].unflatten(0, (-1, images)).flatten(1, 2)
+        ranks = None
+        if priority is not None:
+            ranks = _ranks(priority[part].unflatten(0, (-1, images)).flatten(1, 2))
+        most = capacity(groups.shape[1], experts.shape[2], factor, number)
+        kept.append((_positions(groups, ranks, number) < most).reshape(experts[part].shape))
+    return torch.cat(kept)
+
+
+def _ranks(priority: Tensor) -> Tensor:
+    """(G, S) priorities to each token's place in the queue; ties keep the tokens' order."""
+    return priority.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+
+
+def _positions(experts: Tensor, ranks: Tensor | None, number: int) -> Tensor:
+    """(G, S, k) experts to how many choices of the same expert are served earlier."""
+    queue = experts
+    if ranks is not None:
+        places = ranks.unsqueeze(-1).expand_as(experts)
+        queue = torch.zeros_like(experts).scatter_(1, places, experts)
+    flat = queue.transpose(1, 2).flatten(1)  # (G, k·S): choice by choice
+    before = one_hot(flat, number).cumsum(dim=1).gather(2, flat.unsqueeze(-1)).squeeze(-1) - 1
+    positions = before.unflatten(1, (experts.shape[2], -1)).transpose(1, 2)
+    if ranks is None:
+        return positions
+    return positions.gather(1, ranks.unsqueeze(-1).expand_as(experts))

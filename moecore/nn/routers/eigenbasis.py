@@ -1,0 +1,228 @@
+"""The eigenbasis router of ERMoE: experts are scored by how well a token agrees with its context in
+their basis.
+
+B images, T tokens per image, N = B·T, E experts, k chosen per token, d width, r rank of a basis, R
+rows.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moecore.core.files import UserError
+from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.bases import default_rank, drawn_bases, positive_qr
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.decision import decision, top_k
+from moecore.nn.routers.projected_plan import ProjectedPlan
+
+_LEAST = 1e-6  # what a score counts at least as a weight
+# what each context reads of RoutingContext
+_FIELDS: dict[str, str] = {"tokens": "attention", "attention_output": "attended"}
+
+
+class Eigenbasis(RouterConfig):
+    """Score s = cos(Bᵀx, Bᵀc) of token x and context c for every expert's basis B; the best k of
+    those above a threshold are chosen.
+
+    With a learned context, as the brain model has it, c is a direction of each expert's own:
+    s = cos(Bᵀx, ψ) with ψ in R^r (algorithm 2, line 8); the block's attention is then not asked
+    for. B is the experts' where they lend one, else the router's own (`plain weights` of table S3):
+    either way the model has a basis.
+    """
+
+    kind: Literal["eigenbasis"] = "eigenbasis"
+    k: int = Field(default=2, ge=1, description="experts per token, at most")
+    threshold: float = Field(
+        default=0.5,
+        ge=-1,
+        le=1,
+        description="an expert is eligible where its score (a cosine) is above this",
+    )
+    selection: Literal["prune", "literal"] = Field(
+        default="prune",
+        description="prune: eligible experts only, if any; literal: Algorithm 1 as is",
+    )
+    context: Literal["tokens", "attention_output", "learned"] = Field(
+        default="tokens", description="c: attention · tokens, its output, or learned"
+    )
+    rank: int | None = Field(
+        default=None,
+        ge=1,
+        description="columns of its own basis, if experts lend none; null: two thirds of the width",
+    )
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What its record gives beyond probs."""
+        return frozenset({"basis"})
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """The fields of RoutingContext that it reads."""
+        if self.context == "learned":
+            return frozenset({"basis"})
+        return frozenset({"basis", _FIELDS[self.context]})
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "EigenbasisRouter":
+        """The router of ``width``-wide tokens over ``experts`` experts.
+
+        basis: (E, d, r), where the experts lend theirs.  Raises UserError for a k or a rank that
+        cannot be.
+        """
+        self.check_k(experts)
+        if self.rank is not None and (basis is not None or self.rank > width):
+            if basis is None:
+                allowed = f"at most {width} (model.width), or null"
+            else:
+                allowed = "null: the experts lend theirs (experts.rank)"
+            raise UserError(f"router.rank is {self.rank}; allowed is {allowed}")
+        return EigenbasisRouter(self, width, experts, basis)
+
+
+class EigenbasisRouter(nn.Module):
+    """``router(tokens, context)`` with tokens (B, T, d) returns (plan, RoutingRecord); logits are
+    the scores.
+
+    A basis that the experts lend comes with each call (``context.basis``), and the experts then get
+    the router's projections. With k = 1 the weight is always 1, so that the scores have no task
+    gradient. All arithmetic is fp32 or better.
+    """
+
+    def __init__(self, config: Eigenbasis, width: int, experts: int, basis: Tensor | None) -> None:
+        super().__init__()
+        self.config = config
+        if basis is None:
+            rank = config.rank or default_rank(width)
+            self.basis = drawn_bases(experts, width, rank)
+        else:
+            rank = basis.shape[-1]
+            self.basis = None
+        # Only its direction counts; lengths near 1 let the optimizer turn it as fast as a column of
+        # the basis.
+        if config.context == "learned":
+            self.target = nn.Parameter(torch.randn(experts, rank) / rank**0.5)
+        else:
+            self.target = None
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple["SparsePlan | ProjectedPlan", RoutingRecord]:
+        with torch.autocast(tokens.device.type, enabled=False):
+            basis = self.basis
+            if basis is None:
+                basis = self._given("basis", context)
+            basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
+            tokens = tokens.to(basis.dtype)
+            projections = project(tokens, basis)
+            scores = cosine(projections, self._compared(tokens, projections, basis, context))
+            chosen, plan, record = self.decide(scores)
+        if self.basis is not None:
+            return plan, record
+        return ProjectedPlan.build(plan, projections, chosen), record
+
+    def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
+        """The experts (B, T, k), best first, the plan and the record of these scores (B, T, E)."""
+        chosen = top_k(scores, self.config.k)
+        positive = scores.clamp_min(_LEAST)
+        valid = None
+        weights = positive.gather(-1, chosen)
+        probs = positive / positive.sum(dim=-1, keepdim=True)
+        if self.config.selection == "prune":
+            valid = eligible(scores.gather(-1, chosen), self.config.threshold)
+            weights = weights.where(valid, 0)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return chosen, *decision(
+            logits=scores, probs=probs, chosen=chosen, weights=weights, valid=valid
+        )
+
+    @torch.no_grad()
+    def reorthonormalise(self) -> None:
+        """Make the router's own bases orthonormal (QR, diag(R) > 0, fp64); the scores change only
+        as far as these had left it.
+
+        Bases that the experts lend are left to the experts' method of this name, which keeps the
+        experts' function.
+        """
+        if self.basis is not None:
+            self.basis.copy_(positive_qr(self.basis)[0])
+
+    def _compared(
+        self, tokens: Tensor, projections: Tensor, basis: Tensor, context: RoutingContext
+    ) -> Tensor:
+        """What the projections (B, T, E, r) are compared with: of that shape, or (E, r)."""
+        if self.target is not None:
+            return self.target.to(basis.dtype)
+        field = _FIELDS[self.config.context]
+        given = self._given(field, context).to(basis.dtype)
+        if field == "attended":
+            return project(given, basis)
+        return project_contexts(given, tokens, projections, basis)
+
+    def _given(self, field: str, context: RoutingContext) -> Tensor:
+        value = getattr(context, field)
+        if value is None:
+            raise UserError(
+                f"eigenbasis router (router.context: {self.config.context}): this model gives it "
+                f"no `{field}`; `basis` must come from the model's experts, `attention` and "
+                "`attended` from its attention blocks. Use a model that has them, or another "
+                "router.context"
+            )
+        return value
+
+
+def eligible(scores: Tensor, threshold: float) -> Tensor:
+    """Which of the k best scores (B, T, k), best first, are chosen: those above ``threshold``, or
+    all where none is (the fallback).
+
+    The best k of A = {e : s > threshold} are those of the global top k that are in A. So
+    Algorithm 1 as printed (top k of A where |A| ≥ k, else global top k) always is the global
+    top k, whatever the threshold: `literal` needs no mask.
+    """
+    above = scores > threshold
+    return above | ~above[..., :1]
+
+
+def project(tokens: Tensor, basis: Tensor) -> Tensor:
+    """Bᵀx for every expert: tokens (B, T, d) and basis (E, d, r) to (B, T, E, r)."""
+    return (tokens @ basis.transpose(0, 1).flatten(1)).unflatten(
+        -1, (basis.shape[0], basis.shape[2])
+    )
+
+
+def project_contexts(
+    attention: Tensor, tokens: Tensor, projections: Tensor, basis: Tensor
+) -> Tensor:
+    """Bᵀc (B, T, E, r) of the contexts c = attention (B, T, T) · tokens (B, T, d), with
+    ``projections`` (B, T, E, r) of the tokens.
+
+    The tokens are the router's own, so that x and c lie in one space (our choice; the paper says
+    `attention-weighted context`).
+    c is linear in them: Bᵀ(attention · x) = attention · (Bᵀx). Taken is what multiplies less per
+    token, T·d + d·E·r or T·E·r.
+    """
+    length, width = tokens.shape[1:]
+    outputs = basis[:, 0].numel()
+    if length * width + width * outputs < length * outputs:
+        return project(attention @ tokens, basis)
+    return (attention @ projections.flatten(2)).view_as(projections)
+
+
+def cosine(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Cosine over the last axis of broadcastable tensors; 0 with zero gradient where one is zero
+    (shorter than 1e-19 in fp32).
+
+    torch's cosine_similarity divides by at least 1e-8 there: its value is 0 too, but its gradient
+    is 1e8.
+    """
+    first = ours.square().sum(dim=-1)
+    second = theirs.square().sum(dim=-1)
+    tiny = torch.finfo(ours.dtype).tiny
+    real = (first >= tiny) & (second >= tiny)
+    # `where` before the root as well as after: a root at 0 has an infinite gradient
+    product = (ours * theirs).sum(dim=-1)
+    found = product * first.where(real, 1).rsqrt() * second.where(real, 1).rsqrt()
+    return found.where(real, 0)

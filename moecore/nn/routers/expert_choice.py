@@ -1,0 +1,137 @@
+"""Expert Choice (Zhou et al. 2022), a baseline of TGR-MoE: experts choose tokens.
+
+B images, T tokens per image, E experts, G groups of S tokens, C tokens taken by each expert in a
+group, d width.
+"""
+
+import math
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.decision import router_logits
+from moecore.nn.routers.expert_plan import ExpertPlan
+
+
+class ExpertChoice(RouterConfig):
+    """Softmax over experts of a linear map of the token; each expert takes the tokens with its
+    largest gates, so all are equally busy.
+    """
+
+    kind: Literal["expert_choice"] = "expert_choice"
+    k: int = Field(
+        default=2,
+        ge=1,
+        description=(
+            "experts per token, on average, at capacity_factor 1; one token may get none, another "
+            "all"
+        ),
+    )
+    capacity_factor: float = Field(
+        default=1.0,
+        gt=0,
+        description="tokens that an expert takes, relative to tokens · k / experts",
+    )
+    noise_std: float = Field(
+        default=1.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
+    )
+    group_size: int = Field(
+        default=1,
+        ge=1,
+        description=(
+            "images among whose tokens an expert chooses in training; in evaluation always 1"
+        ),
+    )
+
+    def active(self, experts: int) -> float:
+        """k · capacity_factor, and at most all ``experts``."""
+        return min(float(experts), self.k * self.capacity_factor)
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "ExpertChoiceRouter":
+        """The router of ``width``-wide tokens over ``experts`` experts.
+
+        Raises UserError where k is larger than that.
+        """
+        self.check_k(experts)
+        return ExpertChoiceRouter(self, width, experts)
+
+
+class ExpertChoiceRouter(nn.Module):
+    """``router(tokens)`` with tokens (B, T, d) returns (ExpertPlan, RoutingRecord).
+
+    In evaluation every image is its own group, so that a prediction never depends on the other
+    images of its batch.
+    """
+
+    def __init__(self, config: ExpertChoice, width: int, experts: int) -> None:
+        super().__init__()
+        self.config = config
+        # as the ViT's other linears
+        self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[ExpertPlan, RoutingRecord]:
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self.decide(router_logits(tokens, self.weight))
+
+    def decide(self, logits: Tensor) -> tuple[ExpertPlan, RoutingRecord]:
+        """The decision of these logits (B, T, E)."""
+        std = 0.0
+        if self.training:
+            std = self.config.noise_std / logits.shape[-1]
+        noisy = logits
+        if std:
+            noisy = logits + torch.randn_like(logits) * std
+        gates = torch.softmax(noisy, dim=-1)
+        order = taken(
+            gates.detach(),
+            self.config.k * Fraction(str(self.config.capacity_factor)),
+            self.config.group_size if self.training else 1,
+        )
+        by_expert = gates.flatten(0, 1).t()
+        nothing = torch.zeros_like(by_expert, dtype=torch.bool)
+        chosen = nothing.scatter(1, order, True).t().view(gates.shape)
+        plan = ExpertPlan(order, by_expert.gather(1, order), (gates.shape[0], gates.shape[1]))
+        return plan, RoutingRecord(
+            logits,
+            torch.softmax(logits, dim=-1),
+            chosen.to(gates.dtype),
+            chosen,
+            torch.where(chosen, gates, 0),
+        )
+
+
+def taken(gates: Tensor, share: Fraction | float, group_size: int) -> Tensor:
+    """The tokens that each expert takes: in each group those with its C largest gates.
+
+    C = min(S, ceil(S · share / E)), for groups of S tokens.
+    gates: (B, T, E).  share: experts per token, on average.  group_size: images per group; those
+    left over at the end form a smaller one.  Ties go to the lowest token.  Returns (E, G·C) indices
+    into the B·T tokens, ascending for each expert.
+    """
+    left = len(gates) % group_size
+    parts = [_taken_in_groups(gates[: len(gates) - left], share, group_size)]
+    if left:
+        parts.append(
+            _taken_in_groups(gates[-left:], share, left) + (len(gates) - left) * gates.shape[1]
+        )
+    return torch.cat(parts, dim=1)
+
+
+def _taken_in_groups(gates: Tensor, share: Fraction | float, images: int) -> Tensor:
+    """``taken`` where all groups hold as many ``images``."""
+    batch, tokens, experts = gates.shape
+    groups = batch // images
+    size = images * tokens
+    most = min(size, math.ceil(size * share / experts))
+    by_expert = gates.reshape(groups, size, experts).transpose(1, 2).contiguous()
+    ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
+    best = ranked[..., :most].sort(dim=-1).values
+    start = torch.arange(groups, device=gates.device).view(-1, 1, 1) * size
+    return (best + start).transpose(0, 1).flatten(1)

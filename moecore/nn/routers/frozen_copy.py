@@ -1,0 +1,92 @@
+"""StableMoE (Dai et al. 2022) as TGR-MoE compares it (supplement, J.3): the router is frozen after
+a first phase.
+
+B images, T tokens per image, E experts, d width.
+"""
+
+from typing import Literal, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.decision import router_logits
+from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+
+
+class FrozenCopy(RouterConfig):
+    """A noisy top-k router that learns until a share of the training is done and then stays as it
+    is, without noise.
+
+    StableMoE distils its router into a small copy that is frozen; TGR-MoE compares it without
+    distillation, so that the copy is the router itself. It stays frozen while its model is
+    fine-tuned.
+    """
+
+    kind: Literal["frozen_copy"] = "frozen_copy"
+    router: NoisyTopK = Field(default=NoisyTopK(), description="the router of the first phase")
+    until: float = Field(
+        default=0.5, ge=0, le=1, description="share of the training during which the router learns"
+    )
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What the router of the first phase provides."""
+        return self.router.provides
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """What the router of the first phase wants."""
+        return self.router.wants
+
+    @property
+    def k(self) -> int:
+        """Experts per token."""
+        return self.router.k
+
+    def with_k(self, k: int) -> Self:
+        """The same router with ``k`` experts per token."""
+        return self.model_copy(update={"router": self.router.model_copy(update={"k": k})})
+
+    def finetuned(self) -> Self:
+        """The same router, frozen from the first step."""
+        return self.model_copy(update={"until": 0.0})
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "FrozenCopyRouter":
+        """The router of ``width``-wide tokens over ``experts`` experts.
+
+        Raises UserError where k is larger than that.
+        """
+        self.check_k(experts, key="router.router.k")
+        return FrozenCopyRouter(self, width, experts)
+
+
+class FrozenCopyRouter(NoisyTopKRouter):
+    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord); the
+    parameters are noisy top-k's.
+
+    Once frozen, the weights take part detached: their gradient stays None, and AdamW leaves such
+    parameters alone, weight decay included. Tokens still get a gradient through the gates.
+    Evaluation does not look at ``progress``.
+    """
+
+    def __init__(self, config: FrozenCopy, width: int, experts: int) -> None:
+        super().__init__(config.router, width, experts)
+        self.until = config.until
+        self._quiet = False
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[SparsePlan, RoutingRecord]:
+        frozen = self._quiet = self.training and context.progress >= self.until
+        weight = self.weight.detach() if frozen else self.weight
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self.decide(router_logits(tokens, weight))
+
+    def _noise(self) -> float:
+        if self._quiet:
+            return 0.0
+        return super()._noise()

@@ -1,0 +1,134 @@
+"""HashMoE (Roller et al. 2021), as TGR-MoE discusses it: a fixed hash of the token chooses, and
+nothing is learned.
+
+B images, T tokens per image, E experts, k chosen per token.
+"""
+
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from moecore.core.files import UserError
+from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.decision import decision, top_k
+
+# a patch whose pixels differ by less (half a grey level) is blank: all that is in it is rounding
+BLANK = 0.5 / 255
+
+
+class Hash(RouterConfig):
+    """A fixed hash of each patch's pixels, or of its position, chooses k experts with weight 1/k
+    each; there are no parameters.
+
+    Words have an identity to hash, patches have not: `patch` hashes alike what looks alike (*our
+    choice*). Experts are then as unequally busy as patches are unequally common (on scikit-learn's
+    digits, 8 experts got 2 to 28 %); `position` is balanced.
+    """
+
+    kind: Literal["hash"] = "hash"
+    k: int = Field(default=1, ge=1, description="experts per token")
+    by: Literal["patch", "position"] = Field(
+        default="patch",
+        description="what is hashed: the patch's pixels without their mean, or the position",
+    )
+    seed: int = Field(default=0, ge=0, description="of the hash; another seed is another hash")
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """The patches' pixels, where they are what is hashed."""
+        if self.by == "patch":
+            return frozenset({"patches"})
+        return frozenset()
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "HashRouter":
+        """The router over ``experts`` experts. Raises UserError where k is larger than that."""
+        self.check_k(experts)
+        return HashRouter(self, experts)
+
+
+class HashRouter(nn.Module):
+    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord),
+    neither with a gradient.
+
+    ``probs`` is 1/k for the chosen and 0 elsewhere; ``logits`` is its logarithm, where 0 counts as
+    the smallest normal number.
+    """
+
+    def __init__(self, config: Hash, experts: int) -> None:
+        super().__init__()
+        self.config = config
+        self.experts = experts
+
+    @torch.no_grad()
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[SparsePlan, RoutingRecord]:
+        with torch.autocast(tokens.device.type, enabled=False):
+            chosen = self._by_position(tokens)
+            if self.config.by == "patch":
+                chosen = self._by_patch(context.patches, chosen)
+            dtype = torch.promote_types(tokens.dtype, torch.float32)
+            weights = torch.full_like(chosen, 1 / self.config.k, dtype=dtype)
+            probs = weights.new_zeros(*chosen.shape[:2], self.experts).scatter(-1, chosen, weights)
+            return decision(
+                logits=probs.clamp_min(torch.finfo(dtype).tiny).log(),
+                probs=probs,
+                chosen=chosen,
+                weights=weights,
+            )
+
+    def _by_position(self, tokens: Tensor) -> Tensor:
+        """(B, T, k): the expert of the position, and the ones after it in a circle."""
+        first = positions(self.config.seed, tokens.shape[1], self.experts, tokens.device)
+        following = torch.arange(self.config.k, device=tokens.device)
+        places = (first.unsqueeze(-1) + following) % self.experts
+        return places.expand(len(tokens), -1, -1)
+
+    def _by_patch(self, patches: Tensor | None, otherwise: Tensor) -> Tensor:
+        """(B, T, k): the directions that the patches (B, T, pixels) lie closest to; ``otherwise``
+        (B, T, k) where a patch is blank.
+        """
+        if patches is None:
+            raise UserError(
+                "router.by is patch, but there are no patches to hash (context.patches); use a "
+                "model of images, or by: position"
+            )
+        pixels = patches.to(torch.promote_types(patches.dtype, torch.float32))
+        lines = directions(self.config.seed, pixels.shape[-1], self.experts, pixels.device)
+        # lines have no mean either; this keeps rounding small
+        scores = (pixels - pixels.mean(dim=-1, keepdim=True)) @ lines.to(pixels.dtype)
+        # special tokens too, which have zeros
+        blank = pixels.amax(dim=-1) - pixels.amin(dim=-1) < BLANK
+        return torch.where(blank.unsqueeze(-1), otherwise, top_k(scores, self.config.k))
+
+
+@lru_cache(maxsize=64)
+def directions(seed: int, pixels: int, experts: int, device: torch.device) -> Tensor:
+    """Random directions (pixels, E) without mean, of length 1, so that none wins by its length.
+
+    The same on every device.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randn(pixels, experts, generator=generator, device="cpu")
+    return normalize(drawn - drawn.mean(dim=0), dim=0).to(device)
+
+
+@lru_cache(maxsize=64)
+def positions(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
+    """The expert (T,) of each position: every E positions use each expert once, in a random order
+    of their own.
+
+    A longer sequence begins as a shorter one.  The same on every device.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    shuffles = [
+        torch.randperm(experts, generator=generator, device="cpu")
+        for _ in range(-(-tokens // experts))
+    ]
+    return torch.cat(shuffles)[:tokens].to(device)

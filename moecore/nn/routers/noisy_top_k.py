@@ -1,0 +1,141 @@
+"""The noisy top-k router of V-MoE (Riquelme et al. 2021), the baseline of every paper here.
+
+B images, T tokens per image, E experts, k chosen per token, d width.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.capacity import within_capacity
+from moecore.nn.routers.decision import decision, router_logits, top_k
+
+
+class NoisyTopK(RouterConfig):
+    """Softmax over a linear map of the token; in training noise is added to the logits; the k
+    largest gates choose.
+    """
+
+    kind: Literal["noisy_top_k"] = "noisy_top_k"
+    k: int = Field(default=2, ge=1, description="experts per token")
+    noise_std: float = Field(
+        default=1.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
+    )
+    capacity_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="tokens per expert in training, relative to an even share; null: no limit",
+    )
+    batch_priority: bool = Field(
+        default=False,
+        description="serve tokens in the order of their largest gate instead of their position",
+    )
+    group_size: int = Field(default=8, ge=1, description="images that share a capacity")
+    renormalise: bool = Field(
+        default=False,
+        description=(
+            "let the chosen gates sum to 1 (with k = 1 the router then has no task gradient)"
+        ),
+    )
+    task_gradient: bool = Field(
+        default=True,
+        description="false: the router learns from its losses only (TGR's `distillation only`)",
+    )
+
+    @model_validator(mode="after")
+    def _priority_needs_capacity(self) -> "NoisyTopK":
+        if self.batch_priority and self.capacity_factor is None:
+            raise ValueError(
+                "`batch_priority` orders tokens for a capacity: give `capacity_factor` too"
+            )
+        return self
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What its record gives beyond probs."""
+        return frozenset({"load"})
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "NoisyTopKRouter":
+        """The router of ``width``-wide tokens over ``experts`` experts.
+
+        Raises UserError where k is larger than that.
+        """
+        self.check_k(experts)
+        return NoisyTopKRouter(self, width, experts)
+
+
+class NoisyTopKRouter(nn.Module):
+    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
+
+    Logits are fp32 whatever the autocast dtype: in bf16, ties at the k-th place flip. Gates are a
+    softmax over all experts before the choice and are not renormalised after it, so that k = 1
+    still has a task gradient. Capacity holds in training only: it couples the images of a batch, so
+    evaluation and attacks drop nothing.
+    """
+
+    def __init__(self, config: NoisyTopK, width: int, experts: int) -> None:
+        super().__init__()
+        self.config = config
+        # as the ViT's other linears
+        self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[SparsePlan, RoutingRecord]:
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self.decide(router_logits(tokens, self.weight))
+
+    def decide(self, logits: Tensor) -> tuple[SparsePlan, RoutingRecord]:
+        """The decision of these logits (B, T, E)."""
+        experts = logits.shape[-1]
+        std = self._noise()
+        if std:
+            noisy = logits + torch.randn_like(logits) * std
+        else:
+            noisy = logits
+        gates = torch.softmax(noisy, dim=-1)
+        chosen = top_k(noisy, self.config.k)
+        best = noisy.gather(-1, chosen)
+        return decision(
+            logits=logits,
+            probs=torch.softmax(logits, dim=-1),
+            # 1 − Φ((τ − logits)/σ)
+            load=torch.special.ndtr((logits - best[..., -1:]) / (std or 1 / experts)),
+            chosen=chosen,
+            weights=self._weights(best, gates.gather(-1, chosen)),
+            kept=self._kept(chosen, gates),
+        )
+
+    def _weights(self, logits: Tensor, gates: Tensor) -> Tensor:
+        """Weights (B, T, k) from the noisy logits and the gates of the chosen, both (B, T, k)."""
+        weights = gates
+        if self.config.renormalise:
+            # = gates / their sum, without dividing by a sum that may underflow
+            weights = torch.softmax(logits, dim=-1)
+        if self.config.task_gradient:
+            return weights
+        return weights.detach()
+
+    def _noise(self) -> float:
+        """Standard deviation of the noise; where none is drawn, ``load`` is smoothed by
+        1 / experts.
+        """
+        if self.training:
+            return self.config.noise_std / len(self.weight)
+        return 0.0
+
+    def _kept(self, chosen: Tensor, gates: Tensor) -> Tensor | None:
+        settings = self.config
+        if not self.training or settings.capacity_factor is None:
+            return None
+        priority = None
+        if settings.batch_priority:
+            priority = gates.detach().amax(dim=-1)
+        return within_capacity(
+            chosen, priority, gates.shape[-1], settings.capacity_factor, settings.group_size
+        )

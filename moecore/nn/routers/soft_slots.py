@@ -1,0 +1,113 @@
+"""SoftMoE (Puigcerver et al. 2023), a baseline of TGR-MoE: experts compute mixtures of tokens.
+
+B images, T tokens per image, E experts, p slots per expert, R = E·B·p rows, d width.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import Rows
+from moecore.nn.grouped import to_autocast
+from moecore.nn.routers.base import RouterConfig
+
+# under the root of a norm, so that a token of zeros has a gradient
+EPSILON = 1e-6
+
+
+class SoftSlots(RouterConfig):
+    """Every slot of every expert is a weighted mean of an image's tokens, and every token gets a
+    weighted mean of all slots' outputs.
+
+    The papers give an expert p = round(T · capacity factor / E) slots, T tokens per image: at
+    ViT-S/16 on 224 pixels (T = 197), E = 8 and k = 2 chosen elsewhere, 49.
+    """
+
+    kind: Literal["soft_slots"] = "soft_slots"
+    slots: int = Field(
+        default=1,
+        ge=1,
+        description=(
+            "slots per expert; as much work as k experts per token: round(tokens · k / experts)"
+        ),
+    )
+
+    def active(self, experts: int) -> float:
+        """All ``experts``: every token reaches each of them."""
+        return float(experts)
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "SoftSlotsRouter":
+        """The router of ``width``-wide tokens over ``experts`` experts."""
+        return SoftSlotsRouter(self, width, experts)
+
+
+class SlotsPlan(NamedTuple):
+    """Tokens to slots and back, both weighted sums over one image."""
+
+    mixing: Tensor  # (B, T, E, p), sums to 1 over the tokens of an image
+    weights: Tensor  # (B, T, E, p), sums to 1 over all slots
+
+    def dispatch(self, tokens: Tensor) -> Rows:
+        """Tokens (B, T, d) to rows (R, d): for each expert, image by image, its slots; in the
+        autocast dtype where autocast is on.
+        """
+        values = to_autocast(tokens)
+        experts = self.mixing.shape[2]
+        slots = torch.einsum("btep,btd->ebpd", self.mixing.to(values.dtype), values).flatten(0, 2)
+        numbers = torch.arange(1, experts + 1, dtype=torch.int32, device=tokens.device)
+        return Rows(slots, numbers * (len(slots) // experts))
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Rows (R, d) to tokens (B, T, d) in the rows' dtype."""
+        batch, _, experts, slots = self.weights.shape
+        return torch.einsum(
+            "btep,ebpd->btd",
+            self.weights.to(rows.dtype),
+            rows.view(experts, batch, slots, rows.shape[-1]),
+        )
+
+
+class SoftSlotsRouter(nn.Module):
+    """``router(tokens)`` with tokens (B, T, d) returns (SlotsPlan, RoutingRecord).
+
+    In the record an expert stands for all its slots: its logit is the logsumexp of theirs, so that
+    ``probs``, their softmax, is the sum of the slots' combine weights. Nothing is drawn and nothing
+    is dropped: ``chosen`` and ``load`` are 1 everywhere.
+    """
+
+    def __init__(self, config: SoftSlots, width: int, experts: int) -> None:
+        super().__init__()
+        self.config = config
+        self.slots = nn.Parameter(
+            nn.init.normal_(torch.empty(width, experts, config.slots), std=width**-0.5)
+        )
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[SlotsPlan, RoutingRecord]:
+        with torch.autocast(tokens.device.type, enabled=False):
+            dtype = torch.promote_types(self.slots.dtype, torch.float32)
+            directions = unit(self.slots.to(dtype), dim=0) * self.scale
+            scores = torch.einsum("btd,dep->btep", unit(tokens.to(dtype), dim=-1), directions)
+            return self.decide(scores)
+
+    def decide(self, scores: Tensor) -> tuple[SlotsPlan, RoutingRecord]:
+        """The decision of these scores (B, T, E, p) of tokens and slots."""
+        mixing = torch.softmax(scores, dim=1)
+        plan = SlotsPlan(mixing, torch.softmax(scores.flatten(2), dim=-1).view_as(scores))
+        logits = torch.logsumexp(scores, dim=-1)
+        probs = torch.softmax(logits, dim=-1)
+        ones = torch.ones_like(logits)
+        return plan, RoutingRecord(logits, probs, load=ones, chosen=ones.bool(), combine=probs)
+
+
+def unit(vectors: Tensor, *, dim: int) -> Tensor:
+    """``vectors`` at length 1 along ``dim``: v / sqrt(|v|² + 1e-6).
+
+    A vector of zeros stays, with a finite gradient.
+    """
+    return vectors * torch.rsqrt(vectors.square().sum(dim=dim, keepdim=True) + EPSILON)

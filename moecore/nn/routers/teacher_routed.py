@@ -1,0 +1,117 @@
+"""TGR-MoE's upper bound (§5.3 and supplement I): the teacher's router decides in place of the
+student's.
+
+B images, T tokens per image, E experts, k chosen per token, d width.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.decision import router_logits
+from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+
+
+class TeacherRouted(RouterConfig):
+    """The teacher's router chooses experts and weighs them; the student's only imitates it, with
+    `router_kl` among the regularizers.
+
+    The teacher's router learns from the task and from the balance of `load`; `importance` and
+    `router_kl` look at the student's probs.
+    """
+
+    kind: Literal["teacher_routed"] = "teacher_routed"
+    k: int = Field(default=2, ge=1, description="experts per token")
+    noise_std: float = Field(
+        default=1.0,
+        ge=0,
+        description="noise on the teacher's log probs in training, in units of 1 / experts",
+    )
+    inference: Literal["teacher", "student"] = Field(
+        default="teacher",
+        description=(
+            "who decides in evaluation: teacher (the upper bound; needs it at hand), or student, "
+            "which never did in training"
+        ),
+    )
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What its record gives beyond probs."""
+        return frozenset({"load"})
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """The routing of the teacher."""
+        return frozenset({"teacher"})
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "TeacherRoutedRouter":
+        """The router of ``width``-wide tokens over ``experts`` experts.
+
+        Raises UserError where k is larger than that.
+        """
+        self.check_k(experts)
+        return TeacherRoutedRouter(self, width, experts)
+
+
+class TeacherRoutedRouter(NoisyTopKRouter):
+    """``router(tokens, context)`` with tokens (B, T, d) and context.teacher (B, T, E) returns
+    (SparsePlan, RoutingRecord).
+
+    The decision is noisy top-k's, with log p of the teacher as logits and with gradient to it:
+    ``load``, ``chosen`` and ``combine`` tell of it. ``logits`` and ``probs`` are the student's own,
+    whose loss reaches its ``weight`` only, not the tokens. Where the student decides in evaluation,
+    attacks see its gradient to the tokens.
+    Raises UserError where the teacher has to decide and is missing or of another shape.
+    """
+
+    def __init__(self, config: TeacherRouted, width: int, experts: int) -> None:
+        super().__init__(NoisyTopK(k=config.k, noise_std=config.noise_std), width, experts)
+        self.inference = config.inference
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[SparsePlan, RoutingRecord]:
+        with torch.autocast(tokens.device.type, enabled=False):
+            # the student's router imitates; what it learns must not bend the tokens to its will
+            seen = tokens.detach() if self.training else tokens
+            own = router_logits(seen, self.weight)
+            if not self.training and self.inference == "student":
+                return self.decide(own)
+            plan, record = self.decide(_log(_checked(context.teacher, own.shape)).to(own.dtype))
+            return plan, record._replace(logits=own, probs=torch.softmax(own, dim=-1))
+
+
+def _log(probs: Tensor) -> Tensor:
+    """Logarithm of probs, in fp32 at least.
+
+    One that was rounded to 0 counts as the smallest normal number, without a gradient.
+    """
+    probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+
+
+def _checked(teacher: Tensor | None, shape: torch.Size) -> Tensor:
+    """The teacher's probs.
+
+    Raises UserError where there are none, or not one (E,) for each of the student's tokens.
+    """
+    if teacher is None:
+        raise UserError(
+            "router teacher_routed: the teacher decides, but its routing is not here "
+            "(context.teacher); give the method a teacher, or set router.inference to student "
+            "for evaluation without one"
+        )
+    if teacher.shape != shape:
+        raise UserError(
+            f"router teacher_routed: the teacher's routing has shape {tuple(teacher.shape)} "
+            f"(images, tokens, experts), the student's {tuple(shape)}; they must be equal: check "
+            "patch size, image size and experts.number"
+        )
+    return teacher

@@ -1,0 +1,70 @@
+"""The router of SMoE language models (MoGE, §3.2): top-k on the logits first, then a softmax over
+the chosen.
+
+B sequences, T tokens each, E experts, k chosen per token, d width.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.decision import router_logits
+from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+
+
+class TopKSoftmax(RouterConfig):
+    """A linear map with bias scores the experts; the k largest logits choose, and a softmax over
+    these k weighs them: weights sum to 1.
+
+    With k = 1 the weight is always 1, so the router has no gradient from the task: only
+    regularizers then teach it.
+    """
+
+    kind: Literal["top_k_softmax"] = "top_k_softmax"
+    k: int = Field(
+        default=2,
+        ge=1,
+        description=(
+            "experts per token; with 1 the router learns from regularizers only, as its weight is "
+            "always 1"
+        ),
+    )
+    noise_std: float = Field(
+        default=0.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
+    )
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What its record gives beyond probs."""
+        return frozenset({"load"})
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "TopKSoftmaxRouter":
+        """The router of ``width``-wide tokens over ``experts`` experts.
+
+        Raises UserError where k is larger than that.
+        """
+        self.check_k(experts)
+        return TopKSoftmaxRouter(self, width, experts)
+
+
+class TopKSoftmaxRouter(NoisyTopKRouter):
+    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord); ``probs`` is
+    the softmax over all experts.
+    """
+
+    def __init__(self, config: TopKSoftmax, width: int, experts: int) -> None:
+        super().__init__(
+            NoisyTopK(k=config.k, noise_std=config.noise_std, renormalise=True), width, experts
+        )
+        self.bias = nn.Parameter(torch.zeros(experts))
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[SparsePlan, RoutingRecord]:
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self.decide(router_logits(tokens, self.weight, self.bias))

@@ -1,0 +1,154 @@
+"""The command ``moecore``: thin functions over what does the work, imported when called."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from moecore.core.files import UserError, write_json
+
+Params = Annotated[Path, typer.Argument(help="the params.yaml")]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="stages at a time; left out: the number of GPUs, else of cores, at most 4"
+    ),
+]
+Folder = Annotated[Path, typer.Argument(help="the study's folder, such as pipelines/prc")]
+HERE = Path("params.yaml")
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+class _Group(TyperGroup):
+    """Prints what the user can mend as one clear message and exits with 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+
+
+def check(params: Params = HERE) -> None:
+    """Validate the whole of params.yaml; every problem with file, line, column and key."""
+    from moecore.study.remembered import in_order
+
+    typer.echo(in_order(params))
+
+
+def plan() -> None:
+    """Which stages would run, why, and how long they took the last time."""
+    from moecore.pipeline.plan import main
+
+    main()
+
+
+def run(jobs: Jobs = None) -> None:
+    """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
+    from moecore.pipeline.parallel import reproduce
+    from moecore.study.remembered import in_order
+
+    in_order()
+    reproduce(jobs)
+
+
+def ui(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="on 127.0.0.1")] = 5000,
+) -> None:
+    """Serve MLflow's pages, importing what is on disk all the while."""
+    from moecore.tracking.ui import ui as serve
+
+    raise typer.Exit(serve(port))
+
+
+def sync() -> None:
+    """Import all runs into MLflow."""
+    from moecore.tracking.sync import sync as imported
+
+    typer.echo(imported())
+
+
+def predict(context: typer.Context) -> None:
+    """Predict the ages of new volumes with a trained and calibrated model; `--help` says how."""
+    # The rooms lie below the stages and cannot import them.
+    command = [sys.executable, "-m", "stages.predict", *context.args]
+    os.execv(sys.executable, command)
+
+
+def schema() -> None:
+    """Write params.schema.json, from which editors complete and document every key."""
+    from moecore.core.sources import ROOT
+    from moecore.study.whole import schema as of_study
+
+    target = ROOT / "params.schema.json"
+    write_json(target, of_study())
+    typer.echo(f"{target}: written")
+
+
+def study_write(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="studies; left out: all under pipelines/")
+    ] = None,
+) -> None:
+    """Write params.yaml and dvc.yaml of studies from their overlays; says what changes."""
+    from moecore.pipeline.studies import studies, write
+
+    for folder in folders or studies():
+        for line in write(folder):
+            typer.echo(f"{folder}: {line}")
+
+
+def study_new(name: Annotated[str, typer.Argument(help="small letters, digits and _")]) -> None:
+    """Begin a study: a folder under pipelines/ with an overlay to edit, written once."""
+    from moecore.pipeline.studies import new
+
+    typer.echo(f"{new(name)}: edit it, then `moecore study write pipelines/{name}`")
+
+
+def study_preset(
+    folder: Folder,
+    names: Annotated[list[str] | None, typer.Argument(help="presets, in this order")] = None,
+) -> None:
+    """Write a study's params.yaml with presets; without names: list them."""
+    from moecore.pipeline.studies import presets, write
+
+    lines = write(folder, names) if names else presets(folder)
+    for line in lines or ["nothing changes"]:
+        typer.echo(line)
+
+
+def study_run(folder: Folder, jobs: Jobs = None) -> None:
+    """Check a study and run all of it that is not up to date."""
+    if not (folder / "params.yaml").is_file():
+        raise UserError(f"{folder}: found no params.yaml; write it: moecore study write {folder}")
+    os.chdir(folder)
+    run(jobs)
+
+
+def _app() -> typer.Typer:
+    options: dict[str, Any] = {
+        "cls": _Group,
+        "no_args_is_help": True,
+        "add_completion": False,
+        "pretty_exceptions_enable": False,  # a bug shows Python's own traceback
+        "rich_markup_mode": None,
+    }
+    whole = typer.Typer(help="Sparse vision mixture-of-experts models.", **options)
+    for command in (check, plan, run, ui, sync, schema):
+        whole.command()(command)
+    whole.command(context_settings=ANYTHING)(predict)
+    study = typer.Typer(help="The studies under pipelines/.", **options)
+    for command in (study_write, study_new, study_preset, study_run):
+        study.command(command.__name__.removeprefix("study_"))(command)
+    whole.add_typer(study, name="study")
+    return whole
+
+
+app = _app()
+
+if __name__ == "__main__":
+    app()

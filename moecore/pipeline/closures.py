@@ -1,0 +1,182 @@
+"""Which source files decide a result, found by reading imports, never by running them.
+
+DVC does not follow imports. So the stage ``code`` hashes the files that a script's imports reach,
+and those of the parts that params.yaml names by ``kind``, and other stages depend on these hashes.
+"""
+
+import ast
+import hashlib
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from moecore.core.files import UserError
+from moecore.core.sources import FAMILIES, ROOT
+
+DECIDING = (  # the rooms whose code decides a result; an edit of the others reruns nothing
+    "core",
+    "statistics",
+    "tasks",
+    "nn",
+    "data",
+    "attacks",
+    "training",
+    "measure",
+    "brain",
+)
+TABLES = (*FAMILIES, "measure")  # which of their parts a stage uses stands in params.yaml
+UNDER = {  # the family of a part at this key, where two families have a kind of that name
+    "router": "routers",
+    "calibrator": "calibrators",
+    "model": "backbones",
+    "teacher": "teachers",
+}
+
+
+def closure(path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING) -> set[Path]:
+    """The files of ``rooms`` that importing ``path`` reaches, itself included, below ``root``.
+
+    ``from moecore.nn.routers import Router`` is not followed: which router it is stands in
+    params.yaml. ``from moecore.tasks import Regression`` leads to that one file. ``__init__`` files
+    that hold nothing but a docstring are left out. Files that lie beside a module without being
+    Python (an atlas, a template) belong to it.
+    """
+    reached: set[Path] = set()
+    waiting = [Path(path)]
+    while waiting:
+        file = waiting.pop()
+        if file not in reached:
+            reached.add(file)
+            waiting.extend(
+                file for file in _imports(file, root) if _room(file) in (*rooms, "stages")
+            )
+    return reached.union(
+        *(_data_files(folder, root) for folder in {file.parent for file in reached})
+    )
+
+
+def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
+    """The files of every part that ``section`` names (mappings with ``kind: x``), with closures.
+
+    under: the key at which ``section`` sits; it decides where two families have a part of that
+    name. A ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
+    """
+    if isinstance(section, dict):
+        found = set().union(*(part_files(value, root, str(key)) for key, value in section.items()))
+        for file in _candidates(section.get("kind"), under, root):
+            found |= closure(file, root)
+        return found
+    if isinstance(section, list):
+        return set().union(*(part_files(value, root, under) for value in section))
+    return set()
+
+
+def fingerprint(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
+    """Path → sha256 of each file, sorted by path. Raises UserError for a file that is gone."""
+    return {file.as_posix(): _sha256(root / file) for file in sorted(files)}
+
+
+@cache
+def _sha256(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file") from None
+
+
+def _room(file: Path) -> str:
+    return file.parts[1] if file.parts[0] == "moecore" else file.parts[0]
+
+
+@cache
+def _data_files(folder: Path, root: Path) -> frozenset[Path]:
+    """What lies in a package without being Python, also in subfolders that hold no module."""
+    found: set[Path] = set()
+    for path in (root / folder).iterdir() if folder.parts[0] == "moecore" else ():
+        if path.name == "__pycache__" or path.name.startswith("."):
+            continue
+        if path.is_file() and path.suffix != ".py":
+            found.add(path.relative_to(root))
+        elif path.is_dir() and not any(path.rglob("*.py")):
+            found |= {file.relative_to(root) for file in path.rglob("*") if file.is_file()}
+    return frozenset(found)
+
+
+def _candidates(kind: Any, under: str, root: Path) -> list[Path]:
+    if not isinstance(kind, str):
+        return []
+    files = [Path("moecore", family, f"{kind}.py") for family in FAMILIES]
+    there = [file for file in files if (root / file).is_file()]
+    named = [file for file in there if file.parent.name == UNDER.get(under, under)]
+    return named or there
+
+
+@cache
+def _imports(file: Path, root: Path) -> tuple[Path, ...]:
+    """The local files that one file imports; of a table only those whose names it takes from it."""
+    if file.suffix != ".py":
+        return ()
+    found: list[Path] = []
+    for package, name in _names(_tree(file, root), file):
+        if package.removeprefix("moecore/") in TABLES:
+            found += _from_table(Path(package), name, root)
+        found += _modules(package, name, root)
+    return tuple(dict.fromkeys(found))
+
+
+def _modules(package: str, name: str, root: Path) -> Iterator[Path]:
+    """The files of ``package``, of those above it, and of ``package/name`` where it is a module."""
+    words = [*package.split("/"), name] if name else package.split("/")
+    for count in range(1, len(words) + 1):
+        if file := _file("/".join(words[:count]), root):
+            yield file
+
+
+def _from_table(package: Path, name: str, root: Path) -> list[Path]:
+    """``from moecore.tasks import Regression`` → moecore/tasks/regression.py, as the table says."""
+    init = package / "__init__.py"
+    if not (root / init).is_file():
+        return []
+    lines = [node for node in _tree(init, root).body if isinstance(node, ast.ImportFrom)]
+    sources = [line.module for line in lines if any(alias.name == name for alias in line.names)]
+    files = [_file(module.replace(".", "/"), root) for module in sources if module]
+    return [file for file in files if file]
+
+
+def _tree(file: Path, root: Path) -> ast.Module:
+    try:
+        return ast.parse((root / file).read_text(encoding="utf-8"), str(file))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file under {root}") from None
+    except SyntaxError as error:
+        raise UserError(f"{file}:{error.lineno}: not valid Python: {error.msg}") from None
+
+
+def _names(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
+    """Everything local that is imported, as (path of the module, name taken from it or nothing)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = file.parent.parts[: len(file.parent.parts) - node.level + 1]
+            words = [*(above if node.level else ()), *([node.module] if node.module else [])]
+            found = [(".".join(words), alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in found:
+            if module.split(".")[0] in ("moecore", "stages"):
+                yield module.replace(".", "/"), name
+
+
+@cache
+def _file(name: str, root: Path) -> Path | None:
+    """The file of a module, or None for what is no module, a table, or a package without code."""
+    path = Path(name)
+    if (root / path).with_suffix(".py").is_file():
+        return path.with_suffix(".py")
+    package = path / "__init__.py"
+    if name.removeprefix("moecore/") in TABLES or not (root / package).is_file():
+        return None
+    body = _tree(package, root).body
+    return package if any(not isinstance(node, ast.Expr) for node in body) else None

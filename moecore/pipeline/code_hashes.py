@@ -1,0 +1,65 @@
+"""The folder artifacts/code/: hashes of source files, which stages depend on in their place.
+
+One file for every script, measurement, method and section of params.yaml::
+
+    stages/pretrain.json        what importing stages/pretrain.py reaches
+    measure/invariance.json     the same of that measurement's file, and the parts its section names
+    methods/vmoe.json           the parts of methods.vmoe and of model: what such a model is made of
+    sections/teacher.json       the parts that a section names; data has one file for each entry
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moecore.core.files import whole_folder, write_json
+from moecore.core.sources import CODE, ROOT
+from moecore.pipeline.closures import DECIDING, closure, fingerprint, part_files
+from moecore.study.document import Document, load
+
+COMPARE = "compare"  # the one script whose result is what the room `report` makes
+
+
+def code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str]]:
+    """Name below artifacts/code/ → path of a source file → sha256, of all that a stage can need.
+
+    Raises UserError where a file is no Python, or run.methods names what is not under methods.
+    """
+    return {name: fingerprint(files, root) for name, files in _files(document, root)}
+
+
+def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
+    """Write the whole folder, in the place of what was there."""
+    found = code_files(load(str(params)), root)
+    with whole_folder(folder) as temporary:
+        for name, hashes in found.items():
+            write_json(temporary / name, hashes)
+
+
+def _files(document: Document, root: Path) -> Iterator[tuple[str, set[Path]]]:
+    params = document.data
+    tasks = _tasks(params.get("data"), root)
+    for script in sorted((root / "stages").glob("[a-z]*.py")):
+        rooms = (*DECIDING, "report") if script.stem == COMPARE else DECIDING
+        yield f"stages/{script.stem}.json", closure(script.relative_to(root), root, rooms) | tasks
+    for method in document.get(("run", "methods")):
+        parts = part_files(document.get(("methods", method)), root, "methods")
+        model = part_files(params.get("model"), root, "model")
+        yield f"methods/{method}.json", parts | model
+    for key, section in params.items():
+        if key in ("run", "methods", "model", "claims"):
+            continue
+        if key == "data":
+            for phase, source in section.items():
+                yield f"sections/data.{phase}.json", part_files(source, root, key)
+            continue
+        parts = part_files(section, root, key)
+        yield f"sections/{key}.json", parts
+        measurement = Path("moecore/measure", f"{key}.py")
+        if (root / measurement).is_file():
+            yield f"measure/{key}.json", closure(measurement, root) | parts
+
+
+def _tasks(data: Any, root: Path) -> set[Path]:
+    """The tasks that the data may have: its sources import them. Every script may use them."""
+    return {file for file in part_files(data, root, "data") if file.parts[1] == "tasks"}

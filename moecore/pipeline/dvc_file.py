@@ -1,0 +1,108 @@
+"""The dvc.yaml of a study: stages of the root's dvc.yaml and of pipelines/stages.yaml, by name.
+
+A study is a DVC project of its own, so the root's DVC does not read it, and it does not read the
+others. All share the root's cache.
+"""
+
+import copy
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from moecore.core.files import UserError, whole_file
+from moecore.core.sources import CODE as CODES
+from moecore.core.sources import ROOT
+
+HEAD = (
+    "# Written by `moecore study write` from overlay.yaml and the root's dvc.yaml; not by hand.\n"
+)
+CONFIG = """\
+[core]
+    analytics = false
+    check_update = false
+    autostage = false
+[cache]
+    dir = {cache}
+"""
+FILES = {".dvc/.gitignore": "/config.local\n/tmp\n/cache\n"}
+CODE = "code"
+LAST = "compare"
+
+
+def write_project(study: Path, stages: Sequence[str] | None = None, root: Path = ROOT) -> None:
+    """Write dvc.yaml and DVC's own files into the folder ``study``.
+
+    stages: as in the overlay, or None for all of the root's dvc.yaml.
+    """
+    cache = os.path.relpath(root / ".dvc/cache", study / ".dvc")
+    texts = {
+        "dvc.yaml": study_dvc(stages, root),
+        ".dvc/config": CONFIG.format(cache=cache),
+        **FILES,
+    }
+    for name, text in texts.items():
+        with whole_file(study / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def study_dvc(stages: Sequence[str] | None = None, root: Path = ROOT) -> str:
+    """The text of a study's dvc.yaml. Raises UserError for a stage that is defined nowhere."""
+    main = _read(root / "dvc.yaml")["stages"]
+    more = _read(root / "pipelines/stages.yaml")
+    defined = {**more["stages"], **main}
+    names = list(main if stages is None else stages)
+    if unknown := [name for name in names if name not in defined]:
+        raise UserError(f"stages: found {unknown[0]!r}; allowed: {', '.join(defined)}")
+    chosen = {name: copy.deepcopy(defined[name]) for name in (*names, LAST) if name != CODE}
+    for name in chosen:
+        for fed, path in more["feeds"].get(name, {}).items():
+            if fed in chosen:
+                chosen[fed]["deps"].append(path)
+    for stage in chosen.values():
+        stage.get("do", stage)["deps"] = _written(_paths(stage, "deps"), chosen.values())
+    return HEAD + _text({"stages": {CODE: _code(main[CODE]), **chosen}})
+
+
+def _code(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """The stage ``code`` of a study: it always runs.
+
+    The code lies outside of the study's DVC project, where nothing ignores its bytecode.
+    """
+    kept = {name: stage[name] for name in ("desc", "cmd", "outs")}
+    return {**kept, "always_changed": True}
+
+
+def _written(deps: Iterable[str], stages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """``deps`` without artifacts that no stage writes, such as the teacher where there is none."""
+    heads = {_head(path) for stage in stages for path in _paths(stage, "outs")} | {str(CODES)}
+    made = [path for path in deps if _head(path) in heads or "$" in _head(path)]
+    return [path for path in deps if path in made or not path.startswith("artifacts/")]
+
+
+def _head(path: str) -> str:
+    return "/".join(path.split("/")[:2])
+
+
+def _paths(stage: Mapping[str, Any], key: str) -> list[str]:
+    """Deps or outs by their paths, also where an entry has options: ``{path: {cache: false}}``."""
+    entries = stage.get("do", stage).get(key, ())
+    return [entry if isinstance(entry, str) else next(iter(entry)) for entry in entries]
+
+
+def _read(path: Path) -> Any:
+    with open(path, encoding="utf-8") as file:
+        return YAML(typ="safe", pure=True).load(file)
+
+
+def _text(value: Any) -> str:
+    writer = YAML(typ="safe", pure=True)
+    writer.default_flow_style = False
+    writer.sort_base_mapping_type_on_output = False
+    writer.width = 1000
+    stream = io.StringIO()
+    writer.dump(value, stream)
+    return stream.getvalue()

@@ -1,0 +1,148 @@
+"""Stages as forked processes: what ``python -m stages.x`` does, without 3 s of imports each time.
+
+A server imports all stages once and forks a process for each one that is started. DVC starts them
+through the command ``python`` of ``Server.commands``, first in its PATH; such a process prints,
+exits and is killed as any other. Linux only, and not next to a GPU: CUDA does not survive a fork.
+"""
+
+import atexit
+import json
+import os
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from threadpoolctl import threadpool_limits
+
+from moecore.pipeline.client import SOCKET
+from moecore.run.stage import end_with_parent, run_stage
+
+CLIENT = Path(__file__).with_name("client.py")
+
+Stages = Mapping[str, Callable[..., None]]
+
+
+class Server(NamedTuple):
+    """Where a server listens, and a folder with the command ``python`` that asks it."""
+
+    socket: Path
+    commands: Path
+
+    def environment(self) -> dict[str, str]:
+        """What makes DVC start its stages here."""
+        path = os.pathsep.join([str(self.commands), os.environ["PATH"]])
+        return {"PATH": path, SOCKET: str(self.socket)}
+
+
+def start_server(wait: float = 60.0) -> Server:
+    """Start one that ends with this process; it listens within ``wait`` seconds.
+
+    Raises RuntimeError where it does not.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="moecore-"))
+    found = Server(folder / "socket", folder / "bin")
+    found.commands.mkdir()
+    command = found.commands / "python"
+    words = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable])
+    command.write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
+    # One thread: nothing is computed before a fork, and each stage sets its own number.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stages.server", str(found.socket)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(process.kill)
+    until = time.monotonic() + wait
+    while not found.socket.exists():
+        if process.poll() is not None or time.monotonic() > until:
+            raise RuntimeError("the server of stages did not start")
+        time.sleep(0.02)
+    return found
+
+
+def serve(path: str, stages: Stages) -> None:
+    """Listen at ``path`` for ever.
+
+    A request is one line of JSON, [folder, ["stages.x", word, …], environment], with the
+    descriptors of stdout and stderr. Answered are the process id, and the exit code at the end.
+    """
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of _answer
+    with socket.socket(socket.AF_UNIX) as listening:
+        # Named only when it listens: who finds the socket may connect.
+        listening.bind(f"{path}.new")
+        listening.listen(16)
+        os.rename(f"{path}.new", path)
+        while True:
+            line, _ = listening.accept()
+            if os.fork() == 0:
+                _answer(line, stages)
+            line.close()
+
+
+def _answer(line: socket.socket, stages: Stages) -> None:
+    """Fork the stage; end it where the client is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
+    folder, words, environment = json.loads(line.makefile().readline())
+    pid = os.fork()
+    if not pid:
+        line.close()
+        _stage(stages, folder, words, environment, descriptors)
+    line.sendall(f"{pid}\n".encode())
+    ended = os.pidfd_open(pid)
+    if ended not in select.select([ended, line], [], [])[0]:
+        os.kill(pid, signal.SIGTERM)
+    _, status = os.waitpid(pid, 0)
+    try:
+        line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def _stage(
+    stages: Stages,
+    folder: str,
+    words: list[str],
+    environment: Mapping[str, str],
+    descriptors: list[int],
+) -> None:
+    """The process of a stage, from its first line to its exit code."""
+    os.dup2(descriptors[0], 1)
+    os.dup2(descriptors[1], 2)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threads = int(environment.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads)
+    name, *rest = words
+    sys.argv = [name, *rest]
+    code: Any = 0
+    with threadpool_limits(threads, user_api="blas"):
+        try:
+            run_stage(stages[name.removeprefix("stages.")], rest)
+        except SystemExit as end:
+            code = end.code
+            if isinstance(code, str):  # as Python has it: a message, and failure
+                print(code, file=sys.stderr)
+                code = 1
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code or 0))

@@ -1,0 +1,218 @@
+"""What ``dvc repro`` would run, why, and how long it took the last time."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from moecore.core.files import UserError, read_json
+from moecore.core.sources import CODE, ROOT
+from moecore.pipeline.code_hashes import code_files
+from moecore.run.history_file import NAME, read_lines
+from moecore.run.lock_file import locked
+from moecore.run.progress import clock
+from moecore.study.document import load
+
+HASHING = "code"  # the stage that hashes the code; it takes a second
+ALWAYS = "always changed"  # DVC's words for it in a study
+
+
+class Planned(NamedTuple):
+    """A stage that would run.
+
+    seconds: the last time, or the mean of its siblings, or None where none has ever run.
+    """
+
+    stage: str
+    reasons: tuple[str, ...]
+    seconds: float | None
+
+
+class Pipeline(NamedTuple):
+    """What DVC says of a pipeline.
+
+    status: of every stage that changed, as ``dvc status --json`` gives it; edges: (before, after).
+    """
+
+    status: Mapping[str, list]
+    edges: list[tuple[str, str]]
+
+
+def asked() -> Pipeline:
+    """What DVC says of the dvc.yaml in the working directory.
+
+    Raises UserError with its own words where it fails.
+    """
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    try:
+        with Repo() as repo:
+            status = repo.status(targets=["dvc.yaml"])
+            edges = [
+                (_name(before.addressing), _name(after.addressing))
+                for after, before in repo.index.graph.edges
+            ]
+    except DvcException as error:
+        raise UserError(f"dvc: {error}") from None
+    return Pipeline(status, edges)
+
+
+def plan(
+    pipeline: Pipeline,
+    seconds: Mapping[str, float],
+    by_code: Mapping[str, tuple[str, ...]] | None = None,
+) -> list[Planned]:
+    """The stages that would run, in a possible order: those that changed, and all downstream.
+
+    seconds: of past runs by stage. by_code: stages that other hashes of code will mark as changed,
+    with the reasons; where it is given, nothing else runs because of the stage ``code``.
+    What DVC's run cache restores instead of running cannot be known beforehand.
+    """
+    status, edges = pipeline
+    reasons = {_name(stage): tuple(_reasons(entries)) for stage, entries in status.items()}
+    reasons = {stage: found for stage, found in reasons.items() if found}
+    for stage, found in (by_code or {}).items():
+        reasons[stage] = (*reasons.get(stage, ()), *found)
+    planned = []
+    for stage in ordered({stage for edge in edges for stage in edge} | set(reasons), edges):
+        above = [before for before, after in edges if after == stage and before in reasons]
+        if by_code is not None:
+            above = [before for before in above if before != HASHING]
+        if stage not in reasons and above:
+            reasons[stage] = (f"after {_short(above)}",)
+        if stage in reasons:
+            planned.append(Planned(stage, reasons[stage], _estimate(stage, seconds)))
+    return planned
+
+
+def changed_by_code(pipeline: Pipeline, root: Path = ROOT) -> dict[str, tuple[str, ...]] | None:
+    """The stages whose code was edited, with the source files; None where that is not known.
+
+    DVC sees only that the stage ``code`` has to run. The code is hashed here as that stage will,
+    and compared with what it wrote the last time. root: of the code.
+    """
+    entries = pipeline.status.get(HASHING, [])
+    if any(entry != ALWAYS and set(entry) != {"changed deps"} for entry in entries):
+        return None
+    params = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
+    edited = _edited(params, root) if entries else {}
+    found = {}
+    for stage, ran in locked().items():
+        paths = [Path(dep["path"]) for dep in ran.get("deps", ())]
+        sources = [edited[file] for file in edited if any(_holds(path, file) for path in paths)]
+        if sources:
+            found[stage] = tuple(dict.fromkeys(name for names in sources for name in names))
+    return found
+
+
+def _edited(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
+    """The files of hashes that will change, with the source files that differ."""
+    found = {}
+    for name, hashes in code_files(load(str(params)), root).items():
+        file = CODE / name
+        before = read_json(file) if file.is_file() else {}
+        differing = {path for path, _ in before.items() ^ hashes.items()}
+        if differing:
+            found[file] = tuple(f"{path} edited" for path in sorted(differing))
+    return found
+
+
+def _holds(path: Path, file: Path) -> bool:
+    return path == file or path in file.parents
+
+
+def _name(addressing: str) -> str:
+    """A stage without the path of its dvc.yaml."""
+    return addressing.split(":")[-1]
+
+
+def _reasons(entries: list) -> list[str]:
+    """DVC's entries in words.
+
+    Such as ``{"changed deps": {"params.yaml": {"pretrain.epochs": "modified"}}}``, or a mere
+    ``"always changed"``.
+    """
+    words: list[str] = []
+    for entry in entries:
+        found = entry if isinstance(entry, dict) else {str(entry): None}
+        for what, changes in found.items():
+            words += _changes(what, changes) if isinstance(changes, dict) and changes else [what]
+    return list(dict.fromkeys(words))
+
+
+def _changes(what: str, changes: Mapping[str, Any]) -> Iterator[str]:
+    kind = what.removeprefix("changed ").rstrip("s")
+    for path, change in changes.items():
+        if isinstance(change, dict):
+            yield from (f"{key} {state}" for key, state in change.items())
+        else:
+            yield f"{kind} {path} {change}"
+
+
+def ordered(stages: Iterable[str], edges: list[tuple[str, str]]) -> list[str]:
+    """Each stage after those that it depends on."""
+    chosen = sorted(stages)
+    waiting = {stage: {before for before, after in edges if after == stage} for stage in chosen}
+    order: list[str] = []
+    while waiting:
+        ready = [stage for stage, above in waiting.items() if not above & set(waiting)]
+        order += ready
+        waiting = {stage: above for stage, above in waiting.items() if stage not in ready}
+    return order
+
+
+def _estimate(stage: str, seconds: Mapping[str, float]) -> float | None:
+    kind = stage.split("@")[0]
+    siblings = [value for name, value in seconds.items() if name.split("@")[0] == kind]
+    return seconds.get(stage, fmean(siblings) if siblings else None)
+
+
+def _short(stages: list[str]) -> str:
+    return ", ".join(stages[:2]) + (f" and {len(stages) - 2} more" if len(stages) > 2 else "")
+
+
+def past_seconds(folder: Path = Path("artifacts/history")) -> dict[str, float]:
+    """Seconds of the finished runs by DVC stage, or by the name that DVC would give them."""
+    found = {}
+    for file in sorted(folder.rglob(NAME)):
+        lines = read_lines(file.parent)
+        if len(lines) > 1 and lines[-1].get("status") == "FINISHED":
+            found[_stage_of(lines[0])] = lines[-1]["seconds"]
+    return found
+
+
+def _stage_of(header: Mapping[str, Any]) -> str:
+    """The DVC stage of a run, by the header of its history."""
+    if header["dvc_stage"]:
+        return _name(header["dvc_stage"])
+    item = [str(header[key]) for key in ("phase", "method", "seed") if header[key] is not None]
+    return f"{header['stage']}@{'-'.join(item)}" if item else header["stage"]
+
+
+def main() -> None:
+    """Print the plan as a table."""
+    pipeline = asked()
+    planned = plan(pipeline, past_seconds(), changed_by_code(pipeline))
+    heavy = [item for item in planned if item.stage != HASHING]
+    if not heavy:
+        print("Nothing would run: everything is up to date.")
+        return
+    width = max(len(item.stage) for item in heavy)
+    for item in heavy:
+        last = "?" if item.seconds is None else clock(item.seconds)
+        print(f"{item.stage:<{width}}  {last:>8}  {_shown(item.reasons)}")
+    print(_total(heavy))
+
+
+def _shown(reasons: tuple[str, ...]) -> str:
+    more = f" (+{len(reasons) - 2})" if len(reasons) > 2 else ""
+    return "; ".join(reasons[:2]) + more
+
+
+def _total(planned: list[Planned]) -> str:
+    seconds = clock(sum(item.seconds or 0 for item in planned))
+    unknown = sum(item.seconds is None for item in planned)
+    rest = f" and {unknown} that never ran" if unknown else ""
+    return f"{len(planned)} stages, about {seconds}{rest}"

@@ -1,0 +1,72 @@
+"""The studies under pipelines/: folders whose params.yaml and dvc.yaml are written, not edited."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from moecore.core.files import UserError, whole_file
+from moecore.pipeline.dvc_file import write_project
+from moecore.study.overlay import OVERLAY, presets_of, resolve
+from moecore.study.written import write_params
+
+HERE = Path()  # the working folder
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+BEGUN = """\
+# What this study asks. All that is not said here is as in ../../params.yaml.
+run: {methods: [dense, vmoe], seeds: [0, 1, 2], phases: [pretrain]}
+stages: [prepare, teacher, teacher_router, pretrain, measure, compare]
+"""
+README = """\
+# {name}: the question, in a line
+
+The paper's numbers beside ours, what it cost, and:
+
+```
+moecore study run pipelines/{name}
+```
+"""
+
+
+def studies(root: Path = HERE) -> list[Path]:
+    """The folders of all studies."""
+    return [path.parent for path in sorted((root / "pipelines").glob(f"*/{OVERLAY}"))]
+
+
+def presets(folder: Path) -> list[str]:
+    """The names of a study's presets. Raises UserError where ``folder`` is no study."""
+    _demand(folder)
+    return list(presets_of(folder))
+
+
+def write(folder: Path, presets: Sequence[str] = ()) -> list[str]:
+    """Write a study's files; returns a line for every value of params.yaml that changes.
+
+    Raises UserError, and writes nothing, where the overlay or a preset is not in order.
+    """
+    _demand(folder)
+    root = Path(os.path.relpath(folder.resolve().parents[1]))
+    changed = list(write_params(folder, root, presets))
+    write_project(folder, resolve(folder, root).stages, root)
+    return changed
+
+
+def new(name: str, root: Path = HERE) -> Path:
+    """Begin the study ``name``; returns its overlay. Raises UserError for a name that is taken."""
+    folder = root / "pipelines" / name
+    if not NAME.fullmatch(name):
+        allowed = "small letters, digits and _, beginning with a letter"
+        raise UserError(f"found the name {name!r}; allowed: {allowed}")
+    if folder.exists():
+        raise UserError(f"{folder}: is there already; take another name")
+    for file, text in {OVERLAY: BEGUN, "README.md": README.format(name=name)}.items():
+        with whole_file(folder / file) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    write(folder)
+    return folder / OVERLAY
+
+
+def _demand(folder: Path) -> None:
+    if not (folder / OVERLAY).is_file():
+        known = ", ".join(str(path) for path in studies()) or "none here; start from the root"
+        raise UserError(f"{folder}: found no {OVERLAY}; allowed: {known}")

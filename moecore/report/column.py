@@ -1,0 +1,154 @@
+"""One column of numbers: where it is read from, and how it is shown."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from moecore.core.config import Config
+from moecore.measure.base import Estimate
+from moecore.report.measured import Measured
+from moecore.statistics.intervals import Interval
+from moecore.tasks.base import Score, Task
+
+Value = float | Estimate | Interval | None
+
+
+class Column(NamedTuple):
+    """What is read from one result.
+
+    read: the value of one model, with limits where one model gives them; None where it has none.
+    """
+
+    name: str  # a key of compare.json, which claims refer to
+    label: str
+    read: Callable[[Any], Value]
+    better: str = ""  # "higher", "lower", or "" where neither is better
+    form: str = "number"  # or "share", "count", "seconds", "bytes"
+    note: str = ""
+    paper: str = ""  # a key of paper_figures.PAPERS, or "" for what every paper reports
+    # Which images (N,) bool a share counted; None where that is not known. It takes the whole
+    # model, because the hits of the test split are kept by the calibration, not by the training.
+    hits: Callable[[Measured], np.ndarray | None] | None = None
+    limits: str = "bootstrap"  # what one model's limits are: "wilson", "bootstrap", "quartiles"
+    detail: bool = False  # in the full table and in compare.json only
+
+    def columns(self, seen: "Seen") -> list["Column"]:
+        """Itself: it depends on nothing but the result."""
+        return [self]
+
+
+class Seen(NamedTuple):
+    """All that the columns of a measurement may depend on besides the result that they read."""
+
+    task: Task
+    results: Sequence[Any]  # of all models of a phase
+    baseline: str  # the method that training times are compared with; "" without one
+    of_baseline: Sequence[Any]  # the results of that method, one a seed
+    of_dense: Sequence[Any]  # those of the dense model
+
+
+class Columns(Protocol):
+    """One entry of a measurement's COLUMNS."""
+
+    def columns(self, seen: Seen) -> Iterable[Column]: ...
+
+
+class Each(NamedTuple):
+    """A column for each name that any result has: attacks, transforms, corruptions."""
+
+    names: Callable[[Any], Iterable[str]]  # those of one result
+    column: Callable[[str, Any], Column]  # takes a name and the first result that has it
+
+    def columns(self, seen: Seen) -> list[Column]:
+        first: dict[str, Any] = {}
+        for result in seen.results:
+            for name in self.names(result):
+                first.setdefault(name, result)
+        return [self.column(name, result) for name, result in first.items()]
+
+
+class Given(NamedTuple):
+    """Columns whose names, words or divisors depend on the task or on other methods."""
+
+    of: Callable[[Seen], Iterable[Column]]
+
+    def columns(self, seen: Seen) -> list[Column]:
+        return list(self.of(seen))
+
+
+class Metric(NamedTuple):
+    """A column together with the type of the results that it reads."""
+
+    column: Column
+    result: type[Config]
+
+    @property
+    def name(self) -> str:
+        """A key of compare.json."""
+        return self.column.name
+
+    def read(self, model: Measured) -> Interval | None:
+        """The value of one model, None where it has no such result or no such value."""
+        found = model.of(self.result)
+        return None if found is None else interval_of(self.column.read(found))
+
+    def number(self, model: Measured) -> float:
+        """The value itself, of a model that has it."""
+        found = self.read(model)
+        assert found is not None, f"{self.name} is read of a model that lacks it"
+        return found.value
+
+    def hits(self, model: Measured) -> np.ndarray | None:
+        """Which images (N,) bool the share counted; None where that is not known."""
+        return None if self.column.hits is None else self.column.hits(model)
+
+
+def interval_of(value: Value) -> Interval | None:
+    """A value as an Interval; None where it is unknown."""
+    match value:
+        case None:
+            return None
+        case Interval():
+            return value
+        case Estimate():
+            return value.interval
+    return Interval(float(value))
+
+
+def key_of(score: Score) -> str:
+    """The score inside the name of a column: claims call the precision at 1 accuracy, too."""
+    return "accuracy" if score.form == "share" else score.name
+
+
+def title_of(score: Score) -> str:
+    """The score as a column's words begin: Accuracy, Precision at 1, MAE."""
+    if score.form == "share":
+        return score.label.capitalize()
+    return score.name.upper()
+
+
+def unit_of(score: Score) -> str:
+    """What stands behind those words: ", years"."""
+    return f", {score.unit}" if score.unit else ""
+
+
+def limits_of(score: Score) -> str:
+    """What one model's limits of a score are."""
+    return "wilson" if score.form == "share" else "bootstrap"
+
+
+def slug(name: str) -> str:
+    """A name inside the name of a column: "translation (0, 0.1)" → translation_0_0_1."""
+    return re.sub(r"\W+", "_", name).strip("_")
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean, or None where there is nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def named(rows: Iterable[Any]) -> Mapping[str, Any]:
+    """Rows by their ``name``."""
+    return {row.name: row for row in rows}

@@ -1,0 +1,44 @@
+"""The experts' map as a picture: which experts a class prefers (MoGE, figure 2)."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moecore.nn.expert_map import map_shape
+from moecore.report.sheets import Frame, Tile, heat, sheet
+
+MOST = 12  # classes of a picture
+
+
+def expert_maps(
+    maps: Mapping[str, Sequence[Sequence[float | None]]],
+    classes: Sequence[str],
+    title: str = "Mean routing of each class",
+    caption: str = "",
+) -> Figure:
+    """Mean probability of each expert on the experts' grid: a column a class.
+
+    maps: a model, layer or epoch → (K, E), None where a class has no images (its panel stays
+    bare); all with the same E. Each row has one scale, from 0 to its largest value.
+    """
+    rows = {label: np.asarray(values, dtype=float)[:MOST] for label, values in maps.items()}
+    grid = map_shape(next(iter(rows.values())).shape[1])
+    height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
+    largest = {label: _largest(values) for label, values in rows.items()}
+    tiles = [
+        [Tile(heat(values.reshape(grid), largest[label])) for values in line]
+        for label, line in rows.items()
+    ]
+    frame = Frame(
+        title,
+        list(rows),
+        list(classes)[:MOST],
+        [f"0 – {value:.2g}" for value in largest.values()],
+        f"{caption} A cell is an expert; on the right the scale of each row.".lstrip(),
+    )
+    return sheet(tiles, frame, 0.9, height)
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.nanmax(values)) if np.isfinite(values).any() else 1.0

@@ -1,0 +1,100 @@
+"""What the stages wrote of a study, typed: model by model, phase by phase."""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+from moecore.core.config import Config
+from moecore.study.document import parse
+from moecore.tasks.base import Task
+
+R = TypeVar("R", bound=Config)
+V = TypeVar("V")
+Kinds = Mapping[type[Config], Any]
+NOTHING: Kinds = MappingProxyType({})
+
+
+class Measured(NamedTuple):
+    """Everything known of one model: its results by their type."""
+
+    results: Kinds = NOTHING
+    skipped: tuple[str, ...] = ()  # what does not apply to it, and why
+
+    def of(self, kind: type[R]) -> R | None:
+        """The model's result of this type; None where it was not measured or does not apply."""
+        return self.results.get(kind)
+
+
+Models = Mapping[str, Mapping[int, Measured]]  # method → seed → model
+
+
+def measured(*results: Config) -> Measured:
+    """A model with these results."""
+    return Measured({type(result): result for result in results})
+
+
+class Phase(NamedTuple):
+    """The models of one phase, and the data that they were trained on and measured with."""
+
+    name: str
+    card: Mapping[str, Any]
+    task: Task
+    models: Models
+    together: Kinds = NOTHING  # results of all methods at once, as the transfer of attacks
+
+    @property
+    def every(self) -> list[Measured]:
+        """All models, method by method."""
+        return [model for seeds in self.models.values() for model in seeds.values()]
+
+    def results(self, kind: type[R]) -> list[R]:
+        """The results of this type of all models that have one."""
+        return known(model.of(kind) for model in self.every)
+
+    def of(self, kind: type[R]) -> dict[str, list[R]]:
+        """method → the results of all its seeds; [] where a seed has none."""
+        found: dict[str, list[R]] = {}
+        for method, seeds in self.models.items():
+            results: list[R] = known(model.of(kind) for model in seeds.values())
+            found[method] = results if len(results) == len(seeds) else []
+        return found
+
+    def first(self, kind: type[R]) -> dict[str, R]:
+        """method → the result of its first seed; without the methods that have none."""
+        first = {method: next(iter(seeds.values())) for method, seeds in self.models.items()}
+        found = {method: model.of(kind) for method, model in first.items()}
+        return {method: result for method, result in found.items() if result is not None}
+
+
+class Results(NamedTuple):
+    """A whole study."""
+
+    phases: Mapping[str, Phase]
+    settings: str = ""  # the text of params.yaml
+    alone: Kinds = NOTHING  # results without a trained model, as the linear experts
+
+    @property
+    def methods(self) -> list[str]:
+        """The same in every phase."""
+        return list(next(iter(self.phases.values())).models)
+
+    @property
+    def simulated(self) -> list[str]:
+        """Names of the data sets that are simulated."""
+        cards = [phase.card for phase in self.phases.values()]
+        return [card["name"] for card in cards if card.get("simulated")]
+
+    @property
+    def controls(self) -> frozenset[str]:
+        """Null controls: methods with ``permuted: true``, whose training labels are dealt out anew.
+
+        They can learn nothing.
+        """
+        methods = (parse(self.settings).data or {}).get("methods") or {}
+        permuted = {name for name, settings in methods.items() if (settings or {}).get("permuted")}
+        return frozenset(permuted)
+
+
+def known(values: Iterable[V | None]) -> list[V]:
+    """Those that are not None."""
+    return [value for value in values if value is not None]

@@ -1,0 +1,83 @@
+"""What the report shows, one file a measurement or stage; this is their table, in its order."""
+
+from moecore.brain.measured_ages import Result as Ages
+from moecore.measure.calibration import Result as Calibration
+from moecore.measure.cohort_checks import Result as CohortChecks
+from moecore.measure.corruptions import Result as Corruptions
+from moecore.measure.cost import Result as Cost
+from moecore.measure.invariance import Result as Invariance
+from moecore.measure.lipschitz import Result as Lipschitz
+from moecore.measure.robustness import Result as Robustness
+from moecore.measure.routing import Result as Routing
+from moecore.measure.stability import Result as Stability
+from moecore.report.measures import (
+    ages,
+    calibration,
+    cohort_checks,
+    corruptions,
+    cost,
+    invariance,
+    lipschitz,
+    robustness,
+    routing,
+    stability,
+    training,
+)
+from moecore.report.shown import Shown
+from moecore.training.outcome import Outcome
+
+SHOWN = (
+    Shown("", "training", Outcome, training.COLUMNS, training.figures, training.part),
+    Shown(
+        "calibrate",
+        "calibration",
+        Calibration,
+        calibration.COLUMNS,
+        calibration.figures,
+        calibration.part,
+        calibration.applies,
+    ),
+    Shown("calibrate", "calibration", Ages, ages.COLUMNS, ages.figures, ages.part, ages.applies),
+    Shown(
+        "robustness",
+        "robustness",
+        Robustness,
+        robustness.COLUMNS,
+        robustness.figures,
+        robustness.part,
+    ),
+    Shown("routing", "routing", Routing, routing.COLUMNS, routing.figures, routing.part),
+    Shown("invariance", "invariance", Invariance, invariance.COLUMNS, invariance.figures),
+    Shown(
+        "corruptions",
+        "corruptions",
+        Corruptions,
+        corruptions.COLUMNS,
+        corruptions.figures,
+        corruptions.part,
+    ),
+    Shown(
+        "stability",
+        "stability under noise",
+        Stability,
+        stability.COLUMNS,
+        stability.figures,
+        stability.part,
+    ),
+    Shown(
+        "lipschitz",
+        "a Lipschitz estimate",
+        Lipschitz,
+        lipschitz.COLUMNS,
+        lipschitz.figures,
+    ),
+    Shown("cost", "cost", Cost, cost.COLUMNS, cost.figures),
+    Shown(
+        "cohort_checks",
+        "checks on the cohort",
+        CohortChecks,
+        cohort_checks.COLUMNS,
+        cohort_checks.figures,
+        cohort_checks.part,
+    ),
+)

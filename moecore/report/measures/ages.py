@@ -1,0 +1,170 @@
+"""Predicted ages before and after correction (ERMoE-ba, supplement, table S1)."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from moecore.brain.age_errors import AgeErrors
+from moecore.brain.measured_ages import Result
+from moecore.measure.base import Estimate
+from moecore.report.age_figures import age_scatter, errors_by_group, pad_against_age
+from moecore.report.column import Column, Metric
+from moecore.report.measured import Phase
+from moecore.report.rows import item_of
+from moecore.report.shown import Figures, by_name
+from moecore.report.view import Block, Grid, Item, Line
+from moecore.tasks.base import Task
+
+TABLE_S1 = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}
+NUMBERS = {
+    "mae": "MAE, years",
+    "corr": "corr(ŷ − y, y)",
+    "slope": "slope",
+    "intercept": "intercept",
+}
+GROUPS = ("by_decade", "by_sex", "by_site")
+
+
+def applies(task: Task) -> bool:
+    """Classes are calibrated in another way."""
+    return task.needs_classes("share") is not None
+
+
+def number(prediction: str, name: str) -> Callable[[Result], Estimate | None]:
+    """One number of the predictions as they are, or corrected; None where nothing was corrected."""
+
+    def read(result: Result) -> Estimate | None:
+        errors: AgeErrors | None = getattr(result, prediction)
+        found = None if errors is None else getattr(errors, name)
+        return found if found is None or np.isfinite(found.value) else None
+
+    return read
+
+
+def of_median(result: Result) -> float | None:
+    """The error as a share of the median predictor's."""
+    return result.raw.mae.value / result.median_mae if result.median_mae else None
+
+
+COLUMNS = (
+    Column(
+        "median_mae",
+        "Median predictor's MAE",
+        lambda result: result.median_mae,
+        note="of always answering with the median age of training",
+    ),
+    Column(
+        "mae_of_median",
+        "MAE / median predictor's",
+        of_median,
+        "lower",
+        note="test MAE / the median predictor's; below 0.5 is less than half its error",
+    ),
+    Column(
+        "mae_pooled",
+        "MAE, corrected",
+        number("pooled", "mae"),
+        "lower",
+        note="one line for all, (ŷ − a)/b",
+    ),
+    Column(
+        "mae_sex_specific",
+        "MAE, corrected per sex",
+        number("sex_specific", "mae"),
+        "lower",
+        note="a line for each sex",
+        paper="ages",
+    ),
+    *(
+        Column(
+            f"corr_{prediction}",
+            f"Corr., {words}",
+            number(prediction, "corr"),
+            note="of the error with age; 0 is no leaning",
+            paper="ages",
+        )
+        for prediction, words in TABLE_S1.items()
+    ),
+    *(
+        Column(
+            f"{name}_{prediction}",
+            f"{name.title()}, {words}",
+            number(prediction, name),
+            note="of predicted on known age",
+            paper="ages",
+            detail=True,
+        )
+        for prediction, words in TABLE_S1.items()
+        for name in ("slope", "intercept")
+    ),
+    Column(
+        "interval_radius",
+        "90 % interval, ± years",
+        lambda result: result.interval.radius,
+        "lower",
+        note="split conformal, of a single prediction",
+        paper="ages",
+    ),
+    Column(
+        "interval_coverage",
+        "Interval's coverage",
+        lambda result: result.interval.coverage,
+        form="share",
+        note="share of the test volumes inside the 90 % interval of a single prediction",
+        paper="ages",
+        limits="wilson",
+        detail=True,
+    ),
+)
+
+
+def figures(result: Result) -> Figures:
+    """Predicted age, its difference from the known one, and errors by group."""
+    yield "age_scatter", age_scatter(result.points, result.simulated)
+    yield "pad_against_age", pad_against_age(result.points, result.simulated)
+    groups = {name: getattr(result, name) for name in GROUPS}
+    if any(groups.values()):
+        yield "errors_by_group", errors_by_group(groups, result.simulated)
+
+
+def part(phase: Phase) -> Iterator[Block]:
+    """Table S1 and the predicted ages of every method."""
+    first = next(iter(phase.first(Result).values()), None)
+    if first is None:
+        return
+    low, high = first.age_range
+    words = [
+        f"{first.n_test} test volumes, ages {low:.1f} to {high:.1f}. Always answering with the "
+        f"training's median age has an MAE of {first.median_mae:.2f} years. The correction "
+        f"(ŷ − a)/b was fitted on: {first.fit_on.replace('_', ' ')}; it takes no age."
+    ]
+    drawn = by_name(phase, Result, figures)
+    scatter = drawn["age_scatter"]
+    yield Block("Predicted age", words, [table_s1(phase)], scatter, below=refusals(phase))
+    others = drawn["pad_against_age"] + drawn["errors_by_group"]
+    title = "Brain-PAD, and errors by decade, sex and site"
+    yield Block(title, pictures=others, folded=True)
+
+
+def table_s1(phase: Phase) -> Grid:
+    """Raw, pooled and per-sex predictions of every method: means over seeds with intervals."""
+    lines = []
+    for method, seeds in phase.models.items():
+        for prediction, words in TABLE_S1.items():
+            metrics = [
+                Metric(Column(name, name, number(prediction, name)), Result) for name in NUMBERS
+            ]
+            items = [item_of(metric, list(seeds.values())) for metric in metrics]
+            lines.append(Line(Item(method, note=words), items))
+    return Grid(["Prediction", *NUMBERS.values()], lines)
+
+
+def refusals(phase: Phase) -> list[str]:
+    """Which models got no correction, and why."""
+    found = []
+    for method, seeds in phase.models.items():
+        for seed, model in seeds.items():
+            result = model.of(Result)
+            if result is not None and result.refused:
+                found.append(f"Not corrected: {method}, seed {seed}. {result.refused}")
+    return found

@@ -1,0 +1,127 @@
+"""How sure a model is of its classes, before and after calibration."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
+
+from moecore.measure.base import Estimate
+from moecore.measure.calibration import Quality, Result
+from moecore.report.column import Column
+from moecore.report.drawing import (
+    GUIDE,
+    legend_of,
+    line_look,
+    new_figure,
+    share_axis,
+    styled,
+)
+from moecore.report.measured import Phase
+from moecore.report.shown import Figures
+from moecore.report.view import Block, Picture
+from moecore.tasks.base import Task
+from moecore.tasks.class_scores import Bins
+
+
+def applies(task: Task) -> bool:
+    """Ages are calibrated in another way."""
+    return task.needs_classes("share") is None
+
+
+def quality(when: str, name: str) -> Callable[[Result], Estimate]:
+    """One number before or after calibration."""
+
+    def read(result: Result) -> Estimate:
+        found: Quality = getattr(result, when)
+        return getattr(found, name)
+
+    return read
+
+
+COLUMNS = (
+    Column(
+        "ece_before",
+        "ECE",
+        quality("before", "ece"),
+        "lower",
+        note="expected calibration error, 15 bins",
+    ),
+    Column(
+        "ece_after",
+        "ECE, calibrated",
+        quality("after", "ece"),
+        "lower",
+        note="with the temperature of the validation split",
+    ),
+    Column("nll_after", "NLL, calibrated", quality("after", "nll"), "lower"),
+    Column("brier_after", "Brier, calibrated", quality("after", "brier"), "lower"),
+)
+
+
+def figures(result: Result) -> Figures:
+    """Reliability before and after."""
+    curves = {"before": result.before.bins, "after": result.after.bins}
+    yield "reliability", reliability_diagram(curves, "Reliability")
+
+
+def part(phase: Phase) -> Iterator[Block]:
+    """Reliability of all methods before and after."""
+    first = phase.first(Result)
+    if not first:
+        return
+    fitted = ", ".join(f"{method} {temperature(result)}" for method, result in first.items())
+    captions = {
+        "before": "A point is a bin of confidence; the larger, the more images. First seed.",
+        "after": f"Temperatures: {fitted}.",
+    }
+    drawn = []
+    for when, caption in captions.items():
+        bins = {method: getattr(result, when).bins for method, result in first.items()}
+        title = f"Reliability {when} calibration"
+        chart = reliability_diagram(bins, title)
+        drawn.append(Picture(chart, f"{phase.name}: {title}", caption))
+    yield Block("Calibration", pictures=drawn)
+
+
+def temperature(result: Result) -> str:
+    """With a remark where it is the largest or smallest that is tried."""
+    return f"{result.temperature:.2f}{' (at its limit)' if result.at_limit else ''}"
+
+
+@styled
+def reliability_diagram(curves: Mapping[str, Bins], title: str) -> Figure:
+    """Accuracy against confidence in bins; the area of a point grows with its images."""
+    figure = new_figure(4.8, 4.2)
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color=GUIDE, linewidth=1, linestyle=":", label="calibrated")
+    for index, (label, bins) in enumerate(curves.items()):
+        x, y, counts = [], [], []
+        for confidence, accuracy, count in zip(
+            bins.confidence, bins.accuracy, bins.count, strict=True
+        ):
+            if confidence is not None and accuracy is not None:
+                x.append(confidence)
+                y.append(accuracy)
+                counts.append(count)
+        total = max(1, sum(counts))
+        look = line_look(index)
+        axes.plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1.2)
+        axes.scatter(
+            x,
+            y,
+            s=[14 + 180 * math.sqrt(count / total) for count in counts],
+            color=look["color"],
+            marker=look["marker"],
+            alpha=0.75,
+            linewidths=0,
+            label=label,
+        )
+    axes.set(xlabel="Confidence", title=title, xlim=(0, 1.02), ylim=(0, 1.02))
+    share_axis(axes, "Accuracy")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    legend = legend_of(figure, axes)
+    for handle in legend.legend_handles:
+        if isinstance(handle, PathCollection):
+            handle.set_sizes([30])
+    return figure

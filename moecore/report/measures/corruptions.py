@@ -1,0 +1,133 @@
+"""Errors under common corruptions (Hendrycks & Dietterich, 2019)."""
+
+from collections.abc import Iterator
+from statistics import fmean
+
+import numpy as np
+
+from moecore.measure.corruptions import Result
+from moecore.measure.noisy.corruption_error import Errors, mean_corruption_error
+from moecore.report.charts import Labels, Look, bands, curves_chart, heat_table, over, texts_of
+from moecore.report.column import Column, Each, Given, Seen, mean, slug
+from moecore.report.measured import Phase
+from moecore.report.rows import percents
+from moecore.report.shown import Figures
+from moecore.report.view import Block, Grid, Picture
+from moecore.statistics.intervals import Interval
+
+
+def errors_of(result: Result) -> Errors:
+    """Errors by corruption and severity."""
+    errors: dict[str, dict[int, float]] = {}
+    for row in result.corruptions:
+        errors.setdefault(row.name, {})[row.severity] = row.error
+    return errors
+
+
+def relative(seen: Seen) -> list[Column]:
+    """mCE; none where the dense model makes no error under a corruption: no ratio is defined."""
+    if not (dense := errors_of_dense(seen)):
+        return []
+    return [
+        Column(
+            "mce",
+            "mCE",
+            lambda result: mean_corruption_error(errors_of(result), dense),
+            "lower",
+            note="mean over corruptions of error / error of dense, each summed over severities; "
+            "1 is as good as dense",
+            paper="corruptions",
+        )
+    ]
+
+
+def errors_of_dense(seen: Seen) -> Errors | None:
+    """Means over the seeds of the dense model."""
+    found = [errors_of(result) for result in seen.of_dense]
+    if not found:
+        return None
+    errors = {
+        name: {severity: fmean(one[name][severity] for one in found) for severity in row}
+        for name, row in found[0].items()
+    }
+    return errors if all(any(row.values()) for row in errors.values()) else None
+
+
+def of_one(name: str, result: Result) -> Column:
+    """The error under one corruption."""
+    return Column(
+        f"error_{slug(name)}",
+        f"Error, {name.replace('_', ' ')}",
+        lambda result: mean([row.error for row in result.corruptions if row.name == name]),
+        "lower",
+        "share",
+        "mean over severities",
+        "corruptions",
+        detail=True,
+    )
+
+
+COLUMNS = (
+    Column(
+        "corruption_error",
+        "Error, mean",
+        lambda result: Interval(result.mean_error, result.mean_low, result.mean_high),
+        "lower",
+        "share",
+        "over corruptions and severities",
+        "corruptions",
+    ),
+    Given(relative),
+    Each(lambda result: [row.name for row in result.corruptions], of_one),
+)
+
+
+def figures(result: Result) -> Figures:
+    """Error in percent of each corruption at each severity."""
+    errors = errors_of(result)
+    severities = sorted({row.severity for row in result.corruptions})
+    table = np.array(
+        [[row.get(severity, np.nan) for severity in severities] for row in errors.values()]
+    )
+    names = [name.replace("_", " ") for name in errors]
+    labels = Labels("Error under corruption", names, [str(one) for one in severities], "Severity")
+    size = (2.4 + 0.5 * len(severities), 0.9 + 0.27 * len(names))
+    caption = "Percent. First seed."
+    yield "corruption_errors", heat_table(table, texts_of(table), labels, size, caption)
+
+
+def part(phase: Phase) -> Iterator[Block]:
+    """Error over severity for all methods, and each method's table."""
+    results = phase.of(Result)
+    first = next(iter(phase.first(Result).values()), None)
+    if first is None:
+        return
+    curves = {
+        method: over([by_severity(result) for result in seeds]) for method, seeds in results.items()
+    }
+    look = Look("Error under corruption", "Severity", "Error", share=True)
+    corruptions = len(errors_of(first))
+    caption = f"Mean over {corruptions} corruptions. {bands(results)}"
+    drawn = Picture(curves_chart(curves, look, 3.2), f"{phase.name}: corruptions", caption)
+    yield Block("Common corruptions", pictures=[drawn])
+    tiles = [printed(result)._replace(title=name) for name, result in phase.first(Result).items()]
+    yield Block("Each corruption", tiles=tiles, folded=True)
+
+
+def printed(result: Result) -> Grid:
+    """The error of each corruption at each severity."""
+    severities = sorted({row.severity for row in result.corruptions})
+    rows = {
+        name.replace("_", " "): [row.get(severity) for severity in severities]
+        for name, row in errors_of(result).items()
+    }
+    names = [str(severity) for severity in severities]
+    return percents("Severity", rows, names)._replace(below="Error in percent. First seed.")
+
+
+def by_severity(result: Result) -> dict[float, float]:
+    """severity → mean error over the corruptions."""
+    errors: dict[float, list[float]] = {}
+    for row in result.corruptions:
+        errors.setdefault(row.severity, []).append(row.error)
+    return {severity: sum(values) / len(values) for severity, values in sorted(errors.items())}

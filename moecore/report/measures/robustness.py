@@ -1,0 +1,218 @@
+"""Scores and routing under attack, and whether the attacks can be believed."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moecore.measure.base import Skipped
+from moecore.measure.robustness import Result
+from moecore.measure.under_attack.curves import Left, Row, run_of, worst_of
+from moecore.report.audit import audit
+from moecore.report.charts import Curves, Look, Point, curves_chart, over, point
+from moecore.report.column import Column, Each, key_of, limits_of, mean, title_of, unit_of
+from moecore.report.measured import Measured, Phase
+from moecore.report.shown import Figures
+from moecore.report.view import Block, Picture
+from moecore.statistics.intervals import Interval, over_seeds
+from moecore.tasks.base import Score
+
+WORST = "worst_case"
+ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
+PIXEL = 255  # steps of a pixel's value in a picture file
+
+
+def attacks_of(result: Result) -> list[str]:
+    """The attacks that the model met; a routing attack has nothing for a dense one."""
+    return list(run_of(result.attacks))
+
+
+def rows_of(result: Result, attack: str) -> tuple[Left, ...]:
+    """An attack's rows by epsilon, or the worst case's; () where the model did not meet it."""
+    if attack == WORST:
+        return result.worst_case
+    rows = result.attacks.get(attack, ())
+    return () if isinstance(rows, Skipped) else rows
+
+
+def moves_of(result: Result, attack: str) -> tuple[Row, ...]:
+    """The rows of one attack, with what it does to the routing."""
+    return run_of(result.attacks).get(attack, ())
+
+
+def attack_title(name: str) -> str:
+    """An attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
+    words = name.replace("_", "-").split("-")
+    return " ".join(word.upper() if word in ACRONYMS else word for word in words)
+
+
+def strongest(result: Result, attack: str) -> str:
+    """The largest epsilon of an attack in pixel steps: 8/255."""
+    return f"{rows_of(result, attack)[-1].epsilon * PIXEL:.3g}/{PIXEL}"
+
+
+def hits_under(model: Measured, attack: str) -> np.ndarray | None:
+    """Which images (N,) are right at the largest epsilon, of the worst case whatever the attack.
+
+    None where an image is not simply right or wrong.
+    """
+    result = model.of(Result)
+    if result is None or result.task.needs_classes("share") is not None:
+        return None
+    names = attacks_of(result) if attack == WORST else [attack]
+    last = [rows_of(result, name)[-1] for name in names if rows_of(result, name)]
+    if not last:
+        return None
+    return worst_of(result.task, last, result.images).numpy()
+
+
+def score_under(attack: str, result: Result) -> Column:
+    """The score at the largest epsilon of an attack, or of the worst of them for each image."""
+
+    def read(result: Result) -> Interval | None:
+        rows = rows_of(result, attack)
+        return Interval(rows[-1].score, rows[-1].low, rows[-1].high) if rows else None
+
+    score = result.task.score
+    share = score.form == "share"
+    title, note = words_under(attack, score)
+    name = f"{key_of(score)}_{attack}" if share else f"attacked_{score.name}_{attack}"
+    return Column(
+        name,
+        f"{title}, ε\u00a0=\u00a0{strongest(result, attack)}",  # never broken into two lines
+        read,
+        score.better,
+        score.form,
+        note,
+        "adversarial",
+        hits=lambda model: hits_under(model, attack),
+        limits=limits_of(score),
+    )
+
+
+def words_under(attack: str, score: Score) -> tuple[str, str]:
+    """The label without its epsilon, and the note."""
+    if score.form == "share":
+        if attack == WORST:
+            return "Worst case", "accuracy where an image counts only if no attack broke it"
+        return attack_title(attack), "accuracy under attack"
+    if attack == WORST:
+        return f"{title_of(score)}, worst case", "largest error of each volume over all attacks"
+    return f"{title_of(score)}, {attack_title(attack)}", "mean error under attack"
+
+
+def change_under(name: str, word: str, what: str) -> Each:
+    """Change of the experts that are chosen, or that process a token, under each attack."""
+
+    def column(attack: str, result: Result) -> Column:
+        def read(result: Result) -> float | None:
+            rows = moves_of(result, attack)
+            return mean(getattr(rows[-1], name)) if rows else None
+
+        at = strongest(result, attack)
+        return Column(
+            f"{name}_{attack}",
+            f"{word} change, {attack_title(attack)}",
+            read,
+            "lower",
+            note=f"1 − IoU of the experts that {what} a token at ε = {at}, mean over layers",
+            paper="adversarial",
+        )
+
+    return Each(attacks_of, column)
+
+
+COLUMNS = (
+    Each(attacks_of, score_under),
+    Each(lambda result: [WORST] if result.worst_case else [], score_under),
+    change_under("routing_change", "Routing", "are chosen for"),
+    change_under("processing_change", "Processing", "process"),
+)
+
+
+def figures(result: Result) -> Figures:
+    """The score over epsilon, a line an attack."""
+    curves = {
+        name: points([rows_of(result, name)], result) for name in [*attacks_of(result), WORST]
+    }
+    yield "score_under_attack", under_attack(curves, "attack", result.task.score)
+
+
+def under_attack(curves: Curves, what: str, score: Score) -> Figure:
+    """Scores over epsilon."""
+    share = score.form == "share"
+    word = title_of(score) if share else "Error"
+    look = Look(
+        f"{word} under {what}",
+        f"ε in 1/{PIXEL}",
+        title_of(score) + unit_of(score),
+        share,
+        1.02 if share else None,
+    )
+    return curves_chart(curves, look)
+
+
+def points(seeds: list[tuple[Left, ...]], result: Result) -> list[Point]:
+    """One point an epsilon: means over seeds, or one seed's own interval."""
+    share = result.task.score.form == "share"
+    found = []
+    for rows in zip(*seeds, strict=True):
+        interval = Interval(rows[0].score, rows[0].low, rows[0].high)
+        if len(rows) > 1:
+            interval = over_seeds([row.score for row in rows])
+        limits = (0.0, 1.0 if share else np.inf)
+        found.append(point(rows[0].epsilon * PIXEL, interval, limits))
+    return found
+
+
+def part(phase: Phase) -> Iterator[Block]:
+    """The score over epsilon for each attack and their worst, the routing's change, the audit."""
+    results = phase.results(Result)
+    if not results:
+        return
+    attacks = list(dict.fromkeys(name for result in results for name in attacks_of(result)))
+    drawn = [curve_of(phase, attack) for attack in attacks]
+    if all(result.worst_case for result in results):
+        drawn.append(curve_of(phase, WORST))
+    moved = [moved_by(phase, attack) for attack in attacks]
+    yield Block("Robustness", pictures=[*drawn, *(one for one in moved if one is not None)])
+    lines = {
+        method: [result.audit for result in seeds] for method, seeds in phase.of(Result).items()
+    }
+    yield audit(lines)
+
+
+def curve_of(phase: Phase, attack: str) -> Picture:
+    """One attack, a line a method."""
+    seeds = phase.of(Result)
+    first = phase.results(Result)[0]
+    curves = {
+        method: points([rows_of(result, attack) for result in found], first)
+        for method, found in seeds.items()
+    }
+    what = "the worst attack for each image" if attack == WORST else attack_title(attack)
+    images = f"{first.images} test images, the same for every method."
+    return Picture(
+        under_attack(curves, what, first.task.score),
+        f"{phase.name}: {attack_title(attack)}",
+        f"{images} Bands: 95 % intervals.",
+    )
+
+
+def moved_by(phase: Phase, attack: str) -> Picture | None:
+    """The change of the routing under one attack; None where no method has it."""
+
+    def of(result: Result) -> dict[float, float]:
+        found = {row.epsilon * PIXEL: mean(row.routing_change) for row in moves_of(result, attack)}
+        return {x: value for x, value in found.items() if value is not None}
+
+    curves = {
+        method: over([of(result) for result in seeds], (0.0, 1.0))
+        for method, seeds in phase.of(Result).items()
+    }
+    if not any(curves.values()):
+        return None
+    title = f"Routing change under {attack_title(attack)}"
+    look = Look(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
+    caption = "Share of a token's chosen experts that changes; mean over MoE layers and seeds."
+    return Picture(curves_chart(curves, look), f"{phase.name}: routing under {attack}", caption)

@@ -1,0 +1,183 @@
+"""Predictions and choices of experts under noise (PRC, figures 1 and 5)."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moecore.measure.noisy.ramp import Ramp
+from moecore.measure.routing_metrics.overlays import grid_of
+from moecore.measure.stability import NoiseRow, NoisyOverlays, Result
+from moecore.report.charts import Look, bands, curves_chart, over
+from moecore.report.column import (
+    Column,
+    Given,
+    Seen,
+    key_of,
+    limits_of,
+    mean,
+    title_of,
+    unit_of,
+)
+from moecore.report.drawing import PALETTE, legend_of, line_look, new_figure, share_axis, styled
+from moecore.report.measured import Phase
+from moecore.report.sheets import Frame, Tile, picture, sheet, tints
+from moecore.report.shown import Figures, each_method
+from moecore.report.view import Block, Picture
+from moecore.statistics.intervals import Interval
+
+
+def largest(result: Result) -> NoiseRow:
+    """The row of the largest sigma."""
+    return max(result.noise, key=lambda row: row.sigma)
+
+
+def score(result: Result) -> Interval:
+    """The score under the largest noise."""
+    row = largest(result)
+    return Interval(row.score, row.low, row.high)
+
+
+def scored(seen: Seen) -> list[Column]:
+    """The task's score under noise."""
+    known = seen.task.score
+    return [
+        Column(
+            f"noise_{key_of(known)}",
+            f"{title_of(known)}{unit_of(known)}, noise",
+            score,
+            known.better,
+            known.form,
+            "under the largest noise",
+            "prc",
+            limits=limits_of(known),
+        )
+    ]
+
+
+COLUMNS = (
+    Given(scored),
+    Column(
+        "noise_selection_change",
+        "Selection change, noise",
+        lambda result: mean(largest(result).selection_change),
+        "lower",
+        note="1 − IoU of the chosen experts under the largest noise, mean over layers",
+        paper="prc",
+    ),
+    Column(
+        "noise_agreement",
+        "Same expert, noise",
+        lambda result: largest(result).agreement,
+        "higher",
+        "share",
+        "tokens whose first expert stays under that noise",
+        "prc",
+    ),
+    Column(
+        "jumps",
+        "Prediction jumps",
+        lambda result: result.ramp.jumps_mean,
+        "lower",
+        note="steps along a ramp of noise in which the true class's probability jumps, mean over "
+        "images",
+        paper="prc",
+    ),
+)
+
+
+def figures(result: Result) -> Figures:
+    """A few ramps, and patches under noise."""
+    if result.ramp.shown:
+        yield "noise_ramp", noise_ramp(result.ramp)
+    if result.overlays:
+        yield "noise_overlays", noise_overlays(result.overlays)
+
+
+def part(phase: Phase) -> Iterator[Block]:
+    """The choice of experts and the score under noise; ramps and patches of each method."""
+    results = phase.results(Result)
+    if not results:
+        return
+    images = results[0].images
+    known = phase.task.score
+    sigma = "σ of the noise"
+    title = title_of(known)
+    changed = Look("Selection change under noise", sigma, "1 − IoU of experts", share=True)
+    scores = Look(
+        f"{title} under noise", sigma, title + unit_of(known), share=known.form == "share"
+    )
+    drawn = [
+        noisy(phase, changed, "Mean over MoE layers.", lambda row: mean(row.selection_change)),
+        noisy(phase, scores, f"{images} test images.", lambda row: row.score),
+    ]
+    yield Block("Noise", pictures=[one for one in drawn if one is not None])
+    title = "Predictions along a ramp, and patches under noise"
+    yield Block(title, pictures=each_method(phase, Result, figures), folded=True)
+
+
+def noisy(
+    phase: Phase, look: Look, words: str, read: Callable[[NoiseRow], float | None]
+) -> Picture | None:
+    """One value over sigma, a line a method; None where no method has it."""
+
+    def of(result: Result) -> dict[float, float]:
+        found = {row.sigma: read(row) for row in result.noise}
+        return {sigma: value for sigma, value in found.items() if value is not None}
+
+    curves = {
+        method: over([of(result) for result in seeds]) for method, seeds in phase.of(Result).items()
+    }
+    if not any(curves.values()):
+        return None
+    caption = f"{words} {bands(phase.of(Result))}"
+    return Picture(curves_chart(curves, look, 3.2), f"{phase.name}: {look.title}", caption)
+
+
+@styled
+def noise_ramp(ramp: Ramp) -> Figure:
+    """The true class's probability of a few images as their noise grows.
+
+    A cross where the predicted class changes.
+    """
+    caption = "A few images, first seed. A cross: another class is predicted."
+    figure = new_figure(4.8, 3.5, caption)
+    axes = figure.subplots()
+    for number, curve in enumerate(ramp.shown):
+        look = line_look(number) | {"marker": ""}
+        axes.plot(ramp.sigmas, curve.probability, label=f"image {curve.index}", **look)
+        predicted = np.array(curve.predicted)
+        changed = 1 + (predicted[1:] != predicted[:-1]).nonzero()[0]
+        axes.plot(
+            np.array(ramp.sigmas)[changed],
+            np.array(curve.probability)[changed],
+            linestyle="",
+            marker="x",
+            color=look["color"],
+        )
+    axes.set(xlabel="σ of the noise", title="Prediction along a noise ramp", ylim=(-0.02, 1.02))
+    share_axis(axes, "Probability of the true class")
+    legend_of(figure, axes)
+    return figure
+
+
+def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure:
+    """Images with the number of each patch's expert in one MoE layer; a row a sigma, clean first.
+
+    A patch is tinted where its expert is not that of the clean image.
+    """
+    clean = stored[0]
+    tiles = []
+    for row in stored:
+        line = []
+        for number, image in enumerate(row.images()):
+            grid = grid_of(row.grids[layer][number])
+            changed = grid != grid_of(clean.grids[layer][number])
+            words = np.where(grid < 0, "–", grid.astype(str))
+            tint = tints(np.where(changed, 0, -1), (PALETTE[1],))
+            line.append(Tile(picture(image), tint, words))
+        tiles.append(line)
+    rows = [f"σ = {row.sigma:g}" if row.sigma else "clean" for row in stored]
+    caption = "Last MoE layer, first seed. Tinted: another expert."
+    frame = Frame("Experts under noise: changed ones are tinted", rows, caption=caption)
+    return sheet(tiles, frame, 1.5, 1.5)

@@ -1,0 +1,217 @@
+"""What trainings came to: scores on the test split, curves, and how the routing settles."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from moecore.measure import calibration
+from moecore.report import regions
+from moecore.report.charts import bands
+from moecore.report.column import (
+    Column,
+    Given,
+    Seen,
+    key_of,
+    limits_of,
+    mean,
+    title_of,
+    unit_of,
+)
+from moecore.report.measured import Measured, Phase, known
+from moecore.report.rows import percents
+from moecore.report.shown import Figures, each_method
+from moecore.report.training_figures import (
+    AGREEMENTS,
+    agreement_points,
+    class_maps,
+    confusion_matrix,
+    routing_agreement,
+    shares_of,
+    training_curves,
+)
+from moecore.report.view import Block, Picture
+from moecore.training.outcome import Outcome
+
+LOSS = {
+    "classification": "mean cross-entropy in nats",
+    "multi_label": "mean over images of the sigmoids' cross-entropy in nats, summed over classes",
+}
+NOTES = {"precision_at_1": "1 − false discovery rate", "mae": "mean |predicted − known age|"}
+
+
+def test_hits(model: Measured) -> np.ndarray | None:
+    """Which test images (N,) are right; the calibration keeps them."""
+    trained = model.of(Outcome)
+    found = model.of(calibration.Result)
+    if trained is None or found is None:
+        return None
+    return trained.task.unpacked(found.scores, found.test_images).numpy()
+
+
+def scored(seen: Seen) -> list[Column]:
+    """The score on the test split; of classes also the loss."""
+    score = seen.task.score
+    share = score.form == "share"
+    label = score.label.capitalize() if score.name == "precision_at_1" else f"Test {score.label}"
+    found = [
+        Column(
+            f"test_{key_of(score)}",
+            label if share else f"Test {title_of(score)}{unit_of(score)}",
+            lambda result: result.test_score,
+            score.better,
+            score.form,
+            NOTES.get(score.name, ""),
+            hits=test_hits if share else None,
+            limits=limits_of(score),
+        )
+    ]
+    if seen.task.kind in LOSS:
+        note = LOSS[seen.task.kind]
+        found.append(
+            Column("test_loss", "Test loss", lambda result: result.test_loss, "lower", note=note)
+        )
+    return found
+
+
+def throughput(seen: Seen) -> list[Column]:
+    """Images, or volumes, a second."""
+    what = "Images" if seen.task.score.form == "share" else "Volumes"
+    return [
+        Column(
+            "images_per_second",
+            f"{what} / s",
+            lambda result: result.images_per_second,
+            form="count",
+            note="while training",
+        )
+    ]
+
+
+def overhead(seen: Seen) -> list[Column]:
+    """Training time over the baseline's."""
+    if not seen.of_baseline:
+        return []
+    seconds = mean([result.seconds for result in seen.of_baseline])
+    if not seconds:
+        return []
+    return [
+        Column(
+            "training_overhead",
+            f"Training time / {seen.baseline}",
+            lambda result: result.seconds / seconds,
+            note=f"training time / mean training time of {seen.baseline}",
+        )
+    ]
+
+
+def halfway(result: Outcome) -> float | None:
+    """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
+    found = result.agreement_with_final
+    return found[(len(found) - 1) // 2] if found else None
+
+
+def last(result: Outcome) -> float | None:
+    """Between the last two epochs."""
+    found = result.agreement_consecutive
+    return found[-1] if found else None
+
+
+COLUMNS = (
+    Given(scored),
+    Column("parameters", "Parameters", lambda result: result.parameters, form="count"),
+    Column(
+        "active_parameters",
+        "Active parameters",
+        lambda result: result.active_parameters,
+        form="count",
+        note="used for one token",
+    ),
+    Given(throughput),
+    Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
+    Given(overhead),
+    Column(
+        "agreement_with_final",
+        "Agreement with final model",
+        halfway,
+        "higher",
+        "share",
+        "tokens, once half of training is done",
+        "tgr",
+    ),
+    Column(
+        "agreement_consecutive",
+        "Agreement of epochs",
+        last,
+        "higher",
+        "share",
+        "tokens, between the last two epochs",
+        "tgr",
+    ),
+    Column(
+        "agreement_before_after",
+        "Agreement before / after",
+        lambda result: mean(known(result.routing_agreement_before_after)),
+        "higher",
+        "share",
+        "tokens whose first expert survives fine-tuning",
+        "tgr",
+    ),
+    *regions.COLUMNS,
+)
+
+
+def figures(result: Outcome) -> Figures:
+    """Curves, confusion, and how each class is routed."""
+    yield "training_curves", training_curves({"": [result]})
+    if result.confusion is not None:
+        yield "confusion_matrix", confusion_matrix(result.confusion, result.task.classes)
+    yield from routed_classes(result)
+
+
+def routed_classes(result: Outcome) -> Figures:
+    """How each class is routed, where the training looked."""
+    if result.class_maps:
+        yield "class_maps", class_maps(result)
+
+
+def part(phase: Phase) -> Iterator[Block]:
+    """Loss and score over the epochs, how the routing settles, and each method's classes."""
+    if not phase.results(Outcome):
+        return
+    chart = training_curves(phase.of(Outcome))
+    yield Block(
+        "Training", pictures=[Picture(chart, f"{phase.name}: training", "One line a seed.")]
+    )
+    yield agreement(phase)
+    yield from regions.part(phase)
+    maps = each_method(phase, Outcome, routed_classes)
+    yield Block("Which class goes to which expert", pictures=maps, folded=True)
+    yield confusion(phase)
+
+
+def confusion(phase: Phase) -> Block:
+    """Share of each true class that was predicted as each class, method by method."""
+    tiles = []
+    for method, result in phase.first(Outcome).items():
+        if result.confusion is not None:
+            shares = shares_of(result.confusion)
+            rows = dict(zip(result.task.classes, shares.tolist(), strict=True))
+            grid = percents("True, predicted", rows, result.task.classes)
+            below = "Percent of each true class. First seed."
+            tiles.append(grid._replace(title=method, below=below))
+    return Block("Confusion matrices", tiles=tiles, folded=True)
+
+
+def agreement(phase: Phase) -> Block:
+    """How the routing settles."""
+    curves = {
+        name: {method: agreement_points(seeds, name) for method, seeds in phase.of(Outcome).items()}
+        for name in AGREEMENTS
+    }
+    title = "How the routing settles"
+    if not any(any(points.values()) for points in curves.values()):
+        return Block(title)
+    what = "Share of tokens with the same first expert, mean over MoE layers."
+    caption = f"{what} {bands(phase.of(Outcome))}"
+    drawn = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
+    return Block(title, pictures=[drawn])

@@ -1,0 +1,105 @@
+"""Images that were made on one method's model, scored by another's: a matrix of methods."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moecore.measure.transfer import Cell, Result
+from moecore.report.audit import MARKS
+from moecore.report.charts import Labels, heat_table
+from moecore.report.column import Columns, title_of
+from moecore.report.measured import Phase
+from moecore.report.measures.robustness import attack_title
+from moecore.report.shown import Figures
+from moecore.report.view import NONE, Block, Grid, Item, Line, Picture
+from moecore.report.words import shown, signed
+
+# The matrix is of pairs: no number of it belongs to one method.
+COLUMNS: tuple[Columns, ...] = ()
+
+
+def figures(result: Result) -> Figures:
+    """The matrix in colour."""
+    if result.cells:
+        yield "transfer", matrix(result)
+
+
+def part(phase: Phase) -> Iterator[Block]:
+    """The matrix as numbers and in colour, and what it says of the attacks."""
+    result = phase.together.get(Result)
+    if result is None:
+        return
+    verdict = f"{MARKS[result.reading.holds]}: {result.reading.text}."
+    words = [
+        f"{attack_title(result.attack)} at ε = {result.epsilon * 255:.3g}/255 on "
+        f"{result.images} test images, first seed. A row: the model on which the images were made. "
+        "A column: the model that scores them. On the diagonal stands the direct attack; below the "
+        "other scores their difference from it, with an interval that holds for the whole matrix "
+        "at 95 %. An attack from elsewhere that does more harm than the direct one says that the "
+        "direct one is too weak to be believed (Carlini et al., 2019).",
+        verdict,
+    ]
+    drawn = [Picture(figure, f"{phase.name}: {name}") for name, figure in figures(result)]
+    notes = [f"No image is made on {name}: {reason}." for name, reason in result.skipped.items()]
+    yield Block("Transfer of attacks", words, [printed(result)], drawn, below=notes)
+
+
+def printed(result: Result) -> Grid:
+    """The matrix as a table."""
+    cells = by_pair(result)
+    form = result.task.score.form
+    lines = [
+        Line(Item(source), [item(cells.get((source, target)), form) for target in result.methods])
+        for source in result.methods
+        if source not in result.skipped
+    ]
+    return Grid(["Made on", *result.methods], lines)
+
+
+def item(cell: Cell | None, form: str) -> Item:
+    """A score, and how far it lies from the direct attack's."""
+    if cell is None:
+        return NONE
+    text = shown(cell.score.value, form)
+    if cell.made_on == cell.scored_by:
+        return Item(text, "direct", look="best")
+    found = cell.difference
+    if found is None:
+        return Item(text)
+    difference = signed(found.value, form)
+    if limits := found.interval.limits:
+        low, high = (signed(edge, form).removesuffix(" pp") for edge in limits)
+        difference = f"{difference} ({low} to {high})"
+    return Item(text, difference)
+
+
+def by_pair(result: Result) -> dict[tuple[str, str], Cell]:
+    """(made on, scored by) → cell."""
+    return {(cell.made_on, cell.scored_by): cell for cell in result.cells}
+
+
+def matrix(result: Result) -> Figure:
+    """Scores in colour: dark where much of the score is left, or where the error is large."""
+    cells = by_pair(result)
+    sources = [name for name in result.methods if name not in result.skipped]
+    values = np.full((len(sources), len(result.methods)), np.nan)
+    texts = np.full(values.shape, "", dtype=object)
+    score = result.task.score
+    for row, source in enumerate(sources):
+        for column, target in enumerate(result.methods):
+            if found := cells.get((source, target)):
+                values[row, column] = found.score.value
+                texts[row, column] = shown(found.score.value, score.form).removesuffix(" %")
+    if score.form != "share":
+        values = values / np.nanmax(values)
+    labels = Labels(
+        f"{title_of(score)} under transferred {attack_title(result.attack)}",
+        sources,
+        result.methods,
+        "scored by",
+        "made on",
+        slanted=True,
+    )
+    size = (1.9 + 0.5 * len(result.methods), 1.7 + 0.36 * len(sources))
+    return heat_table(values, texts, labels, size, "Of the images that were made on each model.")

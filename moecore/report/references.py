@@ -1,0 +1,43 @@
+"""The methods that all others are compared with: the baseline MoE, and the dense model."""
+
+from moecore.measure import routing
+from moecore.report.column import Seen
+from moecore.report.measured import Measured, Models, Phase, known
+from moecore.training.outcome import Outcome
+
+BASELINE = "vmoe"
+DENSE = "dense"
+
+
+def baseline(models: Models) -> str:
+    """``vmoe`` where it is there, else the first method with MoE layers; "" where none has."""
+    if BASELINE in models:
+        return BASELINE
+    for method, seeds in models.items():
+        if any(has_experts(model) for model in seeds.values()):
+            return method
+    return ""
+
+
+def references(models: Models) -> list[str]:
+    """Those of the two that the study has."""
+    return [name for name in dict.fromkeys((baseline(models), DENSE)) if name in models]
+
+
+def has_experts(model: Measured) -> bool:
+    """Whether its routing was measured, or a token uses a part of its parameters only."""
+    routed = model.of(routing.Result)
+    if routed is not None and routed.layers:
+        return True
+    trained = model.of(Outcome)
+    return trained is not None and trained.active_parameters != trained.parameters
+
+
+def seen(phase: Phase, kind: type) -> Seen:
+    """What columns of results of this type may depend on."""
+    method = baseline(phase.models)
+
+    def of(name: str) -> list:
+        return known(model.of(kind) for model in phase.models.get(name, {}).values())
+
+    return Seen(phase.task, phase.results(kind), method, of(method), of(DENSE))

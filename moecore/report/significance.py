@@ -1,0 +1,131 @@
+"""Whether two methods differ: tests on the same images or over the same seeds, corrected."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moecore.core.files import UserError
+from moecore.report.column import Metric
+from moecore.report.measured import Measured
+from moecore.statistics.intervals import Interval, over_seeds
+from moecore.statistics.paired import holm, mcnemar, paired_difference, paired_t, pairs
+
+LEVEL = 0.05
+Seeds = Mapping[int, Measured]
+WORDS = {
+    "mcnemar": "shares of images by McNemar's exact test of what two methods get right on the same "
+    "images, Holm's correction over the column",
+    "paired t": "by Student's paired test over the seeds, Holm's correction over the column",
+    "intervals": "where there is no paired test, by intervals that do not overlap",
+}
+
+
+class Tested(NamedTuple):
+    """A method minus another, with its interval, and the p-value of the test between them."""
+
+    difference: Interval
+    p: float
+    holm: float  # p, corrected for the family of tests that it is one of
+    test: str  # "mcnemar" or "paired t"
+    # Images that the first method alone gets right, and the second alone.
+    only: tuple[int, int] | None = None
+
+
+def possible_test(metric: Metric, methods: Sequence[Seeds]) -> str:
+    """The test that can be made between these methods; "" where neither direction is better.
+
+    "paired t" for several seeds, "mcnemar" for one seed with hits, else "intervals".
+    """
+    if not metric.column.better:
+        return ""
+    if all(len(seeds) > 1 for seeds in methods):
+        return "paired t"
+    models = [model for seeds in methods for model in seeds.values()]
+    known = all(metric.hits(model) is not None for model in models)
+    return "mcnemar" if known else "intervals"
+
+
+def against(metric: Metric, models: Mapping[str, Seeds], reference: str) -> dict[str, Tested]:
+    """Every other method tested against ``reference``; {} where no test can be made.
+
+    models: those that have the metric. The p-values are corrected by Holm's method over these
+    comparisons.  Raises UserError where two methods met different images or seeds.
+    """
+    others = [method for method in models if method != reference]
+    test = possible_test(metric, list(models.values()))
+    if reference not in models or not others or test not in ("mcnemar", "paired t"):
+        return {}
+    compare = _by_images if test == "mcnemar" else _by_seeds
+    found = [compare(metric, method, models[method], models[reference]) for method in others]
+    corrected = holm([tested.p for tested in found])
+    return {
+        method: tested._replace(holm=p)
+        for method, tested, p in zip(others, found, corrected, strict=True)
+    }
+
+
+def leader(metric: Metric, models: Mapping[str, Seeds], values: Mapping[str, float]) -> str | None:
+    """The method that is better than every other one by tests, or None.
+
+    values: the mean of each method of ``models``. The method with the best mean is tested against
+    each of the others; it leads where all corrected p-values are below 5 %.
+    """
+    sign = 1 if metric.column.better == "higher" else -1
+    first = max(values, key=lambda method: sign * values[method])
+    found = against(metric, models, first)
+    if found and all(tested.holm < LEVEL for tested in found.values()):
+        return first
+    return None
+
+
+def as_json(tested: Tested) -> dict[str, Any]:
+    """difference, its limits, p, p_holm and the test.
+
+    Of McNemar's also how many images one of the two alone gets right.
+    """
+    difference, low, high = tested.difference
+    found = {
+        "difference": difference,
+        "low": low,
+        "high": high,
+        "p": tested.p,
+        "p_holm": tested.holm,
+        "test": tested.test,
+    }
+    if tested.only is not None:
+        found["only_first"], found["only_second"] = tested.only
+    return found
+
+
+def differences(metric: Metric, ours: Seeds, theirs: Seeds) -> list[float]:
+    """Ours minus theirs, seed by seed; both have the metric."""
+    return [metric.number(ours[seed]) - metric.number(theirs[seed]) for seed in ours]
+
+
+def _by_images(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested:
+    first = _hits(metric, ours)
+    second = _hits(metric, theirs)
+    if len(first) != len(second):
+        images = f"{len(first)} images, another method's of {len(second)}"
+        again = "run the measuring stages again"
+        raise UserError(f"compare: {metric.name} of {method} is of {images}; {again}")
+    found = pairs(first, second)
+    only = (found.first_only, found.second_only)
+    p = mcnemar(*only)
+    return Tested(paired_difference(found), p, p, "mcnemar", only)
+
+
+def _hits(metric: Metric, seeds: Seeds) -> np.ndarray:
+    hits = metric.hits(next(iter(seeds.values())))
+    assert hits is not None  # possible_test saw them
+    return hits
+
+
+def _by_seeds(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested:
+    if ours.keys() != theirs.keys():
+        seeds = f"seeds {list(ours)}, another method {list(theirs)}"
+        raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")
+    found = differences(metric, ours, theirs)
+    p = paired_t(found)
+    return Tested(over_seeds(found), p, p, "paired t")

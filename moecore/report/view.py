@@ -1,0 +1,111 @@
+"""What a page shows, ready to be laid out: the templates know these and nothing else."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+WIDE = 7.0  # inches: a figure that is wider takes the whole width of the page
+
+
+class Item(NamedTuple):
+    """One cell of a table."""
+
+    text: str
+    small: str = ""  # limits, below the value
+    note: str = ""
+    look: str = ""  # a class of the style sheet
+    share: float | None = None  # from 0 to 1: how deep the cell's colour is
+
+
+NONE = Item("–", look="quiet")
+EMPTY = Item("")
+
+
+class Line(NamedTuple):
+    """One row of a table; without items its head spans all columns."""
+
+    head: Item
+    items: Sequence[Item] = ()
+    look: str = ""
+
+
+class Grid(NamedTuple):
+    """A table that scrolls by itself."""
+
+    columns: Sequence[str]  # the first is that of the rows' heads; () for none
+    lines: Sequence[Line]
+    title: str = ""
+    below: str = ""
+    small: bool = False  # many narrow columns
+
+    @property
+    def dense(self) -> bool:
+        """Whether the rows are many."""
+        return len(self.lines) > 8
+
+    @property
+    def upright(self) -> bool:
+        """Whether the columns' names stand upright: words do, numbers would be hard to read."""
+        return self.small and any(len(name) > 2 for name in self.columns[1:])
+
+
+class Picture(NamedTuple):
+    """A figure of the page."""
+
+    figure: Figure
+    label: str  # for screen readers; unique in the page
+    caption: str = ""
+
+    @property
+    def raster(self) -> bool:
+        """Whether it is smaller as PNG than as SVG."""
+        return getattr(self.figure, "raster", False)
+
+    @property
+    def wide(self) -> bool:
+        """Whether its words would be too small in half of the page."""
+        return self.figure.get_figwidth() > WIDE
+
+
+class Block(NamedTuple):
+    """One thing that a page says: words, tables, pictures, further words."""
+
+    title: str
+    words: Sequence[str] = ()
+    grids: Sequence[Grid] = ()
+    pictures: Sequence[Picture] = ()
+    tiles: Sequence[Grid] = ()  # small tables side by side
+    below: Sequence[str] = ()
+    folded: bool = False  # shown once the reader asks for it
+    marks: bool = False  # the words below explain the marks of a table
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return not (self.grids or self.pictures or self.tiles or self.below)
+
+
+class Section(NamedTuple):
+    """A part of the page that its head links to."""
+
+    id: str
+    title: str
+    short: str  # in the head
+    words: Sequence[str]
+    blocks: Sequence[Block]
+
+
+class Page(NamedTuple):
+    """The whole page."""
+
+    simulated: str  # names of simulated data; "" where there are none
+    opening: str
+    sections: Sequence[Section]
+    facts: Sequence[Grid]  # of the data
+    settings: str  # the text of params.yaml
+
+
+def without_empty(blocks: Iterable[Block]) -> list[Block]:
+    """Blocks that have something to show."""
+    return [block for block in blocks if not block.empty]

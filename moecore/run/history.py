@@ -1,0 +1,168 @@
+"""The record of a run: a folder that the stage writes, and the truth that MLflow only shows.
+
+``artifacts/history/<stage>/[phase/]<method>/<seed>/`` holds history.jsonl and tables (JSON). It
+grows in a git-ignored working folder and is published whole at the end, whatever the end was.
+A stage knows nothing of MLflow: ``moecore ui`` reads the growing file from outside.
+"""
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, whole_file, whole_folder, write_json
+from moecore.core.plain import plain
+from moecore.run.header import item, new_header
+from moecore.run.history_file import (
+    NAME,
+    before,
+    encode,
+    flatten,
+    number,
+    points,
+    read_lines,
+    scalars,
+    seconds,
+)
+
+
+class Run:
+    """What a stage reports to; ``record`` makes it. ``folder`` holds the history while it runs."""
+
+    def __init__(self, folder: Path, path: str, header: dict, earlier: list[dict]) -> None:
+        self.folder = folder
+        self.header = header
+        self.measured = Path("artifacts/measured", f"{path}.json")
+        self._earlier = earlier  # of a killed process; from which step on it goes is not known yet
+        self._lines = []
+        if not earlier:
+            self._lines.append(header)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._rewrite([*earlier, *self._lines])
+        if earlier:
+            self._write(resumed=True, pid=os.getpid(), host=platform.node())
+
+    @property
+    def uid(self) -> str:
+        return self.header["uid"]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One point per name, at a step that grows.
+
+        Points that a killed process logged from this step on are dropped first.
+        Raises ValueError where a name was already logged at this step or a later one.
+        """
+        if self._earlier:
+            kept = before(self._earlier, step)
+            self._earlier = []
+            self._rewrite([*kept, *self._lines])
+        twice = [name for name in values if self._last.get(name, -1) >= step]
+        if twice:
+            names = ", ".join(twice)
+            last = self._last[twice[0]]
+            raise ValueError(f"step {step} of {names} is not after step {last}, which is logged")
+        self._last |= dict.fromkeys(values, step)
+        self._write(step=int(step), values={name: number(value) for name, value in values.items()})
+
+    def result(self, result: Config) -> None:
+        """What the run found, as artifacts/measured/<stage>/…json (not-finite numbers as null).
+
+        The history keeps the numbers outside of lists, which MLflow shows.
+        """
+        values = plain(result)
+        write_json(self.measured, values)
+        self._write(summary=flatten(scalars(values)))
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows as tables/<name>.json, beside the history."""
+        file = f"tables/{name}.json"
+        write_json(self.folder / file, plain(rows))
+        self._write(file=file)
+
+    def tag(self, name: str, value: Any) -> None:
+        """A property of this execution, such as the device."""
+        self._write(tags={name: plain(value)})
+
+    def dataset(self, card: Mapping[str, Any]) -> None:
+        """The card of the prepared data that the run reads."""
+        self._write(dataset=plain(card))
+
+    def model(self, folder: str | Path) -> None:
+        """The folder of the trained model; MLflow gets a copy with its signature."""
+        self._write(model=str(folder))
+
+    def end(self, status: str, error: str | None = None) -> None:
+        """The last line: FINISHED, FAILED or KILLED, and the seconds spent."""
+        spent = seconds([*read_lines(self.folder), {"t": time.time()}])
+        if error is None:
+            self._write(status=status, seconds=spent)
+        else:
+            self._write(status=status, seconds=spent, error=error)
+
+    def _write(self, **line: Any) -> None:
+        line = {"t": round(time.time(), 3), **line}
+        self._lines.append(line)
+        path = self.folder / NAME
+        try:
+            with open(path, "a", encoding="utf-8") as handle:
+                handle.write(encode(line))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise UserError(f"{path}: could not be written, {reason}") from error
+
+    def _rewrite(self, lines: list[dict]) -> None:
+        self._last = {name: step for step, _, values in points(lines) for name in values}
+        with whole_file(self.folder / NAME) as temporary:
+            temporary.write_text("".join(map(encode, lines)), encoding="utf-8")
+
+
+@contextmanager
+def record(
+    stage: str,
+    params: Config | None = None,
+    *,
+    method: str | None = None,
+    seed: int | None = None,
+    phase: str | None = None,
+    work: Path | None = None,
+) -> Iterator[Run]:
+    """Record one execution of a stage; published to artifacts/history/ however the block ends.
+
+    work: the folder of the stage's checkpoint, which outlives the process. A history of a killed
+    process found there goes on under its own id; what it logged after the checkpoint is dropped at
+    the first point that is logged again. Without ``work`` the run starts afresh.
+    An error ends the run as FAILED, an interrupt as KILLED, and is raised again.
+    """
+    path = item(stage, phase, method, seed)
+    published = Path("artifacts/history", path)
+    folder = (work or Path(".state/runs", path)) / "history"
+    earlier = []
+    if work is not None:
+        earlier = [line for line in read_lines(folder) if "status" not in line]
+    if earlier:
+        header = earlier[0]
+    else:
+        header = new_header(stage, params, method=method, seed=seed, phase=phase)
+        shutil.rmtree(folder, ignore_errors=True)
+    run = Run(folder, path, header, earlier)
+    try:
+        yield run
+    except BaseException as error:
+        interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
+        run.end("KILLED" if interrupted else "FAILED", f"{type(error).__name__}: {error}")
+        _publish(folder, published)
+        raise
+    run.end("FINISHED")
+    _publish(folder, published)
+    if work is None:  # a given folder is removed by its owner, together with the checkpoint
+        shutil.rmtree(folder)
+
+
+def _publish(folder: Path, published: Path) -> None:
+    with whole_folder(published) as temporary:
+        shutil.copytree(folder, temporary, dirs_exist_ok=True)

@@ -1,0 +1,133 @@
+"""The file ``history.jsonl``: one JSON object a line, appended by a stage, readable after any kill.
+
+The first line is the header. Then, in any order, lines with exactly one of ``values`` (with
+``step``), ``summary``, ``tags``, ``dataset``, ``model``, ``file`` or ``resumed``; the last one has
+``status``. Each has ``t``, seconds since 1970.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+NAME = "history.jsonl"
+
+
+class Growing:
+    """A history that is read while it grows: every ``read`` takes from the disk what is new."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder, NAME)
+        self._forget()
+
+    def read(self) -> list[dict]:
+        """All complete lines, oldest first; a new list object where not only lines were added.
+
+        Empty where there is no history. A torn last line is left out.
+        """
+        try:
+            with open(self.path, "rb") as handle:
+                self._take(handle)
+        except (FileNotFoundError, NotADirectoryError):
+            self._forget()
+        return self.lines
+
+    def _forget(self) -> None:
+        self.lines: list[dict] = []
+        self._size = 0  # bytes of the lines so far
+        self._last = b""  # the last of them
+
+    def _take(self, handle: BinaryIO) -> None:
+        # A resumed run cuts its history at the checkpoint. Where the last line is still in its
+        # place, so are all before it: each has its own time.
+        handle.seek(self._size - len(self._last))
+        if handle.read(len(self._last)) != self._last:
+            self._forget()
+            handle.seek(0)
+        for line in handle.read().splitlines(keepends=True):
+            try:
+                whole = json.loads(line)
+            except ValueError:
+                return  # torn by a power cut: what follows it is not trusted
+            if not line.endswith(b"\n"):
+                return  # still being written
+            self.lines.append(whole)
+            self._size += len(line)
+            self._last = line
+
+
+def read_lines(folder: str | Path) -> list[dict]:
+    """The complete lines of a folder's history, oldest first; empty where there is none."""
+    return Growing(folder).read()
+
+
+def before(lines: list[dict], step: int) -> list[dict]:
+    """What a run that goes on at ``step`` keeps: the lines up to the first such point."""
+    for index, line in enumerate(lines):
+        if line.get("step", -1) >= step or "status" in line:
+            return lines[:index]
+    return lines
+
+
+def seconds(lines: list[dict]) -> float:
+    """Time spent, without the time between a kill and the resume."""
+    total = 0.0
+    begun = None
+    last = 0.0
+    for line in lines:
+        if begun is None:
+            begun = line["t"]
+        elif "resumed" in line:
+            total += last - begun
+            begun = line["t"]
+        last = line["t"]
+    if begun is not None:
+        total += last - begun
+    return round(total, 3)
+
+
+def encode(line: Mapping[str, Any]) -> str:
+    """A line of the file."""
+    return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """(step, time, values) of every logged point; numbers that are not finite come back as such."""
+    for line in lines:
+        if "values" in line:
+            values = {name: float(value) for name, value in line["values"].items()}
+            yield line["step"], line["t"], values
+
+
+def number(value: Any) -> float | str:
+    """A float as JSON has it: ``nan`` and ``inf`` as text."""
+    value = float(value)
+    return value if math.isfinite(value) else str(value)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys.
+
+    A list of mappings counts from 0, a list of plain values stays one value.
+    """
+    if isinstance(value, list) and any(isinstance(inner, (Mapping, list)) for inner in value):
+        value = {str(index): inner for index, inner in enumerate(value)}
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    flat = {}
+    for key, inner in value.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        flat |= flatten(inner, name)
+    return flat
+
+
+def scalars(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings without their lists and texts: the numbers that a table of metrics shows."""
+    kept = {}
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            inner = scalars(inner)
+        if isinstance(inner, (int, float, dict)) and inner != {}:
+            kept[name] = inner
+    return kept

@@ -1,0 +1,98 @@
+"""How far a stage is: a bar with the time left in a terminal, a line every ten seconds in a log."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+EVERY = 10.0  # seconds between two lines in a log
+
+
+class Lines:
+    """Plain lines, at most one every ``EVERY`` seconds, and one at the end."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self.title = title
+        self.total = total
+        self.begun = time.monotonic()
+        self.printed = self.begun
+        self.first: int | None = None
+        self.last = ""
+
+    def update(self, step: int, **values: float) -> None:
+        """``step`` of the total is done; ``values`` are shown beside it."""
+        now = time.monotonic()
+        if self.first is None:  # the first step holds the warm-up: the rate is taken after it
+            self.first = step
+            self.begun = now
+        done = f"{step}/{self.total} ({step / max(1, self.total):.0%})"
+        left = ""
+        if step > self.first:
+            seconds_a_step = (now - self.begun) / (step - self.first)
+            left = f", {clock((self.total - step) * seconds_a_step)} left"
+        self.last = f"{self.title}: {done}{left}{shown(values)}"
+        if now - self.printed >= EVERY:
+            self.flush(now)
+
+    def flush(self, now: float) -> None:
+        if self.last:
+            print(self.last, file=sys.stderr, flush=True)
+        self.printed, self.last = now, ""
+
+
+class Bar:
+    """A rich progress bar on standard error."""
+
+    def __init__(self, progress: Any, title: str, total: int) -> None:
+        self.progress = progress
+        self.task = progress.add_task(title, total=total, values="")
+
+    def update(self, step: int, **values: float) -> None:
+        """``step`` of the total is done; ``values`` are shown beside it."""
+        self.progress.update(self.task, completed=step, values=shown(values).lstrip(", "))
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Bar | Lines]:
+    """``with progress("pretrain vmoe seed 0", steps) as bar: bar.update(step, loss=…)``."""
+    if not sys.stderr.isatty():
+        lines = Lines(title, total)
+        try:
+            yield lines
+        finally:
+            lines.flush(time.monotonic())
+        return
+    # Here, as a stage in a pipeline has no terminal and need not load it (0.1 s).
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[values]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield Bar(bar, title, total)
+
+
+def shown(values: dict[str, float]) -> str:
+    """``, loss 0.1234, validation accuracy 0.5``."""
+    return "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in values.items())
+
+
+def clock(seconds: float) -> str:
+    """``1:02:03``, ``2:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"

@@ -1,0 +1,88 @@
+"""Where a stage keeps what survives a kill: a folder named by all that the result depends on."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.sources import CODE
+from moecore.study.params import keys
+
+KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, beside `stages`
+
+
+@contextmanager
+def work_folder(
+    item: str, params: Config, inputs: Sequence[str | Path], script: str | Path
+) -> Iterator[Path]:
+    """A folder ``.state/<item>/<key>`` for checkpoint and history, removed after success.
+
+    key: hash of the params, the inputs (files and folders of artifacts) and the code, as the stage
+    ``code`` found it, so what was begun with other settings, data or code is never continued.
+    Raises UserError where another process holds the folder, or the stage ``code`` has not run.
+    """
+    key = _key(params, [*inputs, *code_of(item, params, script)])
+    home = Path(".state") / item
+    home.mkdir(parents=True, exist_ok=True)
+    with open(home / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{home}: another process is at work on {item}; "
+                "wait for it, or end it, and start again"
+            ) from None
+        work = home / key
+        work.mkdir(exist_ok=True)
+        yield work
+        for old in [path for path in home.iterdir() if path.is_dir()]:
+            _remove(old)
+
+
+def code_of(item: str, params: Config, script: str | Path) -> list[Path]:
+    """The files of artifacts/code/ that a stage depends on.
+
+    They are those of its script, and of all methods, measurements and sections that item and params
+    name. Raises UserError where the script has none.
+    """
+    hashes = CODE / "stages" / f"{Path(script).stem}.json"
+    if not hashes.is_file():
+        raise UserError(f"{hashes}: no such file; run `python -m stages.code`, which writes it")
+    sections = [key.split(".")[0] for key in keys(type(params)).values()]
+    names = dict.fromkeys([*item.split("/"), *sections])
+    named = [CODE / kind / f"{name}.json" for name in names for kind in KINDS]
+    return [hashes, *(file for file in named if file.is_file())]
+
+
+def _key(params: Config, inputs: Sequence[str | Path]) -> str:
+    files = sorted(file for path in inputs for file in _described(Path(path)))
+    hashes = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    text = json.dumps([params.model_dump(mode="json"), hashes], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _described(path: Path) -> list[Path]:
+    """The files that identify an artifact: all of them.
+
+    Of prepared data the card, which holds the hash of each array.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: does not exist; run `dvc repro`, which makes it first")
+    if path.is_file():
+        return [path]
+    if (path / "card.json").is_file():
+        return [path / "card.json"]
+    return [file for file in path.rglob("*") if file.is_file()]
+
+
+def _remove(folder: Path) -> None:
+    """Rename first: a kill in the middle leaves no half of a folder, which would be continued."""
+    doomed = folder.with_name(f".{folder.name}.{os.getpid()}.removed")
+    os.replace(folder, doomed)
+    shutil.rmtree(doomed)

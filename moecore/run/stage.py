@@ -1,0 +1,78 @@
+"""How every stage starts: arguments by signature, params.yaml checked, errors in one clear line."""
+
+import ctypes
+import inspect
+import os
+import signal
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from moecore.core.files import UserError
+from moecore.study.remembered import in_order
+
+PR_SET_PDEATHSIG = 1
+
+
+def run_stage(function: Callable[..., None], arguments: list[str] | None = None) -> None:
+    """Call ``function`` with the words of the command line, converted by its annotations.
+
+    ``def pretrain(method: str, seed: int)`` runs as ``python -m stages.pretrain vmoe 0``. Exit
+    codes: 1 for a UserError (its text is printed, without a traceback), 2 for wrong arguments. If
+    the parent (dvc) is killed, the stage ends too.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    values = _converted(function, words)
+    end_with_parent()
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        in_order(os.environ.get("MOECORE_PARAMS") or "params.yaml")
+        function(**values)
+    except UserError as error:
+        several = "\n" in str(error)
+        where = "" if several else f"{' '.join([function.__name__, *words])}: "
+        print(f"{where}{error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def end_with_parent() -> None:
+    """On Linux: SIGTERM when the parent dies, so that ``kill -9`` on dvc leaves no trainer behind.
+
+    Elsewhere nothing.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it died in between
+        sys.exit(143)
+
+
+def _terminate(*_: Any) -> None:
+    sys.exit(143)
+
+
+def _converted(function: Callable[..., None], words: list[str]) -> dict[str, Any]:
+    names = list(inspect.signature(function).parameters)
+    types = typing.get_type_hints(function)
+    main = function.__module__ == "__main__"
+    module = f"stages.{function.__name__}" if main else function.__module__
+    usage = " ".join(["usage: python -m", module, *map(str.upper, names)])
+    if len(words) != len(names):
+        _refuse(f"{usage} ({len(words)} given)")
+    values: dict[str, Any] = {}
+    for name, word in zip(names, words, strict=True):
+        choices = typing.get_args(types.get(name))
+        if choices and word not in choices:
+            _refuse(f"{usage}: {name.upper()}: found {word!r}; allowed: {', '.join(choices)}")
+        try:
+            values[name] = int(word) if types.get(name) is int else word
+        except ValueError:
+            _refuse(f"{usage}: {name.upper()}: found {word!r}; allowed: an integer")
+    return values
+
+
+def _refuse(message: str) -> None:
+    print(message, file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,106 @@
+"""Intervals around a measured value: Wilson for a share, Student's t over seeds, the bootstrap for
+everything else.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+
+class Interval(NamedTuple):
+    """A value and the limits around it; both limits are None where one measurement gives none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """(low, high), or None."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+
+def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
+    """Wilson's score interval of a share (Wilson, 1927); valid for small counts and for shares of 0
+    and 1.
+
+    Raises ValueError unless 0 ≤ successes ≤ count and count ≥ 1.
+    """
+    if not 0 <= successes <= count or count < 1:
+        raise ValueError(
+            f"wilson: {successes} successes of {count}; 0 ≤ successes ≤ count and count ≥ 1 are "
+            "needed"
+        )
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    share = successes / count
+    shrink = 1 + z * z / count
+    centre = (share + z * z / (2 * count)) / shrink
+    half = z / shrink * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return Interval(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
+
+
+def over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
+    """Mean over seeds with the interval of Student's t (n − 1 degrees of freedom); one seed gives
+    no limits.
+
+    Raises ValueError where there are no values.
+    """
+    if len(values) == 0:
+        raise ValueError("over_seeds: no values")
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return Interval(mean)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    half = float(stdtrit(len(values) - 1, (1 + level) / 2)) * spread / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def bootstrap(
+    statistic: Callable[[np.ndarray], float],
+    count: int,
+    resamples: int = 1000,
+    seed: int = 0,
+    level: float = 0.95,
+    lowest: float = -math.inf,
+) -> Interval:
+    """Basic (reflected) bootstrap interval (Davison & Hinkley, 1997, eq. 5.6) of a statistic of
+    ``count`` images.
+
+    statistic: takes the indices (count,) of a resample and returns a float, never below ``lowest``.
+    Reflected and not percentile, because the ECE is biased upward on finite samples and a resample
+    adds that bias once more, which the reflection takes out; hence the
+    interval of an ECE may lie below its value.  Raises ValueError where there are no images.
+    """
+    if count < 1:
+        raise ValueError("bootstrap: no images")
+    generator = np.random.default_rng(seed)
+    value = float(statistic(np.arange(count)))
+    drawn = [statistic(generator.integers(0, count, count)) for _ in range(resamples)]
+    return reflected(value, drawn, level, lowest)
+
+
+def bootstrap_mean(values: np.ndarray, resamples: int = 1000, lowest: float = 0.0) -> Interval:
+    """The mean of one value an image, (N,), with its bootstrap interval; see ``bootstrap``."""
+    return bootstrap(
+        lambda chosen: float(values[chosen].mean()), len(values), resamples, lowest=lowest
+    )
+
+
+def reflected(
+    value: float,
+    drawn: Sequence[float],
+    level: float = 0.95,
+    lowest: float = -math.inf,
+    highest: float = math.inf,
+) -> Interval:
+    """The basic bootstrap interval of ``value`` from the statistics of its resamples, within
+    ``lowest`` and ``highest``.
+    """
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(
+        value, *(min(highest, max(lowest, 2 * value - float(edge))) for edge in (high, low))
+    )

@@ -1,0 +1,72 @@
+"""What no single section of params.yaml can know: whether the sections fit each other."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from moecore.core.sources import FAMILIES
+from moecore.study.document import Document
+from moecore.study.label_rules import label_rules
+from moecore.study.method_rules import method_rules
+from moecore.study.problems import spell
+from moecore.study.selection_rules import selection_rules
+from moecore.study.study import Study
+from moecore.study.volume_rules import volume_rules
+
+Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+
+
+def cross_checks(document: Document, study: Study | None) -> Iterator[str]:
+    """One line per misfit, with file, line and column; study: None where the file was refused."""
+    for keys, text in _misfits(document, study):
+        yield f"{document.place(keys)}: {spell(keys)}: {text}"
+
+
+def _misfits(document: Document, study: Study | None) -> Found:
+    yield from selection_rules(document.data)
+    if study is not None:
+        yield from method_rules(study)
+        yield from label_rules(study)
+        yield from volume_rules(study)
+        yield from _unwritten(study, document)
+
+
+def _unwritten(study: Study, document: Document) -> Found:
+    """Parts whose ``kind`` does not stand in the file.
+
+    The hashes of the code that a method uses go by what is written.
+    """
+    for keys, settings in _settings(study):
+        family = "/".join(type(settings).__module__.split(".")[1:-1])
+        is_part = family in FAMILIES and "kind" in type(settings).model_fields
+        if is_part and not _written((*keys, "kind"), document.data):
+            kind = f"write kind: {settings.kind}"
+            yield (
+                keys,
+                f"kind is not written; {kind}, so that a change of that part's code is noticed",
+            )
+
+
+def _settings(value: Any, keys: tuple = ()) -> Iterator[tuple[tuple, Any]]:
+    """Every settings object inside ``value`` with its keys."""
+    if isinstance(value, BaseModel):
+        yield keys, value
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _settings(inner, (*keys, name))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _settings(inner, (*keys, index))
+
+
+def _written(keys: tuple, data: Any) -> bool:
+    for key in keys:
+        if isinstance(data, dict) and key in data:
+            data = data[key]
+        elif isinstance(data, list) and isinstance(key, int) and key < len(data):
+            data = data[key]
+        else:
+            return False
+    return True

@@ -1,0 +1,187 @@
+"""YAML by the rules of YAML 1.2, as DVC reads it, with the place of every key.
+
+``1e-4`` is a number, ``no``, ``on`` and ``yes`` are text, ``010`` is 10, and a key that is written
+twice in one mapping is an error.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.cyaml import CParser
+from ruamel.yaml.error import MarkedYAMLError, StringMark, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.resolver import Resolver
+
+from moecore.core.files import UserError
+
+TAG = "tag:yaml.org,2002:"
+CORE = ("null", "bool", "int", "float", "str", "seq", "map")  # YAML 1.2's core schema
+TEXT = ("timestamp", "value")  # ruamel's dates, and YAML 1.1's "=": text in the core schema
+NOT_OF = {"int": "an integer", "float": "a number", "bool": "true or false"}
+
+
+class _Loader(CParser, SafeConstructor, Resolver):
+    """libyaml's parser with the core schema and merge keys; every other tag is refused."""
+
+    yaml_constructors: dict = {
+        tag: make
+        for tag, make in SafeConstructor.yaml_constructors.items()
+        if tag is None or tag.removeprefix(TAG) in CORE
+    }
+    yaml_constructors |= {TAG + name: SafeConstructor.construct_yaml_str for name in TEXT}
+
+    def __init__(self, text: str) -> None:
+        CParser.__init__(self, text)
+        self._parser = self._composer = self
+        SafeConstructor.__init__(self, loader=self)
+        Resolver.__init__(self, loadumper=self)
+
+    @property
+    def processing_version(self) -> tuple[int, int]:
+        return 1, 2
+
+    def construct_non_recursive_object(self, node: Any, tag: str | None = None) -> Any:
+        """As ruamel.yaml does; `!!int x`, which it answers with a bug, is an error with a place."""
+        try:
+            return super().construct_non_recursive_object(node, tag)
+        except (ValueError, KeyError, IndexError):
+            wanted = NOT_OF.get(str(node.tag).removeprefix(TAG), "of its type")
+            problem = f"{node.value!r} is not {wanted}"
+            raise ConstructorError(None, None, problem, node.start_mark) from None
+
+
+@dataclass(frozen=True)
+class Document:
+    """One parsed YAML file: its data, and where each key stands."""
+
+    path: str
+    data: Any
+    node: Node | None
+
+    def place(self, keys: Sequence[str | int]) -> str:
+        """``path:line:column`` of the deepest key along ``keys`` that exists (1:1: none does)."""
+        mark = None
+        node = self.node
+        for key in keys:
+            step = _child(node, key)
+            if step is None:
+                break
+            mark, node = step
+        return _place(self.path, mark)
+
+    def get(self, keys: Sequence[str]) -> Any:
+        """The value at ``keys``.
+
+        Raises UserError for the first key that is missing; it names a close one and all there are.
+        """
+        value = self.data
+        for depth, key in enumerate(keys):
+            there = list(value) if isinstance(value, dict) else []
+            if key not in there:
+                raise UserError(self._missing(keys, depth, there))
+            value = value[key]
+        return value
+
+    def _missing(self, keys: Sequence[str], depth: int, there: list) -> str:
+        """What to say where ``keys[depth]`` is not among the keys that are there."""
+        place = self.place(keys[:depth])
+        holder = ".".join(keys[:depth]) or "the file"
+        known = ", ".join(map(str, there)) or "no keys"
+        hint = near(keys[depth], there)
+        return f"{place}: {'.'.join(keys)}: missing{hint}; {holder} has: {known}"
+
+
+def near(word: Any, known: Sequence[Any]) -> str:
+    """``, did you mean 'x'?`` where a known word is close, else nothing."""
+    close = get_close_matches(str(word), [str(name) for name in known], 1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def parse(text: str, path: str = "params.yaml") -> Document:
+    """Read one YAML 1.2 document.
+
+    Raises UserError for a syntax error or a key that is written twice: file, line and column.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return Document(path, None, None)
+        if faults := set(_faults(node, ())):
+            raise UserError("\n".join(_in_order(faults, path)))
+        return Document(path, loader.construct_document(node), node)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = _place(path, mark) if mark else path
+        raise UserError(f"{where}: not valid YAML: {error.problem or error.context}") from None
+    except YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def load(path: str) -> Document:
+    """Read the YAML file at ``path``.
+
+    Raises UserError for a file that is missing or not UTF-8, and like ``parse``.
+    """
+    try:
+        with open(path, encoding="utf-8") as handle:
+            return parse(handle.read(), str(path))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        hint = "start from the folder that holds it"
+        raise UserError(f"{path}: cannot be read ({reason}); {hint}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+
+
+def _place(path: str, mark: StringMark | None) -> str:
+    if mark is None:
+        return f"{path}:1:1"
+    return f"{path}:{mark.line + 1}:{mark.column + 1}"
+
+
+def _in_order(faults: set[tuple[StringMark, str]], path: str) -> list[str]:
+    """The faults as lines, in the order of the file."""
+    lines = {(mark.line, mark.column): f"{_place(path, mark)}: {text}" for mark, text in faults}
+    return [lines[place] for place in sorted(lines)]
+
+
+def _faults(node: Node, above: tuple[int, ...]) -> Iterator[tuple[StringMark, str]]:
+    """Every key below ``node`` that is written twice, and every alias that contains itself."""
+    if id(node) in above:
+        yield node.start_mark, "this value contains itself through an alias"
+        return
+    above = (*above, id(node))
+    if isinstance(node, MappingNode):
+        yield from _twice(node)
+        for _, value in node.value:
+            yield from _faults(value, above)
+    elif isinstance(node, SequenceNode):
+        for value in node.value:
+            yield from _faults(value, above)
+
+
+def _twice(node: MappingNode) -> Iterator[tuple[StringMark, str]]:
+    first: dict[Hashable, StringMark] = {}
+    for key, _ in node.value:
+        # `1` and `"1"` are two keys, so the tag belongs to the name.
+        name = (str(key.tag), key.value) if isinstance(key, ScalarNode) else id(key)
+        if name in first:
+            line = first[name].line + 1
+            yield (
+                key.start_mark,
+                f"key {key.value!r} is written twice, first on line {line}; keep one",
+            )
+        first.setdefault(name, key.start_mark)
+
+
+def _child(node: Node | None, key: str | int) -> tuple[StringMark, Node] | None:
+    if isinstance(node, MappingNode):
+        found = [(name.start_mark, value) for name, value in node.value if name.value == str(key)]
+        return found[-1] if found else None  # merged keys come first, and the file's own key wins
+    if isinstance(node, SequenceNode) and isinstance(key, int) and key < len(node.value):
+        return node.value[key].start_mark, node.value[key]
+    return None

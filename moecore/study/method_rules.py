@@ -1,0 +1,92 @@
+"""The methods against each other's parts, the model and the teacher."""
+
+from collections.abc import Iterator
+from typing import get_args
+
+from moecore.core.files import UserError
+from moecore.study.study import Study
+from moecore.training.method import Method
+from moecore.training.teachers import Teacher
+
+Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+
+NO_TEACHER = "no_teacher"
+WANTED = {
+    "routing": "a router",
+    "load": "a router that provides load probabilities",
+    "guidance": "a teacher",
+    "basis": "experts or a router that have bases (eigen, eigenbasis)",
+}
+
+
+def method_rules(study: Study) -> Found:
+    """Whether every method finds what its parts need."""
+    for name, method in study.methods.items():
+        yield from _regularizers(study, name, method)
+        yield from _size(study, name, method)
+        if name in study.run.methods:
+            yield from _teacher_keys(study, name, method)
+            yield from _same_views(study, name, method)
+
+
+def _regularizers(study: Study, name: str, method: Method) -> Found:
+    for index, regularizer in enumerate(method.regularizers):
+        place = ("methods", name, "regularizers", index)
+        for need in sorted(regularizer.needs & set(WANTED)):
+            if need == "guidance":
+                if _teacherless(study) and name in study.run.methods:
+                    yield place, f"{regularizer.kind} needs a teacher, but {_no_teacher()}"
+            elif need not in method.provided:
+                yield place, f"{regularizer.kind} needs {WANTED[need]}, but {_router(method)}"
+
+
+def _size(study: Study, name: str, method: Method) -> Found:
+    """Whether the section ``model`` takes what a method changes of it."""
+    if study.model is None:
+        return
+    try:
+        method.sized(study.model)
+    except UserError as error:
+        yield ("methods", name, "model"), str(error)
+
+
+def _teacher_keys(study: Study, name: str, method: Method) -> Found:
+    """What of a method asks for a teacher where the study has none."""
+    if not _teacherless(study):
+        return
+    asking = {
+        "distillation": method.distillation > 0,
+        "upcycle": method.upcycle,
+        "router": method.routed_by_teacher,
+    }
+    for key, asks in asking.items():
+        if asks:
+            yield ("methods", name, key), f"needs a teacher, but {_no_teacher()}"
+
+
+def _same_views(study: Study, name: str, method: Method) -> Found:
+    """Two views of an image that are always the same teach a router nothing."""
+    training = study.pretrain
+    if method.views != 2 or training is None or training.views != type(training.views)():
+        return
+    kind = next(loss.kind for loss in method.regularizers if "two_views" in loss.needs)
+    text = f"{kind} compares two views of an image, but pretrain.views changes nothing"
+    yield ("methods", name, "regularizers"), f"{text}; give it a crop, shift or flip"
+
+
+def _router(method: Method) -> str:
+    if method.router is None:
+        return "the method has no router"
+    provided = ", ".join(sorted(method.provided)) or "nothing"
+    return f"{method.router.kind} provides {provided}"
+
+
+def _teacherless(study: Study) -> bool:
+    return study.teacher is not None and study.teacher.kind == NO_TEACHER
+
+
+def _no_teacher() -> str:
+    union, *_ = get_args(Teacher)
+    kinds = [member.model_fields["kind"].default for member in get_args(union)]
+    allowed = ", ".join(kind for kind in kinds if kind != NO_TEACHER)
+    return f"teacher.kind is {NO_TEACHER}; allowed: {allowed}"

@@ -1,0 +1,191 @@
+"""A study as what differs from the root's params.yaml: ``overlay.yaml`` in a folder of its own.
+
+Sections of the overlay are laid over the root's. Mappings are merged, unless their kinds differ;
+everything else, lists too, takes the place of what was there. Beyond that:
+
+- ``stages:`` lists the stages of the study's dvc.yaml; left out, it has the root's. Sections that
+  none of them reads are left out of the study's params.yaml.
+- ``whole:`` lists sections that are not laid over the root's, but take their place.
+- ``methods:``, where it is there, names the study's methods, each laid over the root's of its name.
+- A section, a method or an entry of ``data`` that is null is removed. Further in, null is a value.
+
+Presets (``presets/<name>.yaml``) are laid over that in the same way, but their methods are added.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moecore.core.files import UserError
+from moecore.measure import MEASUREMENTS
+from moecore.study.document import Document, load, near
+from moecore.study.sections import PHASES, SECTIONS, needed
+from moecore.study.study import Study
+
+OVERLAY = "overlay.yaml"
+DIRECTIVES = ("stages", "whole")  # keys of an overlay that are no sections
+NAMED = ("data", "methods")  # sections whose entries have names
+
+
+@dataclass(frozen=True)
+class Layers(Document):
+    """Several files laid over each other; a key stands in the last file that has it."""
+
+    layers: tuple[Document, ...] = ()
+
+    def place(self, keys: Sequence[str | int]) -> str:
+        """``path:line:column`` in the file that decides the value at ``keys``."""
+        best = max(reversed(self.layers), key=lambda layer: _depth(layer.data, keys))
+        return best.place(keys)
+
+
+class Resolved(NamedTuple):
+    """What a study's overlay and presets come to."""
+
+    document: Document  # the whole of its params.yaml; places are those in root, overlay, presets
+    stages: tuple[str, ...] | None  # None: all of the root's
+    whole: tuple[str, ...]  # sections that are not laid over the root's
+    layers: tuple[Document, ...]  # root, overlay, presets
+
+
+def resolve(folder: Path, root: Path, presets: Sequence[str] = ()) -> Resolved:
+    """The study in ``folder`` with these presets, in order, over the root's params.yaml.
+
+    Raises UserError where a file cannot be read, or names a section, stage or preset that is none.
+    """
+    base = load(str(root / "params.yaml"))
+    overlay = _read(folder / OVERLAY, (*_sections(), *DIRECTIVES))
+    stages = _listed(overlay, "stages", tuple(SECTIONS))
+    whole = _listed(overlay, "whole", _sections()) or ()
+    values = _over(base.data, overlay.data, whole)
+    layers = [base, overlay]
+    for name in presets:
+        layers.append(_preset(folder, name))
+        values = merge(values, layers[-1].data)
+    runs = stages_of(root) if stages is None else stages
+    wanted = needed(runs, values.get("run") or {})
+    values = {key: value for key, value in values.items() if key in wanted}
+    if "claims" in values:
+        values["claims"] = values.pop("claims")  # the longest, so they are written last
+    _narrow(values, runs)
+    document = Layers(base.path, values, None, tuple(layers))
+    return Resolved(document, stages, whole, tuple(layers))
+
+
+def merge(base: Any, over: Any) -> Any:
+    """``over`` laid over ``base``; changes neither."""
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    if base.get("kind") != over.get("kind", base.get("kind")):
+        return over
+    merged = dict(base)
+    for key, value in over.items():
+        merged[key] = merge(base[key], value) if key in base else value
+    return merged
+
+
+def presets_of(folder: Path) -> dict[str, Path]:
+    """Name → file of the presets of a study."""
+    return {path.stem: path for path in sorted((folder / "presets").glob("*.yaml"))}
+
+
+def _over(
+    base: Mapping[str, Any], overlay: Mapping[str, Any], whole: Sequence[str]
+) -> dict[str, Any]:
+    """The overlay's sections over the root's, without what the overlay removes."""
+    values = dict(base)
+    for key, section in overlay.items():
+        if key in DIRECTIVES:
+            continue
+        values[key] = section if key in whole else merge(base.get(key), section)
+        if key in NAMED and isinstance(section, dict):
+            values[key] = _named(key, values[key], section)
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _named(key: str, merged: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that stay: of methods those that the overlay names; none that it sets to null."""
+    gone = {name for name, entry in section.items() if entry is None}
+    kept = section if key == "methods" else merged
+    return {name: merged[name] for name in kept if name not in gone}
+
+
+def _narrow(values: dict[str, Any], stages: Sequence[str]) -> None:
+    """Leave out the data of phases, and the keys of ``run``, that no stage looks at."""
+    data, run = values.get("data"), values.get("run")
+    if isinstance(data, dict):
+        unused = {phase for phase in PHASES[1:] if phase not in stages}
+        values["data"] = {name: source for name, source in data.items() if name not in unused}
+    if isinstance(run, dict) and "measure" not in stages:
+        unused = ("measurements", "thorough")
+        values["run"] = {key: value for key, value in run.items() if key not in unused}
+
+
+def _listed(overlay: Document, key: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
+    """The list at ``key``; None where there is none. UserError where an entry is not allowed."""
+    found = overlay.data.get(key)
+    if found is None:
+        return None
+    listed = f"allowed: a list of {', '.join(allowed)}"
+    if not isinstance(found, list):
+        raise UserError(f"{overlay.place([key])}: {key}: found no list; {listed}")
+    for index, word in enumerate(found):
+        if word not in allowed:
+            place = overlay.place([key, index])
+            hint = near(word, allowed)
+            raise UserError(f"{place}: {key}[{index}]: found {word!r}{hint}; {listed}")
+    return tuple(found)
+
+
+def stages_of(folder: Path) -> tuple[str, ...]:
+    """The stages of the dvc.yaml in ``folder`` that read params.yaml; none where there is none."""
+    path = folder / "dvc.yaml"
+    if not path.is_file():
+        return ()
+    return tuple(name for name in load(str(path)).get(["stages"]) if name != "code")
+
+
+def _sections() -> tuple[str, ...]:
+    """The sections that a params.yaml may have; those of measurements last."""
+    return tuple(sorted(Study.model_fields, key=lambda name: name in MEASUREMENTS))
+
+
+def _preset(folder: Path, name: str) -> Document:
+    known = presets_of(folder)
+    if name not in known:
+        allowed = ", ".join(known) or "none, it has no presets"
+        hint = near(name, list(known))
+        raise UserError(f"{folder}: found no preset {name!r}{hint}; allowed: {allowed}")
+    return _read(known[name], _sections())
+
+
+def _read(path: Path, allowed: Sequence[str]) -> Document:
+    """The overlay or preset at ``path``; UserError where a key of it is not allowed."""
+    document = load(str(path))
+    if document.data is None:
+        return Document(document.path, {}, None)
+    if not isinstance(document.data, dict):
+        sections = ", ".join(allowed)
+        raise UserError(
+            f"{path}:1:1: found no mapping; allowed: sections of params.yaml ({sections})"
+        )
+    for key in document.data:
+        if key not in allowed:
+            place = document.place([key])
+            hint = near(key, allowed)
+            listed = ", ".join(allowed)
+            raise UserError(f"{place}: {key}: unknown section{hint}; allowed: {listed}")
+    return document
+
+
+def _depth(value: Any, keys: Sequence[str | int]) -> int:
+    """How many of ``keys``, from the first on, lead further into ``value``."""
+    for depth, key in enumerate(keys):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return depth
+    return len(keys)

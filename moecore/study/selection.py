@@ -1,0 +1,42 @@
+"""The section ``run:`` of params.yaml: what is computed."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from moecore.core.config import Config
+
+Phase = Literal["pretrain", "finetune", "adversarial"]
+
+
+class Selection(Config):
+    """Every method with every seed; measurements are of the models of these phases."""
+
+    methods: tuple[str, ...] = Field(
+        min_length=1, description="entries under methods: that are trained and compared"
+    )
+    seeds: tuple[int, ...] = Field(min_length=1, description="one training of each method per seed")
+    phases: tuple[Phase, ...] = Field(
+        default=("pretrain", "finetune"),
+        min_length=1,
+        description="whose models are calibrated, attacked and asked for their routing",
+    )
+    measurements: tuple[str, ...] = Field(
+        default=(), description="what else is measured, of the models of the phases in thorough"
+    )
+    thorough: tuple[Phase, ...] | None = Field(
+        default=None,
+        description="whose models the measurements are of; left out: those of all phases",
+    )
+
+    @model_validator(mode="after")
+    def _thorough_among_phases(self) -> Self:
+        if other := [phase for phase in self.thorough or () if phase not in self.phases]:
+            allowed = ", ".join(self.phases)
+            named = ", ".join(other)
+            raise ValueError(f"thorough names {named}; allowed: {allowed}, as in phases")
+        return self
+
+    def covers(self, what: str, phase: Phase) -> bool:
+        """Whether ``what`` (a stage or a measurement) looks at the models of this phase."""
+        return self.thorough is None or what not in self.measurements or phase in self.thorough

@@ -1,0 +1,94 @@
+"""``run`` and ``claims`` against the sections that they name.
+
+On the raw data, so that these problems show beside all others, also where a section is refused.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from moecore.study.document import near
+from moecore.study.sections import MEASURED
+from moecore.study.selection import Phase
+
+Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def selection_rules(data: Any) -> Found:
+    """What ``run`` and ``claims`` name and the file has not."""
+    whole = _mapping(data)
+    run = _mapping(whole.get("run"))
+    methods = list(_mapping(whole.get("methods")))
+    yield from _methods(run, methods)
+    yield from _measurements(run)
+    yield from _claims(whole, run)
+    yield from _once(run)
+    yield from _names(methods)
+    yield from _phases(whole, run)
+
+
+def _methods(run: dict, methods: list) -> Found:
+    known = ", ".join(map(str, methods)) or "nothing, methods is empty"
+    for index, name in enumerate(_list(run.get("methods"))):
+        if isinstance(name, str) and name not in methods:
+            hint = near(name, methods)
+            yield ("run", "methods", index), f"found {name!r}{hint}; allowed: {known}"
+
+
+def _measurements(run: dict) -> Found:
+    for index, name in enumerate(_list(run.get("measurements"))):
+        if isinstance(name, str) and name not in MEASURED:
+            hint = near(name, MEASURED)
+            text = f"found {name!r}{hint}; allowed: {', '.join(MEASURED)}"
+            yield ("run", "measurements", index), text
+
+
+def _claims(whole: dict, run: dict) -> Found:
+    named_by = {"method": "methods", "against": "methods", "phase": "phases"}
+    for index, claim in enumerate(_list(whole.get("claims"))):
+        for key, listed in named_by.items():
+            found = _mapping(claim).get(key)
+            allowed = _list(run.get(listed))
+            if isinstance(found, str) and found not in allowed:
+                known = ", ".join(map(str, allowed))
+                text = f"found {found!r}{near(found, allowed)}; allowed: {known}, as in run"
+                yield ("claims", index, key), text
+
+
+def _once(run: dict) -> Found:
+    for key in ("methods", "seeds", "phases", "measurements"):
+        values = _list(run.get(key))
+        for index, value in enumerate(values):
+            if value in values[:index]:
+                yield ("run", key, index), f"{value!r} is there twice; keep one"
+            if key == "seeds" and isinstance(value, int) and value < 0:
+                yield ("run", key, index), f"found {value}; allowed: integers ≥ 0"
+
+
+def _names(methods: list) -> Found:
+    for name in methods:
+        if not NAME.fullmatch(str(name)):
+            allowed = "small letters, digits and _, beginning with a letter (it becomes a folder)"
+            yield ("methods", name), f"found the name {str(name)!r}; allowed: {allowed}"
+
+
+def _phases(whole: dict, run: dict) -> Found:
+    """``run.phases`` against the sections that such a phase needs."""
+    for index, phase in enumerate(_list(run.get("phases"))):
+        if phase not in get_args(Phase):
+            continue
+        there = {str(phase): phase in whole, f"data.{phase}": phase in _mapping(whole.get("data"))}
+        lacking = [name for name in sorted(there) if not there[name]]
+        if lacking:
+            text = f"needs {' and '.join(lacking)}; add what lacks, or leave the phase out"
+            yield ("run", "phases", index), text
+
+
+def _mapping(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else []

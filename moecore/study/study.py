@@ -1,0 +1,58 @@
+"""The whole of params.yaml as one typed object."""
+
+from typing import Any
+
+from pydantic import Field, create_model
+
+from moecore.brain.out_of_fold import OutOfFold
+from moecore.core.config import Config
+from moecore.data.sources import Source
+from moecore.measure import MEASUREMENTS
+from moecore.measure.calibration import Calibrate
+from moecore.measure.linear_experts import LinearExperts
+from moecore.measure.robustness import Robustness
+from moecore.measure.routing import Routing
+from moecore.measure.transfer import Transfer
+from moecore.nn.backbones import Backbone
+from moecore.study.claim import Claim
+from moecore.study.selection import Phase, Selection
+from moecore.training.method import Method
+from moecore.training.settings import (
+    AdversarialFinetuning,
+    Finetuning,
+    TeacherRouterFit,
+    Training,
+)
+from moecore.training.teachers import Teacher
+
+# A section for each measurement of the table, so that a new one costs no line here.
+SECTIONS: dict[str, Any] = {
+    name: (measurement.settings | None, None) for name, measurement in MEASUREMENTS.items()
+}
+Measured = create_model("Measured", __base__=Config, **SECTIONS)
+
+
+class Study(Measured):
+    """params.yaml: what is computed (``run``), and the settings of every stage that computes it.
+
+    Sections that are None are not in the file; a study needs those that its stages read.
+    """
+
+    run: Selection
+    data: dict[Phase, Source]
+    model: Backbone | None = None
+    methods: dict[str, Method] = Field({}, description="Every entry may be named in run.methods.")
+    teacher: Teacher | None = None
+    teacher_router: TeacherRouterFit | None = None
+    pretrain: Training | None = None
+    finetune: Finetuning | None = None
+    adversarial: AdversarialFinetuning | None = None
+    out_of_fold: OutOfFold | None = None
+    calibrate: Calibrate | None = None
+    robustness: Robustness | None = None
+    transfer: Transfer | None = None
+    routing: Routing | None = None
+    linear_experts: LinearExperts | None = None
+    claims: tuple[Claim, ...] = Field(
+        (), description="What the papers say of two methods, held against these runs."
+    )

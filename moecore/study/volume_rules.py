@@ -1,0 +1,77 @@
+"""What of params.yaml has no meaning for volumes, and what only volumes have."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from moecore.measure.routing_metrics.augmentations import OF_VOLUMES
+from moecore.study.label_rules import short, trainings
+from moecore.study.study import Study
+
+Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+
+VOLUME_VIEWS = "shift, flip, affine, intensity and fill"
+FLAT_VIEWS = ("crop", "randaugment", "erasing", "size")  # of ViewSettings, for flat images only
+
+
+def volume_rules(study: Study) -> Found:
+    """Sources say ``volumes`` where images are volumes."""
+    volumes: set[str] = {
+        phase for phase, source in study.data.items() if getattr(source, "volumes", False)
+    }
+    if volumes:
+        yield from _views(study, volumes)
+        yield from _regions(study)
+    yield from _models(study, "pretrain" in volumes)
+
+
+def _views(study: Study, volumes: set[str]) -> Found:
+    for keys, phase, training in trainings(study):
+        if phase in volumes:
+            yield from _flat_views((*keys, "views"), training.views)
+    settings = study.routing
+    if settings is None or not volumes & set(study.run.phases):
+        return
+    yield from _flat_views(("routing", "views"), settings.views)
+    for index, asked in enumerate(settings.augmentations):
+        keys = ("routing", "augmentations", index)
+        if not isinstance(asked, str):
+            yield from _flat_views((*keys, "views"), asked.views)
+        elif asked not in OF_VOLUMES:
+            allowed = ", ".join(OF_VOLUMES)
+            yield keys, f"found {asked}, which is for flat images; allowed for volumes: {allowed}"
+
+
+def _flat_views(keys: tuple, views: Any) -> Found:
+    for name in FLAT_VIEWS:
+        if found := getattr(views, name, None):
+            text = f"found {short(found)}, which is for flat images; volumes have {VOLUME_VIEWS}"
+            yield (*keys, name), text
+    if views.affine is not None and views.affine.shear:
+        text = f"found {views.affine.shear:g}, which is for flat images; allowed for volumes: 0"
+        yield (*keys, "affine", "shear"), text
+
+
+def _regions(study: Study) -> Found:
+    """Region experts need tissue maps, which a cohort of one's own may lack."""
+    source: Any = study.data.get("pretrain")
+    if not (hasattr(source, "maps") and source.maps is None and source.dseg is None):
+        return
+    for name, method in study.methods.items():
+        if name in study.run.methods and method.regions is not None:
+            text = "needs tissue maps, but maps and dseg of data.pretrain are null"
+            yield ("methods", name, "regions"), f"{text}; allowed: null, or such maps"
+
+
+def _models(study: Study, volumes: bool) -> Found:
+    teacher = study.teacher
+    if volumes and teacher is not None and teacher.kind == "timm":
+        text = "found timm, whose models are of flat images"
+        yield ("teacher", "kind"), f"{text}; allowed for volumes: dense, no_teacher"
+    models: dict[tuple[str, ...], Any] = {("model", "kind"): study.model}
+    if teacher is not None and teacher.kind == "dense":
+        models["teacher", "model", "kind"] = teacher.model
+    for keys, model in models.items():
+        if model is not None and (model.kind == "vit3d") != volumes:
+            what, allowed = ("volumes", "vit3d") if volumes else ("flat images", "vit")
+            text = f"found {model.kind}, but the images of data.pretrain are {what}"
+            yield keys, f"{text}; allowed: {allowed}"

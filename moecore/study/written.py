@@ -1,0 +1,92 @@
+"""A study's params.yaml, written from the root's, its overlay and its presets."""
+
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from moecore.core.files import whole_file
+from moecore.study.document import load
+from moecore.study.overlay import Resolved, resolve, stages_of
+from moecore.study.whole import check_document
+
+HEAD = """\
+# yaml-language-server: $schema={up}/params.schema.json
+# Written by `moecore study write`, not by hand: edit overlay.yaml, which says what differs from
+# {up}/params.yaml, then write again. A comment says in which of them a section stands.
+"""
+WIDTH = 100
+ABSENT = object()
+
+
+def write_params(folder: Path, root: Path, presets: Sequence[str] = ()) -> Iterator[str]:
+    """Write the study's params.yaml; yields a line for every value that changes.
+
+    Raises UserError, and writes nothing, where the result would not be in order; the places are
+    those in the overlay, the presets and the root's params.yaml.
+    """
+    text = params_text(folder, root, presets)
+    path = folder / "params.yaml"
+    before = load(str(path)).data if path.is_file() else {}
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    yield from changes(before, load(str(path)).data)
+
+
+def params_text(folder: Path, root: Path, presets: Sequence[str] = ()) -> str:
+    """What the study's params.yaml should say; raises UserError where it would not be in order."""
+    resolved = resolve(folder, root, presets)
+    stages = stages_of(root) if resolved.stages is None else resolved.stages
+    check_document(resolved.document, stages)
+    up = os.path.relpath(root, folder)
+    head = HEAD.format(up=up)
+    if presets:
+        head += f"# With the presets {', '.join(presets)}.\n"
+    sections = [
+        f"# {_origin(resolved, key, up)}\n{_dumped({key: value})}"
+        for key, value in resolved.document.data.items()
+    ]
+    return "\n".join([head, *sections])
+
+
+def changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
+    """``key: old → new`` for every value that differs."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys([*before, *after]):
+            inner = f"{keys}.{key}" if keys else str(key)
+            yield from changes(before.get(key, ABSENT), after.get(key, ABSENT), inner)
+    elif before != after:
+        yield f"{keys}: {_short(before)} → {_short(after)}"
+
+
+def _origin(resolved: Resolved, key: str, up: str) -> str:
+    """The files that have a section, the deciding one last."""
+    base, *others = resolved.layers
+    names = [f"{up}/params.yaml"] if key in base.data and key not in resolved.whole else []
+    folder = Path(others[0].path).parent
+    names += [str(Path(layer.path).relative_to(folder)) for layer in others if key in layer.data]
+    return " + ".join(names)
+
+
+def _short(value: Any) -> str:
+    if value is ABSENT:
+        return "(absent)"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _dumped(value: Any) -> str:
+    """YAML without anchors, in which lists and mappings of plain values take one line."""
+    writer = YAML(typ="safe", pure=True)
+    writer.default_flow_style = None
+    writer.sort_base_mapping_type_on_output = False
+    writer.allow_unicode = True
+    writer.width = WIDTH
+    writer.indent(mapping=2, sequence=4, offset=2)
+    writer.representer.ignore_aliases = lambda *_: True
+    stream = io.StringIO()
+    writer.dump(value, stream)
+    return stream.getvalue()

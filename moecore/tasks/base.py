@@ -1,0 +1,167 @@
+"""What every task answers for: the one place where labels are looked at.
+
+B images of a batch, N images of a split, K outputs of the head.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.statistics.intervals import Interval
+
+Reduction = Literal["mean", "none"]
+
+
+class Score(NamedTuple):
+    """What a table shows of predictions: the mean of one score an image."""
+
+    name: str  # "accuracy", "precision_at_1", "mae"; a key in results and in claims
+    label: str  # the same in words, without a unit
+    unit: str  # "years"; "" for a share
+    form: Literal["share", "number"]  # a share is shown in percent
+    better: Literal["higher", "lower"]
+
+
+class Details(Config):
+    """What is reported of a test split beside score and loss; a task fills in what it knows."""
+
+    test_correct: int | None = None  # images
+    confusion: tuple[tuple[int, ...], ...] | None = None  # by (true class, predicted class)
+    false_discovery_rate: float | None = None  # 1 − precision at 1
+    median_mae: float | None = None  # of answering always with the median of the training labels
+    test_corr: float | None = None  # of ŷ − y with y
+    test_slope: float | None = None  # b of the least squares ŷ = a + b·y
+    test_intercept: float | None = None  # a
+
+
+class Task(Protocol):
+    """One kind of labels: what is learned, what is measured, what an attack may do to it."""
+
+    @property
+    def kind(self) -> Any:
+        """The file's stem, as in a data card."""
+        ...
+
+    @property
+    def outputs(self) -> int:
+        """Width of the head."""
+        ...
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """What is asked; models with the same answers may exchange their heads."""
+        ...
+
+    @property
+    def score(self) -> Score:
+        """How ``scores`` are called and shown."""
+        ...
+
+    @property
+    def logged(self) -> str:
+        """How the mean score is called in a history: train_…, validation_…."""
+        ...
+
+    @property
+    def head(self) -> tuple[float, float]:
+        """(mean, deviation): a prediction is output · deviation + mean; (0, 1) for logits."""
+        ...
+
+    def predict(self, output: Tensor) -> Tensor:
+        """The prediction (B, K) that an output (B, K) of the head stands for."""
+        ...
+
+    def loss(
+        self,
+        prediction: Tensor,
+        labels: Tensor,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """The training loss, fp32: a scalar, or (B,) with ``reduction`` "none".
+
+        Mixed labels (B, K) where they make sense.
+        """
+        ...
+
+    def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """What an attack makes large, (B,), in the prediction's dtype."""
+        ...
+
+    def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """The loss as it is reported of a test split, (N,) fp64."""
+        ...
+
+    def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """One score an image, (N,): bool where right and wrong is all there is, else fp64."""
+        ...
+
+    def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
+        """The sum of a training batch's scores, on its device and unchecked.
+
+        Of mixed images the larger share counts. learned: (M,) int64, the images that stand for all
+        of the batch; None for each for itself.
+        """
+        ...
+
+    def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
+        """The mean of ``scores``, as a validation split reports it after each epoch."""
+        ...
+
+    def interval(self, scores: Tensor) -> Interval:
+        """The mean of scores (N,) with its 95 % interval over images."""
+        ...
+
+    def worst(self, one: Tensor, other: Tensor) -> Tensor:
+        """Of two scores of each image the worse: what an adversary who may choose leaves."""
+        ...
+
+    def difference(self, one: Tensor, other: Tensor, level: float = 0.95) -> Interval:
+        """Mean of ``one`` minus that of ``other``, scores (N,) of the same images; its interval."""
+        ...
+
+    def guess(self, labels: Tensor) -> float:
+        """The mean score of the best answer that does not look at the image."""
+        ...
+
+    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
+        """What else is reported of a test split (N,); train_labels: all of the training split."""
+        ...
+
+    def packed(self, scores: Tensor) -> str | list[float]:
+        """Scores (N,) as a result keeps them."""
+        ...
+
+    def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
+        """Scores (N,) of ``packed``."""
+        ...
+
+    def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(rows, classes), each (M,): an image stands once for each of its labels; None where
+        labels are no classes.
+        """
+        ...
+
+    def counts(self, labels: np.ndarray) -> list[int]:
+        """How many images have each class; [] where labels are no classes."""
+        ...
+
+    def stored(self, images: int) -> tuple[tuple[int, ...], type]:
+        """Shape and dtype of the labels of a split of ``images`` images, as a file holds them."""
+        ...
+
+    def check(self, labels: np.ndarray, what: str) -> None:
+        """Raise UserError, beginning with ``what``, unless labels (N, …) are of this task."""
+        ...
+
+    @classmethod
+    def needs_classes(cls, what: str) -> str | None:
+        """Why ``what`` cannot be done with such labels, in words for the user; None where it can.
+
+        what: "label_smoothing", "shots", "mix", "distillation", "decision" (one right class),
+        "share" (an image is right or wrong), "classes" (there are any), "one_class" (one an image).
+        """
+        ...

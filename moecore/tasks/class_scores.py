@@ -1,0 +1,103 @@
+"""Classification metrics of logits against labels; all sums are in fp64.
+
+logits: (N, K) before the softmax; labels: (N,) in 0 … K−1. N images, K classes. ``correct`` and
+``nll`` also take the labels (N, K) of images with several classes each, of 0 and 1 (label_sets.py).
+"""
+
+import torch
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.tasks.label_sets import precise, sigmoid_nll
+
+BINS = 15  # equal widths, as in Guo et al. (2017)
+
+
+class Bins(Config):
+    """A reliability diagram by columns, one entry a bin (low, high].
+
+    Means are None where a bin has no predictions.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    count: tuple[int, ...]
+    confidence: tuple[float | None, ...]
+    accuracy: tuple[float | None, ...]
+
+
+def correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether the class with the largest logit is the label, or among labels (N, K); (N,) bool."""
+    if labels.ndim == 2:
+        return precise(logits, labels)
+    return logits.argmax(dim=1) == labels
+
+
+def confidence(logits: Tensor) -> Tensor:
+    """The largest probability of each image; (N,) fp64 in (0, 1]."""
+    return logits.double().softmax(dim=1).amax(dim=1)
+
+
+def nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Negative log-likelihood of each image in nats; (N,) fp64. Its mean is the NLL.
+
+    Under labels (N, K), of the sigmoids, summed over classes.
+    """
+    if labels.ndim == 2:
+        return sigmoid_nll(logits, labels)
+    return -logits.double().log_softmax(dim=1).gather(1, labels[:, None].long())[:, 0]
+
+
+def brier(logits: Tensor, labels: Tensor) -> Tensor:
+    """Squared distance of the probabilities from the one-hot label, (N,) fp64 in [0, 2].
+
+    Summed over classes (Brier, 1950).
+    """
+    probs = logits.double().softmax(dim=1)
+    return (probs - torch.nn.functional.one_hot(labels.long(), logits.shape[1])).square().sum(dim=1)
+
+
+def reliability(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Bins:
+    """Mean confidence and accuracy in bins of equal width.
+
+    confidences: (N,) in [0, 1]; hits: (N,) bool.
+    """
+    where = _bin(confidences, bins)
+    count = torch.bincount(where, minlength=bins).tolist()
+
+    def means(values: Tensor) -> list[float | None]:
+        sums = torch.bincount(where, weights=values.double(), minlength=bins).tolist()
+        return [
+            total / number if number else None for total, number in zip(sums, count, strict=True)
+        ]
+
+    edges = [i / bins for i in range(bins + 1)]
+    return Bins(
+        low=edges[:-1],
+        high=edges[1:],
+        count=count,
+        confidence=means(confidences),
+        accuracy=means(hits),
+    )
+
+
+def ece(confidences: Tensor, hits: Tensor, bins: int = BINS) -> float:
+    """Expected calibration error: mean over images of |accuracy − confidence| of the image's bin.
+
+    Source: Guo et al. (2017), eq. 3.
+    """
+    excess = hits.double() - confidences.double()
+    gap = torch.bincount(_bin(confidences, bins), weights=excess, minlength=bins)
+    return float(gap.abs().sum() / len(confidences))
+
+
+def confusion(logits: Tensor, labels: Tensor) -> Tensor:
+    """Counts by (true class, predicted class); (K, K) int64."""
+    classes = logits.shape[1]
+    pairs = labels.long() * classes + logits.argmax(dim=1)
+    return torch.bincount(pairs, minlength=classes**2).reshape(classes, classes)
+
+
+def _bin(confidences: Tensor, bins: int) -> Tensor:
+    """Index of the bin (low, high] of each confidence; 0 belongs to the first."""
+    return (confidences.double() * bins).ceil().long().sub(1).clamp(0, bins - 1)

@@ -1,0 +1,144 @@
+"""One class an image: labels int64 (N,) in 0 … K−1, or fp32 (B, K), the shares of mixed images."""
+
+import base64
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.statistics.intervals import Interval, wilson
+from moecore.statistics.paired import paired_difference, pairs
+from moecore.tasks.base import Details, Reduction, Score
+from moecore.tasks.class_scores import confusion, correct, nll
+
+
+class Classification(Config):
+    """Softmax cross-entropy, and the share of images whose largest logit is that of the label."""
+
+    kind: Literal["classification"] = "classification"
+    classes: tuple[str, ...] = Field(min_length=2, description="names, in the order of the labels")
+
+    @property
+    def outputs(self) -> int:
+        return len(self.classes)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return self.classes
+
+    @property
+    def score(self) -> Score:
+        return Score("accuracy", "accuracy", "", "share", "higher")
+
+    @property
+    def logged(self) -> str:
+        return "accuracy"
+
+    @property
+    def head(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def predict(self, output: Tensor) -> Tensor:
+        """Logits, as they are."""
+        return output
+
+    def loss(
+        self,
+        prediction: Tensor,
+        labels: Tensor,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Softmax cross-entropy in nats, for classes (B,) and for shares of mixed images (B, K)."""
+        return cross_entropy(
+            prediction.float(), labels, label_smoothing=label_smoothing, reduction=reduction
+        )
+
+    def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of each image in nats, (B,).
+
+        Raises ValueError for labels that are neither classes nor shares.
+        """
+        if labels.ndim == 1 and not labels.is_floating_point():
+            return cross_entropy(prediction, labels.long(), reduction="none")
+        if labels.shape != prediction.shape or not labels.is_floating_point():
+            needed = "classes (B,) or one share per class (B, K) are needed"
+            found = f"labels are {labels.dtype} {tuple(labels.shape)}"
+            raise ValueError(f"attack: {found}; {needed}")
+        return cross_entropy(prediction, labels.to(prediction.dtype), reduction="none")
+
+    def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        return nll(prediction, labels)
+
+    def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Whether each image is right; (N,) bool."""
+        return correct(prediction, labels)
+
+    def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
+        classes = labels.argmax(dim=-1) if labels.is_floating_point() else labels
+        right = correct(prediction, classes)
+        if learned is None:
+            return right.sum()
+        return right[learned].double().mean() * len(labels)
+
+    def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
+        return float(self.scores(prediction, labels).float().mean())
+
+    def interval(self, scores: Tensor) -> Interval:
+        """Wilson's interval of the share."""
+        return wilson(int(scores.sum()), len(scores))
+
+    def worst(self, one: Tensor, other: Tensor) -> Tensor:
+        return one & other
+
+    def difference(self, one: Tensor, other: Tensor, level: float = 0.95) -> Interval:
+        """Of two shares, paired (Newcombe, 1998)."""
+        return paired_difference(pairs(one.numpy(), other.numpy()), level)
+
+    def guess(self, labels: Tensor) -> float:
+        """Chance: one in K."""
+        return 1 / self.outputs
+
+    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
+        """How many are right, and which class is taken for which."""
+        right = int(self.scores(prediction, labels).sum())
+        return Details(test_correct=right, confusion=confusion(prediction, labels).tolist())
+
+    def packed(self, scores: Tensor) -> str:
+        """Base64 of numpy.packbits, the first image in the highest bit."""
+        return base64.b64encode(np.packbits(scores.numpy()).tobytes()).decode()
+
+    def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
+        if not isinstance(kept, str):
+            raise ValueError("scores of classes are kept as base64")
+        bits = np.frombuffer(base64.b64decode(kept), np.uint8)
+        return torch.from_numpy(np.unpackbits(bits, count=images).astype(bool))
+
+    def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
+        return torch.arange(len(labels)), labels
+
+    def counts(self, labels: np.ndarray) -> list[int]:
+        """What is no class (−1) counts for none."""
+        return np.bincount(labels[labels >= 0], minlength=self.outputs).tolist()
+
+    def stored(self, images: int) -> tuple[tuple[int, ...], type]:
+        return (images,), np.int64
+
+    def check(self, labels: np.ndarray, what: str) -> None:
+        """Raise UserError unless the labels are classes (N,), 0 … K−1."""
+        if labels.ndim != 1:
+            allowed = "allowed: (images,) in every split"
+            raise UserError(f"{what} have the shape {labels.shape}; {allowed}")
+        if len(labels) and not 0 <= labels.min() <= labels.max() < self.outputs:
+            found = f"run from {labels.min()} to {labels.max()}"
+            raise UserError(f"{what} {found}; allowed: 0 to {self.outputs - 1}")
+
+    @classmethod
+    def needs_classes(cls, what: str) -> str | None:
+        return None

@@ -1,0 +1,169 @@
+"""One real number an image, such as an age: labels fp32 (N,) in the target's unit, predictions (N,
+1) in the same unit.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import l1_loss
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.statistics.intervals import Interval, bootstrap_mean
+from moecore.statistics.paired import paired_bootstrap
+from moecore.tasks.base import Details, Reduction, Score
+from moecore.tasks.errors import absolute_error, age_fit, mae, median_mae
+
+
+class Regression(Config):
+    """The mean absolute error: in deviations of the training labels where it is learned from, in
+    the target's unit where it is shown.
+    """
+
+    kind: Literal["regression"] = "regression"
+    target: str = Field(min_length=1, description="what the labels are, such as age")
+    unit: str = Field("", description="of the labels, such as years")
+    mean: float = Field(0.0, description="of the training labels: what an untrained head says")
+    deviation: float = Field(
+        1.0, gt=0, description="of the training labels: one unit of the head's output"
+    )
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def outputs(self) -> int:
+        return 1
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return (self.target,)
+
+    @property
+    def score(self) -> Score:
+        return Score("mae", "mean absolute error", self.unit, "number", "lower")
+
+    @property
+    def logged(self) -> str:
+        return "mae"
+
+    @property
+    def head(self) -> tuple[float, float]:
+        return self.mean, self.deviation
+
+    def predict(self, output: Tensor) -> Tensor:
+        """The target in its unit, fp32: bfloat16 knows an age of 70 only to half a year."""
+        return output.float() * self.deviation + self.mean
+
+    def loss(
+        self,
+        prediction: Tensor,
+        labels: Tensor,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """|ŷ − y| / deviation: about 0.8 at the start whatever is predicted in years or days, so
+        that learning rates and the weights of other losses keep their meaning (L1: ERMoE, algorithm
+        2, line 13; the division is our choice).
+
+        Raises UserError for label smoothing, and for predictions that are not (B, 1).
+        """
+        if label_smoothing:
+            found = f"label_smoothing: found {label_smoothing}"
+            raise UserError(f"{found}, but {self.needs_classes('label_smoothing')}; allowed: 0")
+        if prediction.shape != (len(labels), 1):
+            raise UserError(
+                f"the model predicts {tuple(prediction.shape)} for {len(labels)} real labels; "
+                "needed: one number an image, a model built for a target"
+            )
+        error = l1_loss(prediction[:, 0].float(), labels.float(), reduction=reduction)
+        return error / self.deviation
+
+    def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """|ŷ − y| of each image in the target's unit, (B,).
+
+        Raises ValueError for predictions of another shape, which would be broadcast to every pair
+        of images.
+        """
+        if prediction.shape != (len(labels), 1):
+            needed = f"one number an image, ({len(labels)}, 1), is needed for real labels"
+            raise ValueError(f"attack: predictions are {tuple(prediction.shape)}; {needed}")
+        return (prediction[:, 0] - labels.to(prediction.dtype)).abs()
+
+    def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        return self.attack_loss(prediction.double(), labels)
+
+    def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """|ŷ − y| of each image in the target's unit; (N,) fp64."""
+        return absolute_error(prediction, labels)
+
+    def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
+        errors = (prediction[:, 0].float() - labels).abs()
+        if learned is not None:
+            errors = errors[learned]
+        return errors.mean() * len(labels)
+
+    def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
+        return mae(prediction, labels)
+
+    def interval(self, scores: Tensor) -> Interval:
+        """The mean with its bootstrap interval over images."""
+        return bootstrap_mean(scores.double().numpy())
+
+    def worst(self, one: Tensor, other: Tensor) -> Tensor:
+        return torch.maximum(one, other)
+
+    def difference(self, one: Tensor, other: Tensor, level: float = 0.95) -> Interval:
+        """The bootstrap over images, which stay paired; more resamples for limits far out."""
+        resamples = max(1000, round(50 / (1 - level)))
+        return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level)
+
+    def guess(self, labels: Tensor) -> float:
+        """The mean absolute error of the labels' own median (the mean of the two middle ones)."""
+        known = labels.double()
+        return float((known - known.quantile(0.5)).abs().mean())
+
+    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
+        """How the errors go with the labels (ERMoE, table S1), and what any model must beat."""
+        fit = age_fit(prediction, labels)
+        return Details(
+            median_mae=median_mae(train_labels, labels),
+            test_corr=fit["corr"],
+            test_slope=fit["slope"],
+            test_intercept=fit["intercept"],
+        )
+
+    def packed(self, scores: Tensor) -> list[float]:
+        return scores.double().tolist()
+
+    def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
+        if isinstance(kept, str) or len(kept) != images:
+            raise ValueError(f"{images} errors are needed, one an image")
+        return torch.tensor(kept, dtype=torch.float64)
+
+    def by_class(self, labels: Tensor) -> None:
+        return None
+
+    def counts(self, labels: np.ndarray) -> list[int]:
+        return []
+
+    def stored(self, images: int) -> tuple[tuple[int, ...], type]:
+        return (images,), np.float32
+
+    def check(self, labels: np.ndarray, what: str) -> None:
+        """Raise UserError unless the labels are finite numbers, (N,)."""
+        if labels.ndim != 1 or not np.isfinite(labels).all():
+            raise UserError(f"{what} are not all numbers")
+
+    @classmethod
+    def needs_classes(cls, what: str) -> str | None:
+        if what in ("distillation", "decision"):
+            return "these labels are real numbers, and a decision is a class"
+        if what == "share":
+            return "a prediction of a real number is never simply right"
+        return "these labels are real numbers"

@@ -1,0 +1,123 @@
+"""What is known of a run in the store, and the words that histories and runs share."""
+
+import json
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moecore.tracking.process import runs
+
+UID = "moecore.uid"
+COMPLETE = "moecore.complete"  # the run has all that its history holds
+LONGEST_TAG = 5000
+LONGEST_PARAM = 500
+
+
+@dataclass
+class Known:
+    """A run of the store, as it was when it was last asked or changed."""
+
+    id: str
+    status: str
+    started: float  # seconds since 1970
+    tags: dict[str, str]
+
+    @classmethod
+    def of(cls, run: Any) -> "Known":
+        """From MLflow's entity."""
+        info = run.info
+        return cls(info.run_id, info.status, info.start_time / 1000, dict(run.data.tags))
+
+    @property
+    def complete(self) -> bool:
+        return self.tags.get(COMPLETE) == "true"
+
+    def tag(self, client: Any, tags: Mapping[str, Any]) -> None:
+        """Set the tags that differ; those that are None are left as they are."""
+        from mlflow.entities import RunTag
+
+        changed = {
+            name: str(value)[:LONGEST_TAG]
+            for name, value in tags.items()
+            if value is not None and self.tags.get(name) != str(value)[:LONGEST_TAG]
+        }
+        for part in parts(sorted(changed.items()), 100):
+            client.log_batch(self.id, tags=[RunTag(*tag) for tag in part])
+        self.tags |= changed
+
+    def set_status(self, client: Any, status: str, when: float) -> None:
+        """Set the status where it differs; ``when`` (seconds since 1970) it ended."""
+        if status == self.status:
+            return
+        if status == "RUNNING":
+            client.update_run(self.id, status=status)
+        else:
+            client.set_terminated(self.id, status, int(when * 1000))
+        self.status = status
+
+    def abandoned(self) -> bool:
+        """True where it runs in the store, but its process on this host has gone."""
+        if self.status != "RUNNING" or self.tags.get("host") != platform.node():
+            return False
+        return not runs(int(self.tags["pid"]), self.started)
+
+
+def known_runs(client: Any, experiment: str) -> dict[str, Known]:
+    """The runs of an experiment that came from a history, by the history's uid."""
+    known = {}
+    token = None
+    while True:
+        page = client.search_runs([experiment], max_results=1000, page_token=token)
+        known |= {run.data.tags[UID]: Known.of(run) for run in page if UID in run.data.tags}
+        token = page.token
+        if not token:
+            return known
+
+
+def run_name(header: Mapping[str, Any]) -> str:
+    """``pretrain vmoe seed 0``."""
+    words = [header["stage"], header["phase"], header["method"]]
+    if header["seed"] is not None:
+        words.append(f"seed {header['seed']}")
+    return " ".join(word for word in words if word is not None)
+
+
+def header_tags(header: Mapping[str, Any]) -> dict[str, str]:
+    """The tags of a run that its history's first line gives."""
+    tags = {
+        UID: header["uid"],
+        "stage": header["stage"],
+        "method": header["method"],
+        "seed": header["seed"],
+        "phase": header["phase"],
+        "dvc.stage": header["dvc_stage"],
+        "params_hash": header["params_hash"],
+        "mlflow.source.git.commit": header["commit"],
+        "git.dirty": None if header["dirty"] is None else str(header["dirty"]).lower(),
+        "mlflow.source.name": header["command"],
+        "host": header["host"],
+        "pid": header["pid"],
+        "python": header["python"],
+    }
+    return {name: str(value) for name, value in tags.items() if value is not None}
+
+
+def clean(name: str) -> str:
+    """A name that MLflow accepts (``@`` is not allowed)."""
+    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
+
+
+def shown(value: Any) -> str:
+    """The value of a param as MLflow shows it."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if len(text) <= LONGEST_PARAM:
+        return text
+    return text[: LONGEST_PARAM - 1] + "…"
+
+
+def parts(items: list, size: int) -> Iterator[list]:
+    """``items`` in pieces: MLflow limits what one call may bring."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

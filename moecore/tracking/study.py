@@ -1,0 +1,128 @@
+"""All histories of one study into one experiment: what is new is added, what is stale is ended."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moecore.run.history_file import NAME, Growing
+from moecore.tracking.known import known_runs
+from moecore.tracking.locked import Locked, Stamp, stamp
+from moecore.tracking.mirror import Mirror
+from moecore.tracking.store import experiment, experiment_name
+
+PLACES = ("artifacts/history", ".state")  # published histories, and those of runs under way
+
+
+class Counts(NamedTuple):
+    """What an import did, in runs."""
+
+    added: int = 0
+    updated: int = 0
+    current: int = 0
+    ended: int = 0
+
+    def plus(self, other: "Counts") -> "Counts":
+        """The sums."""
+        return Counts(*(one + two for one, two in zip(self, other, strict=True)))
+
+
+class Found(NamedTuple):
+    """A history on disk; ``stamp`` tells whether its file has changed."""
+
+    folder: Path
+    stamp: Stamp
+    uid: str
+    t: float  # of its last line
+    ended: bool
+    lines: list[dict]
+
+
+class Study:
+    """The histories of a folder and the runs that MLflow has of them, both remembered."""
+
+    def __init__(self, client: Any, folder: Path) -> None:
+        self.client = client
+        self.folder = folder
+        self.experiment = experiment(client, experiment_name(folder))
+        self.known = known_runs(client, self.experiment)
+        self.lock = Locked(folder)
+        self._growing: dict[Path, Growing] = {}
+        self._mirrors: dict[str, Mirror] = {}
+        self._imported: dict[Path, Found] = {}  # complete ones, without their lines
+
+    def update(self) -> Counts:
+        """Import what is new on disk since the last time."""
+        counts = Counts()
+        newest = self._newest()
+        locked = self.lock.histories()
+        for found in newest.values():
+            counts = counts.plus(self._import(found, locked))
+        for uid, run in self.known.items():
+            if uid not in newest:  # another run took its place, or its stage has gone
+                if "dvc.current" in run.tags:
+                    run.tag(self.client, {"dvc.current": "false"})
+                if run.abandoned():
+                    self.client.set_terminated(run.id, "KILLED")
+                    run.status = "KILLED"
+                    counts = counts.plus(Counts(ended=1))
+        return counts
+
+    def _import(self, found: Found, locked: dict[str, dict[str, str]] | None) -> Counts:
+        entry = {}
+        current = found.ended
+        if locked is not None:
+            item = found.folder.relative_to(self.folder).as_posix()
+            entry = locked.get(item, {})
+            current = found.ended and item in locked
+        tags = {"dvc.current": str(current).lower(), **entry}
+        run = self.known.get(found.uid)
+        if run is not None and run.complete and found.ended:
+            run.tag(self.client, tags)
+            self._settle(found)
+            return Counts(current=current)
+        mirror = self._mirrors.get(found.uid)
+        if mirror is None:
+            mirror = Mirror(self.client, self.experiment, self.folder, found.lines[0], run)
+            self._mirrors[found.uid] = mirror
+            self.known[found.uid] = mirror.run
+        mirror.update(found.lines, found.folder)
+        mirror.run.tag(self.client, tags)
+        return Counts(added=run is None, updated=run is not None, current=current)
+
+    def _settle(self, found: Found) -> None:
+        """Its lines are read again only where the file changes."""
+        self._imported[found.folder] = found._replace(lines=[])
+        self._growing.pop(found.folder, None)
+        self._mirrors.pop(found.uid, None)
+
+    def _newest(self) -> dict[str, Found]:
+        """By uid, the history that says most: a resumed run's published one may be older."""
+        newest: dict[str, Found] = {}
+        for folder in histories(self.folder):
+            found = self._read(folder)
+            if found and (found.uid not in newest or found.t > newest[found.uid].t):
+                newest[found.uid] = found
+        return newest
+
+    def _read(self, folder: Path) -> Found | None:
+        now = stamp(folder / NAME)
+        before = self._imported.get(folder)
+        if before is not None and before.stamp == now:
+            return before
+        lines = self._growing.setdefault(folder, Growing(folder)).read()
+        if not lines:
+            return None
+        end = lines[-1]
+        return Found(folder, now, lines[0]["uid"], end["t"], "status" in end, lines)
+
+
+def histories(study: Path) -> Iterator[Path]:
+    """The folders of a study that hold a history, published ones first."""
+    for place in PLACES:
+        for folder, inner, files in os.walk(study / place):
+            # what is being written, or being removed, is not there
+            inner[:] = sorted(n for n in inner if not n.endswith((".part", ".removed")))
+            if NAME in files:
+                inner.clear()
+                yield Path(folder)

@@ -1,0 +1,219 @@
+"""A trained model in a folder: weights as safetensors beside the settings that rebuild it."""
+
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, read_json, write_json
+from moecore.core.tensors import read_tensors, write_tensors
+from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneModel, Model
+from moecore.nn.backbones.transformer import Transformer
+from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.positions import Interpolation, resize_positions
+from moecore.training.guide import Guide, Guided
+
+GUIDE = "guide"
+Size = int | tuple[int, int, int]  # of an ImageSpec
+
+
+class ModelCard(Config):
+    """Everything that rebuilds a model: backbone, images, experts."""
+
+    backbone: Backbone
+    image: ImageSpec
+    moe: MoE | None = None
+    guided: bool = False  # its router asks a teacher, which lies in the folder guide/
+
+    def build(self) -> BackboneModel:
+        return self.backbone.build(self.image, self.moe)
+
+
+def card_of(model: Model) -> ModelCard:
+    """The card of a model that was built by a backbone."""
+    return ModelCard(
+        backbone=model.config, image=model.image, moe=model.moe, guided=isinstance(model, Guided)
+    )
+
+
+def save_model(folder: str | Path, model: Model) -> None:
+    """Write ``model.json`` and ``model.safetensors`` into ``folder``; the teacher of a model that
+    cannot route without it into ``guide/``.
+    """
+    folder = Path(folder)
+    card = card_of(model)
+    if isinstance(model, Guided):
+        save_guide(folder / GUIDE, model.guide)
+        model = model.model
+    write_tensors(folder / "model.safetensors", model.state_dict())
+    write_json(folder / "model.json", card.model_dump(mode="json"))
+
+
+def load_card(folder: str | Path) -> ModelCard:
+    """The model's settings.
+
+    Raises UserError that names the file where it is missing or not a model's.
+    """
+    path = Path(folder) / "model.json"
+    try:
+        return ModelCard.model_validate(read_json(path))
+    except ValidationError as error:
+        raise UserError(f"{path}: not the settings of a model of this version: {error}") from error
+
+
+def load_model(folder: str | Path) -> Model:
+    """The trained model of ``folder``, in evaluation mode, on CPU.
+
+    ``model(images)`` with images (B, C, H, W), or volumes (B, C, D, H, W), in [0, 1] returns
+    ``ModelOutput(prediction, routing)``; the prediction is (B, K) logits of classes, or (B, 1) in
+    the unit of the target (years).
+    """
+    model = load_unguided(folder)
+    if not load_card(folder).guided:
+        return model
+    guide = Path(folder) / GUIDE
+    return Guided(model, _load_guide(guide, read_json(guide / "guide.json"))).eval()
+
+
+def load_unguided(folder: str | Path) -> BackboneModel:
+    """The same, without the teacher that its router may ask."""
+    card = load_card(folder)
+    # The first weights are drawn, and then replaced: the caller's draws stay what they were.
+    with torch.random.fork_rng(devices=[]):
+        model = card.build()
+    model.load_state_dict(read_tensors(Path(folder) / "model.safetensors")[0])
+    return model.eval()
+
+
+def transferred(
+    folder: str | Path, image: ImageSpec, moe: MoE | None, interpolation: Interpolation = "bilinear"
+) -> Transformer:
+    """The model of ``folder`` for other images: positions interpolated to the new grid, a fresh
+    head for other classes.
+
+    The statistics of the new images normalise them. A head for the same target says of the same
+    tokens what it said before, though the new target's mean and deviation are others. Raises
+    UserError where channels, axes or interpolation do not fit.
+    """
+    card = load_card(folder)
+    weights, _ = read_tensors(Path(folder) / "model.safetensors")
+    model = _built(folder, card, image, moe)
+    if "pos_embed" in weights:  # fixed positions are no weights
+        try:
+            weights["pos_embed"] = resize_positions(
+                weights["pos_embed"],
+                model.positioned,
+                model.layout.grid,
+                interpolation,
+                card.backbone.grid(card.image),
+            )
+        except ValueError as error:
+            raise UserError(f"{folder}: {error}") from error
+    if card.image.answers != image.answers:
+        weights = {name: value for name, value in weights.items() if not name.startswith("head")}
+    elif card.image.task.head != image.task.head:
+        weights |= _rescaled_head(weights, card.image.task.head, image.task.head)
+    unmatched = model.load_state_dict(weights, strict=False)
+    names = (*unmatched.missing_keys, *unmatched.unexpected_keys)
+    wrong = [name for name in names if not name.startswith("head")]
+    if wrong:
+        raise UserError(f"{folder}: the weights do not fit the model: {', '.join(wrong[:5])}")
+    return model
+
+
+def _built(folder: str | Path, card: ModelCard, image: ImageSpec, moe: MoE | None) -> Transformer:
+    """The untrained model for other images; raises UserError where they cannot be the model's."""
+    if card.image.channels != image.channels:
+        found = f"trained on {card.image.channels} channels, the new images have {image.channels}"
+        raise UserError(f"{folder}: {found}; choose data with the same channels")
+    model = card.backbone.build(image, moe)
+    if not isinstance(model, Transformer):
+        found = f"a model of kind {card.backbone.kind} works at one image size only"
+        raise UserError(f"{folder}: {found}; fine-tune a vit")
+    axes = len(card.image.shape)
+    if axes != len(image.shape):
+        found = f"trained on images of {axes} axes, the new ones have {len(image.shape)}"
+        raise UserError(f"{folder}: {found}; choose data with as many axes")
+    return model
+
+
+def _rescaled_head(
+    weights: dict[str, torch.Tensor], old: tuple[float, float], new: tuple[float, float]
+) -> dict[str, torch.Tensor]:
+    """The head that predicts with the ``new`` (mean, deviation) what it did with the ``old``."""
+    old_mean, old_deviation = old
+    new_mean, new_deviation = new
+    heads = {name: value for name, value in weights.items() if name.startswith("head.")}
+    ratio = old_deviation / new_deviation
+    moved = (old_mean - new_mean) / new_deviation
+    scaled = {name: value * ratio for name, value in heads.items()}
+    return scaled | {name: value + moved for name, value in scaled.items() if name.endswith("bias")}
+
+
+def save_guide(folder: Path, guide: Guide) -> None:
+    """Write the teacher, its routers and their settings into ``folder``."""
+    save_model(folder / "teacher", guide.teacher)
+    if guide.blocks:  # none for a dense student, and a file without tensors is not readable
+        weights = {str(layer): weight for layer, weight in enumerate(guide.routers)}
+        write_tensors(folder / "routers.safetensors", weights)
+    settings = {
+        "blocks": list(guide.blocks),
+        "experts": guide.experts,
+        "features": guide.features,
+        "learns": guide.learns,
+    }
+    write_json(folder / "guide.json", {"needed": True, **settings})
+
+
+def save_no_guide(folder: Path) -> None:
+    """Say that the method needs no teacher.
+
+    The file never changes, so a new teacher leaves such methods up to date.
+    """
+    write_json(folder / "guide.json", {"needed": False})
+
+
+def load_guide(folder: str | Path, size: Size | None = None) -> Guide | None:
+    """The guide of ``folder``, or None for a method that needs none; ``size`` asks for another
+    image size.
+
+    Its routers take gradients only where they learn with the student.
+    """
+    settings = read_json(Path(folder) / "guide.json")
+    if not settings["needed"]:
+        return None
+    return _load_guide(Path(folder), settings, size)
+
+
+def _load_guide(folder: Path, settings: dict, size: Size | None = None) -> Guide:
+    teacher = load_unguided(folder / "teacher")
+    if size is not None and size != teacher.image.size:
+        image = teacher.image.model_copy(update={"size": size})
+        teacher = transferred(folder / "teacher", image, None)
+    guide = Guide(
+        teacher,
+        tuple(settings["blocks"]),
+        settings["experts"],
+        settings["features"],
+        settings["learns"],
+    )
+    weights = {}
+    if guide.blocks:
+        weights, _ = read_tensors(folder / "routers.safetensors")
+    with torch.no_grad():
+        for layer, weight in enumerate(guide.routers):
+            weight.copy_(weights[str(layer)])
+    return guide.eval()
+
+
+def guide_folder(method: str, seed: int) -> Path:
+    """Where the guide of a pretrained method lies: beside the model where its routers learned with
+    it, else where they were fitted.
+    """
+    learned = Path("artifacts/pretrain") / method / str(seed) / GUIDE
+    if learned.exists():
+        return learned
+    return Path("artifacts/teacher_router") / method

@@ -1,0 +1,123 @@
+"""What a training came to: the result of the stages teacher, pretrain and finetune."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+
+from moecore.core.config import Config
+from moecore.data.prepared import Prepared, Split
+from moecore.nn.backbones.model import Model
+from moecore.nn.parameters import parameter_counts
+from moecore.nn.predict import predictions
+from moecore.statistics.estimate import Estimate
+from moecore.tasks import AnyTask
+from moecore.tasks.base import Details
+
+Agreement = tuple[float | None, ...]  # one share a point in time; None where it is not defined
+Map = tuple[float | None, ...]  # mean probability of each expert; None for a class without images
+
+
+class RegionRow(Config):
+    """Which experts of the last MoE layer see one tissue (ERMoE-ba, supplement §3)."""
+
+    region: str  # the tissue; random_<tissue> for as many voxels at random places of the brain
+    experts: tuple[tuple[str, float], ...]  # the two of the highest mean score, with that score
+    share: dict[str, float]  # of the tokens, for each expert
+
+
+class Probed(Config):
+    """The rows of all tissues after one epoch."""
+
+    epoch: int
+    rows: tuple[RegionRow, ...]
+
+
+class Settling(Config):
+    """How the routing settles while a model is trained; all empty for a dense model.
+
+    Agreements are shares of tokens with the same most probable expert, on validation images.
+    """
+
+    agreement_with_final: Agreement = ()  # after each epoch
+    agreement_consecutive: Agreement = ()  # between epochs
+    agreement_with_final_by_layer: tuple[Agreement, ...] = ()
+    agreement_consecutive_by_layer: tuple[Agreement, ...] = ()
+    class_maps: dict[str, tuple[tuple[Map, ...], ...]] = {}  # epoch → class, layer, expert
+    region_routing: tuple[Probed, ...] = ()  # of data with tissue maps
+    routing_agreement_before_after: Agreement = ()  # fine-tuning, for each layer, on test images
+
+
+class Outcome(Details, Settling):
+    """A trained model on the data that it was trained on; the test split is looked at once."""
+
+    task: AnyTask
+    test_score: Estimate
+    validation_score: Estimate
+    test_loss: float  # of a real target in deviations of the training labels, as in training
+    test_count: int  # images
+    epochs: int
+    images_per_second: float  # median of the logged points
+    seconds: float
+    parameters: int
+    active_parameters: int  # that an image's tokens use
+    curve: tuple[dict[str, float | None], ...]  # the logged points
+
+    def with_routing(self, settling: Settling) -> Self:
+        """The same, and how the routing settled."""
+        return self.model_copy(update=dict(settling))
+
+
+class RouterFit(Config):
+    """The losses of the teacher's routers after the last step of their fit (TGR-MoE, §3.2)."""
+
+    loss: float
+    balance: float
+    entropy: float
+
+
+class Log(NamedTuple):
+    """What was logged of a training, over all its resumptions."""
+
+    points: Sequence[tuple[int, dict[str, float]]]  # step, values
+    seconds: float
+
+
+def outcome(model: Model, data: Prepared, epochs: int, log: Log) -> Outcome:
+    """What is reported of a trained model. Raises UserError where predictions are no numbers."""
+    task = model.image.task
+    prediction, labels = _predicted(model, data.test)
+    # A loss is reported in the unit of the training, which a target's deviation sets.
+    _, deviation = task.head
+    loss = float(task.test_loss(prediction, labels).mean()) / deviation
+    details = task.details(prediction, labels, _labels(data.train))
+    score = task.scores(prediction, labels)
+    validation = task.scores(*_predicted(model, data.validation))
+    parameters = parameter_counts(model)
+    rates = [values["images_per_second"] for _, values in log.points]
+    return Outcome(
+        **details.model_dump(),
+        parameters=parameters["parameters"],
+        active_parameters=parameters["active_parameters"],
+        task=task,
+        test_score=Estimate.of(task.interval(score)),
+        validation_score=Estimate.of(task.interval(validation)),
+        test_loss=loss,
+        test_count=len(labels),
+        epochs=epochs,
+        images_per_second=float(np.median(rates)),
+        seconds=log.seconds,
+        curve=[
+            {"step": step, "train_loss": values["task"], **values} for step, values in log.points
+        ],
+    )
+
+
+def _predicted(model: Model, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+    prediction, _ = predictions(model, split.images, batch=500, routing=False)
+    return prediction, _labels(split)
+
+
+def _labels(split: Split) -> torch.Tensor:
+    return torch.from_numpy(np.array(split.labels))

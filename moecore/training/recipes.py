@@ -1,0 +1,98 @@
+"""Who learns what from which images: the trainings of teacher routers, pretrain and finetune.
+
+Each draws its first weights from the global generator, as ``seed`` sets it; all later draws are
+functions of (seed, step).
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moecore.core.files import UserError
+from moecore.data.loader import few_shot
+from moecore.data.prepared import Prepared
+from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneModel, Model
+from moecore.training.artifacts import load_guide, transferred
+from moecore.training.guide import Guide, build_guide, standing_alone
+from moecore.training.isolation import isolation
+from moecore.training.job import Job, job_for
+from moecore.training.method import Method
+from moecore.training.objective import Objective
+from moecore.training.settings import Finetuning, Training
+from moecore.training.upcycle import upcycle
+
+
+class Recipe(NamedTuple):
+    """A training that may begin, and the model as it is used: alone, or with its teacher."""
+
+    job: Job
+    model: Model
+
+
+def guiding(
+    method: Method, backbone: Backbone, teacher: BackboneModel, seed: int, device: str
+) -> Guide:
+    """The teacher with routers, not fitted yet, for ``method``."""
+    torch.manual_seed(seed)
+    return build_guide(teacher, method, method.sized(backbone).depth).to(device)
+
+
+def pretraining(
+    method: Method,
+    backbone: Backbone,
+    settings: Training,
+    data: Prepared,
+    guide: Path,
+    seed: int,
+    device: str,
+) -> Recipe:
+    """``method`` from scratch, guided by the teacher in the folder ``guide`` where it has one."""
+    torch.manual_seed(seed)
+    model = method.sized(backbone).build(ImageSpec.from_card(data.card), method.moe)
+    teacher = load_guide(guide)
+    if method.upcycle:
+        if teacher is None:
+            raise UserError(f"{guide}: holds no teacher; run `dvc repro teacher_router`")
+        upcycle(model, teacher.teacher)
+    job = job_for(
+        model,
+        data,
+        Objective(method.losses, settings.label_smoothing, method.distillation),
+        device,
+        guide=teacher if method.guided else None,
+        views=method.views,
+        isolation=isolation(method, data),
+        permuted=seed if method.permuted else None,
+    )
+    return Recipe(job, standing_alone(model, job.guide))
+
+
+def finetuning(
+    method: Method,
+    settings: Finetuning,
+    data: Prepared,
+    start: Path,
+    guide: Path,
+    seed: int,
+    device: str,
+) -> Recipe:
+    """The model in the folder ``start`` goes on with other data.
+
+    Raises UserError where data and model do not fit.
+    """
+    torch.manual_seed(seed)
+    image = ImageSpec.from_card(data.card)
+    teacher = load_guide(guide, image.size)
+    same_answers = teacher is not None and teacher.teacher.image.answers == image.answers
+    learned = method.for_finetuning(settings.k, settings.guided, same_answers)
+    model = transferred(start, image, learned.moe, settings.interpolation).to(device)
+    subset = None
+    if settings.shots is not None:
+        subset = few_shot(data.task, data.train.labels, settings.shots, seed).numpy()
+    objective = Objective(learned.losses, settings.label_smoothing, learned.distillation)
+    kept = teacher if learned.guided else None
+    job = job_for(model, data, objective, device, guide=kept, subset=subset, views=learned.views)
+    return Recipe(job, standing_alone(model, job.guide).to(device))

@@ -1,0 +1,37 @@
+"""Entropy of routing: a positive weight makes routers sure, a negative one undecided."""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import Step
+from moecore.training.regularizers.balance import sum_over_layers
+
+
+class Entropy(Config):
+    """Mean entropy of a token's probs, summed over MoE layers."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
+
+    kind: Literal["entropy"] = "entropy"
+    weight: float = Field(
+        default=0.01,
+        allow_inf_nan=False,
+        description="factor in the objective: above 0 makes tokens surer, below 0 less sure",
+    )
+
+    def __call__(self, step: Step) -> Tensor:
+        return sum_over_layers(step, lambda record: entropy(probs=record.probs))
+
+
+def entropy(*, probs: Tensor) -> Tensor:
+    """Mean over tokens of −Σ_e p_e ln p_e, in nats.
+
+    probs: (B, T, E), clean, each token sums to 1.  Returns a scalar from 0 (sure) to ln E
+    (undecided). A probability of 0 counts as the smallest normal number in the logarithm, so the
+    gradient stays finite.
+    """
+    return -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(dim=-1).mean()

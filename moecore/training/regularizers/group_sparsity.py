@@ -1,0 +1,108 @@
+"""Group sparsity: experts lie on a map, and a token's probs gather in one neighbourhood of it
+(MoGE, §2.3).
+"""
+
+import math
+from typing import ClassVar, Literal, Self, cast
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import Step
+from moecore.nn.expert_map import map_shape
+from moecore.training.regularizers.balance import sum_over_layers
+
+EPSILON = 1e-12  # under the square root, whose gradient at 0 is infinite
+
+
+class GroupSparsity(Config):
+    """The group sparse regularization, summed over MoE layers.
+
+    Its Gaussian narrows during training; equal sigmas keep it constant.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
+
+    kind: Literal["group_sparsity"] = "group_sparsity"
+    weight: float = Field(default=4e-3, ge=0, description="factor in the objective")
+    filter: Literal["gaussian", "average"] = Field(
+        default="gaussian", description="weights within a neighbourhood; average takes no sigma"
+    )
+    size: int = Field(
+        default=3,
+        ge=1,
+        description="side of a neighbourhood, in experts; "
+        "cut to the map's sides where they are shorter",
+    )
+    sigma_start: float = Field(
+        default=10.0,
+        ge=0.1,
+        allow_inf_nan=False,
+        description="the Gaussian's standard deviation at first, in experts",
+    )
+    sigma_end: float = Field(
+        default=1.5,
+        ge=0.1,
+        allow_inf_nan=False,
+        description="the Gaussian's standard deviation at last; not above sigma_start",
+    )
+    exponent: float = Field(
+        default=0.3,
+        ge=0,
+        allow_inf_nan=False,
+        description="γ of the schedule: below 1 narrows early; 0 is sigma_end throughout",
+    )
+
+    @model_validator(mode="after")
+    def _narrowing(self) -> Self:
+        if self.sigma_end > self.sigma_start:
+            found = f"sigma_end is {self.sigma_end:g} and sigma_start {self.sigma_start:g}"
+            raise ValueError(f"{found}; allowed: sigma_end ≤ sigma_start")
+        return self
+
+    def __call__(self, step: Step) -> Tensor:
+        sigma = self.sigma(step.progress) if self.filter == "gaussian" else math.inf
+        return sum_over_layers(
+            step, lambda record: group_sparsity(probs=record.probs, size=self.size, sigma=sigma)
+        )
+
+    def sigma(self, progress: float) -> float:
+        """σ_t = σ_0 − (σ_0 − σ_min)(t/T)^γ (eq. 8); progress = t/T in [0, 1]."""
+        return self.sigma_start - (self.sigma_start - self.sigma_end) * progress**self.exponent
+
+
+def group_sparsity(*, probs: Tensor, size: int, sigma: float) -> Tensor:
+    """Mean over tokens of Σ sqrt(F ∗ Z²), valid convolution (MoGE, algorithm 1).
+
+    probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of ``map_shape``,
+    row by row. F sums to 1 and is size × size experts, cut to the map's sides where those are
+    shorter (our choice: a 2 × 4 map has no valid 3 × 3 window); sigma is in experts, infinite for
+    the average filter.  Returns a scalar > 0.
+
+    A Gaussian is a product of its rows and its columns, so the convolution is two sums of shifted
+    slices: measured forward and backward on one core, 0.5 ms at 6304 tokens × 8 experts and 0.7 ms
+    at 200 × 400, where conv2d takes 1.4 and 7.5 ms. No product is rounded.
+    """
+    rows, columns = map_shape(probs.shape[-1])
+    with torch.autocast(probs.device.type, enabled=False):
+        energy = probs.square().reshape(-1, rows, columns)
+        energy = _slide(energy, 1, window(min(size, rows), sigma))
+        energy = _slide(energy, 2, window(min(size, columns), sigma))
+        return (energy + EPSILON).sqrt().sum(dim=(1, 2)).mean()
+
+
+def window(size: int, sigma: float) -> list[float]:
+    """One side of the filter, centred, with sum 1: a Gaussian, or the average where sigma is
+    infinite.
+    """
+    weights = [math.exp(-(((place - (size - 1) / 2) / sigma) ** 2) / 2) for place in range(size)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _slide(values: Tensor, axis: int, weights: list[float]) -> Tensor:
+    """Valid convolution along one axis with symmetric weights."""
+    length = values.shape[axis] - len(weights) + 1
+    shifted = (weight * values.narrow(axis, start, length) for start, weight in enumerate(weights))
+    return cast(Tensor, sum(shifted))

@@ -1,0 +1,36 @@
+"""Importance loss: no expert should collect more probability than another (Shazeer et al.
+
+2017; V-MoE).
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import Step
+from moecore.statistics.variation import squared_cv
+from moecore.training.regularizers.balance import sum_over_layers, total_over_ranks
+
+
+class Importance(Config):
+    """The importance loss, summed over MoE layers. TGR-MoE calls it the load loss."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
+
+    kind: Literal["importance"] = "importance"
+    weight: float = Field(default=0.005, ge=0, description="factor in the objective")
+
+    def __call__(self, step: Step) -> Tensor:
+        return sum_over_layers(step, lambda record: importance(probs=record.probs))
+
+
+def importance(*, probs: Tensor) -> Tensor:
+    """Squared coefficient of variation of the experts' importance, the sum of their probs over
+    tokens (adversarial-moe, eq. 12).
+
+    probs: (B, T, E), clean, each token sums to 1.  Returns a scalar ≥ 0; 0 at balance, E − 1 where
+    one expert has all.
+    """
+    return squared_cv(total_over_ranks(probs.sum(dim=(0, 1))))

@@ -1,0 +1,59 @@
+"""Jensen–Shannon consistency: the other distance between corresponding tokens of two views that PRC
+tried (§III-B, end).
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import Step
+from moecore.training.regularizers.balance import total_over_ranks
+from moecore.training.regularizers.pairs import sum_over_paired_layers
+
+
+class JensenShannon(Config):
+    """Jensen–Shannon divergence between both sides of each pair, summed over MoE layers.
+
+    It balances nothing: add importance and load.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing", "two_views"})
+
+    kind: Literal["jensen_shannon"] = "jensen_shannon"
+    weight: float = Field(
+        default=5e-3, ge=0, description="factor in the objective (our choice; the paper gives none)"
+    )
+    special: bool = Field(
+        default=False, description="pair the class token with itself (on for ImageNet)"
+    )
+
+    def __call__(self, step: Step) -> Tensor:
+        return sum_over_paired_layers(
+            self.kind,
+            step,
+            self.special,
+            lambda *pairs: jensen_shannon(first=pairs[0], second=pairs[1], found=pairs[2]),
+        )
+
+
+def jensen_shannon(*, first: Tensor, second: Tensor, found: Tensor) -> Tensor:
+    """Mean over the pairs of the global batch of ½ KL(p ‖ m) + ½ KL(q ‖ m), m = (p + q)/2, in nats.
+
+    first, second: (B, T', E), each token sums to 1; found: (B, T') bool, which pairs there are.
+    Returns a scalar from 0 (equal) to ln 2 (no expert in common); 0 where there is no pair.
+    Probabilities of 0 count as the smallest normal number in logarithms, so the gradient stays
+    finite.
+    """
+    middle = _log((first + second) / 2)
+    divergence = (first * (_log(first) - middle) + second * (_log(second) - middle)).sum(dim=-1) / 2
+    total = total_over_ranks(
+        torch.stack([torch.where(found, divergence, 0.0).sum(), found.sum().to(divergence.dtype)])
+    )
+    return total[0] / total[1].clamp(min=1)
+
+
+def _log(probs: Tensor) -> Tensor:
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()

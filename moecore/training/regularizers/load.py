@@ -1,0 +1,35 @@
+"""Load loss: no expert should be chosen more often than another (Shazeer et al. 2017; V-MoE)."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import Step
+from moecore.statistics.variation import squared_cv
+from moecore.training.regularizers.balance import sum_over_layers, total_over_ranks
+
+
+class Load(Config):
+    """The load loss, summed over MoE layers.
+
+    It needs a router that gives the probability of being chosen.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing", "load"})
+
+    kind: Literal["load"] = "load"
+    weight: float = Field(default=0.005, ge=0, description="factor in the objective")
+
+    def __call__(self, step: Step) -> Tensor:
+        return sum_over_layers(step, lambda record: load(chances=record.load))
+
+
+def load(*, chances: Tensor) -> Tensor:
+    """Squared coefficient of variation of the experts' load, the mean chance of being chosen.
+
+    chances: (B, T, E), P(chosen) if the noise were drawn again.  Returns a scalar ≥ 0, 0 at
+    balance. The total stands in for the mean, which differs by a factor that cancels.
+    """
+    return squared_cv(total_over_ranks(chances.sum(dim=(0, 1))))

@@ -1,0 +1,47 @@
+"""Orthogonality penalty: the columns of every expert's basis should stay orthonormal (ERMoE,
+Algorithm 1, line 22; §7).
+"""
+
+from typing import ClassVar, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.records import Step
+
+
+class Orthogonality(Config):
+    """The orthogonality penalty, summed over every parameter of the model that is called ``basis``,
+    so over MoE layers.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing", "basis"})
+
+    kind: Literal["orthogonality"] = "orthogonality"
+    weight: float = Field(default=5e-5, ge=0, description="factor in the objective (the paper's λ)")
+
+    def __call__(self, step: Step) -> Tensor:
+        bases = [
+            parameter
+            for name, parameter in step.model.named_parameters()
+            if name.split(".")[-1] == "basis"
+        ]
+        if not bases:
+            mend = "use experts of kind eigen or a router of kind eigenbasis, or remove it"
+            raise UserError(f"orthogonality: the model has no basis; {mend}")
+        return cast(Tensor, sum(orthogonality(basis=basis) for basis in bases))
+
+
+def orthogonality(*, basis: Tensor) -> Tensor:
+    """Sum over experts of the squared Frobenius norm ‖BᵀB − I‖² (ERMoE, Algorithm 1).
+
+    basis: (E, d, r).  Returns a scalar ≥ 0, in fp32 at least: in bf16 even an orthonormal basis is
+    some 1e-3 off.
+    """
+    with torch.autocast(basis.device.type, enabled=False):
+        basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
+        identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+        return (basis.mT @ basis - identity).square().sum()

@@ -1,0 +1,83 @@
+"""Pairwise router consistency: corresponding patches of two views go to the same expert, and all
+experts are used (PRC, §III-B).
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import Step
+from moecore.training.regularizers.balance import total_over_ranks
+from moecore.training.regularizers.pairs import sum_over_paired_layers
+
+
+class PairwiseConsistency(Config):
+    """The PRC loss, summed over MoE layers. It replaces the balance losses; train without mixup."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing", "two_views"})
+
+    kind: Literal["pairwise_consistency"] = "pairwise_consistency"
+    weight: float = Field(
+        default=1.0, ge=0, description="factor in the objective, on top of the two below"
+    )
+    diagonal: float = Field(
+        default=5e-3,
+        ge=0,
+        description="factor of the mean of (1 − S_ii)²: equal choices in both views, "
+        "all experts used",
+    )
+    off_diagonal: float = Field(
+        default=5e-2, ge=0, description="factor of the mean of S_ij², i ≠ j: no unequal choices"
+    )
+    special: bool = Field(
+        default=False, description="pair the class token with itself (on for ImageNet)"
+    )
+
+    def __call__(self, step: Step) -> Tensor:
+        def loss(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
+            return pairwise_consistency(
+                first=first,
+                second=second,
+                found=found,
+                diagonal=self.diagonal,
+                off_diagonal=self.off_diagonal,
+            )
+
+        return sum_over_paired_layers(self.kind, step, self.special, loss)
+
+
+def pairwise_consistency(
+    *, first: Tensor, second: Tensor, found: Tensor, diagonal: float, off_diagonal: float
+) -> Tensor:
+    """diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij² (PRC, eq.
+
+    4), with S of all pairs of the global batch.
+
+    first, second: (B, T', E), both sides of each pair, clean, each token sums to 1; found: (B, T')
+    bool, which pairs there are. Returns a scalar ≥ 0; 0 where all pairs are equal, one-hot and
+    balanced over experts, and where there is no pair.
+    """
+    experts = first.shape[-1]
+    correlation, count = _correlation(first, second, found)
+    own = correlation.diagonal()
+    others = correlation - torch.diag_embed(own)
+    loss = (
+        diagonal / experts * (1 - own).square().sum()
+        + off_diagonal / max(experts * (experts - 1), 1) * others.square().sum()
+    )
+    return torch.where(count > 0, loss, 0.0)
+
+
+def _correlation(first: Tensor, second: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    """S = E/#pairs · Σ r₁ r₂ᵀ (E, E) and #pairs over all ranks (eq. 3)."""
+    experts = first.shape[-1]
+    mask = found[..., None].to(first.dtype)
+    with torch.autocast(first.device.type, enabled=False):
+        products = (first * mask).flatten(0, -2).T @ second.flatten(0, -2)
+    # One exchange for both.
+    total = total_over_ranks(torch.cat([products.flatten(), mask.sum()[None]]))
+    count = total[-1]
+    return total[:-1].view(experts, experts) * (experts / count.clamp(min=1)), count

@@ -1,0 +1,60 @@
+"""The warm start of region experts: a token of a volume that keeps one tissue should find that
+tissue's expert by its score.
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.records import Step
+
+
+class RegionRouting(Config):
+    """Cross-entropy of the scores with the expert that each token of an isolated tissue belongs to,
+    averaged over MoE layers; 0 where no volume is isolated.
+
+    *Our choice*: the paper says that region experts are warm-started on region-isolated inputs
+    (algorithm 2, line 1), not how the routers learn of it. Here the tissue of an isolated volume is
+    known, and is the label of its tokens: the expert's ψ and basis are drawn to the tokens of its
+    tissue and away from those of the others, and the blocks before learn to tell tissues apart.
+    Tokens that are sent to an expert by force instead tell the next layer by what came out of it,
+    which nothing does when the model is used.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
+
+    kind: Literal["region_routing"] = "region_routing"
+    weight: float = Field(default=1.0, ge=0, description="factor in the objective")
+    temperature: float = Field(
+        default=0.1,
+        gt=0,
+        description="scores are divided by it before the softmax; cosines lie close together",
+    )
+
+    def __call__(self, step: Step) -> Tensor:
+        if not step.output.routing:
+            mend = "give the method a router and experts, or remove region_routing"
+            raise UserError(f"region_routing: the model has no MoE layers; {mend}")
+        if (belongs := step.batch.belongs) is None:
+            return step.output.routing[0].logits.new_zeros(())
+        terms = [
+            region_routing(scores=record.logits, belongs=belongs, temperature=self.temperature)
+            for record in step.output.routing
+        ]
+        return torch.stack(terms).mean()
+
+
+def region_routing(*, scores: Tensor, belongs: Tensor, temperature: float) -> Tensor:
+    """Mean over the tokens that belong to an expert of −log softmax(scores / temperature) at that
+    expert, in nats; 0 where there is none.
+
+    scores: (B, T, E), of all experts.  belongs: (B, T) int64, the expert of each token, or -1.
+    """
+    log = torch.log_softmax(scores / temperature, dim=-1)
+    known = belongs >= 0
+    found = log.gather(-1, belongs.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return -found.where(known, 0).sum() / known.sum().clamp_min(1)

@@ -1,0 +1,57 @@
+"""Teacher-guided routing: the student's router imitates a router on a dense teacher's features
+(TGR-MoE).
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import kl_div
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.records import Step
+from moecore.nn.correspondence import match_tokens
+
+
+class RouterKl(Config):
+    """KL divergence from the teacher's routing to the student's, averaged over MoE layers; 0 once
+    ``until`` is reached.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing", "guidance"})
+
+    kind: Literal["router_kl"] = "router_kl"
+    weight: float = Field(default=5.0, ge=0, description="factor in the objective")
+    until: float = Field(
+        default=1.0, gt=0, le=1, description="share of the training during which it acts"
+    )
+
+    def __call__(self, step: Step) -> Tensor:
+        students = [record.probs for record in step.output.routing]
+        if step.guidance is None:
+            mend = "run the teacher_router stage first, or remove router_kl"
+            raise UserError(f"router_kl: there is no teacher guidance in this step; {mend}")
+        teachers = step.guidance.probs
+        if not students or len(teachers) != len(students):
+            found = f"{len(teachers)} MoE layers and the student has {len(students)}"
+            raise UserError(f"router_kl: the teacher guides {found}; they must be as many")
+        if step.progress >= self.until:
+            return students[0].new_zeros(())
+        divergences = [
+            router_kl(teacher=match_tokens(p, q.shape), student=q)
+            for p, q in zip(teachers, students, strict=True)
+        ]
+        return torch.stack(divergences).mean()
+
+
+def router_kl(*, teacher: Tensor, student: Tensor) -> Tensor:
+    """KL(teacher ‖ student) in nats, summed over experts and averaged over tokens (TGR-MoE, eq. 9).
+
+    teacher, student: (B, T, E), each token sums to 1; no gradient reaches the teacher.  Returns a
+    scalar ≥ 0. A student's probability that fp32 rounded to 0 counts as the smallest normal number,
+    so the loss stays finite.
+    """
+    log_student = student.clamp_min(torch.finfo(student.dtype).tiny).log()
+    return kl_div(log_student, teacher.detach(), reduction="none").sum(dim=-1).mean()

@@ -1,0 +1,55 @@
+"""The loss of a router on a dense teacher's features: balanced over experts, sure of each token
+(TGR-MoE, eq. 8).
+"""
+
+from typing import ClassVar, Literal, cast
+
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.records import Step
+from moecore.training.regularizers.entropy import entropy
+from moecore.training.regularizers.importance import importance
+
+
+class TeacherRouter(Config):
+    """The teacher router's loss, summed over its layers.
+
+    Only the teacher's router learns from it.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
+
+    kind: Literal["teacher_router"] = "teacher_router"
+    weight: float = Field(
+        default=1.0, ge=0, description="factor in the objective, on top of the two below"
+    )
+    balance: float = Field(
+        default=0.005,
+        ge=0,
+        description="factor of the squared coefficient of variation of the experts' "
+        "mean probability",
+    )
+    entropy: float = Field(default=0.005, ge=0, description="factor of the mean token entropy")
+
+    def __call__(self, step: Step) -> Tensor:
+        if step.guidance is None or not step.guidance.probs:
+            mend = "give the method a teacher, or remove teacher_router"
+            raise UserError(f"teacher_router: there is no teacher guidance in this step; {mend}")
+        terms = teacher_router_terms(probs=step.guidance.probs)
+        return self.balance * terms["balance"] + self.entropy * terms["entropy"]
+
+
+def teacher_router_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The unweighted terms, summed over layers: ``balance``, CV² of the mean probs over the global
+    batch, and ``entropy``, per token in nats.
+
+    probs: one (B, T, E) per MoE layer, each token sums to 1; at least one layer.  Returns two
+    scalars ≥ 0.
+    """
+    return {
+        "balance": cast(Tensor, sum(importance(probs=p) for p in probs)),
+        "entropy": cast(Tensor, sum(entropy(probs=p) for p in probs)),
+    }

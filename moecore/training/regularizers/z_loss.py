@@ -1,0 +1,30 @@
+"""Router z-loss: keeps router logits small (ST-MoE, Zoph et al. 2022, eq. 5)."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor, logsumexp
+
+from moecore.core.config import Config
+from moecore.core.records import Step
+from moecore.training.regularizers.balance import sum_over_layers
+
+
+class ZLoss(Config):
+    """The router z-loss, summed over MoE layers."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
+
+    kind: Literal["z_loss"] = "z_loss"
+    weight: float = Field(default=1e-3, ge=0, description="factor in the objective")
+
+    def __call__(self, step: Step) -> Tensor:
+        return sum_over_layers(step, lambda record: z_loss(logits=record.logits))
+
+
+def z_loss(*, logits: Tensor) -> Tensor:
+    """Mean over tokens of logsumexp(logits)².
+
+    logits: (B, T, E), before noise.  Returns a scalar ≥ 0.
+    """
+    return logsumexp(logits, dim=-1).square().mean()

@@ -1,0 +1,26 @@
+"""A dense teacher, trained here on the pretraining data."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneModel
+from moecore.training.settings import Training
+
+
+class Dense(Config):
+    """A dense backbone and how it is trained; it may be wider or deeper than the student, with the
+    same patches.
+    """
+
+    kind: Literal["dense"] = "dense"
+    model: Backbone
+    training: Training
+    seed: int = Field(default=0, ge=0, description="of the teacher's own training")
+
+    def build(self, image: ImageSpec) -> BackboneModel:
+        """The untrained teacher for such images."""
+        return self.model.build(image)

@@ -1,0 +1,40 @@
+"""Fitting the teacher's routers: balanced and confident, with nothing of the task (TGR-MoE, eq.
+
+8).
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from moecore.data.loader import OnDevice, OnDisk, batch_indices
+from moecore.data.views.views import identity_view
+from moecore.training.guide import Guide
+from moecore.training.method import TeacherRouter
+from moecore.training.regularizers.teacher_router import teacher_router_terms
+from moecore.training.settings import TeacherRouterFit
+
+LOG_EVERY = 20
+
+
+def fit_routers(
+    guide: Guide, train: OnDevice | OnDisk, weights: TeacherRouter, settings: TeacherRouterFit
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Train the guide's routers in place; yields (step, loss terms) now and then, and at the end.
+
+    Only the routers learn.
+    """
+    guide.routers.requires_grad_(True)
+    parameters = guide.routers.parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
+    for step in range(1, settings.steps + 1):
+        indices = batch_indices(len(train.labels), settings.batch, settings.seed, step - 1)
+        images, _ = train.take(indices)
+        terms = teacher_router_terms(probs=guide(identity_view(images)).probs)
+        loss = weights.load * terms["balance"] + weights.entropy * terms["entropy"]
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        if step % LOG_EVERY == 0 or step == settings.steps:
+            yield step, {"loss": loss.item()} | {name: term.item() for name, term in terms.items()}
+    guide.routers.requires_grad_(guide.learns)

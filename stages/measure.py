@@ -1,0 +1,45 @@
+"""One measurement of one trained model, or why it does not apply.
+
+python -m stages.measure <what> <phase> <method> <seed>
+"""
+
+from pathlib import Path
+
+from moecore.core.files import UserError
+from moecore.data.prepared import Prepared
+from moecore.measure import MEASUREMENTS
+from moecore.measure.base import Skipped, Subject
+from moecore.run.kept import resumable
+from moecore.run.stage import run_stage
+from moecore.study.params import read_section
+from moecore.study.selection import Phase
+from moecore.training.artifacts import guide_folder, load_guide, load_model
+from moecore.training.runtime import tune
+
+
+def measure(what: str, phase: Phase, method: str, seed: int) -> None:
+    if what not in MEASUREMENTS:
+        raise UserError(f"measure: found {what}; allowed: {', '.join(MEASUREMENTS)}")
+    measurement = MEASUREMENTS[what]
+    params = read_section(what, measurement.settings)
+    with resumable(what, params, __file__, phase, method, seed) as (run, parts):
+        subject = opened(phase, method, seed, measurement.guided)
+        reason = measurement.applies(subject)
+        if reason is None:
+            run.result(measurement.measure(subject, getattr(params, what), parts.part))
+        else:
+            run.result(Skipped(skipped=reason))
+
+
+def opened(phase: Phase, method: str, seed: int, guided: bool) -> Subject:
+    """The trained model and its data; its teacher only where a measurement looks at it."""
+    device = tune().device
+    model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
+    data = Prepared.open(Path("artifacts/data") / phase)
+    # The teacher was fitted on the images of the pretraining.
+    guide = load_guide(guide_folder(method, seed)) if guided and phase == "pretrain" else None
+    return Subject(model, data, guide, device)
+
+
+if __name__ == "__main__":
+    run_stage(measure)

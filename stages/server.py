@@ -1,0 +1,43 @@
+"""Not a stage: forks them, for ``moecore run`` (see moecore/pipeline/forked.py).
+
+``python -m stages.server SOCKET``
+"""
+
+import sys
+
+import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
+
+import moecore.study.whole  # noqa: F401 - params.yaml that was not checked yet
+from moecore.pipeline.forked import serve
+from stages.calibrate import calibrate
+from stages.code import code
+from stages.compare import compare
+from stages.finetune import finetune
+from stages.linear_experts import linear_experts
+from stages.measure import measure
+from stages.out_of_fold import out_of_fold
+from stages.prepare import prepare
+from stages.pretrain import pretrain
+from stages.robustness import robustness
+from stages.teacher import teacher
+from stages.teacher_router import teacher_router
+from stages.transfer import transfer
+
+STAGES = (
+    calibrate,
+    code,
+    compare,
+    finetune,
+    linear_experts,
+    measure,
+    out_of_fold,
+    prepare,
+    pretrain,
+    robustness,
+    teacher,
+    teacher_router,
+    transfer,
+)
+
+if __name__ == "__main__":
+    serve(sys.argv[1], {stage.__name__: stage for stage in STAGES})

@@ -1,0 +1,54 @@
+"""Score every method's model on the images that were attacked on every other's.
+
+python -m stages.transfer <phase> <seed>
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from moecore.core.config import Config
+from moecore.data.prepared import Prepared
+from moecore.measure.transfer import Transfer, measure
+from moecore.run.history import record
+from moecore.run.kept import Kept
+from moecore.run.progress import progress
+from moecore.run.resume import work_folder
+from moecore.run.stage import run_stage
+from moecore.study.params import Key, read
+from moecore.study.selection import Phase
+from moecore.training.artifacts import load_model
+from moecore.training.runtime import tune
+
+
+class Params(Config):
+    methods: Annotated[tuple[str, ...], Key("run.methods")]
+    transfer: Transfer = Transfer()
+
+
+def transfer(phase: Phase, seed: int) -> None:
+    params = read(Params)
+    folders = {name: Path("artifacts", phase, name, str(seed)) for name in params.methods}
+    inputs = [Path("artifacts/data", phase), *folders.values()]
+    with (
+        work_folder(f"transfer/{phase}/{seed}", params, inputs, __file__) as work,
+        record("transfer", params, phase=phase, seed=seed) as run,
+        progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
+    ):
+        kept = Kept(work)
+        data = Prepared.open(inputs[0])
+        device = tune().device
+        models = {name: load_model(folder).to(device) for name, folder in folders.items()}
+
+        def parts(name, compute):
+            found = kept.part(name, compute)
+            bar.update(len(kept.parts))
+            return found
+
+        result = measure(models, data, params.transfer, parts)
+        run.result(result)
+        print(result.reading.text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_stage(transfer)

@@ -1,0 +1,143 @@
+"""What surrounds an attack: batches, seeds, precision and the images that are attacked at all."""
+
+import numpy as np
+import pytest
+import torch
+
+from moecore.attacks.apgd import Apgd
+from moecore.attacks.apgd_reference import ApgdReference
+from moecore.attacks.fgsm import Fgsm
+from moecore.attacks.pgd import Pgd
+from moecore.attacks.square import Square
+from moecore.attacks.target import Target, rounded, subset
+from tests.attacks.models import CLASSES, SETS, YEARS, Smooth, vit
+from tests.attacks.test_attacks import case, named
+
+BALANCE = Pgd(steps=2, objective="balance", weight=5, group=4)
+ATTACKS = [
+    Fgsm(),
+    Pgd(steps=3, form="strong"),
+    BALANCE,
+    Apgd(steps=5),
+    ApgdReference(steps=5),
+    Square(queries=10),
+]
+
+
+def target(batch: int = 5, images: int = 13, **changes) -> Target:
+    pixels, labels = case(images)
+    return Target(Smooth(), CLASSES, pixels, labels, batch)._replace(**changes)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=named)
+def test_the_batch_plays_no_part(attack):
+    found = target(5).attacked(attack, 0.1)
+    assert found.shape == (13, 1, 4, 4) and (found != target().clean()).flatten(1).any(dim=1).all()
+    for batch in (1, 13, 100):
+        assert torch.allclose(found, target(batch).attacked(attack, 0.1), atol=1e-6)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=named)
+def test_some_images_are_attacked_as_among_all(attack):
+    only = torch.tensor(
+        [1, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 1]
+    ).bool()  # of batch 0 one, of batch 1 two, of batch 2 two
+    whole, some = target().attacked(attack, 0.1), target(only=only).attacked(attack, 0.1)
+    if attack.together:  # each image matters to the others of its group
+        assert torch.equal(some, whole)
+        return
+    assert torch.allclose(some[only], whole[only], atol=1e-6)
+    assert torch.equal(some[~only], target().clean()[~only])
+    assert torch.equal(target(only=only & False).attacked(attack, 0.1), target().clean())
+
+
+def test_the_seed_draws_the_starts():
+    attack = Pgd(steps=1, form="strong")
+    assert not torch.equal(
+        target(seed=0).attacked(attack, 0.1), target(seed=1).attacked(attack, 0.1)
+    )
+
+
+def test_bytes_are_divided_by_255():
+    pixels = (torch.rand(6, 1, 4, 4) * 255).to(torch.uint8)
+    given = target(images=6)._replace(images=pixels.numpy())
+    assert torch.equal(given.attacked(Fgsm(), 0.0), pixels.float() / 255) and torch.equal(
+        given.clean(), pixels.float() / 255
+    )
+
+
+def test_bf16_rounds_the_attack_and_not_the_score():
+    model = vit({"kind": "noisy_top_k", "k": 1}).train()
+    images, labels = case(6, side=8)
+    full = Target(model, CLASSES, images, labels, 4)
+    half = full._replace(precision="bfloat16")
+    dtypes = []
+    hook = model.blocks[0].attn.register_forward_hook(
+        lambda _module, _inputs, output: dtypes.append(output[0].dtype)
+    )
+    attacked = half.attacked(Pgd(steps=2), 0.05)
+    assert set(dtypes) == {torch.bfloat16} and attacked.dtype == torch.float32
+    dtypes.clear()
+    assert half.scored(attacked)[0].dtype == torch.float32 and set(dtypes) == {torch.float32}
+    hook.remove()
+    assert (
+        (attacked - images).abs().max() <= 0.05 + 1e-6
+        and (attacked != images).any()
+        and model.training
+    )
+    assert torch.equal(half.scored(attacked)[0], full.scored(attacked)[0])
+    with torch.no_grad():
+        assert rounded(model.eval())(images).prediction.dtype == torch.float32
+
+
+def test_the_global_random_state_is_left():
+    state = torch.get_rng_state()
+    for attack in ATTACKS:
+        target().attacked(attack, 0.1)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_names_say_what_is_not_usual():
+    gradient = (Pgd(), Pgd(steps=10, form="strong"), Pgd(steps=10, objective="dlr"))
+    assert [attack.name for attack in gradient] == ["pgd", "pgd-10-strong", "pgd-dlr-10"]
+    assert [attack.name for attack in (ApgdReference(loss="dlr"), Square(queries=100), Apgd())] == [
+        "apgd_reference-dlr",
+        "square-100",
+        "apgd",
+    ]
+
+
+def test_a_subset_is_drawn_once_in_order():
+    images, labels = np.arange(20, dtype=np.uint8), np.arange(20)
+    some, their = subset(images, labels, 8, seed=3)
+    assert len(set(some)) == 8 and (np.diff(some) > 0).all() and their.tolist() == some.tolist()
+    assert (
+        subset(images, labels, 8, 4)[0].tolist() != some.tolist()
+        and len(subset(images, labels, 99, 0)[0]) == 20
+    )
+
+
+def test_a_score_is_the_tasks_and_the_clean_image_lies_in_every_ball():
+    given = target(images=6)
+    right = given.scored(given.images)[0].argmax(1) == given.labels
+    assert torch.equal(given.scores(given.images), right)
+    labels = given.scored(given.images)[0].argmax(1)
+    attacked = given._replace(labels=labels).attacked(Pgd(steps=5), 0.3)
+    broken = given._replace(labels=labels).scores(attacked)
+    assert torch.equal(given._replace(labels=labels).worst(attacked), broken)
+    assert not given._replace(labels=(labels + 1) % 4).worst(attacked).any()
+
+
+def test_an_attack_says_itself_what_it_does_not_apply_to():
+    dense, sparse = vit(None), vit({"kind": "noisy_top_k", "k": 1})
+    moved = Pgd(objective="routing_change")
+    assert "no MoE layer whose routing" in moved.does_not_apply(dense, CLASSES)
+    assert moved.does_not_apply(sparse, CLASSES) is None
+    assert Pgd().does_not_apply(dense, YEARS) is None
+    real = "needs classes, and these labels are real numbers"
+    assert Apgd(objective="dlr").refuses(YEARS) == f"apgd with objective dlr {real}"
+    assert Square().does_not_apply(dense, YEARS) == f"square {real}"
+    several = "needs one label per image, and these images have several labels each"
+    assert ApgdReference().refuses(SETS) == f"apgd_reference {several}"
+    assert Apgd(objective="dlr").refuses(SETS) == f"apgd with objective dlr {several}"
+    assert Apgd(objective="cross_entropy").refuses(SETS) is None

@@ -1,0 +1,62 @@
+"""What all tests share: one finished project for a whole test run, however many workers it has."""
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.project import Project
+
+# The two workers of `make test` take whole files in this order. The first of these makes the
+# finished project, which the other files wait for that use it.
+LONGEST = (
+    "pipeline/test_pipeline.py",
+    "pipeline/test_kill_and_resume.py",
+    "pipeline/test_brain_age.py",
+    "house/test_additions.py",
+    "pipeline/test_paper_methods.py",
+    "pipeline/test_several_labels.py",
+    "pipeline/test_presets.py",
+    "pipeline/test_what_reruns.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first, so that no worker is left with one at the end."""
+    tests = Path(__file__).parent
+    rank = {str(tests / name): place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory) -> Path:
+    """A folder that all workers of this test run have in common."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def finished(shared) -> Project:
+    """A small project whose pipeline has run; tests look at it and change nothing (see ``copied``).
+
+    The first worker that asks runs it, two stages at a time; the others wait.
+    """
+    folder = shared / "finished"
+    with open(shared / "finished.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "finished.done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            project = Project(folder).with_dvc()
+            done = project.moecore("run", "--jobs", "2")
+            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+            (shared / "finished.done").write_text(done.stdout, encoding="utf-8")
+    return Project.at(folder)
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Project:
+    """A copy of the finished project, to be changed."""
+    return finished.copy(tmp_path / "project")

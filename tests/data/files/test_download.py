@@ -1,0 +1,110 @@
+"""Downloads against a server on this machine: whole and checked, or nothing."""
+
+import functools
+import hashlib
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from moecore.core.files import UserError
+from moecore.data.files import cifar_files
+from moecore.data.files.checksum import checksum
+from moecore.data.files.download import check_digest, fetch
+from moecore.data.sources import fashion_mnist
+from moecore.data.sources.cifar import Cifar
+from moecore.data.sources.fashion_mnist import FashionMnist
+from tests.data.making import fashion_folder
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves the files of ``folder``; /short promises more than it sends."""
+
+    def __init__(self, folder, *args):
+        self.folder = folder
+        super().__init__(*args)
+
+    def do_GET(self):
+        path = self.folder / self.path.lstrip("/")
+        if self.path == "/short":
+            content = b"half"
+        elif path.is_file():
+            content = path.read_bytes()
+        else:
+            content = None
+        self.send_response(404 if content is None else 200)
+        self.send_header(
+            "Content-Length", "100" if self.path == "/short" else str(len(content or b""))
+        )
+        self.end_headers()
+        self.wfile.write(content or b"")
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    folder = tmp_path / "served"
+    folder.mkdir()
+    http = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, folder))
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield folder, f"http://127.0.0.1:{http.server_port}/"
+    http.shutdown()
+    http.server_close()
+
+
+def test_checked_and_whole(server, tmp_path):
+    folder, url = server
+    (folder / "file").write_bytes(b"content" * 1000)
+    digest = hashlib.md5(b"content" * 1000).hexdigest()
+    fetch(
+        url + "file",
+        tmp_path / "deep" / "file",
+        lambda path: check_digest(path, "md5", digest, url),
+    )
+    assert checksum(tmp_path / "deep" / "file", "md5") == digest
+
+
+def test_every_failure_leaves_nothing(server, tmp_path):
+    folder, url = server
+    (folder / "file").write_bytes(b"tampered with")
+    for name, said in (
+        ("file", "published: abc"),
+        ("absent", "404"),
+        ("short", "expected 100 bytes, found 4|IncompleteRead|download"),
+    ):
+        with pytest.raises(UserError, match=said):
+            fetch(
+                url + name,
+                tmp_path / "here" / "file",
+                lambda path: check_digest(path, "md5", "abc", url),
+            )
+    with pytest.raises(UserError, match="allowed: http:// and https://"):
+        fetch("file:///etc/hostname", tmp_path / "here" / "file", lambda path: None)
+    with pytest.raises(UserError, match="download failed"):
+        fetch("http://127.0.0.1:9/closed", tmp_path / "here" / "file", lambda path: None)
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_fashion_mnist_is_fetched_and_checked(server, tmp_path, monkeypatch):
+    folder, url = server
+    monkeypatch.setattr(fashion_mnist, "URL", url)
+    monkeypatch.setattr(fashion_mnist, "SHA256", fashion_folder(folder))
+    settings = FashionMnist(root=str(tmp_path / "raw"), download=True)
+    card = settings.prepare(tmp_path / "out")
+    assert (
+        sum(card["counts"]["test"].values()) == 60 and len(list((tmp_path / "raw").iterdir())) == 4
+    )
+    monkeypatch.setattr(fashion_mnist, "URL", "http://127.0.0.1:9/")
+    settings.prepare(tmp_path / "again")  # found on disk: no second download
+
+
+def test_cifar_is_refused_where_the_checksum_differs(server, tmp_path, monkeypatch):
+    folder, url = server
+    (folder / "cifar-10-binary.tar.gz").write_bytes(np.random.default_rng(0).bytes(100))
+    monkeypatch.setattr(cifar_files, "URL", url)
+    with pytest.raises(UserError, match="has md5 .*; published: c32a1d4ab5d03f1284b67883e8d87530"):
+        Cifar(root=str(tmp_path / "raw"), download=True).prepare(tmp_path / "out")
+    assert not list((tmp_path / "raw").iterdir())

@@ -1,0 +1,371 @@
+"""The source `bids`: a cohort becomes prepared volumes; every problem is listed at once, by
+file.
+"""
+
+import gzip
+import shutil
+
+import nibabel
+import numpy as np
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from moecore.core.files import UserError
+from moecore.data.phantom.bids import AFFINE, main, write_bids
+from moecore.data.prepared import SPLITS, Prepared
+from moecore.data.sources import Source, bids
+from moecore.data.sources.bids import Bids, Dseg
+from moecore.data.sources.phantom import Phantom
+from tests.data.volume_files import SMALL, cohort, head, participants, save, visit
+
+
+def rows_of(root):
+    lines = (root / "participants.tsv").read_text().splitlines()
+    return [dict(zip(lines[0].split("\t"), line.split("\t"), strict=True)) for line in lines[1:]]
+
+
+def change(root, who, **values):
+    rows = rows_of(root)
+    participants(
+        root,
+        [
+            row | values
+            if row["participant_id"] == who
+            else row | {name: "" for name in values if name not in row}
+            for row in rows
+        ],
+    )
+
+
+def everybody(prepared):
+    return {
+        (row["participant_id"], row["session_id"]): (split, i, row)
+        for split in SPLITS
+        for i, row in enumerate(prepared.subjects(split))
+    }
+
+
+def test_a_whole_cohort(tmp_path):
+    card = cohort(tmp_path / "raw").prepare(tmp_path / "out")
+    opened = Prepared.open(tmp_path / "out", verify=True)
+    assert (
+        opened.task.kind == "regression"
+        and card["images"] == {"train": 7, "validation": 2, "test": 3}
+        and card["size"] == [32, 32, 32]
+        and card["skipped"] == []
+    )
+    assert (
+        not card["simulated"]
+        and card["regions"] == ["wm", "gm", "csf"]
+        and card["voxel_mm"] == [6, 6, 6]
+    )
+    split, place, row = everybody(opened)["sub-03", ""]
+    assert row == {
+        "participant_id": "sub-03",
+        "session_id": "",
+        "age": "29.0",
+        "sex": "M",
+        "site": "a",
+        "qc_flags": "",
+        "diagnosis": "",
+    }
+    data = getattr(opened, split)
+    t1, regions = head(3)
+    assert (
+        data.labels[place] == 29
+        and data.labels.dtype == np.float32
+        and data.images.dtype == np.float16
+    )
+    assert np.array_equal(opened.regions(split)[place], (regions * 255).astype(np.uint8))
+    assert np.array_equal(data.images[place, 0] > 0, t1 > 0) and data.images[place].max() == 1
+
+
+def test_the_same_volumes_as_the_phantom(tmp_path):
+    phantom = Phantom(subjects=10, seed=4, age_groups=1, second_sessions=0.4)
+    phantom.prepare(tmp_path / "direct")
+    write_bids(tmp_path / "raw", phantom)
+    Bids(root=str(tmp_path / "raw"), cache=str(tmp_path / "cache"), seed=4, age_groups=1).prepare(
+        tmp_path / "files"
+    )
+    direct = Prepared.open(tmp_path / "direct")
+    files = Prepared.open(tmp_path / "files")
+    assert len(everybody(direct)) > 10
+    for split in SPLITS:  # the same people in the same splits, and the same bytes
+        assert direct.subjects(split) == files.subjects(split)
+        assert np.array_equal(getattr(direct, split).images, getattr(files, split).images)
+        assert np.array_equal(direct.regions(split), files.regions(split))
+    assert (
+        "simulated" in (tmp_path / "raw/dataset_description.json").read_text().lower()
+        and "simulated" in (tmp_path / "raw/README").read_text()
+    )
+
+
+def test_the_phantom_s_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["phantom_bids", str(tmp_path), "--subjects", "8", "--seed", "1"]
+    )
+    main()
+    assert len(list(tmp_path.glob("sub-*/anat/*_T1w.nii.gz"))) == 8 and len(rows_of(tmp_path)) == 8
+
+
+def break_everything(root):
+    """One fault for each of sub-00 to sub-11; returns who → what has to be said."""
+
+    def anat(who):
+        return root / who / "anat"
+
+    (anat("sub-00") / "sub-00_T1w.nii.gz").unlink()
+    path = anat("sub-01") / "sub-01_T1w.nii.gz"
+    path.write_bytes(path.read_bytes()[:2000])
+    other = AFFINE * [[2], [2], [2], [1]] + [[0, 0, 0, 6], [0] * 4, [0] * 4, [0] * 4]
+    save(anat("sub-02") / "sub-02_label-GM_probseg.nii.gz", head(2)[1][1], other)
+    t1, _ = head(3)
+    save(anat("sub-03") / "sub-03_T1w.nii.gz", np.where(t1 > 0, t1, 500).astype(np.float32))
+    for name in ("WM", "GM", "CSF"):
+        save(
+            anat("sub-04") / f"sub-04_label-{name}_probseg.nii.gz",
+            head(4)[1].sum(0) * (name == "CSF"),
+        )
+    change(root, "sub-05", age="old")
+    change(root, "sub-06", age="190")
+    change(root, "sub-07", sex="2")
+    participants(
+        root, rows_of(root) + [row for row in rows_of(root) if row["participant_id"] == "sub-08"]
+    )
+    save(anat("sub-09") / "sub-09_T1w.nii.gz", np.full((32, 32, 32), np.nan, np.float32))
+    save(anat("sub-10") / "sub-10_label-WM_probseg.nii.gz", np.ones((16, 32, 32), np.float32))
+    save(anat("sub-11") / "sub-11_label-WM_probseg.nii.gz", head(11)[1][0] * 3)
+    visit(root, "sub-99", 99)
+    return {
+        "sub-00": "sub-00*_T1w.nii*: no such file",
+        "sub-01": "sub-01_T1w.nii.gz: cannot be read, damaged or truncated",
+        "sub-02": (
+            "sub-02_label-GM_probseg.nii.gz: has another affine than the T1: a corner lies 6.0 mm "
+            "apart"
+        ),
+        "sub-03": "sub-03_T1w.nii.gz: not skull-stripped",
+        "sub-04": "tissue fractions are impossible: wm 0.00, gm 0.00, csf 1.00",
+        "sub-05": "participants.tsv: sub-05: age is 'old', not a number",
+        "sub-06": "participants.tsv: sub-06: age is 190; allowed: 0 to 120",
+        "sub-07": "participants.tsv: sub-07: sex is '2'; allowed: F, M",
+        "sub-08": "participants.tsv: sub-08 stands there 2 times",
+        "sub-09": "32768 voxels are no numbers",
+        "sub-10": "has the shape (16, 32, 32), the T1 (32, 32, 32)",
+        "sub-11": "sub-11_label-WM_probseg.nii.gz: tissue shares run from 0.00 to 3.00",
+        "sub-99": "sub-99: a folder without a row in participants.tsv",
+    }
+
+
+def test_every_problem_is_listed_at_once(tmp_path):
+    source = cohort(tmp_path / "raw", people=24)
+    said = break_everything(tmp_path / "raw")
+    with pytest.raises(UserError) as error:
+        source.prepare(tmp_path / "out")
+    lines = str(error.value).splitlines()
+    assert (
+        lines[0].startswith("13 problems in the cohort")
+        and len(lines) == 14
+        and "on_error: skip" in lines[0]
+    )
+    for who, text in said.items():
+        assert sum(text in line and who in line for line in lines) == 1, (who, text, lines)
+    assert not (tmp_path / "out").exists()
+
+
+def test_skip_leaves_out_those_and_writes_them_down(tmp_path):
+    source = cohort(tmp_path / "raw", people=24)
+    said = break_everything(tmp_path / "raw")
+    card = source.model_copy(update={"on_error": "skip"}).prepare(tmp_path / "out")
+    kept = {who for who, _ in everybody(Prepared.open(tmp_path / "out", verify=True))}
+    assert kept == {f"sub-{i:02}" for i in range(12, 24)} and {
+        row["participant_id"] for row in card["skipped"]
+    } == set(said)
+    assert all(
+        said[row["participant_id"]] in row["reason"] and row["session_id"] == ""
+        for row in card["skipped"]
+    )
+
+
+def test_copies_are_seen(tmp_path):
+    source = cohort(tmp_path / "raw")
+    for path in sorted((tmp_path / "raw/sub-02/anat").iterdir()):
+        shutil.copyfile(path, tmp_path / "raw/sub-09/anat" / path.name.replace("sub-02", "sub-09"))
+    with pytest.raises(UserError, match="sub-09: its volumes are copies of those of sub-02"):
+        source.prepare(tmp_path / "out")
+
+
+def test_a_file_that_fits_twice_and_a_map_without_orientation(tmp_path):
+    source = cohort(tmp_path / "raw")
+    folder = tmp_path / "raw/sub-04/anat"
+    shutil.copyfile(folder / "sub-04_T1w.nii.gz", folder / "sub-04_run-2_T1w.nii.gz")
+    image = nibabel.load(tmp_path / "raw/sub-05/anat/sub-05_T1w.nii.gz")
+    blind = nibabel.Nifti1Image(image.get_fdata(dtype=np.float32), None)
+    blind.header["sform_code"] = blind.header["qform_code"] = 0
+    blind.to_filename(tmp_path / "raw/sub-05/anat/sub-05_T1w.nii.gz")
+    with pytest.raises(UserError) as error:
+        source.prepare(tmp_path / "out")
+    assert "found 2 files (sub-04_T1w.nii.gz, sub-04_run-2_T1w.nii.gz)" in str(error.value).replace(
+        "sub-04_run-2_T1w.nii.gz, sub-04_T1w.nii.gz", "sub-04_T1w.nii.gz, sub-04_run-2_T1w.nii.gz"
+    )
+    assert "sub-05_T1w.nii.gz: says no orientation" in str(error.value) and str(
+        error.value
+    ).startswith("2 problems")
+
+
+def test_sessions_stay_together_and_have_their_own_ages(tmp_path):
+    root = tmp_path / "raw"
+    participants(
+        root,
+        [
+            {"participant_id": f"sub-{i:02}", "age": "n/a" if i else "33", "sex": "n/a"}
+            for i in range(9)
+        ],
+    )
+    for i in range(9):
+        for s in (1, 2):
+            visit(root, f"sub-{i:02}", 10 * i + s, f"ses-{s}")
+        ages = ["session_id\tage", *(f"ses-{s}\t{30 + 5 * i + s}" for s in (1, 2))]
+        (root / f"sub-{i:02}" / f"sub-{i:02}_sessions.tsv").write_text(
+            "\n".join(ages if i else ["session_id", "ses-1", "ses-2"]) + "\n"
+        )
+    card = Bids(root=str(root), cache=str(tmp_path / "cache"), **SMALL).prepare(tmp_path / "out")
+    found = everybody(Prepared.open(tmp_path / "out"))
+    assert (
+        len(found) == 18
+        and found["sub-03", "ses-2"][2]["age"] == "47.0"
+        and found["sub-00", "ses-1"][2]["age"] == "33.0"
+    )
+    assert all(
+        found[f"sub-{i:02}", "ses-1"][0] == found[f"sub-{i:02}", "ses-2"][0] for i in range(9)
+    )
+    assert (
+        sum(card["counts"]["train"].values())
+        == card["counts"]["train"]["unknown"]
+        == card["images"]["train"]
+    )
+
+
+def test_a_given_split_is_honoured(tmp_path):
+    source = cohort(tmp_path / "raw")
+    change(tmp_path / "raw", "sub-03", split="validation")
+    change(tmp_path / "raw", "sub-11", split="test")
+    for seed in range(3):
+        source.model_copy(update={"seed": seed}).prepare(tmp_path / "out")
+        found = everybody(Prepared.open(tmp_path / "out"))
+        assert found["sub-03", ""][0] == "validation" and found["sub-11", ""][0] == "test"
+    change(tmp_path / "raw", "sub-03", split="valid")
+    with pytest.raises(
+        UserError, match="sub-03: split is valid; allowed: one of train, validation, test"
+    ):
+        source.prepare(tmp_path / "out")
+
+
+def test_diagnoses_are_kept_and_choose_the_participants(tmp_path):
+    source = cohort(tmp_path / "raw")
+    for number in range(12):
+        change(tmp_path / "raw", f"sub-{number:02}", diagnosis="AD" if number % 4 == 0 else "CN")
+    change(tmp_path / "raw", "sub-04", age="n/a")  # wrong, but passed over with his diagnosis
+    source.model_copy(update={"diagnoses": ("CN",)}).prepare(tmp_path / "out")
+    opened = Prepared.open(tmp_path / "out")
+    assert sorted(who for who, _ in everybody(opened)) == [
+        f"sub-{number:02}" for number in range(12) if number % 4
+    ]
+    assert {row["diagnosis"] for _, _, row in everybody(opened).values()} == {"CN"}
+    with pytest.raises(UserError, match=r"one of MCI, LMCI .*found: AD \(3\), CN \(9\)"):
+        source.model_copy(update={"diagnoses": ("MCI", "LMCI")}).prepare(tmp_path / "out")
+
+
+def test_what_is_in_the_cache_is_not_read_again(tmp_path, monkeypatch):
+    source = cohort(tmp_path / "raw")
+    first = source.prepare(tmp_path / "a")
+    read = []
+    real = bids.read_subject
+    monkeypatch.setattr(
+        bids, "read_subject", lambda files, *rest: read.append(files.t1.name) or real(files, *rest)
+    )
+    hashed = []
+    real_hash = __import__("moecore.data.volumes.volume_cache", fromlist=["checksum"]).checksum
+    monkeypatch.setattr(
+        "moecore.data.volumes.volume_cache.checksum",
+        lambda path: hashed.append(path.name) or real_hash(path),
+    )
+    assert source.prepare(tmp_path / "b")["files"] == first["files"] and not read and not hashed
+    # one file changes: one subject is read
+    save(tmp_path / "raw/sub-04/anat/sub-04_T1w.nii.gz", (head(4)[0] ** 2).astype(np.float32))
+    changed = source.prepare(tmp_path / "c")
+    assert read == ["sub-04_T1w.nii.gz"] == hashed and changed["files"] != first["files"]
+    read.clear()
+    source.model_copy(update={"voxel_mm": 7.0}).prepare(tmp_path / "d")  # another grid: all
+    assert len(read) == 12
+    source.model_copy(update={"seed": 5}).prepare(tmp_path / "e")  # other splits: none
+    assert len(read) == 12
+
+
+def test_label_map_mask_and_derivatives(tmp_path):
+    source = cohort(tmp_path / "raw")
+    source.prepare(tmp_path / "maps")
+    for i in range(12):
+        t1, regions = head(i)
+        folder = tmp_path / f"raw/derivatives/seg/sub-{i:02}/anat"
+        who = f"sub-{i:02}"
+        save(
+            folder / f"{who}_dseg.nii.gz",
+            (regions * np.array([7, 8, 9])[:, None, None, None]).sum(0).astype(np.int16),
+        )
+        save(folder / f"{who}_desc-brain_mask.nii.gz", (t1 > 0).astype(np.uint8))
+        # with a skull
+        save(
+            tmp_path / f"raw/{who}/anat/{who}_T1w.nii.gz",
+            np.where(t1 > 0, t1, 400).astype(np.float32),
+        )
+    below = "derivatives/seg/{folder}/anat/{prefix}"
+    dseg = Dseg(pattern=f"{below}*_dseg.nii*", wm=(7,), gm=(8,), csf=(9,))
+    other = source.model_copy(
+        update={"maps": None, "dseg": dseg, "mask": f"{below}_desc-brain_mask.nii*"}
+    )
+    other.prepare(tmp_path / "labels")
+    one = Prepared.open(tmp_path / "maps")
+    two = Prepared.open(tmp_path / "labels")
+    assert np.array_equal(one.train.images, two.train.images) and np.array_equal(
+        one.regions("test"), two.regions("test")
+    )
+    with pytest.raises(UserError, match="12 problems.*"):
+        other.model_copy(update={"mask": None}).prepare(tmp_path / "skull")
+    plain = other.model_copy(update={"dseg": None})
+    card = plain.prepare(tmp_path / "none")
+    assert card["regions"] == [] and np.array_equal(
+        Prepared.open(tmp_path / "none").train.images, one.train.images
+    )
+    with pytest.raises(UserError, match="no tissue maps"):
+        Prepared.open(tmp_path / "none").regions("test")
+
+
+def test_settings_that_contradict(tmp_path):
+    read = TypeAdapter(Source).validate_python
+    assert read({"kind": "bids", "root": "x"}).size == (64, 64, 64)
+    for settings, said in (
+        ({"maps": {}, "dseg": {}}, "one of them"),
+        ({"size": [60, 64, 64]}, "multiples of 16"),
+        ({"rot": 1}, "rot"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            read({"kind": "bids", "root": "x"} | settings)
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        Bids(root=str(tmp_path / "nowhere")).prepare(tmp_path / "out")
+    with pytest.raises(UserError, match=r"participants\.tsv: no such file"):
+        Bids(root=str(tmp_path)).prepare(tmp_path / "out")
+    (tmp_path / "participants.tsv").write_text("participant_id,age,sex\nsub-01,30,F\n")
+    with pytest.raises(
+        UserError, match="lacks the columns participant_id, age, sex; found: participant_id,age,sex"
+    ):
+        Bids(root=str(tmp_path)).prepare(tmp_path / "out")
+
+
+def test_a_truncated_plain_file_is_named(tmp_path):
+    source = cohort(tmp_path / "raw")
+    packed = tmp_path / "raw/sub-02/anat/sub-02_T1w.nii.gz"
+    plain = packed.with_name("sub-02_T1w.nii")
+    plain.write_bytes(gzip.decompress(packed.read_bytes())[:-100])
+    packed.unlink()
+    with pytest.raises(UserError, match="sub-02_T1w.nii: cannot be read, damaged or truncated"):
+        source.prepare(tmp_path / "out")

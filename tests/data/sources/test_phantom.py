@@ -1,0 +1,307 @@
+"""The simulated cohort: volumes hit their targets, ageing looks as published, and the random
+streams do not touch each other.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from threadpoolctl import threadpool_limits
+
+from moecore.core.files import UserError
+from moecore.data.phantom import template as phantom_template
+from moecore.data.phantom.anatomy import Anatomy
+from moecore.data.phantom.fields import SIDE, smooth_fields, spline_basis
+from moecore.data.phantom.geometry import Pose, placed, rotation, wall_for
+from moecore.data.phantom.numbers import (
+    PRESETS,
+    grey_share,
+    lesions_ml,
+    ventricle_share,
+    white_share,
+)
+from moecore.data.phantom.template import level_set, template
+from moecore.data.phantom.tissue import taken
+from moecore.data.prepared import SPLITS, Prepared
+from moecore.data.sources.phantom import Phantom, simulate
+from moecore.data.volumes.volumes import normalised
+
+SMALL = {"subjects": 12, "age_groups": 2}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("age", "sex", "seed"), [(20, "F", 1), (55, "M", 2), (90, "F", 3)])
+def test_tissue_volumes_hit_their_targets(age, sex, seed, preset):
+    truth = Anatomy.draw(seed, preset).at(age, sex).truth
+    for name in ("gm", "wm", "ventricles"):
+        assert truth[f"{name}_ml"] == pytest.approx(truth[f"target_{name}_ml"], rel=0.02)
+
+
+def test_the_volumes_are_those_of_the_regions():
+    made = simulate(40, "F", 5)
+    assert [made.truth[f"{name}_ml"] for name in ("wm", "gm", "csf")] == pytest.approx(
+        (made.regions.sum((1, 2, 3), dtype=np.float64) * 0.027).tolist()
+    )
+    assert made.regions.min() >= -1e-5 and made.regions.sum(0).max() <= 1 + 1e-4
+
+
+def test_published_curves():
+    # the table's values at 25 are 587.9, 447.2 and 11.78 mL, at 90: 470.1, 386.9 and 51.05; between
+    # 25 and 30 the middle (geometric for ventricles)
+    assert (grey_share(25), white_share(25), ventricle_share(25)) == (1, 1, 1)
+    assert grey_share(90) == pytest.approx(470.1 / 587.9) and white_share(90) == pytest.approx(
+        386.9 / 447.2
+    )
+    assert ventricle_share(90) == pytest.approx(51.05 / 11.78) and ventricle_share(
+        27.5
+    ) == pytest.approx(np.sqrt(12.87 / 11.78))
+    assert grey_share(27.5) == pytest.approx((587.9 + 571.0) / 2 / 587.9) and lesions_ml(
+        50
+    ) == pytest.approx(1.45)
+
+
+def test_the_same_person_ages():
+    person = Anatomy.draw(7)
+    brains = [person.at(age, "F") for age in (25, 45, 65, 85)]
+    for name, sign in (("gm_ml", -1), ("ventricles_ml", 1), ("csf_ml", 1), ("lesions_ml", 1)):
+        values = [brain.truth[name] for brain in brains]
+        assert (np.diff(values) * sign > 0).all(), (name, values)
+    # the skull stays
+    assert np.ptp([brain.truth["head_ml"] for brain in brains]) < 0.01 * brains[0].truth["head_ml"]
+    # 45 to 45.1 is a small step: nothing is drawn again (two people differ by 0.1 and more)
+    assert np.abs(person.at(45.1, "F").brightness - brains[1].brightness).max() < 0.02
+
+
+def test_a_gap_makes_the_brain_of_another_age():
+    assert np.array_equal(
+        simulate(50, "M", 2, delta=10).regions, simulate(60, "M", 2, delta=0).regions
+    )
+    assert (
+        simulate(50, "M", 2, delta=10).truth["brain_age"] == 60
+        and simulate(94, "M", 2, delta=10).truth["brain_age"] == 95
+    )
+
+
+def test_men_have_larger_heads():
+    # medians 1580 and 1390 mL: the same person as a man is larger by 13.7 %, ventricles 8 % more on
+    # top
+    man, woman = (Anatomy.draw(3).at(50, sex).truth for sex in "MF")
+    assert man["head_ml"] / woman["head_ml"] == pytest.approx(1580 / 1390, rel=0.01)
+    assert man["ventricles_ml"] / woman["ventricles_ml"] == pytest.approx(
+        1580 / 1390 * 1.08, rel=0.01
+    )
+
+
+def test_scanner_and_site_leave_the_anatomy_alone():
+    one = simulate(40, "F", 1)
+    again = simulate(40, "F", 1, scan=1)
+    elsewhere = simulate(40, "F", 1, site=1)
+    for other in (again, elsewhere):
+        assert np.array_equal(one.regions, other.regions) and one.truth == other.truth
+        assert not np.array_equal(one.volume, other.volume)
+    assert np.corrcoef(one.volume[one.mask], again.volume[one.mask])[0, 1] > 0.8
+    images = [normalised(made.volume, made.mask) for made in (one, again, simulate(40, "F", 2))]
+    assert np.abs(images[0] - images[1]).mean() < 0.7 * np.abs(images[0] - images[2]).mean()
+
+
+def test_another_person_has_other_noise_and_another_brain():
+    one = simulate(40, "F", 1)
+    two = simulate(40, "F", 2)
+    assert (
+        not np.array_equal(one.regions, two.regions)
+        and one.truth["brain_age"] != two.truth["brain_age"]
+    )
+
+
+def test_the_same_seed_gives_the_same_bytes():
+    assert (
+        simulate(33, "M", 9, scan=2, site=1).volume.tobytes()
+        == simulate(33, "M", 9, scan=2, site=1).volume.tobytes()
+    )
+
+
+def test_background_mask_and_range():
+    image, regions = Phantom().draw(70, "M", 4)
+    assert (
+        image.shape == (1, SIDE, SIDE, SIDE)
+        and image.dtype == np.float16
+        and regions.dtype == np.uint8
+        and regions.shape == (3, SIDE, SIDE, SIDE)
+    )
+    made = simulate(70, "M", 4)
+    assert (
+        ((image[0] > 0) == made.mask).all()
+        and (made.volume[~made.mask] == 0).all()
+        and (made.volume[made.mask] > 0).all()
+    )
+    assert image.min() == 0 and image.max() == 1 and 0.1 < made.mask.mean() < 0.4
+    inside = [image[0][part > 200].mean(dtype=float) for part in regions]
+    assert inside[0] > inside[1] > inside[2]  # T1-weighted: white, then grey, then fluid
+    # the head fits
+    assert (
+        not made.mask[[0, -1]].any()
+        and not made.mask[:, [0, -1]].any()
+        and not made.mask[:, :, -1].any()
+    )
+
+
+def test_left_and_front_and_top():
+    # RAS: the cerebellum (z < −20 mm, y < −40 mm) is at the back and at the bottom: low indices of
+    # axes 1 and 2
+    mask = simulate(30, "F", 1, delta=0).mask
+    low = mask[:, :, 10:16].sum((0, 2))
+    high = mask[:, :, 38:44].sum((0, 2))
+    assert low[:30].sum() > low[34:].sum() and high.sum() > low.sum()
+
+
+def test_prepare_does_not_depend_on_threads(tmp_path, monkeypatch):
+    cards = []
+    for threads in ("1", "3"):
+        monkeypatch.setenv("MOECORE_THREADS", threads)
+        cards.append(Phantom(**SMALL, seed=2).prepare(tmp_path / threads))
+    assert cards[0] == cards[1] and cards[0]["simulated"] is True and "imulated" in cards[0]["name"]
+    opened = Prepared.open(tmp_path / "1", verify=True)
+    phantom = Phantom(**SMALL, seed=2)
+    visits = {visit.subject.participant_id: visit for visit in phantom.visits()}
+    row = opened.subjects("test")[1]
+    visit = visits[row["participant_id"]]
+    # as in the main process of a machine with three cores
+    with threadpool_limits(3, user_api="blas"):
+        image, regions = phantom.draw(
+            float(row["age"]), row["sex"], visit.seed, visit.scan, visit.site
+        )
+    assert np.array_equal(opened.test.images[1], image) and np.array_equal(
+        opened.regions("test")[1], regions
+    )
+    assert opened.test.labels[1] == np.float32(row["age"]) and not any(
+        row["qc_flags"] for split in SPLITS for row in opened.subjects(split)
+    )
+
+
+def test_a_cohort_s_people_are_its_settings():
+    visits = Phantom(
+        subjects=400, seed=1, women=0.25, sites=4, youngest=30, oldest=50, second_sessions=0.5
+    ).visits()
+    first = [visit for visit in visits if visit.scan == 0]
+    ages = np.array([visit.subject.age for visit in first])
+    assert (
+        len(first) == 400
+        and 30 <= ages.min() < 31
+        and 49 < ages.max() <= 50
+        and abs(ages.mean() - 40) < 1
+    )
+    assert 60 < sum(visit.subject.sex == "F" for visit in first) < 140 and {
+        visit.site for visit in first
+    } == {0, 1, 2, 3}
+    seconds = {visit.subject.participant_id: visit for visit in visits if visit.scan == 1}
+    assert 160 < len(seconds) < 240
+    for visit in first:
+        if again := seconds.get(visit.subject.participant_id):
+            assert (
+                again.subject.age == pytest.approx(visit.subject.age + 2)
+                and again.seed == visit.seed
+                and again.site == visit.site
+            )
+            assert (visit.subject.session_id, again.subject.session_id) == ("ses-1", "ses-2")
+    # a larger cohort has the same people first
+    assert Phantom(subjects=10).visits() == Phantom(subjects=20).visits()[:10]
+    assert (
+        len(
+            {visit.seed for visit in Phantom(subjects=10, seed=1).visits()}
+            & {visit.seed for visit in Phantom(subjects=10).visits()}
+        )
+        == 0
+    )
+
+
+def test_wrong_settings():
+    for settings_, said in (
+        ({"youngest": 50, "oldest": 40}, "more than youngest"),
+        ({"preset": "real"}, "demo"),
+        ({"subjects": 2}, "8"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            Phantom(**settings_)
+    with pytest.raises(UserError, match="leave nothing to train on"):
+        Phantom(validation=0.5, test=0.5).prepare("unused")
+
+
+def test_splines_add_up_to_one():
+    basis = spline_basis()
+    assert (
+        np.allclose(basis.sum(1), 1, atol=1e-6)
+        and (basis >= 0).all()
+        and basis[0, :3] == pytest.approx([1 / 6, 2 / 3, 1 / 6])
+    )
+    fields = smooth_fields(np.random.default_rng(0), 20)
+    # smooth along every axis
+    assert fields.std() == pytest.approx(1, abs=0.1) and np.abs(np.diff(fields, axis=1)).max() < 0.5
+    assert (
+        np.abs(np.diff(fields, axis=2)).max() < 0.5 and np.abs(np.diff(fields, axis=3)).max() < 0.5
+    )
+
+
+def test_rotations():
+    # a quarter turn about z takes x to y; about x, y to z; about y, z to x
+    assert np.allclose(rotation(np.array([0, 0, np.pi / 2])) @ [1, 0, 0], [0, 1, 0])
+    assert np.allclose(rotation(np.array([np.pi / 2, 0, 0])) @ [0, 1, 0], [0, 0, 1])
+    assert np.allclose(rotation(np.array([0, np.pi / 2, 0])) @ [0, 0, 1], [1, 0, 0])
+
+
+def test_the_wall_holds_the_volume():
+    distance = np.linspace(-3, 40, 5000)
+    for wanted in (200.0, 1500.0):
+        assert level_set(wall_for(distance, wanted), distance).sum() == pytest.approx(
+            wanted, rel=1e-4
+        )
+
+
+def test_growing_ventricles_push_tissue_outwards():
+    # a shell of 9 mm around the ventricles: pushed out it stays (and grows a little); were it only
+    # covered by them, it would become thin
+    base = template()
+    shell = (base.distance < 9).astype(np.float32)
+    still = Pose(np.ones(3), np.eye(3), np.zeros(3), np.zeros((3, SIDE**3), np.float32))
+    ventricles = float(level_set(0.0, base.distance).sum())
+    sums = [
+        placed(base._replace(white=shell), still, 1.0, ventricles * times).white.sum()
+        for times in (1, 2, 3)
+    ]
+    assert (
+        sums[0] == pytest.approx((shell * (1 - level_set(0.0, base.distance))).sum(), rel=0.01)
+        and 0.9 * sums[0] < sums[1] < sums[2]
+    )
+
+
+@given(st.integers(0, 1000), st.floats(1, 60))
+@settings(max_examples=30, deadline=None)
+def test_what_is_taken(seed, amount):
+    random = np.random.default_rng(seed)
+    source = random.random((5, 5, 5)).astype(np.float32)
+    weight = random.random((5, 5, 5)).astype(np.float32)
+    found = taken(source, weight, amount)
+    assert (
+        (found >= 0).all() and (found <= 0.9 * source + 1e-6).all() and found.sum() <= amount + 1e-2
+    )
+    if amount < 0.2 * source.sum():
+        assert found.sum() > amount - 0.51 and found[
+            (weight * source) == (weight * source).max()
+        ].item() > np.median(found)
+
+
+def test_the_template_is_the_one_of_this_code(tmp_path, monkeypatch):
+    base = template()
+    assert (
+        phantom_template.FILE.stat().st_size < 1_000_000
+        and (phantom_template.FILE.parent / "NOTICE.md").is_file()
+    )
+    # lateral ventricles, mL
+    assert 1700 < base.head_ml < 2000 and base.shares[2] * base.head_ml == pytest.approx(
+        14.6, abs=1
+    )
+    other = tmp_path / "other.npz"
+    other.write_bytes(b"no template")
+    monkeypatch.setattr(phantom_template, "FILE", other)
+    with pytest.raises(UserError, match=r"other\.npz: missing, or not the template"):
+        template.__wrapped__()

@@ -1,0 +1,173 @@
+"""Views are a function of the images, the settings and the generator; mixing keeps the labels'
+mass.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from moecore.data.loader import generator_for
+from moecore.data.views.mix import Mix, mix
+from moecore.data.views.randaugment import RandAugment
+from moecore.data.views.views import (
+    Affine,
+    Crop,
+    ViewSettings,
+    identity_affines,
+    identity_view,
+    make_views,
+)
+from moecore.tasks.classification import Classification
+
+IMAGES = torch.randint(0, 256, (32, 3, 20, 20), generator=generator_for(0), dtype=torch.uint8)
+FULL = ViewSettings(
+    shift=2,
+    crop=Crop(),
+    flip=True,
+    affine=Affine(degrees=10),
+    randaugment=RandAugment(),
+    erasing=0.5,
+    size=16,
+)
+
+
+def classes(number: int) -> Classification:
+    return Classification(classes=tuple(map(str, range(number))))
+
+
+def test_same_generator_same_views_and_global_state_untouched():
+    before = torch.get_rng_state()
+    first, again, other = (make_views(IMAGES, FULL, generator_for(1, step)) for step in (5, 5, 6))
+    assert torch.equal(first.images, again.images) and torch.equal(first.affines, again.affines)
+    assert not torch.equal(first.images, other.images) and torch.equal(
+        torch.get_rng_state(), before
+    )
+    assert (
+        first.images.shape == (32, 3, 16, 16)
+        and first.images.dtype == torch.float32
+        and first.affines.shape == (32, 3, 3)
+    )
+
+
+def test_the_default_changes_nothing():
+    views = make_views(IMAGES, ViewSettings(), generator_for(0))
+    assert torch.equal(views.images, identity_view(IMAGES)) and torch.equal(
+        views.affines, identity_affines(IMAGES)
+    )
+
+
+def test_images_are_not_changed():
+    kept = IMAGES.clone()
+    make_views(IMAGES, FULL, generator_for(0))
+    mix(
+        identity_view(IMAGES),
+        torch.zeros(32, dtype=torch.int64),
+        classes(2),
+        Mix(mixup=1, cutmix=1),
+        generator_for(0),
+    )
+    assert torch.equal(IMAGES, kept)
+
+
+def test_erasing_blacks_out_a_rectangle():
+    white = torch.full((2000, 1, 20, 20), 255, dtype=torch.uint8)
+    views = make_views(white, ViewSettings(erasing=0.25), generator_for(0)).images[:, 0]
+    hidden = (views == 0).float()
+    erased = hidden.sum((1, 2)) > 0
+    assert (
+        erased.float().mean() == pytest.approx(0.25, abs=0.03)
+        and hidden[erased].mean((1, 2)).max() < 0.4
+    )
+    rows = hidden.amax(2)
+    columns = hidden.amax(1)
+    assert torch.equal(hidden, rows[:, :, None] * columns[:, None, :])  # a rectangle
+    assert torch.equal(views + hidden, torch.ones_like(views))
+
+
+def test_half_of_the_images_are_mirrored():
+    views = make_views(
+        torch.zeros(4000, 1, 4, 4, dtype=torch.uint8), ViewSettings(flip=True), generator_for(0)
+    )
+    assert (views.affines[:, 1, 1] < 0).float().mean() == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        (Crop, {"scale": (0.8, 0.2)}),
+        (Crop, {"scale": (0.0, 1.0)}),
+        (Crop, {"scale": (0.5, 1.5)}),
+        (Crop, {"ratio": (2.0, 1.0)}),
+        (Affine, {"scale": (0.0, 1.0)}),
+        (Affine, {"shear": 45}),
+        (RandAugment, {"names": ("blur",)}),
+        (ViewSettings, {"crop_scale": 1}),
+    ],
+)
+def test_wrong_settings_are_refused(part, values):
+    with pytest.raises(ValidationError):
+        part(**values)
+
+
+@given(
+    st.integers(0, 10_000), st.sampled_from([(0.8, 0.0), (0.0, 1.0), (0.2, 1.0)]), st.floats(0, 1)
+)
+def test_label_mass_is_one_and_lambda_is_the_area(seed, alphas, probability):
+    """Image i is everywhere i + 1, so a mixed image's mean tells λ, whoever the partner is."""
+    labels = torch.arange(8)
+    images = (labels + 1.0).view(-1, 1, 1, 1).expand(-1, 2, 7, 9) / 8
+    mixed, soft = mix(
+        images,
+        labels,
+        classes(8),
+        Mix(mixup=alphas[0], cutmix=alphas[1], probability=probability),
+        generator_for(seed),
+    )
+    assert torch.allclose(soft.sum(1), torch.ones(8), atol=1e-6) and (soft >= 0).all()
+    assert torch.allclose(mixed.mean((1, 2, 3)), (soft * (labels + 1.0) / 8).sum(1), atol=1e-5)
+
+
+def test_cutmix_takes_whole_pixels_in_a_box():
+    images = torch.arange(64.0).view(-1, 1, 1, 1).expand(-1, 1, 10, 12) / 64
+    mixed, soft = mix(images, torch.arange(64), classes(64), Mix(cutmix=1.0), generator_for(0))
+    foreign = (mixed != images)[:, 0]
+    assert torch.equal(foreign, foreign.any(2, keepdim=True) & foreign.any(1, keepdim=True))
+    own = soft[torch.arange(64), torch.arange(64)]
+    assert torch.allclose(own, 1 - foreign.float().mean((1, 2)), atol=1e-6)
+
+
+def test_mixing_is_off_by_default_and_by_probability():
+    images = identity_view(IMAGES)
+    labels = torch.arange(32) % 5
+    for settings in (Mix(), Mix(mixup=1.0, probability=0.0)):
+        mixed, soft = mix(images, labels, classes(5), settings, generator_for(0))
+        assert (
+            mixed is images
+            and torch.equal(soft.argmax(1), labels)
+            and soft.max(1).values.eq(1).all()
+        )
+
+
+def test_mixing_is_a_function_of_the_generator():
+    images = identity_view(IMAGES)
+    labels = torch.arange(32) % 5
+    before = torch.get_rng_state()
+    one, two = (
+        mix(
+            images,
+            labels,
+            classes(5),
+            Mix(mixup=0.8, cutmix=1.0, probability=0.7),
+            generator_for(9),
+        )
+        for _ in range(2)
+    )
+    assert (
+        torch.equal(one[0], two[0])
+        and torch.equal(one[1], two[1])
+        and torch.equal(torch.get_rng_state(), before)
+    )
+    untouched = (one[0] == images).all((1, 2, 3)).sum()
+    assert 0 < untouched < 32

@@ -1,0 +1,241 @@
+"""Views of volumes: voxels by hand, affines against the views themselves, and settings that are
+refused.
+"""
+
+import pytest
+import torch
+from scipy.ndimage import map_coordinates
+
+from moecore.core.files import UserError
+from moecore.core.records import Layout
+from moecore.data.loader import generator_for
+from moecore.data.views import geometry3d
+from moecore.data.views.views import (
+    Affine,
+    Crop,
+    Intensity,
+    ViewSettings,
+    identity_affines,
+    identity_view,
+    make_views,
+)
+from moecore.data.views.views3d import warp_volumes
+from moecore.nn.correspondence import partners
+
+SIZE = (6, 8, 10)
+FULL = ViewSettings(
+    shift=1,
+    flip=True,
+    affine=Affine(degrees=20, translate=0.1, scale=(0.8, 1.2)),
+    intensity=Intensity(factor=(0.8, 1.2), gamma=(0.7, 1.4)),
+)
+VOLUMES = torch.rand(16, 1, *SIZE, generator=generator_for(9)).half()
+
+
+def ramps(count: int, size=SIZE) -> torch.Tensor:
+    """(count, 3, *size): channel i is the place along axis i, of voxel centres, as a share of the
+    axis.
+    """
+    axes = [(torch.arange(length) + 0.5) / length for length in size]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij")).expand(count, -1, -1, -1, -1)
+
+
+def test_nothing_asked_nothing_changed():
+    views = make_views(VOLUMES, ViewSettings(), generator_for(0))
+    assert views.images.dtype == torch.float32 and torch.equal(views.images, VOLUMES.float())
+    assert torch.equal(views.affines, torch.eye(4).expand(16, 4, 4)) and torch.equal(
+        identity_affines(VOLUMES), views.affines
+    )
+    assert torch.equal(identity_view(VOLUMES), views.images)
+
+
+def test_a_function_of_seed_and_step_that_leaves_the_data_alone():
+    before = VOLUMES.clone()
+    first, again, other = (make_views(VOLUMES, FULL, generator_for(1, step)) for step in (5, 5, 6))
+    assert torch.equal(first.images, again.images) and torch.equal(first.affines, again.affines)
+    assert not torch.equal(first.affines, other.affines)
+    assert torch.equal(VOLUMES, before)
+    assert 0 <= first.images.min() and first.images.max() <= 1
+
+
+def test_a_view_does_not_depend_on_the_other_volumes():
+    alone = VOLUMES.clone()
+    alone[1:] = 0
+    assert torch.equal(
+        make_views(VOLUMES, FULL, generator_for(1)).images[0],
+        make_views(alone, FULL, generator_for(1)).images[0],
+    )
+
+
+def test_flips_mirror_the_first_axis_half_of_the_time():
+    views = make_views(torch.rand(400, 1, 2, 2, 2), ViewSettings(flip=True), generator_for(0))
+    volumes = VOLUMES
+    flipped = make_views(volumes, ViewSettings(flip=True), generator_for(3))
+    turned = flipped.affines[:, 0, 0] < 0
+    assert turned.any() and not turned.all()
+    assert torch.equal(flipped.images[turned], volumes[turned].float().flip(2)) and torch.equal(
+        flipped.images[~turned], volumes[~turned].float()
+    )
+    # left and right: x → 6 − x, and nothing else
+    assert torch.equal(
+        flipped.affines[turned][0],
+        torch.tensor([[-1.0, 0, 0, 6], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]),
+    )
+    assert 150 < (views.affines[:, 0, 0] < 0).sum() < 250
+
+
+@pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
+def test_whole_voxel_moves_are_exact_and_agree_with_sampling(fill):
+    settings = ViewSettings(shift=2, flip=True, fill=fill)
+    views = make_views(VOLUMES, settings, generator_for(2))
+    assert set(views.affines[:, :3, 3].unique().tolist()) <= set(range(-2, 9))
+    sampled = warp_volumes(VOLUMES, views.affines.double(), fill)
+    torch.testing.assert_close(views.images, sampled, atol=1e-4, rtol=0)
+
+
+def test_a_shift_by_hand():
+    volume = torch.zeros(1, 1, 4, 4, 4)
+    volume[0, 0, 1, 1, 1] = 1
+    for seed in range(20):
+        views = make_views(volume, ViewSettings(shift=1), generator_for(seed))
+        move = views.affines[0, :3, 3].long().tolist()
+        assert (
+            views.images[0, 0, 1 + move[0], 1 + move[1], 1 + move[2]] == 1
+            and views.images.sum() == 1
+        )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ViewSettings(affine=FULL.affine, fill="border"),
+        ViewSettings(shift=1, flip=True, affine=FULL.affine, fill="border"),
+    ],
+)
+def test_the_affine_says_where_every_voxel_went(settings):
+    """A ramp's value is the original place; so a view's voxel p must hold A⁻¹ p, wherever that lies
+    inside the voxel centres.
+    """
+    views = make_views(ramps(8), settings, generator_for(4))
+    centres = torch.stack(
+        torch.meshgrid(*(torch.arange(length) + 0.5 for length in SIZE), indexing="ij"), dim=-1
+    ).double()
+    for view, affine in zip(views.images, views.affines.double(), strict=True):
+        back = torch.linalg.inv(affine)
+        original = centres @ back[:3, :3].T + back[:3, 3]
+        limits = torch.tensor(SIZE)
+        seen = ((original > 0.5) & (original < limits - 0.5)).all(dim=-1)
+        assert seen.sum() > 50
+        torch.testing.assert_close(
+            view.movedim(0, -1)[seen].double() * limits, original[seen], atol=1e-3, rtol=0
+        )
+
+
+def test_sampling_is_scipys():
+    affine = make_views(
+        VOLUMES[:1], ViewSettings(affine=FULL.affine), generator_for(8)
+    ).affines.double()
+    back = torch.linalg.inv(affine[0])
+    centres = (
+        torch.stack(torch.meshgrid(*(torch.arange(length) + 0.5 for length in SIZE), indexing="ij"))
+        .double()
+        .flatten(1)
+    )
+    places = back[:3, :3] @ centres + back[:3, 3:] - 0.5
+    expected = map_coordinates(
+        VOLUMES[0, 0].float().numpy(), places.numpy(), order=1, mode="grid-constant", cval=0.0
+    ).reshape(SIZE)
+    torch.testing.assert_close(
+        warp_volumes(VOLUMES[:1], affine, "zeros")[0, 0],
+        torch.from_numpy(expected).float(),
+        atol=1e-4,
+        rtol=0,
+    )
+
+
+def test_a_quarter_turn_about_each_axis_by_hand():
+    # about the first axis the second goes to where the third was, (0, 1, 0) → (0, 0, 1); then
+    # cyclically
+    quarter = torch.pi / 2
+    for axis, (start, end) in enumerate(
+        [((0, 1, 0), (0, 0, 1)), ((0, 0, 1), (1, 0, 0)), ((1, 0, 0), (0, 1, 0))]
+    ):
+        turns = torch.zeros(1, 3)
+        turns[0, axis] = quarter
+        found = geometry3d.rotation(turns)[0, :3, :3] @ torch.tensor(start, dtype=torch.float64)
+        torch.testing.assert_close(found, torch.tensor(end, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_rotations_keep_lengths_and_the_middle():
+    turned = geometry3d.about_centre(geometry3d.rotation(torch.rand(5, 3)), SIZE)
+    middle = torch.tensor([3.0, 4.0, 5.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(turned @ middle, middle.expand(5, 4))
+    linear = turned[:, :3, :3]
+    torch.testing.assert_close(
+        linear @ linear.mT, torch.eye(3, dtype=torch.float64).expand(5, 3, 3)
+    )
+    torch.testing.assert_close(torch.linalg.det(linear), torch.ones(5, dtype=torch.float64))
+
+
+def test_scale_and_translation_have_their_range():
+    views = make_views(
+        torch.zeros(300, 1, *SIZE),
+        ViewSettings(affine=Affine(scale=(0.5, 2.0), translate=0.25)),
+        generator_for(5),
+    )
+    factors = views.affines[:, 0, 0]
+    assert 0.5 <= factors.min() < 0.6 and 1.8 < factors.max() <= 2.0
+    middle = views.affines @ torch.tensor([3.0, 4.0, 5.0, 1.0])
+    moves = (middle[:, :3] - torch.tensor([3.0, 4.0, 5.0])).abs().amax(dim=0)
+    assert (moves <= torch.tensor([1.5, 2.0, 2.5])).all() and (
+        moves > torch.tensor([1.4, 1.9, 2.4])
+    ).all()
+
+
+def test_intensity_keeps_the_background_and_is_what_it_says():
+    volume = torch.tensor([0.0, 0.25, 0.5]).view(1, 1, 1, 1, 3).expand(50, -1, -1, -1, -1)
+    views = make_views(
+        volume,
+        ViewSettings(intensity=Intensity(factor=(0.8, 0.8), gamma=(2.0, 2.0))),
+        generator_for(0),
+    ).images
+    torch.testing.assert_close(views, torch.tensor([0.0, 0.05, 0.2]).expand_as(views))  # 0.8 · v²
+    drawn = make_views(
+        volume,
+        ViewSettings(intensity=Intensity(factor=(0.5, 1.5), gamma=(0.5, 2.0))),
+        generator_for(0),
+    ).images
+    assert (drawn[..., 0] == 0).all() and drawn[:, 0, 0, 0, 1].unique().numel() == 50
+
+
+def test_cubes_find_their_partners_through_the_affines():
+    """A volume mirrored along the first axis: the cube (i, j, k) is partner of (1 − i, j, k)."""
+    layout = Layout(1, (2, 2, 2), (8, 8, 8))
+    plain = torch.eye(4)[None]
+    mirrored = geometry3d.flip(torch.tensor([True]), 8.0).float()
+    found = partners(plain, mirrored, layout)
+    assert found.index[0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3] and found.found.all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (ViewSettings(crop=Crop()), "crop"),
+        (ViewSettings(size=8), "size"),
+        (ViewSettings(erasing=0.5), "erasing"),
+        (ViewSettings(affine=Affine(shear=5)), "affine.shear"),
+        (ViewSettings(randaugment={}), "randaugment"),
+    ],
+)
+def test_settings_of_images_are_refused(settings, named):
+    with pytest.raises(UserError, match=f"found {named}"):
+        make_views(VOLUMES, settings, generator_for(0))
+
+
+def test_settings_of_volumes_are_refused_for_images():
+    with pytest.raises(UserError, match="intensity"):
+        make_views(
+            torch.zeros(1, 1, 8, 8, dtype=torch.uint8),
+            ViewSettings(intensity=Intensity()),
+            generator_for(0),
+        )

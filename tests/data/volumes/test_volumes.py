@@ -1,0 +1,372 @@
+"""Volumes: orientation, resampling, crop, normalisation, flags; the prepared layout of real labels;
+splits of a cohort.
+"""
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moecore.core.files import UserError, read_json, write_json
+from moecore.data.contact import contact_sheet, middle_slices
+from moecore.data.loader import few_shot, to_device
+from moecore.data.prepared import Prepared
+from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
+from moecore.data.volumes.grids import Grid, cut, resampled, resampled_inside, window
+from moecore.data.volumes.subjects import Subject
+from moecore.data.volumes.volume_checks import flags, impossible
+from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
+from moecore.data.volumes.volumes import normalised, read_volume
+from moecore.tasks.regression import Regression
+from tests.data.volume_files import head, save
+
+GRID = Grid(voxel_mm=6, size=(32, 32, 32))
+RAS = np.diag([6.0, 6, 6, 1])
+
+
+class Made(CohortSplits):
+    kind: str = "made"
+
+
+def test_any_orientation_gives_the_same_volume(tmp_path):
+    t1, _ = head()
+    t1[20:24, 8:12, 25:27] += 3000  # a mark: right, back, top
+    save(tmp_path / "ras.nii.gz", t1, RAS)
+    las = RAS @ [[-1, 0, 0, 31], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    save(tmp_path / "las.nii.gz", t1[::-1].copy(), las)
+    ras_image = nibabel.Nifti1Image(t1, RAS)
+    psr = ras_image.as_reoriented(nibabel.io_orientation(np.diag([-6.0, 6, 6, 1])[[1, 2, 0, 3]]))
+    psr.to_filename(tmp_path / "other.nii")
+    assert psr.shape == (32, 32, 32) and nibabel.aff2axcodes(psr.affine) != ("R", "A", "S")
+    expected = read_volume(tmp_path / "ras.nii.gz", GRID)
+    assert expected[0, 22, 10, 26] > 0.6 > expected[0, 9, 21, 5]
+    for name in ("las.nii.gz", "other.nii"):
+        assert np.array_equal(read_volume(tmp_path / name, GRID), expected), name
+
+
+def test_read_volume_lists_what_is_wrong(tmp_path):
+    with pytest.raises(UserError, match="no.nii: no such file"):
+        read_volume(tmp_path / "no.nii", GRID)
+    save(tmp_path / "full.nii", np.ones((32, 32, 32), np.float32))
+    with pytest.raises(UserError, match="not skull-stripped: 100% of its voxels"):
+        read_volume(tmp_path / "full.nii", GRID)
+    save(tmp_path / "four.nii", np.ones((4, 4, 4, 2), np.float32))
+    with pytest.raises(UserError, match=r"shape \(4, 4, 4, 2\); allowed: one 3-D volume"):
+        read_volume(tmp_path / "four.nii", GRID)
+    save(tmp_path / "flat.nii", (head()[0] > 0).astype(np.float32))
+    with pytest.raises(UserError, match="all intensities inside the brain are 1"):
+        read_volume(tmp_path / "flat.nii", GRID)
+    save(tmp_path / "small.nii", head()[0])
+    with pytest.raises(UserError, match="of the brain lies outside 16×16×16 voxels"):
+        read_volume(tmp_path / "small.nii", Grid(voxel_mm=6, size=(16, 16, 16)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [((1.0, 1.0, 1.0), 3.0), ((1.0, 2.0, 1.5), 2.0), ((3.0, 3.0, 3.0), 1.5)]
+)
+def test_resampling_keeps_a_shape(old, new):
+    # a ball with a radius of 24 mm, 4 mm off the centre along the first axis: 57.9 mL
+    sides = [int(90 / side) for side in old]
+    points = np.meshgrid(
+        *[(np.arange(n) - (n - 1) / 2) * side for n, side in zip(sides, old, strict=True)],
+        indexing="ij",
+    )
+    ball = (np.hypot(np.hypot(points[0] - 4, points[1]), points[2]) < 24).astype(np.float32)
+    found = resampled(ball, old, new)
+    assert (
+        found.sum() * new**3 == pytest.approx(4 / 3 * np.pi * 24**3, rel=0.03)
+        and 0 <= found.min()
+        and found.max() <= 1.001
+    )
+    middle = [
+        (np.indices(found.shape)[axis] * found).sum() / found.sum() - (found.shape[axis] - 1) / 2
+        for axis in range(3)
+    ]
+    assert np.allclose(np.array(middle) * new, [4, 0, 0], atol=0.3)
+
+
+def test_no_resampling_where_the_voxels_fit():
+    t1, _ = head()
+    assert resampled(t1, (6.0, 6.0, 6.0004), 6.0) is t1
+
+
+def test_the_background_does_not_darken_the_rim():
+    t1 = np.full((30, 30, 30), 7, np.float32)
+    mask = np.zeros((30, 30, 30), bool)
+    mask[6:24, 6:24, 6:24] = True
+    values, inside = resampled_inside(t1, mask, (1.0, 1.0, 1.0), 2.0)
+    assert (
+        inside.sum() * 8 == pytest.approx(18**3, rel=0.15)
+        and np.allclose(values[inside], 7, rtol=1e-5)
+        and (values[~inside] == 0).all()
+    )
+
+
+@given(st.tuples(*[st.integers(0, 25)] * 3), st.tuples(*[st.integers(1, 16)] * 3))
+@settings(max_examples=40, deadline=None)
+def test_the_brain_is_in_the_middle_of_the_window(low, sides):
+    mask = np.zeros((42, 41, 43), bool)
+    mask[tuple(slice(a, a + n) for a, n in zip(low, sides, strict=True))] = True
+    found = cut(mask, window(mask, (16, 32, 48)), (16, 32, 48))
+    assert found.shape == (16, 32, 48) and found.sum() == mask.sum()  # nothing lost
+    for axis, length in enumerate(found.shape):
+        where = np.flatnonzero(found.any(axis=tuple({0, 1, 2} - {axis})))
+        assert abs(where[0] - (length - 1 - where[-1])) <= 1
+
+
+def test_a_volume_of_that_size_stays():
+    mask = np.zeros((32, 32, 32), bool)
+    mask[:4] = True
+    assert window(mask, (32, 32, 32)) == (0, 0, 0)
+
+
+@given(st.floats(0.01, 1000), st.floats(-100, 100))
+@settings(max_examples=25, deadline=None)
+def test_normalising(gain, offset):
+    t1, regions = head()
+    mask = regions.sum(0) > 0
+    expected = normalised(t1, mask)
+    found = normalised((t1.astype(np.float64) * gain + offset), mask)
+    assert np.allclose(found, expected, atol=1e-3)
+    assert (
+        ((found > 0) == mask).all()
+        and found.min() == 0
+        and found.max() == 1
+        and found[mask].min() == np.float32(0.01)
+    )
+
+
+def test_normalising_by_hand():
+    # 101 values 0..100 inside: the 1st and 99th percentile are 1 and 99; 50 is in the middle:
+    # 0.01 + 0.99/2
+    volume = np.arange(125, dtype=np.float32).reshape(5, 5, 5)
+    found = normalised(volume, volume <= 100).ravel()
+    assert found[[0, 1, 50, 99, 100, 101]] == pytest.approx([0.01, 0.01, 0.505, 1, 1, 0])
+    for wrong, mask, said in (
+        (volume, volume < 0, "empty"),
+        (volume * 0, volume > 0, "are 0"),
+        (volume * np.nan, volume > 0, "numbers"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            normalised(wrong, mask)
+
+
+def test_flags():
+    t1, regions = head()
+    image = normalised(t1, t1 > 0)[None]
+    shares = (regions * 255).astype(np.uint8)
+    assert flags(image, shares) == [] == flags(image, None)
+    assert "not T1-weighted" in flags(np.where(image > 0, 1.01 - image, 0), shares)[0]
+    assert flags(image, shares[[0, 2, 1]])[0].startswith("tissue fractions unusual (gm 0.1")
+    assert flags(np.where(image > 0, 0.1 * image, 0), None)[0].startswith("mean intensity unusual")
+
+
+def test_impossible_tissue():
+    _, regions = head()
+    assert impossible(regions, 0.216) == [] and impossible(regions, 0.027)[0].startswith(
+        "the tissue maps hold 20"
+    )
+    assert "add up to more than 1" in impossible(regions[[0, 1, 1]], 0.216)[0]
+
+
+def subjects(number, seed=0, sessions=1):
+    random = np.random.default_rng(seed)
+    people = [
+        (f"sub-{i}", float(random.uniform(20, 90)), random.choice(["F", "M"]))
+        for i in range(number)
+    ]
+    return [
+        Subject(who, f"ses-{s}", age + s, str(sex))
+        for who, age, sex in people
+        for s in range(sessions)
+    ]
+
+
+@given(st.integers(40, 200), st.integers(0, 50), st.integers(1, 3))
+@settings(max_examples=25, deadline=None)
+def test_splits_are_by_participant_and_stratified(number, seed, sessions):
+    people = subjects(number, seed, sessions)
+    splits = split_cohort(people, CohortSplits(seed=seed, age_groups=4))
+    assert sorted(row for rows in splits.values() for row in rows) == list(range(len(people)))
+    who = {split: {people[row].participant_id for row in rows} for split, rows in splits.items()}
+    assert (
+        not who["train"] & who["test"]
+        and not who["train"] & who["validation"]
+        and not who["validation"] & who["test"]
+    )
+    assert len(who["test"]) == round(0.25 * number) and len(who["validation"]) == round(
+        0.15 * number
+    )
+    ages = {split: np.array([people[row].age for row in rows]) for split, rows in splits.items()}
+    whole = np.quantile([person.age for person in people], [0.25, 0.5, 0.75])
+    # each split has its share below every quartile, ± 2 groups of rounding
+    for edge, share in zip(whole, (0.25, 0.5, 0.75), strict=True):
+        assert abs((ages["test"] < edge).mean() - share) < 0.05 + 4 / len(who["test"])
+    women = np.mean([person.sex == "F" for person in people])
+    assert abs(
+        np.mean([people[row].sex == "F" for row in splits["test"]]) - women
+    ) < 0.05 + 4 / len(who["test"])
+
+
+def test_splits_do_not_depend_on_the_order_and_follow_the_seed():
+    people = subjects(60)
+    one = split_cohort(people, CohortSplits())
+    two = split_cohort(people[::-1], CohortSplits())
+    assert {people[row].participant_id for row in one["test"]} == {
+        people[::-1][row].participant_id for row in two["test"]
+    }
+    assert one["test"] != split_cohort(people, CohortSplits(seed=1))["test"]
+    with pytest.raises(UserError, match="no participant of 2 is in validation, test"):
+        split_cohort(subjects(2), CohortSplits(validation=0.1, test=0.1))
+
+
+def written(folder, **changed):
+    random = np.random.default_rng(0)
+    volumes = [
+        (
+            (random.random((1, 16, 16, 32)) * (random.random((1, 16, 16, 32)) > 0.5)).astype(
+                np.float16
+            ),
+            random.integers(0, 256, (3, 16, 16, 32), np.uint8),
+        )
+        for _ in range(6)
+    ]
+    rows = [Subject(f"sub-{i}", "", 30.1 + i, "FM"[i % 2] if i else "") for i in range(6)]
+    parts = {
+        split: VolumePart(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
+        for i, split in enumerate(("train", "validation", "test"))
+    }
+    facts = VolumeFacts(
+        "Made", (16, 16, 32), (3.0, 3.0, 3.0), "none", "here", Made(), simulated=True
+    )
+    return write_volumes(folder, facts, parts | changed), volumes, rows
+
+
+def test_card_and_arrays_of_volumes(tmp_path):
+    card, volumes, _ = written(tmp_path)
+    opened = Prepared.open(tmp_path, verify=True)
+    assert opened.card == card and len(card["files"]) == 12
+    inside = np.concatenate([image[image > 0].astype(np.float64) for image, _ in volumes[:2]])
+    assert card["mean"] == pytest.approx([inside.mean()]) and card["std"] == pytest.approx(
+        [inside.std()]
+    )
+    # ages 30.1 and 31.1
+    assert (
+        opened.task.mean == pytest.approx(30.6)
+        and opened.task.deviation == pytest.approx(0.5)
+        and card["target_range"] == pytest.approx([30.1, 31.1])
+    )
+    assert (
+        card["counts"]["train"] == {"F": 0, "M": 1, "unknown": 1}
+        and card["counts"]["test"] == {"F": 1, "M": 1}
+        and card["task"]["target"] == "age"
+    )
+    assert isinstance(opened.test.images, np.memmap) and np.array_equal(
+        opened.test.images[1], volumes[5][0]
+    )
+    assert (
+        np.array_equal(opened.regions("validation")[0], volumes[2][1])
+        and opened.subjects("test")[0]["participant_id"] == "sub-4"
+    )
+    assert written(tmp_path / "again")[0] == card
+
+
+def test_wrong_volumes_are_refused(tmp_path):
+    _, volumes, rows = written(tmp_path)
+    image, shares = volumes[0]
+    for part, said in [
+        (VolumePart(rows[:2], volumes[:1]), "1 volumes for 2 ages"),
+        (VolumePart(rows[:2], volumes[:3]), "more volumes than the 2 ages"),
+        (VolumePart(rows[:1], [(image * 2, shares)]), "allowed: 0 (background) to 1"),
+        (VolumePart(rows[:1], [(image[:, 1:], shares)]), "volume 0 is float16"),
+        (VolumePart(rows[:1], [(image * np.float16(np.nan), shares)]), "values from nan"),
+        (VolumePart(rows[:1], [(image, None)]), "expected uint8"),
+        (VolumePart(rows[2:3], volumes[2:3]), "sub-2 is in train and in validation"),
+        (VolumePart([], []), "no volume in train"),
+        (VolumePart([rows[0]._replace(age=float("nan"))], [volumes[0]]), "not all numbers"),
+        (VolumePart([rows[0]._replace(sex="X")], [volumes[0]]), "found sex ['X']"),
+        (VolumePart(rows[:1], volumes[:1]), "all ages of train are 30.1"),
+    ]:
+        with pytest.raises(UserError) as error:
+            written(
+                tmp_path / "out",
+                train=part
+                if part.subjects != rows[:1] or "all ages" in said
+                else part._replace(subjects=[*rows[:1], rows[1]]),
+            )
+        assert said in str(error.value), (said, str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "test_regions.npy").unlink(), "test_regions.npy: no such file"),
+        (lambda folder: (folder / "test_subjects.csv").unlink(), "test_subjects.csv: no such file"),
+        (
+            lambda folder: np.save(folder / "train_labels.npy", np.array([1, 2], np.float32)),
+            "its ages are not those of train_subjects.csv",
+        ),
+        (
+            lambda folder: np.save(folder / "train_labels.npy", np.array([1, 2])),
+            "card.json says float32 (2,)",
+        ),
+        (
+            lambda folder: np.save(
+                folder / "test_images.npy", np.zeros((2, 1, 16, 16, 16), np.float16)
+            ),
+            "card.json says float16 (2, 1, 16, 16, 32)",
+        ),
+        (
+            lambda folder: write_json(
+                folder / "card.json",
+                {k: v for k, v in read_json(folder / "card.json").items() if k != "regions"},
+            ),
+            "lacks regions",
+        ),
+    ],
+)
+def test_damaged_folders_of_volumes_are_refused(tmp_path, damage, said):
+    written(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError) as error:
+        Prepared.open(tmp_path)
+    assert said in str(error.value)
+
+
+def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
+    written(tmp_path)
+    train = Prepared.open(tmp_path).train
+    for limit in (1 << 30, 1):
+        images, labels = to_device(train, "cpu", limit).take(torch.tensor([1, 0]))
+        assert (
+            images.dtype == torch.float16
+            and labels.dtype == torch.float32
+            and labels.tolist() == pytest.approx([31.1, 30.1])
+        )
+        assert torch.equal(images[0], torch.from_numpy(np.array(train.images[1])))
+    with pytest.raises(UserError, match="labels are real numbers; allowed: null"):
+        few_shot(Regression(target="age"), train.labels, 1, 0)
+
+
+def test_the_montage_shows_ages_and_says_simulated(tmp_path):
+    written(tmp_path)
+    (tmp_path / "train_subjects.csv").write_text(
+        "participant_id,session_id,age,sex,site,qc_flags,diagnosis\na,,30.1,,,odd,\nb,,31.1,M,,,\n"
+    )
+    figure = contact_sheet(Prepared.open(tmp_path))
+    assert "simulated" in figure.get_suptitle() and [
+        axis.get_title() for axis in figure.axes[:2]
+    ] == ["30.1 years, ? *", "31.1 years, M"]
+    assert [axis.get_ylabel() for axis in figure.axes[::2]] == ["sagittal", "coronal", "axial"]
+
+
+def test_slices_have_superior_and_anterior_up():
+    volume = np.zeros((5, 7, 9), np.float32)
+    # the top; the front
+    volume[2, 3, 8] = 1
+    volume[2, 6, 4] = 2
+    sagittal, coronal, axial = middle_slices(volume)
+    assert sagittal.shape == (9, 7) and coronal.shape == (9, 5) and axial.shape == (7, 5)
+    assert sagittal[0, 3] == 1 == coronal[0, 2] and sagittal[4, 6] == 2 == axial[0, 2]

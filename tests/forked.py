@@ -1,0 +1,64 @@
+"""Stages as forked processes (moecore/pipeline/forked.py): by hand, killed at any moment.
+
+They run the code of this repository: a test that edits the code of its copy has to do without
+(``Project.forked = False``).
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from moecore.pipeline.forked import Server, start_server
+
+
+@cache
+def server() -> Server:
+    """The server of this test process, started at the first call."""
+    return start_server()
+
+
+class Stage:
+    """A stage that runs as a process of its own."""
+
+    def __init__(self, folder: Path, words: tuple[str, ...], env: dict[str, str]) -> None:
+        self.printed = [tempfile.TemporaryFile("w+") for _ in ("stdout", "stderr")]
+        self.line = socket.socket(socket.AF_UNIX)
+        self.line.connect(str(server().socket))
+        socket.send_fds(self.line, [b"."], [stream.fileno() for stream in self.printed])
+        request = json.dumps([str(folder), [f"stages.{words[0]}", *words[1:]], env])
+        self.line.sendall(f"{request}\n".encode())
+        self.answer = self.line.makefile()
+        self.pid = int(self.answer.readline())
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.answer.readline()
+
+    def runs(self) -> bool:
+        """Whether it has not ended yet."""
+        self.line.setblocking(False)
+        try:
+            return not self.line.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        finally:
+            self.line.setblocking(True)
+
+    def wait(self) -> tuple[int, str, str]:
+        """Exit code and what it printed."""
+        code = int(self.answer.readline())
+        for stream in self.printed:
+            stream.seek(0)
+        out, err = (stream.read() for stream in self.printed)
+        return code, out, err
+
+
+def run(folder: Path, words: tuple[str, ...], env: dict[str, str]) -> subprocess.CompletedProcess:
+    """``python -m stages.<words>`` in ``folder``."""
+    return subprocess.CompletedProcess(words, *Stage(folder, words, env).wait())

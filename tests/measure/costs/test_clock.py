@@ -1,0 +1,174 @@
+"""Quartiles of timings, live memory, and FLOPs of models, counted by hand."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from moecore.measure.costs.clock import LiveBytes, Quartiles, quartiles, timed
+from moecore.measure.costs.passes import (
+    flops_per_image,
+    padding_of,
+    peak_memory,
+    plain_times,
+    watched,
+    watched_times,
+)
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.layers.moe import MoE, MoELayer
+from moecore.tasks.classification import Classification
+
+CPU = torch.device("cpu")
+TOP2 = {"kind": "noisy_top_k", "k": 2}
+MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
+IMAGE = ImageSpec(
+    channels=1, size=8, task=Classification(classes=tuple("abcde")), mean=(0.5,), std=(0.2,)
+)
+
+
+def layer(router: dict = TOP2, experts: dict = MLP) -> MoELayer:
+    torch.manual_seed(0)
+    return MoE(router=router, experts=experts, blocks=[0]).build(16)
+
+
+def test_median_and_quartiles():
+    assert quartiles([5, 1, 4, 2, 3]) == Quartiles(median=3, low=2, high=4)
+    assert quartiles([1, 3]) == Quartiles(median=2, low=1.5, high=2.5)
+    assert quartiles([7]) == Quartiles(median=7, low=7, high=7)
+    with pytest.raises(ValueError, match="no values"):
+        quartiles([])
+
+
+def test_warm_up_is_run_and_not_counted():
+    seen = []
+    found = timed(seen.append, rounds=3, warm_up=2, device=CPU)
+    assert seen == [0, 1, 2, 3, 4] and len(found) == 3 and min(found) >= 0
+
+
+def test_live_bytes_by_hand():
+    x = torch.zeros(1000)  # 4000 bytes
+    with LiveBytes([x]) as live:
+        assert (live.now, live.peak) == (4000, 4000)
+        y = x + 1
+        y.view(10, 100)[2:].t()  # views hold nothing of their own
+        assert live.now == 8000
+        z = y * 2
+        assert live.now == 12000
+        del y
+        gc.collect()
+        assert live.now == 8000
+        z.add_(1)
+        w = z[:500] + 1
+        assert (live.now, live.peak) == (10000, 12000)
+        del w, z
+        gc.collect()
+        assert (live.now, live.peak) == (4000, 12000)
+
+
+def test_peak_of_a_chain_of_linears():
+    # weights 3 · (100 · 100 + 100) · 4 = 121,200 bytes, images 10 · 100 · 4 = 4000; input and
+    # output of a layer live together, and the one before is gone
+    model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(3)))
+    found, counted = peak_memory(model, torch.zeros(10, 100))
+    assert (found, counted) == (121_200 + 4000 + 2 * 4000, "live tensors")
+
+
+def by_hand(tokens: int, width: int, hidden: int, depth: int, sparse: int = 0) -> int:
+    """FLOPs of one image of a ViT with 4 × 4 patches of one channel, 2 heads and 5 classes; the
+    first ``sparse`` feed-forwards left out.
+    """
+    patches = 2 * (tokens - 1) * 16 * width
+    attention = (
+        2 * tokens * width * 3 * width
+        + 2 * (2 * tokens * tokens * width)
+        + 2 * tokens * width * width
+    )
+    return (
+        patches
+        + depth * attention
+        + (depth - sparse) * 2 * (2 * tokens * width * hidden)
+        + 2 * width * 5
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_flops_of_a_vit_by_hand(batch):
+    images = torch.rand(batch, 1, 8, 8)
+    vit = Vit(patch=4, width=16, depth=2, heads=2, mlp_ratio=2)
+    whole, routing = flops_per_image(vit.build(IMAGE), images)
+    assert (whole, routing) == (by_hand(5, 16, 32, 2), 0)
+    whole, routing = flops_per_image(
+        vit.build(IMAGE, MoE(router=TOP2, experts=MLP, blocks=[1])), images
+    )
+    # 5 tokens: 4 logits each; 2 experts each, two maps 16 → 16
+    router, experts = (2 * 5 * 16 * 4, 5 * 2 * 2 * (2 * 16 * 16))
+    assert (whole, routing) == (by_hand(5, 16, 32, 2, sparse=1) + router + experts, router)
+
+
+def test_padding_is_taken_off():
+    # 257 tokens · 2 = 514 pairs of 4 experts are padded to multiples of 8
+    tokens, moe = torch.randn(1, 257, 16), layer()
+    plan, _ = moe.eval().router(tokens)
+    assert (
+        isinstance(plan, SparsePlan)
+        and len(plan.order) > 514
+        and padding_of(plan) == 1 - 514 / len(plan.order)
+    )
+    whole, routing = flops_per_image(moe, tokens)
+    assert routing == 2 * 257 * 16 * 4 and whole == pytest.approx(
+        routing + 257 * 2 * 2 * (2 * 16 * 16), abs=1e-6
+    )
+
+
+def test_the_grouped_product_counts_like_the_loop(monkeypatch):
+    tokens, moe = torch.randn(2, 40, 16), layer()
+    loop = flops_per_image(moe, tokens)
+    monkeypatch.setattr("moecore.nn.grouped._LOOPED_ROWS", 0)
+    assert flops_per_image(moe, tokens) == loop
+
+
+def test_routing_is_all_but_the_experts():
+    # soft slots, T = 12, E = 4, p = 3: scores, mixing and back are three products of 2·T·E·p·d; the
+    # experts see 4 · 3 rows
+    whole, routing = flops_per_image(
+        layer({"kind": "soft_slots", "slots": 3}), torch.randn(2, 12, 16)
+    )
+    assert routing == 3 * (2 * 12 * 4 * 3 * 16) and whole == routing + 12 * 2 * (2 * 16 * 16)
+    # an eigenbasis router projects every token onto all four bases of rank 8; its experts start
+    # from there: 8 → 16 → 16
+    eigen = {"kind": "eigen", "number": 4, "hidden_ratio": 1, "rank": 8}
+    whole, routing = flops_per_image(
+        layer({"kind": "noisy_top_k", "k": 1}, eigen), torch.randn(1, 12, 16)
+    )
+    assert routing == 2 * 12 * 16 * 4 and whole == routing + 12 * (
+        2 * 16 * 8 + 2 * 8 * 16 + 2 * 16 * 16
+    )
+
+
+def test_times_have_their_parts_and_leave_the_model_alone():
+    moe, tokens = layer().train(), torch.randn(2, 40, 16)
+    before, state = (
+        {name: value.clone() for name, value in moe.state_dict().items()},
+        torch.get_rng_state(),
+    )
+    found = watched_times(moe, lambda number: tokens, rounds=4, warm_up=1)
+    assert len(found) == 4 and all(0 < part.routing < part.whole for part in found)
+    assert len(plain_times(moe, lambda number: tokens, rounds=2)) == 2
+    assert moe.training and moe.router.training and torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in moe.state_dict().items())
+    assert all(parameter.grad is None for parameter in moe.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in moe.modules())
+
+
+def test_spans_are_read_at_both_ends():
+    ticks = iter(range(100))
+    moe = layer().eval()
+    with watched(moe, lambda: next(ticks)) as spans:
+        moe(torch.randn(1, 5, 16))
+    assert [(span.part, span.start, span.end) for span in spans] == [
+        ("experts", 1, 2),
+        ("layer", 0, 3),
+    ]

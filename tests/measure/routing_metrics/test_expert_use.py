@@ -1,0 +1,185 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moecore.core.files import UserError
+from moecore.core.records import RoutingRecord
+from moecore.measure.routing_metrics.chance import chance_overlap
+from moecore.measure.routing_metrics.eligibility import tail_of_probs, unchosen_mass
+from moecore.measure.routing_metrics.expert_use import (
+    agreement,
+    change_of_choice,
+    change_of_processing,
+    confidence,
+    expert_counts,
+    iou,
+    load_cv2,
+    normalised_entropy,
+    token_entropy,
+)
+from moecore.measure.routing_metrics.overlays import grid_of, overlays
+
+
+def masks(*rows: str) -> torch.Tensor:
+    """One image, one token a row, one expert a character."""
+    return torch.tensor([[[mark == "x" for mark in row] for row in rows]])
+
+
+def record(chosen: torch.Tensor, combine: torch.Tensor | None = None) -> RoutingRecord:
+    weights = chosen.float() if combine is None else combine
+    return RoutingRecord(weights, weights, weights, chosen, weights)
+
+
+def test_counts_by_hand():
+    assert expert_counts(masks("xx..", "x.x.")).tolist() == [2, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "cv2", "entropy"),
+    [
+        ([5, 5, 5, 5], 0.0, 1.0),
+        ([20, 0, 0, 0], 3.0, 0.0),  # E − 1
+        ([10, 10, 0, 0], 1.0, 0.5),  # ln 2 / ln 4
+        (
+            [3, 1],
+            0.25,
+            (0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(2),
+        ),  # population: variance 1, mean 2
+        ([7], 0.0, 1.0),
+    ],
+)
+def test_load_and_entropy_by_hand(counts, cv2, entropy):
+    assert load_cv2(torch.tensor(counts)) == pytest.approx(cv2) and normalised_entropy(
+        torch.tensor(counts)
+    ) == pytest.approx(entropy)
+
+
+def test_unused_experts_all_over_are_refused():
+    for metric in (load_cv2, normalised_entropy):
+        with pytest.raises(UserError, match="no token"):
+            metric(torch.zeros(4, dtype=torch.long))
+
+
+def test_confidence_by_hand():
+    probs = torch.tensor([[[0.7, 0.1, 0.2, 0.0], [0.1, 0.3, 0.1, 0.5]]])
+    assert tuple(confidence(probs).model_dump().values()) == pytest.approx((0.6, 0.25, 0.15))
+    assert tuple(confidence(torch.ones(1, 2, 1)).model_dump().values()) == (1, 0, 0)
+
+
+def test_agreement_by_hand():
+    ours = torch.tensor([[[0.7, 0.3], [0.5, 0.5], [0.1, 0.9], [0.6, 0.4]]])
+    theirs = torch.tensor([[[0.6, 0.4], [0.9, 0.1], [0.8, 0.2], [0.4, 0.6]]])
+    assert agreement(ours, theirs) == 0.5  # the tie goes to expert 0
+    with pytest.raises(UserError, match="token by token"):
+        agreement(ours, theirs[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("xx..", "xx..", 1.0),
+        ("xx..", "x.x.", 1 / 3),
+        ("xx..", "..xx", 0.0),
+        ("....", "....", 1.0),
+        ("....", "x...", 0.0),
+        ("xx..", "x...", 0.5),
+    ],
+)
+def test_iou_by_hand(before, after, expected):
+    assert iou(masks(before), masks(after)) == pytest.approx(expected)
+
+
+def test_change_of_choice_and_of_processing_differ_under_capacity():
+    chosen, weights = (
+        masks("xx..", "x.x."),
+        torch.tensor([[[0.6, 0.4, 0, 0], [0.7, 0, 0, 0]]]),
+    )  # the second token lost expert 2
+    full = record(chosen)
+    assert change_of_choice([full], [record(chosen, weights)]) == [0.0]
+    assert change_of_processing([full], [record(chosen, weights)]) == [0.25]
+    assert change_of_choice((), ()) == []
+
+
+@given(st.integers(0, 10_000))
+def test_iou_is_symmetric_and_one_only_for_equal_sets(seed):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.rand(2, 3, 4, generator=generator) < 0.5 for _ in range(2))
+    assert iou(a, b) == iou(b, a) and 0 <= iou(a, b) <= 1 and iou(a, a) == 1
+    assert (iou(a, b) == 1) == torch.equal(a, b)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_overlays_skip_the_tokens_before_the_patches(prefix):
+    images = np.arange(16, dtype=np.uint8).reshape(1, 1, 4, 4)
+    combine = torch.zeros(1, prefix + 9, 12)
+    for patch in range(8):  # the last patch is dropped
+        combine[0, prefix + patch, patch + 3] = 0.5
+        combine[0, prefix + patch, 0] = 0.1
+    stored = overlays(images, (record(combine > 0, combine),))
+    assert stored.grids == ((("3 4 5", "6 7 8", "9 10 -"),),) and stored.experts == 12
+    assert grid_of(stored.grids[0][0]).tolist() == [[3, 4, 5], [6, 7, 8], [9, 10, -1]]
+    assert np.array_equal(stored.images(), images)
+
+
+def test_overlays_of_dense_models_and_of_no_images_are_empty():
+    images = np.zeros((2, 1, 4, 4), np.uint8)
+    assert overlays(images, ()).grids == ()
+    odd = torch.ones(0, 8, 2)
+    assert overlays(images[:0], (record(odd > 0, odd),)).grids == ()
+    with pytest.raises(UserError, match="square"):
+        overlays(images, (record(torch.ones(2, 8, 2) > 0),))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
+def test_load_and_entropy_have_bounds_that_collapse_and_balance_reach(counts):
+    experts, given_counts = len(counts), torch.tensor(counts)
+    assert (
+        -1e-12 <= load_cv2(given_counts) <= experts - 1 + 1e-9
+        and -1e-12 <= normalised_entropy(given_counts) <= 1 + 1e-12
+    )
+    one = torch.zeros(experts, dtype=torch.long)
+    one[experts // 2] = 7
+    assert load_cv2(one) == pytest.approx(experts - 1) and load_cv2(torch.full((experts,), 3)) == 0
+    # Slow: mean of squares / square of mean − 1.
+    mean = sum(counts) / experts
+    assert load_cv2(given_counts) == pytest.approx(
+        sum(c * c for c in counts) / experts / mean**2 - 1, abs=1e-9
+    )
+
+
+@given(st.integers(0, 10_000), st.integers(2, 7))
+def test_other_numbers_for_the_experts_change_no_metric_of_a_layer(seed, experts):
+    generator = torch.Generator().manual_seed(seed)
+    probs, other = (torch.rand(2, 5, experts, generator=generator).softmax(-1) for _ in range(2))
+    chosen, moved = (torch.rand(2, 5, experts, generator=generator) < 0.5 for _ in range(2))
+    chosen[0, 0, 0] = True
+    names = torch.randperm(experts, generator=generator)
+
+    def metrics(order):
+        a, b, mask, counts = (
+            probs[..., order],
+            other[..., order],
+            chosen[..., order],
+            expert_counts(chosen[..., order]),
+        )
+        shares = (
+            load_cv2(counts),
+            normalised_entropy(counts),
+            token_entropy(a),
+            agreement(a, b),
+            iou(mask, moved[..., order]),
+        )
+        return (
+            *shares,
+            *confidence(a).model_dump().values(),
+            tail_of_probs(a, 2),
+            unchosen_mass(a, mask),
+            chance_overlap(mask, moved[..., order]),
+        )
+
+    assert metrics(names) == pytest.approx(metrics(torch.arange(experts)))
+    assert torch.equal(expert_counts(chosen[..., names]), expert_counts(chosen)[names])

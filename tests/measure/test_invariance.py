@@ -1,0 +1,173 @@
+"""IMED and class maps on the digits, for models of one token and of many."""
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+
+from moecore.data.prepared import evenly_spread
+from moecore.data.views.transforms import TRANSFORMS, drawn_affines
+from moecore.measure import invariance
+from moecore.measure.base import Subject, at_once
+from moecore.measure.invariance import NOTES, Invariance, note_of
+from moecore.measure.routing_metrics.imed import mean_imed
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.single_layer import SingleLayer
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.layers.moe import MoE
+from moecore.nn.predict import predictions
+from moecore.nn.routers.hash import Hash
+from tests.measure.subjects import built, digits, measured_twice
+from tests.routed import KINDS, METHODS, tiny
+
+SETTINGS = Invariance(images=40, batch=30, seed=5)
+MOE = {
+    "router": {"kind": "noisy_top_k", "k": 1},
+    "experts": {"kind": "mlp", "number": 6, "hidden_ratio": 0.1},
+}
+MODELS = {
+    "single": (SingleLayer(), MoE(**MOE, blocks=[0])),
+    "vit": (Vit(patch=6, width=16, depth=2, heads=2), MoE(**MOE, blocks=[0, 1])),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return digits(tmp_path_factory.mktemp("invariance"))
+
+
+@pytest.fixture(scope="module")
+def vit(data):
+    return built(*MODELS["vit"], data, 5)
+
+
+@pytest.fixture(scope="module")
+def results(data, vit):
+    single = built(*MODELS["single"], data, 5)
+    return {
+        name: measured_twice(invariance.measure, Subject(model, data), SETTINGS)
+        for name, model in {"single": single, "vit": vit}.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def images(data):
+    return data.test.images[evenly_spread(60, 40)]
+
+
+@pytest.mark.parametrize(("name", "layers"), [("single", 1), ("vit", 2)])
+def test_every_transform_has_its_distances_and_every_class_its_map(results, name, layers):
+    found = results[name]
+    assert found.images == 40
+    assert [row.name for row in found.transforms] == list(TRANSFORMS)
+    assert found.grid == (2, 3)
+    for row in found.transforms:
+        assert 0 <= row.d_low < row.d < row.d_high
+        assert 0 <= row.d2_low < row.d2 < row.d2_high
+        # the mean's square is at most the mean of squares
+        assert 0 < row.d**2 <= row.d2 <= 1 / np.pi
+    maps = np.array(found.class_maps)
+    assert maps.shape == (10, layers, 6)
+    np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-6)
+
+
+def test_the_means_stand_by_key_too(results):
+    found = results["single"]
+    assert list(found.d.values()) == [row.d for row in found.transforms]
+    assert list(found.d2.values()) == [row.d2 for row in found.transforms]
+    assert list(found.d2)[2:7:2] == ["rotation_15", "scaling_0_8", "translation_0_0_1"]
+
+
+def test_both_models_saw_the_same_draws_and_they_are_kept(results):
+    single, vit = results["single"].affines, results["vit"].affines
+    assert single == vit
+    assert list(single) == list(TRANSFORMS)
+    kept = np.frombuffer(base64.b64decode(single["rotation 10"]), "<f8").reshape(40, 2, 3)
+    assert np.array_equal(kept, drawn_affines("rotation 10", 40, (12, 12), 5)[:, :2].numpy())
+
+
+def test_a_stronger_shear_moves_the_routing_further(results):
+    d = results["single"].d
+    assert d["shear_5"] < d["shear_15"] < d["scaling_0_5"]
+
+
+def test_a_dense_model_has_nothing_to_move(data):
+    dense = built(SingleLayer(), None, data, 5)
+    assert "no routing" in invariance.applies(Subject(dense, data))
+
+
+def test_the_identity_moves_nothing(vit, images):
+    _, clean = predictions(vit, images, 16)
+    still = {"still": torch.eye(3, dtype=torch.float64).expand(40, 3, 3)}
+    probs = invariance.probs_of(clean)
+    (row,) = invariance.distances(vit, images, probs, still, 16, at_once)
+    assert row.name == "still"
+    assert set(row.model_dump(exclude={"name"}).values()) == {0.0}
+
+
+def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(results, vit, images):
+    _, before = predictions(vit, images, 40)
+    drawn = drawn_affines("translation (0.1, 0.1)", 40, (12, 12), 5)
+    _, after = predictions(vit, invariance.moved(images, drawn, 7), 40)
+    d, d2 = mean_imed(invariance.probs_of(before), invariance.probs_of(after))
+    found = results["vit"]
+    assert found.d["translation_0_1_0_1"] == pytest.approx(float(d.mean()), rel=1e-4)
+    assert found.d2["translation_0_1_0_1"] == pytest.approx(float(d2.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(40, 40), (None, 60), (1000, 60), (1, 1)])
+def test_images_are_spread_over_the_split(number, expected):
+    where = evenly_spread(60, number)
+    assert len(where) == expected
+    assert (np.diff(where) > 0).all()
+    assert where[0] == 0
+    assert where[-1] == (59 if expected > 1 else 0)
+    assert expected < 2 or np.ptp(np.diff(where)) <= 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_runs_for_the_layer_of_every_method(data, name):
+    subject = Subject(tiny(name, ImageSpec.from_card(data.card)), data)
+    assert invariance.applies(subject) is None
+    found = invariance.measure(subject, SETTINGS, at_once)
+    assert [row.name for row in found.transforms] == list(TRANSFORMS)
+    assert np.array(found.class_maps).shape == (10, 2, 8)
+    for row in found.transforms:
+        assert 0 <= row.d_low <= row.d <= row.d_high
+        assert 0 < row.d**2 <= row.d2 <= 1 / np.pi
+    kind = METHODS[name].router.kind
+    noted = kind in ("hash", "teacher_routed", "expert_choice", "soft_slots")
+    assert (found.note is not None) == noted
+    assert found.note == NOTES.get(kind)
+    assert len(found.model_dump_json()) < 100_000
+
+
+def test_every_method_has_one_of_these_layers():
+    layers = [METHODS[name].moe for name in KINDS]
+    assert all(method.moe in layers for method in METHODS.values() if method.moe)
+    assert len(METHODS) >= 22
+
+
+def test_a_hash_of_the_position_never_moves(vit, images):
+    moe = vit.moe.model_copy(update={"router": Hash(k=2, by="position")})
+    fixed = vit.config.build(vit.image, moe)
+    clean = invariance.probs_of(predictions(fixed, images, 40)[1])
+    drawn = {"rotation 15": drawn_affines("rotation 15", 40, (12, 12), 5)}
+    (row,) = invariance.distances(fixed, images, clean, drawn, 40, at_once)
+    assert row.d_high == 0
+    assert "never moves" in note_of(moe.router)
+
+
+def test_a_note_stands_only_where_the_probs_do_not_decide():
+    teacher, own = METHODS["teacher_routed"].router, METHODS["vmoe"].router
+    assert note_of(teacher) == NOTES["teacher_routed"]
+    assert note_of(own) is None
+    assert note_of(teacher.model_copy(update={"inference": "student"})) is None
+
+
+def test_a_class_without_images_has_no_map(data, vit):
+    few = Invariance(images=2, seed=5)
+    maps = invariance.measure(Subject(vit, data), few, at_once).class_maps
+    assert {len(set(layer)) > 1 for of_class in maps for layer in of_class} == {True, False}
+    assert (None,) * 6 in [of_class[0] for of_class in maps]

@@ -1,0 +1,185 @@
+"""Robustness on the digits, of a sparse and a dense model under every kind of attack."""
+
+import pytest
+import torch
+
+from moecore.core.files import UserError
+from moecore.measure import robustness as module
+from moecore.measure.base import Skipped, Subject, at_once, read_result
+from moecore.measure.robustness import Result, Robustness, measure, refuse
+from moecore.measure.under_attack.curves import run_of, unpacked
+from stages import robustness as stage
+from tests.attacks.models import CLASSES, SETS, YEARS
+from tests.measure.trained import MODELS, in_run, write_digits, write_models
+
+SETTINGS = Robustness(
+    images=25,
+    epsilons=(0.2, 0.05),
+    batch=10,
+    seed=5,
+    audit={"images": 12, "steps": 4},
+    attacks=(
+        {"kind": "fgsm"},
+        {"kind": "pgd", "steps": 4},
+        {"kind": "pgd", "steps": 4, "objective": "balance", "group": 10},
+        {"kind": "pgd", "steps": 4, "objective": "routing_change"},
+        {"kind": "apgd", "steps": 8},
+        {"kind": "apgd_reference", "steps": 8, "loss": "dlr"},
+        {"kind": "square", "queries": 20},
+    ),
+)
+NAMES = [
+    "fgsm",
+    "pgd-4",
+    "pgd-balance-10-4",
+    "pgd-routing_change-4",
+    "apgd-8",
+    "apgd_reference-dlr-8",
+    "square-20",
+]
+ROWS = len(NAMES) * 3
+IDLE = "the model has no MoE layer whose routing could change"
+RESULT = "artifacts/measured/robustness/pretrain/vit/0.json"
+
+
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory):
+    """Both models, and the folder they lie in."""
+    folder = tmp_path_factory.mktemp("robustness")
+    data = write_digits(folder)
+    models = write_models(folder, data)
+    return folder, {name: Subject(model, data) for name, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def results(subjects) -> dict[str, Result]:
+    return {name: measure(subject, SETTINGS, at_once) for name, subject in subjects[1].items()}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_attack_has_its_curve(results, name):
+    found = results[name]
+    assert found.images == 25 and list(found.attacks) == NAMES and 0.3 < found.clean_score <= 1
+    for rows in run_of(found.attacks).values():
+        assert [row.epsilon for row in rows] == [0, 0.05, 0.2]
+        assert rows[0].score == found.clean_score and rows[0].unchanged_images == 1
+        for row in rows:
+            assert row.score == int(unpacked(found.task, row, 25).sum()) / 25
+            assert row.low <= row.score <= row.high and row.score <= found.clean_score
+            layers = 2 if name == "vit" else 0
+            assert len(row.routing_change) == len(row.processing_change) == layers
+            assert row.loss > 0
+    assert found.score_at_largest_epsilon["pgd-4"] < found.clean_score
+
+
+def test_the_worst_case_is_over_all_attacks(results):
+    found = results["vit"]
+    for index, row in enumerate(found.worst_case):
+        hits = torch.stack(
+            [unpacked(found.task, rows[index], 25) for rows in found.attacks.values()]
+        )
+        assert torch.equal(unpacked(found.task, row, 25), hits.all(dim=0))
+        assert row.score <= hits.double().mean(dim=1).min() + 1e-9
+        assert row.epsilon == [0, 0.05, 0.2][index] and row.low <= row.score <= row.high
+
+
+def test_routing_change_is_nothing_when_clean_and_most_where_it_is_the_aim(results):
+    curves = results["vit"].attacks
+    assert all(rows[0].routing_change == (0, 0) for rows in curves.values())
+    moved = {name: sum(rows[-1].routing_change) for name, rows in curves.items()}
+    assert moved["pgd-routing_change-4"] > moved["pgd-4"] > 0
+
+
+def test_the_attack_on_routing_is_skipped_for_a_dense_model_and_nothing_else(results):
+    curves = results["dense"].attacks
+    skipped = {name: rows for name, rows in curves.items() if isinstance(rows, Skipped)}
+    assert skipped == {"pgd-routing_change-4": Skipped(skipped=IDLE)}
+    balanced = curves["pgd-balance-10-4"][1].loss
+    assert balanced == pytest.approx(curves["pgd-4"][1].loss, rel=1e-4)
+    assert not [rows for rows in results["vit"].attacks.values() if isinstance(rows, Skipped)]
+
+
+def test_the_audit_says_why_it_could_not_judge(results):
+    sparse, dense = ({line.name: line for line in results[name].audit} for name in MODELS)
+    assert list(sparse) == list(dense) and len(sparse) == 8
+    assert sparse["deterministic"].holds is True
+    assert [name for name, line in sparse.items() if line.holds is None] == []
+    assert [name for name, line in dense.items() if line.holds is None] == ["surrogate"]
+    assert "no MoE layer" in dense["surrogate"].text
+
+
+def test_a_result_is_read_back_as_it_was(results, tmp_path):
+    for found in results.values():
+        (tmp_path / "0.json").write_text(found.model_dump_json())
+        assert read_result(tmp_path / "0.json", Result, "robustness") == found
+
+
+def test_the_batch_plays_no_part(subjects, results):
+    found = measure(subjects[1]["vit"], SETTINGS.model_copy(update={"batch": 7}), at_once)
+    for name, rows in results["vit"].attacks.items():
+        assert [row.scores for row in found.attacks[name]] == [row.scores for row in rows]
+
+
+def test_survivors_alone_have_the_same_accuracy_and_no_routing(subjects, results):
+    only = SETTINGS.model_copy(update={"survivors": True})
+    found = measure(subjects[1]["vit"], only, at_once)
+    assert found.worst_case == results["vit"].worst_case and found.clean_score < 1
+    for name, rows in results["vit"].attacks.items():
+        assert [row.scores for row in found.attacks[name]] == [row.scores for row in rows]
+        assert all(row.routing_change == row.processing_change == () for row in found.attacks[name])
+
+
+def test_what_makes_no_sense_for_the_labels_is_refused():
+    pgd, dlr, square = ({"kind": "pgd"}, {"kind": "pgd", "objective": "dlr"}, {"kind": "square"})
+
+    def settings(*attacks, **changes):
+        return Robustness(epsilons=(0.1,), attacks=attacks, **changes)
+
+    refuse(settings(pgd, dlr, square, survivors=True), CLASSES)
+    refuse(settings(pgd, survivors=True), SETS)
+    allowed = "allowed: fgsm, pgd or apgd with objective task, balance or routing_change"
+    for attack, what in ((dlr, "pgd with objective dlr"), (square, "square")):
+        found = rf"attacks\[1\]: {what} needs classes, and these labels are real numbers; {allowed}"
+        with pytest.raises(UserError, match=found):
+            refuse(settings(pgd, attack), YEARS)
+        with pytest.raises(UserError, match=r"attacks\[1\]: .* several labels each; allowed"):
+            refuse(settings(pgd, attack), SETS)
+    with pytest.raises(UserError, match="survivors: found true, but .* never simply right"):
+        refuse(settings(pgd, survivors=True), YEARS)
+
+
+def test_the_same_attack_twice_is_refused():
+    with pytest.raises(ValueError, match="listed twice"):
+        Robustness(epsilons=(0.1,), attacks=({"kind": "pgd"}, {"kind": "pgd", "steps": 40}))
+
+
+def run_stage(subjects, patch, capsys, **changes) -> Result:
+    """What the stage writes of the sparse model."""
+    settings = SETTINGS.model_dump(mode="json") | changes
+    in_run(patch, subjects[0], robustness=settings)
+    stage.robustness("pretrain", "vit", 0)
+    assert "Audit of the attacks on pretrain vit seed 0" in capsys.readouterr().err
+    return read_result(subjects[0] / RESULT, Result, "robustness")
+
+
+def test_a_killed_stage_attacks_only_what_is_left(subjects, results, monkeypatch, capsys):
+    """Stopped at the fifth row and started again, it attacks 21 − 4 rows and ends the same.
+
+    With other settings nothing is taken over.
+    """
+    rows = []
+    row_of = module.row_of
+
+    def stopped(attack, target, clean, epsilon):
+        rows.append(epsilon)
+        if len(rows) == 5:
+            raise KeyboardInterrupt
+        return row_of(attack, target, clean, epsilon)
+
+    monkeypatch.setattr(module, "row_of", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(subjects, monkeypatch, capsys)
+    assert run_stage(subjects, monkeypatch, capsys) == results["vit"]
+    assert len(rows) == 5 + ROWS - 4
+    run_stage(subjects, monkeypatch, capsys, batch=7)
+    assert len(rows) == 5 + ROWS - 4 + ROWS

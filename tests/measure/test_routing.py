@@ -1,0 +1,193 @@
+"""Everything about the routing on the digits, for routers of every kind."""
+
+import numpy as np
+import pytest
+import torch
+
+from moecore.data.loader import generator_for
+from moecore.data.prepared import evenly_spread
+from moecore.data.views.views import make_views
+from moecore.measure import routing
+from moecore.measure.base import Subject, at_once
+from moecore.measure.routing import PRESETS, Routing
+from moecore.measure.routing_metrics.consistency import match_ratios
+from moecore.measure.routing_metrics.layer_use import layer_use
+from moecore.measure.routing_metrics.sweeps import Sweeps
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.correspondence import paired
+from moecore.nn.predict import predictions
+from tests.measure.subjects import digits, measured_twice
+from tests.routed import tiny
+
+SETTINGS = Routing.model_validate(
+    {
+        "images": 40,
+        "batch": 30,
+        "overlays": 1,
+        "seed": 4,
+        "views": {"crop": {"scale": [0.7, 1.0]}},
+        "augmentations": ["noise", "flip", {"name": "mine", "views": {"shift": 1}, "noise": 0.02}],
+        "augmentation_images": 15,
+        "sweeps": {"k": [1, 2, 9], "threshold": [0.3, 0.5], "images": 20},
+    }
+)
+NAMES = ("vmoe", "ermoe", "soft_moe", "expert_choice", "teacher_routed", "hash_moe")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return digits(tmp_path_factory.mktemp("routing"))
+
+
+@pytest.fixture(scope="module")
+def models(data):
+    image = ImageSpec.from_card(data.card)
+    return {name: tiny(name, image) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def images(data):
+    return data.test.images[evenly_spread(60, 40)]
+
+
+@pytest.fixture(scope="module")
+def results(data, models):
+    found = {}
+    for name, model in models.items():
+        subject = Subject(model, data, getattr(model, "guide", None))
+        found[name] = measured_twice(routing.measure, subject, SETTINGS)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_has_every_measurement(results, name):
+    found = results[name]
+    assert found.images == 40 and len(found.layers) == 2
+    assert [row.name for row in found.augmentations] == ["noise", "flip", "mine"]
+    for row in (*found.layers, found, *found.augmentations):
+        assert (
+            0 <= row.match_top2_ordered <= min(row.match_top1, row.match_top2_sets) <= 1
+            and 0 <= row.chosen_iou <= 1
+        )
+        assert 0 < row.chance_iou <= 1 and 0 < row.independent_top1 <= 1
+    for layer in found.layers:
+        assert (
+            0 <= layer.load_cv2 <= 7
+            and 0 <= layer.entropy <= 1
+            and sum(layer.load) == pytest.approx(1)
+        )
+        assert layer.processed_load_cv2 == layer.load_cv2 and layer.processed_share == 1, (
+            "evaluation drops nothing"
+        )
+        if name not in (
+            "expert_choice",
+            "teacher_routed",
+        ):  # where others decide, a token need not get its best experts
+            assert 0 <= layer.unchosen_mass <= 1 - layer.experts_per_token / 8 + 1e-6
+    assert found.chance.match_top1 == 1 / 8 and found.chance.match_top2_sets == pytest.approx(
+        1 / 28
+    )
+    sweeps = found.sweeps
+    assert [row.k for row in sweeps.k] == ([] if name == "soft_moe" else [1, 2])
+    assert [row.threshold for row in sweeps.threshold] == ([0.3, 0.5] if name == "ermoe" else [])
+
+
+def test_the_teacher_decides_and_is_compared(results):
+    assert 0 <= results["teacher_routed"].teacher_agreement <= 1
+    assert results["vmoe"].teacher_agreement is None
+
+
+def test_numbers_by_kind(results):
+    assert results["vmoe"].experts_per_token == 2 and results["soft_moe"].experts_per_token == 8
+    assert (
+        results["soft_moe"].chosen_iou == 1 == results["soft_moe"].chance_iou
+        and results["soft_moe"].tail_of_probs is None
+    )
+    assert 1 <= results["ermoe"].experts_per_token <= 2
+    assert results["ermoe"].fallback is not None
+    assert results["vmoe"].fallback is None
+    assert results["hash_moe"].tail_of_probs == 0 and results[
+        "vmoe"
+    ].chance.chosen_iou == pytest.approx(5 / 28)
+    vmoe = results["vmoe"]
+    assert vmoe.tail_of_probs == pytest.approx(vmoe.unchosen_mass), "noisy top-k chooses the best k"
+
+
+def test_all_models_saw_the_same_views(results):
+    draws = {tuple(row.draws for row in results[name].augmentations) for name in NAMES}
+    assert len(draws) == 1 and len(set(*draws)) == 3
+
+
+def test_a_dense_model_has_no_routing(data):
+    dense = tiny("dense", ImageSpec.from_card(data.card))
+    assert routing.applies(Subject(dense, data)) == "a dense model has no routing"
+
+
+def test_means_are_over_the_layers(results):
+    found = results["ermoe"]
+    assert found.match_top1 == pytest.approx(sum(row.match_top1 for row in found.layers) / 2)
+    assert found.fallback == pytest.approx(sum(row.fallback for row in found.layers) / 2)
+
+
+def test_the_matches_of_the_views_by_hand(models, images, results):
+    model, pixels = models["vmoe"], torch.from_numpy(np.array(images))
+    views = [make_views(pixels, SETTINGS.views, generator_for(4, 0, number)) for number in (0, 1)]
+    pixels, affines = (torch.cat(both) for both in zip(*views, strict=True))
+    _, records = predictions(model, pixels, 80)
+    for record, layer in zip(records, results["vmoe"].layers, strict=True):
+        ratios = match_ratios(*paired(record.probs, affines, model.layout, False))
+        matches = [layer.match_top1, layer.match_top2_ordered, layer.match_top2_sets]
+        assert matches == pytest.approx(list(ratios))
+
+
+def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, results):
+    where = evenly_spread(60, 40)[evenly_spread(40, 20)]
+    logits, records = predictions(models["ermoe"], data.test.images[where], 20)
+    labels = torch.from_numpy(data.test.labels[where])
+    found = results["ermoe"].sweeps
+    for own in (found.k[1], found.threshold[1]):
+        assert own.own
+        assert own.score == float((logits.argmax(1) == labels).double().mean())
+        assert own.layers[0].load_cv2 == pytest.approx(layer_use(records[0], 0.5, 2).load_cv2)
+        assert own.fallback == pytest.approx(
+            sum(layer_use(record, 0.5, 2).fallback for record in records) / 2
+        )
+
+
+def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
+    settings = Routing(augmentations=("flip",), augmentation_images=15, seed=4, batch=8)
+    (alone,) = routing.augmented(models["vmoe"], images, settings, at_once)
+    assert alone.draws == results["vmoe"].augmentations[1].draws
+    assert alone.match_top1 == pytest.approx(results["vmoe"].augmentations[1].match_top1)
+
+
+def test_processed_and_chosen_experts_are_told_apart():
+    record = predictions(
+        tiny("vmoe"),
+        np.zeros((2, 1, 8, 8), np.uint8) + np.arange(64, dtype=np.uint8).reshape(8, 8),
+        2,
+    )[1][0]
+    first = record.combine.argmax(-1, keepdim=True)
+    dropped = record._replace(
+        combine=torch.zeros_like(record.combine).scatter(-1, first, 1.0)
+    )  # each token lost its second expert
+    found, whole = layer_use(dropped, None, 2), layer_use(record, None, 2)
+    assert (
+        found.processed_share == 0.5 and found.load == whole.load and found.experts_per_token == 2
+    )
+    assert found.processed_load_cv2 != found.load_cv2 == whole.processed_load_cv2
+
+
+def test_settings():
+    assert Routing().sweeps == Sweeps() and "identity" not in PRESETS
+    with pytest.raises(ValueError, match="flip stands there twice"):
+        Routing(augmentations=("flip", {"name": "flip"}))
+    with pytest.raises(ValueError, match="augmentations"):
+        Routing(augmentations=("spin",))
+
+
+def test_no_overlays_where_none_are_wanted(models, images):
+    _, records = predictions(models["vmoe"], images, 40)
+    found = routing.shown(images, records, 0, models["vmoe"].layout)
+    assert found.shape == (0, 1, 12, 12)
+    assert found.grids == ()

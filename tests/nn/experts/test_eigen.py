@@ -1,0 +1,206 @@
+"""Eigen experts: W1 = U diag(s) Bᵀ, and QR that leaves their function alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import gelu
+
+from moecore.core.files import UserError
+from moecore.nn.bases import default_rank
+from moecore.nn.dispatch import Rows
+from moecore.nn.experts.eigen import Eigen
+from moecore.nn.experts.mlp import Mlp
+
+# expert 0 has rows 0 and 1, expert 1 none, expert 2 the others
+OFFSETS = torch.tensor([2, 2, 6], dtype=torch.int32)
+OF_ROW = [0, 0, 2, 2, 2, 2]
+
+
+def experts_of(width=8, seed=0, **settings):
+    """Experts in fp64 with every parameter drawn, so that none is 0 or 1 by chance of the start."""
+    torch.manual_seed(seed)
+    experts = Eigen(number=3, **settings).build(width).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    return experts
+
+
+def first_map(experts):
+    """W1 (E, h, d), as the paper writes it: U diag(s) Bᵀ."""
+    return experts.up.mT @ torch.diag_embed(experts.scale) @ experts.basis.mT
+
+
+def off_orthonormal(basis):
+    """The largest entry of |BᵀB − I|."""
+    return (basis.mT @ basis - torch.eye(basis.shape[-1]).to(basis)).abs().max().item()
+
+
+@pytest.mark.parametrize("factored", [False, True])
+def test_each_expert_is_its_own_mlp_of_w1_and_w2(factored):
+    experts = experts_of(rank=4, hidden_ratio=2.0, factored_output=factored)
+    rows = torch.randn(6, 8, dtype=torch.float64)
+    outputs = experts(Rows(rows, OFFSETS))
+    for row, e in enumerate(OF_ROW):
+        hidden = gelu(first_map(experts)[e] @ rows[row] + experts.up_bias[e])
+        if factored:
+            inner = experts.down_inner[e].T @ hidden
+        else:
+            inner = hidden
+        torch.testing.assert_close(outputs[row], experts.down[e].T @ inner + experts.down_bias[e])
+
+
+def test_rows_that_are_projected_give_the_same():
+    experts = experts_of(rank=4)
+    rows = torch.randn(6, 8, dtype=torch.float64)
+    projected = torch.stack([experts.basis[e].T @ row for e, row in zip(OF_ROW, rows, strict=True)])
+    torch.testing.assert_close(
+        experts(Rows(projected, OFFSETS, projected=True)), experts(Rows(rows, OFFSETS))
+    )
+
+
+def test_start():
+    # Entries of both maps have std 0.02, as the plain mlp's; B has orthonormal columns; s is 1,
+    # biases are 0.
+    for factored in (False, True):
+        experts = Eigen(number=4, rank=32, hidden_ratio=3.0, factored_output=factored).build(96)
+        if factored:
+            second = experts.down_inner @ experts.down
+        else:
+            second = experts.down
+        assert first_map(experts).std().item() == pytest.approx(0.02, rel=0.05)
+        assert second.std().item() == pytest.approx(0.02, rel=0.05)
+        assert off_orthonormal(experts.basis) < 1e-5
+        assert (
+            (experts.scale == 1).all() and not experts.up_bias.any() and not experts.down_bias.any()
+        )
+        assert not torch.equal(experts.basis[0], experts.basis[1])
+        assert experts.up.shape == (4, 32, 288) and second.shape == (4, 288, 96)
+
+
+def test_default_rank_and_its_saving():
+    # 768·2/3 = 512 exactly; 64·2/3 = 42.7 down to 40; 12·2/3 = 8; never below 8, above 512 or above
+    # the width.
+    assert [default_rank(width) for width in (768, 64, 12, 8, 5, 1024)] == [512, 40, 8, 8, 5, 512]
+    # V-MoE of table S2: 6 layers of 8 experts, 284.9 million parameters. With both maps factored at
+    # rank 512 each map of an expert has 512·(768 + 3072) instead of 768·3072 weights, so
+    # 48·2·393216 = 37.7 million fewer (and 48·512 scales): 247.2.
+    count = lambda experts: sum(parameter.numel() for parameter in experts.parameters())
+    with torch.device("meta"):
+        plain = Mlp().build(768)
+        eigen = Eigen(factored_output=True).build(768)
+    saved = 6 * (count(plain) - count(eigen))
+    assert saved == 48 * (2 * 393216 - 512) and round(284.9 - saved / 1e6, 1) == 247.2
+
+
+def test_rank_above_the_width_is_refused():
+    with pytest.raises(UserError, match="experts.rank is 9, but tokens are 8 wide"):
+        Eigen(rank=9).build(8)
+    assert Eigen(rank=8).build(8).basis.shape == (8, 8, 8)
+    assert Eigen.provides == {"basis"}
+
+
+@pytest.mark.parametrize("factored", [False, True])
+def test_double_precision_gradients(factored):
+    experts = experts_of(width=4, rank=2, hidden_ratio=1.0, factored_output=factored)
+    rows = torch.randn(6, 4, dtype=torch.float64)
+    names = [name for name, _ in experts.named_parameters()]
+
+    def outputs(rows, *parameters):
+        return torch.func.functional_call(
+            experts, dict(zip(names, parameters, strict=True)), (Rows(rows, OFFSETS),)
+        )
+
+    assert torch.autograd.gradcheck(outputs, (rows.requires_grad_(), *experts.parameters()))
+
+
+def test_reorthonormalising_by_hand():
+    # B = [[2, 2], [0, 1]]: Q = I and R = [[2, 2], [0, 1]], both with positive diagonal. With
+    # s = (1, −3), Uᵀ = [[3, 0], [0, 4]] the new diag(s)Uᵀ is R [[3, 0], [0, −12]] = [[6, −24], [0,
+    # −12]]. Its rows have lengths 6·sqrt(17) and 12, U's had 3 and 4: s = (2·sqrt(17), −3), since s
+    # keeps its sign, and Uᵀ's rows are the new ones over that: (6, −24)/(2·sqrt(17)), (0, 4).
+    experts = Eigen(number=2, rank=2, hidden_ratio=1.0).build(2)
+    for name, value in {
+        "basis": [[2.0, 2], [0, 1]],
+        "scale": [1.0, -3],
+        "up": [[3.0, 0], [0, 4]],
+    }.items():
+        getattr(experts, name).data = torch.tensor([value, value])
+    experts.reorthonormalise()
+    root = 17**0.5
+    for e in range(2):
+        torch.testing.assert_close(experts.basis[e], torch.eye(2))
+        torch.testing.assert_close(experts.scale[e], torch.tensor([2 * root, -3.0]))
+        torch.testing.assert_close(
+            experts.up[e], torch.tensor([[3 / root, -12 / root], [0.0, 4.0]])
+        )
+
+
+@given(seed=st.integers(0, 999), rank=st.integers(1, 8), worst=st.floats(0, 8))
+@settings(max_examples=40, deadline=None)
+def test_reorthonormalising_leaves_the_function_and_is_done_after_once(seed, rank, worst):
+    experts = experts_of(rank=rank, seed=seed).float()
+    # condition numbers up to 1e8: the columns lean on the first one, at lengths that differ
+    with torch.no_grad():
+        experts.basis[:] = experts.basis[..., :1] + experts.basis * torch.logspace(0, -worst, rank)
+    rows = torch.randn(6, 8)
+    before = first_map(experts.double())
+    outputs = experts(Rows(rows.double(), OFFSETS))
+    experts.float().reorthonormalise()
+    once = {name: value.clone() for name, value in experts.state_dict().items()}
+    assert off_orthonormal(experts.basis) < 1e-6
+    experts.reorthonormalise()
+    for name, value in experts.state_dict().items():
+        torch.testing.assert_close(value, once[name], atol=1e-5, rtol=1e-5)
+    experts.double()
+    torch.testing.assert_close(
+        first_map(experts), before, atol=1e-5 * before.abs().max().item(), rtol=0
+    )
+    torch.testing.assert_close(
+        experts(Rows(rows.double(), OFFSETS)),
+        outputs,
+        atol=1e-5 * outputs.abs().max().item(),
+        rtol=0,
+    )
+
+
+def test_an_orthonormal_basis_stays_as_it_is():
+    # Householder's QR by itself gives columns of the opposite sign.
+    experts = Eigen(number=3, rank=4).build(8)
+    torch.nn.init.normal_(experts.scale)  # also negative ones
+    before = {name: value.clone() for name, value in experts.state_dict().items()}
+    experts.reorthonormalise()
+    for name, value in experts.state_dict().items():
+        torch.testing.assert_close(value, before[name], atol=1e-6, rtol=1e-5)
+
+
+def test_columns_of_zeros():
+    # Expert 0: B's last column is 0, so the product's last column is 0 too: s = 0, and U keeps its
+    # direction.
+    # Expert 1: B's first two columns are equal; QR fills in a direction that nothing uses.
+    # Expert 2: U's last column is 0; s stays, or gradients could never leave s = 0 beside U = 0.
+    experts = experts_of(rank=3)
+    with torch.no_grad():
+        experts.basis[0, :, 2] = 0
+        experts.basis[1, :, 1] = experts.basis[1, :, 0]
+        experts.up[2, 2] = 0
+    before = first_map(experts)
+    up = experts.up.clone()
+    scale = experts.scale.clone()
+    experts.reorthonormalise()
+    torch.testing.assert_close(first_map(experts), before)
+    assert off_orthonormal(experts.basis) < 1e-12
+    assert experts.scale[0, 2] == 0 and torch.equal(experts.up[0, 2], up[0, 2])
+    assert experts.scale[2, 2] == scale[2, 2] and not experts.up[2, 2].any()
+    assert all(parameter.isfinite().all() for parameter in experts.parameters())
+
+
+def test_a_column_of_u_that_was_zero_and_is_not_any_more():
+    # R mixes later columns into earlier ones: U's first column was 0 and gets some of the second.
+    experts = experts_of(rank=2)
+    with torch.no_grad():
+        experts.up[:, 0] = 0
+    before = first_map(experts)
+    experts.reorthonormalise()
+    torch.testing.assert_close(first_map(experts), before)
+    torch.testing.assert_close(experts.up[:, 0].norm(dim=-1), torch.ones(3, dtype=torch.float64))

@@ -1,0 +1,605 @@
+"""The eigenbasis router: scores, thresholded choice, and projections that it shares with the
+experts.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch.nn.functional import gelu
+from torch.utils.flop_counter import FlopCounterMode
+
+from moecore.core.files import UserError
+from moecore.core.records import RoutingContext
+from moecore.nn.dispatch import SparsePlan, padding
+from moecore.nn.experts.eigen import Eigen
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.moe import MoELayer
+from moecore.nn.routers.eigenbasis import (
+    Eigenbasis,
+    ProjectedPlan,
+    cosine,
+    project,
+    project_contexts,
+)
+
+CONTEXTS = ["tokens", "attention_output", "learned"]
+
+
+def layer_of(width=8, number=4, rank=5, seed=0, own=False, factored=False, **router):
+    """A layer in fp64 whose parameters are all drawn, so that no score or scale is special."""
+    torch.manual_seed(seed)
+    if own:
+        experts = Mlp(number=number, hidden_ratio=1.5)
+    else:
+        experts = Eigen(number=number, rank=rank, hidden_ratio=1.5, factored_output=factored)
+    settings = Eigenbasis(rank=rank if own else None, **router)
+    lends = experts.provides
+    experts = experts.build(width)
+    layer = MoELayer(
+        settings.build(width, number, None if own else experts.basis),
+        experts,
+        settings.wants,
+        lends,
+    ).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    return layer
+
+
+def inputs_of(batch=2, tokens=6, width=8, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=dtype)
+    values = draw(batch, tokens, width)
+    return values, RoutingContext(
+        attention=(2 * draw(batch, tokens, tokens)).softmax(-1),
+        attended=values + draw(batch, tokens, width),
+    )
+
+
+def slow_choice(scores, k, threshold, selection):
+    """The chosen experts of one token's scores, a list: the definitions, word by word."""
+    order = sorted(range(len(scores)), key=lambda e: (-scores[e], e))
+    above = [e for e in order if scores[e] > threshold]
+    if selection == "literal":
+        if len(above) >= k:
+            return above[:k]
+        return order[:k]
+    if above:
+        return above[: min(k, len(above))]
+    return order[:k]
+
+
+def slow_layer(layer, tokens, context):
+    """Outputs and scores of a layer of eigen experts, token by token and expert by expert."""
+    router = layer.router
+    experts = layer.experts
+    outputs = []
+    scores = []
+    for image in range(len(tokens)):
+        for place, x in enumerate(tokens[image]):
+            of_token = []
+            for e, basis in enumerate(experts.basis if router.basis is None else router.basis):
+                if router.config.context == "learned":
+                    v = router.target[e]
+                else:
+                    mixed = sum(
+                        a * t
+                        for a, t in zip(context.attention[image, place], tokens[image], strict=True)
+                    )
+                    v = basis.T @ (
+                        mixed
+                        if router.config.context == "tokens"
+                        else context.attended[image, place]
+                    )
+                u = basis.T @ x
+                of_token.append((u @ v) / (u.norm() * v.norm()))
+            chosen = slow_choice(
+                [s.item() for s in of_token],
+                router.config.k,
+                router.config.threshold,
+                router.config.selection,
+            )
+            weights = [of_token[e].clamp_min(1e-6) for e in chosen]
+            parts = [
+                w / sum(weights) * slow_expert(experts, e, x)
+                for w, e in zip(weights, chosen, strict=True)
+            ]
+            outputs.append(sum(parts))
+            scores.append(torch.stack(of_token))
+    return torch.stack(outputs).view_as(tokens), torch.stack(scores).view(*tokens.shape[:2], -1)
+
+
+def slow_expert(experts, e, x):
+    if isinstance(getattr(experts, "basis", None), torch.Tensor):
+        first = experts.up[e].T @ torch.diag(experts.scale[e]) @ experts.basis[e].T
+    else:
+        first = experts.up[e].T
+    hidden = gelu(first @ x + experts.up_bias[e])
+    if getattr(experts, "down_inner", None) is None:
+        inner = hidden
+    else:
+        inner = experts.down_inner[e].T @ hidden
+    return experts.down[e].T @ inner + experts.down_bias[e]
+
+
+def by_hand(*scores, **router):
+    """The record of one token with these scores."""
+    settings = Eigenbasis(**router)
+    return settings.build(8, len(scores)).decide(torch.tensor([[scores]]))[2]
+
+
+def test_score_by_hand():
+    # Expert 0 sees axes 0 and 1, expert 1 axes 1 and 2. Token 0 = (1, 0, 1), token 1 = (3, 4, 0);
+    # token 0 attends to itself by ¾
+    # and to token 1 by ¼: c = (3/4 + 3/4, 1, 3/4) = (3/2, 1, 3/4).
+    # Expert 0: cos((1, 0), (3/2, 1)) = 1.5/sqrt(3.25). Expert 1: cos((0, 1),
+    # (1, 3/4)) = 0.75/sqrt(1 + 9/16) = 0.6.
+    # Token 1 attends to itself only: 1 and 1.
+    eye = torch.eye(3)
+    basis = torch.stack([eye[:, :2], eye[:, 1:]])
+    tokens = torch.tensor([[[1.0, 0, 1], [3, 4, 0]]])
+    attention = torch.tensor([[[0.75, 0.25], [0, 1]]])
+    router = Eigenbasis(k=1).build(3, 2, basis)
+    plan, record = router(tokens, RoutingContext(attention=attention, basis=basis))
+    torch.testing.assert_close(record.logits, torch.tensor([[[1.5 / 3.25**0.5, 0.6], [1, 1]]]))
+    # The rows of expert 0: token 0 on axes 0, 1, then token 1 (a tie goes to the lowest index).
+    # Expert 1 has none.
+    rows = plan.dispatch(tokens)
+    assert (
+        rows.projected
+        and rows.values.tolist() == [[1, 0], [3, 4]]
+        and rows.offsets.tolist() == [2, 2]
+    )
+    # The attention's output instead, for token 1 with (3, 4) and (4, 0). c = (0, 1, 0): cos((3, 4),
+    # (0, 1)) = 0.8, cos((4, 0), (1, 0)) = 1. c = (0, 0, 5): Bᵀc = (0, 0) scores 0, cos((4, 0),
+    # (0, 5)) = 0. c = (3, 0, 0): cos((3, 4), (3, 0)) = 0.6, and (0, 0) again.
+    for attended, expected in (
+        ((0.0, 1, 0), (0.8, 1.0)),
+        ((0.0, 0, 5), (0.0, 0.0)),
+        ((3.0, 0, 0), (0.6, 0.0)),
+    ):
+        router = Eigenbasis(context="attention_output").build(3, 2, basis)
+        record = router(
+            tokens[:, 1:], RoutingContext(attended=torch.tensor([[attended]]), basis=basis)
+        )[1]
+        torch.testing.assert_close(record.logits.flatten(), torch.tensor(expected))
+
+
+def test_learned_context_by_hand():
+    # The brain model: cos(Bᵀx, ψ). Bᵀx = (3, 4) for expert 0 and (4, 0) for expert 1; ψ = (2, 0)
+    # and (−1, 1): 0.6 and −1/sqrt 2.
+    eye = torch.eye(3)
+    basis = torch.stack([eye[:, :2], eye[:, 1:]])
+    router = Eigenbasis(context="learned").build(3, 2, basis)
+    router.target.data = torch.tensor([[2.0, 0], [-1, 1]])
+    record = router(torch.tensor([[[3.0, 4, 0]]]), RoutingContext(basis=basis))[1]
+    torch.testing.assert_close(record.logits.flatten(), torch.tensor([0.6, -(0.5**0.5)]))
+
+
+def test_prune_by_hand():
+    # A = {1, 3} of scores (0.1, 0.6, 0.4, 0.9): experts 3 and 1 with 0.9/1.5 and 0.6/1.5. probs:
+    # scores over their sum, 2.
+    record = by_hand(0.1, 0.6, 0.4, 0.9)
+    torch.testing.assert_close(record.combine.flatten(), torch.tensor([0, 0.4, 0, 0.6]))
+    torch.testing.assert_close(record.probs.flatten(), torch.tensor([0.05, 0.3, 0.2, 0.45]))
+    assert torch.equal(record.load, record.chosen.float())
+    # A = {3}: that one alone, although k = 2. At T itself an expert is not eligible.
+    for second in (0.4, 0.5):
+        record = by_hand(0.1, second, 0.4, 0.9)
+        assert record.combine.flatten().tolist() == [
+            0,
+            0,
+            0,
+            1,
+        ] and record.chosen.flatten().tolist() == [False, False, False, True]
+    # A empty: the global best two, 0.4/0.7 and 0.3/0.7.
+    torch.testing.assert_close(
+        by_hand(0.1, 0.4, 0.3, -0.9).combine.flatten(), torch.tensor([0, 4 / 7, 3 / 7, 0])
+    )
+    # A of three with k = 2: the best two.
+    torch.testing.assert_close(
+        by_hand(0.6, 0.7, 0.8, 0.1).combine.flatten(), torch.tensor([0, 7 / 15, 8 / 15, 0])
+    )
+
+
+def test_scores_that_are_clamped():
+    # Fallback with 0.5 and −0.3: −0.3 counts 1e-6. All clamped: both chosen get ½, all probs ¼.
+    # Both sum to 1.
+    record = by_hand(-0.3, 0.5, -0.9, -0.9)
+    torch.testing.assert_close(record.combine.flatten(), torch.tensor([1e-6, 0.5, 0, 0]) / 0.500001)
+    record = by_hand(-0.3, 0.0, -0.9, -0.2)
+    assert (
+        record.combine.flatten().tolist() == [0, 0.5, 0, 0.5]
+        and record.probs.flatten().tolist() == [0.25] * 4
+    )
+    # the scores themselves are not
+    assert record.logits.flatten().tolist() == torch.tensor([-0.3, 0.0, -0.9, -0.2]).tolist()
+
+
+@given(st.integers(0, 999), st.integers(1, 4), st.floats(-1, 1, width=32))
+@settings(max_examples=60, deadline=None)
+def test_choice_is_the_definition_and_literal_is_the_global_top_k(seed, k, threshold):
+    # many ties
+    scores = (
+        torch.rand(2, 5, 4, generator=torch.Generator().manual_seed(seed))
+        .mul(8)
+        .round()
+        .sub(4)
+        .div(4)
+    )
+    best = torch.zeros_like(scores, dtype=torch.bool)
+    for selection in ("prune", "literal"):
+        record = (
+            Eigenbasis(k=k, threshold=threshold, selection=selection).build(8, 4).decide(scores)[2]
+        )
+        for place, token in enumerate(scores.flatten(0, 1).tolist()):
+            chosen = slow_choice(token, k, threshold, selection)
+            best.view(-1, 4)[place] = torch.zeros(4, dtype=torch.bool).index_fill_(
+                0, torch.tensor(chosen), True
+            )
+        assert torch.equal(record.chosen, best) and torch.equal(record.combine > 0, best)
+        torch.testing.assert_close(record.combine.sum(-1), torch.ones(2, 5))
+        torch.testing.assert_close(record.probs.sum(-1), torch.ones(2, 5))
+    # Algorithm 1 as printed ignores the threshold: the same as with any other one.
+    other = Eigenbasis(k=k, threshold=-threshold, selection="literal").build(8, 4).decide(scores)[2]
+    assert all(torch.equal(a, b) for a, b in zip(record, other, strict=True))
+
+
+@pytest.mark.parametrize("selection", ["prune", "literal"])
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(("own", "factored"), [(False, False), (False, True), (True, False)])
+def test_layer_and_its_gradients_are_those_of_the_slow_reference(selection, context, own, factored):
+    layer = layer_of(own=own, factored=factored, selection=selection, context=context)
+    tokens, given_ = inputs_of()
+    leaves = [
+        tokens.requires_grad_(),
+        given_.attention.requires_grad_(),
+        given_.attended.requires_grad_(),
+        *layer.parameters(),
+    ]
+    outputs, (record,) = layer(tokens, given_)
+    expected, scores = slow_layer(layer, tokens, given_)
+    torch.testing.assert_close(record.logits, scores)
+    torch.testing.assert_close(outputs, expected)
+    # some tokens have one eligible expert, some two, some none
+    if selection == "prune" and context == "tokens":
+        assert (
+            (record.chosen.sum(-1) == 1).any()
+            and ((scores > 0.5).sum(-1) >= 2).any()
+            and (scores.amax(-1) <= 0.5).any()
+        )
+    towards = torch.randn_like(outputs)
+    ours, theirs = (
+        torch.autograd.grad((values * towards).sum(), leaves, allow_unused=True)
+        for values in (outputs, expected)
+    )
+    for name, first, second in zip(
+        ["tokens", "attention", "attended", *dict(layer.named_parameters())],
+        ours,
+        theirs,
+        strict=True,
+    ):
+        zeros = [torch.zeros(()) if gradient is None else gradient for gradient in (first, second)]
+        assert (zeros[0].any() == zeros[1].any()).item(), name
+        if zeros[1].any():
+            torch.testing.assert_close(first, second, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_double_precision_gradients_through_scores_and_projections():
+    # everything eligible: the choice of two does not flip
+    layer = layer_of(width=3, number=3, rank=2, threshold=-1.0)
+    tokens, given_ = inputs_of(batch=1, tokens=3, width=3)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def outputs(tokens, attention, *parameters):
+        return torch.func.functional_call(
+            layer,
+            dict(zip(names, parameters, strict=True)),
+            (tokens, RoutingContext(attention=attention)),
+        )[0]
+
+    assert torch.autograd.gradcheck(
+        outputs, (tokens.requires_grad_(), given_.attention.requires_grad_(), *layer.parameters())
+    )
+
+
+def test_projections_are_linear_in_the_context_and_the_cheaper_product_is_taken():
+    # T = 2, d = 8, E·r = 12: per token T·d + d·E·r = 112 or T·E·r = 24 products. T = 20, d = 3,
+    # E·r = 8: 60 + 24 or 160.
+    for length, width, number, rank, cheaper in ((2, 8, 4, 3, 24), (20, 3, 4, 2, 84)):
+        tokens = inputs_of(3, length, width)[0]
+        attention = inputs_of(3, length, width)[1].attention
+        basis = torch.randn(number, width, rank, dtype=torch.float64)
+        with FlopCounterMode(display=False) as counter:
+            projected = project_contexts(attention, tokens, project(tokens, basis), basis)
+        # without those of project(tokens, basis)
+        spent = counter.get_total_flops() - 2 * 3 * length * width * number * rank
+        assert spent == 2 * 3 * length * cheaper
+        for expected in (
+            torch.einsum("bij,bjd,edr->bier", attention, tokens, basis),
+            project(attention @ tokens, basis),
+            (attention @ project(tokens, basis).flatten(2)).unflatten(2, (number, rank)),
+        ):
+            torch.testing.assert_close(projected, expected)
+
+
+def test_full_rank_cannot_route():
+    # A square orthonormal Bᵀ is a rotation: every expert scores cos(x, c). Hence the default of two
+    # thirds.
+    layer = MoELayer(
+        Eigenbasis().build(8, 4, (experts := Eigen(number=4, rank=8).build(8)).basis),
+        experts,
+        Eigenbasis().wants,
+        Eigen.provides,
+    ).double()
+    tokens, given_ = inputs_of()
+    record = layer(tokens, given_)[1][0]
+    expected = (
+        torch.cosine_similarity(tokens, given_.attention @ tokens, dim=-1)
+        .unsqueeze(-1)
+        .expand(-1, -1, 4)
+    )
+    torch.testing.assert_close(record.logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_relabelling_the_experts_relabels_the_record_only(context):
+    layer = layer_of(context=context)
+    tokens, given_ = inputs_of()
+    outputs, (record,) = layer(tokens, given_)
+    order = torch.tensor([2, 0, 3, 1])
+    for (
+        parameter
+    ) in layer.parameters():  # every one has the experts first: basis, U, s, biases, W2, ψ
+        parameter.data = parameter.data[order]
+    relabelled, (after,) = layer(tokens, given_)
+    torch.testing.assert_close(relabelled, outputs)
+    for before, field in zip(record, after, strict=True):
+        torch.testing.assert_close(field, before[..., order])
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_permuting_the_tokens_permutes_the_outputs(context):
+    layer = layer_of(context=context)
+    tokens, given_ = inputs_of()
+    outputs, (record,) = layer(tokens, given_)
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    moved = RoutingContext(
+        attention=given_.attention[:, order][:, :, order], attended=given_.attended[:, order]
+    )
+    permuted, (after,) = layer(tokens[:, order], moved)
+    torch.testing.assert_close(permuted, outputs[:, order])
+    for before, field in zip(record, after, strict=True):
+        torch.testing.assert_close(field, before[:, order])
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_zero_vectors_score_0_and_have_no_gradient(context):
+    layer = layer_of(context=context)
+    tokens, given_ = inputs_of()
+    tokens[0, 0] = 0  # Bᵀx = 0
+    # Bᵀc = 0
+    given_.attention[1, 2] = 0
+    given_.attended[1, 2] = 0
+    if context == "learned":
+        layer.router.target.data[1] = 0
+    tokens.requires_grad_()
+    record = layer(tokens, given_)[1][0]
+    assert not record.logits[0, 0].any() and record.logits.isfinite().all()
+    assert not record.logits[1, 2].any() or context == "learned"
+    assert not record.logits[..., 1].any() or context != "learned"
+    assert record.combine[0, 0].tolist() == [0.5, 0.5, 0, 0]  # the fallback, uniform
+    alone = record.logits[0, 0].sum()
+    for total in (alone, record.logits.sum() + layer(tokens, given_)[0].sum()):
+        gradients = torch.autograd.grad(
+            total, [tokens, *layer.parameters()], retain_graph=True, allow_unused=True
+        )
+        assert all(gradient is None or gradient.isfinite().all() for gradient in gradients)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(alone, [tokens]))
+
+
+def test_cosine():
+    # (3, 4)·(4, 3) = 24 over 25; lengths do not matter, as long as squares of them are numbers.
+    first = torch.tensor([3.0, 4])
+    second = torch.tensor([4.0, 3])
+    for scale in (1e-12, 1.0, 1e12):
+        assert cosine(first * scale, second).item() == pytest.approx(0.96)
+        assert cosine(first, -second * scale).item() == pytest.approx(-0.96)
+    tiny = torch.full((2,), 1e-30, requires_grad=True)  # its square is not
+    assert cosine(tiny, second).item() == 0
+    assert not torch.autograd.grad(cosine(tiny, second), tiny)[0].any()
+    vectors = torch.randn(2, 5, 3, dtype=torch.float64).unbind()
+    assert torch.autograd.gradcheck(cosine, [vector.requires_grad_() for vector in vectors])
+
+
+def test_padded_rows_are_finite_and_get_no_gradient():
+    # 2·120·2 pairs over 4 experts: padded to multiples of 4. Padding repeats pair 0, whose
+    # projection must not collect its gradient.
+    assert padding(480, 4, "cpu") == 4
+    tokens, given_ = inputs_of(2, 120)
+    layer = layer_of(threshold=-1.0)
+    plan, record = layer.router(tokens, given_._replace(basis=layer.experts.basis))
+    assert isinstance(plan, ProjectedPlan)
+    plan = plan._replace(projections=plan.projections.detach().requires_grad_())
+    rows = plan.dispatch(tokens)
+    assert len(rows.values) == rows.offsets[-1] > 480 and rows.values.isfinite().all()
+    read = torch.zeros(len(rows.values), dtype=torch.bool).index_fill_(0, plan.plan.rows, True)
+    assert read.sum() == 480
+    # Every pair's row is its token on its expert's basis.
+    numbers = torch.searchsorted(rows.offsets, plan.plan.rows.int(), right=True).view(2, 120, 2)
+    chosen = torch.zeros_like(record.chosen).scatter(-1, numbers, True)
+    assert torch.equal(chosen, record.chosen)
+    for pair, (row, expert) in enumerate(
+        zip(plan.plan.rows.tolist(), numbers.flatten().tolist(), strict=True)
+    ):
+        torch.testing.assert_close(
+            rows.values[row], tokens.flatten(0, 1)[pair // 2] @ layer.experts.basis[expert]
+        )
+    # Each row's gradient goes to its own projection; that of padding, even where there is one, goes
+    # nowhere.
+    towards = torch.randn_like(rows.values)
+    (gradient,) = torch.autograd.grad((rows.values * towards).sum(), plan.projections)
+    expected = torch.zeros_like(gradient)
+    for pair, (row, expert) in enumerate(
+        zip(plan.plan.rows.tolist(), numbers.flatten().tolist(), strict=True)
+    ):
+        expected[pair // 2 * 4 + expert] += towards[row]
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_gradients_of_the_projected_rows_in_double_precision(k):
+    layer = layer_of(k=k)
+    tokens, given_ = inputs_of()
+    plan, _ = layer.router(tokens, given_._replace(basis=layer.experts.basis))
+    projections = torch.randn_like(plan.projections).requires_grad_()
+    dispatch = lambda values: plan._replace(projections=values).dispatch(tokens).values
+    assert torch.autograd.gradcheck(dispatch, projections)
+    assert torch.autograd.gradgradcheck(dispatch, projections)
+
+
+def test_shared_projections_change_nothing_but_the_work():
+    # The same plan without them: the experts project by themselves.
+    layer = layer_of()
+    tokens, given_ = inputs_of()
+    plan, _ = layer.router(tokens, given_._replace(basis=layer.experts.basis))
+    bare = plan.plan
+    assert isinstance(bare, SparsePlan)
+    torch.testing.assert_close(
+        plan.combine(layer.experts(plan.dispatch(tokens))),
+        bare.combine(layer.experts(bare.dispatch(tokens))),
+    )
+
+
+def test_autocast_leaves_the_scores_fp32_and_gives_the_experts_bf16():
+    layer = layer_of(width=16, rank=8).float()
+    tokens, given_ = inputs_of(width=16, dtype=torch.float32)
+    expected, (exact,) = layer(tokens, given_)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan, _ = layer.router(tokens, given_._replace(basis=layer.experts.basis))
+        assert plan.dispatch(tokens).values.dtype == torch.bfloat16
+        outputs, (record,) = layer(tokens, given_)
+    assert (
+        record.logits.dtype == torch.float32
+        and torch.equal(record.logits, exact.logits)
+        and torch.equal(record.combine, exact.combine)
+    )
+    assert outputs.dtype == torch.bfloat16
+    torch.testing.assert_close(
+        outputs.float(), expected, atol=0.03 * expected.abs().max().item(), rtol=0
+    )
+    outputs.float().sum().backward()
+    assert all(
+        parameter.grad.dtype == torch.float32
+        for parameter in layer.parameters()
+        if parameter.grad is not None
+    )
+    # bf16 tokens and attention are taken up to fp32.
+    record = layer(tokens.bfloat16(), RoutingContext(attention=given_.attention.bfloat16()))[1][0]
+    assert record.logits.dtype == torch.float32
+
+
+def test_whose_basis_it_is():
+    shared = layer_of()
+    own = layer_of(own=True)
+    assert "basis" not in dict(shared.router.named_parameters()) and own.router.basis.shape == (
+        4,
+        8,
+        5,
+    )
+    assert Eigenbasis().build(96, 4).basis.shape == (4, 96, 64)  # two thirds
+    assert Eigenbasis().build(5, 4).basis.shape == (4, 5, 5)
+    start = Eigenbasis().build(96, 4).basis
+    torch.testing.assert_close(start.mT @ start, torch.eye(64).expand(4, -1, -1), atol=1e-5, rtol=0)
+    assert isinstance(own.router(*inputs_of())[0], SparsePlan)
+
+
+def test_reorthonormalising_its_own_basis():
+    router = Eigenbasis(rank=4).build(8, 3)
+    before = router.basis.detach().clone()
+    router.reorthonormalise()
+    torch.testing.assert_close(router.basis, before, atol=1e-6, rtol=0)  # signs stay
+    with torch.no_grad():
+        router.basis[:] = router.basis @ torch.tensor(
+            [[2.0, 1, 0, 0], [0, 3, 5, 0], [0, 0, 1, 0], [0, 0, 0, 0.1]]
+        )
+    router.reorthonormalise()
+    # Q of QR with positive diagonal
+    torch.testing.assert_close(router.basis, before, atol=1e-5, rtol=0)
+    # Bases that the experts lend are theirs to change.
+    layer = layer_of()
+    before = layer.experts.basis.detach().clone()
+    layer.router.reorthonormalise()
+    assert torch.equal(layer.experts.basis, before)
+
+
+def test_the_end_of_an_epoch_leaves_a_layer_of_orthonormal_bases_alone():
+    layer = layer_of()
+    tokens, given_ = inputs_of()
+    layer.experts.reorthonormalise()
+    outputs, (record,) = layer(tokens, given_)
+    layer.experts.reorthonormalise()
+    again, (after,) = layer(tokens, given_)
+    torch.testing.assert_close(again, outputs)
+    torch.testing.assert_close(after.logits, record.logits)
+
+
+def test_what_it_reads():
+    assert Eigenbasis().wants == {"basis", "attention"}
+    assert Eigenbasis(context="attention_output").wants == {"basis", "attended"}
+    assert Eigenbasis(context="learned").wants == {"basis"}
+    assert Eigenbasis().provides == {"basis"} and Eigenbasis(k=3).active(8) == 3
+
+
+@pytest.mark.parametrize(
+    ("context", "field"), [("tokens", "attention"), ("attention_output", "attended")]
+)
+def test_a_model_that_gives_no_context_is_refused(context, field):
+    with pytest.raises(
+        UserError, match=rf"router.context: {context}\): this model gives it no `{field}`"
+    ):
+        layer_of(context=context)(inputs_of()[0])
+    with pytest.raises(UserError, match="gives it no `basis`"):
+        layer_of(context=context).router(*inputs_of())
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(UserError, match="k is 5, but there are 4 experts"):
+        Eigenbasis(k=5).build(6, 4)
+    with pytest.raises(UserError, match="router.rank is 7; allowed is at most 6"):
+        Eigenbasis(rank=7).build(6, 4)
+    with pytest.raises(
+        UserError, match="router.rank is 3; allowed is null: the experts lend theirs"
+    ):
+        Eigenbasis(rank=3).build(6, 4, torch.zeros(4, 6, 3))
+    for wrong in (
+        {"k": 0},
+        {"threshold": 1.1},
+        {"threshold": -1.1},
+        {"selection": "all"},
+        {"context": "patches"},
+        {"rank": 0},
+    ):
+        with pytest.raises(ValidationError):
+            Eigenbasis(**wrong)
+
+
+def test_one_token_and_all_experts():
+    # One token that attends to itself: every score is 1, so with k = E each expert weighs 1/E.
+    layer = layer_of(k=4)
+    tokens, _ = inputs_of(1, 1)
+    outputs, (record,) = layer(
+        tokens, RoutingContext(attention=torch.ones(1, 1, 1, dtype=torch.float64))
+    )
+    torch.testing.assert_close(record.combine, torch.full((1, 1, 4), 0.25, dtype=torch.float64))
+    torch.testing.assert_close(
+        outputs,
+        torch.stack([slow_expert(layer.experts, e, tokens[0, 0]) for e in range(4)])
+        .mean(0)
+        .view(1, 1, 8),
+    )
+    assert math.isclose(record.logits.mean().item(), 1)

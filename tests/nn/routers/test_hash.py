@@ -1,0 +1,215 @@
+"""HashMoE: fixed, without parameters, balanced by position and alike for patches that look
+alike.
+"""
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moecore.core.files import UserError
+from moecore.core.records import RoutingContext
+from moecore.nn.routers.hash import Hash, directions, positions
+from tests.nn.routers import reference
+
+CPU = torch.device("cpu")
+
+
+def patches_of(batch=2, tokens=9, pixels=12, seed=1):
+    return torch.rand(batch, tokens, pixels, generator=torch.Generator().manual_seed(seed))
+
+
+def choices(router, tokens, patches=None):
+    return router(tokens, RoutingContext(patches=patches))[1].chosen
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_record_by_hand(k):
+    plan, record = Hash(k=k).build(8, 4)(torch.randn(2, 9, 8), RoutingContext(patches=patches_of()))
+    assert (record.chosen.sum(-1) == k).all()
+    expected = torch.where(record.chosen, 1 / k, 0.0)
+    assert all(
+        torch.equal(field, expected) for field in (record.probs, record.combine)
+    ) and torch.equal(record.load, record.chosen.float())
+    torch.testing.assert_close(record.logits[record.chosen].unique(), torch.tensor([-math.log(k)]))
+    torch.testing.assert_close(record.logits.softmax(-1), record.probs)
+    # so z-loss is 0
+    torch.testing.assert_close(
+        torch.logsumexp(record.logits, dim=-1), torch.zeros(2, 9), atol=1e-6, rtol=0
+    )
+    assert torch.equal(plan.weights, torch.full((2, 9, k), 1 / k))
+    reference.assert_well_formed(record, torch.zeros(2, 9, 8), 4)
+
+
+def test_a_patch_goes_to_the_direction_it_points_along():
+    # Patches that are direction e itself, brighter and scaled: the score with e is its length, with
+    # any other less (unit vectors).
+    lines = directions(5, 12, 4, CPU)
+    torch.testing.assert_close(lines.norm(dim=0), torch.ones(4))
+    torch.testing.assert_close(lines.sum(dim=0), torch.zeros(4), atol=1e-6, rtol=0)
+    patches = 0.5 + 0.3 * lines.t()[None, [2, 0, 3, 1]]
+    chosen = choices(Hash(seed=5).build(8, 4), torch.randn(1, 4, 8), patches)
+    assert chosen[0].int().argmax(-1).tolist() == [2, 0, 3, 1]
+
+
+def test_second_choices_are_the_next_directions():
+    patches = patches_of()
+    scores = (patches - patches.mean(-1, keepdim=True)) @ directions(0, 12, 4, CPU)
+    chosen = choices(Hash(k=2).build(8, 4), torch.randn(2, 9, 8), patches)
+    assert torch.equal(chosen, torch.zeros_like(chosen).scatter(-1, scores.topk(2).indices, True))
+
+
+def test_neither_brightness_nor_contrast_nor_the_tokens_nor_the_position_matter_to_a_patch():
+    router = Hash(k=2).build(8, 4)
+    patches = patches_of()
+    order = torch.randperm(9)
+    expected = choices(router, torch.randn(2, 9, 8), patches)
+    assert torch.equal(choices(router, torch.zeros(2, 9, 8), 0.4 * patches + 0.3), expected)
+    assert torch.equal(choices(router, torch.zeros(2, 9, 8), patches[:, order]), expected[:, order])
+    assert (
+        len(
+            {
+                tuple(row)
+                for row in choices(Hash().build(8, 4), torch.zeros(2, 9, 8), patches)
+                .flatten(0, 1)
+                .int()
+                .tolist()
+            }
+        )
+        > 1
+    )
+
+
+def test_blank_patches_and_special_tokens_go_by_position():
+    patches = patches_of()
+    patches[:, 0] = 0  # CLS
+    patches[:, 4] = 0.3
+    patches[:, 5] = 0.3 + torch.rand(12) * 1e-4  # rounding, less than half a grey level
+    patches[:, 6] = 0.3
+    patches[:, 6, 0] = 0.3 + 1 / 255  # one pixel is one grey level brighter
+    tokens = torch.zeros(2, 9, 8)
+    by_patch = choices(Hash(seed=3).build(8, 4), tokens, patches)
+    by_position = choices(Hash(seed=3, by="position").build(8, 4), tokens)
+    assert torch.equal(by_patch[:, [0, 4, 5]], by_position[:, [0, 4, 5]])
+    assert by_patch[0, 6].int().argmax() == directions(3, 12, 4, CPU)[0].argmax()
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_positions_are_balanced(k):
+    chosen = choices(Hash(k=k, by="position").build(8, 4), torch.randn(3, 12, 8))
+    assert (chosen.sum(-1) == k).all()
+    assert chosen[0].sum(0).tolist() == [3 * k] * 4  # 12 positions, k experts each, over 4 experts
+    assert torch.equal(chosen[0], chosen[2])
+    counts = choices(Hash(by="position").build(8, 4), torch.randn(1, 10, 8))[0].sum(0)
+    assert sorted(counts.tolist()) == [2, 2, 3, 3]
+
+
+def test_a_longer_sequence_begins_as_a_shorter_one():
+    assert torch.equal(positions(0, 23, 4, CPU)[:9], positions(0, 9, 4, CPU))
+    assert torch.equal(positions(0, 3, 8, CPU), positions(0, 8, 8, CPU)[:3])
+
+
+def test_the_hash_is_fixed_and_the_seed_decides_it():
+    tokens = torch.randn(2, 40, 8)
+    patches = patches_of(tokens=40)
+    for by in ("patch", "position"):
+        first = choices(Hash(by=by).build(8, 4), tokens, patches)
+        directions.cache_clear(), positions.cache_clear()
+        torch.manual_seed(123)
+        torch.randn(5)
+        assert torch.equal(choices(Hash(by=by).build(8, 4).eval(), tokens, patches), first)
+        assert not torch.equal(choices(Hash(by=by, seed=1).build(8, 4), tokens, patches), first)
+    assert torch.equal(positions(0, 6, 8, CPU), torch.tensor(list(positions(0, 6, 8, CPU))))
+
+
+def test_the_hash_draws_from_no_generator_of_the_training():
+    directions.cache_clear(), positions.cache_clear()
+    before = torch.random.get_rng_state()
+    Hash().build(8, 4)(torch.zeros(2, 9, 8), RoutingContext(patches=patches_of()))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_hash_made_in_inference_mode_serves_in_training():
+    directions.cache_clear(), positions.cache_clear()
+    layer = reference.layer_of(Hash())
+    context = RoutingContext(patches=patches_of())
+    with torch.inference_mode():
+        expected = layer(torch.ones(2, 9, 8), context)[0].clone()
+    outputs, _ = layer(torch.ones(2, 9, 8, requires_grad=True), context)
+    outputs.sum().backward()
+    torch.testing.assert_close(outputs.detach(), expected.detach())
+
+
+def test_there_is_nothing_to_learn_or_to_save():
+    router = Hash().build(8, 4)
+    assert not list(router.parameters()) and not router.state_dict()
+    patches = patches_of().requires_grad_()
+    plan, record = router(torch.randn(2, 9, 8, requires_grad=True), RoutingContext(patches=patches))
+    assert not any(field.requires_grad for field in (*record, plan.weights))
+
+
+@pytest.mark.parametrize("settings", [{}, {"k": 2}, {"k": 3, "by": "position"}], ids=str)
+@pytest.mark.parametrize("width", [8, 6])
+def test_outputs_and_all_gradients_agree_with_every_expert_on_every_token(settings, width):
+    layer = reference.layer_of(Hash(**settings), width)
+    context = RoutingContext(patches=patches_of())
+    tokens = torch.randn(2, 9, width, requires_grad=True)
+    combine = layer.router(tokens, context)[1].combine
+    reference.assert_like(
+        layer, tokens, lambda x: reference.weighted_sum(layer, x, combine), context
+    )
+
+
+def test_padding_takes_no_part():
+    layer = reference.layer_of(Hash(k=2)).train()
+    reference.assert_padding_takes_no_part(
+        layer, torch.randn(3, 61, 8, requires_grad=True), RoutingContext(patches=patches_of(3, 61))
+    )
+
+
+def test_invariances():
+    patches = patches_of(3)
+    order = torch.randperm(9)
+    layer = reference.layer_of(Hash(k=2))
+    tokens = torch.randn(3, 9, 8)
+    context = RoutingContext(patches=patches)
+    reference.assert_permuted_tokens_give_permuted_outputs(
+        layer, tokens, context, RoutingContext(patches=patches[:, order]), order
+    )
+    reference.assert_one_image_alone_is_predicted_alike(layer, tokens, context)
+    reference.assert_autocast_keeps_the_record(layer, tokens, context)
+
+
+def test_fp64_stays_fp64():
+    plan, record = Hash(k=3).build(8, 4)(
+        torch.randn(2, 9, 8, dtype=torch.float64), RoutingContext(patches=patches_of().double())
+    )
+    assert (
+        plan.weights.dtype == record.logits.dtype == torch.float64
+        and plan.weights[0, 0, 0].item() == 1 / 3
+    )
+
+
+def test_an_empty_batch_and_one_token():
+    router = Hash().build(8, 4)
+    assert router(torch.randn(0, 5, 8), RoutingContext(patches=torch.rand(0, 5, 12)))[
+        1
+    ].probs.shape == (0, 5, 4)
+    assert (
+        router(torch.randn(1, 1, 8), RoutingContext(patches=torch.zeros(1, 1, 12)))[1].chosen.sum()
+        == 1
+    )
+
+
+def test_settings():
+    assert (
+        Hash().wants == {"patches"} and Hash(by="position").wants == frozenset() == Hash().provides
+    )
+    assert Hash(k=2).active(8) == 2
+    with pytest.raises(UserError, match="no patches to hash"):
+        Hash().build(8, 4)(torch.randn(1, 2, 8))
+    with pytest.raises(UserError, match="k is 5, but there are 4 experts"):
+        Hash(k=5).build(8, 4)
+    with pytest.raises(ValidationError):
+        Hash(by="colour")

@@ -1,0 +1,249 @@
+"""The noisy top-k router: what it records, who gets a seat."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from moecore.core.files import UserError
+from moecore.nn.routers.capacity import capacity, within_capacity
+from moecore.nn.routers.noisy_top_k import NoisyTopK, top_k
+
+
+def router_of(width=6, experts=4, seed=0, **settings):
+    torch.manual_seed(seed)
+    router = NoisyTopK(**settings).build(width, experts)
+    torch.nn.init.normal_(router.weight)
+    return router
+
+
+def phi(x):
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def test_evaluation_by_hand():
+    # Identity router: logits = token = (ln 4, ln 2, ln 1, ln 1).
+    # softmax = (4, 2, 1, 1)/8 = (0.5, 0.25, 0.125, 0.125). k = 2: experts 0 and 1 with 0.5 and
+    # 0.25, not renormalised. τ = ln 2, σ = 1/4:
+    # load = Φ((logit − ln 2)·4) = Φ(4 ln 2), Φ(0) = 0.5, Φ(−4 ln 2), Φ(−4 ln 2).
+    router = NoisyTopK(k=2).build(4, 4).eval()
+    router.weight.data = torch.eye(4)
+    token = torch.tensor([4.0, 2, 1, 1]).log().view(1, 1, 4)
+    plan, record = router(token)
+    torch.testing.assert_close(record.logits, token)
+    torch.testing.assert_close(record.probs.flatten(), torch.tensor([0.5, 0.25, 0.125, 0.125]))
+    torch.testing.assert_close(record.combine.flatten(), torch.tensor([0.5, 0.25, 0, 0]))
+    assert record.chosen.flatten().tolist() == [True, True, False, False]
+    far = phi(4 * math.log(2))
+    torch.testing.assert_close(record.load.flatten(), torch.tensor([far, 0.5, 1 - far, 1 - far]))
+    assert plan.offsets.tolist() == [1, 2, 2, 2]
+    torch.testing.assert_close(plan.weights.flatten(), torch.tensor([0.5, 0.25]))
+
+
+def test_training_gates_are_noisy_and_losses_see_clean_probs():
+    router = router_of(k=2).train()
+    tokens = torch.randn(3, 5, 6)
+    torch.manual_seed(7)
+    plan, record = router(tokens)
+    torch.manual_seed(7)
+    logits = tokens @ router.weight.t()
+    noisy = logits + torch.randn_like(logits) / 4  # σ = noise_std / E
+    gates, order = noisy.softmax(-1).sort(dim=-1, descending=True)
+    torch.testing.assert_close(record.logits, logits)
+    torch.testing.assert_close(record.probs, logits.softmax(-1))
+    torch.testing.assert_close(plan.weights, gates[..., :2])
+    assert torch.equal(
+        record.chosen, torch.zeros_like(record.chosen).scatter(-1, order[..., :2], True)
+    )
+    threshold = noisy.sort(dim=-1, descending=True).values[..., 1:2]
+    torch.testing.assert_close(
+        record.load, torch.distributions.Normal(0, 0.25).cdf(logits - threshold)
+    )
+    assert torch.equal(record.combine > 0, record.chosen)
+
+
+def test_noise_has_the_stated_size():
+    # All logits 0: a gate's log-ratio to another is a difference of two noises, with variance 2σ²,
+    # σ = 3/4.
+    router = NoisyTopK(k=4, noise_std=3.0).build(4, 4)
+    router.weight.data.zero_()
+    gates = router(torch.randn(50, 200, 4))[1].combine
+    spread = (gates[..., 0] / gates[..., 1]).log().std().item()
+    assert spread == pytest.approx(math.sqrt(2) * 0.75, rel=0.03)
+
+
+def test_load_is_the_chance_to_pass_the_threshold_when_noise_is_drawn_again():
+    router = router_of(k=2)
+    tokens = torch.randn(1, 3, 6)
+    torch.manual_seed(1)
+    _, record = router(tokens)
+    torch.manual_seed(1)
+    threshold = (
+        (record.logits + torch.randn_like(record.logits) / 4)
+        .sort(dim=-1, descending=True)
+        .values[..., 1:2]
+    )
+    again = record.logits + torch.randn(20000, 1, 1, 4) / 4
+    torch.testing.assert_close(
+        (again > threshold).float().mean(0), record.load.detach(), atol=0.02, rtol=0
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_noise_load_is_smooth_and_finite(training):
+    router = router_of(k=1, noise_std=0.0).train(training)
+    _, record = router(torch.randn(2, 4, 6))
+    (gradient,) = torch.autograd.grad(record.load.square().sum(), router.weight)
+    assert record.load.isfinite().all() and gradient.isfinite().all() and gradient.any()
+    threshold = record.logits.max(dim=-1, keepdim=True).values
+    # σ = 1/E
+    torch.testing.assert_close(record.load, torch.special.ndtr((record.logits - threshold) * 4))
+
+
+def test_evaluation_draws_no_noise():
+    router = router_of(k=2).eval()
+    tokens = torch.randn(2, 4, 6)
+    first = router(tokens)[1]
+    second = router(tokens)[1]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(first.combine[first.chosen], first.probs[first.chosen])
+
+
+def test_ties_go_to_the_lowest_index():
+    assert top_k(torch.tensor([[1.0, 3, 3, 3], [0, 0, 0, 0]]), 2).tolist() == [[1, 2], [0, 1]]
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=7), st.data())
+@settings(max_examples=60, deadline=None)
+def test_top_k_is_a_stable_sort(scores, data):
+    k = data.draw(st.integers(1, len(scores)))
+    # Python's sort is stable
+    expected = sorted(range(len(scores)), key=lambda index: -scores[index])[:k]
+    assert top_k(torch.tensor(scores, dtype=torch.float32), k).tolist() == expected
+
+
+def test_logits_stay_fp32_under_autocast():
+    router = router_of(k=2).eval()
+    tokens = torch.randn(2, 4, 6)
+    expected = router(tokens)[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = router(tokens)[1]
+        rounded = router(tokens.bfloat16())[1]
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert all(field.dtype in (torch.float32, torch.bool) for field in rounded)
+
+
+def test_one_expert_per_token_still_gives_the_router_a_task_gradient():
+    router = router_of(k=1)
+    plan, _ = router(torch.randn(2, 4, 6))
+    (gradient,) = torch.autograd.grad(plan.weights.sum(), router.weight)
+    assert gradient.norm() > 1e-3
+
+
+def slow_seats(experts, priority, number, factor, group_size):
+    """Seat by seat: group after group, choice after choice, token after token in order of
+    priority.
+    """
+    kept = torch.zeros_like(experts, dtype=torch.bool)
+    for start in range(0, len(experts), group_size):
+        images = range(start, min(start + group_size, len(experts)))
+        tokens = [(image, token) for image in images for token in range(experts.shape[1])]
+        seats = math.ceil(round(len(tokens) * experts.shape[2] * factor / number, 9))
+        free = [seats + (-seats % 4)] * number
+        if priority is not None:
+            tokens.sort(key=lambda place: -priority[place].item())
+        for choice in range(experts.shape[2]):
+            for image, token in tokens:
+                expert = experts[image, token, choice].item()
+                kept[image, token, choice] = free[expert] > 0
+                free[expert] -= 1
+    return kept
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(2, 4),
+    st.integers(1, 3),
+    st.sampled_from([0.1, 0.5, 1.0, 1.1]),
+    st.booleans(),
+    st.data(),
+)
+@settings(max_examples=80, deadline=None)
+def test_seats_agree_with_seating_one_by_one(
+    batch, tokens, number, group_size, factor, prioritised, data
+):
+    k = data.draw(st.integers(1, number))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    # low experts are crowded
+    scores = torch.rand(batch, tokens, number, generator=generator) * torch.linspace(2, 1, number)
+    experts = top_k(scores, k)
+    # with ties
+    priority = (
+        (torch.randint(0, 4, (batch, tokens), generator=generator) / 4) if prioritised else None
+    )
+    expected = slow_seats(experts, priority, number, factor, group_size)
+    assert torch.equal(within_capacity(experts, priority, number, factor, group_size), expected)
+
+
+def test_first_choices_sit_before_second_ones():
+    # Six tokens, two experts, factor 0.5: C = ceil(6·2·0.5/2) = 3, rounded up to 4. Tokens 0 and 1
+    # prefer expert 1, 2 to 5 expert 0.
+    # Expert 0: first choices of 2..5 fill its four seats, so the second choices of 0 and 1 find
+    # none, though those tokens come first.
+    experts = torch.tensor([[[1, 0], [1, 0], [0, 1], [0, 1], [0, 1], [0, 1]]])
+    kept = within_capacity(experts, None, 2, 0.5, 8)
+    assert kept[0, :, 0].all()
+    assert kept[0, :, 1].tolist() == [False, False, True, True, False, False]
+
+
+def test_priority_decides_who_of_the_first_choices_sits():
+    # Six tokens want expert 0, which has C = 4 seats (6·1·1/2 = 3, rounded up): the last ones have
+    # the largest gates.
+    experts = torch.zeros(1, 6, 1, dtype=torch.int64)
+    rising = torch.arange(6.0)[None]
+    assert within_capacity(experts, None, 2, 1.0, 8)[0, :, 0].tolist() == [True] * 4 + [False] * 2
+    assert within_capacity(experts, rising, 2, 1.0, 8)[0, :, 0].tolist() == [False] * 2 + [True] * 4
+
+
+def test_seats_are_a_multiple_of_four_and_exact_in_decimals():
+    assert capacity(8 * 197, 2, 1.05, 8) == 416  # 413.7 -> 414 -> 416
+    assert capacity(160, 1, 1.1, 4) == 44  # binary 160·1.1/4 is 44.000000000000007
+    assert capacity(1, 1, 0.01, 8) == 4
+
+
+@pytest.mark.parametrize("prioritised", [True, False])
+def test_a_dropped_choice_has_weight_0_in_training_and_none_is_dropped_in_evaluation(prioritised):
+    router = router_of(k=2, capacity_factor=0.5, batch_priority=prioritised, group_size=2)
+    tokens = torch.randn(3, 10, 6)
+    plan, record = router.train()(tokens)
+    processed = record.combine > 0
+    assert record.chosen.sum() == 3 * 10 * 2  # before capacity
+    assert (processed & ~record.chosen).sum() == 0
+    assert 0 < processed.sum() < record.chosen.sum()
+    assert processed[:2].sum(dim=(0, 1)).max() <= capacity(20, 2, 0.5, 4)
+    assert torch.equal((plan.weights > 0).sum(-1), processed.sum(-1))
+    assert torch.equal(router.eval()(tokens)[1].combine > 0, router(tokens)[1].chosen)
+
+
+def test_priority_is_the_largest_gate():
+    router = router_of(
+        width=2, experts=2, k=1, noise_std=0.0, capacity_factor=1.0, batch_priority=True
+    )
+    router.weight.data = torch.eye(2)
+    strength = torch.tensor([1.0, 6, 2, 5, 3, 4])  # six tokens for expert 0, which has four seats
+    _, record = router(torch.stack([strength, torch.zeros(6)], dim=-1)[None])
+    assert (record.combine[0, :, 0] > 0).tolist() == [False, True, False, True, True, True]
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(UserError, match="k is 5, but there are 4 experts"):
+        NoisyTopK(k=5).build(6, 4)
+    with pytest.raises(ValidationError, match="give `capacity_factor` too"):
+        NoisyTopK(batch_priority=True)
+    with pytest.raises(ValidationError):
+        NoisyTopK(k=0)
+    assert NoisyTopK().provides == {"load"}

@@ -1,0 +1,158 @@
+"""SoftMoE: mixtures of tokens to slots and back."""
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moecore.nn.routers.soft_slots import SlotsPlan, SoftSlots, unit
+from tests.nn.routers import reference
+
+
+def test_evaluation_by_hand():
+    # d = 2, two experts with one slot each: μ = (0, 3) for expert 0 and (2, 0) for expert 1, unit
+    # (0, 1) and (1, 0); scale = ln 9. Tokens (5, 0) and (0, 7), unit (1, 0) and (0, 1): scores [[0,
+    # ln 9], [ln 9, 0]].
+    # Over tokens and over slots alike (1, 9)/10 in that order: token 0 weighs 0.1 in slot 0 and 0.9
+    # in slot 1.
+    # Rows: slot 0 = 0.1·(5, 0) + 0.9·(0, 7) = (0.5, 6.3); slot 1 = (4.5, 0.7).
+    router = SoftSlots().build(2, 2)
+    router.slots.data = torch.tensor([[[0.0], [2.0]], [[3.0], [0.0]]])
+    router.scale.data.fill_(math.log(9))
+    tokens = torch.tensor([[[5.0, 0], [0, 7]]])
+    plan, record = router(tokens)
+    rows = plan.dispatch(tokens)
+    torch.testing.assert_close(
+        rows.values, torch.tensor([[0.5, 6.3], [4.5, 0.7]]), atol=1e-5, rtol=1e-5
+    )
+    assert (
+        rows.offsets.tolist() == [1, 2] and rows.offsets.dtype == torch.int32 and not rows.projected
+    )
+    expected = torch.tensor([[[0.1, 0.9], [0.9, 0.1]]])
+    torch.testing.assert_close(record.probs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(record.combine, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        record.logits, math.log(9) * torch.tensor([[[0.0, 1], [1, 0]]]), atol=1e-5, rtol=1e-5
+    )
+    assert record.chosen.all() and (record.load == 1).all()
+    # Slots answer (1, 0) and (0, 10): token 0 gets (0.1, 9), token 1 (0.9, 1).
+    outputs = plan.combine(torch.tensor([[1.0, 0], [0, 10]]))
+    torch.testing.assert_close(outputs, torch.tensor([[[0.1, 9], [0.9, 1]]]), atol=1e-4, rtol=1e-4)
+
+
+def slow_score(router, token, slot):
+    """The cosine of a token (d,) and a slot (d,), with 1e-6 beside both squared lengths, times the
+    scale.
+    """
+    return router.scale * (token @ slot) / torch.sqrt((token @ token + 1e-6) * (slot @ slot + 1e-6))
+
+
+def slow_layer(layer, tokens, number):
+    """Image by image, slot by slot."""
+    slots = layer.router.slots.flatten(1).unbind(1)  # expert by expert, ``number`` each
+    outputs = []
+    for image in tokens:
+        # (T, E·p)
+        scores = torch.stack(
+            [
+                torch.stack([slow_score(layer.router, token, slot) for slot in slots])
+                for token in image
+            ]
+        )
+        weights = scores.exp() / scores.exp().sum(dim=1, keepdim=True)
+        mixing = scores.exp() / scores.exp().sum(dim=0, keepdim=True)
+        answers = [
+            reference.expert_output(layer, column // number, mixing[:, column] @ image)
+            for column in range(len(slots))
+        ]
+        outputs.append(
+            sum(weights[:, column, None] * answer for column, answer in enumerate(answers))
+        )
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("width", [8, 6])
+def test_outputs_and_all_gradients_agree_with_slot_by_slot(slots, width):
+    layer = reference.layer_of(SoftSlots(slots=slots), width)
+    layer.router.scale.data.fill_(3.0)
+    tokens = torch.randn(2, 5, width, requires_grad=True)
+    reference.assert_like(layer, tokens, lambda x: slow_layer(layer, x, slots))
+
+
+def test_the_record_sums_over_an_experts_slots():
+    layer = reference.layer_of(SoftSlots(slots=3))
+    tokens = torch.randn(2, 5, 8)
+    plan, record = layer.router(tokens)
+    torch.testing.assert_close(record.probs, plan.weights.sum(-1))
+    torch.testing.assert_close(record.combine, record.probs)
+    torch.testing.assert_close(plan.mixing.sum(1), torch.ones(2, 4, 3))
+    reference.assert_well_formed(record, tokens, 4)
+
+
+def test_invariances():
+    layer = reference.layer_of(SoftSlots(slots=2))
+    tokens = torch.randn(3, 9, 8)
+    reference.assert_relabelling_changes_nothing(layer, tokens, {"slots": 1})
+    reference.assert_permuted_tokens_give_permuted_outputs(layer, tokens)
+    reference.assert_one_image_alone_is_predicted_alike(layer, tokens)
+    reference.assert_autocast_keeps_the_record(layer, tokens)
+
+
+def test_neither_the_length_of_a_token_nor_that_of_a_slot_matters_but_the_scale_does():
+    router = SoftSlots(slots=2).build(8, 4)
+    tokens = torch.randn(2, 5, 8)
+    before = router(tokens)[1].probs
+    torch.testing.assert_close(router(tokens * 9)[1].probs, before, atol=1e-5, rtol=1e-4)
+    router.slots.data *= 7
+    torch.testing.assert_close(router(tokens)[1].probs, before, atol=1e-5, rtol=1e-4)
+    router.scale.data *= 2
+    assert not torch.allclose(router(tokens)[1].probs, before, atol=1e-3)
+
+
+def test_a_token_of_zeros_has_a_finite_gradient():
+    layer = reference.layer_of(SoftSlots())
+    tokens = torch.zeros(1, 3, 8, requires_grad=True)
+    outputs, (record,) = layer(tokens)
+    (gradient,) = torch.autograd.grad(outputs.sum(), tokens)
+    assert gradient.isfinite().all() and torch.equal(record.probs, torch.full((1, 3, 4), 0.25))
+    assert torch.autograd.gradcheck(
+        lambda v: unit(v, dim=-1), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    )
+
+
+def test_the_plans_gradients_in_fp64():
+    mixing, weights = (
+        torch.rand(2, 3, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
+    tokens = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    scale = torch.randn(8, 1, dtype=torch.float64)
+
+    def there_and_back(mixing, weights, tokens):
+        plan = SlotsPlan(mixing, weights)
+        return plan.combine((plan.dispatch(tokens).values * scale).sin())
+
+    assert torch.autograd.gradcheck(there_and_back, (mixing, weights, tokens))
+
+
+def test_one_token_and_an_empty_batch():
+    layer = reference.layer_of(SoftSlots(slots=2))
+    token = torch.randn(1, 1, 8)
+    answers = sum(
+        record * reference.expert_output(layer, e, token)
+        for e, record in enumerate(layer(token)[1][0].probs.flatten())
+    )
+    torch.testing.assert_close(layer(token)[0], answers)  # every slot is that token
+    outputs, (record,) = layer(torch.randn(0, 5, 8, requires_grad=True))
+    outputs.sum().backward()
+    assert outputs.shape == (0, 5, 8) and record.probs.shape == (0, 5, 4)
+
+
+def test_settings():
+    assert SoftSlots(slots=3).active(8) == 8.0
+    assert SoftSlots().provides == frozenset() == SoftSlots().wants
+    router = SoftSlots(slots=3).build(6, 4)
+    assert router.slots.shape == (6, 4, 3) and router.scale.item() == 1
+    with pytest.raises(ValidationError):
+        SoftSlots(slots=0)

@@ -1,0 +1,271 @@
+"""Which patches of two views show the same place: by hand, by brute force, and by pixels painted
+with their own coordinates.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moecore.core.files import UserError
+from moecore.core.records import Layout
+from moecore.data.loader import generator_for
+from moecore.data.views.randaugment import RandAugment
+from moecore.data.views.views import Affine, Crop, ViewSettings, make_views
+from moecore.nn.correspondence import match_tokens, paired, partners, token_pairs
+
+SQUARE = Layout(special=1, grid=(2, 3), size=(8, 12))  # patches of 4 × 4: 0 1 2 / 3 4 5
+
+
+def affine(rows=1.0, columns=1.0, down=0.0, right=0.0):
+    return torch.tensor([[[rows, 0, down], [0, columns, right], [0, 0, 1]]])
+
+
+def partners_of(first, second, layout=SQUARE):
+    """One image's partners as a list, None where there is none."""
+    index, found, _ = partners(first, second, layout)
+    return [
+        place if there else None
+        for place, there in zip(index[0].tolist(), found[0].tolist(), strict=True)
+    ]
+
+
+def test_identity_views_give_identity_pairs():
+    assert partners_of(affine(), affine()) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (
+            affine(right=4),
+            [1, 2, None, 4, 5, None],
+        ),  # view 2 shows all one patch further right: the last column left it
+        (affine(down=-4), [None, None, None, 0, 1, 2]),
+        (
+            affine(right=6),
+            [2, None, None, 5, None, None],
+        ),  # centres 2, 6, 10 → 8 (patch 2), 12 (just outside), 16
+        (
+            affine(right=-2),
+            [0, 1, 2, 3, 4, 5],
+        ),  # centres → 0 (just inside), 4, 8: midway between patches goes to the higher one
+        (affine(right=-3), [None, 0, 1, None, 3, 4]),  # centres → −1 (outside), 3, 7
+        (affine(columns=-1, right=12), [2, 1, 0, 5, 4, 3]),  # mirrored: c → 12 − c
+        (affine(right=1000), [None] * 6),
+    ],
+)
+def test_moves_and_flips_by_hand(second, expected):
+    assert partners_of(affine(), second) == expected
+
+
+def test_the_view_of_higher_resolution_is_image_1():
+    # The second view enlarges the top left quarter twice: its centres (2, 6 | 2, 6, 10) are
+    # original (1, 3 | 1, 3, 5), which the first view has in row 0 of patches, columns 0, 0 and 1.
+    zoomed = affine(rows=2, columns=2)
+    index, found, swapped = partners(
+        torch.cat([affine(), zoomed, affine()]), torch.cat([zoomed, affine(), affine()]), SQUARE
+    )
+    assert swapped.tolist() == [True, False, False] and found.all()  # a tie keeps the order
+    assert index.tolist() == [[0, 0, 1, 0, 0, 1]] * 2 + [[0, 1, 2, 3, 4, 5]]
+
+
+def test_a_mirror_does_not_lower_the_resolution():
+    # det −2 against det 1: the absolute value counts. Centres 2, 6, 10 of the mirrored, twice wider
+    # view → (24 − c)/2 = 11, 9, 7.
+    index, found, swapped = partners(affine(), affine(columns=-2, right=24), SQUARE)
+    assert swapped.item() and found.all() and index.tolist() == [[2, 2, 1, 5, 5, 4]]
+
+
+def test_resolutions_that_differ_by_rounding_are_ties():
+    turned = torch.tensor(
+        [[[math.cos(1), -math.sin(1), 5], [math.sin(1), math.cos(1), -3], [0, 0, 1]]]
+    )
+    assert not partners(
+        affine(), turned * torch.tensor([1 + 1e-6, 1 + 1e-6, 1])[:, None], SQUARE
+    ).swapped.item()
+    assert not partners(turned, affine(), SQUARE).swapped.item()
+
+
+def by_brute_force(first, second, layout):
+    """All centres of image 1 against all centres of image 2, one by one."""
+    sides = [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
+    cells = torch.cartesian_prod(*(torch.arange(patches) for patches in layout.grid)).view(
+        -1, len(layout.grid)
+    )
+    centres = (cells.double() + 0.5) * torch.tensor(sides).double()
+    swapped = second[:-1, :-1].det().abs() > first[:-1, :-1].det().abs()
+    if swapped:
+        first, second = second, first
+    found = []
+    for centre in centres:
+        place = (second @ torch.linalg.inv(first) @ torch.cat([centre, torch.ones(1).double()]))[
+            :-1
+        ]
+        outside = any(
+            not 0 <= value < size for value, size in zip(place.tolist(), layout.size, strict=True)
+        )
+        found.append(None if outside else int((centres - place).square().sum(-1).argmin()))
+    return found, bool(swapped)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(0, (5,), (20,)), Layout(2, (4, 3), (8, 12)), Layout(1, (2, 3, 2), (8, 6, 10))]
+)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_any_affine_in_any_dimension_agrees_with_brute_force(layout, seed):
+    axes = len(layout.grid)
+    generator = generator_for(seed)
+    both = torch.eye(axes + 1, dtype=torch.float64).repeat(2, 3, 1, 1)  # two views of three images
+    both[:, :, :-1, :-1] += 0.3 * torch.randn(
+        2, 3, axes, axes, generator=generator, dtype=torch.float64
+    )
+    both[:, :, :-1, -1] += 3 * torch.randn(2, 3, axes, generator=generator, dtype=torch.float64)
+    index, found, swapped = partners(both[0], both[1], layout)
+    for image in range(3):
+        expected, turned = by_brute_force(both[0, image], both[1, image], layout)
+        assert bool(swapped[image]) == turned
+        assert [
+            place if there else None
+            for place, there in zip(index[image].tolist(), found[image].tolist(), strict=True)
+        ] == expected
+    again = partners(both[1], both[0], layout)  # the views change places: the same pairs
+    assert (
+        torch.equal(again.index, index)
+        and torch.equal(again.found, found)
+        and torch.equal(again.swapped, ~swapped)
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ViewSettings(shift=8, flip=True),
+        ViewSettings(crop=Crop(scale=(0.3, 1.0)), flip=True),
+        ViewSettings(affine=Affine(degrees=40, scale=(0.7, 1.4), shear=10)),
+        ViewSettings(
+            crop=Crop(scale=(0.4, 1.0)),
+            flip=True,
+            randaugment=RandAugment(names=("rotate", "shear_x", "shear_y", "translate_x")),
+        ),
+    ],
+    ids=["shift", "crop", "turn", "all"],
+)
+def test_partners_show_the_same_place(settings):
+    """Each pixel is painted with its place; a patch's mean colour then tells where its centre lies
+    in the original image.
+    """
+    layout = Layout(1, (8, 8), (32, 32))
+    count = 16
+    ramp = torch.arange(32, dtype=torch.uint8).mul(8)
+    painted = torch.stack(
+        [
+            ramp[:, None].expand(32, 32),
+            ramp.expand(32, 32),
+            torch.full((32, 32), 255, dtype=torch.uint8),
+        ]
+    )
+    views = make_views(painted.expand(2 * count, -1, -1, -1), settings, generator_for(3))
+    colours = torch.nn.functional.avg_pool2d(views.images, 4).flatten(2).mT * 255  # (2B, P, 3)
+    tokens = torch.cat([torch.full((2 * count, 1, 3), torch.nan), colours], dim=1)
+    one, two, found = paired(tokens, views.affines, layout, special=False)
+    # patches wholly inside the original image
+    within = found & (one[..., 2] > 254.9) & (two[..., 2] > 254.9)
+    apart = (one - two)[..., :2] / 8  # original pixels
+    pairs = partners(views.affines[:count], views.affines[count:], layout)
+    coarse = torch.where(
+        pairs.swapped[:, None, None], views.affines[:count], views.affines[count:]
+    )[:, :2, :2].float()
+    assert within.float().mean() > 0.15
+    assert (
+        (apart @ coarse.mT)[within].abs() <= 2 + 0.15
+    ).all()  # half a patch of image 2 along each axis
+
+
+def test_both_sides_are_gathered_from_the_right_view_image_and_token():
+    # Token values are 100 · view + 10 · image + token. Image 0: view 2 is the finer one. Image 1:
+    # view 2 moved right by one patch.
+    layout = Layout(special=2, grid=(1, 3), size=(4, 12))
+    values = torch.tensor(
+        [
+            [[100.0 * view + 10 * image + token] for token in range(5)]
+            for view in (1, 2)
+            for image in (0, 1)
+        ]
+    )
+    affines = torch.cat([affine(), affine(), affine(columns=2), affine(right=4)])
+    # Image 0: centres 2, 6, 10 of view 2 → 1, 3, 5 in view 1: patches 0, 0, 1, tokens 2, 2, 3.
+    first, second, found = paired(values, affines, layout, special=True)
+    assert first[..., 0].tolist() == [[202, 203, 204, 200, 201], [112, 113, 114, 110, 111]]
+    assert second[0, :, 0].tolist() == [102, 102, 103, 100, 101] and second[1, :2, 0].tolist() == [
+        213,
+        214,
+    ]
+    assert found.tolist() == [[True] * 5, [True, True, False, True, True]] and second[
+        1, 3:, 0
+    ].tolist() == [210, 211]
+    without = paired(values, affines, layout, special=False)
+    assert (
+        torch.equal(without[0], first[:, :3])
+        and torch.equal(without[1], second[:, :3])
+        and torch.equal(without[2], found[:, :3])
+    )
+
+
+def test_gradients_reach_both_sides():
+    values = torch.zeros(2, 7, 4, requires_grad=True)
+    first, second, found = paired(
+        values, torch.cat([affine(), affine(rows=2, columns=2)]), SQUARE, special=False
+    )
+    ((first + 10 * second) * found[..., None]).sum().backward()
+    # View 2 is image 1, each patch once; view 1's patches 0 and 1 are the partners of 4 and of 2
+    # patches.
+    assert values.grad[:, :, 0].tolist() == [[0, 40, 20, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
+
+
+ONTO_A_LINE = torch.tensor([[[0.1, 0.3, 0], [0.2, 0.6, 0], [0, 0, 1]]])
+
+
+@pytest.mark.parametrize(
+    "broken", [affine(rows=0), affine(rows=torch.nan), affine(right=torch.inf), ONTO_A_LINE]
+)
+@pytest.mark.parametrize("view", [1, 2])
+def test_an_affine_that_cannot_be_undone_is_refused(broken, view):
+    whole = torch.cat([affine(), affine()])
+    broken = torch.cat([affine(), broken])
+    with pytest.raises(UserError, match=f"view {view} of image 1 is singular"):
+        partners(*((broken, whole) if view == 1 else (whole, broken)), SQUARE)
+
+
+def test_very_small_and_very_large_images_are_not_singular():
+    for scale in (1e-4, 1e4):
+        assert partners_of(affine(scale, scale), affine(scale, scale)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match=r"a grid of 2 axes needs \(images, 3, 3\)"):
+        partners(torch.eye(4)[None], torch.eye(4)[None], SQUARE)
+    with pytest.raises(UserError, match="as many of both"):
+        partners(affine(), affine().repeat(2, 1, 1), SQUARE)
+    with pytest.raises(UserError, match="an even number"):
+        token_pairs(affine().repeat(3, 1, 1), SQUARE, special=False)
+    with pytest.raises(UserError, match=r"shape \(2, 6, 4\)"):  # the special token is missing
+        paired(torch.zeros(2, 6, 4), affine().repeat(2, 1, 1), SQUARE, special=False)
+    with pytest.raises(UserError, match=r"shape \(4, 7, 4\)"):
+        paired(torch.zeros(4, 7, 4), affine().repeat(2, 1, 1), SQUARE, special=False)
+
+
+def test_a_distillation_token_follows_the_teachers_class_token():
+    teacher = torch.arange(6.0).view(1, 3, 2)  # CLS, two patches
+    matched = match_tokens(teacher, torch.Size((1, 4, 2)))
+    assert matched.tolist() == [[[0, 1], [0, 1], [2, 3], [4, 5]]]
+    assert match_tokens(teacher, teacher.shape) is teacher
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 2), (1, 2, 2), (1, 3, 4), (2, 3, 2)])
+def test_other_shapes_are_refused(shape):
+    with pytest.raises(UserError, match=r"teacher's routing has shape \(1, 3, 2\)"):
+        match_tokens(torch.zeros(1, 3, 2), torch.Size(shape))

@@ -1,0 +1,140 @@
+"""SparsePlan: rows sorted by expert, and back."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moecore.nn.dispatch import SparsePlan, padding
+
+
+def plan_of(batch=2, tokens=5, k=2, number=4, seed=0, dtype=torch.float32, kept=None):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(batch, tokens, number, generator=generator, dtype=dtype)
+    weights, experts = scores.topk(k, dim=-1)
+    return SparsePlan.build(experts, weights, kept, number), experts, weights
+
+
+def test_rows_by_hand():
+    # Tokens 0..3 choose (2, 0), (0, 2), (2, 1), (0, 1) of 4 experts. Expert 0 sees tokens 0, 1, 3;
+    # 1 sees 2, 3; 2 sees 0, 1, 2; 3 none.
+    experts = torch.tensor([[[2, 0], [0, 2]], [[2, 1], [0, 1]]])
+    plan = SparsePlan.build(experts, torch.ones(2, 2, 2), None, 4)
+    rows = plan.dispatch(torch.arange(4.0).view(2, 2, 1))
+    assert rows.values.flatten().tolist() == [0, 1, 3, 2, 3, 0, 1, 2]
+    assert rows.offsets.tolist() == [3, 5, 8, 8]
+    assert rows.offsets.dtype == torch.int32
+
+
+def test_padding_by_hand():
+    # At most a sixteenth: 2·32·2 = 128 pairs over 2 experts allow 128/(16·2) = 4. It ends at 128,
+    # and there is none on CUDA.
+    assert [padding(pairs, 2, "cpu") for pairs in (16, 63, 64, 128, 10**6)] == [1, 1, 2, 4, 128]
+    assert padding(10**6, 2, "cuda") == 1
+
+
+def test_padded_rows_are_never_read_and_get_no_gradient():
+    plan, experts, weights = plan_of(batch=4, tokens=80, k=2, number=4)
+    step = padding(640, 4, "cpu")
+    assert (
+        step == 8
+        and len(plan.order) == 640 + 4 * 7 // 8 * 8 == plan.offsets[-1]
+        and (plan.offsets % step == 0).all()
+    )
+    values = torch.randn(len(plan.order), 3, requires_grad=True)
+    read = torch.zeros(len(plan.order), dtype=torch.bool).index_fill_(0, plan.rows, True)
+    assert read.sum() == 640
+    spoiled = torch.where(read.unsqueeze(-1), values, torch.inf)
+    assert torch.equal(plan.combine(values), plan.combine(spoiled))
+    (gradient,) = torch.autograd.grad(plan.combine(values).square().sum(), values)
+    assert (gradient[~read] == 0).all() and (gradient[read] != 0).all()
+    numbers = torch.searchsorted(plan.offsets, plan.rows.int(), right=True).view(4, 80, 2)
+    assert torch.equal(numbers, experts), "every pair lies among its expert's rows"
+
+
+def test_weighted_sum_by_hand():
+    # One token, experts 1 and 0 with weights 0.75 and 0.25; expert 0 answers 8, expert 1 answers 4:
+    # 0.75·4 + 0.25·8 = 5.
+    plan = SparsePlan.build(torch.tensor([[[1, 0]]]), torch.tensor([[[0.75, 0.25]]]), None, 2)
+    assert plan.combine(torch.tensor([[8.0], [4.0]])).tolist() == [[[5.0]]]
+
+
+def test_a_pair_without_seat_counts_nothing_and_gets_no_gradient():
+    kept = torch.tensor([[[True, False]]])
+    weights = torch.tensor([[[0.75, 0.25]]], requires_grad=True)
+    plan = SparsePlan.build(torch.tensor([[[1, 0]]]), weights, kept, 2)
+    rows = torch.tensor([[8.0], [4.0]], requires_grad=True)
+    tokens = plan.combine(rows)
+    tokens.sum().backward()
+    assert tokens.item() == 3.0  # 0.75·4, not scaled up
+    assert rows.grad.flatten().tolist() == [0, 0.75]
+    assert weights.grad.flatten().tolist() == [4.0, 0]
+
+
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(2, 5), st.data())
+@settings(max_examples=60, deadline=None)
+def test_there_and_back(batch, tokens, number, data):
+    k = data.draw(st.integers(1, number))
+    plan, experts, weights = plan_of(batch, tokens, k, number, seed=data.draw(st.integers(0, 99)))
+    values = torch.randn(batch, tokens, 3)
+    rows = plan.dispatch(values)
+    # Each expert's segment holds its tokens, in their order, and nothing else.
+    start = 0
+    flat = values.flatten(0, 1)
+    for expert, end in enumerate(rows.offsets.tolist()):
+        mine = (experts.flatten(0, 1) == expert).any(dim=-1)
+        assert torch.equal(rows.values[start:end], flat[mine])
+        start = end
+    assert start == len(rows.values) == batch * tokens * k
+    # Experts that return their input give each token the sum of its weights times itself.
+    torch.testing.assert_close(plan.combine(rows.values), values * weights.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_gradients_of_both_directions_in_double_precision(k):
+    plan, experts, weights = plan_of(k=k, dtype=torch.float64)
+    values = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(2 * 5 * k, 3, dtype=torch.float64, requires_grad=True)
+    weights.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: plan.dispatch(v).values, values)
+    assert torch.autograd.gradgradcheck(lambda v: plan.dispatch(v).values, values)
+    combine = lambda r, w: SparsePlan.build(experts, w, None, 4).combine(r)
+    assert torch.autograd.gradcheck(combine, (rows, weights))
+    assert torch.autograd.gradgradcheck(combine, (rows, weights))
+
+
+def test_gradients_are_the_same_every_time():
+    def gradients():
+        plan, _, weights = plan_of(4, 50, 3, 8)
+        values = torch.randn(4, 50, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        weights = weights.requires_grad_()
+        rows = plan._replace(weights=weights).combine(plan.dispatch(values).values.sin())
+        return torch.autograd.grad(rows.square().sum(), (values, weights))
+
+    for first, second in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_bf16_rows_are_summed_in_fp32_and_rounded_once():
+    plan, _, weights = plan_of(8, 50, 3, 8)
+    rows = torch.randn(len(plan.order), 16).bfloat16()
+    exact = plan.combine(rows.double()).float()  # sums in fp64
+    assert plan.combine(rows).dtype == torch.bfloat16
+    assert torch.equal(plan.combine(rows), plan.combine(rows.float()).bfloat16())
+    torch.testing.assert_close(plan.combine(rows.float()), exact)
+    weights.requires_grad_()
+    products = plan._replace(weights=weights).combine(rows)
+    towards = torch.randn(8, 50, 16).bfloat16()
+    (exact_gradient,) = torch.autograd.grad(
+        plan._replace(weights=weights).combine(rows.float()), weights, towards.float()
+    )
+    torch.testing.assert_close(torch.autograd.grad(products, weights, towards)[0], exact_gradient)
+
+
+def test_permuted_tokens_give_permuted_results():
+    plan, experts, weights = plan_of(1, 12, 2, 4)
+    order = torch.randperm(12)
+    permuted = SparsePlan.build(experts[:, order], weights[:, order], None, 4)
+    values = torch.randn(1, 12, 3)
+    run = lambda plan, values: plan.combine(plan.dispatch(values).values.sin())
+    assert torch.equal(run(permuted, values[:, order]), run(plan, values)[:, order])

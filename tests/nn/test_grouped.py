@@ -1,0 +1,203 @@
+"""grouped_linear against one product per row."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import linear
+from torch.utils.flop_counter import FlopCounterMode
+
+from moecore.nn import grouped
+from moecore.nn.grouped import can_group, experts_of_rows, grouped_linear, register_flop_formulas
+
+
+@pytest.fixture(autouse=True, params=["loop", "grouped_mm"])
+def way(request, monkeypatch):
+    """Both ways that a CPU computes: one expert at a time where experts have few rows, grouped_mm
+    where they have many.
+    """
+    monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if request.param == "loop" else -1)
+
+
+def inputs(sizes, width=8, outputs=4, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    )
+    offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    return (
+        draw(sum(sizes), width),
+        draw(len(sizes), width, outputs),
+        draw(len(sizes), outputs),
+        offsets,
+    )
+
+
+def slow(rows, weight, bias, offsets):
+    """One row at a time, by the definition."""
+    experts = [
+        expert
+        for expert, size in enumerate(offsets.diff(prepend=offsets.new_zeros(1)).tolist())
+        for _ in range(size)
+    ]
+    outputs = [
+        row @ weight[expert] + (0 if bias is None else bias[expert])
+        for row, expert in zip(rows, experts, strict=True)
+    ]
+    if outputs:
+        return torch.stack(outputs)
+    return rows.new_zeros(0, weight.shape[2])
+
+
+@pytest.mark.parametrize(
+    "width, outputs", [(8, 4), (6, 3)]
+)  # aligned to 16 bytes, so grouped_mm; not aligned, so the loop
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 7), (4, 2, 0), (1,)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_values_and_all_gradients_agree_with_one_product_per_row(width, outputs, sizes, biased):
+    rows, weight, bias, offsets = inputs(sizes, width, outputs)
+    assert can_group(rows, weight) == (width == 8)
+    bias = bias if biased else None
+    if biased:
+        leaves = [rows, weight, bias]
+    else:
+        leaves = [rows, weight]
+    towards = torch.randn(sum(sizes), outputs)
+    actual = grouped_linear(rows, weight, bias, offsets)
+    expected = slow(rows, weight, bias, offsets)
+    torch.testing.assert_close(actual, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(actual, leaves, towards),
+        torch.autograd.grad(expected, leaves, towards),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_many_rows_cross_the_chunks_in_which_biases_are_added():
+    rows, weight, bias, offsets = inputs((1500, 0, 900, 700))
+    experts = torch.tensor([0] * 1500 + [2] * 900 + [3] * 700)
+    expected = torch.einsum(
+        "ri,rio->ro", rows, weight.index_select(0, experts)
+    ) + bias.index_select(0, experts)
+    torch.testing.assert_close(grouped_linear(rows, weight, bias, offsets), expected)
+
+
+@pytest.mark.parametrize("width, outputs", [(8, 4), (6, 3)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_an_expert_without_rows_gets_a_gradient_of_zeros(width, outputs, biased):
+    rows, weight, bias, offsets = inputs((3, 0, 2), width, outputs)
+    grouped_linear(
+        rows, weight, bias if biased else None, offsets
+    ).sum().backward()  # sum() sends an expanded gradient
+    assert torch.equal(weight.grad[1], torch.zeros(width, outputs))
+    assert weight.grad[0].abs().sum() > 0
+    if biased:  # d sum / d bias = the expert's number of rows
+        assert torch.equal(bias.grad, torch.tensor([3.0, 0, 2])[:, None].expand(-1, outputs))
+
+
+def test_each_of_rows_weight_and_bias_gets_its_gradient_when_the_others_are_frozen():
+    leaves = inputs((3, 0, 1, 2), 8, 8)[:3]
+    offsets = inputs((3, 0, 1, 2), 8, 8)[3]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        together = torch.autograd.grad(
+            grouped_linear(*leaves, offsets).float().square().sum(), leaves
+        )
+        for index, expected in enumerate(together):
+            alone = [leaf if place == index else leaf.detach() for place, leaf in enumerate(leaves)]
+            (gradient,) = torch.autograd.grad(
+                grouped_linear(*alone, offsets).float().square().sum(), leaves[index]
+            )
+            assert torch.equal(gradient, expected)
+
+
+def test_second_derivatives_of_the_loop(monkeypatch):
+    monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9)
+    rows, weight, bias, offsets = inputs((2, 0, 3), 4, 4)
+    found = []
+    for function in (grouped_linear, slow):
+        (first,) = torch.autograd.grad(
+            function(rows, weight, bias, offsets).square().sum(), rows, create_graph=True
+        )
+        found.append(torch.autograd.grad(first.square().sum(), (weight, bias)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_rows_at_all(dtype):
+    rows, weight, bias, offsets = inputs((0, 0, 0), 8, 8, dtype)
+    outputs = grouped_linear(rows, weight, bias, offsets)
+    outputs.sum().backward()
+    assert outputs.shape == (0, 8)
+    assert not weight.grad.any() and not bias.grad.any()
+
+
+def test_gradients_in_double_precision():
+    rows, weight, bias, offsets = inputs((2, 0, 3), 3, 2, torch.float64)
+    assert torch.autograd.gradcheck(grouped_linear, (rows, weight, bias, offsets))
+
+
+def test_what_grouped_mm_can_take():
+    rows, weight, _, _ = inputs((2, 3))
+    assert can_group(rows, weight)
+    assert not can_group(rows.double(), weight.double())
+    assert not can_group(rows.bfloat16(), weight.bfloat16())  # 4 outputs are 8 bytes
+    assert not can_group(rows, weight.bfloat16())
+    assert not can_group(rows[:0], weight)
+    assert not can_group(torch.randn(5 * 8 + 1)[1:].view(5, 8), weight)  # starts at byte 4
+
+
+def test_rows_that_start_off_alignment_or_are_transposed_still_work():
+    rows, weight, bias, offsets = inputs((2, 3))
+    shifted = torch.cat([torch.zeros(1), rows.detach().flatten()])[1:].view(5, 8)
+    transposed = rows.detach().t().contiguous().t()
+    for view in (shifted, transposed):
+        torch.testing.assert_close(
+            grouped_linear(view, weight, bias, offsets), slow(rows, weight, bias, offsets)
+        )
+
+
+@pytest.mark.parametrize("width, outputs", [(16, 8), (6, 3)])
+def test_autocast_computes_in_bf16_and_stays_close(width, outputs):
+    rows, weight, bias, offsets = inputs((40, 0, 24), width, outputs)
+    expected = slow(rows, weight, bias, offsets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = grouped_linear(rows, weight, bias, offsets)
+        dense = linear(rows[:40], weight[0].t(), bias[0])
+    assert actual.dtype == dense.dtype == torch.bfloat16
+    assert (actual - expected).norm() < 0.01 * expected.norm()
+    towards = torch.randn(64, outputs)
+    leaves = (rows, weight, bias)
+    for ours, theirs in zip(
+        torch.autograd.grad(actual, leaves, towards.bfloat16()),
+        torch.autograd.grad(expected, leaves, towards),
+        strict=True,
+    ):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+
+
+def test_bias_gradient_in_bf16_does_not_stall_over_many_rows():
+    # 4096 gradients of 1: a running sum in bf16 stops at 256.
+    rows, weight, bias, offsets = inputs((4096, 64), 8, 8, torch.bfloat16)
+    grouped_linear(rows, weight, bias, offsets).sum().backward()
+    assert torch.equal(bias.grad[:, 0], torch.tensor([4096, 64], dtype=torch.bfloat16))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+@settings(max_examples=50, deadline=None)
+def test_every_row_belongs_to_the_expert_whose_segment_holds_it(sizes):
+    offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    expected = [expert for expert, size in enumerate(sizes) for _ in range(size)]
+    assert experts_of_rows(offsets, sum(sizes)).tolist() == expected
+
+
+def test_flops_are_counted_once_the_formula_is_registered():
+    register_flop_formulas()
+    register_flop_formulas()
+    rows, weight, _, offsets = inputs((3, 0, 2))
+    with FlopCounterMode(display=False) as counter:
+        grouped_linear(rows, weight, None, offsets).square().sum().backward()
+    # forward, rows' gradient, weights' gradient: 2·R·i·o each
+    assert counter.get_total_flops() == 3 * 2 * 5 * 8 * 4

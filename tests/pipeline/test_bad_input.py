@@ -1,0 +1,169 @@
+"""What goes wrong for a user: one clear message, nothing lost, nothing half-made taken for done."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.project import Project
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A project with data, teacher and one guided method's teacher router."""
+    project = Project(tmp_path_factory.mktemp("bad"))
+    for words in (
+        ["prepare", "pretrain"],
+        ["teacher"],
+        ["teacher_router", "tgr"],
+        ["teacher_router", "vmoe"],
+    ):
+        project.stage(*words)
+    return project
+
+
+@pytest.fixture
+def project(prepared):
+    """The same with params.yaml and data put back after the test."""
+    params, images = (
+        prepared.folder / "params.yaml",
+        prepared.folder / "artifacts/data/pretrain/train_images.npy",
+    )
+    kept = {path: path.read_bytes() for path in (params, images)}
+    yield prepared
+    for path, content in kept.items():
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "{kind: router_kl, weight: 5.0}",
+            "{kind: router_kl, weigth: 5.0}",
+            ["params.yaml:23:", "methods.tgr.regularizers", "weigth", "weight"],
+        ),
+        (
+            "steps: 20, batch: 64",
+            "steps: twenty, batch: 64",
+            ["params.yaml:", "teacher_router.steps", "'twenty'", "integer"],
+        ),
+        ("epsilons: [0.05]", "epsilons: [5]", ["params.yaml:", "robustness.epsilons", "5", "1"]),
+        (
+            "methods: [dense, vmoe, tgr]",
+            "methods: [dense, vmoe, tgrr]",
+            ["params.yaml:2:", "run.methods", "'tgrr'", "tgr"],
+        ),
+        (
+            "methods: [dense, vmoe, tgr]",
+            "methods: [dense, vmoe, tgr]\n  seeds: [1]",
+            ["params.yaml:4:3:", "'seeds' is written twice, first on line 3"],
+        ),
+        (
+            "{kind: mlp, number: 4, hidden_ratio: 1}\n    regularizers:\n      - {kind: router_kl",
+            "{kind: mpl, number: 4}\n    regularizers:\n      - {kind: router_kl",
+            ["methods.tgr.experts", "mpl", "mlp"],
+        ),
+    ],
+    ids=[
+        "unknown key",
+        "wrong type",
+        "out of range",
+        "unknown method",
+        "duplicate key",
+        "unknown kind",
+    ],
+)
+def test_params_are_refused_before_anything_runs(project, old, new, said):
+    project.edit(old, new)
+    done = project.attempt_stage("pretrain", "vmoe", "0")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert all(words in done.stderr for words in said), done.stderr
+    assert not (project.folder / "artifacts/pretrain/vmoe").exists()
+
+
+def test_a_method_that_needs_a_teacher_where_there_is_none(project):
+    text = (project.folder / "params.yaml").read_text()
+    start, end = text.index("teacher:\n"), text.index("teacher_router: {steps")
+    project.write(text[:start] + "teacher: {kind: no_teacher}\n" + text[end:])
+    done = project.attempt_stage("pretrain", "tgr", "0")
+    assert done.returncode == 1
+    assert (
+        "methods.tgr.regularizers" in done.stderr
+        and "router_kl needs a teacher, but teacher.kind is no_teacher" in done.stderr
+        and "dense" in done.stderr
+    )
+
+
+def test_truncated_data(project):
+    images = project.folder / "artifacts/data/pretrain/train_images.npy"
+    os.truncate(images, images.stat().st_size // 2)
+    done = project.attempt_stage("pretrain", "vmoe", "0")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "train_images.npy" in done.stderr and "expected" in done.stderr
+    assert not (project.folder / "artifacts/pretrain/vmoe").exists()
+
+
+def test_missing_data_names_the_folder(project):
+    data = project.folder / "artifacts/data/pretrain"
+    data.rename(data.with_name("elsewhere"))
+    try:
+        done = project.attempt_stage("pretrain", "vmoe", "0")
+        assert (
+            done.returncode == 1
+            and "artifacts/data/pretrain/card.json" in done.stderr
+            and "Traceback" not in done.stderr
+        )
+    finally:
+        data.with_name("elsewhere").rename(data)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(project):
+    project.edit(
+        "pretrain:\n  {epochs: 2, batch: 64, learning_rate: 0.001,",
+        "pretrain:\n  {epochs: 2, batch: 64, learning_rate: 1.0e+38, clip: null,",
+    )
+    done = project.attempt_stage("pretrain", "vmoe", "0")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert (
+        "the loss is not finite since step" in done.stderr
+        and "importance" in done.stderr
+        and "checkpoint" in done.stderr
+    )
+    assert not (project.folder / "artifacts/pretrain/vmoe").exists()
+    assert (
+        '"status": "FAILED"'
+        in (project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl").read_text()
+    )
+
+
+def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(project):
+    """The limit on a file's size stands in for the full disk: writing past it fails alike."""
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
+        "sys.argv = ['pretrain', 'vmoe', '0']; from stages.pretrain import pretrain; "
+        "from moecore.run.stage import run_stage; run_stage(pretrain)"
+    )
+    done = project.attempt([sys.executable, "-c", script])
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "could not be written" in done.stderr and "untouched" in done.stderr, done.stderr
+    assert not (project.folder / "artifacts/pretrain/vmoe").exists()
+    project.stage("pretrain", "vmoe", "0")
+    assert (project.folder / "artifacts/pretrain/vmoe/0/model.safetensors").exists()
+
+
+def test_two_processes_do_not_train_the_same(project):
+    import fcntl
+
+    lock = Path(project.folder / ".state/pretrain/vmoe/7/lock")
+    lock.parent.mkdir(parents=True)
+    with open(lock, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        done = project.attempt_stage("pretrain", "vmoe", "7")
+    assert done.returncode == 1 and "another process is at work" in done.stderr
+
+
+def test_wrong_words_on_the_command_line(project):
+    assert "usage" in project.attempt_stage("pretrain", "vmoe").stderr
+    assert "an integer" in project.attempt_stage("pretrain", "vmoe", "first").stderr

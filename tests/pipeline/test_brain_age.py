@@ -1,0 +1,175 @@
+"""The study pipelines/brain_age from the simulated cohort to the report, at a tiny size.
+
+Every stage of its dvc.yaml, in order, on its own params.yaml.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moecore.brain import measured_ages
+from moecore.brain import out_of_fold as brain_out_of_fold
+from moecore.measure import cohort_checks, robustness, routing
+from moecore.measure.base import Skipped, read_result
+from moecore.pipeline.code_hashes import write_code
+from moecore.study.document import load
+from moecore.training.outcome import Outcome
+from stages import calibrate as calibrate_stage
+from stages import compare, measure, out_of_fold, prepare, pretrain, teacher, teacher_router
+from stages import robustness as robustness_stage
+from tests.project import ROOT
+
+RESULTS = {
+    "calibrate": measured_ages.Result,
+    "robustness": robustness.Result,
+    "routing": routing.Result,
+    "cohort_checks": cohort_checks.Result,
+    "out_of_fold": brain_out_of_fold.Result,
+}
+STUDY = ROOT / "pipelines/brain_age"
+METHODS = ("dense", "ermoe", "ermoe_permuted")
+SMALL = {
+    "run": {"methods": list(METHODS), "seeds": [0], "phases": ["pretrain"]},
+    "data": {"pretrain": {"kind": "phantom", "subjects": 16, "age_groups": 2}},
+    "model": {"kind": "vit3d", "patch": 16, "width": 16, "depth": 4, "heads": 2, "mlp_ratio": 1},
+    "teacher_router": {"steps": 1, "batch": 4, "learning_rate": 0.01},
+    "cohort_checks": {"subjects": 2, "ages": [25, 50, 80], "rescans": 2, "resamples": 100},
+    "claims": [],
+}
+
+
+def small() -> str:
+    """The study's params.yaml with fewer subjects, a smaller model and shorter training.
+
+    One of two epochs is the region experts' warm start.
+    """
+    params = yaml.safe_load((STUDY / "params.yaml").read_text(encoding="utf-8")) | SMALL
+    params["pretrain"] |= {
+        "epochs": 2,
+        "batch": 4,
+        "warmup_epochs": 0,
+        "log_every": 1,
+        "checkpoint_every": 2,
+    }
+    for method in params["methods"].values():
+        if "regions" in method:
+            method["regions"] |= {"after": 0, "warm_start_epochs": 1}
+    attacks = [{"kind": "fgsm", "inside": True}, {"kind": "pgd", "inside": True, "steps": 2}]
+    sweeps = {"k": [1, 2], "threshold": [0.5], "images": 2}
+    params["routing"] |= {
+        "images": 3,
+        "overlays": 1,
+        "augmentation_images": 2,
+        "augmentations": ["identity", "affine"],
+        "sweeps": sweeps,
+    }
+    params["robustness"] |= {
+        "images": 4,
+        "epsilons": [0.05],
+        "attacks": attacks,
+        "audit": {"images": 2, "steps": 2},
+    }
+    return yaml.safe_dump(params, sort_keys=False)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    """The folder in which all stages ran."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("brain_age")
+        patch.chdir(folder)
+        patch.setenv("MOECORE_THREADS", "1")
+        patch.delenv("MOECORE_PARAMS", raising=False)
+        (folder / "params.yaml").write_text(small(), encoding="utf-8")
+        (folder / "dvc.yaml").write_text(
+            (STUDY / "dvc.yaml").read_text(encoding="utf-8"), encoding="utf-8"
+        )
+        write_code("params.yaml")
+        prepare.prepare("pretrain")
+        teacher.teacher()
+        for method in METHODS:
+            teacher_router.teacher_router(method)
+            pretrain.pretrain(method, 0)
+            out_of_fold.out_of_fold(method, 0)
+            calibrate_stage.calibrate("pretrain", method, 0)
+            robustness_stage.robustness("pretrain", method, 0)
+            for what in ("routing", "cohort_checks"):
+                measure.measure(what, "pretrain", method, 0)
+        compare.compare()
+        yield folder
+
+
+def measured(study: Path, stage: str, method: str):
+    """What a stage found, as the type that it writes."""
+    if stage == "pretrain":
+        return read_result(study / f"artifacts/measured/pretrain/{method}/0.json", Outcome, stage)
+    path = study / f"artifacts/measured/{stage}/pretrain/{method}/0.json"
+    return read_result(path, RESULTS[stage], stage)
+
+
+def test_every_stage_of_the_study_is_run_here():
+    names = set(re.findall(r"-m stages\.(\w+)", (STUDY / "dvc.yaml").read_text(encoding="utf-8")))
+    assert names == {
+        "code",
+        "prepare",
+        "teacher",
+        "teacher_router",
+        "pretrain",
+        "calibrate",
+        "measure",
+        "robustness",
+        "compare",
+        "out_of_fold",
+    }
+
+
+def test_the_cohort_is_called_simulated(study):
+    card = json.loads((study / "artifacts/data/pretrain/card.json").read_text())
+    assert card["simulated"] is True and "imulated" in card["name"]
+    assert card["task"]["target"] == "age" and card["size"] == [64, 64, 64]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_through_all_stages(study, method):
+    assert measured(study, "pretrain", method).test_score.value > 0
+    calibrated = measured(study, "calibrate", method)
+    assert calibrated.raw.mae.value > 0 and calibrated.median_mae > 0
+    assert isinstance(measured(study, "out_of_fold", method), Skipped)
+    attacked = measured(study, "robustness", method)
+    whole = measured(study, "cohort_checks", method).whole
+    assert attacked.clean_score == pytest.approx(whole.mae, rel=1e-4), "the same test volumes"
+    routed = measured(study, "routing", method)
+    if method == "dense":
+        assert isinstance(routed, Skipped), "it has no experts"
+    else:
+        assert len(routed.layers) == 2
+    table = study / f"artifacts/calibrate/pretrain/{method}/0/predictions.csv"
+    assert table.stat().st_size > 100
+
+
+def test_simulated_subjects_are_aged_and_scanned_again(study):
+    found = measured(study, "cohort_checks", "ermoe")
+    assert found.simulated is True and found.reasons == {}
+    assert list(found.isolated) == ["wm", "gm", "csf"]
+    assert len(found.ageing.predictions) == 2 and len(found.ageing.predictions[0]) == 3
+    assert found.rescan.pairs == 2 and found.rescan.of == "simulated scans"
+
+
+def test_region_experts_are_probed(study):
+    rows = measured(study, "pretrain", "ermoe").region_routing[0].rows
+    assert {row.region for row in rows} >= {"wm", "gm", "csf"}
+
+
+def test_the_report_has_every_method(study):
+    page = (study / "reports/index.html").read_text(encoding="utf-8")
+    assert all(method in page for method in METHODS) and "imulated" in page
+
+
+@pytest.mark.parametrize(
+    "preset", sorted((STUDY / "presets").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_presets_change_sections_that_are_there(preset):
+    assert set(load(str(preset)).data) <= set(load(str(STUDY / "params.yaml")).data)

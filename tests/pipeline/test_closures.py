@@ -1,0 +1,127 @@
+"""Import closures and fingerprints: a new part changes nothing, an edited one what uses it."""
+
+from pathlib import Path
+
+import pytest
+
+from moecore.core.files import UserError
+from moecore.pipeline import closures
+from moecore.pipeline.closures import closure, fingerprint, part_files
+
+TREE = {
+    "moecore/__init__.py": '"""Only a docstring."""',
+    "moecore/core/config.py": "",
+    "moecore/data/helper.py": "from moecore.core import config\nimport moecore.run.record",
+    "moecore/nn/layers/__init__.py": "WIDTH = 1",
+    "moecore/nn/layers/block.py": "import moecore.core.config",
+    "moecore/nn/routers/__init__.py": "from moecore.nn.routers.top import Top",
+    "moecore/nn/routers/top.py": "from moecore.nn.routers import gates\nfrom .plan import Plan",
+    "moecore/nn/routers/gates.py": "",
+    "moecore/nn/routers/plan.py": "from moecore.data.helper import x",
+    "moecore/nn/routers/other.py": "",
+    "moecore/nn/experts/both.py": "",
+    "moecore/training/regularizers/both.py": "",
+    "moecore/data/atlas/map.bin": "",
+    "moecore/data/tools/other.py": "",
+    "moecore/run/record.py": "",
+    "moecore/report/page.py": "import moecore.core.config",
+    "moecore/report/templates/page.html": "",
+    "moecore/tasks/__init__.py": "from moecore.tasks.numbers import Numbers\nAny = Numbers",
+    "moecore/tasks/numbers.py": "",
+    "stages/train.py": "import torch\nfrom moecore.nn.routers import Router\n"
+    "from moecore.nn.layers.block import Block\n\ndef f():\n    import moecore.data.helper",
+    "stages/compare.py": "from moecore.report.page import page\nfrom moecore.tasks import Any",
+    "stages/exact.py": "from moecore.tasks import Any, Numbers",
+}
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    for name, text in TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def names(files: set[Path]) -> set[str]:
+    return {file.as_posix() for file in files}
+
+
+def test_closure_follows_modules_but_no_family(tree):
+    reached = names(closure("stages/train.py", tree))
+    assert reached == {
+        "stages/train.py",
+        "moecore/nn/layers/__init__.py",
+        "moecore/nn/layers/block.py",
+        "moecore/core/config.py",
+        "moecore/data/helper.py",
+        "moecore/data/atlas/map.bin",
+    }
+
+
+def test_only_the_rooms_that_decide_a_result_are_followed(tree):
+    assert names(closure("stages/compare.py", tree)) == {"stages/compare.py"}
+    rooms = (*closures.DECIDING, "report")
+    assert names(closure("stages/compare.py", tree, rooms)) == {
+        "stages/compare.py",
+        "moecore/report/page.py",
+        "moecore/report/templates/page.html",
+        "moecore/core/config.py",
+    }
+
+
+def test_a_part_that_is_imported_from_its_table_is_followed(tree):
+    assert names(closure("stages/exact.py", tree)) == {
+        "stages/exact.py",
+        "moecore/tasks/numbers.py",
+    }
+
+
+def test_parts_bring_their_helpers(tree):
+    section = {
+        "router": {"kind": "top", "k": 2},
+        "experts": {"kind": "both"},
+        "deep": [{"x": {"kind": "unknown"}}],
+    }
+    assert names(part_files(section, tree)) == {
+        "moecore/nn/routers/top.py",
+        "moecore/nn/routers/gates.py",
+        "moecore/nn/routers/plan.py",
+        "moecore/data/helper.py",
+        "moecore/data/atlas/map.bin",
+        "moecore/core/config.py",
+        "moecore/nn/experts/both.py",
+    }
+
+
+def test_a_kind_in_two_families(tree):
+    assert names(part_files({"regularizers": [{"kind": "both"}]}, tree)) == {
+        "moecore/training/regularizers/both.py"
+    }
+    assert names(part_files([{"kind": "both"}], tree)) == {
+        "moecore/training/regularizers/both.py",
+        "moecore/nn/experts/both.py",
+    }
+
+
+def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
+    def print_of() -> dict:
+        for cached in (closures._imports, closures._sha256):
+            cached.cache_clear()
+        return fingerprint(part_files({"router": {"kind": "top"}}, tree), tree)
+
+    before = print_of()
+    (tree / "moecore/nn/routers/new.py").write_text("x = 1")
+    (tree / "moecore/nn/routers/__init__.py").write_text("from moecore.nn.routers.new import x")
+    (tree / "moecore/nn/routers/other.py").write_text("x = 1")
+    assert print_of() == before
+    (tree / "moecore/nn/routers/plan.py").write_text("y = 2")
+    assert print_of() != before
+
+
+def test_broken_and_missing_files_are_named(tree):
+    with pytest.raises(UserError, match=r"stages/none.py: no such file"):
+        closure("stages/none.py", tree)
+    (tree / "stages/bad.py").write_text("x = (")
+    with pytest.raises(UserError, match=r"stages/bad.py:1: not valid Python"):
+        closure("stages/bad.py", tree)

@@ -1,0 +1,131 @@
+"""kill -9 at any moment of a training stage: started again, it ends with the same bits as an
+undisturbed run.
+"""
+
+import hashlib
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.project import PARAMS, Project
+
+STAGES = {
+    "teacher": (("teacher",), "artifacts/teacher"),
+    "pretrain": (("pretrain", "tgr", "0"), "artifacts/pretrain/tgr/0"),
+    "finetune": (("finetune", "finetune", "tgr", "0"), "artifacts/finetune/tgr/0"),
+}
+TIMED = ("images_per_second", "seconds")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """All three training stages once, undisturbed."""
+    project = Project(
+        tmp_path_factory.mktemp("kill"), PARAMS.replace("epochs: 2,", "epochs: 8,")
+    )  # long enough to be killed
+    for words in (
+        ["prepare", "pretrain"],
+        ["prepare", "finetune"],
+        ["teacher"],
+        ["teacher_router", "tgr"],
+        ["pretrain", "tgr", "0"],
+        ["finetune", "finetune", "tgr", "0"],
+    ):
+        project.stage(*words)
+    return project
+
+
+def item_of(stage: str) -> str:
+    """What names the stage's state, history and results."""
+    return STAGES[stage][1].removeprefix("artifacts/")
+
+
+def untimed(values: dict) -> dict:
+    return {name: value for name, value in values.items() if name not in TIMED}
+
+
+def outcome(project: Project, stage: str) -> tuple[str, dict, list]:
+    """What must not depend on a kill: weights, results and logged points, all without times."""
+    item = item_of(stage)
+    weights = (project.folder / STAGES[stage][1] / "model.safetensors").read_bytes()
+    results = json.loads((project.folder / f"artifacts/measured/{item}.json").read_text())
+    results["curve"] = [untimed(point) for point in results["curve"]]
+    history = (project.folder / "artifacts/history" / item / "history.jsonl").read_text()
+    points = [
+        (line["step"], untimed(line["values"]))
+        for line in map(json.loads, history.splitlines())
+        if "values" in line
+    ]
+    return hashlib.sha256(weights).hexdigest(), untimed(results), points
+
+
+def logged(project: Project, stage: str) -> int:
+    """The last step in the history of the run under way; 0 before the first."""
+    files = list((project.folder / ".state" / item_of(stage)).glob("*/history/history.jsonl"))
+    steps = re.findall(r'"step": (\d+)', files[0].read_text()) if files else []
+    return int(steps[-1]) if steps else 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_at_random_moments_it_ends_bit_equal(project, stage):
+    undisturbed, words = outcome(project, stage), STAGES[stage][0]
+    last = undisturbed[2][-1][0]
+    moments = sorted(random.Random(stage).sample(range(1, last - 10), 3))
+    killed = [
+        project.killed(*words, when=lambda moment=moment: logged(project, stage) >= moment)
+        for moment in moments
+    ]
+    assert any(killed)
+    project.stage(*words)
+    assert outcome(project, stage) == undisturbed
+
+
+def test_killed_while_a_checkpoint_is_written_it_ends_bit_equal(project):
+    undisturbed = outcome(project, "pretrain")
+    script = (
+        "import os, signal, sys\n"
+        "import moecore.core.tensors as tensors_file\n"
+        "whole, calls = tensors_file.save_file, []\n"
+        "def torn(tensors, path, **rest):\n"
+        "    calls.append(path)\n"
+        "    whole(tensors, path, **rest)\n"
+        "    if len(calls) == 2:\n"
+        "        os.truncate(path, os.path.getsize(path) // 2)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "tensors_file.save_file = torn\n"
+        "from stages.pretrain import pretrain\n"
+        "pretrain('tgr', 0)\n"
+    )
+    assert project.attempt([sys.executable, "-c", script]).returncode == -9
+    assert list(Path(project.folder / ".state/pretrain/tgr/0").glob("*/checkpoint.safetensors")), (
+        "the first checkpoint is still there"
+    )
+    project.stage("pretrain", "tgr", "0")
+    assert outcome(project, "pretrain") == undisturbed
+
+
+def test_nothing_of_the_run_stays_behind(project):
+    for stage in STAGES:
+        assert not [
+            path
+            for path in (project.folder / ".state" / item_of(stage)).iterdir()
+            if path.is_dir() and not path.name.isdigit()
+        ], stage
+
+
+def test_other_params_do_not_continue_a_killed_run(project):
+    words = STAGES["pretrain"][0]
+    assert project.killed(*words, when=lambda: logged(project, "pretrain") >= 10)
+    project.edit(
+        "pretrain:\n  {epochs: 8, batch: 64, learning_rate: 0.001",
+        "pretrain:\n  {epochs: 8, batch: 64, learning_rate: 0.002",
+    )
+    project.stage(*words)
+    with_other_rate = outcome(project, "pretrain")
+    assert with_other_rate[2][0][1]["learning_rate"] > 0.0002
+    project.stage(*words)
+    assert outcome(project, "pretrain") == with_other_rate

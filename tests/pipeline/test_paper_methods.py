@@ -1,0 +1,120 @@
+"""The training details of the papers through the real stages: joint teacher routers, the upper
+bound, distillation, upcycling, two views.
+"""
+
+import json
+
+import pytest
+
+from moecore.measure.base import read_result
+from moecore.training.outcome import Outcome
+from tests.project import PARAMS, Project
+
+METHODS = """\
+methods:
+  joint:
+    router: {kind: noisy_top_k, k: 2}
+    experts: {kind: mlp, number: 4, hidden_ratio: 1}
+    regularizers: [{kind: router_kl, weight: 5.0}]
+    teacher_router: {fit: joint}
+  oracle:
+    router: {kind: teacher_routed, k: 2}
+    experts: {kind: mlp, number: 4, hidden_ratio: 1}
+    regularizers: [{kind: router_kl, weight: 5.0}]
+    teacher_router: {fit: joint}
+  distilled:
+    distillation: 0.5
+  upcycled:
+    router: {kind: noisy_top_k, k: 2, renormalise: true}
+    experts: {kind: mlp, number: 4, hidden_ratio: 2}
+    upcycle: true
+  ermoe_prc:
+    router: {kind: eigenbasis, k: 2}
+    experts: {kind: eigen, number: 4, hidden_ratio: 1}
+    regularizers: [{kind: orthogonality, weight: 5.0e-5}, {kind: pairwise_consistency}]
+"""
+NAMES = ("joint", "oracle", "distilled", "upcycled", "ermoe_prc")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Project:
+    """All five methods pretrained, fine-tuned with k = 1 and measured."""
+    start, end = PARAMS.index("methods:\n  dense"), PARAMS.index("teacher:\n")
+    text = PARAMS[:start] + METHODS + PARAMS[end:]
+    text = text.replace("methods: [dense, vmoe, tgr]", f"methods: [{', '.join(NAMES)}]").replace(
+        "shots: 20}", "shots: 20, k: 1, guided: true}"
+    )
+    made = Project(tmp_path_factory.mktemp("papers"), text)
+    for words in (("prepare", "pretrain"), ("prepare", "finetune"), ("teacher",)):
+        made.stage(*words)
+    for name in NAMES:
+        made.stage("teacher_router", name)
+        made.stage("pretrain", name, "0")
+        made.stage("finetune", "finetune", name, "0")
+        made.stage("measure", "routing", "pretrain", name, "0")
+    return made
+
+
+def measured(project: Project, stage: str, name: str) -> dict:
+    return json.loads((project.folder / f"artifacts/measured/{stage}/{name}/0.json").read_text())
+
+
+def trained(project: Project, stage: str, name: str) -> Outcome:
+    path = project.folder / f"artifacts/measured/{stage}/{name}/0.json"
+    return read_result(path, Outcome, stage)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_trainings_report_what_they_reached(project, name):
+    for stage in ("pretrain", "finetune"):
+        assert 0 <= trained(project, stage, name).test_score.value <= 1
+    if name != "distilled":
+        moved = trained(project, "pretrain", name)
+        assert len(moved.agreement_with_final) == 2
+        assert moved.agreement_with_final[-1] == 1.0
+        assert len(moved.agreement_consecutive) == 1
+        layer = measured(project, "routing/pretrain", name)["layers"][0]
+        assert (
+            layer["match_top2_ordered"] <= layer["match_top1"] <= 1
+            and layer["match_top2_ordered"] <= layer["match_top2_sets"]
+        )
+
+
+def test_a_joint_teacher_router_is_kept_beside_the_model_and_differs_from_the_drawn_one(project):
+    drawn = project.folder / "artifacts/teacher_router/joint/routers.safetensors"
+    learned = project.folder / "artifacts/pretrain/joint/0/guide/routers.safetensors"
+    assert drawn.read_bytes() != learned.read_bytes()
+    assert 0 <= measured(project, "routing/pretrain", "joint")["teacher_agreement"] <= 1
+
+
+def test_the_upper_bound_agrees_with_its_own_teacher_where_it_decides(project):
+    settings = json.loads((project.folder / "artifacts/pretrain/oracle/0/model.json").read_text())
+    assert (
+        settings["guided"]
+        and (
+            project.folder / "artifacts/pretrain/oracle/0/guide/teacher/model.safetensors"
+        ).exists()
+    )
+
+
+def test_fine_tuning_uses_the_other_k(project):
+    assert (
+        json.loads((project.folder / "artifacts/finetune/upcycled/0/model.json").read_text())[
+            "moe"
+        ]["router"]["k"]
+        == 1
+    )
+
+
+def test_only_a_router_with_a_threshold_has_fallback(project):
+    assert measured(project, "routing/pretrain", "ermoe_prc")["fallback"] is not None
+    assert measured(project, "routing/pretrain", "joint")["fallback"] is None
+
+
+def test_distillation_is_logged_and_upcycling_starts_from_the_teacher(project):
+    history = (project.folder / "artifacts/history/pretrain/distilled/0").glob("**/*.jsonl")
+    assert '"distillation"' in "".join(path.read_text() for path in history)
+    # the teacher's weights give a head start: after the same steps the upcycled model is ahead of
+    # one that started from nothing
+    ahead = trained(project, "pretrain", "upcycled").test_score.value
+    assert ahead > trained(project, "pretrain", "joint").test_score.value

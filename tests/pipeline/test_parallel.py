@@ -1,0 +1,132 @@
+"""Several stages at a time: what a free process takes, and the real thing through DVC."""
+
+from moecore.pipeline.parallel import Job, next_job, run
+
+ABOVE = {
+    "code": set(),
+    "prepare@pretrain": {"code"},
+    "teacher": {"prepare@pretrain"},
+    "teacher_router@vmoe": {"teacher"},
+    "teacher_router@prc": {"teacher"},
+    "pretrain@vmoe-0": {"teacher_router@vmoe"},
+    "pretrain@prc-0": {"teacher_router@prc"},
+    "finetune@vmoe-0": {"pretrain@vmoe-0"},
+    "calibrate@pretrain-vmoe-0": {"pretrain@vmoe-0"},
+    "measure@invariance-pretrain-vmoe-0": {"pretrain@vmoe-0"},
+    "measure@invariance-finetune-vmoe-0": {"finetune@vmoe-0"},
+    "measure@invariance-pretrain-prc-0": {"pretrain@prc-0"},
+    "transfer@pretrain-0": {"pretrain@vmoe-0", "pretrain@prc-0"},
+    "compare": {
+        "measure@invariance-finetune-vmoe-0",
+        "measure@invariance-pretrain-vmoe-0",
+        "calibrate@pretrain-vmoe-0",
+        "measure@invariance-pretrain-prc-0",
+        "transfer@pretrain-0",
+    },
+}
+BEGUN = {"code", "prepare@pretrain", "teacher", "teacher_router@vmoe", "teacher_router@prc"}
+
+
+def test_what_all_wait_for_comes_first():
+    assert next_job(ABOVE, set(), set()) == Job(("code",))
+    assert next_job(ABOVE, set(), {"code"}) is None, "nothing is ready"
+    assert next_job(ABOVE, {"code"}, {"code"}) == Job(("prepare@pretrain",))
+    done = {"code", "prepare@pretrain"}
+    assert next_job(ABOVE, done, done) == Job(("teacher",))
+    done = {*done, "teacher"}
+    assert next_job(ABOVE, done, done) == Job(("teacher_router@vmoe", "teacher_router@prc"))
+
+
+def test_trainings_come_first_and_a_models_measurements_go_together():
+    done = set(BEGUN)
+    first = next_job(ABOVE, done, done)
+    assert first == Job(("pretrain@vmoe-0", "finetune@vmoe-0"))
+    second = next_job(ABOVE, done, done | set(first.stages))
+    assert second == Job(("pretrain@prc-0",))
+    assert next_job(ABOVE, done, done | {*first.stages, *second.stages}) is None
+    done |= set(first.stages)
+    third = next_job(ABOVE, done, done | set(second.stages))
+    assert third == Job(("calibrate@pretrain-vmoe-0", "measure@invariance-pretrain-vmoe-0"))
+    done |= {*second.stages, *third.stages}
+    assert next_job(ABOVE, done, done) == Job(("transfer@pretrain-0",)), "one long process"
+    done |= {"transfer@pretrain-0"}
+    for stage in ("measure@invariance-finetune-vmoe-0", "measure@invariance-pretrain-prc-0"):
+        assert next_job(ABOVE, done, done) == Job((stage,)), "of another phase or method"
+        done.add(stage)
+    assert next_job(ABOVE, done, done) == Job(("compare",))
+
+
+def test_seeds_of_a_method_are_apart():
+    above = {
+        f"{stage}@vmoe-{seed}": ({f"pretrain@vmoe-{seed}"} if stage == "finetune" else set())
+        for stage in ("pretrain", "finetune")
+        for seed in (0, 1)
+    }
+    assert next_job(above, set(), set()) == Job(("pretrain@vmoe-0", "finetune@vmoe-0"))
+
+
+def test_all_cores_are_for_what_runs_alone(monkeypatch):
+    given = {}
+
+    def fake(job, environment, started):
+        given.update(dict.fromkeys(job.stages, environment))
+        return 0
+
+    monkeypatch.setattr("moecore.pipeline.parallel.run_job", fake)
+    above = ABOVE | {"measure@cost-finetune-vmoe-0": {"finetune@vmoe-0"}}
+    one = {"MOECORE_THREADS": "1"}
+    assert run(above, [one, one]) == []
+    assert {stage for stage, environment in given.items() if not environment} == {
+        "code",
+        "prepare@pretrain",
+        "teacher",
+        "measure@cost-finetune-vmoe-0",
+    }
+    assert given.keys() == above.keys()
+
+
+def test_what_is_timed_runs_alone_and_last():
+    above = {
+        "pretrain@a-0": set(),
+        "measure@cost-pretrain-a-0": {"pretrain@a-0"},
+        "pretrain@b-0": set(),
+        "measure@cost-pretrain-b-0": {"pretrain@b-0"},
+        "routing@pretrain-b-0": {"pretrain@b-0"},
+    }
+    assert next_job(above, set(), set()) == Job(("pretrain@a-0",))
+    done = {"pretrain@a-0"}
+    assert next_job(above, done, done) == Job(("pretrain@b-0",))
+    both = {"pretrain@a-0", "pretrain@b-0"}
+    assert next_job(above, both, both) == Job(("routing@pretrain-b-0",))
+    taken = both | {"routing@pretrain-b-0"}
+    assert next_job(above, both, taken) is None, "something else runs"
+    timed = Job(("measure@cost-pretrain-a-0", "measure@cost-pretrain-b-0"))
+    assert next_job(above, taken, taken) == timed
+
+
+def test_nothing_starts_after_a_failure(monkeypatch):
+    ran = []
+
+    def fake(job, environment, started):
+        ran.append((job.stages, dict(environment)))
+        return int(job.stages[0] == "teacher")
+
+    monkeypatch.setattr("moecore.pipeline.parallel.run_job", fake)
+    place = {"PLACE": "only"}
+    left = run(ABOVE, [place])
+    assert ran == [(("code",), place), (("prepare@pretrain",), place), (("teacher",), place)]
+    assert left == [stage for stage in ABOVE if stage not in ("code", "prepare@pretrain")]
+
+
+def test_with_dvc_a_failure_is_shown_and_the_rest_goes_on_later(copied):
+    """The finished project of the tests was made two stages at a time; see conftest.py."""
+    copied.forked = False  # so that it starts a server of its own
+    copied.edit("shots: 20", "shots: 5000")
+    failed = copied.moecore("run", "--jobs", "2")
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "stages are not done: finetune@dense-0" in failed.stderr
+    assert "5000 images per class asked for" in failed.stdout
+    copied.edit("shots: 5000", "shots: 20")
+    done = copied.moecore("run", "--jobs", "2")
+    assert "up to date" in done.stdout and "Running" not in done.stdout
+    assert copied.run(["dvc", "status"]).stdout.strip() == "Data and pipelines are up to date."

@@ -1,0 +1,110 @@
+"""The real pipeline on a small configuration, by running DVC: what runs, what is restored."""
+
+import json
+
+import torch
+
+from moecore.training.artifacts import load_model
+
+METHODS = ("dense", "vmoe", "tgr")
+MEASUREMENTS = ("invariance", "corruptions", "stability", "lipschitz", "cost")
+GIT = {
+    f"GIT_{who}_{what}": value
+    for who in ("AUTHOR", "COMMITTER")
+    for what, value in (("NAME", "t"), ("EMAIL", "t@example.org"))
+}
+
+
+def test_everything_ran_once_and_then_nothing_runs(finished, shared):
+    printed = (shared / "finished.done").read_text(encoding="utf-8")
+    ran = [line.split("'")[1] for line in printed.splitlines() if line.startswith("Running stage")]
+    expected = {
+        "code",
+        "prepare@pretrain",
+        "prepare@finetune",
+        "teacher",
+        *(f"teacher_router@{method}" for method in METHODS),
+        *(f"{phase}@{method}-0" for phase in ("pretrain", "finetune") for method in METHODS),
+        *(
+            f"{stage}@finetune-{method}-0"
+            for stage in ("calibrate", "robustness", "routing")
+            for method in METHODS
+        ),
+        *(f"measure@{what}-finetune-{method}-0" for what in MEASUREMENTS for method in METHODS),
+        "transfer@finetune-0",
+        "compare",
+    }
+    assert sorted(ran) == sorted(expected)
+    assert finished.repro() == []
+
+
+def test_epsilons_rerun_robustness_and_come_back_from_the_cache(copied):
+    copied.edit("epsilons: [0.05]", "epsilons: [0.04]")
+    planned = copied.moecore("plan").stdout
+    assert "4 stages" in planned and "robustness modified" in planned
+    stale = copied.stale()
+    ran = copied.repro()
+    assert set(ran) == set(stale) | {"code"}
+    assert set(stale) == {f"robustness@finetune-{method}-0" for method in METHODS} | {"compare"}
+    copied.edit("epsilons: [0.04]", "epsilons: [0.05]")
+    assert copied.repro() == [], "put back, all comes from the run cache"
+
+
+def test_a_new_teacher_trains_only_the_guided_method_again(copied):
+    copied.edit("training: {epochs: 2,", "training: {epochs: 1,")
+    ran = set(copied.repro())
+    assert {stage for stage in ran if stage.startswith("pretrain")} == {"pretrain@tgr-0"}
+    assert not {stage for stage in ran if "-vmoe-" in stage or "-dense-" in stage}
+
+
+def test_edited_code_runs_what_the_plan_said(copied):
+    file = copied.folder / "moecore/measure/lipschitz.py"
+    file.write_text(file.read_text(encoding="utf-8") + "\n# edited\n", encoding="utf-8")
+    copied.forked = False  # the copy's own code
+    planned = set(copied.stale())
+    assert planned == {f"measure@lipschitz-finetune-{method}-0" for method in METHODS} | {"compare"}
+    ran = set(copied.repro())
+    assert ran - {"code", "compare"} == planned - {"compare"}, "compare found the same results"
+    assert copied.stale() == {}
+
+
+def test_metrics_diff_plots_and_experiments_work(copied):
+    copied.run(["git", "add", "-A"])
+    copied.run(["git", "commit", "-qm", "first"], env=GIT)
+    copied.run(["dvc", "exp", "run", "-S", "robustness.epsilons=[0.1]"], env=GIT)
+    changed = json.loads(copied.run(["dvc", "metrics", "diff", "--json"]).stdout)
+    assert list(changed) == ["reports/compare.json"]
+    assert any("routing_change" in name for name in changed["reports/compare.json"])
+    assert "Loading" not in copied.run(["dvc", "plots", "show"]).stderr
+    page = (copied.folder / "dvc_plots/index.html").read_text(encoding="utf-8")
+    assert "validation_accuracy" in page
+
+
+def test_git_sees_the_lock_and_the_numbers_and_nothing_else_that_a_run_wrote(finished):
+    tracked = {
+        "dvc.yaml",
+        ".dvcignore",
+        ".gitignore",
+        "params.yaml",
+        ".dvc/",
+        "moecore/",
+        "stages/",
+    }
+    listed = finished.run(["git", "status", "--porcelain", "--untracked-files=normal"]).stdout
+    seen = {line[3:].split("/")[0] for line in listed.splitlines()}
+    assert seen - {name.rstrip("/") for name in tracked} == {"dvc.lock", "reports"}
+    reports = finished.run(["git", "status", "--porcelain", "--untracked-files=all", "reports"])
+    assert {line[3:] for line in reports.stdout.splitlines()} == {"reports/compare.json"}
+
+
+def test_the_trained_model_loads_from_its_folder(finished):
+    model = load_model(finished.folder / "artifacts/finetune/tgr/0")
+    prediction, routing, _ = model(torch.rand(2, 1, 24, 24))
+    assert prediction.shape == (2, 10) and len(routing) == 2
+    assert routing[0].probs.shape == (2, 10, 4)
+
+
+def test_the_report_is_one_file_with_every_method(finished):
+    page = (finished.folder / "reports/index.html").read_text(encoding="utf-8")
+    assert all(f">{method}<" in page for method in METHODS)
+    assert 'src="http' not in page and 'href="http' not in page

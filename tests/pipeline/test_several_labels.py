@@ -1,0 +1,212 @@
+"""From mosaics to fine-tuned models: the stages prepare, pretrain, finetune, adversarial and
+calibrate, and the check of the whole file.
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moecore.core.files import UserError
+from moecore.data.prepared import Prepared
+from moecore.measure.base import read_result
+from moecore.nn.predict import predictions
+from moecore.pipeline.code_hashes import write_code
+from moecore.study.checks import cross_checks
+from moecore.study.document import parse
+from moecore.study.params import read, validate_whole
+from moecore.study.study import Study
+from moecore.tasks.classification import Classification
+from moecore.tasks.multi_label import MultiLabel
+from moecore.training.artifacts import load_model, save_no_guide
+from moecore.training.outcome import Outcome
+from stages import calibrate, finetune, prepare, pretrain
+
+TRAINING = "batch: 50, learning_rate: 0.005, log_every: 5, warmup_epochs: 0.5, precision: float32"
+PARAMS = f"""\
+run: {{methods: [dense, vmoe], seeds: [0], phases: [finetune, adversarial]}}
+data:
+  pretrain:
+    {{kind: mosaic, source: {{kind: digits, size: 8}}, train: 500, validation: 100, test: 150}}
+  finetune: &clean {{kind: digits, size: 16, train_limit: 300, test_limit: 150}}
+  adversarial: *clean
+model: {{kind: vit, patch: 4, width: 16, depth: 2, heads: 2, mlp_ratio: 2}}
+methods:
+  dense: {{}}
+  vmoe:
+    router: {{kind: noisy_top_k, k: 2}}
+    experts: {{kind: mlp, number: 4, hidden_ratio: 1}}
+    blocks: [1]
+    regularizers: [{{kind: importance, weight: 0.005}}]
+pretrain: {{epochs: 4, {TRAINING}}}
+finetune: &training {{epochs: 3, {TRAINING}}}
+adversarial: {{epochs: 3, {TRAINING}, adversarial: {{steps: 2, epsilon: 0.05}}}}
+calibrate: {{calibrator: {{kind: temperature}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every stage ran for both methods, in this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("several")
+        patch.chdir(home)
+        patch.delenv("MOECORE_PARAMS", raising=False)
+        patch.setenv("MOECORE_THREADS", "1")
+        (home / "params.yaml").write_text(PARAMS)
+        write_code("params.yaml")
+        for name in ("pretrain", "finetune", "adversarial"):
+            prepare.prepare(name)
+        for method in ("dense", "vmoe"):
+            (home / "artifacts/teacher_router" / method).mkdir(parents=True)
+            save_no_guide(home / "artifacts/teacher_router" / method)
+            pretrain.pretrain(method, 0)
+            finetune.finetune("finetune", method, 0)
+            finetune.finetune("adversarial", method, 0)
+        yield home
+
+
+def measured(folder, phase: str, method: str) -> Outcome:
+    return read_result(folder / f"artifacts/measured/{phase}/{method}/0.json", Outcome, phase)
+
+
+@pytest.mark.parametrize("method", ["dense", "vmoe"])
+def test_pretraining_reports_precision_at_1(folder, method):
+    found = measured(folder, "pretrain", method)
+    data = Prepared.open(folder / "artifacts/data/pretrain")
+    model = load_model(folder / f"artifacts/pretrain/{method}/0")
+    best = predictions(model, data.test.images, 70)[0].argmax(1).numpy()
+    hits = [int(data.test.labels[image, best[image]]) for image in range(150)]
+    assert found.task == MultiLabel(classes=tuple("0123456789"))
+    assert found.test_correct == sum(hits)
+    assert found.test_count == 150
+    assert found.test_score.value == pytest.approx(sum(hits) / 150)
+    assert found.test_score.low < found.test_score.value < found.test_score.high
+    assert found.false_discovery_rate == pytest.approx(1 - sum(hits) / 150)
+    assert found.confusion is None
+    last = found.curve[-1]["validation_accuracy"]
+    assert found.validation_score.value == pytest.approx(last)
+    # four cells show 3.4 of ten classes on average, so a guess is right in 34 %; it has learned
+    # more than that
+    assert found.test_score.value > 0.45
+    assert found.test_loss < 10 * np.log(2)
+
+
+def test_class_maps_count_an_image_for_each_of_its_labels(folder):
+    maps = np.array(measured(folder, "pretrain", "vmoe").class_maps["4"])
+    data, model = (
+        Prepared.open(folder / "artifacts/data/pretrain"),
+        load_model(folder / "artifacts/pretrain/vmoe/0"),
+    )
+    probs = predictions(model, data.validation.images, 100)[1][0].probs.mean(1).numpy()
+    expected = [probs[data.validation.labels[:, digit] == 1].mean(0) for digit in range(10)]
+    np.testing.assert_allclose(maps[:, 0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["dense", "vmoe"])
+def test_clean_and_adversarial_models_stand_side_by_side(folder, method):
+    clean = measured(folder, "finetune", method)
+    attacked = measured(folder, "adversarial", method)
+    for found in (clean, attacked):
+        assert found.task == Classification(classes=tuple("0123456789"))
+        assert found.false_discovery_rate is None
+        assert len(found.confusion) == 10
+        assert found.test_count == 150
+    weights = [
+        (folder / f"artifacts/{phase}/{method}/0/model.safetensors").read_bytes()
+        for phase in ("finetune", "adversarial")
+    ]
+    assert (
+        weights[0] != weights[1]
+        and (folder / f"artifacts/history/adversarial/{method}/0/history.jsonl").exists()
+    )
+    assert attacked.curve[0]["train_loss"] > clean.curve[0]["train_loss"], (
+        "attacked images are harder"
+    )
+
+
+def test_without_an_attack_the_stage_is_finetune(folder, tmp_path, monkeypatch):
+    """Epsilon 0: the two stages differ in nothing else."""
+    shutil.copytree(folder, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    Path("calm.yaml").write_text(PARAMS.replace("epsilon: 0.05", "epsilon: 0"))
+    monkeypatch.setenv("MOECORE_PARAMS", "calm.yaml")
+    finetune.finetune("adversarial", "vmoe", 0)
+    ours, theirs = (
+        load_model(Path("artifacts") / phase / "vmoe/0") for phase in ("adversarial", "finetune")
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
+
+
+def test_the_section_without_an_attack_takes_the_papers(folder, monkeypatch):
+    monkeypatch.setenv("MOECORE_PARAMS", str(folder / "plain.yaml"))
+    (folder / "plain.yaml").write_text(
+        PARAMS.replace(", adversarial: {steps: 2, epsilon: 0.05}", "")
+    )
+    settings = read(finetune.AdversarialParams, method="vmoe").adversarial
+    assert (settings.adversarial.steps, settings.adversarial.epsilon, settings.epochs) == (
+        10,
+        8 / 255,
+        3,
+    )
+
+
+def test_calibration_of_several_labels_is_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(
+        UserError,
+        match="no calibrator knows the task multi_label of data.pretrain",
+    ):
+        calibrate.calibrate("pretrain", "dense", 0)
+
+
+def problems(*replacements: tuple[str, str]) -> list[str]:
+    """What the check of the whole file says after replacements."""
+    text = PARAMS
+    for old, new in replacements:
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    document = parse(text, "params.yaml")
+    return list(cross_checks(document, validate_whole(Study, document)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[finetune, adversarial]}", "[finetune]}", None),
+        (
+            "pretrain: {epochs: 4,",
+            "pretrain: {epochs: 4, mix: {mixup: 0.8},",
+            "pretrain.mix: found {'mixup': 0.8}, but these images",
+        ),
+        (
+            "pretrain: {epochs: 4,",
+            "pretrain: {epochs: 4, label_smoothing: 0.1,",
+            "pretrain.label_smoothing: found 0.1, but these images have several labels each",
+        ),
+        ("finetune: &training {", "finetune: &training {label_smoothing: 0.1, shots: 10, ", None),
+        (
+            "dense: {}",
+            "dense: {distillation: 0.5}",
+            "methods.dense.distillation: a teacher's decision cannot be learned: these images",
+        ),
+        (
+            "[finetune, adversarial]",
+            "[pretrain, finetune]",
+            "run.phases[0]: data.pretrain has several labels for each image, "
+            "which calibrate does not take",
+        ),
+        (
+            "  adversarial: *clean\n",
+            "",
+            "run.phases[1]: needs data.adversarial; add what lacks, or leave the phase out",
+        ),
+    ],
+)
+def test_misfits_are_found_before_anything_runs(old, new, said):
+    found = problems((old, new))
+    assert (said is None and not found) or (len(found) == 1 and said in found[0]), found

@@ -1,0 +1,200 @@
+"""The record of a run: written as it goes, published at every end, continued after a kill."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.sources import ROOT
+from moecore.run.history import record
+from moecore.run.history_file import points, read_lines
+
+
+class Params(Config):
+    epochs: int = 3
+    parts: tuple[dict, ...] = ({"kind": "load", "weight": 0.1},)
+
+
+OUT = Path("artifacts/history/pretrain/vmoe/0")
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def recorded(**kwargs):
+    return record("pretrain", Params(), method="vmoe", seed=0, **kwargs)
+
+
+def logged(lines: list[dict]) -> list[tuple[int, dict]]:
+    return [(step, values) for step, _, values in points(lines)]
+
+
+def test_a_finished_run(monkeypatch):
+    monkeypatch.setenv("DVC_STAGE", "pretrain@vmoe-0")
+    with recorded() as run:
+        run.tag("device", "cpu")
+        run.log(1, {"loss": 2.0})
+        run.log(2, {"loss": float("nan"), "accuracy": 0.5})
+        run.table("rows", [{"a": 1}])
+        assert not OUT.exists()
+    lines = read_lines(OUT)
+    assert (
+        lines[0]["params"] == {"epochs": 3, "parts.0.kind": "load", "parts.0.weight": 0.1}
+        and lines[0]["dvc_stage"] == "pretrain@vmoe-0"
+    )
+    assert str(logged(lines)) == str(
+        [(1, {"loss": 2.0}), (2, {"loss": float("nan"), "accuracy": 0.5})]
+    )
+    assert lines[-1]["status"] == "FINISHED" and lines[-1]["seconds"] >= 0
+    assert {file.name for file in OUT.rglob("*.*")} == {"history.jsonl", "rows.json"}
+    assert not list(Path(".state").rglob("history.jsonl"))
+
+
+class Found(Config):
+    accuracy: float
+    auroc: float | None
+    load: tuple[float, ...] = ()
+
+
+def test_a_typed_result_is_measured_and_its_numbers_are_kept():
+    with recorded() as run:
+        run.result(Found(accuracy=0.5, auroc=float("nan"), load=(0.1, 0.9)))
+    text = Path("artifacts/measured/pretrain/vmoe/0.json").read_text()
+    assert json.loads(text) == {"accuracy": 0.5, "auroc": None, "load": [0.1, 0.9]}
+    [summary] = [line["summary"] for line in read_lines(OUT) if "summary" in line]
+    assert summary == {"accuracy": 0.5}
+
+
+def test_an_error_is_recorded_and_raised():
+    with pytest.raises(UserError, match="not finite"), recorded() as run:
+        run.log(1, {"loss": 1.0})
+        raise UserError("the loss is not finite")
+    assert read_lines(OUT)[-1] | {"t": 0, "seconds": 0} == {
+        "t": 0,
+        "seconds": 0,
+        "status": "FAILED",
+        "error": "UserError: the loss is not finite",
+    }
+
+
+def test_a_resumed_run_logs_no_step_twice():
+    work = Path(".state/key")
+    with pytest.raises(KeyboardInterrupt), recorded(work=work) as first:
+        for step in (10, 20, 30, 40):
+            first.log(step, {"loss": float(step)})
+        raise KeyboardInterrupt
+    assert read_lines(OUT)[-1]["status"] == "KILLED"
+    with recorded(work=work) as second:  # the checkpoint was at step 20
+        assert second.uid == first.uid
+        second.log(30, {"loss": -30.0})
+        second.log(40, {"loss": -40.0})
+    lines = read_lines(OUT)
+    assert logged(lines) == [
+        (10, {"loss": 10.0}),
+        (20, {"loss": 20.0}),
+        (30, {"loss": -30.0}),
+        (40, {"loss": -40.0}),
+    ]
+    assert [line["status"] for line in lines if "status" in line] == ["FINISHED"] and sum(
+        "resumed" in line for line in lines
+    ) == 1
+    shutil.rmtree(work)  # by its owner, with the checkpoint
+    with recorded(work=work) as third:
+        assert third.uid != first.uid
+
+
+def test_a_torn_last_line_is_left_out():
+    work = Path(".state/key")
+    with pytest.raises(KeyboardInterrupt), recorded(work=work) as run:
+        run.log(10, {"loss": 1.0})
+        raise KeyboardInterrupt
+    with open(work / "history/history.jsonl", "a") as handle:
+        handle.write('{"step": 20, "val')
+    with recorded(work=work) as run:
+        run.log(20, {"loss": 2.0})
+    assert [step for step, _ in logged(read_lines(OUT))] == [10, 20]
+
+
+def test_a_step_cannot_be_logged_twice():
+    with pytest.raises(ValueError, match="step 1 of loss is not after step 1"), recorded() as run:
+        run.log(1, {"loss": 1.0})
+        run.log(1, {"loss": 1.0})
+
+
+STAGE = """
+import sys, time
+from moecore.run.history import record
+from moecore.run import stage
+stage.in_order = lambda path: None
+from moecore.core.files import UserError
+
+def toy(method: str, seed: int) -> None:
+    with record("toy", None, method=method, seed=seed) as run:
+        run.log(1, {"loss": 1.0})
+        print("ready", flush=True)
+        if method == "wrong":
+            raise UserError("params.yaml:1: no")
+        time.sleep(60 if method == "long" else 0)
+
+stage.run_stage(toy)
+"""
+
+
+def start(*words: str, wrapper: tuple[str, ...] = ()) -> subprocess.Popen:
+    Path("toy.py").write_text(STAGE)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*wrapper, sys.executable, "toy.py", *words],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_run_stage_prints_one_clear_line():
+    process = start("wrong", "0")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1 and error == "toy wrong 0: params.yaml:1: no\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(("a",), "toy METHOD SEED (1 given)"), (("a", "b"), "SEED: found 'b'; allowed: an integer")],
+)
+def test_run_stage_refuses_wrong_arguments(words, expected):
+    process = start(*words)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2 and expected in error
+
+
+def test_terminate_is_recorded_as_killed():
+    process = start("long", "0")
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.wait(timeout=60) == 143
+    assert read_lines("artifacts/history/toy/long/0")[-1]["status"] == "KILLED"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux only")
+def test_the_stage_ends_when_its_parent_is_killed():
+    code = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    parent = start("long", "0", wrapper=(sys.executable, "-c", code))
+    assert parent.stdout.readline() == "ready\n"
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    history = Path("artifacts/history/toy/long/0")
+    deadline = time.monotonic() + 20
+    while not history.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert read_lines(history)[-1]["status"] == "KILLED"

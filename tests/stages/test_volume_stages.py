@@ -1,0 +1,147 @@
+"""The stages pretrain, teacher, teacher_router and finetune on a tiny cohort of volumes; killed and
+resumed, too.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moecore.measure.base import read_result
+from moecore.measure.routing_metrics.epochs import Watch
+from moecore.nn.predict import predictions
+from moecore.pipeline.code_hashes import write_code
+from moecore.training.artifacts import load_model
+from moecore.training.outcome import Outcome
+from stages.finetune import finetune
+from stages.pretrain import pretrain
+from stages.teacher import teacher
+from stages.teacher_router import teacher_router
+from tests.volumes import balls
+
+PARAMS = """\
+run: {methods: [dense, vmoe, ermoe_ba, control, tgr], seeds: [0], phases: [pretrain]}
+model: {kind: vit3d, patch: 8, width: 24, depth: 4, heads: 2, mlp_ratio: 2, stem: pooled}
+methods:
+  dense: {}
+  vmoe:
+    router: {kind: noisy_top_k, k: 2}
+    experts: {kind: mlp, number: 5, hidden_ratio: 1}
+    regularizers: [{kind: importance}]
+  tgr:
+    router: {kind: noisy_top_k, k: 2}
+    experts: {kind: mlp, number: 5, hidden_ratio: 1}
+    regularizers: [{kind: router_kl}]
+  ermoe_ba:
+    router: {kind: eigenbasis, k: 2, context: learned}
+    experts: {kind: eigen, number: 5, hidden_ratio: 1}
+    regularizers: [{kind: orthogonality, weight: 5.0e-5}]
+    regions: {experts: [wm, gm, csf], warm_start_epochs: 1}
+  control: {permuted: true}
+teacher:
+  kind: dense
+  model: {kind: vit3d, patch: 8, width: 24, depth: 4, heads: 2, mlp_ratio: 2, stem: pooled}
+  training: {epochs: 1, batch: 8, learning_rate: 0.003}
+teacher_router: {steps: 3, batch: 8, learning_rate: 0.01}
+pretrain:
+  {epochs: 3, batch: 8, learning_rate: 0.003, log_every: 3, checkpoint_every: 3,
+   views: {shift: 1, flip: true}}
+finetune: {epochs: 1, batch: 8, learning_rate: 0.003, log_every: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    data = balls(folder / "artifacts/data/pretrain")
+    balls(folder / "artifacts/data/finetune", counts=(8, 4, 6))
+    (folder / "params.yaml").write_text(PARAMS, encoding="utf-8")
+    patched = pytest.MonkeyPatch()
+    patched.setenv("MOECORE_THREADS", "1")  # tiny products: threads would wait for each other
+    patched.chdir(folder)
+    try:
+        write_code("params.yaml")
+        teacher()
+        for method in ("dense", "vmoe", "tgr", "ermoe_ba", "control"):
+            teacher_router(method)
+            pretrain(method, 0)
+        finetune("finetune", "ermoe_ba", 0)
+        yield data
+    finally:
+        patched.undo()
+
+
+def measured(method, stage="pretrain"):
+    return read_result(Path("artifacts/measured") / stage / method / "0.json", Outcome, stage)
+
+
+def test_errors_are_in_years_with_limits(study):
+    found = measured("vmoe")
+    assert found.task.score.name == "mae"
+    assert found.task.score.unit == "years"
+    assert found.task.target == "age"
+    assert found.test_count == 12
+    for score in (found.test_score, found.validation_score):
+        assert 0 < score.low <= score.value <= score.high < 60
+    last = found.curve[-1]["validation_mae"]
+    assert found.validation_score.value == pytest.approx(last, rel=1e-4)
+    assert found.test_correct is None
+    assert found.confusion is None
+    assert found.class_maps == {}
+    # ages 20 … 90 in 12 even steps; the median of the training ages is 55: errors 35/11 · (1, 3, …,
+    # 11), each twice
+    assert found.median_mae == pytest.approx(35 / 11 * 6)
+
+
+def test_the_saved_model_predicts_what_was_reported(study):
+    model = load_model("artifacts/pretrain/ermoe_ba/0")
+    ages, _ = predictions(model, study.test.images, 5)
+    assert ages.shape == (12, 1)
+    error = (ages[:, 0] - torch.tensor(study.test.labels)).abs().mean()
+    assert float(error) == pytest.approx(measured("ermoe_ba").test_score.value, rel=1e-5)
+
+
+def test_the_routing_of_tissues_is_seen_at_three_epochs(study):
+    found = measured("ermoe_ba").region_routing
+    assert [probed.epoch for probed in found] == [1, 2, 3]
+    for probed in found:
+        tissues = ["wm", "gm", "csf"]
+        assert [row.region for row in probed.rows] == [*tissues, *map("random_{}".format, tissues)]
+        for row in probed.rows:
+            assert set(row.share) == {"wm", "gm", "csf", "free_3", "free_4"}
+            (_, first), (_, second) = row.experts
+            assert first >= second
+    row = measured("vmoe").region_routing[0].rows[0]
+    assert set(row.share) == {f"expert_{i}" for i in range(5)}
+    assert measured("dense").region_routing == ()
+
+
+def test_a_null_control_learns_from_permuted_ages(study):
+    plain, control = measured("dense"), measured("control")
+    assert plain.curve[0]["train_mae"] != control.curve[0]["train_mae"]
+    assert plain.median_mae == control.median_mae
+
+
+def test_fine_tuning_keeps_the_head_and_has_no_warm_start(study):
+    found = measured("ermoe_ba", "finetune")
+    assert found.test_score.value < 40
+    assert "region_routing" not in found.curve[-1]
+
+
+def test_killed_after_an_epoch_it_goes_on_to_the_same_model(study, monkeypatch):
+    expected = Path("artifacts/pretrain/ermoe_ba/0/model.safetensors").read_bytes()
+    rows = measured("ermoe_ba").region_routing
+    look = Watch.look
+
+    def killed(self, epoch):
+        if epoch == 3:
+            raise KeyboardInterrupt
+        look(self, epoch)
+
+    monkeypatch.setattr(Watch, "look", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain("ermoe_ba", 0)
+    monkeypatch.setattr(Watch, "look", look)
+    pretrain("ermoe_ba", 0)
+    assert Path("artifacts/pretrain/ermoe_ba/0/model.safetensors").read_bytes() == expected
+    assert measured("ermoe_ba").region_routing == rows

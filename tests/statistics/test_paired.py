@@ -1,0 +1,175 @@
+"""Paired tests and intervals, against numbers worked out by hand and published ones."""
+
+from math import comb, sqrt
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moecore.statistics.intervals import over_seeds, wilson
+from moecore.statistics.paired import (
+    Pairs,
+    holm,
+    mcnemar,
+    paired_bootstrap,
+    paired_difference,
+    paired_t,
+    pairs,
+)
+
+COUNTS = st.integers(0, 40)
+
+
+def test_the_table_of_pairs():
+    first = np.array([1, 1, 1, 0, 0, 1, 0], dtype=bool)
+    second = np.array([1, 0, 0, 1, 0, 1, 0], dtype=bool)
+    assert pairs(first, second) == Pairs(both=2, first_only=2, second_only=1, neither=2)
+
+
+@pytest.mark.parametrize("shapes", [((3,), (4,)), ((0,), (0,)), ((2, 2), (2, 2))])
+def test_hits_of_different_images_are_refused(shapes):
+    with pytest.raises(ValueError, match="one shape"):
+        pairs(*(np.ones(shape, dtype=bool) for shape in shapes))
+
+
+@pytest.mark.parametrize(
+    ("first_only", "second_only", "expected"),
+    [
+        (10, 2, 158 / 4096),  # 2 · (1 + 12 + 66) / 2¹²
+        (5, 0, 2 / 32),
+        (8, 1, 2 * (1 + 9) / 512),
+        (3, 3, 1.0),  # 2 · 42 / 64 is more than 1
+        (0, 0, 1.0),
+    ],
+)
+def test_mcnemar_by_hand(first_only, second_only, expected):
+    assert (
+        mcnemar(first_only, second_only)
+        == pytest.approx(expected, rel=1e-12)
+        == mcnemar(second_only, first_only)
+    )
+
+
+@given(COUNTS, COUNTS)
+def test_mcnemar_against_the_sum_of_binomials(first_only, second_only):
+    count = first_only + second_only
+    tail = sum(comb(count, i) for i in range(min(first_only, second_only) + 1))
+    assert mcnemar(first_only, second_only) == pytest.approx(min(1, 2 * tail / 2**count))
+
+
+@given(COUNTS, COUNTS)
+def test_more_one_sided_is_less_likely(few, more):
+    assert (
+        mcnemar(few + more + 1, few) <= mcnemar(few + more, few) if more else mcnemar(few, few) == 1
+    )
+
+
+def test_negative_counts_are_refused():
+    with pytest.raises(ValueError, match="negative"):
+        mcnemar(-1, 3)
+
+
+def test_newcombes_interval_by_hand_and_as_published():
+    # 1 both, 1 first only, 7 second only, 12 neither (Bentur et al. 2009 in Fagerland, Lydersen &
+    # Laake 2014): −0.286 (−0.507, −0.026) 1·12 − 1·7 = 5 is below 21 / 2, so φ = 0: Wilson
+    # (0.0265, 0.2891) and (0.2075, 0.5912)
+    # 0.2212 = √(0.0687² + 0.2103²), 0.2601 = √(0.1939² + 0.1734²)
+    assert paired_difference(Pairs(1, 1, 7, 12)) == pytest.approx(
+        (-6 / 21, -0.5069, -0.0256), abs=1e-4
+    )
+    # 20, 12, 2, 16: φ = (320 − 24 − 25) / √(32·18·22·28) = 0.4550; Wilson (0.5014, 0.7586) and
+    # (0.3116, 0.5769) √(0.1386² + 0.1369² − 2·0.4550·0.1386·0.1369) = 0.1438,
+    # √(0.1186² + 0.1284² − 2·0.4550·0.1186·0.1284) = 0.1292
+    assert paired_difference(Pairs(20, 12, 2, 16)) == pytest.approx((0.2, 0.0562, 0.3292), abs=1e-4)
+
+
+def test_a_negative_correlation_widens_the_interval():
+    # 2, 10, 8, 0: φ = (0 − 80) / √(12·8·10·10) = −0.8165, without a correction
+    found = paired_difference(Pairs(2, 10, 8, 0))
+    first = wilson(12, 20)
+    second = wilson(10, 20)
+    below = first.value - first.low
+    above = second.high - second.value
+    assert found.value == pytest.approx(0.1)
+    assert found.low == pytest.approx(
+        0.1 - sqrt(below**2 + above**2 + 2 * 0.816497 * below * above), abs=1e-6
+    )
+
+
+@given(st.tuples(COUNTS, COUNTS, COUNTS, COUNTS).filter(any))
+def test_the_interval_is_symmetric_and_holds_its_value(counts):
+    both, first_only, second_only, neither = counts
+    value, low, high = paired_difference(Pairs(*counts))
+    assert -1 <= low <= value <= high <= 1 and value == pytest.approx(
+        (first_only - second_only) / sum(counts)
+    )
+    mirrored = paired_difference(Pairs(both, second_only, first_only, neither))
+    assert mirrored == pytest.approx((-value, -high, -low), abs=1e-12)
+    # wrong for right, and so second for first
+    swapped = paired_difference(Pairs(neither, first_only, second_only, both))
+    assert swapped == pytest.approx((value, low, high), abs=1e-12)
+
+
+def test_two_equal_models_do_not_differ():
+    hits = np.arange(40) % 3 == 0
+    found = paired_difference(pairs(hits, hits))
+    assert found.value == 0 and found.low < 0 < found.high and mcnemar(*pairs(hits, hits)[1:3]) == 1
+    assert paired_bootstrap(hits, hits) == (0, 0, 0)
+
+
+def test_the_bootstrap_keeps_images_together():
+    second = np.random.default_rng(0).normal(size=500) * 100
+    first = second + np.random.default_rng(1).normal(1, 0.5, size=500)
+    value, low, high = paired_bootstrap(first, second, seed=3)
+    # standard error 0.5 / √500 = 0.0224 whatever the images' own spread; 1.96 of them on each side
+    assert value == pytest.approx(float((first - second).mean())) and low < value < high
+    assert high - low == pytest.approx(2 * 1.96 * 0.5 / sqrt(500), rel=0.15)
+    with pytest.raises(ValueError, match="one shape"):
+        paired_bootstrap(first, second[1:])
+
+
+def test_the_paired_t_test_by_hand():
+    # t = 0.2 / (0.1 / √3) = √12; with 2 degrees of freedom p = 1 − t / √(2 + t²) = 1 − √(12 / 14)
+    assert (
+        paired_t([0.1, 0.2, 0.3])
+        == pytest.approx(1 - sqrt(12 / 14))
+        == paired_t([-0.1, -0.2, -0.3])
+    )
+    assert paired_t([1.0, -1.0]) == 1 and paired_t([0.0, 0.0]) == 1 and paired_t([0.5, 0.5]) == 0
+    with pytest.raises(ValueError, match="at least 2"):
+        paired_t([0.1])
+
+
+@given(
+    st.lists(st.integers(-50, 50), min_size=2, max_size=6).filter(
+        lambda values: len(set(values)) > 1
+    )
+)
+def test_the_t_test_and_its_interval_agree(values):
+    _, low, high = over_seeds(values)
+    p = paired_t(values)
+    assert 0 <= p <= 1 and (p < 0.05) == (not low <= 0 <= high) or p == pytest.approx(0.05)
+
+
+def test_holm_by_hand():
+    # smallest first: 3 · 0.01, 2 · 0.03, then 1 · 0.04, which may not be below its predecessor
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert (
+        holm([0.5, 0.02, 0.9, 0.02]) == pytest.approx([1.0, 0.08, 1.0, 0.08])
+        and holm([]) == []
+        and holm([0.2]) == [0.2]
+    )
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_keeps_the_order_and_is_at_most_bonferroni(values):
+    found = holm(values)
+    for p, corrected in zip(values, found, strict=True):
+        assert p <= corrected <= min(1, len(values) * p)
+    assert all(
+        a <= b
+        for (p, a) in zip(values, found, strict=True)
+        for (q, b) in zip(values, found, strict=True)
+        if p < q
+    )

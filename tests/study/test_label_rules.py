@@ -1,0 +1,213 @@
+"""Settings without a meaning for volumes with ages are refused, with the line that says so."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moecore.core.files import UserError
+from moecore.study.checks import cross_checks
+from moecore.study.document import parse
+from moecore.study.params import validate_whole
+from moecore.study.study import Study
+from moecore.study.whole import check
+from tests.project import ROOT
+
+FILE = ROOT / "pipelines/brain_age/params.yaml"
+FLAT = {"kind": "digits", "size": 16}
+
+
+def problems(edit, path: Path = FILE) -> list[str]:
+    """The misfits of the study's params.yaml after ``edit`` changed its data."""
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    edit(data)
+    document = parse(yaml.safe_dump(data, sort_keys=False), "params.yaml")
+    return list(cross_checks(document, validate_whole(Study, document)))
+
+
+def put(keys: str, value):
+    """An edit that puts ``value`` at dotted keys; numbers are places of a list."""
+
+    def edit(data):
+        *way, last = [int(word) if word.isdigit() else word for word in keys.split(".")]
+        for word in way:
+            data = data[word]
+        data[last] = value
+
+    return edit
+
+
+def test_the_study_itself_is_in_order():
+    check(FILE)
+    assert problems(lambda data: None) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "where", "says"),
+    [
+        (
+            "pretrain.label_smoothing",
+            0.1,
+            "pretrain.label_smoothing",
+            "found 0.1, but these labels are real numbers (data.pretrain); allowed: 0",
+        ),
+        (
+            "pretrain.mix",
+            {"mixup": 0.8},
+            "pretrain.mix",
+            "are real numbers (data.pretrain); allowed: null",
+        ),
+        (
+            "pretrain.views.crop",
+            {"scale": [0.7, 1.0]},
+            "pretrain.views.crop",
+            "is for flat images; volumes have shift, flip, affine",
+        ),
+        ("pretrain.views.randaugment", {}, "pretrain.views.randaugment", "is for flat images"),
+        (
+            "pretrain.views.erasing",
+            0.5,
+            "pretrain.views.erasing",
+            "found 0.5, which is for flat images",
+        ),
+        (
+            "pretrain.views.affine",
+            {"shear": 5},
+            "pretrain.views.affine.shear",
+            "found 5, which is for flat images; allowed for volumes: 0",
+        ),
+        ("routing.views.crop", {}, "routing.views.crop", "is for flat images"),
+        (
+            "routing.augmentations.1",
+            "brightness",
+            "routing.augmentations[1]",
+            "found brightness, which is for flat images; allowed for volumes: identity, noise",
+        ),
+        (
+            "routing.augmentations.1",
+            {"name": "own", "views": {"size": 32}},
+            "routing.augmentations[1].views.size",
+            "found 32",
+        ),
+        (
+            "methods.dense.distillation",
+            0.5,
+            "methods.dense.distillation",
+            "a decision is a class (data.pretrain); allowed: 0",
+        ),
+        (
+            "robustness.attacks.1",
+            {"kind": "square"},
+            "robustness.attacks[1].kind",
+            "square needs classes, and the labels are real numbers; allowed: fgsm, pgd, apgd",
+        ),
+        (
+            "robustness.attacks.1",
+            {"kind": "apgd_reference"},
+            "robustness.attacks[1].kind",
+            "apgd_reference needs classes",
+        ),
+        (
+            "robustness.attacks.1",
+            {"kind": "pgd", "objective": "dlr"},
+            "robustness.attacks[1].objective",
+            "found dlr, which needs classes; allowed: task",
+        ),
+        (
+            "robustness.attacks.0",
+            {"kind": "apgd", "objective": "cross_entropy"},
+            "robustness.attacks[0].objective",
+            "found cross_entropy",
+        ),
+        ("robustness.survivors", True, "robustness.survivors", "allowed: false"),
+        (
+            "calibrate.calibrator",
+            {"kind": "temperature"},
+            "calibrate.calibrator.kind",
+            "found temperature, but the labels are real numbers; allowed: linear",
+        ),
+        (
+            "data.pretrain",
+            {"kind": "bids", "root": "x", "maps": None},
+            "methods.ermoe.regions",
+            "needs tissue maps, but maps and dseg of data.pretrain are null",
+        ),
+        (
+            "teacher",
+            {"kind": "timm", "name": "vit_tiny_patch16_224"},
+            "teacher.kind",
+            "found timm, whose models are of flat images; allowed for volumes: dense, no_teacher",
+        ),
+        (
+            "model",
+            {"kind": "vit"},
+            "model.kind",
+            "found vit, but the images of data.pretrain are volumes; allowed: vit3d",
+        ),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_named(keys, value, where, says):
+    found = [line for line in problems(put(keys, value)) if f": {where}: " in line]
+    assert sum(says in line and line.startswith("params.yaml:") for line in found) == 1, problems(
+        put(keys, value)
+    )
+
+
+def test_flat_images_with_classes_are_refused_where_ages_are_needed():
+    found = "\n".join(problems(put("data.pretrain", FLAT)))
+    assert (
+        "run.thorough: data.pretrain has classes, and cohort_checks needs ages; "
+        "allowed: kind: phantom or bids" in found
+    )
+    assert (
+        "model.kind: found vit3d, but the images of data.pretrain are flat images; allowed: vit"
+        in found
+    )
+    assert (
+        "calibrate.calibrator.kind: found linear, but the labels are classes; allowed: temperature"
+        in found
+    )
+
+
+def test_a_cohort_in_the_main_study_names_every_stage_that_measures_flat_images():
+    def edit(data):
+        data["data"]["pretrain"], data["model"] = {"kind": "phantom"}, {"kind": "vit3d"}
+
+    found = "\n".join(problems(edit, ROOT / "params.yaml"))
+    assert (
+        "run.thorough: invariance, corruptions, stability, lipschitz "
+        "measure flat images with classes, which data.pretrain has not" in found
+    )
+    assert (
+        "run.phases[1]: data.pretrain and data.finetune are of two sorts, "
+        "real numbers and classes; "
+        "allowed: phases of one sort" in found
+    )
+    assert (
+        "pretrain.views.crop" in found
+        and "teacher.model.kind" in found
+        and "finetune.shots" not in found
+    )
+
+
+def test_images_with_classes_are_left_alone():
+    assert problems(lambda data: None, ROOT / "params.yaml") == []
+
+
+def test_the_check_as_a_whole_names_file_and_line(tmp_path):
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "dvc.yaml").write_text(
+        (FILE.parent / "dvc.yaml").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    text = FILE.read_text(encoding="utf-8").replace(
+        "{kind: linear, fit_on: train}", "{kind: temperature}"
+    )
+    (folder / "params.yaml").write_text(text, encoding="utf-8")
+    line = next(
+        number for number, row in enumerate(text.splitlines(), 1) if "kind: temperature" in row
+    )
+    with pytest.raises(
+        UserError, match=rf"params.yaml:{line}:\d+: calibrate.calibrator.kind: found temperature"
+    ):
+        check(folder / "params.yaml")

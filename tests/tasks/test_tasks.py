@@ -1,0 +1,285 @@
+"""Every task, method by method, on answers that are known by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from moecore.core.files import UserError
+from moecore.tasks.classification import Classification
+from moecore.tasks.multi_label import MultiLabel
+from moecore.tasks.read import read_task
+from moecore.tasks.regression import Regression
+
+ONE = Classification(classes=("a", "b", "c"))
+SETS = MultiLabel(classes=("a", "b", "c"))
+AGE = Regression(target="age", unit="years", mean=50.0, deviation=20.0)
+TASKS = (ONE, SETS, AGE)
+
+# Logits ln p of probabilities p: the best classes of the four images are 0, 2, 1, 1.
+PROBS = torch.tensor([[0.5, 0.2, 0.3], [0.3, 0.2, 0.5], [0.2, 0.7, 0.1], [0.1, 0.6, 0.3]])
+LOGITS = PROBS.log()
+CLASSES = torch.tensor([0, 1, 1, 2])  # right, wrong, right, wrong
+LABELS = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 0], [1, 0, 1]], dtype=torch.uint8)
+AGES = torch.tensor([40.0, 50.0, 60.0, 80.0])
+SAID = torch.tensor([[44.0], [50.0], [54.0], [70.0]])  # errors 4, 0, −6, −10
+GIVEN = {"classification": (LOGITS, CLASSES), "multi_label": (LOGITS, LABELS)}
+GIVEN["regression"] = (SAID, AGES)
+
+
+def given_of(task):
+    return GIVEN[task.kind]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+def test_a_card_gives_the_task_back(task):
+    assert read_task(task.model_dump(mode="json")) == task
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "classification", "classes": ["one"]},
+        {"kind": "classification", "classes": ["a", "b"], "target": "age"},
+        {"kind": "multi_label"},
+        {"kind": "regression"},
+        {"kind": "regression", "target": "age", "deviation": 0},
+        {"kind": "captioning"},
+        {},
+    ],
+)
+def test_what_is_no_task_is_refused(settings):
+    with pytest.raises(ValidationError):
+        read_task(settings)
+
+
+def test_what_a_head_answers():
+    assert (ONE.outputs, ONE.answers) == (3, ("a", "b", "c"))
+    assert (SETS.outputs, SETS.answers) == (3, ("a", "b", "c"))
+    assert (AGE.outputs, AGE.answers) == (1, ("age",))
+    assert AGE.classes == ()
+    for task in (ONE, SETS):
+        assert task.head == (0.0, 1.0)
+        assert task.predict(LOGITS) is LOGITS
+    assert AGE.head == (50.0, 20.0)
+    said = AGE.predict(torch.tensor([[0.0], [1.5]], dtype=torch.bfloat16))
+    assert said.dtype == torch.float32
+    assert said.tolist() == [[50.0], [80.0]]
+
+
+def test_scores_have_names():
+    names = {task.kind: (task.score.name, task.score.unit, task.logged) for task in TASKS}
+    assert names == {
+        "classification": ("accuracy", "", "accuracy"),
+        "multi_label": ("precision_at_1", "", "accuracy"),
+        "regression": ("mae", "years", "mae"),
+    }
+    assert [task.score.better for task in TASKS] == ["higher", "higher", "lower"]
+    assert [task.score.form for task in TASKS] == ["share", "share", "number"]
+
+
+def test_the_loss_of_classes_by_hand():
+    # −ln of the label's probability: 0.5, 0.2, 0.7, 0.3
+    each = [-math.log(p) for p in (0.5, 0.2, 0.7, 0.3)]
+    assert ONE.loss(LOGITS, CLASSES, reduction="none").tolist() == pytest.approx(each)
+    assert float(ONE.loss(LOGITS, CLASSES)) == pytest.approx(sum(each) / 4)
+    assert ONE.test_loss(LOGITS, CLASSES).tolist() == pytest.approx(each)
+    # Smoothing by 0.3: 0.8 of the label's, 0.1 of each other class's.
+    smooth = ONE.loss(LOGITS[:1], CLASSES[:1], label_smoothing=0.3)
+    parts = (0.8, 0.5), (0.1, 0.2), (0.1, 0.3)
+    assert float(smooth) == pytest.approx(-sum(w * math.log(p) for w, p in parts))
+    # An image mixed of classes 0 and 2, three to one.
+    mixed = ONE.loss(LOGITS[:1], torch.tensor([[0.75, 0.0, 0.25]]))
+    assert float(mixed) == pytest.approx(-0.75 * math.log(0.5) - 0.25 * math.log(0.3))
+
+
+def test_the_loss_of_sets_by_hand():
+    # σ(ln p) = p / (1 + p); −ln σ(ln p) = ln(1 + p) − ln p for a label, ln(1 + p) for none
+    every = (1 + PROBS.double()).log().sum(dim=1) - (LABELS * PROBS.double().log()).sum(dim=1)
+    assert SETS.loss(LOGITS, LABELS, reduction="none").tolist() == pytest.approx(every.tolist())
+    assert float(SETS.loss(LOGITS, LABELS)) == pytest.approx(float(every.mean()))
+    assert SETS.test_loss(LOGITS, LABELS).tolist() == pytest.approx(every.tolist())
+
+
+def test_the_loss_of_numbers_by_hand():
+    each = [0.2, 0.0, 0.3, 0.5]  # errors 4, 0, 6, 10 in deviations of 20
+    assert AGE.loss(SAID, AGES, reduction="none").tolist() == pytest.approx(each)
+    assert float(AGE.loss(SAID, AGES)) == pytest.approx(0.25)
+    assert AGE.test_loss(SAID, AGES).tolist() == [4.0, 0.0, 6.0, 10.0]
+
+
+@pytest.mark.parametrize("task", (SETS, AGE), ids=lambda task: task.kind)
+def test_only_one_class_an_image_can_be_smoothed(task):
+    with pytest.raises(UserError, match="label_smoothing: found 0.1, but these .*; allowed: 0"):
+        task.loss(*given_of(task), label_smoothing=0.1)
+
+
+def test_scores_by_hand():
+    assert ONE.scores(LOGITS, CLASSES).tolist() == [True, False, True, False]
+    assert ONE.mean_score(LOGITS, CLASSES) == 0.5
+    # {0, 2} has 0; {0, 1} lacks 2; {1} has 1; {0, 2} lacks 1
+    assert SETS.scores(LOGITS, LABELS).tolist() == [True, False, True, False]
+    assert SETS.mean_score(LOGITS, LABELS) == 0.5
+    assert AGE.scores(SAID, AGES).tolist() == [4.0, 0.0, 6.0, 10.0]
+    assert AGE.scores(SAID, AGES).dtype == torch.float64
+    assert AGE.mean_score(SAID, AGES) == 5.0
+
+
+def test_the_running_sum_of_a_batch():
+    assert ONE.running(LOGITS, CLASSES) == 2
+    mixed = torch.tensor([[0.6, 0.4, 0.0]] * 4)  # the larger share is class 0: the first image
+    assert ONE.running(LOGITS, mixed) == 1
+    assert SETS.running(LOGITS, LABELS) == 2
+    assert AGE.running(SAID, AGES) == 20.0
+    # Images 0 and 2 stand for all four: (4 + 6) / 2 · 4, and both are right.
+    learned = torch.tensor([0, 2])
+    assert AGE.running(SAID, AGES, learned) == 20.0
+    assert AGE.running(SAID, AGES, torch.tensor([3])) == 40.0
+    assert ONE.running(LOGITS, CLASSES, learned) == 4
+    assert ONE.running(LOGITS, CLASSES, torch.tensor([0, 1])) == 2
+
+
+def test_a_running_sum_passes_what_is_not_finite():
+    said = torch.tensor([[math.nan], [50.0]])
+    assert AGE.running(said, AGES[:2]).isnan()
+    with pytest.raises(UserError, match="image 0 has a prediction or a label that is not"):
+        AGE.scores(said, AGES[:2])
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+def test_the_interval_is_around_the_mean_score(task):
+    scores = task.scores(*given_of(task))
+    found = task.interval(scores)
+    assert found.value == pytest.approx(float(scores.double().mean()))
+    assert found.low < found.value < found.high
+
+
+def test_the_worst_of_two():
+    right = torch.tensor([True, True, False, False])
+    other = torch.tensor([True, False, True, False])
+    for task in (ONE, SETS):
+        assert task.worst(right, other).tolist() == [True, False, False, False]
+    assert AGE.worst(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 3.0])).tolist() == [2.0, 5.0]
+
+
+def test_a_guess_looks_at_no_image():
+    assert ONE.guess(CLASSES) == pytest.approx(1 / 3)
+    assert SETS.guess(LABELS) == pytest.approx(7 / 12)  # seven labels of twelve
+    # The median of 40, 50, 60 and 80 is 55: errors 15, 5, 5 and 25.
+    assert AGE.guess(AGES) == 12.5
+
+
+def test_details_by_hand():
+    found = ONE.details(LOGITS, CLASSES, CLASSES)
+    assert found.test_correct == 2
+    assert found.confusion == ((1, 0, 0), (0, 1, 1), (0, 1, 0))
+    assert (found.false_discovery_rate, found.median_mae) == (None, None)
+    found = SETS.details(LOGITS, LABELS, LABELS)
+    assert (found.test_correct, found.false_discovery_rate, found.confusion) == (2, 0.5, None)
+    found = AGE.details(SAID, AGES, torch.tensor([50.0, 50.0, 90.0]))
+    assert found.median_mae == 12.5  # of answering 50 always: 10, 0, 10, 30
+    assert found.test_correct is None
+    # Centred ages −17.5, −7.5, 2.5 and 22.5; errors 4, 0, −6 and −10 have the mean −3.
+    excess = (-17.5 * 7 - 7.5 * 3 - 2.5 * 3 - 22.5 * 7) / (17.5**2 + 7.5**2 + 2.5**2 + 22.5**2)
+    assert found.test_slope == pytest.approx(1 + excess)
+    assert found.test_intercept == pytest.approx(-3 - excess * 57.5)
+    assert -1 < found.test_corr < -0.9
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=70))
+def test_right_and_wrong_are_kept_as_bits(right):
+    scores = torch.tensor(right)
+    for task in (ONE, SETS):
+        kept = task.packed(scores)
+        assert isinstance(kept, str)
+        assert torch.equal(task.unpacked(kept, len(right)), scores)
+
+
+@given(st.lists(st.floats(0, 120), min_size=1, max_size=40))
+def test_errors_are_kept_as_numbers(errors):
+    scores = torch.tensor(errors, dtype=torch.float64)
+    assert torch.equal(AGE.unpacked(AGE.packed(scores), len(errors)), scores)
+
+
+def test_scores_of_another_task_are_refused():
+    with pytest.raises(ValueError, match="base64"):
+        ONE.unpacked([1.0], 1)
+    for kept in ("gA==", [1.0, 2.0]):
+        with pytest.raises(ValueError, match="1 errors are needed"):
+            AGE.unpacked(kept, 1)
+
+
+def test_an_image_stands_once_for_each_of_its_labels():
+    rows, classes = ONE.by_class(CLASSES)
+    assert rows.tolist() == [0, 1, 2, 3]
+    assert classes.tolist() == [0, 1, 1, 2]
+    rows, classes = SETS.by_class(LABELS)
+    assert rows.tolist() == [0, 0, 1, 1, 2, 3, 3]
+    assert classes.tolist() == [0, 2, 0, 1, 1, 0, 2]
+    assert AGE.by_class(AGES) is None
+
+
+def test_counts_by_class():
+    assert ONE.counts(np.array([0, 2, 2, -1])) == [1, 0, 2]  # −1 is no class
+    assert SETS.counts(LABELS.numpy()) == [3, 2, 2]
+    assert AGE.counts(AGES.numpy()) == []
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+def test_labels_are_stored_as_they_are_read(task):
+    _, labels = given_of(task)
+    shape, dtype = task.stored(4)
+    assert shape == tuple(labels.shape)
+    assert labels.numpy().dtype == dtype
+    task.check(labels.numpy(), "labels")
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "said"),
+    [
+        (ONE, LABELS, r"have the shape \(4, 3\); allowed: \(images,\)"),
+        (ONE, torch.tensor([0, 3]), "run from 0 to 3; allowed: 0 to 2"),
+        (ONE, torch.tensor([-1, 0]), "run from -1 to 0"),
+        (SETS, CLASSES, r"have the shape \(4,\); allowed: \(images, 3\)"),
+        (SETS, LABELS[:, :2], r"have the shape \(4, 2\)"),
+        (SETS, LABELS * 2, "are not sets of classes; allowed: 0 and 1, with a 1 for each image"),
+        (SETS, LABELS * 0, "are not sets of classes"),
+        (AGE, torch.tensor([50.0, math.inf]), "are not all numbers"),
+    ],
+)
+def test_labels_of_another_task_are_refused(task, labels, said):
+    with pytest.raises(UserError, match=f"^digits: labels of train {said}"):
+        task.check(labels.numpy(), "digits: labels of train")
+
+
+def test_what_needs_one_class_an_image():
+    needs = ("label_smoothing", "shots", "mix", "distillation", "decision", "share")
+    assert [ONE.needs_classes(what) for what in needs] == [None] * 6
+    assert "several labels each" in SETS.needs_classes("mix")
+    assert "one class" in SETS.needs_classes("distillation")
+    assert SETS.needs_classes("share") is None
+    assert "real numbers" in AGE.needs_classes("shots")
+    assert "never simply right" in AGE.needs_classes("share")
+    # A data source knows its task before there are any labels.
+    assert Regression.needs_classes("mix") == AGE.needs_classes("mix")
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+@given(seed=st.integers(0, 1000), count=st.integers(1, 9))
+def test_the_mean_loss_is_the_mean_of_the_losses(task, seed, count):
+    generator = torch.Generator().manual_seed(seed)
+    prediction = 10 * torch.randn(count, task.outputs, generator=generator)
+    labels = {
+        "classification": torch.randint(0, 3, (count,), generator=generator),
+        "multi_label": torch.randint(0, 2, (count, 3), generator=generator).to(torch.uint8),
+        "regression": torch.rand(count, generator=generator) * 60 + 20,
+    }[task.kind]
+    each = task.loss(prediction, labels, reduction="none")
+    assert each.shape == (count,)
+    assert float(task.loss(prediction, labels)) == pytest.approx(float(each.mean()), rel=1e-5)
+    assert task.attack_loss(prediction, labels).shape == (count,)
+    assert task.test_loss(prediction, labels).dtype == torch.float64

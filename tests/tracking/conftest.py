@@ -1,0 +1,112 @@
+"""A repository with one study, an MLflow store for all tests, and runs to import."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecore.core.config import Config
+from moecore.core.sources import ROOT
+from moecore.run.history import record
+
+CARD = {
+    "name": "toy",
+    "files": {"a": "0123"},
+    "counts": {"train": {"x": 1}},
+    "source": "here",
+    "channels": 1,
+    "size": 8,
+    "task": {"kind": "classification", "classes": ["x", "y"]},
+    "mean": [0.5],
+    "std": [0.5],
+}
+
+
+class Params(Config):
+    epochs: int = 3
+    text: str = "x" * 600
+
+
+class Found(Config):
+    test: dict[str, float] = {"accuracy": 0.5}
+
+
+class Study:
+    """A study folder of its own, so an MLflow experiment of its own in the store of all tests."""
+
+    def __init__(self, folder: Path, store: str) -> None:
+        self.folder = folder
+        self.store = store
+
+    def write(self, seed: int = 0, steps: int = 3) -> None:
+        """A finished run of the stage pretrain."""
+        with record("pretrain", Params(), method="vmoe", seed=seed) as run:
+            for step in range(1, steps + 1):
+                run.log(step, {"loss": 1 / step, "share@1": 0.5})
+            run.tag("runtime.device", "cpu")
+            run.dataset(CARD)
+            run.table("rows", [{"a": 1}])
+            run.result(Found())
+
+    @property
+    def client(self) -> Any:
+        from mlflow import MlflowClient
+
+        return MlflowClient(self.store)
+
+    def runs(self) -> list[Any]:
+        found = self.client.get_experiment_by_name(self.folder.name)
+        return list(self.client.search_runs([found.experiment_id])) if found else []
+
+    def curve(self, run: Any, name: str) -> list[tuple[int, float]]:
+        points = self.client.get_metric_history(run.info.run_id, name)
+        return [(point.step, point.value) for point in points]
+
+    def start(self, *words: str, **env: str) -> subprocess.Popen:
+        """``python words…`` in the study's folder, on the store of all tests."""
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def moecore(self, *words: str) -> subprocess.Popen:
+        """``moecore words…`` in the study's folder."""
+        return self.start("-c", "from moecore.pipeline.cli import app; app()", *words)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory) -> str:
+    """The address of an empty database, made once: creating one takes seconds."""
+    from moecore.tracking.store import connect
+
+    folder = tmp_path_factory.mktemp("store")
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DVC_ROOT", str(folder))
+        patch.setenv("MLFLOW_TRACKING_URI", uri)
+        connect()
+    return uri
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch, request, store) -> Study:
+    folder = tmp_path / "pipelines" / request.node.name.replace("[", "_").rstrip("]")
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    return Study(folder, store)
+
+
+@pytest.fixture
+def run_of(study) -> Callable[[int], Any]:
+    """The run in the store of a seed."""
+    return lambda seed: next(run for run in study.runs() if run.data.tags["seed"] == str(seed))

@@ -1,0 +1,225 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from moecore.core.files import UserError
+from moecore.nn.expert_map import map_shape
+from moecore.training.regularizers.group_sparsity import GroupSparsity, group_sparsity, window
+from tests.training.regularizers.steps import record, step
+
+AVERAGE = math.inf
+BINARY = math.sqrt(
+    1 / (2 * math.log(2))
+)  # exp(−d²/2σ²) = 2^(−d²): one side is (½, 1, ½)/2 = (¼, ½, ¼)
+
+
+def value(probs, sigma=AVERAGE, size=3):
+    return group_sparsity(probs=torch.as_tensor(probs)[None, None], size=size, sigma=sigma).item()
+
+
+def near(expected):
+    """ε under the root adds up to 1e-6 for each window in which all is 0."""
+    return pytest.approx(expected, abs=1e-5)
+
+
+def one_hot(expert, experts=16):
+    return torch.eye(experts)[expert]
+
+
+def by_loops(probs, size, sigma):
+    """Algorithm 1 window by window: the square root of the weighted sum of squares within it."""
+    total, (rows, columns) = 0.0, map_shape(probs.shape[-1])
+    tall, wide = min(size, rows), min(size, columns)
+    weight = {
+        (i, j): math.exp(-((i - (tall - 1) / 2) ** 2 + (j - (wide - 1) / 2) ** 2) / (2 * sigma**2))
+        for i in range(tall)
+        for j in range(wide)
+    }
+    tokens = probs.flatten(0, -2).tolist()
+    for token in tokens:
+        for top in range(rows - tall + 1):
+            for left in range(columns - wide + 1):
+                energy = sum(
+                    w / sum(weight.values()) * token[(top + i) * columns + left + j] ** 2
+                    for (i, j), w in weight.items()
+                )
+                total += math.sqrt(energy)
+    return total / len(tokens)
+
+
+def test_average_filter_by_hand():
+    # 4 × 4 map, 3 × 3 windows of weight 1/9: four windows. A corner lies in one of them, an edge in
+    # two, the middle in all four.
+    assert value(one_hot(0)) == near(1 / 3) and value(one_hot(15)) == near(1 / 3)
+    assert value(one_hot(1)) == near(2 / 3)
+    assert value(one_hot(5)) == near(4 / 3)
+    # Uniform: the mean of 1/16² in each of four windows, 4·(1/16).
+    assert value(torch.full((16,), 1 / 16)) == near(1 / 4)
+
+
+def test_gaussian_filter_by_hand():
+    # Weights: 1/16 in the corners, 1/8 on the edges, 1/4 in the middle. Expert 5, at (1, 1), is the
+    # middle of the first window, on an edge of two and in the corner of the last: ½ + 2/√8 + ¼.
+    assert value(one_hot(0), BINARY) == near(1 / 4)
+    assert value(one_hot(5), BINARY) == near(0.75 + 2 / math.sqrt(8))
+    assert value(torch.full((16,), 1 / 16), BINARY) == near(1 / 4)  # the weights sum to 1
+
+
+def test_a_map_with_two_rows_cuts_the_filter():
+    # 8 experts: a 2 × 4 map, 2 × 3 windows, two of them, side by side.
+    assert (
+        value(one_hot(0, 8))
+        == value(one_hot(4, 8))
+        == value(one_hot(3, 8))
+        == near(math.sqrt(1 / 6))
+    )
+    assert value(one_hot(1, 8)) == value(one_hot(6, 8)) == near(2 * math.sqrt(1 / 6))
+    # Gaussian: both rows weigh ½, columns ¼, ½, ¼. Expert 2 ends the first window and is in the
+    # middle of the second.
+    assert value(one_hot(0, 8), BINARY) == near(math.sqrt(1 / 8))
+    assert value(one_hot(2, 8), BINARY) == near(math.sqrt(1 / 8) + 1 / 2)
+
+
+def test_a_prime_number_and_one_expert():
+    assert value(one_hot(2, 5)) == near(
+        3 * math.sqrt(1 / 3)
+    )  # 1 × 5 map, 1 × 3 windows; the middle is in all three
+    assert value(one_hot(0, 1)) == near(1)
+
+
+def test_the_window():
+    assert window(3, BINARY) == pytest.approx([0.25, 0.5, 0.25]) and window(2, BINARY) == [0.5, 0.5]
+    assert window(3, AVERAGE) == pytest.approx([1 / 3] * 3)
+    assert sum(window(5, 0.1)) == pytest.approx(1) and window(2, 0.1) == [
+        0.5,
+        0.5,
+    ]  # the narrowest that is allowed
+
+
+@given(
+    st.sampled_from([4, 6, 7, 8, 16, 30]),
+    st.integers(1, 4),
+    st.sampled_from([0.5, 1.5, 10.0, AVERAGE]),
+    st.integers(0, 1000),
+)
+def test_agrees_with_loops(experts, size, sigma, seed):
+    probs = (
+        3
+        * torch.randn(
+            2, 3, experts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+    ).softmax(-1)
+    assert group_sparsity(probs=probs, size=size, sigma=sigma).item() == pytest.approx(
+        by_loops(probs, size, sigma), rel=1e-3
+    )
+
+
+def test_the_average_filter_is_l21_over_overlapping_neighbourhoods():
+    # Equation 7: the sum of the groups' Euclidean norms; 1/9 under the root is a factor 1/3.
+    probs = torch.randn(1, 1, 20, dtype=torch.float64).softmax(-1)
+    groups = probs.view(4, 5).unfold(0, 3, 1).unfold(1, 3, 1)
+    assert value(probs[0, 0]) == pytest.approx(
+        groups.flatten(2).norm(dim=-1).sum().item() / 3, rel=1e-6
+    )
+
+
+def test_a_wide_gaussian_is_the_average():
+    probs = torch.randn(16).softmax(-1)
+    assert value(probs, 1e4) == pytest.approx(value(probs), rel=1e-6) and value(
+        probs, 1.0
+    ) != pytest.approx(value(probs), rel=1e-3)
+
+
+def test_mirroring_the_map_changes_nothing():
+    probs = torch.randn(2, 3, 32).softmax(-1)
+    for axes in ((2,), (3,), (2, 3)):
+        mirrored = probs.view(2, 3, 4, 8).flip(axes).flatten(2)
+        torch.testing.assert_close(
+            group_sparsity(probs=mirrored, size=3, sigma=2.0),
+            group_sparsity(probs=probs, size=3, sigma=2.0),
+        )
+
+
+def test_neighbours_cost_less_than_distant_experts():
+    together, apart = (
+        (one_hot(35, 64) + one_hot(36, 64)) / 2,
+        (one_hot(18, 64) + one_hot(45, 64)) / 2,
+    )  # all in the inner 4 × 4 of 8 × 8
+    assert value(together, 2.0) < value(apart, 2.0)
+
+
+def test_gradient():
+    probs = torch.rand(2, 3, 16, dtype=torch.float64).add(0.1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: group_sparsity(probs=p, size=3, sigma=1.5), probs)
+
+
+def test_probabilities_of_zero_stay_finite():
+    probs = torch.stack([one_hot(0), torch.zeros(16)])[None].requires_grad_()
+    group_sparsity(probs=probs, size=3, sigma=1.5).backward()
+    assert probs.grad.isfinite().all() and probs.grad[0, 0, 0] > 0
+
+
+def test_autocast_rounds_nothing():
+    probs = torch.randn(2, 3, 16).softmax(-1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = group_sparsity(probs=probs, size=3, sigma=1.5)
+    assert torch.equal(low, group_sparsity(probs=probs, size=3, sigma=1.5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "progress", "sigma"),
+    [
+        ({}, 0.0, 10.0),
+        ({}, 1.0, 1.5),
+        ({}, 0.5, 10 - 8.5 * 0.5**0.3),  # 3.096
+        ({"exponent": 0.5}, 0.25, 5.75),  # 10 − 8.5·½
+        ({"exponent": 0.0}, 0.0, 1.5),  # 0⁰ = 1: constant
+        ({"sigma_start": 2.0, "sigma_end": 2.0}, 0.3, 2.0),
+    ],
+)
+def test_schedule_by_hand(settings, progress, sigma):
+    assert GroupSparsity(**settings).sigma(progress) == pytest.approx(sigma)
+
+
+def test_a_step_uses_the_sigma_of_its_progress_and_layers_are_summed():
+    probs = torch.randn(2, 3, 16).softmax(-1)
+    for progress in (0.0, 0.25):
+        expected = group_sparsity(probs=probs, size=2, sigma=10 - 8.5 * progress**0.3)
+        part = GroupSparsity(size=2, weight=7.0)
+        torch.testing.assert_close(
+            part(step(record(probs=probs), record(probs=probs), progress=progress)), 2 * expected
+        )
+    average = GroupSparsity(filter="average")(step(record(probs=probs), progress=0.9))
+    torch.testing.assert_close(average, group_sparsity(probs=probs, size=3, sigma=AVERAGE))
+
+
+def test_settings():
+    assert GroupSparsity().model_dump() == {
+        "kind": "group_sparsity",
+        "weight": 4e-3,
+        "filter": "gaussian",
+        "size": 3,
+        "sigma_start": 10.0,
+        "sigma_end": 1.5,
+        "exponent": 0.3,
+    }
+    assert GroupSparsity.needs == {"routing"}
+    for wrong in (
+        {"sigma_end": 11.0},
+        {"sigma_end": 0.0},
+        {"size": 0},
+        {"exponent": -1},
+        {"filter": "median"},
+        {"sigma_start": math.inf},
+    ):
+        with pytest.raises(ValidationError):
+            GroupSparsity(**wrong)
+
+
+def test_a_dense_model_is_refused():
+    with pytest.raises(UserError, match="no MoE layer"):
+        GroupSparsity()(step())

@@ -1,0 +1,261 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed, multiprocessing
+
+from moecore.core.files import UserError
+from moecore.core.records import Batch, Layout, ModelOutput, Step
+from moecore.training.regularizers.jensen_shannon import jensen_shannon
+from moecore.training.regularizers.pairwise_consistency import (
+    PairwiseConsistency,
+    pairwise_consistency,
+)
+from tests.training.regularizers.steps import record
+
+ONE_HOT = torch.eye(8)
+SPREAD = torch.tensor(
+    [
+        [[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4],
+        [[0, 0.5, 0.25, 0.25], [0, 0, 1, 0], [0.5, 0, 0, 0.5]],
+    ]
+)
+ALL = torch.ones(2, 3, dtype=torch.bool)
+
+
+def two_views(*layers, special=1, columns=2, views=2, move=0.0):
+    """A step of two views, layers (2B, T, E) with ``columns`` patches of 4 × 4 in a row; the second
+    view is ``move`` pixels further right.
+    """
+    count = len(layers[0])
+    affines = torch.eye(3).repeat(count, 1, 1)
+    affines[count // 2 :, 1, 2] = move
+    blank = torch.zeros(count)
+    model = SimpleNamespace(layout=Layout(special, (1, columns), (4, 4 * columns)))
+    return Step(
+        Batch(blank, blank, affines, views),
+        ModelOutput(blank, tuple(record(probs=layer) for layer in layers)),
+        model,
+    )
+
+
+def terms(first, second, found=None):
+    """The means of (1 − S_ii)² and of S_ij² of one image's pairs (T', E)."""
+    found = torch.ones(1, len(first), dtype=torch.bool) if found is None else found
+    parts = ((1.0, 0.0), (0.0, 1.0))
+    return [
+        pairwise_consistency(
+            first=first[None], second=second[None], found=found, diagonal=d, off_diagonal=o
+        ).item()
+        for d, o in parts
+    ]
+
+
+def by_loops(first, second, found, diagonal, off_diagonal):
+    """Equations 3 and 4 word by word."""
+    experts, count, total = first.shape[-1], 0, 0.0
+    matrix = [[0.0] * experts for _ in range(experts)]
+    for image in range(first.shape[0]):
+        for pair in range(first.shape[1]):
+            if found[image, pair]:
+                count += 1
+                for i in range(experts):
+                    for j in range(experts):
+                        matrix[i][j] += first[image, pair, i].item() * second[image, pair, j].item()
+    for i in range(experts):
+        for j in range(experts):
+            s = matrix[i][j] * experts / count
+            total += (
+                diagonal / experts * (1 - s) ** 2
+                if i == j
+                else off_diagonal / (experts * (experts - 1)) * s**2
+            )
+    return total
+
+
+@pytest.mark.parametrize(
+    ("router", "expected"),
+    [
+        (torch.full((8, 8), 1 / 8), (0.765625, 0.015625)),  # S_ij = 8/64 = 1/8: (7/8)² and (1/8)²
+        (ONE_HOT, (0, 0)),  # S = I
+        (
+            ONE_HOT[[0, 1, 2, 3] * 2],
+            (1, 0),
+        ),  # S_ii is 2 four times and 0 four times: (1 − S_ii)² is 1
+        (ONE_HOT[[0] * 8], (7, 0)),  # S_00 = 8: (49 + 7)/8
+    ],
+)
+def test_the_four_routers_of_the_definitions(router, expected):
+    assert terms(router, router) == pytest.approx(expected)
+
+
+def test_unequal_choices_by_hand():
+    # E = 2, pairs (e0, e1) and (e0, e0): S = 2/2·[[1, 1], [0, 0]]. Diagonal (0 + 1)/2; off the
+    # diagonal (1 + 0)/2.
+    hot = torch.eye(2)
+    assert terms(hot[[0, 0]], hot[[1, 0]]) == pytest.approx((0.5, 0.5))
+    # Without the second pair S = 2·[[0, 1], [0, 0]]: (1 + 1)/2 and 4/2.
+    assert terms(hot[[0, 0]], hot[[1, 0]], torch.tensor([[True, False]])) == pytest.approx((1, 2))
+
+
+def test_one_expert_is_not_divided_by_zero():
+    assert terms(torch.ones(3, 1), torch.ones(3, 1)) == [0, 0]
+
+
+def random_pairs(seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    first, second = torch.randn(2, 2, 5, 4, generator=generator, dtype=dtype).softmax(-1)
+    return first, second, torch.rand(2, 5, generator=generator) < 0.7
+
+
+@given(st.integers(0, 1000), st.floats(0, 2), st.floats(0, 2))
+def test_agrees_with_loops(seed, diagonal, off_diagonal):
+    first, second, found = random_pairs(seed)
+    found[0, 0] = True
+    ours = pairwise_consistency(
+        first=first, second=second, found=found, diagonal=diagonal, off_diagonal=off_diagonal
+    ).item()
+    assert ours == pytest.approx(by_loops(first, second, found, diagonal, off_diagonal))
+
+
+@given(st.integers(0, 1000))
+def test_names_of_experts_order_of_pairs_and_order_of_views_do_not_matter(seed):
+    first, second, found = random_pairs(seed)
+    weights = {"diagonal": 0.3, "off_diagonal": 0.7}
+    expected = pairwise_consistency(first=first, second=second, found=found, **weights)
+    names, order = torch.randperm(4), torch.randperm(5)
+    for changed in (
+        {"first": first[..., names], "second": second[..., names], "found": found},
+        {
+            "first": first[:, order].flip(0),
+            "second": second[:, order].flip(0),
+            "found": found[:, order].flip(0),
+        },
+        {"first": second, "second": first, "found": found},  # S transposed
+    ):
+        torch.testing.assert_close(pairwise_consistency(**changed, **weights), expected)
+
+
+def test_gradient():
+    first, second, found = random_pairs(0)
+    first, second = first.requires_grad_(), second.requires_grad_()
+
+    def loss(a, b):
+        return pairwise_consistency(first=a, second=b, found=found, diagonal=0.3, off_diagonal=0.7)
+
+    assert torch.autograd.gradcheck(loss, (first, second))
+
+
+def test_no_pair_is_no_loss_and_no_gradient():
+    probs = SPREAD.clone().requires_grad_()
+    loss = pairwise_consistency(
+        first=probs, second=probs, found=~ALL, diagonal=1.0, off_diagonal=1.0
+    )
+    loss.backward()
+    assert loss.item() == 0 and torch.equal(probs.grad, torch.zeros_like(probs))
+
+
+def test_autocast_does_not_round_the_correlation():
+    first, second, found = random_pairs(0, torch.float32)
+    weights = {"diagonal": 0.3, "off_diagonal": 0.7}
+    expected = pairwise_consistency(first=first, second=second, found=found, **weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(
+            pairwise_consistency(first=first, second=second, found=found, **weights), expected
+        )
+
+
+def test_partners_of_a_step_by_hand():
+    # View 2 shows view 1's patch 0 as its patch 1, and nothing is the partner of view 1's patch 1.
+    # E = 2: the one pair is (token 1 of view 1, token 2 of view 2) = (e0, e0): S = 2·[[1, 0], [0,
+    # 0]], diagonal (1 + 1)/2 = 1, off the diagonal 0. With the class tokens (e0, e1): S = [[1, 1],
+    # [0, 0]], diagonal (0 + 1)/2, off the diagonal (1 + 0)/2.
+    e0, e1 = torch.eye(2)
+    moved = two_views(torch.stack([torch.stack([e0, e0, e1]), torch.stack([e1, e1, e0])]), move=4)
+    assert PairwiseConsistency(diagonal=0.1, off_diagonal=0.01)(moved).item() == pytest.approx(0.1)
+    assert PairwiseConsistency(diagonal=0.1, off_diagonal=0.01, special=True)(
+        moved
+    ).item() == pytest.approx(0.05 + 0.005)
+
+
+def test_views_of_different_resolution_may_change_places():
+    step = two_views(SPREAD, columns=2)
+    affines = step.batch.affines.clone()
+    affines[1, 0, 0] = affines[1, 1, 1] = (
+        2  # its centres 2 and 6 → 1 and 3, both patch 0 of the other
+    )
+    given = step._replace(batch=step.batch._replace(affines=affines))
+    turned = two_views(SPREAD.flip(0), columns=2)
+    turned = turned._replace(batch=turned.batch._replace(affines=affines.flip(0)))
+    assert PairwiseConsistency()(given).item() == pytest.approx(
+        PairwiseConsistency()(turned).item()
+    )
+    assert PairwiseConsistency()(given).item() != pytest.approx(PairwiseConsistency()(step).item())
+
+
+def test_layers_are_summed_and_the_weight_is_left_to_the_objective():
+    one = PairwiseConsistency()(two_views(SPREAD)).item()
+    assert one > 0 and PairwiseConsistency(weight=7.0)(
+        two_views(SPREAD, SPREAD)
+    ).item() == pytest.approx(2 * one)
+    assert PairwiseConsistency.needs == {"routing", "two_views"}
+    assert PairwiseConsistency().model_dump() == {
+        "kind": "pairwise_consistency",
+        "weight": 1.0,
+        "diagonal": 5e-3,
+        "off_diagonal": 5e-2,
+        "special": False,
+    }
+
+
+def test_one_view_and_dense_models_are_refused():
+    with pytest.raises(UserError, match=r"pairwise_consistency: the batch has 1 view\(s\)"):
+        PairwiseConsistency()(two_views(SPREAD, views=1))
+    dense = two_views(SPREAD)
+    with pytest.raises(UserError, match="no MoE layer"):
+        PairwiseConsistency()(dense._replace(output=ModelOutput(torch.zeros(2))))
+
+
+def losses(weight, tokens, found):
+    first, second = (tokens @ weight).softmax(-1)
+    consistency = pairwise_consistency(
+        first=first, second=second, found=found, diagonal=1.0, off_diagonal=2.0
+    )
+    return consistency + jensen_shannon(first=first, second=second, found=found)
+
+
+def on_rank(rank, folder):
+    """The mean over ranks of each rank's gradient, as DDP takes it, for half of the images; their
+    numbers of pairs differ.
+    """
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+    )
+    inputs = torch.load(f"{folder}/inputs.pt", weights_only=True)
+    weight = inputs["weight"].requires_grad_()
+    loss = losses(weight, inputs["tokens"][:, rank : rank + 1], inputs["found"][rank : rank + 1])
+    loss.backward()
+    distributed.all_reduce(weight.grad)
+    if rank == 0:
+        torch.save((loss.detach(), weight.grad / 2), f"{folder}/outputs.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not distributed.is_gloo_available(), reason="torch without gloo")
+def test_two_ranks_have_the_loss_and_gradient_of_the_whole_batch(tmp_path):
+    weight, tokens = (
+        torch.randn(5, 4, requires_grad=True),
+        torch.randn(2, 2, 6, 5),
+    )  # views, images, tokens, width
+    found = torch.tensor([[True] * 5 + [False], [True] + [False] * 5])
+    torch.save(
+        {"weight": weight.detach(), "tokens": tokens, "found": found}, tmp_path / "inputs.pt"
+    )
+    multiprocessing.spawn(on_rank, (str(tmp_path),), nprocs=2)
+    loss, gradient = torch.load(tmp_path / "outputs.pt", weights_only=True)
+    expected = losses(weight, tokens, found)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, weight)[0])
