@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import browser as browser
 from tests.project import Project
 
 # The two workers of `make test` take whole files in this order. The first of these makes the

@@ -1,0 +1,72 @@
+"""Pages in headless Chromium: what a person sees, and that nothing is asked of the network."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+LOOKS = [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium, without a screen; skips where it is not installed."""
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed (Debian: apt-get install chromium)")
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@contextmanager
+def opened(browser: Browser, address: Path | str, width: int, scheme: str) -> Iterator[Page]:
+    """The page of a file or an address, ``width`` pixels wide, in ``scheme`` (light or dark).
+
+    At the end it must have printed no error, and asked for nothing but files beside it or pages of
+    the same server.
+    """
+    target = address.resolve().as_uri() if isinstance(address, Path) else address
+    inside = "file:" if isinstance(address, Path) else "/".join(target.split("/")[:3])
+    context = browser.new_context(
+        viewport={"width": width, "height": 900},
+        color_scheme="dark" if scheme == "dark" else "light",
+    )
+    page = context.new_page()
+    wrong: list[str] = []
+
+    def said(message: ConsoleMessage) -> None:
+        if message.type == "error":
+            wrong.append(f"console: {message.text}")
+
+    def asked(request: Request) -> None:
+        if not request.url.startswith((inside, "data:", "blob:")):
+            wrong.append(f"asked for {request.url}")
+
+    page.on("console", said)
+    page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+    page.on("request", asked)
+    page.goto(target)
+    yield page
+    context.close()
+    assert not wrong, wrong
+
+
+def clipped(page: Page) -> list[str]:
+    """What is wider than the screen and lies in nothing that scrolls."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll('body *')].filter(element => {
+          const box = element.getBoundingClientRect();
+          if (!box.width || !box.height) return false;
+          if (box.right <= document.documentElement.clientWidth + 1 && box.left >= -1) return false;
+          for (let up = element.parentElement; up; up = up.parentElement) {
+            const how = getComputedStyle(up).overflowX;
+            if (how === 'auto' || how === 'scroll' || how === 'hidden') return false;
+          }
+          return getComputedStyle(element).position !== 'fixed';
+        }).map(element => element.tagName + '.' + element.className)"""
+    )
