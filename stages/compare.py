@@ -37,7 +37,10 @@ def compare() -> None:
     if evaluated:
         compared["claims"] = flat_claims(evaluated)
     folder = Path("reports")
-    write_json(folder / "compare.json", compared)
+    write_json(
+        folder / "compare.json", compared
+    )  # git's; DVC's stage `numbers` copies the next one
+    write_json(Path("artifacts/compare.json"), compared)
     for name, text in texts(results, evaluated).items():
         with whole_file(folder / name) as target:
             target.write_text(text, encoding="utf-8")

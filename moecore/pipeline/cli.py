@@ -17,8 +17,18 @@ Jobs = Annotated[
         min=1, help="stages at a time; left out: the number of GPUs, else of cores, at most 4"
     ),
 ]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-S",
+        metavar="KEY=VALUE",
+        help="write a value into params.yaml first, such as -S pretrain.epochs=3; may be repeated",
+    ),
+]
 Folder = Annotated[Path, typer.Argument(help="the study's folder, such as pipelines/prc")]
 HERE = Path("params.yaml")
+QUICK = Path("pipelines/quick")
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -47,13 +57,27 @@ def plan() -> None:
     main()
 
 
-def run(jobs: Jobs = None) -> None:
+def run(jobs: Jobs = None, sets: Sets = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
     from moecore.pipeline.parallel import reproduce
     from moecore.study.remembered import in_order
 
+    if sets:
+        from moecore.study.assign import assign
+
+        for line in assign(HERE, sets) or ["nothing changes"]:
+            typer.echo(f"{HERE}: {line}")
     in_order()
     reproduce(jobs)
+
+
+def quick(jobs: Jobs = None) -> None:
+    """A first look in less than a minute: two methods on small digits, through to the page."""
+    from moecore.report.summary import main as summary
+
+    study_run(QUICK, jobs)
+    summary()
+    typer.echo(f"Page: {QUICK / 'reports/index.html'}")
 
 
 def ui(
@@ -121,12 +145,12 @@ def study_preset(
         typer.echo(line)
 
 
-def study_run(folder: Folder, jobs: Jobs = None) -> None:
+def study_run(folder: Folder, jobs: Jobs = None, sets: Sets = None) -> None:
     """Check a study and run all of it that is not up to date."""
     if not (folder / "params.yaml").is_file():
         raise UserError(f"{folder}: found no params.yaml; write it: moecore study write {folder}")
     os.chdir(folder)
-    run(jobs)
+    run(jobs, sets)
 
 
 def _app() -> typer.Typer:
@@ -138,7 +162,7 @@ def _app() -> typer.Typer:
         "rich_markup_mode": None,
     }
     whole = typer.Typer(help="Sparse vision mixture-of-experts models.", **options)
-    for command in (check, plan, run, ui, sync, schema):
+    for command in (check, plan, run, quick, ui, sync, schema):
         whole.command()(command)
     whole.command(context_settings=ANYTHING)(predict)
     study = typer.Typer(help="The studies under pipelines/.", **options)

@@ -30,7 +30,7 @@ CONFIG = """\
 """
 FILES = {".dvc/.gitignore": "/config.local\n/tmp\n/cache\n"}
 CODE = "code"
-LAST = "compare"
+LAST = ("compare", "numbers")
 
 
 def write_project(study: Path, stages: Sequence[str] | None = None, root: Path = ROOT) -> None:
@@ -57,7 +57,7 @@ def study_dvc(stages: Sequence[str] | None = None, root: Path = ROOT) -> str:
     names = list(main if stages is None else stages)
     if unknown := [name for name in names if name not in defined]:
         raise UserError(f"stages: found {unknown[0]!r}; allowed: {', '.join(defined)}")
-    chosen = {name: copy.deepcopy(defined[name]) for name in (*names, LAST) if name != CODE}
+    chosen = {name: copy.deepcopy(defined[name]) for name in (*names, *LAST) if name != CODE}
     for name in chosen:
         for fed, path in more["feeds"].get(name, {}).items():
             if fed in chosen:

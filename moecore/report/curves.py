@@ -1,4 +1,4 @@
-"""Every logged point and every attack as CSV, for ``dvc plots``."""
+"""Every logged point and every attack as CSV, for plots of one's own."""
 
 import csv
 import io

@@ -7,6 +7,8 @@ from moecore.report.claims import Evaluated
 from moecore.report.curves import robustness_csv, table_s1_csv, training_csv
 from moecore.report.measured import Results
 from moecore.report.page import page
+from moecore.report.plots import plot_files
+from moecore.report.runs import run_files
 from moecore.report.verdicts import claims_markdown
 
 
@@ -16,10 +18,10 @@ def texts(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, str]:
     found = {
         "index.html": page(results, evaluated),
         "claims.md": claims_markdown(evaluated),
-        "plots/training.csv": training_csv(results),
+        "curves/training.csv": training_csv(results),
     }
     if any(phase.results(Robustness) for phase in phases):
-        found["plots/robustness.csv"] = robustness_csv(results)
+        found["curves/robustness.csv"] = robustness_csv(results)
     if any(phase.task.kind == "regression" for phase in phases):
-        found["plots/table_s1.csv"] = table_s1_csv(results)
-    return found
+        found["curves/table_s1.csv"] = table_s1_csv(results)
+    return found | run_files(results) | plot_files(results)

@@ -285,6 +285,7 @@ def test_a_study(tmp_path):
         "code",
         "compare",
         "measure@cost-pretrain-dense-0",
+        "numbers",
         "prepare@pretrain",
         "pretrain@dense-0",
         "teacher_router@dense",

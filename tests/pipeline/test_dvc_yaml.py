@@ -18,7 +18,10 @@ from moecore.study.params import keys
 
 MAIN = load(str(ROOT / "dvc.yaml")).data["stages"]
 MORE = load(str(ROOT / "pipelines/stages.yaml")).data["stages"]
-STAGES = {name: stage.get("do", stage) for name, stage in (MAIN | MORE).items() if name != "code"}
+NO_PART = ("code", "numbers")  # the hashes of the code, and a copy of a file
+STAGES = {
+    name: stage.get("do", stage) for name, stage in (MAIN | MORE).items() if name not in NO_PART
+}
 STUDIES = sorted(path.parent for path in (ROOT / "pipelines").glob("*/dvc.yaml"))
 
 

@@ -59,7 +59,7 @@ def test_what_decides_no_result_reruns_nothing(edited, file):
 def test_a_figure_or_a_column_reruns_compare_alone(edited):
     for file in sorted((edited.folder / "moecore/report").rglob("*.py")):
         edit(edited, str(file.relative_to(edited.folder)))
-    assert set(edited.stale()) == {"compare"}
+    assert set(edited.stale()) == {"compare", "numbers"}
 
 
 def test_a_measurement_reruns_that_measurement_and_compare(edited):
@@ -68,6 +68,7 @@ def test_a_measurement_reruns_that_measurement_and_compare(edited):
     assert set(stale) == {
         *(f"measure@invariance-finetune-{method}-0" for method in METHODS),
         "compare",
+        "numbers",
     }
     assert "moecore/measure/invariance.py edited" in stale["measure@invariance-finetune-dense-0"]
 

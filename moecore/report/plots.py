@@ -1,0 +1,41 @@
+"""A few figures as files, for ``dvc plots show`` and ``diff``: they open without a network."""
+
+from collections.abc import Iterator
+
+from moecore.measure.robustness import Result as Robustness
+from moecore.report.measured import Phase, Results
+from moecore.report.measures.robustness import WORST, attacks_of, curve_of
+from moecore.report.pictures import svg
+from moecore.report.training_figures import training_curves
+from moecore.report.view import Picture
+from moecore.training.outcome import Outcome
+
+# Alone in a page of its own, a figure has no text colour to take over.
+INK = "#333"
+
+
+def plot_files(results: Results) -> dict[str, str]:
+    """Path below reports/ → SVG: ``plots/pretrain_training.svg`` and the like."""
+    return {
+        f"plots/{phase.name}_{name}.svg": alone(picture)
+        for phase in results.phases.values()
+        for name, picture in pictures_of(phase)
+    }
+
+
+def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
+    """How the trainings went, and what attacks leave."""
+    trained = {method: found for method, found in phase.of(Outcome).items() if found}
+    if trained:
+        yield "training", Picture(training_curves(trained), f"{phase.name}: training")
+    attacked = phase.results(Robustness)
+    names = dict.fromkeys(name for result in attacked for name in attacks_of(result))
+    if names:
+        worst = any(result.worst_case for result in attacked)
+        yield "attacks", curve_of(phase, WORST if worst else list(names)[-1])
+
+
+def alone(picture: Picture) -> str:
+    """The picture as a file of its own."""
+    text = svg(picture.figure, picture.label)
+    return text.replace("<svg", f'<svg color="{INK}"', 1)
