@@ -28,7 +28,6 @@ CONFIG = """\
 [cache]
     dir = {cache}
 """
-FILES = {".dvc/.gitignore": "/config.local\n/tmp\n/cache\n"}
 CODE = "code"
 LAST = ("compare", "numbers")
 
@@ -42,7 +41,6 @@ def write_project(study: Path, stages: Sequence[str] | None = None, root: Path =
     texts = {
         "dvc.yaml": study_dvc(stages, root),
         ".dvc/config": CONFIG.format(cache=cache),
-        **FILES,
     }
     for name, text in texts.items():
         with whole_file(study / name) as temporary:

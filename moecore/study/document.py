@@ -60,17 +60,25 @@ class Document:
     path: str
     data: Any
     node: Node | None
+    start: StringMark | None = None  # of a document that is a part of its file
 
     def place(self, keys: Sequence[str | int]) -> str:
         """``path:line:column`` of the deepest key along ``keys`` that exists (1:1: none does)."""
-        mark = None
         node = self.node
+        mark = self.start
         for key in keys:
             step = _child(node, key)
             if step is None:
                 break
             mark, node = step
         return _place(self.path, mark)
+
+    def below(self, key: str | int) -> "Document":
+        """What stands at a key that the file has, as a document of its own."""
+        step = _child(self.node, key)
+        assert step is not None, f"{self.path} has no key {key}"
+        mark, node = step
+        return Document(self.path, self.data[key], node, mark)
 
     def get(self, keys: Sequence[str]) -> Any:
         """The value at ``keys``.

@@ -9,7 +9,8 @@ everything else, lists too, takes the place of what was there. Beyond that:
 - ``methods:``, where it is there, names the study's methods, each laid over the root's of its name.
 - A section, a method or an entry of ``data`` that is null is removed. Further in, null is a value.
 
-Presets (``presets/<name>.yaml``) are laid over that in the same way, but their methods are added.
+Presets (the entries of ``presets.yaml``, by name) are laid over that in the same way, but their
+methods are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from moecore.study.sections import PHASES, SECTIONS, needed
 from moecore.study.study import Study
 
 OVERLAY = "overlay.yaml"
+PRESETS = "presets.yaml"
 DIRECTIVES = ("stages", "whole")  # keys of an overlay that are no sections
 NAMED = ("data", "methods")  # sections whose entries have names
 
@@ -55,7 +57,7 @@ def resolve(folder: Path, root: Path, presets: Sequence[str] = ()) -> Resolved:
     Raises UserError where a file cannot be read, or names a section, stage or preset that is none.
     """
     base = load(str(root / "params.yaml"))
-    overlay = _read(folder / OVERLAY, (*_sections(), *DIRECTIVES))
+    overlay = _of_sections(load(str(folder / OVERLAY)), (*_sections(), *DIRECTIVES))
     stages = _listed(overlay, "stages", tuple(SECTIONS))
     whole = _listed(overlay, "whole", _sections()) or ()
     values = _over(base.data, overlay.data, whole)
@@ -69,7 +71,7 @@ def resolve(folder: Path, root: Path, presets: Sequence[str] = ()) -> Resolved:
     if "claims" in values:
         values["claims"] = values.pop("claims")  # the longest, so they are written last
     _narrow(values, runs)
-    document = Layers(base.path, values, None, tuple(layers))
+    document = Layers(base.path, values, None, layers=tuple(layers))
     return Resolved(document, stages, whole, tuple(layers))
 
 
@@ -85,9 +87,18 @@ def merge(base: Any, over: Any) -> Any:
     return merged
 
 
-def presets_of(folder: Path) -> dict[str, Path]:
-    """Name → file of the presets of a study."""
-    return {path.stem: path for path in sorted((folder / "presets").glob("*.yaml"))}
+def presets_of(folder: Path) -> dict[str, Document]:
+    """Name → the presets of a study; none where it has no ``presets.yaml``.
+
+    Raises UserError where the file cannot be read or is no mapping of names.
+    """
+    path = folder / PRESETS
+    if not path.is_file():
+        return {}
+    whole = load(str(path))
+    if not isinstance(whole.data, dict):
+        raise UserError(f"{path}:1:1: found no mapping; allowed: presets by their names")
+    return {str(name): whole.below(name) for name in whole.data}
 
 
 def _over(
@@ -157,19 +168,17 @@ def _preset(folder: Path, name: str) -> Document:
         allowed = ", ".join(known) or "none, it has no presets"
         hint = near(name, list(known))
         raise UserError(f"{folder}: found no preset {name!r}{hint}; allowed: {allowed}")
-    return _read(known[name], _sections())
+    return _of_sections(known[name], _sections())
 
 
-def _read(path: Path, allowed: Sequence[str]) -> Document:
-    """The overlay or preset at ``path``; UserError where a key of it is not allowed."""
-    document = load(str(path))
+def _of_sections(document: Document, allowed: Sequence[str]) -> Document:
+    """An overlay or preset; UserError where a key of it is not allowed."""
     if document.data is None:
         return Document(document.path, {}, None)
     if not isinstance(document.data, dict):
         sections = ", ".join(allowed)
-        raise UserError(
-            f"{path}:1:1: found no mapping; allowed: sections of params.yaml ({sections})"
-        )
+        found = f"{document.place([])}: found no mapping"
+        raise UserError(f"{found}; allowed: sections of params.yaml ({sections})")
     for key in document.data:
         if key not in allowed:
             place = document.place([key])

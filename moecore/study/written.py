@@ -69,7 +69,7 @@ def _origin(resolved: Resolved, key: str, up: str) -> str:
     names = [f"{up}/params.yaml"] if key in base.data and key not in resolved.whole else []
     folder = Path(others[0].path).parent
     names += [str(Path(layer.path).relative_to(folder)) for layer in others if key in layer.data]
-    return " + ".join(names)
+    return " + ".join(dict.fromkeys(names))
 
 
 def _short(value: Any) -> str:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from moecore.core.files import UserError
 from moecore.core.sources import ROOT
 from moecore.pipeline.cli import app
+from moecore.study.overlay import presets_of
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_what_is_remembered_may_be_damaged(project):
 
 def test_presets_are_listed_written_and_taken_back(project):
     listed = moecore("study", "preset", "pipelines/moge").stdout.split()
-    assert listed == [path.stem for path in sorted((ROOT / "pipelines/moge/presets").iterdir())]
+    assert listed == list(presets_of(ROOT / "pipelines/moge"))
     done = moecore("study", "preset", "pipelines/moge", "top_5")
     changed = ("methods.vmoe.router.k: 1 → 5", "methods.moge.router.k: 1 → 5")
     assert done.exit_code == 0 and all(line in done.stdout for line in changed)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moecore.core.sources import FAMILIES, ROOT
-from moecore.pipeline.dvc_file import CONFIG, FILES, study_dvc
+from moecore.pipeline.dvc_file import CONFIG, study_dvc
 from moecore.study.document import load
 from moecore.study.overlay import resolve
 from moecore.study.params import keys
@@ -172,8 +172,6 @@ def test_the_dvc_yaml_of_a_study_is_written_from_the_roots(study):
 def test_a_study_is_a_dvc_project_of_its_own(study):
     config = (study / ".dvc/config").read_text(encoding="utf-8")
     assert config == CONFIG.format(cache="../../../.dvc/cache")
-    for name, text in FILES.items():
-        assert (study / name).read_text(encoding="utf-8") == text
 
 
 def test_a_stage_without_what_it_would_read_of_another_one():

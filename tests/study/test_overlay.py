@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -23,10 +24,11 @@ def study(tmp_path):
 
     def make(overlay: str, **presets: str) -> Path:
         folder = tmp_path / "pipelines/own"
-        (folder / "presets").mkdir(parents=True)
+        folder.mkdir(parents=True)
         (folder / "overlay.yaml").write_text(overlay, encoding="utf-8")
-        for name, text in presets.items():
-            (folder / f"presets/{name}.yaml").write_text(text, encoding="utf-8")
+        if presets:
+            text = "".join(f"{name}:\n{indent(one, '  ')}" for name, one in presets.items())
+            (folder / "presets.yaml").write_text(text, encoding="utf-8")
         return folder
 
     return make
@@ -154,12 +156,12 @@ def test_wrong_overlays_name_their_line_and_write_nothing(study, overlay, said):
     with pytest.raises(UserError) as caught:
         list(write_params(folder, folder.parents[1]))
     assert said in str(caught.value)
-    assert sorted(path.name for path in folder.iterdir()) == ["overlay.yaml", "presets"]
+    assert sorted(path.name for path in folder.iterdir()) == ["overlay.yaml"]
 
 
 def test_a_fault_in_a_preset_or_in_the_root_is_found_where_it_stands(study):
     folder = study("run: {methods: [vmoe]}\n", wrong="\n\nmodel: {width: wide}\n")
-    with pytest.raises(UserError, match=r"presets/wrong.yaml:3:9: model.width: found 'wide'"):
+    with pytest.raises(UserError, match=r"presets.yaml:4:11: model.width: found 'wide'"):
         params_text(folder, folder.parents[1], ["wrong"])
     root = folder.parents[1] / "params.yaml"
     root.write_text(root.read_text().replace("batch: 128", "batch: none", 1), encoding="utf-8")
@@ -186,6 +188,6 @@ def test_what_is_written_says_where_it_comes_from(study):
     folder = study("run: {methods: [vmoe]}\n", one="model: {width: 48}\n")
     text = params_text(folder, folder.parents[1], ["one"])
     assert "# ../../params.yaml + overlay.yaml\nrun:\n" in text
-    assert "# ../../params.yaml + presets/one.yaml\nmodel: {" in text
+    assert "# ../../params.yaml + presets.yaml\nmodel: {" in text
     assert "# ../../params.yaml\npretrain:\n" in text and "# With the presets one.\n" in text
     assert parse(text).data == values(folder, "one")
