@@ -1,27 +1,58 @@
-"""`moecore quick`, the first look; and `moecore run -S`, which edits params.yaml for its user."""
+"""`moecore quick`, the first look; `moecore run -S`, which edits params.yaml for its user; and the
+notebook that looks at the models of the first."""
 
 import shutil
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
 
 from tests.project import ROOT, Project
 
 
-def test_a_first_look_and_another_value(tmp_path):
-    project = Project(tmp_path, (ROOT / "params.yaml").read_text(encoding="utf-8")).with_dvc()
-    study = tmp_path / "pipelines/quick"
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory) -> Project:
+    """A project whose study `quick` ran, with a shorter training."""
+    params = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    project = Project(tmp_path_factory.mktemp("quick"), params).with_dvc()
     ignored = shutil.ignore_patterns("artifacts", "reports", ".state", "dvc.lock")
+    study = project.folder / "pipelines/quick"
     shutil.copytree(ROOT / "pipelines/quick", study, ignore=ignored)
     wanted = ["-S", "pretrain.epochs=1", "-S", "stability.images=10"]
-    shorter = project.moecore("study", "run", "pipelines/quick", "--jobs", "2", *wanted)
-    assert shorter.returncode == 0, f"{shorter.stdout}\n{shorter.stderr}"
-    assert "params.yaml: pretrain.epochs: 8 → 1" in shorter.stdout
-    looked = project.moecore("quick")
-    assert looked.returncode == 0, f"{looked.stdout}\n{looked.stderr}"
-    running = [line for line in looked.stdout.splitlines() if line.startswith("Running stage")]
+    done = project.moecore("study", "run", "pipelines/quick", "--jobs", "2", *wanted)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "params.yaml: pretrain.epochs: 8 → 1" in done.stdout
+    return project
+
+
+def test_the_first_look_ends_with_a_page(looked):
+    done = looked.moecore("quick")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    running = [line for line in done.stdout.splitlines() if line.startswith("Running stage")]
     assert running == ["Running stage 'code':"]
-    assert "Page: pipelines/quick/reports/index.html" in looked.stdout
-    assert (study / "reports/index.html").is_file()
-    lines = [line.split() for line in looked.stdout.splitlines()]
+    assert "Page: pipelines/quick/reports/index.html" in done.stdout
+    assert (looked.folder / "pipelines/quick/reports/index.html").is_file()
+    lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[1] for line in lines if line[:1] == ["pretrain"]] == ["vmoe", "prc"]
-    wrong = project.moecore("study", "run", "pipelines/quick", "-S", "pretrain.epoch=1")
+
+
+def test_a_wrong_key_is_one_line(looked):
+    wrong = looked.moecore("study", "run", "pipelines/quick", "-S", "pretrain.epoch=1")
     assert wrong.returncode == 1 and "did you mean 'epochs'" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+def test_the_notebook_runs(looked):
+    docs = looked.folder / "docs"
+    docs.mkdir()
+    notebook = nbformat.read(ROOT / "docs/first_steps.ipynb", as_version=4)
+    there = {"metadata": {"path": str(docs)}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=there).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    said = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    drawn = [
+        cell for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})
+    ]
+    assert "of 16 patches went to another expert" in said and "prc   agreement" in said
+    assert len(drawn) == 2, "the routing of one image, clean and attacked"
+    assert "Warning" not in said
