@@ -6,14 +6,12 @@ it may be.
 
 import inspect
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
 from pydantic_core import PydanticUndefined
 
 from moecore.core.config import Config
-from moecore.core.sources import ROOT
+from moecore.study.mistakes import file_of, shown
 
 Words = tuple[str, ...]
 
@@ -124,7 +122,7 @@ def lacks(part: Any, family: str) -> Iterator[str]:
         return
     contract = CONTRACTS[family]
     kind = part.model_fields.get("kind")
-    stem = _file(part).stem
+    stem = file_of(part).stem
     written = f'kind: Literal["{stem}"] = "{stem}"'
     if kind is None or not get_args(kind.annotation) or kind.default is PydanticUndefined:
         yield f"{_place(part)} lacks kind; allowed: {written}"
@@ -158,7 +156,9 @@ def lacks_of_measurement(measurement: Any) -> Iterator[str]:
 
 def takes(owner: type, name: str, words: Words) -> str | None:
     """Why the method ``name`` of a class cannot be called with as many words; None where it can."""
-    function = getattr(owner, name, None)
+    # In its own classes: every class can be called itself, which is not what is asked for.
+    there = any(name in vars(base) for base in owner.__mro__)
+    function = getattr(owner, name) if there else None
     called = f"{name}({', '.join(words)})"
     if not callable(function):
         return f"{_place(owner)} lacks the method {name}; allowed: def {_signature(name, words)}"
@@ -196,14 +196,5 @@ def _unknown_words(part: type[Config], contract: Contract) -> Iterator[str]:
             yield f"{_place(part)}: {name} has {', '.join(unknown)}; allowed: {listed}"
 
 
-def _file(part: Any) -> Path:
-    """Where a class, a function or a module is written."""
-    place = part if isinstance(part, ModuleType) else inspect.getmodule(part)
-    return Path(getattr(place, "__file__", None) or "?")
-
-
 def _place(part: Any) -> str:
-    file = _file(part)
-    named = getattr(part, "__name__", repr(part))
-    shown = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
-    return f"{shown}: {named}"
+    return f"{shown(file_of(part))}: {getattr(part, '__name__', repr(part))}"

@@ -4,16 +4,14 @@ Each is looked at before the next is imported: settings are made of the unions, 
 lacks something would stop there with words about pydantic's inside.
 """
 
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import PydanticUserError
 
 from moecore.core.files import UserError
-from moecore.core.sources import FAMILIES, ROOT
 from moecore.study.contracts import lacks, lacks_of_measurement
+from moecore.study.mistakes import mistake_in
 
 # What a file can fail with while it is imported, by what stands in it
 MISTAKES = (
@@ -44,24 +42,7 @@ def _imported(load: Callable[[], Any]) -> Any:
     try:
         return load()
     except MISTAKES as error:
-        raise UserError(_named(error)) from error
-
-
-def _named(error: Exception) -> str:
-    """``file:line: TypeError: …`` of the family's file that made it; else raised again."""
-    said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    families = [ROOT / "moecore" / family for family in (*FAMILIES, "measure")]
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{_shown(Path(error.filename))}:{error.lineno}: {said}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = Path(frame.filename)
-        if file.parent in families and file.name != "base.py":
-            return f"{_shown(file)}:{frame.lineno}: {said}"
-    raise error
-
-
-def _shown(file: Path) -> Path:
-    return file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+        raise UserError(mistake_in(error)) from error
 
 
 def _members(family: Any) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ from math import prod
 from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
-from moecore.study.refusals import stripped
+from moecore.study.mistakes import REFUSED, worded
 from moecore.study.study import Study
 from moecore.training.guide import aligned_blocks
 from moecore.training.method import Method
@@ -28,16 +28,22 @@ def upcycling_rules(study: Study, name: str, method: Method, model: BackboneMode
         yield ("methods", name, "upcycle"), str(error).removeprefix("upcycle: ")
 
 
+def building_rules(study: Study, phase: str, image: ImageSpec) -> Found:
+    """Whether the dense teacher can be built for the images of a phase."""
+    _, refused = _teacher(study, image)
+    if refused is not None:
+        key, text = worded(refused)
+        yield (*SECTION, *key[1:]), f"{text} (data.{phase})"
+
+
 def guiding_rules(
     study: Study, name: str, method: Method, phase: str, model: BackboneModel
 ) -> Found:
     """Whether the teacher sees the same tokens as a model that it guides, and is deep enough."""
     if not (study.methods[name].guided or study.methods[name].upcycle):
         return
-    teacher, refused = _teacher(study, model.image)
-    if refused is not None:
-        key, text = stripped(refused)
-        yield (*SECTION, *key[1:]), f"{text} (data.{phase})"
+    yield from building_rules(study, phase, model.image)
+    teacher, _ = _teacher(study, model.image)
     if teacher is None or not method.guided_routing or model.moe is None:
         return
     ours, theirs = _tokens(model), _tokens(teacher)
@@ -50,14 +56,14 @@ def guiding_rules(
         yield (*SECTION, "depth"), f"{text} methods.{name}; allowed: {model.depth}, or near it"
 
 
-def _teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, UserError | None]:
+def _teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
     """The dense teacher for such images, or why it refuses them; one from timm is not fetched."""
     settings = study.teacher
     if settings is None or settings.kind != "dense":
         return None, None
     try:
         return settings.build(image), None
-    except UserError as error:
+    except REFUSED as error:
         return None, error
 
 

@@ -33,12 +33,12 @@ def look_at_folders(
 
 
 def _firsts(splits: Mapping[str, Files]) -> list[Path]:
-    """The first file of each class, of any split."""
+    """The first file of each class, by its path."""
     first: dict[int, Path] = {}
     for files in splits.values():
         classes, rows = np.unique(files.labels, return_index=True)
         for label, row in zip(classes.tolist(), rows.tolist(), strict=True):
-            first.setdefault(label, files.paths[row])
+            first[label] = min(first.get(label, files.paths[row]), files.paths[row])
     return list(first.values())
 
 

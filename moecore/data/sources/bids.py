@@ -16,8 +16,7 @@ from moecore.data.volumes.bids_table import Problem, Table, read_table
 from moecore.data.volumes.cohort_headers import listed, look_at_cohort, of_ages
 from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
 from moecore.data.volumes.grids import Grid
-from moecore.data.volumes.subject_files import the_one
-from moecore.data.volumes.subjects import Subject
+from moecore.data.volumes.subjects import Subject, the_one
 from moecore.data.volumes.volume_cache import VolumeCache
 from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
 from moecore.data.volumes.volumes import REGIONS, Stored, SubjectFiles, read_subject
