@@ -1,15 +1,15 @@
 """Stage ``code``: hashes of the source files that decide results.
 
 ``python -m stages.code`` writes artifacts/code/, which the other stages depend on in the place of
-the source, so they rerun exactly when a file or a part that they use is edited. It must stay fast:
-no torch, no pydantic.
+the source, so they rerun exactly when a file or a part that they use is edited. As the first stage
+it checks params.yaml, the data and the models too, before anything is computed. It must stay fast:
+no torch, no pydantic where that was checked before.
 """
 
 import os
-import sys
 
-from moecore.core.files import UserError
 from moecore.pipeline.code_hashes import write_code
+from moecore.run.stage import run_stage
 
 
 def code() -> None:
@@ -17,9 +17,4 @@ def code() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        sys.exit("usage: python -m stages.code")
-    try:
-        code()
-    except UserError as error:
-        sys.exit(str(error))
+    run_stage(code)

@@ -7,6 +7,7 @@ import signal
 import sys
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError
@@ -27,7 +28,7 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
     end_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        in_order(os.environ.get("MOECORE_PARAMS") or "params.yaml")
+        in_order(os.environ.get("MOECORE_PARAMS") or "params.yaml", Path())
         function(**values)
     except UserError as error:
         several = "\n" in str(error)

@@ -1,5 +1,6 @@
 """What no single section of params.yaml can know: whether the sections fit each other."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from moecore.study.document import Document
 from moecore.study.label_rules import label_rules
 from moecore.study.method_rules import method_rules
 from moecore.study.problems import spell
+from moecore.study.schedule_rules import schedule_rules
 from moecore.study.selection_rules import selection_rules
 from moecore.study.study import Study
 from moecore.study.volume_rules import volume_rules
@@ -23,12 +25,34 @@ def cross_checks(document: Document, study: Study | None) -> Iterator[str]:
         yield f"{document.place(keys)}: {spell(keys)}: {text}"
 
 
+def not_finite(document: Document) -> Iterator[str]:
+    """One line per number that is infinite or no number: no setting may be one."""
+    for keys, value in _numbers(document.data):
+        if not math.isfinite(value):
+            found = "nan" if math.isnan(value) else f"{'-' * (value < 0)}inf"
+            text = f"found .{found}; allowed: a finite number".replace(".-", "-.")
+            yield f"{document.place(keys)}: {spell(keys)}: {text}"
+
+
+def _numbers(value: Any, keys: tuple = ()) -> Iterator[tuple[tuple, float]]:
+    """Every real number inside ``value`` with its keys."""
+    if isinstance(value, float):
+        yield keys, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(inner, (*keys, name))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _numbers(inner, (*keys, index))
+
+
 def _misfits(document: Document, study: Study | None) -> Found:
     yield from selection_rules(document.data)
     if study is not None:
         yield from method_rules(study)
         yield from label_rules(study)
         yield from volume_rules(study)
+        yield from schedule_rules(study)
         yield from _unwritten(study, document)
 
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from moecore.core.sources import ROOT
 from moecore.study.document import Document, near
 from moecore.study.slots import Slot, child, describe, is_model, members, resolve
 
@@ -97,8 +98,17 @@ def _wrong_kind(item: Any, slot: Slot) -> str:
         tag = slot.discriminator
         return f"{tag} is missing; allowed: {tag}: {' | '.join(known)}"
     found = item["ctx"]["tag"]
-    hint = near(found, known)
+    family = next(iter(members(slot).values())).__module__.rpartition(".")[0]
+    hint = unlisted(found, family.replace(".", "/")) or near(found, known)
     return f"found {slot.discriminator}: {found}{hint}; allowed: {', '.join(known)}"
+
+
+def unlisted(name: object, folder: str) -> str:
+    """A hint where a part is written and its family does not name it, else nothing."""
+    file = ROOT / folder / f"{name}.py"
+    if not (isinstance(name, str) and name.isidentifier() and file.is_file()):
+        return ""
+    return f", which {folder}/__init__.py does not name; add {folder}/{name}.py to it"
 
 
 def _wrong_value(item: Any, slot: Slot, owner: Slot) -> str:

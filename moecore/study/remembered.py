@@ -1,15 +1,17 @@
 """Whether params.yaml is in order, remembered.
 
-Checking it anew imports every part and takes seconds. This imports none, so the answer takes
-milliseconds where neither the file nor the code changed.
+Checking it anew imports every part, opens the data and builds the models: it takes seconds. This
+imports none, so the answer takes milliseconds where neither file, code nor data changed.
 """
 
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from moecore.core.files import write_json
 
@@ -17,35 +19,55 @@ ROOM = Path(__file__).resolve().parents[1]
 MEMORY = ".state/checked.json"  # beside params.yaml
 
 
-def in_order(path: str | Path = "params.yaml") -> str:
-    """``params.yaml: in order (…)``, from memory where nothing changed since it was checked.
+def in_order(path: str | Path = "params.yaml", home: Path | None = None) -> str:
+    """``params.yaml: in order (…)`` and a line a data set, from memory where nothing changed.
 
-    Raises UserError with one line per problem.
+    home: the folder in which the stages run; left out, that of the file. Raises UserError with one
+    line per problem.
     """
     memory = Path(path).parent / MEMORY
-    key = _key(Path(path))
+    key = _key(Path(path), Path(path).parent if home is None else home)
     kept = _recalled(memory)
-    if kept.get("key") == key:
+    if kept.get("key") == key and _facts(kept.get("seen", {})) == kept.get("seen"):
         return f"{path}: {kept['says']}"
-    from moecore.study.whole import check  # imports torch
+    from moecore.study.parts import check_parts  # imports torch
 
-    run = check(path).run
+    check_parts()
+    from moecore.study.foreseen import foresee  # made of the parts
+
+    found = foresee(path, home)
+    run = found.study.run
     seeds = ", ".join(map(str, run.seeds))
-    says = f"in order ({', '.join(run.methods)}; seeds {seeds})"
-    write_json(memory, {"key": key, "says": says})
+    head = f"in order ({', '.join(run.methods)}; seeds {seeds})"
+    says = "\n".join([head, *(f"  {note}" for note in found.notes)])
+    seen = _facts(map(str, found.seen))
+    write_json(memory, {"key": key, "seen": seen, "says": says})
     return f"{path}: {says}"
 
 
-def _recalled(memory: Path) -> dict[str, str]:
+def _facts(paths: Iterable[str]) -> dict[str, list[int] | None]:
+    """When each was last changed and how long it is; None for what is not there."""
+    found: dict[str, list[int] | None] = {}
+    for path in paths:
+        try:
+            facts = os.stat(path)
+        except OSError:
+            found[path] = None
+        else:
+            found[path] = [facts.st_mtime_ns, facts.st_size]
+    return found
+
+
+def _recalled(memory: Path) -> dict[str, Any]:
     try:
         return json.loads(memory.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # nothing remembered: the file is checked anew
+    except (OSError, ValueError):  # nothing remembered: the file is checked anew
         return {}
 
 
-def _key(path: Path) -> str:
-    """The files' content, and which code and libraries read them."""
-    digest = hashlib.sha256(sys.version.encode())
+def _key(path: Path, home: Path) -> str:
+    """The files' content, where the stages run, and which code and libraries read them."""
+    digest = hashlib.sha256(f"{sys.version} {home.absolute()}".encode())
     for file in (path, path.with_name("dvc.yaml")):
         digest.update(file.read_bytes() if file.is_file() else b"absent")
     for line in (*_code(), *_libraries()):

@@ -34,6 +34,7 @@ def needed(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
         for section in SECTIONS.get(stage, ()):
             readers.setdefault(section, stage)
         if stage == "measure":
-            named = [name for name in run.get("measurements") or () if isinstance(name, str)]
+            listed = run.get("measurements")
+            named = listed if isinstance(listed, list) else []
             readers |= {name: stage for name in named if name in MEASURED}
     return readers

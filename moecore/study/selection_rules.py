@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from moecore.study.document import near
+from moecore.study.problems import unlisted
 from moecore.study.sections import MEASURED
 from moecore.study.selection import Phase
 
@@ -40,7 +41,7 @@ def _methods(run: dict, methods: list) -> Found:
 def _measurements(run: dict) -> Found:
     for index, name in enumerate(_list(run.get("measurements"))):
         if isinstance(name, str) and name not in MEASURED:
-            hint = near(name, MEASURED)
+            hint = unlisted(name, "moecore/measure") or near(name, MEASURED)
             text = f"found {name!r}{hint}; allowed: {', '.join(MEASURED)}"
             yield ("run", "measurements", index), text
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError
-from moecore.study.checks import cross_checks
+from moecore.study.checks import cross_checks, not_finite
 from moecore.study.document import Document, load
 from moecore.study.overlay import stages_of
 from moecore.study.params import validate_whole
@@ -27,6 +27,17 @@ def check(path: str | Path = "params.yaml") -> Study:
 
 def check_document(document: Document, stages: Sequence[str]) -> Study:
     """Validate a whole params.yaml for these stages; raises UserError with one line per problem."""
+    study, problems = looked_through(document, stages)
+    if study is None or problems:
+        raise UserError("\n".join(problems))
+    return study
+
+
+def looked_through(document: Document, stages: Sequence[str]) -> tuple[Study | None, list[str]]:
+    """The study, None where its sections cannot be read, and a line for each problem of the file.
+
+    The lines are in the order of the file.
+    """
     study, problems = None, []
     try:
         study = validate_whole(Study, document)
@@ -35,10 +46,10 @@ def check_document(document: Document, stages: Sequence[str]) -> Study:
     if stages and isinstance(document.data, dict):
         problems += _sections(document, stages)
     problems += cross_checks(document, study)
-    if problems:
-        raise UserError("\n".join(sorted(dict.fromkeys(problems), key=_line)))
-    assert study is not None
-    return study
+    endless = list(not_finite(document))
+    known = {_place(line) for line in endless}
+    problems = endless + [line for line in problems if _place(line) not in known]
+    return study, sorted(dict.fromkeys(problems), key=_line)
 
 
 def schema() -> dict[str, Any]:
@@ -93,6 +104,11 @@ def _data(document: Document, stages: Sequence[str]) -> Iterator[str]:
 
 def _allowed(key: str) -> str:
     return describe(Slot.of(Study.model_fields[key])).removesuffix(" or null")
+
+
+def _place(problem: str) -> str:
+    found = PLACE.match(problem)
+    return found[0] if found else problem
 
 
 def _line(problem: str) -> tuple[str, int, int]:

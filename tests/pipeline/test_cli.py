@@ -11,15 +11,21 @@ from typer.testing import CliRunner
 
 from moecore.core.files import UserError
 from moecore.core.sources import ROOT
+from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline.cli import app
 from moecore.study.overlay import presets_of
+from tests.data.making import image_classes
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A folder with our params.yaml, dvc.yaml and one study."""
-    for name in ("params.yaml", "dvc.yaml"):
-        shutil.copy(ROOT / name, tmp_path)
+    """A folder with our params.yaml on data that are always there, dvc.yaml and one study."""
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    fashion = "{kind: fashion_mnist, validation: 5000}"
+    assert fashion in text
+    text = text.replace(fashion, "{kind: digits, size: 28}")
+    (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
     shutil.copytree(ROOT / "pipelines/moge", tmp_path / "pipelines/moge")
     if (ROOT / "pipelines/stages.yaml").is_file():
         shutil.copy(ROOT / "pipelines/stages.yaml", tmp_path / "pipelines")
@@ -32,10 +38,55 @@ def moecore(*words: str):
 
 
 def test_a_file_in_order_is_checked_once(project, monkeypatch):
-    said = "params.yaml: in order (dense, vmoe, prc, ermoe, tgr, moge; seeds 0)\n"
+    said = moecore("check").stdout
+    head, *data = said.splitlines()
+    assert head == "params.yaml: in order (dense, vmoe, prc, ermoe, tgr, moge; seeds 0)"
+    assert [line.split(";")[0] for line in data] == [
+        "  data.pretrain: Digits",
+        "  data.finetune: Digits",
+    ]
+    monkeypatch.setattr("moecore.study.foreseen.foresee", lambda *_: pytest.fail("checked again"))
     assert moecore("check").stdout == said
-    monkeypatch.setattr("moecore.study.whole.check", lambda path: pytest.fail("checked again"))
-    assert moecore("check").stdout == said
+
+
+def test_data_that_appear_and_go_are_checked_anew(project):
+    path = project / "params.yaml"
+    own = "{kind: image_folder, root: flowers, size: 28, channels: 1}"
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("{kind: digits, size: 28}", own), encoding="utf-8"
+    )
+    away = moecore("check")
+    assert away.exit_code == 1 and "data.pretrain.root: flowers: no such folder" in away.stderr
+    assert away.stderr.endswith("params.yaml: all else is in order\n") and not away.stdout
+    image_classes(project / "flowers", {"aster": 400, "rose": 400}, size=(2, 2))
+    there = moecore("check")
+    assert there.exit_code == 0 and "576 train, 64 validation, 160 test; 2 clas" in there.stdout
+    image_classes(project / "flowers", {"tulip": 400}, size=(2, 2))
+    assert "864 train, 96 validation, 240 test; 3 classes" in moecore("check").stdout
+    (project / "flowers/rose/notes.txt").write_text("no image", encoding="utf-8")
+    assert "files that are no images are passed over (1 .txt)" in moecore("check").stdout
+    shutil.rmtree(project / "flowers")
+    assert moecore("check").stderr == away.stderr
+
+
+def test_data_that_were_prepared_need_no_raw_ones(project):
+    """As after `dvc pull`, on a machine without the raw data."""
+    path = project / "params.yaml"
+    raw = ImageFolder(root="flowers", size=28, channels=1)
+    image_classes(project / "flowers", {"aster": 400, "rose": 400}, size=(2, 2))
+    raw.prepare(project / "artifacts/data/pretrain")
+    shutil.rmtree(project / "flowers")
+    own = "{kind: image_folder, root: flowers, size: 28, channels: 1}"
+    text = path.read_text(encoding="utf-8").replace("{kind: digits, size: 28}", own)
+    path.write_text(text, encoding="utf-8")
+    assert "576 train, 64 validation, 160 test; 2 classes" in moecore("check").stdout
+    path.write_text(text.replace("flowers, size: 28", "flowers, size: 14"), encoding="utf-8")
+    assert "flowers: no such folder" in moecore("check").stderr, "these were not prepared"
+
+
+def test_a_path_that_is_no_folder_is_one_line(project):
+    wrong = moecore("check", "dvc.yaml/params.yaml")
+    assert wrong.exit_code == 1 and wrong.stderr.startswith("dvc.yaml/params.yaml: cannot be read")
 
 
 def test_a_change_is_checked_anew(project):
@@ -52,11 +103,11 @@ def test_a_change_is_checked_anew(project):
 def test_other_code_checks_anew(project, monkeypatch):
     assert moecore("check").exit_code == 0
     monkeypatch.setattr("moecore.study.remembered._code", lambda: iter(["other.py"]))
-    monkeypatch.setattr("moecore.study.whole.check", _refuse)
+    monkeypatch.setattr("moecore.study.foreseen.foresee", _refuse)
     assert moecore("check").exit_code == 1
 
 
-def _refuse(path: Path) -> None:
+def _refuse(path: Path, home: Path | None) -> None:
     raise UserError("refused")
 
 

@@ -12,6 +12,7 @@ from moecore.core.files import UserError
 from moecore.core.sources import ROOT
 from moecore.pipeline.code_hashes import code_files
 from moecore.study.document import parse
+from tests.project import PARAMS as WHOLE
 
 PARAMS = """\
 run: {methods: [vmoe]}
@@ -82,13 +83,18 @@ def run_code(folder: Path, *words: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_stage_writes_them(tmp_path, files):
-    (tmp_path / "params.yaml").write_text(PARAMS)
+def test_the_stage_writes_them(tmp_path):
+    (tmp_path / "params.yaml").write_text(WHOLE)
+    files = code_files(parse(WHOLE))
     assert run_code(tmp_path).returncode == 0
     folder = tmp_path / "artifacts/code"
     found = {file.relative_to(folder).as_posix() for file in folder.rglob("*.json")}
     assert found == set(files)
     assert json.loads((folder / "methods/vmoe.json").read_text()) == files["methods/vmoe.json"]
+    (tmp_path / "params.yaml").write_text(WHOLE.replace("digits, size: 16", "digits, size: 15"))
+    misfit = run_code(tmp_path)
+    assert misfit.returncode == 1 and "Traceback" not in misfit.stderr
+    assert ": model.patch: found 8; allowed: a divisor of the image size 15" in misfit.stderr
     (tmp_path / "params.yaml").write_text("run: [")
     wrong = run_code(tmp_path)
     assert wrong.returncode == 1

@@ -121,12 +121,27 @@ def test_nothing_starts_after_a_failure(monkeypatch):
 def test_with_dvc_a_failure_is_shown_and_the_rest_goes_on_later(copied):
     """The finished project of the tests was made two stages at a time; see conftest.py."""
     copied.forked = False  # so that it starts a server of its own
-    copied.edit("shots: 20", "shots: 5000")
+    rate = "finetune: {epochs: 2, batch: 32, learning_rate: 0.001,"
+    endless = rate.replace("0.001", "1.0e+38, clip: null")  # what no check can know
+    copied.edit(rate, endless)
     failed = copied.moecore("run", "--jobs", "2")
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert "stages are not done: finetune@dense-0" in failed.stderr
-    assert "5000 images per class asked for" in failed.stdout
-    copied.edit("shots: 5000", "shots: 20")
+    assert "the loss is not finite since step" in failed.stdout
+    copied.edit(endless, rate)
     done = copied.moecore("run", "--jobs", "2")
     assert "up to date" in done.stdout and "Running" not in done.stdout
     assert copied.run(["dvc", "status"]).stdout.strip() == "Data and pipelines are up to date."
+
+
+def test_what_can_be_known_stops_before_the_first_stage(copied):
+    """`moecore run` starts nothing; a plain `dvc repro` fails in its first stage; both say why."""
+    copied.forked = False
+    copied.edit("shots: 20", "shots: 5000")
+    said = ": finetune.shots: found 5000, but class 8 of data.finetune has 125 training images"
+    run = copied.moecore("run", "--jobs", "2")
+    assert run.returncode == 1 and said in run.stderr and "Running" not in run.stdout
+    repro = copied.attempt(["dvc", "repro"])
+    assert repro.returncode != 0 and said in repro.stdout + repro.stderr
+    started = [line for line in repro.stdout.splitlines() if line.startswith("Running stage")]
+    assert started == ["Running stage 'code':"]

@@ -51,6 +51,18 @@ def read_binary(
     return images, labels
 
 
+def check_lengths(folder: Path, chosen: BinarySet) -> list[Path]:
+    """The .bin files in ``folder``, which are not read.
+
+    Raises UserError naming the first whose length is not that of its records.
+    """
+    files = chosen.train | chosen.test
+    for name, number in files.items():
+        path = folder / name
+        _check_length(path, path.stat().st_size, number, len(chosen.label_limits) + PIXELS)
+    return [folder / name for name in files]
+
+
 def fetch_archive(chosen: BinarySet, root: Path) -> Path:
     """Download the authors' archive into ``root``, checked by its published md5."""
     path = root / chosen.archive
@@ -63,11 +75,7 @@ def _records(
     path: Path, content: bytes, number: int, limits: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
     width = len(limits) + PIXELS
-    if len(content) != number * width:
-        raise UserError(
-            f"{path}: expected {number * width} bytes ({number} records of {width}), found "
-            f"{len(content)}; fetch it again"
-        )
+    _check_length(path, len(content), number, width)
     records = np.frombuffer(content, np.uint8).reshape(number, width)
     for place, limit in enumerate(limits):
         if (worst := records[:, place].max()) >= limit:
@@ -78,6 +86,14 @@ def _records(
     return records[:, len(limits) :].reshape(-1, 3, 32, 32), records[:, len(limits) - 1].astype(
         np.int64
     )
+
+
+def _check_length(path: Path, length: int, number: int, width: int) -> None:
+    if length != number * width:
+        raise UserError(
+            f"{path}: expected {number * width} bytes ({number} records of {width}), found "
+            f"{length}; fetch it again"
+        )
 
 
 def _from_archive(archive: Path, files: dict[str, int]) -> dict[str, bytes]:

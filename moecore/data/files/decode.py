@@ -43,6 +43,16 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
         raise Unreadable(str(error) or type(error).__name__) from error
 
 
+def header_problem(path: str | Path) -> str | None:
+    """Why a file is no image that ``decode_image`` takes, as far as its header says; else None."""
+    try:
+        with Image.open(path) as image:
+            mode = image.mode
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        return str(error) or type(error).__name__
+    return f"has mode {mode}; allowed: 8 bits a channel" if mode.startswith(DEEP) else None
+
+
 def _square(image: Image.Image, size: int) -> np.ndarray:
     """The largest centred square of the image, resized to (size, size): equal to resizing the short
     side and cropping.

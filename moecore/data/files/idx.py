@@ -40,6 +40,25 @@ def read_idx(path: str | Path, dimensions: int, sha256: str | None = None) -> np
     return np.frombuffer(content, np.uint8, offset=offset).reshape(shape)
 
 
+def idx_shape(path: str | Path, dimensions: int) -> tuple[int, ...]:
+    """The sizes that an IDX file, plain or gzip, promises in its header; its values are not read.
+
+    Raises UserError as ``read_idx`` does for a file that is missing or has another header.
+    """
+    path = Path(path)
+    length = 4 + 4 * dimensions
+    try:
+        with open(path, "rb") as handle:
+            packed = handle.read(2) == GZIP
+        with gzip.open(path) if packed else open(path, "rb") as handle:
+            head = handle.read(length)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: damaged gzip file ({error}); fetch the file again") from error
+    return _shape(path, head, dimensions)
+
+
 def _content(path: Path) -> bytes:
     try:
         raw = path.read_bytes()

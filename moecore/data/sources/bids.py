@@ -11,10 +11,12 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.files.locate import places
 from moecore.data.prepared import SPLITS
+from moecore.data.preview import Preview
 from moecore.data.volumes.bids_table import Problem, Table, read_table
+from moecore.data.volumes.cohort_headers import listed, look_at_cohort, of_ages
 from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
 from moecore.data.volumes.grids import Grid
-from moecore.data.volumes.subjects import Subject
+from moecore.data.volumes.subjects import Subject, the_one
 from moecore.data.volumes.volume_cache import VolumeCache
 from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
 from moecore.data.volumes.volumes import REGIONS, Stored, SubjectFiles, read_subject
@@ -124,11 +126,22 @@ class Bids(CohortSplits, Grid):
         found = [Problem(*row.subject[:2], why) for row in ready for why in row.problems]
         problems = table.problems + found
         if problems and self.on_error == "stop":
-            lines = "\n  ".join(problem.reason for problem in problems)
-            way = "mend them, or set `on_error: skip` to leave these subjects out"
-            raise UserError(f"{len(problems)} problems in the cohort {root}; {way}:\n  {lines}")
+            raise UserError(listed(root, problems))
         usable = [row for row in ready if not row.problems]
         return self._write(folder, cache, table, usable, problems)
+
+    def preview(self) -> Preview:
+        """What ``prepare`` would write; tables and headers are read."""
+        known = of_ages(self.name, self.size, self._regions(), *places(self.root))
+        return known.completed(self._look)
+
+    def _look(self) -> dict[str, Any]:
+        root = self._root()
+        table = read_table(root, self.ages, self.diagnoses)
+        return look_at_cohort(root, table, partial(self.files, root), self)
+
+    def _regions(self) -> tuple[str, ...]:
+        return REGIONS if self.maps or self.dseg else ()
 
     def _write(
         self,
@@ -142,7 +155,7 @@ class Bids(CohortSplits, Grid):
         asked = {who: split for who, split in table.splits.items() if who in known}
         rows = split_cohort([row.subject for row in ready], self, asked)
         skipped = [problem._asdict() for problem in problems]
-        regions = REGIONS if self.maps or self.dseg else ()
+        regions = self._regions()
         facts = VolumeFacts(
             self.name,
             self.size,
@@ -185,7 +198,7 @@ class Bids(CohortSplits, Grid):
         found: dict[str, Path] = {}
         problems: list[str] = []
         for name, pattern in patterns.items():
-            path, why = _one(root, pattern, subject) if pattern else (None, None)
+            path, why = the_one(root, pattern, subject) if pattern else (None, None)
             if why:
                 problems.append(why)
             if path:
@@ -233,17 +246,3 @@ def _loaded(cache: VolumeCache, part: list[Ready]) -> Iterator[Stored]:
         if found is None:
             raise UserError(f"{cache.folder}: lost the volumes of {row.subject[0]}; start again")
         yield found
-
-
-def _one(root: Path, pattern: str, subject: Subject) -> tuple[Path | None, str | None]:
-    words = [subject.participant_id]
-    if session := subject.session_id:
-        words.append(session if session.startswith("ses-") else f"ses-{session}")
-    place = pattern.replace("{folder}", "/".join(words)).replace("{prefix}", "_".join(words))
-    found = sorted(root.glob(place))
-    if len(found) == 1:
-        return found[0], None
-    if not found:
-        return None, f"{root / place}: no such file"
-    names = ", ".join(path.name for path in found[:3])
-    return None, f"{root / place}: found {len(found)} files ({names}); make the pattern stricter"

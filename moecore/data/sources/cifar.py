@@ -5,12 +5,14 @@ images, 32×32.
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.data.files.cifar_files import SETS, fetch_archive, read_binary
+from moecore.data.files.cifar_files import SETS, check_lengths, fetch_archive, read_binary
 from moecore.data.files.locate import places
 from moecore.data.files.resize import resized
+from moecore.data.preview import Preview, class_counts
 from moecore.data.splits import SplitSettings, limited, split_train
 from moecore.data.writer import Facts, Part, write_prepared
 from moecore.tasks.classification import Classification
@@ -83,19 +85,51 @@ class Cifar(SplitSettings):
             },
         )
 
-    def _find(self) -> Path:
-        """The folder with all .bin files, or the archive."""
+    def preview(self) -> Preview:
+        """What ``prepare`` would write; of the files only the lengths are looked at."""
+        task = Classification(classes=SETS[self.classes].names)
+        known = Preview(f"CIFAR-{self.classes}", 3, self.size, task, seen=tuple(places(self.root)))
+        return known.completed(self._look)
+
+    def _look(self) -> dict[str, Any]:
         chosen = SETS[self.classes]
         roots = places(self.root)
+        place = self._there(roots)
+        if place is None and not self.download:
+            raise UserError(self._absent(roots))
+        found: dict[str, Any] = {"seen": [place] if place else []}
+        if place is None:
+            found["note"] = f"prepare will download it into {roots[0]}"
+        elif place.is_dir():
+            found["seen"] += check_lengths(place, chosen)
+        # the authors drew as many images of each class
+        labels, test_labels = (
+            np.arange(sum(files.values())) % self.classes for files in (chosen.train, chosen.test)
+        )
+        train, validation = split_train(labels, self)
+        test = limited(test_labels, self.test_limit, self.seed)
+        parts = {"train": labels[train], "validation": labels[validation]}
+        parts["test"] = test_labels[test]
+        return found | {"counts": class_counts(f"CIFAR-{self.classes}", chosen.names, parts)}
+
+    def _find(self) -> Path:
+        """The folder with all .bin files, or the archive."""
+        roots = places(self.root)
+        if place := self._there(roots):
+            return place
+        if self.download:
+            return fetch_archive(SETS[self.classes], roots[0])
+        raise UserError(self._absent(roots))
+
+    def _there(self, roots: list[Path]) -> Path | None:
+        chosen = SETS[self.classes]
         for root in roots:
             for folder in (root, root / chosen.folder):
                 if all((folder / name).is_file() for name in chosen.train | chosen.test):
                     return folder
             if (root / chosen.archive).is_file():
                 return root / chosen.archive
-        if self.download:
-            return fetch_archive(chosen, roots[0])
-        raise UserError(self._absent(roots))
+        return None
 
     def _absent(self, roots: list[Path]) -> str:
         chosen = SETS[self.classes]

@@ -9,9 +9,13 @@ import numpy as np
 from pydantic import Field
 
 from moecore.data.files.resize import resized
+from moecore.data.preview import Preview, class_counts
 from moecore.data.splits import SplitSettings, carve, limited, split_train
 from moecore.data.writer import Facts, Part, write_prepared
 from moecore.tasks.classification import Classification
+
+TASK = Classification(classes=tuple("0123456789"))
+IMAGES = (178, 182, 177, 183, 181, 182, 181, 179, 174, 180)  # of each class
 
 
 class Digits(SplitSettings):
@@ -34,19 +38,16 @@ class Digits(SplitSettings):
         grey = np.asarray(flat).reshape(-1, 8, 8)  # 0 to 16
         images = np.rint(grey * (255 / 16)).astype(np.uint8)[:, None]
         labels = np.asarray(classes).astype(np.int64)
-        rest, test = carve(labels, self.test, self.seed, purpose=2)
-        test = test[limited(labels[test], self.test_limit, self.seed)]
-        train, validation = (rest[part] for part in split_train(labels[rest], self))
+        parts = self._splits(labels)
         facts = Facts(
             "Digits",
-            Classification(classes=tuple("0123456789")),
+            TASK,
             1,
             self.size,
             "CC BY 4.0",
             "scikit-learn load_digits (UCI, doi 10.24432/C50P49)",
             self,
         )
-        parts = {"train": train, "validation": validation, "test": test}
         return write_prepared(
             folder,
             facts,
@@ -55,3 +56,19 @@ class Digits(SplitSettings):
                 for name, part in parts.items()
             },
         )
+
+    def preview(self) -> Preview:
+        """What ``prepare`` would write; the numbers of each class are known."""
+        return Preview("Digits", 1, self.size, TASK).completed(self._known)
+
+    def _known(self) -> dict[str, Any]:
+        labels = np.repeat(np.arange(10), IMAGES)
+        parts = {name: labels[rows] for name, rows in self._splits(labels).items()}
+        return {"counts": class_counts("Digits", TASK.classes, parts)}
+
+    def _splits(self, labels: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows of each split, int64."""
+        rest, test = carve(labels, self.test, self.seed, purpose=2)
+        test = test[limited(labels[test], self.test_limit, self.seed)]
+        train, validation = (rest[part] for part in split_train(labels[rest], self))
+        return {"train": train, "validation": validation, "test": test}

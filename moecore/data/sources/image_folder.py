@@ -9,7 +9,9 @@ from pydantic import Field
 from moecore.core.files import UserError
 from moecore.data.files.class_folders import class_names, list_images, subset
 from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
+from moecore.data.files.image_headers import look_at_folders
 from moecore.data.files.locate import places
+from moecore.data.preview import Preview
 from moecore.data.splits import SplitSettings, carve, limited, split_train
 from moecore.data.writer import Facts, write_prepared
 from moecore.tasks.classification import Classification
@@ -62,6 +64,17 @@ class ImageFolder(SplitSettings):
         card = write_prepared(folder, facts, parts)
         shutil.rmtree(scratch)
         return card
+
+    def preview(self) -> Preview:
+        """What ``prepare`` would write; files are counted, and a header a class is opened."""
+        known = Preview(self.name, self.channels, self.size, None, seen=tuple(places(self.root)))
+        return known.completed(self._look)
+
+    def _look(self) -> dict[str, Any]:
+        root = self._root()
+        classes, splits = self._splits(root)
+        found = look_at_folders(self.name, root, classes, splits, self.on_error)
+        return found | {"task": Classification(classes=classes)}
 
     def _root(self) -> Path:
         roots = places(self.root)

@@ -13,6 +13,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS, Prepared, Split
+from moecore.data.preview import Preview
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.writer import Facts, Part, write_prepared
@@ -68,6 +69,24 @@ class Mosaic(Config):
         shutil.rmtree(scratch)
         return written
 
+    def preview(self) -> Preview:
+        """What ``prepare`` would write, from what the source says of itself."""
+        source = self.source.preview()
+        known = source._replace(
+            name=f"{source.name}, mosaics of {self.grid}×{self.grid}",
+            size=source.shape[0] * self.grid,
+            task=MultiLabel(classes=source.classes or ()),
+            counts={split: (getattr(self, split),) for split in SPLITS},
+        )
+        if source.problem:
+            return known
+        return known.completed(lambda: self._enough(source.images))
+
+    def _enough(self, images: dict[str, int]) -> dict[str, Any]:
+        for split in SPLITS:
+            _check_cells(images[split], self.grid**2, split)
+        return {}
+
     def _part(self, split: Split, name: str, classes: int) -> Part:
         cells = drawn_cells(
             len(split.labels),
@@ -91,11 +110,7 @@ def drawn_cells(
     often (but for the rest of an order). A function of the seed; more mosaics begin with the same
     ones. Raises UserError where a mosaic has more cells.
     """
-    if total < cells:
-        raise UserError(
-            f"mosaic: a mosaic has {cells} cells, but {name} of the source has {total} images; "
-            "allowed: a smaller grid, or more images"
-        )
+    _check_cells(total, cells, name)
     random = np.random.default_rng(seed)
     per_order = total // cells
     orders = [
@@ -103,6 +118,14 @@ def drawn_cells(
         for _ in range(-(-number // per_order))
     ]
     return np.concatenate(orders)[:number]
+
+
+def _check_cells(total: int, cells: int, name: str) -> None:
+    if total < cells:
+        raise UserError(
+            f"mosaic: a mosaic has {cells} cells, but {name} of the source has {total} images; "
+            "allowed: a smaller grid, or more images"
+        )
 
 
 def composed(images: np.ndarray, grid: int) -> np.ndarray:

@@ -14,11 +14,13 @@ from moecore.data.phantom.fields import SIDE, VOXEL_MM
 from moecore.data.phantom.numbers import Preset
 from moecore.data.phantom.scanner import scanned
 from moecore.data.prepared import SPLITS
+from moecore.data.preview import Preview
+from moecore.data.volumes.cohort_headers import of_ages
 from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
 from moecore.data.volumes.grids import BRAIN
 from moecore.data.volumes.subjects import Subject
 from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
-from moecore.data.volumes.volumes import Stored, stored
+from moecore.data.volumes.volumes import REGIONS, Stored, stored
 from moecore.data.workers import each, one_blas_thread
 
 MOST = 1_000_000  # subjects of one cohort: the seeds of two cohorts never meet
@@ -131,6 +133,15 @@ class Phantom(CohortSplits):
             facts,
             {split: self._part([visits[row] for row in rows[split]]) for split in SPLITS},
         )
+
+    def preview(self) -> Preview:
+        """What ``prepare`` would write; nothing is simulated."""
+        name = f"Simulated ageing cohort (phantom, {self.preset})"
+        return of_ages(name, (SIDE,) * 3, REGIONS).completed(self._known)
+
+    def _known(self) -> dict[str, Any]:
+        rows = split_cohort([visit.subject for visit in self.visits()], self)
+        return {"counts": {split: (len(part),) for split, part in rows.items()}}
 
     def draw(self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0) -> Stored:
         """A scan exactly as ``prepare`` stores it: image float16 (1, D, H, W) in [0, 1], regions

@@ -70,13 +70,37 @@ def same_place(one: Volume, other: Volume) -> str | None:
     return None
 
 
+def header_problem(path: Path) -> str | None:
+    """Why a file is no volume, as far as its header says; None where nothing is wrong with it."""
+    nibabel = _nibabel()
+    try:
+        _check_header(path, nibabel.load(path))
+    except Unusable as error:
+        return str(error)
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        zlib.error,
+        nibabel.filebasedimages.ImageFileError,
+        nibabel.spatialimages.HeaderDataError,
+    ) as error:
+        return f"{path}: cannot be read, damaged or truncated ({error})"
+    return None
+
+
 def _check(path: Path, image: Any, values: np.ndarray) -> None:
-    if values.ndim < 3 or any(length != 1 for length in values.shape[3:]):
-        raise Unusable(f"{path}: has the shape {values.shape}; allowed: one 3-D volume")
+    _check_header(path, image)
     if not np.isfinite(values).all():
         raise Unusable(
             f"{path}: {int((~np.isfinite(values)).sum())} voxels are no numbers (NaN or infinite)"
         )
+
+
+def _check_header(path: Path, image: Any) -> None:
+    """Shape, orientation and affine, which the header says."""
+    if len(image.shape) < 3 or any(length != 1 for length in image.shape[3:]):
+        raise Unusable(f"{path}: has the shape {image.shape}; allowed: one 3-D volume")
     if image.header.get("sform_code", 1) == 0 and image.header.get("qform_code", 1) == 0:
         raise Unusable(
             f"{path}: says no orientation (sform_code and qform_code are 0); left and right "

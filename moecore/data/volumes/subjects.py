@@ -54,3 +54,18 @@ def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
     """
     counts = {name: sum(sex == code for sex in sexes) for code, name in SEXES.items()}
     return {name: number for name, number in counts.items() if number or name != "unknown"}
+
+
+def the_one(root: Path, pattern: str, subject: Subject) -> tuple[Path | None, str | None]:
+    """The only file of ``subject`` that fits ``pattern``, or None and why there is not one."""
+    words = [subject.participant_id]
+    if session := subject.session_id:
+        words.append(session if session.startswith("ses-") else f"ses-{session}")
+    place = pattern.replace("{folder}", "/".join(words)).replace("{prefix}", "_".join(words))
+    found = sorted(root.glob(place))
+    if len(found) == 1:
+        return found[0], None
+    if not found:
+        return None, f"{root / place}: no such file"
+    names = ", ".join(path.name for path in found[:3])
+    return None, f"{root / place}: found {len(found)} files ({names}); make the pattern stricter"

@@ -1,0 +1,105 @@
+"""What a source knows of its data before any pixel is read: headers, counts, and its settings."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from moecore.core.files import UserError
+from moecore.tasks import AnyTask
+from moecore.tasks.read import read_task
+
+
+class Preview(NamedTuple):
+    """The data that ``prepare`` would write, as far as it is known without reading images."""
+
+    name: str
+    channels: int
+    size: int | tuple[int, int, int]
+    task: AnyTask | None  # None: its classes are not known yet
+    # split → images of each class, or the one number of all where labels are no single classes
+    counts: Mapping[str, tuple[int, ...]] = {}  # {}: not known yet
+    regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known
+    seen: tuple[Path, ...] = ()  # files and folders whose change may change this
+    note: str | None = None  # what is worth knowing and no problem, such as a download
+    problem: str | None = None  # why ``prepare`` would fail
+
+    @property
+    def images(self) -> dict[str, int]:
+        """Images of each split."""
+        return {split: sum(numbers) for split, numbers in self.counts.items()}
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """The names of the classes; () where labels are no classes, None where not known yet."""
+        if self.task is None:
+            return None
+        return tuple(self.task.classes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Pixels along each axis."""
+        if isinstance(self.size, int):
+            return (self.size, self.size)
+        return tuple(self.size)
+
+    def completed(self, look: Callable[[], Mapping[str, Any]]) -> "Preview":
+        """With the fields that ``look`` finds; a UserError of it becomes the ``problem``.
+
+        ``seen`` and ``note`` are added to what is there.
+        """
+        try:
+            found = dict(look())
+        except UserError as error:
+            return self._replace(problem=str(error))
+        found["seen"] = tuple(dict.fromkeys((*self.seen, *found.get("seen", ()))))
+        return self._replace(**found)
+
+
+class Previewed(Protocol):
+    """A source that can say what its data will be; one without ``preview`` is not looked at."""
+
+    def preview(self) -> Preview:
+        """What ``prepare`` would write. Raises nothing that a user can mend."""
+        ...
+
+
+def preview_of_card(card: Mapping[str, Any], path: Path) -> Preview:
+    """The same of data that ``prepare`` has written; ``path`` is the card's.
+
+    Raises KeyError or pydantic.ValidationError where the card is of other code than this.
+    """
+    size = card["size"]
+    task = read_task(card["task"])
+    counts = {split: tuple(numbers.values()) for split, numbers in card["counts"].items()}
+    if task.needs_classes("one_class"):
+        counts = {split: (number,) for split, number in card["images"].items()}
+    return Preview(
+        card["name"],
+        card["channels"],
+        size if isinstance(size, int) else tuple(size),
+        task,
+        counts,
+        tuple(card.get("regions") or ()),
+        (path,),
+    )
+
+
+def class_counts(
+    name: str, classes: Sequence[str], labels: Mapping[str, np.ndarray]
+) -> dict[str, tuple[int, ...]]:
+    """Images of each class in each split; labels: split → int (N,).
+
+    Raises UserError where a class has none in a split, as writing them would.
+    """
+    counts = {
+        split: tuple(np.bincount(part, minlength=len(classes)).tolist())
+        for split, part in labels.items()
+    }
+    for split, numbers in counts.items():
+        if empty := [word for word, number in zip(classes, numbers, strict=True) if not number]:
+            missing = f"no image in {split} of class {', '.join(empty[:10])}"
+            allowed = "every class needs one in every split (see validation, limits)"
+            raise UserError(f"{name}: {missing}; {allowed}")
+    return counts

@@ -1,0 +1,110 @@
+"""The data of each phase before any of it is prepared, and whether the phases fit each other."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import chdir, contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from moecore.core.files import UserError, read_json
+from moecore.data.prepared import SPLITS
+from moecore.data.preview import Preview, preview_of_card
+from moecore.study.study import Study
+
+Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+
+CARDS = Path("artifacts/data")
+UNDER_DVC = "DVC_ROOT"  # the folder of the DVC project, which DVC tells its stages
+
+
+@contextmanager
+def as_in_stages(home: Path) -> Iterator[None]:
+    """Work where the stages of the project in ``home`` will: paths count from there."""
+    before = os.environ.get(UNDER_DVC)
+    with chdir(home):
+        here = Path.cwd()
+        projects = [folder for folder in (here, *here.parents) if (folder / ".dvc").is_dir()]
+        if before is None and projects:
+            os.environ[UNDER_DVC] = str(projects[0])
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(UNDER_DVC, None)
+
+
+def previews_of(study: Study) -> dict[str, Preview]:
+    """What each data set will be; a source that cannot say so is left out.
+
+    What is prepared already, with the same settings, counts before the raw data: it may be all
+    that there is on this machine.
+    """
+    found: dict[str, Preview] = {}
+    for phase, source in study.data.items():
+        card = CARDS / phase / "card.json"
+        preview = _prepared(card, source)
+        if preview is None and hasattr(source, "preview"):
+            preview = source.preview()
+        if preview is not None:
+            seen = tuple(path.absolute() for path in (*preview.seen, card))
+            found[phase] = preview._replace(seen=tuple(dict.fromkeys(seen)))
+    return found
+
+
+def data_problems(previews: Mapping[str, Preview], data: Any) -> Found:
+    """What is missing or wrong with the data; data: the section as it is written."""
+    for phase, preview in previews.items():
+        if preview.problem is not None:
+            written = data.get(phase)
+            named = isinstance(written, dict) and "root" in written
+            yield ("data", phase, *(["root"] if named else [])), preview.problem
+
+
+def pair_rules(study: Study, previews: Mapping[str, Preview]) -> Found:
+    """Whether what was pretrained can go on with the images of the other phases."""
+    first = previews.get("pretrain")
+    if first is None:
+        return
+    for phase, preview in previews.items():
+        if phase == "pretrain" or getattr(study, phase) is None:
+            continue
+        axes, others = len(preview.shape), len(first.shape)
+        if axes != others:
+            text = f"its images have {axes} axes, those of data.pretrain {others}"
+            yield ("data", phase), f"{text}; allowed: as many"
+        elif preview.channels != first.channels:
+            found = f"its images have {_channels(preview)}, those of data.pretrain {first.channels}"
+            yield ("data", phase), f"{found}; allowed: as many, choose other data for one of them"
+
+
+def said(preview: Preview) -> str:
+    """A data set in a line."""
+    size = "×".join(map(str, (preview.channels, *preview.shape)))
+    words = [preview.name, f"images of {size}"]
+    if preview.counts:
+        numbers = [f"{preview.images[split]:,} {split}" for split in SPLITS]
+        words.append(", ".join(numbers))
+    if preview.classes:
+        words.append(f"{len(preview.classes)} classes")
+    if preview.note:
+        words.append(preview.note)
+    return "; ".join(words)
+
+
+def _prepared(card: Path, source: Any) -> Preview | None:
+    """What the data card says where it is of the same settings."""
+    if not card.is_file():
+        return None
+    try:
+        found = read_json(card)
+        if found["settings"] == source.model_dump(mode="json"):
+            return preview_of_card(found, card)
+    except (UserError, KeyError, TypeError, ValidationError):
+        return None  # damaged, or of other code: `prepare` writes it anew
+    return None
+
+
+def _channels(preview: Preview) -> str:
+    return "1 channel" if preview.channels == 1 else f"{preview.channels} channels"

@@ -1,0 +1,57 @@
+"""Everything that can be known before anything runs: the file, its data, its models."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from moecore.core.files import UserError
+from moecore.study.data_rules import as_in_stages, data_problems, pair_rules, previews_of, said
+from moecore.study.document import Document, load
+from moecore.study.model_rules import model_rules
+from moecore.study.overlay import stages_of
+from moecore.study.problems import spell
+from moecore.study.schedule_rules import size_rules
+from moecore.study.study import Study
+from moecore.study.whole import looked_through
+
+
+class Foreseen(NamedTuple):
+    """A params.yaml that is in order."""
+
+    study: Study
+    notes: tuple[str, ...]  # a line for each data set
+    seen: tuple[Path, ...]  # what was looked at beside the file, whether it is there or not
+
+
+def foresee(path: str | Path = "params.yaml", home: Path | None = None) -> Foreseen:
+    """Validate the file, open its data sources (headers and counts) and build its models.
+
+    home: the folder in which its stages run; left out, that of the file. Raises UserError with one
+    line per problem: those of the file in its order, then those of data and models.
+    """
+    document = load(str(path))
+    study, problems = looked_through(document, stages_of(Path(path).parent))
+    if study is None:
+        raise UserError("\n".join(problems))
+    with as_in_stages(Path(path).parent if home is None else home):
+        previews = previews_of(study)
+    missing = list(_lines(document, data_problems(previews, document.data["data"])))
+    found = [*pair_rules(study, previews), *size_rules(study, previews)]
+    if not problems:  # of a file with mistakes, models would be wrong for the same reasons
+        found += model_rules(study, previews)
+    others = list(_lines(document, found))
+    if missing and not problems and not others:
+        others = [f"{document.path}: all else is in order"]
+    if lines := [*problems, *missing, *others]:
+        raise UserError("\n".join(lines))
+    notes = tuple(f"data.{phase}: {said(preview)}" for phase, preview in previews.items())
+    return Foreseen(study, notes, _seen(preview.seen for preview in previews.values()))
+
+
+def _lines(document: Document, found: Iterable[tuple[tuple, str]]) -> Iterator[str]:
+    for keys, text in found:
+        yield f"{document.place(keys)}: {spell(keys)}: {text}"
+
+
+def _seen(paths: Iterable[tuple[Path, ...]]) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys(path for some in paths for path in some))

@@ -1,0 +1,145 @@
+"""Every model of ``run.methods`` is built without memory, as each phase will build it.
+
+What a constructor refuses is said before anything runs, with the line of the method.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from moecore.data.preview import Preview
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.transformer import Transformer
+from moecore.nn.layers.moe import MoELayer
+from moecore.study.contracts import takes
+from moecore.study.mistakes import REFUSED, placed
+from moecore.study.sections import PHASES
+from moecore.study.study import Study
+from moecore.study.teacher_rules import building_rules, guiding_rules, upcycling_rules
+from moecore.tasks.classification import Classification
+from moecore.training.method import Method
+
+Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+
+ANY_CLASSES = Classification(classes=("one", "other"))  # where they are not known yet
+
+# Random draws, which nobody sees of a model without values
+IN_PLACE = (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_)
+NEW = (torch.randn, torch.rand)
+
+
+class Phase(NamedTuple):
+    """One training stage: its name, its settings, its images."""
+
+    name: str
+    settings: Any
+    image: ImageSpec
+
+
+def model_rules(study: Study, previews: Mapping[str, Preview]) -> list[tuple[tuple, str]]:
+    """(keys, what is wrong) of every model that cannot be, each once."""
+    phases = [
+        Phase(name, getattr(study, name), image_of(previews[name]))
+        for name in PHASES
+        if name in previews and getattr(study, name) is not None
+    ]
+    found: list[tuple[tuple, str]] = []
+    with weightless():
+        for phase in (phase for phase in phases if phase.name == "pretrain"):
+            found += building_rules(study, phase.name, phase.image)
+        for name in study.run.methods:
+            found += _method(study, name, study.methods[name], phases)
+    return list(dict.fromkeys(found))
+
+
+def image_of(preview: Preview) -> ImageSpec:
+    """The images that a model is built for, with any statistics."""
+    middle = (0.5,) * preview.channels
+    task = preview.task or ANY_CLASSES
+    return ImageSpec(
+        channels=preview.channels, size=preview.size, mean=middle, std=middle, task=task
+    )
+
+
+def _method(study: Study, name: str, method: Method, phases: list[Phase]) -> Found:
+    if study.model is None:
+        return
+    backbone = method.sized(study.model)
+    start = None
+    for phase in phases:
+        try:
+            learned = _learned(method, phase)
+            model = backbone.build(phase.image, learned.moe)
+        except REFUSED as error:
+            yield placed(error, name, method, phase.name, phase.settings)
+            continue
+        yield from _calls(name, model)
+        if phase.name == "pretrain":
+            start = model
+            yield from upcycling_rules(study, name, method, model)
+        else:
+            yield from _goes_on(phase, start, model)
+        yield from guiding_rules(study, name, learned, phase.name, model)
+
+
+def _learned(method: Method, phase: Phase) -> Method:
+    """The method as a phase trains it."""
+    if phase.name == "pretrain":
+        return method
+    return method.for_finetuning(phase.settings.k, phase.settings.guided)
+
+
+def _calls(name: str, model: BackboneModel) -> Found:
+    """Whether routers and experts can be called as their layer calls them."""
+    for layer in model.modules():
+        if not isinstance(layer, MoELayer):
+            continue
+        for key, part, words in (
+            ("router", layer.router, ("tokens", "context")),
+            ("experts", layer.experts, ("rows",)),
+        ):
+            if why := takes(type(part), "forward", words):
+                yield ("methods", name, key), why
+        return  # all layers are alike
+
+
+def _goes_on(phase: Phase, start: BackboneModel | None, model: BackboneModel) -> Found:
+    """Whether a pretrained model can be brought to the images of a later phase."""
+    if not isinstance(model, Transformer):
+        text = f"found {model.config.kind}, whose models work at one image size only"
+        yield ("model", "kind"), f"{text}; allowed with {phase.name}: vit, vit3d"
+        return
+    mode = phase.settings.interpolation
+    moved = isinstance(start, Transformer) and start.layout.grid != model.layout.grid
+    if moved and len(model.layout.grid) == 3 and mode != "bilinear":
+        yield (phase.name, "interpolation"), f"found {mode}; allowed for volumes: bilinear"
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """What is built inside has shapes and no values (torch's meta device); nothing is drawn."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
+class _Undrawn(TorchFunctionMode):
+    """Passes over random draws, whose values nobody sees here.
+
+    On the meta device ``normal_`` imports torch's compiler before it does nothing: 2.4 of the 5
+    seconds that a check then took.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in IN_PLACE or getattr(func, "__module__", "") == torch.nn.init.__name__:
+            return args[0] if args else named["tensor"]
+        if func in NEW:
+            named.pop("generator", None)
+            return torch.empty(*args, **named)
+        return func(*args, **named)

@@ -1,0 +1,71 @@
+"""Whether the teacher can guide the models of a study: its patches, its depth, its size."""
+
+from collections.abc import Iterator
+from math import prod
+
+from moecore.core.files import UserError
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneModel
+from moecore.study.mistakes import REFUSED, worded
+from moecore.study.study import Study
+from moecore.training.guide import aligned_blocks
+from moecore.training.method import Method
+from moecore.training.upcycle import upcycle
+
+Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+
+SECTION = ("teacher", "model")
+
+
+def upcycling_rules(study: Study, name: str, method: Method, model: BackboneModel) -> Found:
+    """Whether the teacher's weights fit into the experts of a method that starts from them."""
+    teacher, _ = _teacher(study, model.image)
+    if not method.upcycle or teacher is None:
+        return
+    try:
+        upcycle(model, teacher)
+    except UserError as error:
+        yield ("methods", name, "upcycle"), str(error).removeprefix("upcycle: ")
+
+
+def building_rules(study: Study, phase: str, image: ImageSpec) -> Found:
+    """Whether the dense teacher can be built for the images of a phase."""
+    _, refused = _teacher(study, image)
+    if refused is not None:
+        key, text = worded(refused)
+        yield (*SECTION, *key[1:]), f"{text} (data.{phase})"
+
+
+def guiding_rules(
+    study: Study, name: str, method: Method, phase: str, model: BackboneModel
+) -> Found:
+    """Whether the teacher sees the same tokens as a model that it guides, and is deep enough."""
+    if not (study.methods[name].guided or study.methods[name].upcycle):
+        return
+    yield from building_rules(study, phase, model.image)
+    teacher, _ = _teacher(study, model.image)
+    if teacher is None or not method.guided_routing or model.moe is None:
+        return
+    ours, theirs = _tokens(model), _tokens(teacher)
+    if ours not in (theirs, theirs + 1):
+        text = f"it sees {theirs} tokens of data.{phase}, and methods.{name}, which it guides, "
+        yield SECTION, f"{text}{ours}; allowed: the model's patch and pooling"
+    blocks = model.moe.indices(model.depth)
+    if min(aligned_blocks(blocks, model.depth, teacher.depth)) < 0:
+        text = f"found {teacher.depth}, which has no block beside block {blocks[0]} of"
+        yield (*SECTION, "depth"), f"{text} methods.{name}; allowed: {model.depth}, or near it"
+
+
+def _teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
+    """The dense teacher for such images, or why it refuses them; one from timm is not fetched."""
+    settings = study.teacher
+    if settings is None or settings.kind != "dense":
+        return None, None
+    try:
+        return settings.build(image), None
+    except REFUSED as error:
+        return None, error
+
+
+def _tokens(model: BackboneModel) -> int:
+    return model.layout.special + prod(model.layout.grid)

@@ -1,0 +1,212 @@
+"""What is known before anything runs: the file, its data, its models; each seen mistake once."""
+
+from pathlib import Path
+
+import pytest
+
+from moecore.core.files import UserError
+from moecore.core.sources import ROOT
+from moecore.data.sources.digits import Digits
+from moecore.study.foreseen import foresee
+from tests.data.making import image_classes
+from tests.project import PARAMS
+
+FILE = ROOT / "params.yaml"
+FASHION = "{kind: fashion_mnist, validation: 5000}"
+DIGITS = "{kind: digits, size: 28}"
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A folder with our params.yaml on data that every machine has, and dvc.yaml."""
+    (tmp_path / "dvc.yaml").write_bytes((ROOT / "dvc.yaml").read_bytes())
+    text = FILE.read_text(encoding="utf-8").replace(FASHION, DIGITS, 1)
+    (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def edit(project: Path, *replacements: tuple[str, str]) -> Path:
+    path = project / "params.yaml"
+    text = path.read_text(encoding="utf-8")
+    for old, new in replacements:
+        assert old in text, f"{old!r} is not in params.yaml"
+        text = text.replace(old, new, 1)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(path: Path) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        foresee(path)
+    return str(caught.value).split("\n")
+
+
+def test_ours_is_in_order_and_says_what_the_data_are(project):
+    found = foresee(project / "params.yaml")
+    assert found.notes == (
+        "data.pretrain: Digits; images of 1×28×28; 1,294 train, 144 validation, 359 test; "
+        "10 classes",
+        "data.finetune: Digits; images of 1×42×42; 1,294 train, 144 validation, 359 test; "
+        "10 classes",
+    )
+    assert {path.name for path in project.iterdir()} == {"params.yaml", "dvc.yaml"}
+
+
+SIZE = "width: 96, depth: 4, heads: 3, mlp_ratio: 2}\n\nmethods"
+RATE = "  learning_rate: 1.5e-3\n  warmup_epochs: 0.3"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "{kind: digits, size: 42}",
+            "{kind: digit, size: 42}",
+            ": data.finetune: found kind: digit, did you mean 'digits'?; allowed: fashion_mnist, ",
+        ),
+        (
+            "router: {kind: noisy_top_k, k: 2}",
+            "router: {kind: noisy_top_k, k: 9}",
+            "params.yaml:21:33: methods.vmoe.router.k: found 9, but there are 8 experts",
+        ),
+        (
+            SIZE,
+            SIZE.replace("heads: 3", "heads: 5"),
+            ": model.heads: found 5; allowed: a divisor of model.width = 96",
+        ),
+        (
+            SIZE,
+            SIZE.replace("depth: 4", "depth: 2"),
+            ": methods.vmoe.blocks: found last_2, but a model of 2 blocks has only 1 with an odd",
+        ),
+        (RATE, RATE.replace("1.5e-3", ".inf"), ": pretrain.learning_rate: found .inf; allowed: a"),
+        (RATE, RATE.replace("1.5e-3", "-.inf"), ": pretrain.learning_rate: found -.inf; allowed"),
+        (RATE, RATE.replace("1.5e-3", ".nan"), ": pretrain.learning_rate: found .nan; allowed: a"),
+        (
+            DIGITS,
+            "{kind: cifar, download: true, size: 28}",
+            ": data.finetune: its images have 1 channel, those of data.pretrain 3; allowed: as",
+        ),
+        (
+            "{kind: digits, size: 42}",
+            "{kind: digits, size: 30}",
+            ": model.patch: found 7; allowed: a divisor of the image size 30 (data.finetune)",
+        ),
+        (
+            "  batch: 25",
+            "  batch: 401",
+            ": finetune.batch: found 401, but there are 400 training images (40 shots of 10 "
+            "classes); allowed: 1 to 400",
+        ),
+        (
+            "  batch: 64",
+            "  batch: 1295",
+            ": pretrain.batch: found 1295, but there are 1294 training images (data.pretrain)",
+        ),
+        (
+            "    batch: 128",
+            "    batch: 1295",
+            ": teacher.training.batch: found 1295, but there are 1294 training images",
+        ),
+        (
+            "batch: 256",
+            "batch: 1295",
+            ": teacher_router.batch: found 1295, but there are 1294 training images",
+        ),
+        (
+            "  shots: 40",
+            "  shots: 400",
+            ": finetune.shots: found 400, but class 8 of data.finetune has 125 training images",
+        ),
+        (
+            "  warmup_epochs: 2\n",
+            "  warmup_epochs: 20\n",
+            ": finetune.warmup_epochs: found 20, but epochs is 14; allowed: 0 to 14",
+        ),
+        ("  shots: 40", "  k: 9", ": finetune.k: found 9, but there are 8 experts"),
+        (
+            "\n  dense: {}\n",
+            "\n  dense: {model: {heads: 5}}\n",
+            ": methods.dense.model.heads: found 5; allowed: a divisor of model.width = 96",
+        ),
+        (
+            "teacher:\n  kind: dense\n  model: {kind: vit, patch: 7",
+            "teacher:\n  kind: dense\n  model: {kind: vit, patch: 14",
+            ": teacher.model: it sees 5 tokens of data.pretrain, and methods.tgr, which it guides,",
+        ),
+        (
+            "teacher:\n  kind: dense\n  model: {kind: vit, patch: 7",
+            "teacher:\n  kind: dense\n  model: {kind: vit, patch: 4",
+            ": teacher.model.patch: found 4; allowed: a divisor of the image size 42 (data.finetun",
+        ),
+        (
+            "\n  dense: {}\n",
+            "\n  dense: {router: {kind: noisy_top_k}, experts: {kind: eigen}, upcycle: true}\n",
+            ": methods.dense.upcycle: a dense MLP can be copied into experts of kind mlp only",
+        ),
+        (
+            "{kind: digits, size: 42}",
+            "{kind: digits, size: 42, validation: 1500}",
+            ": data.finetune: cannot split 1500 images off 1438; allowed: 1 to 1437",
+        ),
+    ],
+)
+def test_what_was_seen_to_fail_later_is_said_first(project, old, new, expected):
+    lines = refused(edit(project, (old, new)))
+    assert any(expected in line for line in lines), "\n".join(lines)
+
+
+def test_missing_data_are_named_and_the_rest_is_checked(project):
+    root = "{kind: image_folder, root: flowers, size: 28, channels: 1}"
+    lines = refused(edit(project, (DIGITS, root)))
+    assert lines[0].startswith("params.yaml:11:34: data.pretrain.root: flowers") or (
+        ":11:34: data.pretrain.root: flowers: no such folder; set `root`" in lines[0]
+    )
+    assert len(lines) == 2 and lines[1].endswith("params.yaml: all else is in order")
+    lines = refused(edit(project, ("  batch: 25", "  batch: 401")))
+    assert "no such folder" in lines[0] and "finetune.batch: found 401" in lines[1]
+
+
+def test_what_is_wrong_in_the_file_comes_before_its_data_and_models(project):
+    path = edit(
+        project,
+        (DIGITS, "{kind: image_folder, root: flowers, size: 30}"),
+        ("  seeds: [0", "  seeds: [0, 0"),
+    )
+    lines = refused(path)
+    assert "run.seeds[1]: 0 is there twice" in lines[0]
+    assert "data.pretrain.root: " in lines[1]
+    assert "data.finetune: its images have 1 channel" in lines[2] and len(lines) == 3
+
+
+def test_a_download_is_said_and_no_mistake(project):
+    cifar = "{kind: cifar, download: true, size: 28}"
+    found = foresee(edit(project, (DIGITS, cifar), ("{kind: digits, size: 42}", cifar)))
+    assert "prepare will download it into data/raw/cifar" in found.notes[0]
+
+
+def test_paths_count_from_the_folder_of_the_study_and_from_the_repository(tmp_path, monkeypatch):
+    study = tmp_path / "pipelines/mine"
+    study.mkdir(parents=True)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    (study / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    text = PARAMS.replace(
+        "pretrain: {kind: digits, size: 16}",
+        "pretrain: {kind: image_folder, root: flowers, size: 16, channels: 1}",
+    ).replace("batch: 64", "batch: 8")
+    (study / "params.yaml").write_text(text, encoding="utf-8")
+    image_classes(tmp_path / "flowers", {"aster": 20, "rose": 20})
+    monkeypatch.chdir(study)
+    assert "flowers: no such folder" in refused(Path("params.yaml"))[0]
+    (study / ".dvc").mkdir()  # a DVC project within that of the repository
+    (tmp_path / ".dvc").mkdir()
+    found = foresee("params.yaml")
+    assert "images of 1×16×16; 29 train, 3 validation, 8 test; 2 classes" in found.notes[0]
+    assert tmp_path / "flowers/aster" in found.seen
+    monkeypatch.chdir(tmp_path)
+    assert foresee("pipelines/mine/params.yaml").notes == found.notes
+
+
+def test_a_source_that_cannot_say_anything_beforehand_is_left_to_prepare(project, monkeypatch):
+    monkeypatch.delattr(Digits, "preview")
+    assert foresee(project / "params.yaml").notes == ()

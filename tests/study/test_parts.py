@@ -1,0 +1,103 @@
+"""Parts that lack something, through `moecore check` in copies of the project: named, and what.
+
+Every copy has one part as the README says, ``my_part.py`` and a line in ``__init__.py``.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moecore.study.contracts import CONTRACTS, lacks, lacks_of_measurement
+from moecore.study.parts import LOADED, check_parts
+from tests.project import PARAMS, Project
+from tests.study.part_cases import CASES, HEAD, Case
+
+# Forked from one process that has imported torch, which takes most of the time of each check.
+COMMANDS = """\
+import os, sys
+import numpy, pydantic, torch, typer
+
+for folder in sys.argv[1:]:
+    if not (child := os.fork()):
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        for stream in (1, 2):
+            os.dup2(os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        from moecore.pipeline.cli import app
+        sys.argv[1:] = ["check"]
+        app()
+    _, status = os.waitpid(child, 0)
+    with open(folder + "/code.txt", "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(status)))
+"""
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """Exit code and output of `moecore check` in each case's copy of the project."""
+    folders = {}
+    for name, case in CASES.items():
+        folder = tmp_path_factory.mktemp("part")
+        Project(folder, PARAMS.replace(*case.edit) if case.edit[0] else PARAMS)
+        write(folder, case)
+        folders[name] = folder
+    words = [sys.executable, "-c", COMMANDS, *map(str, folders.values())]
+    done = subprocess.run(words, cwd="/", capture_output=True, text=True, env={"PATH": "/usr/bin"})
+    assert done.returncode == 0, done.stderr
+    return {
+        name: (int((folder / "code.txt").read_text()), (folder / "said.txt").read_text())
+        for name, folder in folders.items()
+    }
+
+
+def write(folder: Path, case: Case) -> None:
+    """The part's file, and its line in the family."""
+    family = folder / "moecore" / case.family
+    (family / "my_part.py").write_text(HEAD + case.body, encoding="utf-8")
+    if not case.listed:
+        return
+    init = family / "__init__.py"
+    text = init.read_text(encoding="utf-8")
+    dotted = f"moecore.{case.family.replace('/', '.')}"
+    if case.family == "measure":
+        new = 'MEASUREMENTS = {\n    "my_part": Measurement.of(my_part, my_part.MyPart),'
+        text = text.replace("MEASUREMENTS = {", f"from {dotted} import my_part\n\n{new}", 1)
+    else:
+        union = re.sub(r"\n(\w+) = Annotated\[\s*", r"\n\1 = Annotated[MyPart | ", text, count=1)
+        assert union != text
+        text = union.replace(
+            "\nfrom moecore", f"\nfrom {dotted}.my_part import MyPart\nfrom moecore", 1
+        )
+    init.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_part_lacks_is_said(checked, name):
+    code, said = checked[name]
+    case = CASES[name]
+    assert code == 1 and "Traceback" not in said, said
+    lines = said.splitlines()
+    assert len(lines) >= len(case.said), said
+    for pattern, line in zip(case.said, lines, strict=False):
+        assert re.match(pattern.replace("{}", case.family), line), f"{pattern}\n{said}"
+
+
+def test_every_family_has_a_contract_that_ours_meet():
+    check_parts()
+    assert set(CONTRACTS) == set(LOADED)
+    assert {case.family for case in CASES.values()} == {*CONTRACTS, "measure"}
+
+
+def test_what_is_no_settings_is_said():
+    class Bare:
+        pass
+
+    assert "is no settings; allowed: a class on moecore.core.config.Config" in next(
+        lacks(Bare, "attacks")
+    )
+    one = next(iter(LOADED["tasks"]()))
+    assert not list(lacks(one, "tasks"))
+    assert callable(lacks_of_measurement)
