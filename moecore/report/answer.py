@@ -3,14 +3,13 @@
 A difference is told only where the tests behind the tables' marks show one.
 """
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 
 from moecore.report.claims import Evaluated
 from moecore.report.measured import Phase
 from moecore.report.quantities import Quantities, Quantity
 from moecore.report.references import routed
-from moecore.report.words import between, shown
+from moecore.report.words import between, shown, unbroken
 
 VERDICTS = {
     "holds": ("holds", "hold"),
@@ -19,8 +18,8 @@ VERDICTS = {
 }
 NAMED = 3  # claims of a verdict that are named; of more only their number is told
 SCORES = {
-    "share": ("more accurate", "most accurate", "as accurate as"),
-    "error": ("closer", "closest", "as close as"),
+    "share": ("is shown to be more accurate than", "is most accurate", "is as accurate as"),
+    "error": ("is shown to err less than", "errs least", "errs as little as"),
 }
 
 
@@ -79,6 +78,8 @@ def _routing(phase: Phase, found: Quantities) -> str:
         told = steady.told(value(steady, leader))
         return f"the router of {leader} decides most steadily, as {told}"
     told = steady.told(span(steady))
+    if " to " not in span(steady):
+        return f"each router decides, and {told}"
     if steady.told_apart:
         return f"each router decides, none shown to be steadier than {_others(steady)}: {told}"
     return f"each router decides, and {told}, a difference that one seed cannot show"
@@ -88,9 +89,8 @@ def _scores(found: Quantities, dense: Collection[str]) -> list[str]:
     """Whether a method is ahead on clean data, and under attack."""
     both = [quantity for quantity in (found.score, found.attacked) if quantity is not None]
     if len(both) == 2 and all(quantity.leader is None for quantity in both):
-        clean, attacked = (f"{_where(one)}, {_with_unit(one, span(one))}" for one in both)
-        better = _words(both[0])[0]
-        tie = f"no method is shown to be {better} than {_others(both[0])}"
+        clean, attacked = (f"{one.words}, {_with_unit(one, span(one))}" for one in both)
+        tie = f"no method {_words(both[0])[0]} {_others(both[0])}"
         return [f"{tie}, neither {clean}, nor {attacked}"]
     return [_score(quantity, dense) for quantity in both]
 
@@ -99,14 +99,14 @@ def _score(quantity: Quantity, dense: Collection[str]) -> str:
     """Who is ahead, if anybody is shown to be."""
     better, best, as_good = _words(quantity)
     leader = quantity.leader
-    where = _where(quantity)
+    where = quantity.words
     if leader is None:
         ends = _with_unit(quantity, span(quantity))
-        return f"{where} no method is shown to be {better} than {_others(quantity)}, {ends}"
+        return f"{where} no method {better} {_others(quantity)}, {ends}"
     measured = _with_unit(quantity, value(quantity, leader))
     if leader in dense:
-        return f"{where} no mixture is {as_good} {leader}, {measured}"
-    return f"{leader} is {best} {where}, {measured}"
+        return f"{where} no mixture {as_good} {leader}, {measured}"
+    return f"{leader} {best} {where}, {measured}"
 
 
 def _alone(found: Quantities) -> Iterable[str]:
@@ -116,7 +116,7 @@ def _alone(found: Quantities) -> Iterable[str]:
             method = next(iter(quantity.cells))
             measured = _with_unit(quantity, value(quantity, method))
             told = "has {} right" if quantity.column.form == "share" else "errs by {}"
-            yield f"{method} {told.format(measured)} {_where(quantity)}"
+            yield f"{method} {told.format(measured)} {quantity.words}"
 
 
 def _words(quantity: Quantity) -> tuple[str, str, str]:
@@ -124,24 +124,13 @@ def _words(quantity: Quantity) -> tuple[str, str, str]:
     return SCORES["share" if quantity.column.form == "share" else "error"]
 
 
-def _where(quantity: Quantity) -> str:
-    return "on clean test data" if quantity.words == "clean" else quantity.words
-
-
 def _others(quantity: Quantity) -> str:
     return "the other" if len(quantity.cells) == 2 else "every other"
 
 
 def _with_unit(quantity: Quantity, text: str) -> str:
-    """An error has its unit, which stands at the end of its column's label."""
-    if quantity.column.form == "share":
-        return text
-    return f"{text} {quantity.column.label.split(',')[1].strip()}"
-
-
-def unbroken(text: str) -> str:
-    """The same words, in which no line begins with a percent sign or ends with "ε ="."""
-    return re.sub(" %| = ", lambda found: found[0].replace(" ", "\u00a0"), text)
+    """An error has its unit."""
+    return f"{text} {quantity.unit}" if quantity.unit else text
 
 
 def value(quantity: Quantity, method: str) -> str:
@@ -155,12 +144,12 @@ def value(quantity: Quantity, method: str) -> str:
 
 
 def span(quantity: Quantity) -> str:
-    """55.0 % (ermoe) to 79.1 % (prc); where they are printed alike, 55.0 % in all."""
+    """55.0 % (ermoe) to 79.1 % (prc); where they are printed alike, 55.0 % (all alike)."""
     form = quantity.column.form
     least, most = quantity.ends()
     low, high = (
         shown(quantity.interval(method).value, form, quantity.places) for method in (least, most)
     )
     if low == high:
-        return f"{low} in all"
+        return f"{low} (all alike)"
     return f"{low} ({least}) to {high} ({most})"

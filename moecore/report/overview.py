@@ -16,6 +16,7 @@ from moecore.report.view import Picture
 from moecore.report.words import decimals, shown
 from moecore.statistics.intervals import Interval
 
+NAMED = 12  # points that have their names; more have numbers, which stand with the names of rows
 ROOM = 0.12  # of what an axis holds, beyond it on both sides
 BEST = {"higher": "upper right", "lower": "lower left"}
 TITLES = {
@@ -41,7 +42,8 @@ def pictures(phase: Phase, found: Quantities) -> Iterator[Picture]:
         yield Picture(
             scatter(found.score, found.attacked, looks),
             f"{phase.name}: overview of scores",
-            f"The best place is the {corner} corner. Lines: 95\u00a0% intervals.",
+            f"The best place is the {corner} corner. Lines: 95\u00a0% intervals."
+            + (" Numbers: the methods beside." if len(looks) > NAMED else ""),
         )
     else:
         rest.insert(0, found.score)
@@ -70,12 +72,13 @@ def scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
     axes = figure.subplots()
     points = {}
     whiskers = []
+    names = names_of(list(looks))
     for method in score.cells:
         if method not in attacked.cells:
             continue
         x = score.interval(method)
         y = attacked.interval(method)
-        points[method] = (x.value, y.value)
+        points[names[method][0]] = (x.value, y.value)
         for line in (_line(x, y.value), _line(y, x.value)[::-1]):
             axes.plot(*line, color=looks[method]["color"], linewidth=0.9, alpha=0.6)
             whiskers.append(line)
@@ -126,9 +129,19 @@ def rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
             axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.tick_params(axis="x", labelsize=8.5)
-    panels[0].set_yticks(range(len(methods)), methods)
+    names = names_of(list(looks))
+    panels[0].set_yticks(range(len(methods)), [names[method][1] for method in methods])
     panels[0].set_ylim(len(methods) - 0.5, -0.5)
     return figure
+
+
+def names_of(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """What stands at a method's point, and at its row: its name, or its number where many are."""
+    if len(methods) <= NAMED:
+        return {method: (method, method) for method in methods}
+    return {
+        method: (str(place), f"{method}  {place}") for place, method in enumerate(methods, start=1)
+    }
 
 
 def print_values(axes: Axes, quantity: Quantity, methods: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ class Quantity(NamedTuple):
     column: Column
     cells: Mapping[str, Cell]
     remains: bool = False  # shown is what is left of 1: of a change, what stays
+    unit: str = ""  # of an error
 
     @property
     def places(self) -> int:
@@ -76,6 +77,7 @@ class Quantities(NamedTuple):
         ]
 
 
+SCORED = ("on clean test data", "under the worst attack", "under attack")
 # How steady the routing is, in order of preference: column → words, and whether it is a change.
 STEADY = {
     "noise_selection_change": ("noise leaves {} of its choice of experts in place", True),
@@ -98,7 +100,8 @@ def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Qu
         if remains:
             column = column._replace(form="share")
         having = of_column(name, cells)
-        return Quantity(words, column, having, remains) if having else None
+        unit = phase.task.score.unit if words in SCORED else ""
+        return Quantity(words, column, having, remains, unit) if having else None
 
     score = "test_accuracy" if phase.task.score.form == "share" else "test_mae"
     under, moved = attacked_names(phase)
@@ -107,8 +110,8 @@ def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Qu
     for name, (words, remains) in STEADY.items():
         steady = steady or named(name, words, remains)
     return Quantities(
-        named(score, "clean"),
-        named(under, "under the worst attack" if under.endswith(WORST) else "under attack"),
+        named(score, SCORED[0]),
+        named(under, SCORED[1] if under.endswith(WORST) else SCORED[2]),
         steady,
         named("gflops", "GFLOPs") or named("active_parameters", "active parameters"),
     )

@@ -13,6 +13,7 @@ from moecore.report.shown import Shown
 from moecore.report.significance import WORDS
 from moecore.report.tables import Table, used_tests
 from moecore.report.view import Block, Section, without_empty
+from moecore.report.words import unbroken
 
 TITLES = {
     "pretrain": "Pretrained",
@@ -43,7 +44,7 @@ def section_of(results: Results, phase: Phase, found: Table) -> Section:
         if not said and block.about in columns:
             said = finding(columns[block.about], found.cells, controls)
         place = f"{phase.name}-{slug(block.title).lower()}" if block.title else ""
-        told.append(block._replace(finding=said, id=place))
+        told.append(block._replace(finding=unbroken(said), id=place))
     title = title_of(phase)
     return Section(phase.name, title, title, (), told)
 

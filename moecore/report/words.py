@@ -13,9 +13,10 @@ from moecore.statistics.intervals import Interval
 
 SCALES = {"share": 100.0, "bytes": 2.0**-20}  # from the unit of a result to that of the page
 UNITS = {"share": " %", "bytes": " MiB"}
-MOST = {"share": 2, "number": 5, "bytes": 1}  # decimals; other forms have none
+MOST = {"share": 2, "number": 6, "bytes": 1}  # decimals; other forms have none
 OF_WIDTH = 2  # figures of an interval's half width that are printed
 OF_VALUE = 3  # figures of a value without an interval
+NOTHING = 1e-9  # a half width below it is rounding: every seed is alike
 MINUS = "−"
 PIXEL = 255  # steps of a pixel's value in a picture file
 
@@ -32,7 +33,7 @@ def decimals(found: Iterable[Interval], form: str) -> int:
     widths = [value.limits for value in values]
     halves = [(high - low) / 2 for low, high in (limits for limits in widths if limits)]
     scale = SCALES.get(form, 1.0)
-    wide = [half * scale for half in halves if half > 0]
+    wide = [half * scale for half in halves if half * scale > NOTHING]
     if wide:
         return _places(median_low(wide), OF_WIDTH, MOST[form])
     if form != "number":
@@ -118,6 +119,11 @@ def epsilon(value: float) -> str:
     if abs(steps - round(steps)) < 1e-3:
         return f"{round(steps)}/{PIXEL}"
     return f"{value:.3g}"
+
+
+def unbroken(text: str) -> str:
+    """The same words, in which no line begins with a percent sign or ends with "ε ="."""
+    return re.sub(" %| = ", lambda found: found[0].replace(" ", "\u00a0"), text)
 
 
 def with_named_epsilons(text: str) -> str:

@@ -21,11 +21,11 @@ from moecore.study.selection import Selection
 from moecore.training.outcome import Outcome
 from tests.report.generated import write_results
 
-MISSING = [
-    "artifacts/measured/finetune/tgr/0.json",
-    "artifacts/measured/robustness/pretrain/dense/0.json",
-    "artifacts/data/finetune/card.json",
-]
+MISSING = {
+    "artifacts/measured/finetune/tgr/0.json": "finetune",
+    "artifacts/measured/robustness/pretrain/dense/0.json": "robustness",
+    "artifacts/data/finetune/card.json": "prepare",
+}
 METHODS = {"dense": False, "vmoe": True, "tgr": True}
 
 
@@ -128,7 +128,8 @@ def test_the_best_is_marked_only_outside_the_intervals():
 def test_a_missing_file_is_named(tmp_path, missing):
     write_results(tmp_path, METHODS, [0], ["pretrain", "finetune"])
     (tmp_path / missing).unlink()
-    with pytest.raises(UserError, match=re.escape(missing)):
+    told = f"{missing}: no such file; `dvc repro {MISSING[missing]}` writes it"
+    with pytest.raises(UserError, match=re.escape(told)):
         read_results(Selection(methods=tuple(METHODS), seeds=(0,)), "", tmp_path)
 
 
@@ -188,7 +189,7 @@ def test_csv_for_dvc_plots(one_seed):
         (0.0712, "number", "0.0712"),
         (-0.0712, "number", "−0.0712"),
         (0.00001, "number", "0.00001"),
-        (0.000001, "number", "< 0.00001"),
+        (0.0000001, "number", "< 0.000001"),
         (0, "number", "0.0"),
         (12934.6, "number", "12,935"),
         (2.5e6, "number", "2,500,000"),
@@ -220,7 +221,7 @@ def test_limits_have_two_figures_of_their_half_width(limits, expected):
         ([(0.84, 0.62, 1.0)], "share", 0),
         ([(0.84, None, None)], "share", 1),
         ([(4.76e-4, None, None), (0.02, None, None), (0.4, None, None)], "number", 4),
-        ([(1e-9, None, None)], "number", 5),
+        ([(1e-9, None, None)], "number", 6),
         ([(12934.6, None, None), (0, None, None)], "number", 0),
         ([(3, 1, 5)], "count", 0),
         ([(3, 3, 3)], "number", 2),  # every seed alike

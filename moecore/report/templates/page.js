@@ -128,8 +128,10 @@
     all(".parts", bar).forEach((one) => { one.hidden = one.dataset.of !== here.id; });
     const parts = all(":scope > [id]", here).filter(above);
     [here.id, parts.length ? parts.at(-1).id : ""].forEach((id, level) => {
-      const row = bar.querySelectorAll(level ? ".parts:not([hidden])" : ".places")[0];
-      all("a", row || document.createElement("div")).forEach((link) => {
+      const row = bar.querySelector(level ? ".parts:not([hidden])" : ".places");
+      if (!row) return;
+      if (!id) row.scrollLeft = 0;
+      all("a", row).forEach((link) => {
         const current = link.getAttribute("href") === `#${id}`;
         if (current === link.hasAttribute("aria-current")) return;
         link.toggleAttribute("aria-current", current);
