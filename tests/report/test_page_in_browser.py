@@ -155,6 +155,9 @@ def test_a_word_is_explained_where_it_stands(browser, written, width):
         assert abs(box["y"] - asked.bounding_box()["y"]) < 200, "beside what was asked"
         shown.keyboard.press("Escape")
         assert not said.is_visible()
+        shown.locator("#answer").get_by_role("button", name="What is router?").click()
+        assert "decides which experts" in shown.locator("#word-router").inner_text()
+        shown.keyboard.press("Escape")
         shown.locator("#words summary").click()
         assert "decides which experts see a token" in shown.locator("#words").inner_text()
 
