@@ -1,6 +1,7 @@
 """The sentence that answers the page's title says what was shown, and no more."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.report.test_claims import claim
 from tests.report.test_claims import study as claimed
 from tests.report.test_report import results
 
+ROOT = Path(__file__).parents[2]
 DENSE = "methods: {dense: {}, vmoe: {router: {kind: noisy_top_k}}, tgr: {router: {kind: x}}}"
 
 
@@ -152,6 +154,13 @@ def test_words_explain_columns():
     assert word_of("accuracy_worst_case") == word_of("attacked_mae_worst_case") == "worst case"
     assert word_of("test_accuracy") == ""
     assert all("\n" not in text and not text.endswith(".") for text in WORDS.values())
+
+
+def test_the_glossary_has_the_same_words():
+    lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    rows = {row[0]: row[1] for row in cells if len(row) == 2}
+    assert {name: rows[name] for name in WORDS} == WORDS
 
 
 def test_a_study_of_a_thousand_classes(tmp_path):
