@@ -29,7 +29,7 @@ def data_title(title: str, simulated: bool) -> str:
 def age_scatter(points: Points, simulated: bool = False) -> Figure:
     """Predicted against known age, before and after correction; a colour and a line a sex."""
     known = dict(_known(points))
-    figure = new_figure(0.6 + 4.3 * len(known), 4.3, "Test split, first seed.")
+    figure = new_figure(0.6 + 4.3 * len(known), 4.3, "Test split.")
     panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
     every = np.concatenate([points.age, *known.values()])
     limits = (float(every.min()) - 2, float(every.max()) + 2)
@@ -49,7 +49,7 @@ def age_scatter(points: Points, simulated: bool = False) -> Figure:
 def pad_against_age(points: Points, simulated: bool = False) -> Figure:
     """Predicted minus known age against known age, with its mean, mean ± 1.96 SD, a line a sex."""
     known = dict(_known(points))
-    caption = "Grey lines: mean and mean ± 1.96 SD. First seed."
+    caption = "Grey lines: mean and mean ± 1.96 SD."
     figure = new_figure(0.6 + 4.3 * len(known), 3.6, caption)
     panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
     for axes, (name, values) in zip(panels, known.items(), strict=True):
@@ -72,7 +72,7 @@ def errors_by_group(groups: Mapping[str, Sequence[GroupErrors]], simulated: bool
     """MAE as predicted and corrected in each group with its interval; groups: by_sex → rows."""
     shown = {name.removeprefix("by_"): rows for name, rows in groups.items() if rows}
     widths = [len(rows) + 1 for rows in shown.values()]
-    caption = "95 % intervals over participants. First seed."
+    caption = "95 % intervals over participants."
     figure = new_figure(1.2 + 0.62 * sum(widths), 3.5, caption)
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False, width_ratios=widths)[0]
     for axes, (name, rows) in zip(panels, shown.items(), strict=True):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from moecore.measure.under_attack.line import Line as Audited
 from moecore.report.view import NONE, Block, Grid, Item, Line
+from moecore.report.words import with_named_epsilons
 
 MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
 LOOKS = {True: "verdict holds", False: "verdict contradicted", None: "verdict open"}
@@ -28,8 +29,9 @@ def audit(lines: Mapping[str, Sequence[Sequence[Audited]]]) -> Block:
         )
         for name in names
     ]
-    title = f"Can the attacks be believed? {tally(every)}"
-    return Block(title, grids=[Grid(["Question", *lines], rows)] if rows else [], folded=True)
+    grids = [Grid(["Question", *lines], rows)] if rows else []
+    title = "Can the attacks be believed?"
+    return Block(title, grids=grids, folded=True, finding=tally(every))
 
 
 def answer(found: Sequence[Audited]) -> Item:
@@ -38,7 +40,9 @@ def answer(found: Sequence[Audited]) -> Item:
         return NONE
     worst = min(found, key=lambda line: WORST_FIRST.index(line.holds))
     return Item(
-        MARKS[worst.holds], note=worst.text.removeprefix("not judged: "), look=LOOKS[worst.holds]
+        MARKS[worst.holds],
+        note=with_named_epsilons(worst.text.removeprefix("not judged: ")),
+        look=LOOKS[worst.holds],
     )
 
 

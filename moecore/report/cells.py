@@ -15,6 +15,8 @@ class Cell(NamedTuple):
     kind: str  # of its limits: t, wilson, bootstrap, quartiles or "" for none
     seeds: int
     # Better than every other method of its column but controls, and not by chance.
+    leads: bool = False
+    # Shown as the best: it leads, and is no model without experts that the others are held against.
     marked: bool = False
 
 

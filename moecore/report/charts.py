@@ -7,11 +7,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from moecore.report.direct_labels import End, label_ends
 from moecore.report.drawing import DARK, legend_of, line_look, new_figure, share_axis, styled
 from moecore.statistics.intervals import Interval, over_seeds
 
 Limits = tuple[float, float]  # that a band may not leave
 EVERYWHERE = (-np.inf, np.inf)
+DIRECT = 8  # curves that have their names at their ends; more have a legend
+AROUND = 1.0  # inches of a figure that are not its axes: title, ticks and the axis' name
 
 
 class Point(NamedTuple):
@@ -58,11 +61,12 @@ def bands(seeds: Mapping[str, Sequence[object]]) -> str:
     return "Bands: 95 % intervals over seeds." if several else "One seed."
 
 
-def draw_curves(axes: Axes, curves: Curves) -> None:
-    """A line and a band each.
+def draw_curves(axes: Axes, curves: Curves) -> list[End]:
+    """A line and a band each; returns where they end.
 
     A name without points keeps its colour, so that a method looks the same in all figures.
     """
+    ends = []
     for index, (name, points) in enumerate(curves.items()):
         if not points:
             continue
@@ -77,23 +81,38 @@ def draw_curves(axes: Axes, curves: Curves) -> None:
             alpha=0.13,
             linewidth=0,
         )
+        ends.append(End(name, places[-1], points[-1].value, look))
+    return ends
+
+
+def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) -> None:
+    """A name at the end of each curve, or a legend where they are many.
+
+    height: of the axes in inches; what the axes hold is settled.
+    """
+    if 0 < len(ends) <= DIRECT:
+        label_ends(axes, ends, height)
+    else:
+        legend_of(figure, axes)
 
 
 @styled
 def curves_chart(curves: Curves, look: Look, height: float = 3.5, caption: str = "") -> Figure:
-    """All curves in one panel, from 0 upwards."""
+    """All curves in one panel, from 0 upwards, or from below it where a curve goes there."""
     figure = new_figure(4.8, height, caption)
     axes = figure.subplots()
-    draw_curves(axes, curves)
-    highest = max((point.high for points in curves.values() for point in points), default=1.0)
+    ends = draw_curves(axes, curves)
+    every = [point for points in curves.values() for point in points]
+    highest = max((point.high for point in every), default=1.0)
+    lowest = min((point.low for point in every), default=0.0)
     top = look.top or 1.05 * highest or 1.0
-    axes.set(xlabel=look.x, ylabel=look.y, title=look.title, ylim=(0, top))
+    axes.set(xlabel=look.x, ylabel=look.y, title=look.title, ylim=(min(0, 1.05 * lowest), top))
     if look.share:
         share_axis(axes, look.y)
     places = {point.x for points in curves.values() for point in points}
     if places and all(float(x).is_integer() for x in places) and len(places) < 12:
         axes.set_xticks(sorted(places))
-    legend_of(figure, axes)
+    name_curves(figure, axes, ends, height - AROUND)
     return figure
 
 

@@ -44,6 +44,7 @@ STYLE = {
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # names of methods and classes may have dollars
     "figure.constrained_layout.use": True,
     **dict.fromkeys(
         (
@@ -145,6 +146,10 @@ def share_axis(axes: Axes, label: str) -> None:
 def whole_epochs(axes: Axes) -> None:
     """A horizontal axis of epochs, whose ticks are whole numbers."""
     axes.set_xlabel("Epoch")
+    first, last = axes.get_xlim()
+    if last - first < 1:  # one epoch: matplotlib would print 1.975 and 2.025 around it
+        middle = round((first + last) / 2)
+        axes.set_xlim(middle - 1, middle + 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 

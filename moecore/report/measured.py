@@ -1,6 +1,7 @@
 """What the stages wrote of a study, typed: model by model, phase by phase."""
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +13,7 @@ R = TypeVar("R", bound=Config)
 V = TypeVar("V")
 Kinds = Mapping[type[Config], Any]
 NOTHING: Kinds = MappingProxyType({})
+UNLEARNED = ("hash", "teacher_routed")  # kinds of routers that the model itself does not train
 
 
 class Measured(NamedTuple):
@@ -41,6 +43,16 @@ class Phase(NamedTuple):
     task: Task
     models: Models
     together: Kinds = NOTHING  # results of all methods at once, as the transfer of attacks
+
+    @property
+    def seeds(self) -> int:
+        """How many models a method has."""
+        return len(next(iter(self.models.values())))
+
+    @property
+    def first_seed(self) -> str:
+        """What to say below the picture of one model: which of several it is."""
+        return " First seed." if self.seeds > 1 else ""
 
     @property
     def every(self) -> list[Measured]:
@@ -86,13 +98,39 @@ class Results(NamedTuple):
 
     @property
     def controls(self) -> frozenset[str]:
-        """Null controls: methods with ``permuted: true``, whose training labels are dealt out anew.
+        """Methods that are no candidates: they are never marked, and need not be beaten.
 
-        They can learn nothing.
+        With ``permuted: true`` the training labels are dealt out anew, and nothing can be learned;
+        a router that is fixed, or is another model's, is steady without having decided anything.
         """
-        methods = (parse(self.settings).data or {}).get("methods") or {}
-        permuted = {name for name, settings in methods.items() if (settings or {}).get("permuted")}
-        return frozenset(permuted)
+        return frozenset(
+            name
+            for name, settings in self._settings.items()
+            if settings.get("permuted") or _router(settings) in UNLEARNED
+        )
+
+    @property
+    def without_experts(self) -> frozenset[str]:
+        """Dense methods, where others have experts: what those are held against."""
+        dense = {name for name, settings in self._settings.items() if "router" not in settings}
+        return frozenset(dense) if dense < set(self._settings) else frozenset()
+
+    @property
+    def _settings(self) -> dict[str, Mapping[str, Any]]:
+        """The settings of the methods that were compared, as far as params.yaml has them."""
+        methods = methods_of(self.settings)
+        return {name: methods[name] or {} for name in self.methods if name in methods}
+
+
+@cache
+def methods_of(settings: str) -> Mapping[str, Any]:
+    """The entry ``methods`` of a params.yaml; {} where it has none."""
+    return (parse(settings).data or {}).get("methods") or {}
+
+
+def _router(settings: Mapping[str, Any]) -> str:
+    """The kind of a method's router; "" without one."""
+    return (settings.get("router") or {}).get("kind", "")
 
 
 def known(values: Iterable[V | None]) -> list[V]:

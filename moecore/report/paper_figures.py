@@ -27,6 +27,16 @@ PAPERS = {
     "cost": "Cost of a trained model (ERMoE, tables S2 and S4)",
     "ages": "ERMoE-ba: age from brain scans (supplement §5, table S1)",
 }  # in the order of the tables
+SHORT = {
+    "prc": "PRC",
+    "ermoe": "ERMoE",
+    "tgr": "TGR",
+    "moge": "MoGE",
+    "adversarial": "Adversarial",
+    "corruptions": "Corruptions",
+    "cost": "Cost",
+    "ages": "Brain age",
+}
 
 NOTES = {
     "tgr": "The paper's text (§5.1): halfway through training V-MoE differs from its final model "

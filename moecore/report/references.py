@@ -19,6 +19,11 @@ def baseline(models: Models) -> str:
     return ""
 
 
+def routed(models: Models) -> bool:
+    """Whether any method has experts to choose from."""
+    return bool(baseline(models))
+
+
 def references(models: Models) -> list[str]:
     """Those of the two that the study has."""
     return [name for name in dict.fromkeys((baseline(models), DENSE)) if name in models]

@@ -15,7 +15,7 @@ from moecore.training.outcome import Outcome, Probed, RegionRow
 WORDS = (
     "For each tissue the two experts with the highest mean score over its tokens, at three epochs. "
     "Control: as many tokens drawn at random from the brain. An expert knows its tissue where its "
-    "share of the tokens is well above the control's. First seed."
+    "share of the tokens is well above the control's."
 )
 
 
@@ -93,7 +93,14 @@ def part(phase: Phase) -> Iterator[Block]:
         )
         for method, probes in probed.items()
     ]
-    yield Block("Which expert answers for which tissue", [WORDS], grids, drawn)
+    yield Block(
+        "Which expert answers for which tissue",
+        [WORDS + phase.first_seed],
+        grids,
+        drawn,
+        folded=True,
+        about="own_expert_gain",
+    )
 
 
 def table_of(probes: Sequence[Probed], method: str) -> Grid:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.config import Config
-from moecore.core.files import read_json
+from moecore.core.files import UserError, read_json
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.transfer import Result as Transfer
@@ -59,12 +59,13 @@ def read_results(
     alone: dict[type[Config], Config] = {}
     if "linear_experts" in stages:
         path = place.root / MEASURED / "linear_experts.json"
-        alone[LinearExperts] = read_result(path, LinearExperts, "linear_experts")
+        found = read_result(written(path, "linear_experts"), LinearExperts, "linear_experts")
+        alone[LinearExperts] = found
     return Results({phase: _phase(place, phase) for phase in run.phases}, settings, alone)
 
 
 def _phase(place: Place, name: PhaseName) -> Phase:
-    card = read_json(place.root / "artifacts/data" / name / "card.json")
+    card = read_json(written(place.root / "artifacts/data" / name / "card.json", "prepare"))
     task = read_task(card["task"])
     wanted = [shown for shown in SHOWN if _wanted(shown, place, name, task)]
     models = {
@@ -76,7 +77,7 @@ def _phase(place: Place, name: PhaseName) -> Phase:
     together: dict[type[Config], Config] = {}
     if "transfer" in place.stages:
         path = place.root / MEASURED / "transfer" / name / f"{place.run.seeds[0]}.json"
-        found = read_result(path, Transfer, "transfer")
+        found = read_result(written(path, "transfer"), Transfer, "transfer")
         if not isinstance(found, Skipped):
             together[Transfer] = found
     return Phase(name, card, task, models, together)
@@ -97,9 +98,19 @@ def _model(place: Place, phase: str, name: str, wanted: Collection[Shown]) -> Me
     for shown in wanted:
         path = place.root / MEASURED / shown.stage / phase / name
         stage = "measure" if shown.stage in place.run.measurements else shown.stage or phase
-        found = read_result(path, shown.result, stage)
+        found = read_result(written(path, stage), shown.result, stage)
         if isinstance(found, Skipped):
             skipped.append(f"{shown.title}: {found.skipped}")
         else:
             results[shown.result] = found
     return Measured(results, tuple(skipped))
+
+
+def written(path: Path, stage: str) -> Path:
+    """The path itself.
+
+    Raises UserError where there is no such file, which names the stage that writes it.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file; `dvc repro {stage}` writes it")
+    return path

@@ -1,33 +1,44 @@
 """Metrics and cells as the rows of a page's tables."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from moecore.report.cells import Cell, Cells, cell
-from moecore.report.column import Column, Metric
-from moecore.report.measured import Measured
-from moecore.report.paper_figures import PAPERS, Reported
-from moecore.report.view import EMPTY, NONE, Grid, Item, Line
-from moecore.report.words import limits_of, shown
+from moecore.report.cells import Cell, Cells
+from moecore.report.column import Column
+from moecore.report.glossary import word_of
+from moecore.report.paper_figures import PAPERS
+from moecore.report.view import EMPTY, NONE, Grid, Head, Item, Line
+from moecore.report.words import decimals, limits_of, shown
+
+Notes = Callable[[Column], Sequence[str]]
+
+
+def no_notes(column: Column) -> Sequence[str]:
+    """Nothing below a column's name."""
+    return ()
 
 
 def by_method(
     columns: Sequence[Column],
     cells: Cells,
-    papers: Iterable[Reported] = (),
     controls: Collection[str] = (),
+    notes: Notes = no_notes,
 ) -> Grid:
-    """Methods as rows, metrics as columns; below them what the papers report of their models."""
+    """Methods as rows, metrics as columns, whose heads have notes below them."""
+    items = [alike(column, [row[column.name] for row in cells.values()]) for column in columns]
     lines = [
         Line(
-            Item(method, note="control" if method in controls else ""),
-            [item(row[column.name], column) for column in columns],
+            Item(method, note="control" if method in controls else ""), [one[row] for one in items]
         )
-        for method, row in cells.items()
+        for row, method in enumerate(cells)
     ]
-    for model in papers:
-        values = [reported(model.values.get(column.name), column) for column in columns]
-        lines.append(Line(Item(f"Paper: {model.model}", note=model.source), values, "paper"))
-    return Grid(["Method", *(column.label for column in columns)], lines)
+    heads = [Head(), *(head(column, notes(column)) for column in columns)]
+    names = ["Method", *(column.label for column in columns)]
+    return Grid(names, lines, heads=heads, sortable=len(lines) > 1)
+
+
+def head(column: Column, notes: Sequence[str] = ()) -> Head:
+    """What stands with a column's name."""
+    return Head(column.note, column.better, word_of(column.name), notes)
 
 
 def by_metric(columns: Sequence[Column], cells: Cells) -> Grid:
@@ -38,23 +49,31 @@ def by_metric(columns: Sequence[Column], cells: Cells) -> Grid:
         if column.paper != paper:
             paper = column.paper
             lines.append(Line(Item(PAPERS[paper]), look="group"))
-        head = Item(column.label, note=column.note)
-        lines.append(Line(head, [item(row[column.name], column) for row in cells.values()]))
+        items = alike(column, [row[column.name] for row in cells.values()])
+        lines.append(Line(Item(column.label, note=column.note), items))
     return Grid(["Metric", *cells], lines)
 
 
-def item(found: Cell | None, column: Column) -> Item:
+def places_of(column: Column, cells: Iterable[Cell | None]) -> int:
+    """The decimals that all cells of a metric have."""
+    return decimals([found.interval for found in cells if found], column.form)
+
+
+def item(found: Cell | None, column: Column, places: int | None = None) -> Item:
     """A value with its limits, marked where it is the best; a dash where there is none."""
     if found is None:
         return NONE
     form = column.form
+    value = found.interval.value
+    small = limits_of(found, form, places)
     look = "best" if found.marked else ""
-    return Item(shown(found.interval.value, form), limits_of(found, form), look=look)
+    return Item(shown(value, form, places), small, look=look, value=value)
 
 
-def item_of(metric: Metric, seeds: Sequence[Measured]) -> Item:
-    """The value of one method."""
-    return item(cell(metric, seeds), metric.column)
+def alike(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
+    """The cells of one column, with the same digits."""
+    places = places_of(column, cells)
+    return [item(found, column, places) for found in cells]
 
 
 def percents(
@@ -74,13 +93,11 @@ def percents(
     return Grid([corner, *columns], lines, small=True)
 
 
-def reported(value: float | None, column: Column) -> Item:
+def reported(value: float, column: Column) -> str:
     """A paper's number with the digits that the paper prints."""
-    if value is None:
-        return EMPTY
     match column.form:
         case "share":
-            return Item(f"{100 * value:.4g} %")
+            return f"{100 * value:.4g} %"
         case "count":
-            return Item(f"{value:,.0f}")
-    return Item(f"{value:.4g}")
+            return f"{value / 1e6:.4g} million" if value >= 1e6 else f"{value:,.0f}"
+    return f"{value:.4g}"

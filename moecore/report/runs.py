@@ -2,8 +2,8 @@
 
 import json
 
-from moecore.report.headline import under_attack
 from moecore.report.measured import Phase, Results
+from moecore.report.quantities import attacked_names
 from moecore.report.tables import metrics_of
 
 MOST = 12  # numbers of a run
@@ -42,7 +42,7 @@ def numbers_of(phase: Phase, method: str, seed: int) -> dict[str, float]:
     model = phase.models[method][seed]
     metrics = {metric.name: metric for metric in metrics_of(phase)}
     first = [name for name in NAMES[:2] if name in metrics]
-    wanted = dict.fromkeys([*first, *under_attack(phase), *NAMES])
+    wanted = dict.fromkeys([*first, *attacked_names(phase), *NAMES])
     known = [metrics[name] for name in wanted if name in metrics][:MOST]
     read = {metric.name: metric.read(model) for metric in known}
     return {name: rounded(found.value) for name, found in read.items() if found is not None}

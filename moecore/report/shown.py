@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from moecore.core.config import Config
-from moecore.report.column import Columns
+from moecore.report.column import Column, Columns
 from moecore.report.measured import Phase
+from moecore.report.references import seen
 from moecore.report.view import Block, Picture
 from moecore.tasks.base import Task
 
@@ -37,7 +38,13 @@ class Shown(NamedTuple):
             return list(self.part(phase))
         drawn = each_method(phase, self.result, self.figures)
         title = self.title[0].upper() + self.title[1:]
-        return [Block(title, pictures=drawn, folded=True)]
+        about = next((one.name for one in self.named(phase) if one.better), "")
+        return [Block(title, pictures=drawn, folded=True, about=about)]
+
+    def named(self, phase: Phase) -> list[Column]:
+        """Its columns in this phase."""
+        known = seen(phase, self.result)
+        return [column for entry in self.columns for column in entry.columns(known)]
 
 
 def each_method(
@@ -55,6 +62,6 @@ def by_name(
     for method, result in phase.first(kind).items():
         for name, figure in figures(result):
             label = f"{phase.name}: {name.replace('_', ' ')} of {method}"
-            caption = f"{method}. {getattr(figure, 'caption', '')}".strip()
+            caption = f"{method}. {getattr(figure, 'caption', '')}".strip() + phase.first_seed
             found[name].append(Picture(figure, label, caption))
     return found

@@ -4,13 +4,14 @@ python -m moecore.report.summary [reports/compare.json]
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError, read_json
+from moecore.report.words import between, decimals, shown
+from moecore.statistics.intervals import Interval
 
-FORMS = {"share": "{:.2%}", "number": "{:.3f}", "count": "{:,.0f}"}
 AGES = (
     "mae_of_median",
     "mae_pooled",
@@ -50,15 +51,18 @@ def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     columns = {
         name: form for name, form in columns.items() if any(name in found for found in cells)
     }
-    return [
-        {
-            "phase": phase,
-            "method": method,
-            **{name: _shown(found[phase].get(name), form) for name, form in columns.items()},
+    printed = []
+    for phase in phases:
+        places = {
+            name: decimals(_intervals(name, (found[phase] for found in methods.values())), form)
+            for name, form in columns.items()
         }
-        for phase in phases
-        for method, found in methods.items()
-    ]
+        for method, found in methods.items():
+            row = {"phase": phase, "method": method}
+            for name, form in columns.items():
+                row[name] = _shown(found[phase].get(name), form, places[name])
+            printed.append(row)
+    return printed
 
 
 def claim_lines(claims: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -74,16 +78,22 @@ def claim_lines(claims: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _shown(cell: Mapping[str, Any] | None, form: str) -> str:
+def _intervals(name: str, cells: Iterable[Mapping[str, Any]]) -> list[Interval]:
+    """The values of one column of a phase."""
+    having = [found[name] for found in cells if name in found]
+    return [Interval(found["mean"], found.get("low"), found.get("high")) for found in having]
+
+
+def _shown(cell: Mapping[str, Any] | None, form: str, places: int) -> str:
+    """The digits are those of the page."""
     if cell is None:
         return "–"
-    shown = FORMS[form].format
-    text = shown(cell["mean"])
+    text = shown(cell["mean"], form, places)
     low = cell.get("low")
     high = cell.get("high")
-    if low is None or (form == "count" and low == high):
+    if low is None or high is None or (form == "count" and low == high):
         return text  # parameters are the same in every seed
-    return f"{text} [{shown(low)}, {shown(high)}]"
+    return f"{text} [{between(low, high, form, places)}]"
 
 
 def main(path: str = "reports/compare.json") -> None:

@@ -40,7 +40,10 @@ def metrics_of(phase: Phase) -> list[Metric]:
 def table(results: Results, phase: Phase) -> Table:
     """Every metric of every method; controls are never marked."""
     metrics = metrics_of(phase)
-    columns = {metric.name: column(metric, phase.models, results.controls) for metric in metrics}
+    columns = {
+        metric.name: column(metric, phase.models, results.controls, results.without_experts)
+        for metric in metrics
+    }
     cells = {
         method: {name: found[method] for name, found in columns.items()} for method in phase.models
     }
@@ -48,16 +51,24 @@ def table(results: Results, phase: Phase) -> Table:
 
 
 def column(
-    metric: Metric, models: Models, controls: Collection[str] = ()
+    metric: Metric,
+    models: Models,
+    controls: Collection[str] = (),
+    unmarked: Collection[str] = (),
 ) -> dict[str, Cell | None]:
     """The cell of every method, the best one marked where a test or the intervals show it.
 
-    controls: neither are the best nor have to be beaten.
+    controls: neither are the best nor have to be beaten; unmarked: have to be beaten, and are not
+    marked where they are ahead.
     """
     cells = {method: cell(metric, list(seeds.values())) for method, seeds in models.items()}
     first = best(metric, models, cells, controls)
     return {
-        method: found._replace(marked=method == first) if found else None
+        method: found._replace(
+            leads=method == first, marked=method == first and method not in unmarked
+        )
+        if found
+        else None
         for method, found in cells.items()
     }
 

@@ -6,10 +6,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moecore.report.charts import Labels, Point, draw_curves, heat_table, over, texts_of
+from moecore.report.charts import (
+    AROUND,
+    Labels,
+    Point,
+    draw_curves,
+    heat_table,
+    name_curves,
+    over,
+    texts_of,
+)
 from moecore.report.column import title_of, unit_of
+from moecore.report.direct_labels import End
 from moecore.report.drawing import (
-    legend_of,
     line_look,
     new_figure,
     share_axis,
@@ -32,6 +41,7 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     figure = new_figure(4.8, 4.8)
     loss, below = figure.subplots(2, 1, sharex=True)
     score = next(iter(trained.values()))[0].task.score
+    ends = []
     for index, (label, seeds) in enumerate(trained.items()):
         for number, result in enumerate(seeds):
             look = line_look(index) | {
@@ -39,7 +49,9 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
                 "label": label if number == 0 else None,
             }
             _plot(loss, result, "train_loss", look | {"marker": ""})
-            _plot(below, result, f"validation_{result.task.logged}", look)
+            last = _plot(below, result, f"validation_{result.task.logged}", look)
+            if number == 0 and last is not None:
+                ends.append(End(label, *last, look))
     share = score.form == "share"
     loss.set(ylabel="Cross-entropy in training" if share else "Loss in training", title="Training")
     below.set_ylabel(f"Validation {title_of(score)}{unit_of(score)}")
@@ -47,12 +59,12 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     if share:
         share_axis(below, f"Validation {score.label}")
     if "" not in trained:
-        legend_of(figure, below)
+        name_curves(figure, below, ends, 1.7)
     return figure
 
 
-def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> None:
-    """One logged value over the epochs, where it is known."""
+def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float, float] | None:
+    """One logged value over the epochs, where it is known; its last point."""
     epochs, values = [], []
     for row in result.curve:
         epoch, value = row["epoch"], row.get(name)
@@ -60,6 +72,7 @@ def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> None:
             epochs.append(epoch)
             values.append(value)
     axes.plot(epochs, values, **look)
+    return (epochs[-1], values[-1]) if epochs else None
 
 
 def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
@@ -87,13 +100,17 @@ def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
 def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> Figure:
     """Two panels over epochs; curves: key of AGREEMENTS → method → points (TGR, figure 3)."""
     figure = new_figure(9.8, 3.9)
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    named = []
     for axes, (name, title) in zip(panels, AGREEMENTS.items(), strict=True):
-        draw_curves(axes, curves[name])
+        ends = draw_curves(axes, curves[name])
         axes.set(title=title, ylim=(0, 1.02))
         whole_epochs(axes)
+        if ends:
+            named = [(axes, ends)]
     share_axis(panels[0], "Tokens")
-    legend_of(figure, panels[0])
+    for axes, ends in named:
+        name_curves(figure, axes, ends, 3.9 - AROUND)
     return figure
 
 
@@ -104,7 +121,7 @@ def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) ->
     names = list(classes) if few else []
     texts = texts_of(shares, 0.005) if few else np.full(shares.shape, "", dtype=object)
     labels = Labels("Confusion", names, names, "Predicted", "True", slanted=True)
-    caption = "Percent of each true class. First seed."
+    caption = "Percent of each true class."
     return heat_table(shares, texts, labels, (4.8, 4.7), caption)
 
 
@@ -120,4 +137,4 @@ def class_maps(result: Outcome) -> Figure:
         f"epoch {epoch}": [layers[-1] for layers in classes]
         for epoch, classes in result.class_maps.items()
     }
-    return expert_maps(rows, result.task.classes, caption="Last MoE layer, first seed.")
+    return expert_maps(rows, result.task.classes, caption="Last MoE layer.")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from moecore.report.cells import Cell
 from moecore.report.claims import Evaluated
 from moecore.report.view import Block, Grid, Item, Line, Section
-from moecore.report.words import between, limits_of, shown, signed
+from moecore.report.words import between, decimals, limits_of, shown, signed
 
 MARKS = {"holds": "✓ holds", "contradicted": "✗ contradicted", "open": "? open"}
 HOW = (
@@ -37,12 +37,14 @@ def claims_markdown(evaluated: Sequence[Evaluated]) -> str:
 def _line(found: Evaluated) -> Line:
     claim = found.claim
     form = found.metric.column.form
+    places = decimals([found.difference], form)
+    both = decimals([found.ours.interval, found.theirs.interval], form)
     span = _span(found) or "one seed"
     items = [
         Item(MARKS[found.verdict], look=f"verdict {found.verdict}"),
-        Item(signed(found.difference.value, form), span),
+        Item(signed(found.difference.value, form, places), span),
         *(
-            Item(shown(cell.interval.value, form), limits_of(cell, form), note=name)
+            Item(shown(cell.interval.value, form, both), limits_of(cell, form, both), note=name)
             for name, cell in ((claim.method, found.ours), (claim.against, found.theirs))
         ),
         Item(found.metric.column.label, f"{claim.better} is claimed, {claim.phase}"),
@@ -53,27 +55,30 @@ def _line(found: Evaluated) -> Line:
 def _words(found: Evaluated) -> list[str]:
     claim = found.claim
     form = found.metric.column.form
+    both = decimals([found.ours.interval, found.theirs.interval], form)
     limits = f" [{_span(found)}]" if _span(found) else " (one seed)"
     label = found.metric.column.label
     words = [
         claim.paper,
         claim.says,
         MARKS[found.verdict],
-        signed(found.difference.value, form) + limits,
-        f"{claim.method}: {_plain(found.ours, form)}",
-        f"{claim.against}: {_plain(found.theirs, form)}",
+        signed(found.difference.value, form, decimals([found.difference], form)) + limits,
+        f"{claim.method}: {_plain(found.ours, form, both)}",
+        f"{claim.against}: {_plain(found.theirs, form, both)}",
         f"{label} (`{claim.metric}`), {claim.better} is claimed, {claim.phase}",
     ]
     return [word.replace("|", "\\|").replace("\n", " ") for word in words]
 
 
-def _plain(cell: Cell, form: str) -> str:
+def _plain(cell: Cell, form: str, places: int) -> str:
     limits = cell.interval.limits
-    return shown(cell.interval.value, form) + (f" [{between(*limits, form)}]" if limits else "")
+    value = shown(cell.interval.value, form, places)
+    return f"{value} [{between(*limits, form, places)}]" if limits else value
 
 
 def _span(found: Evaluated) -> str:
     """The limits of the difference; "" of one seed."""
     form = found.metric.column.form
     edges = found.difference.limits or ()
-    return " to ".join(signed(edge, form).removesuffix(" pp") for edge in edges)
+    places = decimals([found.difference], form)
+    return " to ".join(signed(edge, form, places).removesuffix(" pp") for edge in edges)

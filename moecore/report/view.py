@@ -1,6 +1,6 @@
 """What a page shows, ready to be laid out: the templates know these and nothing else."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
@@ -16,6 +16,7 @@ class Item(NamedTuple):
     note: str = ""
     look: str = ""  # a class of the style sheet
     share: float | None = None  # from 0 to 1: how deep the cell's colour is
+    value: float | None = None  # what a reader sorts by; None where there is nothing to compare
 
 
 NONE = Item("–", look="quiet")
@@ -30,6 +31,15 @@ class Line(NamedTuple):
     look: str = ""
 
 
+class Head(NamedTuple):
+    """What stands with a column's name."""
+
+    title: str = ""  # shown while a pointer rests on it
+    better: str = ""  # "higher", "lower", or "" where neither is better
+    word: str = ""  # a key of glossary.WORDS that explains it
+    notes: Sequence[str] = ()  # lines below the name
+
+
 class Grid(NamedTuple):
     """A table that scrolls by itself."""
 
@@ -38,6 +48,16 @@ class Grid(NamedTuple):
     title: str = ""
     below: str = ""
     small: bool = False  # many narrow columns
+    heads: Sequence[Head] = ()  # one a column, or () where their names say it all
+    sortable: bool = False  # by any column
+    short: str = ""  # the title where tables are chosen from
+    more: Sequence[Line] = ()  # rows of words that are folded below it
+
+    @property
+    def named(self) -> Sequence[tuple[str, Head]]:
+        """The columns' names with what stands with them."""
+        heads = self.heads or [Head()] * len(self.columns)
+        return list(zip(self.columns, heads, strict=True))
 
     @property
     def dense(self) -> bool:
@@ -78,7 +98,11 @@ class Block(NamedTuple):
     tiles: Sequence[Grid] = ()  # small tables side by side
     below: Sequence[str] = ()
     folded: bool = False  # shown once the reader asks for it
-    marks: bool = False  # the words below explain the marks of a table
+    marks: str = ""  # what the marks of its tables mean
+    finding: str = ""  # what it found, in a line: all that is read of it while it is folded
+    about: str = ""  # the column that its finding is of, where it has none of its own
+    choice: bool = False  # one of the tables, or of the pictures, is shown at a time
+    id: str = ""  # in the page; given by it
 
     @property
     def empty(self) -> bool:
@@ -96,14 +120,27 @@ class Section(NamedTuple):
     blocks: Sequence[Block]
 
 
+class Overview(NamedTuple):
+    """The methods of one phase in a picture that is read in ten seconds."""
+
+    id: str
+    title: str
+    pictures: Sequence[Picture]
+    notes: Sequence[str]  # what was not measured, and what would
+
+
 class Page(NamedTuple):
     """The whole page."""
 
     simulated: str  # names of simulated data; "" where there are none
+    answer: str  # to the question that is its title
     opening: str
+    overviews: Sequence[Overview]
     sections: Sequence[Section]
     facts: Sequence[Grid]  # of the data
     settings: str  # the text of params.yaml
+    words: Mapping[str, str]  # term → explanation
+    explorer: str = ""  # address of the routing explorer; "" where there is none
 
 
 def without_empty(blocks: Iterable[Block]) -> list[Block]:

@@ -1,27 +1,73 @@
-"""Numbers for readers."""
+"""Numbers for readers: as many digits as the interval around them bears out.
+
+A column has one number of decimals and one notation; 4.76e-04 never stands beside 0.000.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from statistics import median_low
 
 from moecore.report.cells import Cell
+from moecore.statistics.intervals import Interval
+
+SCALES = {"share": 100.0, "bytes": 2.0**-20}  # from the unit of a result to that of the page
+UNITS = {"share": " %", "bytes": " MiB"}
+MOST = {"share": 2, "number": 6, "bytes": 1}  # decimals; other forms have none
+OF_WIDTH = 2  # figures of an interval's half width that are printed
+OF_VALUE = 3  # figures of a value without an interval
+NOTHING = 1e-9  # a half width below it is rounding: every seed is alike
+MINUS = "−"
+PIXEL = 255  # steps of a pixel's value in a picture file
 
 
-def shown(value: float, form: str) -> str:
+def decimals(found: Iterable[Interval], form: str) -> int:
+    """How many decimals a column of these values has.
+
+    Two figures of the half width that is in the middle of all; where no value has an interval,
+    three figures of the value in the middle, and of shares one decimal.
+    """
+    if form not in MOST:
+        return 0
+    values = list(found)
+    widths = [value.limits for value in values]
+    halves = [(high - low) / 2 for low, high in (limits for limits in widths if limits)]
+    scale = SCALES.get(form, 1.0)
+    wide = [half * scale for half in halves if half * scale > NOTHING]
+    if wide:
+        return _places(median_low(wide), OF_WIDTH, MOST[form])
+    if form != "number":
+        return 1
+    sizes = [abs(value.value) for value in values if value.value]
+    return _places(median_low(sizes), OF_VALUE, MOST[form]) if sizes else 1
+
+
+def _places(size: float, figures: int, most: int) -> int:
+    """Decimals that print so many figures of a number of this size."""
+    return min(most, max(0, figures - 1 - math.floor(math.log10(size))))
+
+
+def shown(value: float, form: str, places: int | None = None) -> str:
     """share 0.912 → 91.2 %, count 12345 → 12,345, seconds 75 → 1 min 15 s, bytes → MiB.
 
-    Any other number has three decimals, none from 1000 on, and three figures where it is tiny or
-    huge.
+    places: the decimals of its column; of a number that stands alone those of ``decimals``. What
+    they would print as 0, but is none, is "< 0.001".
     """
-    match form:
-        case "share":
-            return f"{value * 100:.1f} %"
-        case "count":
-            return f"{value:,.0f}"
-        case "seconds":
-            return duration(round(value))
-        case "bytes":
-            return f"{value / 2**20:,.1f} MiB"
-    size = abs(value)
-    if size == 0 or 0.0005 <= size < 1000:
-        return f"{value:.3f}"
-    return f"{value:,.0f}" if 1000 <= size < 1e6 else f"{value:.2e}"
+    if form == "seconds":
+        return duration(round(value))
+    if places is None:
+        places = decimals([Interval(value)], form)
+    number = _number(value * SCALES.get(form, 1.0), places)
+    if 0 < value and not re.search("[1-9]", number):
+        number = f"< {10**-places:.{places}f}"
+    return number + UNITS.get(form, "")
+
+
+def _number(value: float, places: int) -> str:
+    """With a real minus, and without one before 0."""
+    text = f"{value:,.{places}f}"
+    negative = text.startswith("-") and re.search("[1-9]", text)
+    return (MINUS if negative else "") + text.removeprefix("-")
 
 
 def duration(seconds: int) -> str:
@@ -35,30 +81,51 @@ def duration(seconds: int) -> str:
     return f"{seconds} s"
 
 
-def signed(value: float, form: str) -> str:
+def signed(value: float, form: str, places: int | None = None) -> str:
     """A difference with its sign; shares in percentage points."""
-    if form == "share":
-        return f"{value * 100:+.1f} pp"
-    if value == 0:
-        return "±" + shown(0.0, form)
-    sign = "+" if value > 0 else "−"
-    return sign + shown(abs(value), form)
+    if places is None:
+        places = decimals([Interval(value)], form)
+    if form == "seconds":
+        text = duration(abs(round(value)))
+    else:
+        text = _number(abs(value) * SCALES.get(form, 1.0), places)
+    unit = {"share": " pp", "bytes": " MiB"}.get(form, "")
+    if not re.search("[1-9]", text):
+        return f"±{text}{unit}"
+    return ("+" if value > 0 else MINUS) + text + unit
 
 
-def between(low: float, high: float, form: str) -> str:
-    """The limits of an interval, such as 90.5 – 91.9; one that is tiny beside the other is 0."""
-    if max(abs(low), abs(high)) >= 0.0005:
-        low, high = (edge if abs(edge) >= 0.0005 else 0.0 for edge in (low, high))
-    return f"{_bare(low, form)} – {_bare(high, form)}"
+def between(low: float, high: float, form: str, places: int | None = None) -> str:
+    """The limits of an interval, such as 90.5 – 91.9, without a unit."""
+    if form == "seconds":
+        return f"{duration(round(low))} – {duration(round(high))}"
+    if places is None:
+        places = decimals([Interval((low + high) / 2, low, high)], form)
+    scale = SCALES.get(form, 1.0)
+    return f"{_number(low * scale, places)} – {_number(high * scale, places)}"
 
 
-def limits_of(cell: Cell, form: str) -> str:
+def limits_of(cell: Cell, form: str, places: int | None = None) -> str:
     """The limits of a cell; "" where it has none, or where every seed has the same count."""
     limits = cell.interval.limits
     if limits is None or (form == "count" and limits[0] == limits[1]):
         return ""
-    return between(*limits, form)
+    return between(*limits, form, places)
 
 
-def _bare(value: float, form: str) -> str:
-    return shown(value, form).removesuffix(" %").removesuffix(" MiB")
+def epsilon(value: float) -> str:
+    """How far an attack may move a pixel: 8/255 where it is such a fraction, else 0.05."""
+    steps = value * PIXEL
+    if abs(steps - round(steps)) < 1e-3:
+        return f"{round(steps)}/{PIXEL}"
+    return f"{value:.3g}"
+
+
+def unbroken(text: str) -> str:
+    """The same words, in which no line begins with a percent sign or ends with "ε ="."""
+    return re.sub(" %| = ", lambda found: found[0].replace(" ", "\u00a0"), text)
+
+
+def with_named_epsilons(text: str) -> str:
+    """The same words with every ``ε = 0.0313725`` as ``ε = 8/255``."""
+    return re.sub(r"ε = (\d*\.\d+)", lambda found: f"ε = {epsilon(float(found[1]))}", text)

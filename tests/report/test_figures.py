@@ -1,14 +1,18 @@
+from itertools import pairwise
+
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from moecore.report import pictures
 from moecore.report.charts import Look, Point, curves_chart
+from moecore.report.direct_labels import apart
 from moecore.report.drawing import INK, PALETTE, expert_colours, line_look, share_axis
 from moecore.report.maps import expert_maps
 from moecore.report.measures.routing import expert_load
-from moecore.report.training_figures import confusion_matrix
+from moecore.report.training_figures import confusion_matrix, routing_agreement
 
 
 def shares(number: int) -> tuple[float, ...]:
@@ -50,10 +54,45 @@ def test_ticks_between_whole_percents_are_not_rounded():
     assert printed == ["7%", "77.5%", "100%"]
 
 
-@pytest.mark.parametrize("methods", [1, 6, 24])
-def test_a_legend_of_long_names_lies_within_its_figure(methods):
+@pytest.mark.parametrize("methods", [1, 6, 8])
+def test_curves_have_their_names_at_their_ends(methods):
     points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
-    curves = {f"ermoe_without_orthogonality_{number}": points for number in range(methods)}
+    curves = {f"ermoe_without_{number}": points for number in range(methods)}
+    figure = curves_chart(curves, Look("", "k", "Accuracy"))
+    figure.canvas.draw()
+    names = figure.axes[0].texts
+    assert {name.get_text() for name in names} == set(curves)
+    boxes = sorted((Text.get_window_extent(name) for name in names), key=lambda box: box.y0)
+    assert all(0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+    assert all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes)), "names overlap"
+    assert figure.legends == []
+
+
+def test_names_move_as_little_as_they_must():
+    assert apart([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
+    assert apart([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert apart([0.98, 1.0], 0.1) == pytest.approx([0.9, 1.0])
+    assert apart([0.0, 0.02, 0.5], 0.1) == pytest.approx([0.0, 0.1, 0.5])
+
+
+def test_one_epoch_has_whole_ticks():
+    points = {"agreement_with_final": {}, "agreement_consecutive": {}}
+    points["agreement_consecutive"]["vmoe"] = [Point(2, 0.5, 0.5, 0.5)]
+    figure = routing_agreement(points)
+    figure.canvas.draw()
+    ticks = [text.get_text() for text in figure.axes[1].get_xticklabels()]
+    assert all(tick.isdigit() for tick in ticks) and "2" in ticks
+
+
+def test_a_curve_below_zero_is_held():
+    points = [Point(k, -0.5 * k, -0.6 * k, -0.4 * k) for k in (0, 1)]
+    axes = curves_chart({"vmoe": points}, Look("", "k", "Gain")).axes[0]
+    assert axes.get_ylim()[0] <= -0.6
+
+
+def test_a_legend_of_long_names_lies_within_its_figure():
+    points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
+    curves = {f"ermoe_without_orthogonality_{number}": points for number in range(24)}
     figure = curves_chart(curves, Look("", "k", "Accuracy"))
     figure.canvas.draw()
     box = figure.legends[0].get_window_extent()

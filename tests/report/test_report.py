@@ -13,18 +13,19 @@ from moecore.report.column import Column, Metric
 from moecore.report.curves import robustness_csv, training_csv
 from moecore.report.page import page
 from moecore.report.results import USUAL, read_results
+from moecore.report.rows import alike
 from moecore.report.tables import apart, flat, table
-from moecore.report.words import between, shown
+from moecore.report.words import between, decimals, epsilon, shown, with_named_epsilons
 from moecore.statistics.intervals import Interval
 from moecore.study.selection import Selection
 from moecore.training.outcome import Outcome
 from tests.report.generated import write_results
 
-MISSING = [
-    "artifacts/measured/finetune/tgr/0.json",
-    "artifacts/measured/robustness/pretrain/dense/0.json",
-    "artifacts/data/finetune/card.json",
-]
+MISSING = {
+    "artifacts/measured/finetune/tgr/0.json": "finetune",
+    "artifacts/measured/robustness/pretrain/dense/0.json": "robustness",
+    "artifacts/data/finetune/card.json": "prepare",
+}
 METHODS = {"dense": False, "vmoe": True, "tgr": True}
 
 
@@ -44,7 +45,7 @@ def one_seed(tmp_path_factory):
 
 def assert_self_contained(text: str) -> None:
     assert not re.search(r"""(src|href|url|@import)\s*[=(]?\s*["']?\s*(https?:)?//""", text)
-    assert "<script" not in text and "<link" not in text
+    assert "<script " not in text and text.count("<script>") == 1 and "<link" not in text
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'href="#([^"]+)"', text)) <= set(ids)
@@ -58,7 +59,7 @@ def test_the_page_is_self_contained_and_complete(one_seed):
         and "prefers-color-scheme: dark" in text
         and "&lt;settings&gt; &amp; more" in text
     )
-    assert text.index("<table") < text.index("<svg")
+    assert text.index("<h1") < text.index('class="lead"') < text.index("<svg")
     assert (
         all(method in text for method in METHODS)
         and "Agreement with teacher" in text
@@ -71,6 +72,7 @@ def test_dense_alone_and_several_seeds(tmp_path):
     dense = page(results(tmp_path / "dense", {"dense": False}, phases=["pretrain"]))
     assert_self_contained(dense)
     assert "Which expert" not in dense and "Load CV²" not in dense and "Routing change" not in dense
+    assert "nobody decides" in dense and re.search("dense has [0-9.]+.% ", dense)
     many = page(results(tmp_path / "many", seeds=[0, 1, 2], phases=["finetune"]))
     assert_self_contained(many)
     assert "Student" in many and "Wilson" not in many
@@ -126,7 +128,8 @@ def test_the_best_is_marked_only_outside_the_intervals():
 def test_a_missing_file_is_named(tmp_path, missing):
     write_results(tmp_path, METHODS, [0], ["pretrain", "finetune"])
     (tmp_path / missing).unlink()
-    with pytest.raises(UserError, match=re.escape(missing)):
+    told = f"{missing}: no such file; `dvc repro {MISSING[missing]}` writes it"
+    with pytest.raises(UserError, match=re.escape(told)):
         read_results(Selection(methods=tuple(METHODS), seeds=(0,)), "", tmp_path)
 
 
@@ -183,11 +186,13 @@ def test_csv_for_dvc_plots(one_seed):
         (75, "seconds", "1 min 15 s"),
         (3725, "seconds", "1 h 02 min"),
         (9, "seconds", "9 s"),
-        (0.0712, "number", "0.071"),
-        (0.00001, "number", "1.00e-05"),
-        (0, "number", "0.000"),
+        (0.0712, "number", "0.0712"),
+        (-0.0712, "number", "−0.0712"),
+        (0.00001, "number", "0.000010"),
+        (0.0000001, "number", "< 0.000001"),
+        (0, "number", "0.0"),
         (12934.6, "number", "12,935"),
-        (2.5e6, "number", "2.50e+06"),
+        (2.5e6, "number", "2,500,000"),
     ],
 )
 def test_numbers_for_readers(value, form, expected):
@@ -197,13 +202,47 @@ def test_numbers_for_readers(value, form, expected):
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ((0.00002, 0.009), "0.000 – 0.009"),
-        ((0.00002, 0.00003), "2.00e-05 – 3.00e-05"),
-        ((43.85, 3505.2), "43.850 – 3,505"),
+        ((0.00002, 0.009), "0.0000 – 0.0090"),
+        ((0.00002, 0.00003), "0.000020 – 0.000030"),
+        ((43.85, 3505.2), "44 – 3,505"),
+        ((-0.4, 0.31), "−0.40 – 0.31"),
     ],
 )
-def test_a_limit_that_is_tiny_beside_the_other_is_printed_as_zero(limits, expected):
+def test_limits_have_two_figures_of_their_half_width(limits, expected):
     assert between(*limits, "number") == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "form", "expected"),
+    [
+        # half widths 0.021, 0.0007 and 0.5: the middle one decides
+        ([(0.5, 0.479, 0.521), (0.3, 0.2993, 0.3007), (1, 0.5, 1.5)], "number", 3),
+        ([(0.84, 0.833, 0.847)], "share", 2),  # ± 0.70 percentage points
+        ([(0.84, 0.62, 1.0)], "share", 0),
+        ([(0.84, None, None)], "share", 1),
+        ([(4.76e-4, None, None), (0.02, None, None), (0.4, None, None)], "number", 4),
+        ([(1e-9, None, None)], "number", 6),
+        ([(12934.6, None, None), (0, None, None)], "number", 0),
+        ([(3, 1, 5)], "count", 0),
+        ([(3, 3, 3)], "number", 2),  # every seed alike
+    ],
+)
+def test_digits_follow_the_width_of_the_intervals(values, form, expected):
+    assert decimals([Interval(*value) for value in values], form) == expected
+
+
+def test_a_column_has_one_notation():
+    column = Column("a", "a", lambda result: None)
+    cells = [Cell(Interval(value), "", 1) for value in (4.76e-04, 0.0, 0.02, 0.4)]
+    assert [item.text for item in alike(column, cells)] == ["0.0005", "0.0000", "0.0200", "0.4000"]
+    tiny = alike(column, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
+    assert [item.text for item in tiny] == ["< 0.0001", "0.0200", "0.4000"]
+
+
+def test_epsilons_are_named():
+    assert [epsilon(value) for value in (8 / 255, 0.0313725, 0.05)] == ["8/255", "8/255", "0.05"]
+    said = "accuracy 3 %, at ε = 0.0313725; a guess has 10 % at ε = 0.5"
+    assert with_named_epsilons(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
 
 
 def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):

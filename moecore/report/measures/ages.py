@@ -8,9 +8,10 @@ from moecore.brain.age_errors import AgeErrors
 from moecore.brain.measured_ages import Result
 from moecore.measure.base import Estimate
 from moecore.report.age_figures import age_scatter, errors_by_group, pad_against_age
+from moecore.report.cells import cell
 from moecore.report.column import Column, Metric
 from moecore.report.measured import Phase
-from moecore.report.rows import item_of
+from moecore.report.rows import alike
 from moecore.report.shown import Figures, by_name
 from moecore.report.view import Block, Grid, Item, Line
 from moecore.tasks.base import Task
@@ -140,22 +141,34 @@ def part(phase: Phase) -> Iterator[Block]:
     ]
     drawn = by_name(phase, Result, figures)
     scatter = drawn["age_scatter"]
-    yield Block("Predicted age", words, [table_s1(phase)], scatter, below=refusals(phase))
+    yield Block(
+        "Predicted age",
+        words,
+        [table_s1(phase)],
+        scatter,
+        below=refusals(phase),
+        folded=True,
+        about="mae_pooled",
+    )
     others = drawn["pad_against_age"] + drawn["errors_by_group"]
     title = "Brain-PAD, and errors by decade, sex and site"
-    yield Block(title, pictures=others, folded=True)
+    yield Block(title, pictures=others, folded=True, about="corr_raw")
 
 
 def table_s1(phase: Phase) -> Grid:
     """Raw, pooled and per-sex predictions of every method: means over seeds with intervals."""
-    lines = []
-    for method, seeds in phase.models.items():
-        for prediction, words in TABLE_S1.items():
-            metrics = [
-                Metric(Column(name, name, number(prediction, name)), Result) for name in NUMBERS
-            ]
-            items = [item_of(metric, list(seeds.values())) for metric in metrics]
-            lines.append(Line(Item(method, note=words), items))
+    pairs = [(method, prediction) for method in phase.models for prediction in TABLE_S1]
+    columns = []
+    for name in NUMBERS:
+        cells = []
+        for method, prediction in pairs:
+            metric = Metric(Column(name, name, number(prediction, name)), Result)
+            cells.append(cell(metric, list(phase.models[method].values())))
+        columns.append(alike(Column(name, name, number("raw", name)), cells))
+    lines = [
+        Line(Item(method, note=TABLE_S1[prediction]), [column[row] for column in columns])
+        for row, (method, prediction) in enumerate(pairs)
+    ]
     return Grid(["Prediction", *NUMBERS.values()], lines)
 
 

@@ -72,7 +72,7 @@ def part(phase: Phase) -> Iterator[Block]:
         return
     fitted = ", ".join(f"{method} {temperature(result)}" for method, result in first.items())
     captions = {
-        "before": "A point is a bin of confidence; the larger, the more images. First seed.",
+        "before": "A point is a bin of confidence; the larger, the more images.",
         "after": f"Temperatures: {fitted}.",
     }
     drawn = []
@@ -80,8 +80,8 @@ def part(phase: Phase) -> Iterator[Block]:
         bins = {method: getattr(result, when).bins for method, result in first.items()}
         title = f"Reliability {when} calibration"
         chart = reliability_diagram(bins, title)
-        drawn.append(Picture(chart, f"{phase.name}: {title}", caption))
-    yield Block("Calibration", pictures=drawn)
+        drawn.append(Picture(chart, f"{phase.name}: {title}", caption + phase.first_seed))
+    yield Block("Calibration", pictures=drawn, folded=True, about="ece_after")
 
 
 def temperature(result: Result) -> str:

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
+from moecore.report.cells import cell
 from moecore.report.column import Column, Metric
 from moecore.report.drawing import GUIDE, legend_of, line_look, new_figure, styled
 from moecore.report.measured import Phase
-from moecore.report.rows import item_of
+from moecore.report.rows import alike
 from moecore.report.shown import Figures, each_method
 from moecore.report.tissues import TISSUES
 from moecore.report.view import Block, Grid, Item, Line
@@ -165,6 +166,8 @@ def part(phase: Phase) -> Iterator[Block]:
         grids=[] if grid is None else [grid],
         pictures=each_method(phase, Result, figures),
         below=[f"Not checked, {name}: {reason}." for name, reason in reasons.items()],
+        folded=True,
+        about="isolated_gm",
     )
 
 
@@ -184,12 +187,15 @@ def tissues(phase: Phase) -> Grid | None:
     }
     if not having:
         return None
-    lines = [
-        Line(
-            Item(method),
-            [item_of(metric, list(seeds.values())) for metric in having.values()],
+    columns = [
+        alike(
+            metric.column, [cell(metric, list(seeds.values())) for seeds in phase.models.values()]
         )
-        for method, seeds in phase.models.items()
+        for metric in having.values()
+    ]
+    lines = [
+        Line(Item(method), [column[row] for column in columns])
+        for row, method in enumerate(phase.models)
     ]
     return Grid(["MAE, years", *having], lines)
 
@@ -197,7 +203,7 @@ def tissues(phase: Phase) -> Grid | None:
 @styled
 def ageing_curves(found: Ageing) -> Figure:
     """Predicted age over age, one line a subject, with the identity."""
-    figure = new_figure(4.4, 4.0, f"Rising steps: {found.monotone_share:.0%}. First seed.")
+    figure = new_figure(4.4, 4.0, f"Rising steps: {found.monotone_share:.0%}.")
     axes = figure.subplots()
     ends = [found.ages[0], found.ages[-1]]
     axes.plot(ends, ends, color=GUIDE, linewidth=1, linestyle=":", label="identity")

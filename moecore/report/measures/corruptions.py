@@ -92,7 +92,7 @@ def figures(result: Result) -> Figures:
     names = [name.replace("_", " ") for name in errors]
     labels = Labels("Error under corruption", names, [str(one) for one in severities], "Severity")
     size = (2.4 + 0.5 * len(severities), 0.9 + 0.27 * len(names))
-    caption = "Percent. First seed."
+    caption = "Percent."
     yield "corruption_errors", heat_table(table, texts_of(table), labels, size, caption)
 
 
@@ -109,9 +109,22 @@ def part(phase: Phase) -> Iterator[Block]:
     corruptions = len(errors_of(first))
     caption = f"Mean over {corruptions} corruptions. {bands(results)}"
     drawn = Picture(curves_chart(curves, look, 3.2), f"{phase.name}: corruptions", caption)
-    yield Block("Common corruptions", pictures=[drawn])
+    yield Block("Common corruptions", pictures=[drawn], folded=True, about="corruption_error")
     tiles = [printed(result)._replace(title=name) for name, result in phase.first(Result).items()]
-    yield Block("Each corruption", tiles=tiles, folded=True)
+    yield Block("Each corruption", tiles=tiles, folded=True, finding=hardest(phase))
+
+
+def hardest(phase: Phase) -> str:
+    """The corruption with the largest error, and that with the smallest, over the methods."""
+    errors: dict[str, list[float]] = {}
+    for result in phase.first(Result).values():
+        for row in result.corruptions:
+            errors.setdefault(row.name.replace("_", " "), []).append(row.error)
+    means = {name: fmean(values) for name, values in errors.items()}
+    worst = max(means, key=means.__getitem__)
+    least = min(means, key=means.__getitem__)
+    ends = [f"{name} ({100 * means[name]:.0f} %)" for name in (worst, least)]
+    return f"the largest error is under {ends[0]}, the smallest under {ends[1]}"
 
 
 def printed(result: Result) -> Grid:
@@ -122,7 +135,7 @@ def printed(result: Result) -> Grid:
         for name, row in errors_of(result).items()
     }
     names = [str(severity) for severity in severities]
-    return percents("Severity", rows, names)._replace(below="Error in percent. First seed.")
+    return percents("Severity", rows, names)._replace(below="Error in percent.")
 
 
 def by_severity(result: Result) -> dict[float, float]:

@@ -51,4 +51,4 @@ def figures(result: Result) -> Figures:
         f"MoE {layer + 1}": [of_class[layer] for of_class in result.class_maps]
         for layer in range(layers)
     }
-    yield "class_maps", expert_maps(rows, result.classes, caption="First seed.")
+    yield "class_maps", expert_maps(rows, result.classes)

@@ -73,7 +73,7 @@ def lemma_terms(layers: tuple[LemmaPoints, ...]) -> Figure:
 
     In the upper panel all points lie on or below the diagonal.
     """
-    figure = new_figure(4.8, 5.6, "One point a token. First seed.")
+    figure = new_figure(4.8, 5.6, "One point a token.")
     panels = figure.subplots(2, 1, sharex=True)
     highest = max(max(layer.bound) for layer in layers)
     for axes, name in zip(panels, ("‖∇f(x)‖₂", "router term of the bound"), strict=True):

@@ -9,17 +9,17 @@ from moecore.measure.base import Skipped
 from moecore.measure.robustness import Result
 from moecore.measure.under_attack.curves import Left, Row, run_of, worst_of
 from moecore.report.audit import audit
-from moecore.report.charts import Curves, Look, Point, curves_chart, over, point
+from moecore.report.charts import Curves, Look, Point, bands, curves_chart, over, point
 from moecore.report.column import Column, Each, key_of, limits_of, mean, title_of, unit_of
 from moecore.report.measured import Measured, Phase
 from moecore.report.shown import Figures
 from moecore.report.view import Block, Picture
+from moecore.report.words import PIXEL, epsilon
 from moecore.statistics.intervals import Interval, over_seeds
 from moecore.tasks.base import Score
 
 WORST = "worst_case"
 ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
-PIXEL = 255  # steps of a pixel's value in a picture file
 
 
 def attacks_of(result: Result) -> list[str]:
@@ -47,8 +47,8 @@ def attack_title(name: str) -> str:
 
 
 def strongest(result: Result, attack: str) -> str:
-    """The largest epsilon of an attack in pixel steps: 8/255."""
-    return f"{rows_of(result, attack)[-1].epsilon * PIXEL:.3g}/{PIXEL}"
+    """The largest epsilon of an attack: 8/255."""
+    return epsilon(rows_of(result, attack)[-1].epsilon)
 
 
 def hits_under(model: Measured, attack: str) -> np.ndarray | None:
@@ -112,7 +112,7 @@ def change_under(name: str, word: str, what: str) -> Each:
         at = strongest(result, attack)
         return Column(
             f"{name}_{attack}",
-            f"{word} change, {attack_title(attack)}",
+            f"{word} change, {attack_title(attack)}, ε\u00a0=\u00a0{at}",
             read,
             "lower",
             note=f"1 − IoU of the experts that {what} a token at ε = {at}, mean over layers",
@@ -175,7 +175,9 @@ def part(phase: Phase) -> Iterator[Block]:
     if all(result.worst_case for result in results):
         drawn.append(curve_of(phase, WORST))
     moved = [moved_by(phase, attack) for attack in attacks]
-    yield Block("Robustness", pictures=[*drawn, *(one for one in moved if one is not None)])
+    every = [*drawn, *(one for one in moved if one is not None)]
+    about = score_under(WORST if results[0].worst_case else attacks[-1], results[0]).name
+    yield Block("Robustness", pictures=every, folded=True, about=about)
     lines = {
         method: [result.audit for result in seeds] for method, seeds in phase.of(Result).items()
     }
@@ -214,5 +216,5 @@ def moved_by(phase: Phase, attack: str) -> Picture | None:
         return None
     title = f"Routing change under {attack_title(attack)}"
     look = Look(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
-    caption = "Share of a token's chosen experts that changes; mean over MoE layers and seeds."
+    caption = "Mean over MoE layers. " + bands(phase.of(Result))
     return Picture(curves_chart(curves, look), f"{phase.name}: routing under {attack}", caption)

@@ -11,12 +11,12 @@ from moecore.report.charts import Look, bands, curves_chart, over
 from moecore.report.column import Column, Each, mean, named, slug, title_of
 from moecore.report.drawing import PALETTE, expert_colours, new_figure, share_axis, styled
 from moecore.report.measured import Phase
+from moecore.report.routing_findings import neighbours, swept_most
 from moecore.report.sheets import Frame, Tile, picture, sheet, tints
 from moecore.report.shown import Figures, by_name
 from moecore.report.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
-MANY = 6  # methods: with more, each one's pictures are folded
 MATCHES = {
     "match_top1": ("first expert", "same first expert"),
     "match_top2_ordered": ("top 2 in order", "same first and second"),
@@ -148,13 +148,25 @@ def figures(result: Result) -> Figures:
 
 def part(phase: Phase) -> Iterator[Block]:
     """Load and patches of the methods with MoE layers, then other settings of their routers."""
-    many = len(phase.models) > MANY
     drawn = by_name(phase, Result, figures)
     loads = drawn["expert_load"]
-    yield Block("Experts (first seed)", pictures=loads, folded=many)
+    yield Block("Load of the experts", pictures=loads, folded=True, about="load_cv2")
     patches = drawn["expert_overlays"]
-    yield Block("Which expert sees which patch", pictures=patches, folded=many)
-    yield Block("Other thresholds and other k at test time", pictures=sweeps(phase), folded=True)
+    yield Block(
+        "Which expert sees which patch",
+        pictures=patches,
+        folded=True,
+        finding=neighbours(phase.first(Result)),
+    )
+    yield Block(
+        "Other thresholds and other k at test time",
+        pictures=sweeps(phase),
+        folded=True,
+        finding=swept_most(
+            {method: swept(result, "k", "score") for method, result in phase.first(Result).items()},
+            phase.task.score,
+        ),
+    )
 
 
 @styled

@@ -111,9 +111,10 @@ def part(phase: Phase) -> Iterator[Block]:
         noisy(phase, changed, "Mean over MoE layers.", lambda row: mean(row.selection_change)),
         noisy(phase, scores, f"{images} test images.", lambda row: row.score),
     ]
-    yield Block("Noise", pictures=[one for one in drawn if one is not None])
+    known_ones = [one for one in drawn if one is not None]
+    yield Block("Noise", pictures=known_ones, folded=True, about="noise_selection_change")
     title = "Predictions along a ramp, and patches under noise"
-    yield Block(title, pictures=each_method(phase, Result, figures), folded=True)
+    yield Block(title, pictures=each_method(phase, Result, figures), folded=True, about="jumps")
 
 
 def noisy(
@@ -140,7 +141,7 @@ def noise_ramp(ramp: Ramp) -> Figure:
 
     A cross where the predicted class changes.
     """
-    caption = "A few images, first seed. A cross: another class is predicted."
+    caption = "A few images. A cross: another class is predicted."
     figure = new_figure(4.8, 3.5, caption)
     axes = figure.subplots()
     for number, curve in enumerate(ramp.shown):
@@ -178,6 +179,6 @@ def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure
             line.append(Tile(picture(image), tint, words))
         tiles.append(line)
     rows = [f"σ = {row.sigma:g}" if row.sigma else "clean" for row in stored]
-    caption = "Last MoE layer, first seed. Tinted: another expert."
+    caption = "Last MoE layer. Tinted: another expert."
     frame = Frame("Experts under noise: changed ones are tinted", rows, caption=caption)
     return sheet(tiles, frame, 1.5, 1.5)

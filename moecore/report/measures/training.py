@@ -17,8 +17,9 @@ from moecore.report.column import (
     title_of,
     unit_of,
 )
+from moecore.report.confusions import confusion
 from moecore.report.measured import Measured, Phase, known
-from moecore.report.rows import percents
+from moecore.report.routing_findings import preferred
 from moecore.report.shown import Figures, each_method
 from moecore.report.training_figures import (
     AGREEMENTS,
@@ -26,7 +27,6 @@ from moecore.report.training_figures import (
     class_maps,
     confusion_matrix,
     routing_agreement,
-    shares_of,
     training_curves,
 )
 from moecore.report.view import Block, Picture
@@ -179,27 +179,16 @@ def part(phase: Phase) -> Iterator[Block]:
     if not phase.results(Outcome):
         return
     chart = training_curves(phase.of(Outcome))
-    yield Block(
-        "Training", pictures=[Picture(chart, f"{phase.name}: training", "One line a seed.")]
-    )
+    caption = "One line a seed." if phase.seeds > 1 else ""
+    drawn = Picture(chart, f"{phase.name}: training", caption)
+    score = f"test_{key_of(phase.task.score)}"
+    yield Block("Training", pictures=[drawn], folded=True, about=score)
     yield agreement(phase)
     yield from regions.part(phase)
     maps = each_method(phase, Outcome, routed_classes)
-    yield Block("Which class goes to which expert", pictures=maps, folded=True)
+    finding = preferred(phase.first(Outcome))
+    yield Block("Which class goes to which expert", pictures=maps, folded=True, finding=finding)
     yield confusion(phase)
-
-
-def confusion(phase: Phase) -> Block:
-    """Share of each true class that was predicted as each class, method by method."""
-    tiles = []
-    for method, result in phase.first(Outcome).items():
-        if result.confusion is not None:
-            shares = shares_of(result.confusion)
-            rows = dict(zip(result.task.classes, shares.tolist(), strict=True))
-            grid = percents("True, predicted", rows, result.task.classes)
-            below = "Percent of each true class. First seed."
-            tiles.append(grid._replace(title=method, below=below))
-    return Block("Confusion matrices", tiles=tiles, folded=True)
 
 
 def agreement(phase: Phase) -> Block:
@@ -214,4 +203,5 @@ def agreement(phase: Phase) -> Block:
     what = "Share of tokens with the same first expert, mean over MoE layers."
     caption = f"{what} {bands(phase.of(Outcome))}"
     drawn = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
-    return Block(title, pictures=[drawn])
+    about = "agreement_with_final"
+    return Block(title, pictures=[drawn], folded=True, about=about)

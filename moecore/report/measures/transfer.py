@@ -13,7 +13,7 @@ from moecore.report.measured import Phase
 from moecore.report.measures.robustness import attack_title
 from moecore.report.shown import Figures
 from moecore.report.view import NONE, Block, Grid, Item, Line, Picture
-from moecore.report.words import shown, signed
+from moecore.report.words import decimals, epsilon, shown, signed, with_named_epsilons
 
 # The matrix is of pairs: no number of it belongs to one method.
 COLUMNS: tuple[Columns, ...] = ()
@@ -30,19 +30,28 @@ def part(phase: Phase) -> Iterator[Block]:
     result = phase.together.get(Result)
     if result is None:
         return
-    verdict = f"{MARKS[result.reading.holds]}: {result.reading.text}."
+    verdict = f"{MARKS[result.reading.holds]}: {with_named_epsilons(result.reading.text)}"
     words = [
-        f"{attack_title(result.attack)} at ε = {result.epsilon * 255:.3g}/255 on "
-        f"{result.images} test images, first seed. A row: the model on which the images were made. "
+        f"{attack_title(result.attack)} at ε = {epsilon(result.epsilon)} on "
+        f"{result.images} test images. A row: the model on which the images were made. "
         "A column: the model that scores them. On the diagonal stands the direct attack; below the "
         "other scores their difference from it, with an interval that holds for the whole matrix "
         "at 95 %. An attack from elsewhere that does more harm than the direct one says that the "
         "direct one is too weak to be believed (Carlini et al., 2019).",
-        verdict,
     ]
     drawn = [Picture(figure, f"{phase.name}: {name}") for name, figure in figures(result)]
     notes = [f"No image is made on {name}: {reason}." for name, reason in result.skipped.items()]
-    yield Block("Transfer of attacks", words, [printed(result)], drawn, below=notes)
+    if phase.seeds > 1:
+        notes.append("First seed.")
+    yield Block(
+        "Transfer of attacks",
+        words,
+        [printed(result)],
+        drawn,
+        below=notes,
+        folded=True,
+        finding=verdict,
+    )
 
 
 def printed(result: Result) -> Grid:
@@ -63,15 +72,16 @@ def item(cell: Cell | None, form: str) -> Item:
         return NONE
     text = shown(cell.score.value, form)
     if cell.made_on == cell.scored_by:
-        return Item(text, "direct", look="best")
+        return Item(text, "direct", look="direct", value=cell.score.value)
     found = cell.difference
     if found is None:
-        return Item(text)
-    difference = signed(found.value, form)
+        return Item(text, value=cell.score.value)
+    places = decimals([found.interval], form)
+    difference = signed(found.value, form, places)
     if limits := found.interval.limits:
-        low, high = (signed(edge, form).removesuffix(" pp") for edge in limits)
+        low, high = (signed(edge, form, places).removesuffix(" pp") for edge in limits)
         difference = f"{difference} ({low} to {high})"
-    return Item(text, difference)
+    return Item(text, difference, value=cell.score.value)
 
 
 def by_pair(result: Result) -> dict[tuple[str, str], Cell]:

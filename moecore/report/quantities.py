@@ -1,0 +1,154 @@
+"""The four numbers that a person asks for first: score, score under attack, steadiness, cost."""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from moecore.measure.robustness import Result as Robustness
+from moecore.report.cells import Cell, Cells
+from moecore.report.column import Column
+from moecore.report.measured import Phase
+from moecore.report.measures.robustness import WORST, attack_title, attacks_of, strongest
+from moecore.report.tables import Table
+from moecore.report.words import decimals
+from moecore.statistics.intervals import Interval
+
+
+class Quantity(NamedTuple):
+    """One number of every method that has it."""
+
+    words: str  # what it is, within a sentence; of steadiness with a place for the values
+    column: Column
+    cells: Mapping[str, Cell]
+    remains: bool = False  # shown is what is left of 1: of a change, what stays
+    unit: str = ""  # of an error
+
+    @property
+    def places(self) -> int:
+        """The decimals that all its values are shown with."""
+        return decimals([self.interval(method) for method in self.cells], self.column.form)
+
+    @property
+    def leader(self) -> str | None:
+        """The method that is better than every other, and not by chance."""
+        return next((method for method, found in self.cells.items() if found.leads), None)
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether differences could be shown at all: a test needs an interval."""
+        return all(found.kind for found in self.cells.values())
+
+    def interval(self, method: str) -> Interval:
+        """The value to be shown."""
+        found = self.cells[method].interval
+        if not self.remains:
+            return found
+        if found.limits is None:
+            return Interval(1 - found.value)
+        low, high = found.limits
+        return Interval(1 - found.value, 1 - high, 1 - low)
+
+    def told(self, values: str) -> str:
+        """Its words with the values in their place."""
+        return self.words.format(values)
+
+    def ends(self) -> tuple[str, str]:
+        """The methods with the smallest and the largest value."""
+        values = {method: self.interval(method).value for method in self.cells}
+        return min(values, key=lambda one: values[one]), max(values, key=lambda one: values[one])
+
+
+class Quantities(NamedTuple):
+    """Those of one phase; None for what was not measured."""
+
+    score: Quantity | None
+    attacked: Quantity | None
+    steady: Quantity | None
+    cost: Quantity | None
+
+    def missing(self, routed: bool) -> list[str]:
+        """What the stages did not measure, and which of them would."""
+        wanted = {"the score under attack": (self.attacked, "robustness")}
+        if routed:
+            wanted["how steady the routing is"] = (self.steady, "robustness")
+        return [
+            f"Not measured: {words} (the stage {stage} would)."
+            for words, (found, stage) in wanted.items()
+            if found is None
+        ]
+
+
+SCORED = ("on clean test data", "under the worst attack", "under attack")
+# How steady the routing is, in order of preference: column → words, and whether it is a change.
+STEADY = {
+    "noise_selection_change": ("noise leaves {} of its choice of experts in place", True),
+    "match_top1": ("two views of an image share {} of the first experts", False),
+    "agreement_with_final": ("{} of the first experts are settled halfway through training", False),
+}
+
+
+def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Quantities:
+    """Those of a phase, without its controls."""
+    columns = {metric.name: metric.column for metric in found.metrics}
+    cells = {method: row for method, row in found.cells.items() if method not in controls}
+    if not cells:
+        cells = found.cells
+
+    def named(name: str, words: str, remains: bool = False) -> Quantity | None:
+        column = columns.get(name)
+        if column is None:
+            return None
+        if remains:
+            column = column._replace(form="share")
+        having = of_column(name, cells)
+        unit = phase.task.score.unit if words in SCORED else ""
+        return Quantity(words, column, having, remains, unit) if having else None
+
+    score = "test_accuracy" if phase.task.score.form == "share" else "test_mae"
+    under, moved = attacked_names(phase)
+    words = f"an attack ({last_attack(phase)}) leaves {{}} of its choice of experts in place"
+    steady = named(moved, words, remains=True)
+    for name, (words, remains) in STEADY.items():
+        steady = steady or named(name, words, remains)
+    return Quantities(
+        named(score, SCORED[0]),
+        named(under, SCORED[1] if under.endswith(WORST) else SCORED[2]),
+        steady,
+        named("gflops", "GFLOPs") or named("active_parameters", "active parameters"),
+    )
+
+
+def of_column(name: str, cells: Cells) -> dict[str, Cell]:
+    """method → its cell, of the methods that have one."""
+    found = {method: row[name] for method, row in cells.items()}
+    return {method: one for method, one in found.items() if one is not None}
+
+
+def attacked_names(phase: Phase) -> tuple[str, str]:
+    """The columns of the score under attack, and of the change of the routing; "" for none.
+
+    Those of the worst case, or else of the last attack; the routing's is of the last attack.
+    """
+    results = phase.results(Robustness)
+    attacks = names_of_attacks(phase)
+    if not attacks:
+        return "", ""
+    worst = any(result.worst_case for result in results)
+    shown = WORST if worst else attacks[-1]
+    score = phase.task.score
+    begins = "accuracy" if score.form == "share" else f"attacked_{score.name}"
+    return f"{begins}_{shown}", f"routing_change_{attacks[-1]}"
+
+
+def last_attack(phase: Phase) -> str:
+    """PGD 10 at ε = 8/255."""
+    attacks = names_of_attacks(phase)
+    if not attacks:
+        return ""
+    met = next(one for one in phase.results(Robustness) if attacks[-1] in attacks_of(one))
+    return f"{attack_title(attacks[-1])} at ε\u00a0=\u00a0{strongest(met, attacks[-1])}"
+
+
+def names_of_attacks(phase: Phase) -> list[str]:
+    """The attacks that any model of the phase met."""
+    results = phase.results(Robustness)
+    return list(dict.fromkeys(name for result in results for name in attacks_of(result)))

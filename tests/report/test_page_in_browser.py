@@ -1,0 +1,208 @@
+"""The page as a person meets it: wide and narrow, light and dark, by mouse and by keyboard."""
+
+import pytest
+
+from moecore.report.claims import evaluate
+from moecore.report.page import page
+from moecore.report.results import read_results
+from moecore.study.selection import Selection
+from tests.browser import LOOKS, clipped, opened
+from tests.report.generated import CLASSES, NEW, USUAL, write_results
+from tests.report.test_claims import claim
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+METHODS = {"dense": False, "vmoe": True, "prc": True, "ermoe": True, "tgr": True, "moge": True}
+PHASES = ("pretrain", "finetune")
+STAGES = (*USUAL, "invariance", *NEW)
+SETTINGS = "methods: {dense: {}, vmoe: {router: {kind: noisy_top_k}}} # <script>alert(1)</script>\n"
+HEIGHTS = {1400: 8000, 390: 12000}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Six methods, two phases, everything measured; one seed."""
+    root = tmp_path_factory.mktemp("study")
+    write_results(root, METHODS, [0], list(PHASES), STAGES)
+    run = Selection(methods=tuple(METHODS), seeds=(0,), phases=PHASES)
+    return read_results(run, SETTINGS, root, STAGES)
+
+
+@pytest.fixture(scope="module")
+def written(study, tmp_path_factory):
+    """The page, with a claim and an address of the explorer, as a file."""
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    evaluated = evaluate([claim(says=HOSTILE)], study)
+    path.write_text(page(study, evaluated, explorer="explorer.html"), encoding="utf-8")
+    (path.parent / "explorer.html").write_text("<title>Explorer</title>", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_nothing_is_clipped_and_little_is_scrolled(browser, written, width, scheme):
+    with opened(browser, written, width, scheme) as shown:
+        assert clipped(shown) == []
+        assert shown.evaluate("document.documentElement.scrollWidth") == width
+        assert shown.evaluate("document.documentElement.scrollHeight") < HEIGHTS[width]
+        shown.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+        assert clipped(shown) == []
+        lead = shown.locator(".lead").bounding_box()
+        picture = shown.locator(".pair figure").first.bounding_box()
+        assert lead["y"] + lead["height"] < 700 and picture["y"] < 700
+        behind = shown.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (behind == "rgb(20, 24, 29)") == (scheme == "dark")
+
+
+def test_the_explorer_is_linked_from_the_first_screen(browser, written, study):
+    with opened(browser, written, 1400, "light") as shown:
+        link = shown.get_by_role("link", name="Explore the routing")
+        assert link.bounding_box()["y"] < 900
+        link.click()
+        assert shown.title() == "Explorer"
+    assert "explorer" not in page(study)
+
+
+def test_tables_sort_by_mouse_and_by_keyboard(browser, written):
+    with opened(browser, written, 1400, "light") as shown:
+        table = shown.locator("#pretrain table").first
+        names = table.locator("tbody th")
+        before = names.all_inner_texts()
+        assert before == list(METHODS)
+        head = table.get_by_role("columnheader", name="Load CV²")
+        button = head.get_by_role("button", name="Load CV²", exact=True)
+        button.click()
+        assert head.get_attribute("aria-sort") == "ascending", "best first, and lower is better"
+        values = table.locator("tbody tr td:nth-child(7)").all_inner_texts()
+        numbers = [float(value) for value in values if value != "–"]
+        assert numbers == sorted(numbers) and values[-1] == "–", "dense has none, and is last"
+        button.press("Enter")
+        assert head.get_attribute("aria-sort") == "descending"
+        button.press("Space")
+        assert head.get_attribute("aria-sort") == "none"
+        assert names.all_inner_texts() == before
+        table.get_by_role("button", name="Method").click()
+        assert names.all_inner_texts() == sorted(METHODS)
+
+
+def test_one_paper_at_a_time(browser, written):
+    with opened(browser, written, 1400, "light") as shown:
+        tabs = shown.locator("#pretrain").get_by_role("tab")
+        panes = shown.locator("#pretrain").get_by_role("tabpanel")
+        assert panes.count() == 1 and "pairwise" in panes.first.inner_text()
+        tabs.get_by_text("MoGE", exact=True).click()
+        assert "mixture of group experts" in panes.first.inner_text()
+        shown.keyboard.press("ArrowLeft")
+        assert "teacher-guided" in panes.first.inner_text()
+        shown.keyboard.press("Home")
+        assert "pairwise" in panes.first.inner_text()
+        assert tabs.first.get_attribute("aria-selected") == "true"
+        assert "63.04" in panes.first.locator("thead").inner_text(), "the paper's own number"
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_bar_follows_and_marks(browser, written, width):
+    with opened(browser, written, width, "light") as shown:
+        bar = shown.locator(".bar")
+        current = bar.locator(".places [aria-current]")
+        assert current.inner_text() == "Answer"
+        bar.get_by_role("link", name="Fine-tuned on Digits").click()
+        assert bar.bounding_box()["y"] == 0
+        shown.wait_for_function(
+            "document.querySelector('.places [aria-current]').hash === '#finetune'"
+        )
+        assert bar.locator(".parts:visible").count() == 1
+        bar.locator(".parts:visible").get_by_role("link", name="Robustness", exact=True).click()
+        fold = shown.locator("#finetune-robustness")
+        shown.wait_for_function("document.getElementById('finetune-robustness').open")
+        # What the link leads to lies below the bar and its list of parts.
+        low = bar.locator(".parts:visible").bounding_box()
+        assert fold.bounding_box()["y"] >= low["y"] + low["height"] - 1
+        shown.keyboard.press("End")
+        shown.wait_for_function(
+            "document.querySelector('.places [aria-current]').hash === '#settings'"
+        )
+
+
+def test_a_link_opens_the_fold_and_the_pane_that_it_points_into(browser, written):
+    address = written.resolve().as_uri()
+    pane = "pretrain-every_method_on_the_metrics_of_every_paper-4"
+    with opened(browser, f"{address}#pretrain-cost", 1400, "light") as shown:
+        shown.goto(f"{address}#{pane}")
+        shown.reload()
+        assert shown.locator(f"#{pane}").is_visible()
+        fold = shown.locator("#pretrain-calibration")
+        assert fold.get_attribute("open") is None
+        shown.evaluate("location.hash = 'pretrain-calibration'")
+        shown.wait_for_function("document.getElementById('pretrain-calibration').open")
+        fold.locator("summary").first.click()
+        assert fold.get_attribute("open") is None
+        shown.locator('.bar a[href="#pretrain-calibration"]').click()
+        assert fold.get_attribute("open") is not None, "the same link once more"
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_a_word_is_explained_where_it_stands(browser, written, width):
+    with opened(browser, written, width, "dark") as shown:
+        table = shown.locator("#pretrain table").first
+        asked = table.get_by_role("button", name="What is mCE?")
+        asked.scroll_into_view_if_needed()
+        said = shown.locator("#word-mce")
+        assert not said.is_visible()
+        asked.focus()
+        shown.keyboard.press("Enter")
+        assert said.is_visible() and "mean corruption error" in said.inner_text()
+        box = said.bounding_box()
+        assert 0 <= box["x"] and box["x"] + box["width"] <= width
+        assert abs(box["y"] - asked.bounding_box()["y"]) < 200, "beside what was asked"
+        shown.keyboard.press("Escape")
+        assert not said.is_visible()
+        shown.locator("#answer").get_by_role("button", name="What is router?").click()
+        assert "decides which experts" in shown.locator("#word-router").inner_text()
+        shown.keyboard.press("Escape")
+        shown.locator("#words summary").click()
+        assert "decides which experts see a token" in shown.locator("#words").inner_text()
+
+
+def test_a_table_says_that_it_scrolls(browser, written):
+    with opened(browser, written, 390, "light") as shown:
+        place = shown.locator("#pretrain .wide-table").first
+        assert "over" in place.get_attribute("class").split()
+        method = place.locator("tbody th").first
+        left = method.bounding_box()["x"]
+        place.locator(".scroll").evaluate("one => { one.scrollLeft = one.scrollWidth }")
+        shown.wait_for_function(
+            "document.querySelector('#pretrain .wide-table').classList.contains('ended')"
+        )
+        assert method.bounding_box()["x"] == pytest.approx(left, abs=1), "the method stays"
+    with opened(browser, written, 1400, "light") as shown:
+        assert shown.locator("#pretrain .wide-table.over:visible").count() == 0
+
+
+def test_without_scripts_everything_is_there(browser, written):
+    context = browser.new_context(java_script_enabled=False)
+    shown = context.new_page()
+    shown.goto(written.resolve().as_uri())
+    assert shown.locator("#pretrain .pane").count() == 7
+    assert all(pane.is_visible() for pane in shown.locator("#pretrain .pane").all())
+    context.close()
+
+
+@pytest.mark.parametrize("methods", [{"dense": False}, {"vmoe": True}])
+def test_names_that_are_code_are_words(browser, tmp_path, methods):
+    """Also: a dense method alone, and one with experts alone."""
+    write_results(tmp_path, methods, [0], ["pretrain"], USUAL)
+    for path in tmp_path.glob("artifacts/**/*.json"):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace(f'"{CLASSES[0]}"', f'"{HOSTILE}"'), encoding="utf-8")
+    run = Selection(methods=tuple(methods), seeds=(0,), phases=("pretrain",))
+    found = read_results(run, SETTINGS.replace("vmoe", HOSTILE), tmp_path)
+    path = tmp_path / "index.html"
+    path.write_text(page(found), encoding="utf-8")
+    for width, scheme in LOOKS[1:3]:
+        with opened(browser, path, width, scheme) as shown:
+            shown.on("dialog", lambda dialog: pytest.fail(dialog.message))
+            shown.evaluate(
+                "document.querySelectorAll('details').forEach(one => { one.open = true })"
+            )
+            assert shown.locator("img[src=x]").count() == 0
+            assert HOSTILE in shown.locator("main").inner_text()
+            assert clipped(shown) == []
