@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.claims import Evaluated
 from moecore.report.curves import robustness_csv, table_s1_csv, training_csv
+from moecore.report.explorer import FILE, explorer
 from moecore.report.measured import Results
 from moecore.report.page import page
 from moecore.report.verdicts import claims_markdown
@@ -15,6 +16,7 @@ def texts(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, str]:
     phases = list(results.phases.values())
     found = {
         "index.html": page(results, evaluated),
+        FILE: explorer(results),
         "claims.md": claims_markdown(evaluated),
         "plots/training.csv": training_csv(results),
     }
