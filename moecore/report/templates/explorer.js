@@ -1,10 +1,10 @@
 // What is shown, and how it is chosen. The address holds it, so that a view can be shared.
 
 const KINDS = {
-  noise: "noise",
-  attack: "attack radius",
-  augmentation: "augmentation",
-  epoch: "training epoch",
+  noise: { name: "noise", slider: "Strength" },
+  attack: { name: "attack radius", slider: "Strength" },
+  augmentation: { name: "augmentation", slider: "Which" },
+  epoch: { name: "training epoch", slider: "After" },
 };
 const WAYS = {
   ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1],
@@ -91,7 +91,7 @@ function viewOf(name, place) {
   const view = { name, model, shown, layer, kept, image: state.image, token: state.token };
   const expert = kept ?? bestExpert(view, state.token) ?? 0;
   const missing = state.step >= there.length;
-  return { ...view, expert, missing, kind: KINDS[state.kind], phase: phaseNow() };
+  return { ...view, expert, missing, kind: KINDS[state.kind]?.name, phase: phaseNow() };
 }
 
 async function draw() {

@@ -13,7 +13,8 @@ function fillControls(shown) {
   fill("method", methods, state.method);
   fill("beside", [["", "nothing"], ...methods], state.beside);
   fill("layer", places, state.layer);
-  fill("kind", kindsOf(shown).map((kind) => [kind, KINDS[kind]]), state.kind);
+  fill("kind", kindsOf(shown).map((kind) => [kind, KINDS[kind].name]), state.kind);
+  find("how").textContent = KINDS[state.kind]?.slider ?? "";
   const slider = find("step");
   slider.max = Math.max(0, labels.length - 1);
   slider.value = state.step;

@@ -66,7 +66,7 @@ class Panel {
     this.sorry.hidden = Boolean(view.model);
     this.body.hidden = this.answer.hidden = !view.model;
     if (!view.model) {
-      this.sorry.textContent = `Nothing to see: ${view.reason}.`;
+      this.sorry.textContent = `${view.reason[0].toUpperCase()}${view.reason.slice(1)}.`;
       return;
     }
     this.answer.replaceChildren(...answerWords(view));
@@ -119,7 +119,7 @@ class Panel {
     const cell = (token) => {
       const { now, was, changed } = change(view, token);
       const dim = view.kept !== null && view.kept !== now;
-      const words = changed && spacious ? `${was ?? "–"}→${now ?? "–"}` : `${now ?? "–"}`;
+      const words = changed && spacious ? moveWords(view.shown, now, was) : `${now ?? "–"}`;
       return make("div", {
         role: "gridcell", id: id(token), "data-token": token,
         class: `cell${changed ? " changed" : ""}${dim ? " dim" : ""}`,

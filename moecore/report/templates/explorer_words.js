@@ -28,6 +28,12 @@ function percent(share) {
 const specialName = (token) => (token === 0 ? "class token" : `special token ${token + 1}`);
 const where = (shown) => (shown.kind === "epoch" ? "In the trained model" : "In the clean image");
 
+// From the clean image to this one, or from this epoch to the trained model.
+function moveWords(shown, now, was) {
+  const [from, to] = shown.kind === "epoch" ? [now, was] : [was, now];
+  return `${from ?? "–"}→${to ?? "–"}`;
+}
+
 function placeName(model, token) {
   if (token < model.special) return `The ${specialName(token)}`;
   const place = coordinates(model, token).map((index) => index + 1);
@@ -39,7 +45,7 @@ function placeName(model, token) {
 function patchWords(view, token) {
   const { now, was, changed } = change(view, token);
   const words = `${placeName(view.model, token)}: expert ${now ?? "none"}`;
-  return changed ? `${words}, changed from ${was ?? "none"}` : words;
+  return changed ? `${words}; ${where(view.shown).toLowerCase()} ${was ?? "none"}` : words;
 }
 
 function labelWords(phase, model, image) {
@@ -70,5 +76,6 @@ function countWords(view) {
   const words = [make("b", {}, `${changed} of ${compared} patches changed`)];
   if (shown.kind === "epoch") words.push(" until the end of the training");
   if (compared < all.length) words.push(`; ${all.length - compared} are not in the clean image`);
+  if (shown.picture === null && shown.kind !== "epoch") words.push("; drawn is the clean one");
   return words;
 }
