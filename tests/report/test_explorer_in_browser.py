@@ -181,7 +181,7 @@ def test_an_expert_shows_its_load_classes_and_patches(browser: Browser, whole):
         assert state(page)["expert"] == "3"
         use = result.layers[1].experts[3]
         head = panel.locator(".expert h3").inner_text().split(" · ")[1]
-        assert head == f"{100 * use.load:.0f} % of all choices"
+        assert head == f"load {100 * use.load:.0f} %"
         names = panel.locator(".classes .name").all_inner_texts()
         classes = [NASTY, "class 1", "class 2"]
         assert names == [classes[place] for place, _ in use.classes]
@@ -250,7 +250,7 @@ def test_epochs_of_a_training(browser: Browser, whole):
         settled(page)
         assert page.locator("#label").inner_text() == "epoch 1 of 10"
         words = page.locator(".count").all_inner_texts()[:2]
-        assert words[0].endswith("patches changed until the end of the training")
+        assert words[0].endswith("patches changed until the end")
         assert not words[0].startswith("0 ")
         assert words[1] == "no training epoch was looked at in this model"
         page.locator("#step").fill("1")

@@ -159,7 +159,8 @@ class Panel {
       class: place === kept ? "kept" : "", "aria-selected": String(place === expert),
       "aria-label": `expert ${place}, load ${percent(load)}`,
     }, badge(place), track(load / most), number(load)));
-    const head = make("p", { class: "head", role: "presentation" }, "expert, share of all choices");
+    const words = "expert and load, its share of all choices";
+    const head = make("p", { class: "head", role: "presentation" }, words);
     this.list.setAttribute("aria-activedescendant", id(expert));
     this.list.replaceChildren(head, ...rows);
     scrollTo(this.list, rows[expert]);
@@ -168,7 +169,7 @@ class Panel {
   drawExpert({ model, layer, expert, phase }) {
     const { experts, crops } = model.layers[layer];
     const { load, classes, favourites } = experts[expert];
-    const parts = [make("h3", {}, "Expert ", badge(expert), ` · ${percent(load)} of all choices`)];
+    const parts = [make("h3", {}, "Expert ", badge(expert), ` · load ${percent(load)}`)];
     if (classes.length) {
       const rows = classes.map(([place, share]) => make("li", {},
         make("span", { class: "name", title: phase.answers[place] }, phase.answers[place]),

@@ -74,7 +74,7 @@ function countWords(view) {
   const compared = all.filter((one) => one.compared).length;
   const changed = all.filter((one) => one.changed).length;
   const words = [make("b", {}, `${changed} of ${compared} patches changed`)];
-  if (shown.kind === "epoch") words.push(" until the end of the training");
+  if (shown.kind === "epoch") words.push(" until the end");
   if (compared < all.length) words.push(`; ${all.length - compared} are not in the clean image`);
   if (shown.picture === null && shown.kind !== "epoch") words.push("; drawn is the clean one");
   return words;
