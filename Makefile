@@ -60,4 +60,4 @@ bench: setup                     ## race the MoE layer and the step against dens
 	python -m benchmarks.table
 
 clean:                           ## delete what can be made again and git does not track, but not DVC's cache
-	rm -rf {.,pipelines/*}/{artifacts,.state,dvc_plots} {.,pipelines/*}/reports/{index.html,claims.md,curves,metrics,plots} mlruns mlflow.db
+	rm -rf {.,pipelines/*}/{artifacts,.state,dvc_plots} {.,pipelines/*}/reports/{index.html,explorer.html,claims.md,curves,metrics,plots} mlruns mlflow.db

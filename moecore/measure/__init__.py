@@ -4,6 +4,7 @@ from moecore.measure import (
     cohort_checks,
     corruptions,
     cost,
+    explorer,
     invariance,
     lipschitz,
     routing,
@@ -18,5 +19,6 @@ MEASUREMENTS = {
     "stability": Measurement.of(stability, stability.Stability),
     "lipschitz": Measurement.of(lipschitz, lipschitz.Lipschitz),
     "cost": Measurement.of(cost, cost.Cost),
+    "explorer": Measurement.of(explorer, explorer.Explorer),
     "cohort_checks": Measurement.of(cohort_checks, cohort_checks.CohortChecks),
 }

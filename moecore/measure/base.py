@@ -85,6 +85,9 @@ def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
 
     Raises UserError where the file is missing, damaged, or of other code than this.
     """
+    if not Path(path).is_file():
+        again = f"the stage {stage} writes it: run `dvc repro {stage}`"
+        raise UserError(f"{path}: no such file; {again}")
     found = read_json(path)
     if isinstance(found, dict) and set(found) == {"skipped"}:
         return Skipped.model_validate(found)

@@ -63,6 +63,20 @@ def partners(affines_1: Tensor, affines_2: Tensor, layout: Layout) -> Partners:
     return Partners(index, found, swapped)
 
 
+def origins(affines: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The patch of the original image in which each patch centre of a view lies.
+
+    affines: (B, D+1, D+1), original to view.  Returns (B, P) int64, 0 where there is none, and
+    (B, P) bool, whether there is one.  Raises UserError where an affine cannot be undone.
+    """
+    views = affines.double()
+    _same_axes(views, views, layout)
+    _expansion(views, 1)
+    back = torch.linalg.inv_ex(views).inverse
+    places = _centres(layout, views.device) @ back[:, :-1, :-1].mT + back[:, None, :-1, -1]
+    return _nearest(places, layout)
+
+
 def token_pairs(affines: Tensor, layout: Layout, special: bool) -> TokenPairs:
     """The pairs of all images; ``special`` tokens match themselves if asked.
 

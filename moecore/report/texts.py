@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.claims import Evaluated
 from moecore.report.curves import robustness_csv, table_s1_csv, training_csv
+from moecore.report.explorer import FILE, explorable, explorer
 from moecore.report.measured import Results
 from moecore.report.page import page
 from moecore.report.plots import plot_files
@@ -16,7 +17,8 @@ def texts(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, str]:
     """Path below reports/ → content."""
     phases = list(results.phases.values())
     found = {
-        "index.html": page(results, evaluated),
+        "index.html": page(results, evaluated, FILE if explorable(results) else None),
+        FILE: explorer(results),
         "claims.md": claims_markdown(evaluated),
         "curves/training.csv": training_csv(results),
     }

@@ -1,6 +1,6 @@
 """What of params.yaml has no meaning for volumes, and what only volumes have."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from moecore.measure.routing_metrics.augmentations import OF_VOLUMES
@@ -28,12 +28,18 @@ def _views(study: Study, volumes: set[str]) -> Found:
     for keys, phase, training in trainings(study):
         if phase in volumes:
             yield from _flat_views((*keys, "views"), training.views)
-    settings = study.routing
-    if settings is None or not volumes & set(study.run.phases):
-        return
-    yield from _flat_views(("routing", "views"), settings.views)
-    for index, asked in enumerate(settings.augmentations):
-        keys = ("routing", "augmentations", index)
+    if study.routing is not None and volumes & set(study.run.phases):
+        yield from _flat_views(("routing", "views"), study.routing.views)
+        yield from _augmentations("routing", study.routing.augmentations)
+    explorer: Any = getattr(study, "explorer", None)
+    looked_at = set(study.run.thorough or study.run.phases)
+    if explorer and "explorer" in study.run.measurements and volumes & looked_at:
+        yield from _augmentations("explorer", explorer.augmentations)
+
+
+def _augmentations(section: str, augmentations: Iterable[Any]) -> Found:
+    for index, asked in enumerate(augmentations):
+        keys = (section, "augmentations", index)
         if not isinstance(asked, str):
             yield from _flat_views((*keys, "views"), asked.views)
         elif asked not in OF_VOLUMES:

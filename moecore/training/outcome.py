@@ -11,6 +11,7 @@ from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.model import Model
 from moecore.nn.parameters import parameter_counts
 from moecore.nn.predict import predictions
+from moecore.nn.traces import Trace
 from moecore.statistics.estimate import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Details
@@ -34,6 +35,14 @@ class Probed(Config):
     rows: tuple[RegionRow, ...]
 
 
+class Watched(Config):
+    """A few test images after one epoch, for pages that show single images."""
+
+    epoch: int
+    images: tuple[int, ...]  # their places in the split
+    trace: Trace
+
+
 class Settling(Config):
     """How the routing settles while a model is trained; all empty for a dense model.
 
@@ -46,6 +55,7 @@ class Settling(Config):
     agreement_consecutive_by_layer: tuple[Agreement, ...] = ()
     class_maps: dict[str, tuple[tuple[Map, ...], ...]] = {}  # epoch → class, layer, expert
     region_routing: tuple[Probed, ...] = ()  # of data with tissue maps
+    watched: tuple[Watched, ...] = ()  # after some of the epochs
     routing_agreement_before_after: Agreement = ()  # fine-tuning, for each layer, on test images
 
 

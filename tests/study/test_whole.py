@@ -169,7 +169,7 @@ def test_sections_are_what_the_stages_read(problems, old, new, expected):
 def test_a_measurement_may_be_switched_off(tmp_path):
     (tmp_path / "dvc.yaml").write_bytes((ROOT / "dvc.yaml").read_bytes())
     text = FILE.read_text(encoding="utf-8").replace(
-        "  measurements: [invariance, corruptions, stability, lipschitz, cost]",
+        "  measurements: [invariance, corruptions, stability, lipschitz, cost, explorer]",
         "  measurements: [cost]",
         1,
     )

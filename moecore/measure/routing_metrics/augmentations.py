@@ -85,17 +85,21 @@ OF_VOLUMES = {
 }
 
 
-def resolved(asked: Preset | Augmentation, volumes: bool = False) -> Augmentation:
+def resolved(
+    asked: Preset | Augmentation, volumes: bool = False, section: str = "routing"
+) -> Augmentation:
     """A preset by its name, or the augmentation itself.
 
-    Raises UserError for a preset that volumes do not have.
+    Raises UserError, naming the section of params.yaml, for a preset that volumes do not have.
     """
     if isinstance(asked, Augmentation):
         return asked
     known = OF_VOLUMES if volumes else PRESETS
     if asked not in known:
         found = f"found {asked}, which is for flat images"
-        raise UserError(f"routing.augmentations: {found}; allowed for volumes: {', '.join(known)}")
+        raise UserError(
+            f"{section}.augmentations: {found}; allowed for volumes: {', '.join(known)}"
+        )
     return known[asked]
 
 

@@ -23,6 +23,7 @@ from moecore.measure.routing_metrics.region_probe import (
     kept_regions,
     probed_epochs,
 )
+from moecore.measure.routing_metrics.watched import keep_trace, kept_traces, watched_epochs
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.training.outcome import Settling
@@ -58,6 +59,8 @@ class Watch(NamedTuple):
         write_tensors(_path(self.folder, epoch), kept)
         if epoch in probed_epochs(self.epochs):
             keep_regions(self.folder, epoch, self.model, self.data, self.experts, self.seed)
+        if epoch in watched_epochs(self.epochs):
+            keep_trace(self.folder, epoch, self.model, self.data)
 
     def settled(self) -> Settling:
         """What was kept, over all epochs.
@@ -78,6 +81,7 @@ class Watch(NamedTuple):
             agreement_consecutive_by_layer=by_layer["consecutive"],
             class_maps={str(epoch): _rounded(kept[epoch - 1]["maps"]) for epoch in mapped},
             region_routing=kept_regions(self.folder, self.data, self.epochs),
+            watched=kept_traces(self.folder, self.data, self.epochs),
         )
 
 

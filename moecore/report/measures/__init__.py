@@ -5,6 +5,7 @@ from moecore.measure.calibration import Result as Calibration
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.measure.corruptions import Result as Corruptions
 from moecore.measure.cost import Result as Cost
+from moecore.measure.explorer import Result as Explorer
 from moecore.measure.invariance import Result as Invariance
 from moecore.measure.lipschitz import Result as Lipschitz
 from moecore.measure.robustness import Result as Robustness
@@ -16,6 +17,7 @@ from moecore.report.measures import (
     cohort_checks,
     corruptions,
     cost,
+    explorer,
     invariance,
     lipschitz,
     robustness,
@@ -72,6 +74,7 @@ SHOWN = (
         lipschitz.figures,
     ),
     Shown("cost", "cost", Cost, cost.COLUMNS, cost.figures),
+    Shown("explorer", "single images", Explorer, explorer.COLUMNS, explorer.figures),
     Shown(
         "cohort_checks",
         "checks on the cohort",

@@ -1,0 +1,179 @@
+"""Which expert sees which patch of single images, clean and changed: what explorer.html shows."""
+
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from moecore.attacks import Attack
+from moecore.attacks.pgd import Pgd
+from moecore.attacks.target import Target
+from moecore.core.config import Config
+from moecore.core.packed import packed
+from moecore.data.prepared import evenly_spread
+from moecore.measure.base import Parts, Subject, kept
+from moecore.measure.routing_metrics import variants
+from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolved
+from moecore.measure.routing_metrics.favourites import Gallery, LayerExperts, layer_experts
+from moecore.measure.routing_metrics.pictures import Picture, picture
+from moecore.measure.routing_metrics.variants import Variant
+from moecore.measure.routing_metrics.watched import IMAGES, VOLUMES, explored_places
+from moecore.nn.backbones.model import Model
+from moecore.nn.predict import predictions
+from moecore.nn.traces import Trace, trace
+from moecore.tasks import AnyTask
+
+BATCH = 64  # images a forward pass
+Positive = Annotated[float, Field(gt=0, le=1)]
+
+
+class Explorer(Config):
+    """Which images are shown, and what is done to them."""
+
+    images: int = Field(
+        24,
+        ge=1,
+        le=IMAGES,
+        description=f"Test images, evenly spread over the split, the same for every method; of "
+        f"volumes at most {VOLUMES}.",
+    )
+    gallery: int | None = Field(
+        400,
+        ge=1,
+        description="Test images on which experts' loads, classes and favourite patches are "
+        "counted; null takes all.",
+    )
+    favourites: int = Field(
+        12, ge=1, le=24, description="Patches shown of each expert; fewer where experts are many."
+    )
+    sigmas: tuple[Positive, ...] = Field(
+        (0.05, 0.1, 0.2, 0.4),
+        description="Standard deviations of Gaussian noise; pixels lie in [0, 1].",
+    )
+    epsilons: tuple[Positive, ...] = Field(
+        (1 / 255, 2 / 255, 4 / 255, 8 / 255),
+        description="Radii of the attack in the L∞ ball; pixels lie in [0, 1].",
+    )
+    attack: Attack = Field(Pgd(steps=5), description="The attack at these radii.")
+    augmentations: tuple[Preset | Augmentation, ...] = Field(
+        ("shift", "rotation"),
+        description="Random views, kind by kind: presets, or {name, views, noise}. Patches are "
+        "compared with those of the clean image that they show.",
+    )
+    seed: int = Field(0, ge=0, description="Of noise, attack and views; the same for every method.")
+
+
+class Shown(Config):
+    """The images, changed in one way."""
+
+    kind: variants.Kind
+    label: str
+    picture: Picture | None  # None: of volumes only the clean ones are kept
+    origins: str | None  # packed uint16 (N, P): the clean image's patch, 65535 for none
+    trace: Trace
+
+
+class Result(Config):
+    """N images; every trace has a word for each of their tokens in each MoE layer.
+
+    Tokens are ``special`` ones first, then a ``grid`` of places, the last axis fastest: rows and
+    columns of patches, the three axes of a volume's, or one axis for a text.
+    """
+
+    special: int
+    grid: tuple[int, ...]
+    images: tuple[int, ...]  # their places in the test split
+    labels: tuple[tuple[float, ...], ...]  # their classes, or the real target
+    layers: tuple[LayerExperts, ...]
+    shown: tuple[Shown, ...]  # clean first
+
+
+class Part(Config):
+    """A part that is kept over a kill."""
+
+    shown: tuple[Shown, ...]
+
+
+class Experts(Config):
+    """The same of the experts."""
+
+    layers: tuple[LayerExperts, ...]
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: a dense model has no experts."""
+    if subject.model.moe is None:
+        return "a dense model has no experts, so there is nothing to see"
+    return None
+
+
+def measure(subject: Subject, settings: Explorer, parts: Parts) -> Result:
+    """Everything that the page shows of one model."""
+    model = subject.model
+    data = subject.data
+    layout = model.layout
+    places = explored_places(data, settings.images)
+    images = np.array(data.test.images[places])
+    labels = torch.from_numpy(np.array(data.test.labels[places]))
+    target = Target(model, data.task, images, labels, BATCH, settings.seed)
+    volumes = images.ndim == 5
+    asked = [resolved(one, volumes, "explorer") for one in settings.augmentations]
+    clean = target.clean()
+
+    changed: dict[str, Callable[[], Iterable[Variant]]] = {
+        "clean": lambda: [Variant("clean", "clean", clean)],
+        "noise": lambda: variants.with_noise(clean, places, settings.sigmas, settings.seed),
+        "attack": lambda: variants.attacked(target, settings.attack, settings.epsilons),
+        "augmentations": lambda: variants.augmented(images, asked, layout, settings.seed),
+    }
+
+    def part(name: str) -> Part:
+        return Part(shown=[shown(model, data.task, variant) for variant in changed[name]()])
+
+    def experts() -> Experts:
+        chosen = evenly_spread(len(data.test.images), settings.gallery)
+        gallery = Gallery(chosen, data.test, data.task)
+        return Experts(layers=layer_experts(model, gallery, settings.favourites))
+
+    seen = [kept(parts, name, Part, lambda name=name: part(name)) for name in changed]
+    return Result(
+        special=layout.special,
+        grid=layout.grid,
+        images=places,
+        labels=labels_of(labels, data.task),
+        layers=kept(parts, "experts", Experts, experts).layers,
+        shown=[one for part in seen for one in part.shown],
+    )
+
+
+def shown(model: Model, task: AnyTask, variant: Variant) -> Shown:
+    """What the model does with the images."""
+    prediction, records = predictions(model, variant.pixels, BATCH)
+    places = None
+    if variant.origins is not None:
+        places = packed(variant.origins.numpy().astype(np.uint16))
+    return Shown(
+        kind=variant.kind,
+        label=variant.label,
+        picture=picture_of(variant),
+        origins=places,
+        trace=trace(prediction, records, task),
+    )
+
+
+def picture_of(variant: Variant) -> Picture | None:
+    """The images as they are shown."""
+    if variant.pixels.ndim == 5 and variant.kind != "clean":
+        return None
+    return picture(variant.pixels)
+
+
+def labels_of(labels: torch.Tensor, task: AnyTask) -> list[list[float]]:
+    """The classes of each image (N,), or its real target."""
+    members = task.by_class(labels)
+    if members is None:
+        return [[float(label)] for label in labels]
+    rows, classes = members
+    return [classes[rows == place].tolist() for place in range(len(labels))]

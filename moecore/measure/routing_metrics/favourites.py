@@ -1,0 +1,146 @@
+"""What each expert does on many test images: its load, its classes, the patches it likes most.
+
+N images, T tokens per image, P patches, E experts, K classes.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import Layout, RoutingRecord
+from moecore.data.prepared import Split
+from moecore.measure.routing_metrics.expert_use import expert_counts
+from moecore.measure.routing_metrics.pictures import CROP, Picture, patch_crop, picture
+from moecore.nn.backbones.model import Model
+from moecore.nn.predict import batches, predictions
+from moecore.tasks.base import Task
+
+CHUNK = 50  # images whose records are in memory at once
+CLASSES = 5  # of an expert
+CROPS = 800  # of a layer: with many experts each has fewer
+
+
+class Favourite(Config):
+    """A patch of a test image."""
+
+    image: int  # its place in the split
+    patch: int
+    probability: float  # that the router gave the expert
+
+
+class ExpertUse(Config):
+    """One expert."""
+
+    load: float  # share of all choices, of all tokens
+    classes: tuple[tuple[int, float], ...]  # class, its share of these choices; the largest first
+    favourites: tuple[Favourite, ...]  # of the highest probability; one an image at most
+
+
+class LayerExperts(Config):
+    """The experts of one MoE layer."""
+
+    experts: tuple[ExpertUse, ...]
+    crops: (
+        Picture | None
+    )  # (crops, C, h, w): the favourites, expert by expert; None: there are none
+
+
+class Seen(NamedTuple):
+    """One layer on a few images."""
+
+    chosen: Tensor  # (N, E) int64, tokens
+    highest: Tensor  # (N, E), the largest probability of a patch that chose the expert; −1: none
+    patch: Tensor  # (N, E) int64, that patch
+
+
+class Gallery(NamedTuple):
+    """Test images, and where they lie in the split."""
+
+    places: np.ndarray  # (N,)
+    split: Split
+    task: Task
+
+
+def layer_experts(model: Model, gallery: Gallery, most: int) -> list[LayerExperts]:
+    """Of every MoE layer; most: favourites of an expert, fewer where there are many experts."""
+    chunks = list(zip(*watched(model, gallery), strict=True))
+    labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
+    found = []
+    for layer in chunks:
+        seen = Seen(*(torch.cat(field) for field in zip(*layer, strict=True)))
+        found.append(_experts(seen, labels, gallery, model.layout, most))
+    return found
+
+
+def watched(model: Model, gallery: Gallery) -> Iterator[list[Seen]]:
+    """Every layer on the images, CHUNK at a time."""
+    special = model.layout.special
+    for start in range(0, len(gallery.places), CHUNK):
+        images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
+        _, records = predictions(model, images, CHUNK)
+        yield [seen(record, special) for record in records]
+
+
+def seen(record: RoutingRecord, special: int) -> Seen:
+    """What a router did with each of the images; the first ``special`` tokens are no patches."""
+    liked = torch.where(record.chosen, record.probs, -1.0)[:, special:]
+    highest, patch = liked.max(dim=1)
+    counts = torch.stack([expert_counts(image) for image in record.chosen])
+    return Seen(counts, highest, patch)
+
+
+def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
+    """(E, K): of the choices of an expert the share of each class; None where there are none.
+
+    counts: (N, E), choices in each image.  An image of several classes counts for each of them.
+    """
+    members = task.by_class(labels)
+    if members is None:
+        return None
+    rows, classes = members
+    summed = torch.zeros(task.outputs, counts.shape[1], dtype=torch.float64)
+    summed.index_add_(0, classes.long(), counts[rows].double())
+    return (summed / summed.sum(dim=0).clamp(min=1)).T
+
+
+def _experts(
+    seen: Seen, labels: Tensor, gallery: Gallery, layout: Layout, most: int
+) -> LayerExperts:
+    counts = seen.chosen.sum(dim=0)
+    shares = class_shares(seen.chosen, labels, gallery.task)
+    number = len(counts)
+    kept = max(1, min(most, CROPS // number))
+    experts = []
+    crops = []
+    for expert in range(number):
+        order = seen.highest[:, expert].sort(descending=True, stable=True).indices[:kept]
+        liked = [row for row in order.tolist() if seen.highest[row, expert] >= 0]
+        patches = [int(seen.patch[row, expert]) for row in liked]
+        favourites = [
+            Favourite(
+                image=int(gallery.places[row]),
+                patch=patch,
+                probability=round(float(seen.highest[row, expert]), 4),
+            )
+            for row, patch in zip(liked, patches, strict=True)
+        ]
+        crops += [_crop(gallery, one, layout) for one in favourites]
+        classes = () if shares is None else _largest(shares[expert])
+        load = float(counts[expert] / counts.sum().clamp(min=1))
+        experts.append(ExpertUse(load=round(load, 5), classes=classes, favourites=favourites))
+    shown = picture(torch.stack(crops), CROP) if crops else None
+    return LayerExperts(experts=experts, crops=shown)
+
+
+def _largest(shares: Tensor) -> tuple[tuple[int, float], ...]:
+    order = shares.sort(descending=True, stable=True).indices[:CLASSES].tolist()
+    return tuple((place, round(float(shares[place]), 4)) for place in order if shares[place] > 0)
+
+
+def _crop(gallery: Gallery, favourite: Favourite, layout: Layout) -> Tensor:
+    (image,) = batches(gallery.split.images[favourite.image][None], 1)
+    return patch_crop(image[0], favourite.patch, layout)

@@ -1,0 +1,78 @@
+"""The routing of the explorer's first test images after some epochs of a training.
+
+What was seen is kept beside the checkpoint, so a training that was killed reports all of them.
+Nothing is decided by it: the images are only looked at.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from moecore.core.files import read_json, write_json
+from moecore.data.prepared import Prepared
+from moecore.nn.backbones.model import Model
+from moecore.nn.predict import predictions
+from moecore.nn.traces import Trace, trace
+from moecore.training.outcome import Watched
+
+IMAGES = 32  # the most that the explorer shows
+VOLUMES = 6  # the same of volumes, which are large
+EPOCHS = 12
+
+
+def spread_places(total: int, number: int) -> list[int]:
+    """``number`` of ``total`` places, spread evenly, all where there are fewer.
+
+    The first ones stay when ``number`` grows: they follow van der Corput's sequence of base 2, so
+    the first, the middle one, those at the quarters, and so on.
+    """
+    found: dict[int, None] = {}
+    step = 0
+    while len(found) < min(number, total):
+        place = int(f"{step:b}"[::-1], 2) * total >> step.bit_length()
+        found.setdefault(place)
+        step += 1
+    return list(found)
+
+
+def explored_places(data: Prepared, number: int) -> list[int]:
+    """The places in the test split of the first ``number`` images that the explorer shows.
+
+    Of volumes at most VOLUMES.
+    """
+    images = data.test.images
+    most = VOLUMES if images.ndim == 5 else IMAGES
+    return spread_places(len(images), min(number, most))
+
+
+def watched_epochs(epochs: int) -> tuple[int, ...]:
+    """At most EPOCHS of ``epochs``, from 1, evenly spread; the last is always there."""
+    spread = np.linspace(epochs, 1, min(epochs, EPOCHS)).round().astype(int)
+    return tuple(np.unique(spread).tolist())
+
+
+def keep_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
+    """Write into ``folder`` what the model does with the images after ``epoch``.
+
+    model: as it is used, on its device.
+    """
+    images = np.array(data.test.images[explored_places(data, IMAGES)])
+    prediction, records = predictions(model, images, batch=IMAGES)
+    write_json(_path(folder, epoch), trace(prediction, records, data.task).model_dump(mode="json"))
+
+
+def kept_traces(folder: Path, data: Prepared, epochs: int) -> tuple[Watched, ...]:
+    """What was kept in ``folder``. Raises UserError, naming the file, where an epoch is missing."""
+    places = explored_places(data, IMAGES)
+    return tuple(
+        Watched(
+            epoch=epoch,
+            images=places,
+            trace=Trace.model_validate(read_json(_path(folder, epoch))),
+        )
+        for epoch in watched_epochs(epochs)
+    )
+
+
+def _path(folder: Path, epoch: int) -> Path:
+    return folder / "traces" / f"{epoch:04d}.json"

@@ -1,0 +1,74 @@
+"""What a model says of a few images, and what its routers do with each of their tokens, as text.
+
+N images, T tokens per image, E experts, K outputs.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.packed import packed
+from moecore.core.records import RoutingRecord
+from moecore.tasks.base import Task
+
+KEPT = 8  # experts of a token: all of eight, the first eight of more
+ANSWERS = 3  # classes of an image
+BYTE = 255  # experts that a byte can number; one value means that none processed the token
+CHOSEN = 128  # the highest bit of a mark
+SURE = 127  # a probability of 1 in the other bits
+
+
+class Trace(Config):
+    """N images in one model. Their tokens lie as the model's layout says, special ones first."""
+
+    answers: tuple[tuple[int, ...], ...]  # of each image, the best first: places in task.answers
+    values: tuple[tuple[float, ...], ...]  # their probabilities; of a real target the prediction
+    layers: tuple[str, ...]  # of each MoE layer what ``packed_record`` says
+
+
+def trace(prediction: Tensor, records: tuple[RoutingRecord, ...], task: Task) -> Trace:
+    """prediction: (N, K); records: fields (N, T, E), of the same images; all on the CPU."""
+    answers, values = answered(prediction, task)
+    return Trace(
+        answers=answers.tolist(),
+        values=[[round(value, 4) for value in row] for row in values.tolist()],
+        layers=[packed_record(record) for record in records],
+    )
+
+
+def answered(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+    """Places in ``task.answers`` and their values, (N, A) each, the best of A first.
+
+    Probabilities by softmax, or by the sigmoid where an image may have several classes; of a real
+    target the prediction itself in its unit.
+    """
+    if task.needs_classes("share"):
+        return torch.zeros_like(prediction, dtype=torch.int64), prediction
+    if task.needs_classes("one_class"):
+        probs = prediction.sigmoid()
+    else:
+        probs = prediction.softmax(dim=-1)
+    values, answers = probs.topk(min(ANSWERS, probs.shape[-1]), dim=-1)
+    return answers, values
+
+
+def packed_record(record: RoutingRecord) -> str:
+    """The first ``min(E, KEPT)`` experts of every token, as ``core.packed.packed`` writes arrays.
+
+    Three arrays: (N, T) the expert with the largest combine weight, the highest number of its type
+    where no expert processed the token; (N, T, n) experts by combine weight, then those chosen
+    without being processed, then by probability; (N, T, n) uint8 marks, the probability of each as
+    a share of SURE, plus CHOSEN where it was chosen. Experts are uint8, of more than BYTE uint16.
+    """
+    combine = record.combine.numpy()
+    probs = record.probs.numpy()
+    chosen = record.chosen.numpy()
+    experts = probs.shape[-1]
+    numbers = np.uint8 if experts <= BYTE else np.uint16
+    order = np.lexsort((-probs, ~chosen, -combine), axis=-1)[..., :KEPT]
+    none = np.iinfo(numbers).max
+    best = np.where(combine.max(axis=-1) > 0, combine.argmax(axis=-1), none)
+    shares = np.rint(np.take_along_axis(probs, order, axis=-1).clip(0, 1) * SURE)
+    marks = shares + CHOSEN * np.take_along_axis(chosen, order, axis=-1)
+    return packed(best.astype(numbers), order.astype(numbers), marks.astype(np.uint8))

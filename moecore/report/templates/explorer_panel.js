@@ -1,0 +1,192 @@
+// One model: the image with its patches, what the router thinks of one, and the experts.
+
+// Told apart by the colour-blind (Okabe and Ito); further experts by the golden angle.
+const COLOURS = [
+  "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#949494",
+];
+const SPACIOUS = 8; // columns of patches in which there is room for two numbers
+
+function colour(expert) {
+  if (expert === null) return "transparent";
+  return COLOURS[expert] ?? `hsl(${Math.round(expert * 137.508) % 360} 62% 58%)`;
+}
+
+function badge(expert) {
+  const words = expert === null ? "–" : String(expert);
+  return make("b", { class: "badge", style: `--tint: ${colour(expert)}` }, words);
+}
+
+function track(share) {
+  const fill = make("span", { class: "fill", style: `width: ${(100 * share).toFixed(1)}%` });
+  return make("span", { class: "track" }, fill);
+}
+
+const number = (share) => make("span", { class: "number" }, percent(share));
+
+// The elements of a panel stay, so that the focus does; draw() fills them.
+class Panel {
+  constructor(place, events) {
+    this.place = place;
+    this.title = make("h2");
+    this.answer = make("p", { class: "answer" });
+    this.count = make("p", { class: "count" });
+    this.specials = make("p", { class: "specials" });
+    this.frames = [0, 1, 2].map((index) => this.frame(index, events));
+    this.details = make("div", { class: "details" });
+    this.list = make("div", {
+      class: "list", role: "listbox", tabindex: "0", "aria-label": "Experts and their load",
+    });
+    this.expert = make("div", { class: "expert" });
+    this.sorry = make("p", { class: "missing" });
+    const frames = make("div", { class: "frames" }, ...this.frames);
+    const image = make("div", { class: "image" }, this.specials, frames, this.count);
+    const parts = [image, this.details, this.list, this.expert];
+    this.body = make("div", { class: "body" }, ...parts);
+    const words = [this.title, this.answer, this.sorry];
+    this.root = make("section", { class: "panel" }, ...words, this.body);
+    this.specials.addEventListener("click", events.pick);
+    this.list.addEventListener("click", (event) => events.expert(place, event));
+    this.list.addEventListener("keydown", (event) => events.expertKey(place, event));
+  }
+
+  frame(index, events) {
+    const canvas = make("canvas", { "aria-hidden": "true" });
+    const cells = make("div", { class: "cells", role: "grid", tabindex: "0" });
+    cells.addEventListener("click", events.pick);
+    cells.addEventListener("keydown", (event) => events.move(this.place, index, event));
+    cells.addEventListener("pointerover", events.hover);
+    cells.addEventListener("pointerleave", events.leave);
+    const frame = make("div", { class: "frame" }, canvas, cells);
+    return make("figure", {}, frame, make("figcaption"));
+  }
+
+  // view: see viewOf in explorer.js
+  draw(view) {
+    this.title.textContent = view.name;
+    this.sorry.hidden = Boolean(view.model);
+    this.body.hidden = this.answer.hidden = !view.model;
+    if (!view.model) {
+      this.sorry.textContent = `${view.reason[0].toUpperCase()}${view.reason.slice(1)}.`;
+      return;
+    }
+    this.answer.replaceChildren(...answerWords(view));
+    this.drawSpecials(view);
+    this.drawFrames(view);
+    this.drawDetails(view, view.token);
+    this.drawList(view);
+    this.drawExpert(view);
+  }
+
+  drawSpecials(view) {
+    const special = Array.from({ length: view.model.special }, (_, token) => token);
+    this.specials.hidden = !special.length;
+    this.specials.replaceChildren(...special.map((token) => {
+      const { now, was, changed } = change(view, token);
+      const words = changed ? ` (was ${was ?? "none"})` : "";
+      return make("button", {
+        type: "button", "data-token": token, class: changed ? "changed" : "",
+        "aria-pressed": String(token === view.token),
+      }, `${specialName(token)} `, badge(now), words);
+    }));
+  }
+
+  drawFrames(view) {
+    const { model, shown, image } = view;
+    const planes = planesOf(model);
+    const place = coordinates(model, Math.max(view.token, model.special));
+    const picture = shown.picture ?? model.shown[0].picture;
+    this.root.classList.toggle("volume", planes.length > 1);
+    this.frames.forEach((figure, index) => {
+      const plane = planes[index];
+      figure.hidden = !plane;
+      if (!plane) return;
+      const level = (place[plane.fixed] + 0.5) / model.grid[plane.fixed];
+      paint(figure.querySelector("canvas"), picture, image, plane, level);
+      this.drawCells(figure.querySelector(".cells"), view, plane, place);
+      figure.querySelector("figcaption").textContent = plane.name;
+    });
+    this.count.replaceChildren(...countWords(view));
+  }
+
+  drawCells(cells, view, plane, place) {
+    const rows = sliceTokens(view.model, plane, place);
+    const id = (token) => `cell-${this.place}-${plane.name}-${token}`;
+    const spacious = rows[0].length <= SPACIOUS;
+    cells.style.setProperty("--columns", rows[0].length);
+    cells.style.setProperty("--rows", rows.length);
+    cells.setAttribute("aria-label", `Patches of ${view.name} ${plane.name}`.trim());
+    cells.setAttribute("aria-activedescendant", id(view.token));
+    const cell = (token) => {
+      const { now, was, changed } = change(view, token);
+      const dim = view.kept !== null && view.kept !== now;
+      const words = changed && spacious ? moveWords(view.shown, now, was) : `${now ?? "–"}`;
+      return make("div", {
+        role: "gridcell", id: id(token), "data-token": token,
+        class: `cell${changed ? " changed" : ""}${dim ? " dim" : ""}`,
+        style: `--tint: ${colour(now)}`,
+        "aria-selected": String(token === view.token), "aria-label": patchWords(view, token),
+      }, make("span", {}, words));
+    };
+    cells.replaceChildren(...rows.map((row) => make("div", { role: "row" }, ...row.map(cell))));
+  }
+
+  drawDetails(view, token) {
+    const found = expertsOf(view, token);
+    const { was, compared, changed } = change(view, token);
+    const rows = found.map(({ expert, share, chosen }) => make(
+      "li", { class: chosen ? "chosen" : "" }, badge(expert), track(share), number(share),
+      make("span", { class: "mark" }, chosen ? "✓ chosen" : ""),
+    ));
+    const experts = view.model.layers[view.layer].experts.length;
+    const all = found.length === experts;
+    const what = all ? "probability of each expert" : `the first ${found.length} of ${experts}`;
+    let words = "";
+    if (changed) words = `${where(view.shown)}: expert ${was ?? "none"}`;
+    if (!compared) words = "The clean image does not show this patch.";
+    this.details.replaceChildren(
+      make("h3", {}, placeName(view.model, token)), make("p", { class: "quiet" }, what),
+      make("ol", { class: "bars" }, ...rows),
+      make("p", { class: changed ? "note" : "quiet" }, words),
+    );
+  }
+
+  drawList({ model, layer, expert, kept }) {
+    const experts = model.layers[layer].experts;
+    const most = Math.max(...experts.map((one) => one.load)) || 1;
+    const id = (place) => `expert-${this.place}-${place}`;
+    const rows = experts.map(({ load }, place) => make("div", {
+      role: "option", id: id(place), "data-expert": place,
+      class: place === kept ? "kept" : "", "aria-selected": String(place === expert),
+      "aria-label": `expert ${place}, load ${percent(load)}`,
+    }, badge(place), track(load / most), number(load)));
+    const words = "expert and load, its share of all choices";
+    const head = make("p", { class: "head", role: "presentation" }, words);
+    this.list.setAttribute("aria-activedescendant", id(expert));
+    this.list.replaceChildren(head, ...rows);
+    scrollTo(this.list, rows[expert]);
+  }
+
+  drawExpert({ model, layer, expert, phase }) {
+    const { experts, crops } = model.layers[layer];
+    const { load, classes, favourites } = experts[expert];
+    const parts = [make("h3", {}, "Expert ", badge(expert), ` · load ${percent(load)}`)];
+    if (classes.length) {
+      const rows = classes.map(([place, share]) => make("li", {},
+        make("span", { class: "name", title: phase.answers[place] }, phase.answers[place]),
+        track(share / classes[0][1]), number(share)));
+      parts.push(make("p", { class: "quiet" }, "classes whose images chose it"));
+      parts.push(make("ol", { class: "bars classes" }, ...rows));
+    }
+    const some = favourites.length ? "test patches that it likes most" : "no patch chose it";
+    const before = experts.slice(0, expert).reduce((sum, one) => sum + one.favourites.length, 0);
+    const pictures = favourites.map(({ image, patch, probability }, place) => {
+      const name = placeName(model, patch + model.special).toLowerCase();
+      const words = `test image ${image}, ${name}, probability ${percent(probability)}`;
+      const canvas = make("canvas", { role: "img", "aria-label": words });
+      paint(canvas, crops, before + place, { row: 0, column: 1 }, 0);
+      return make("li", { title: words }, canvas);
+    });
+    parts.push(make("p", { class: "quiet" }, some), make("ul", { class: "crops" }, ...pictures));
+    this.expert.replaceChildren(...parts);
+  }
+}

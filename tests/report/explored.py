@@ -1,0 +1,65 @@
+"""Studies for the explorer's page: real measurements of small models."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from moecore.measure import explorer
+from moecore.measure.base import Subject, at_once
+from moecore.measure.explorer import Explorer
+from moecore.measure.routing_metrics.watched import explored_places
+from moecore.nn.predict import predictions
+from moecore.nn.traces import trace
+from moecore.report.measured import Measured, Phase, Results
+from moecore.training.outcome import Outcome, Watched
+from tests.measure.explored import FEW, images, moe, subject
+from tests.report.generated import trained
+
+DENSE = "a dense model has no experts, so there is nothing to see"
+
+
+def study() -> Results:
+    """A dense model and two with experts, in two phases; the second was watched in training."""
+    data = images()
+    one = subject(data, moe())
+    other = subject(data, moe(), seed=1)
+    before = watched(subject(data, moe(), seed=2), 1), watched(other, 2)
+    found = {
+        "dense": skipped(),
+        "vmoe": measured(one),
+        "prc": measured(other, watched=before),
+    }
+    return results({"pretrain": phase(data, found), "finetune": phase(data, found, "finetune")})
+
+
+def results(phases: Mapping[str, Phase]) -> Results:
+    return Results(phases)
+
+
+def alone(model: Subject, settings: Explorer = FEW) -> Results:
+    """A study of one model."""
+    return results({"pretrain": phase(model.data, {"vmoe": measured(model, settings)})})
+
+
+def phase(data, models: Mapping[str, Measured], name: str = "pretrain") -> Phase:
+    return Phase(name, data.card, data.task, {method: {0: m} for method, m in models.items()})
+
+
+def measured(
+    model: Subject, settings: Explorer = FEW, watched: tuple[Watched, ...] = ()
+) -> Measured:
+    result = explorer.measure(model, settings, at_once)
+    outcome = trained(0, 0, True, "pretrain").model_copy(update={"watched": watched})
+    return Measured({explorer.Result: result, Outcome: outcome})
+
+
+def skipped() -> Measured:
+    outcome = trained(0, 0, False, "pretrain")
+    return Measured({Outcome: outcome}, (f"single images: {DENSE}",))
+
+
+def watched(model: Subject, epoch: int) -> Watched:
+    """As the training keeps it."""
+    places = explored_places(model.data, 32)
+    prediction, records = predictions(model.model, np.array(model.data.test.images[places]), 32)
+    return Watched(epoch=epoch, images=places, trace=trace(prediction, records, model.data.task))

@@ -1,0 +1,353 @@
+"""The explorer as a person meets it: every control, by mouse and by keyboard, in every look."""
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from moecore.measure.explorer import Result as Explorer
+from moecore.nn.predict import predictions
+from moecore.report.explorer import explorer
+from tests.browser import LOOKS, clipped, opened
+from tests.measure.explored import NASTY, OF_VOLUMES, images, moe, subject, volumes
+from tests.report.explored import DENSE, alone, phase, results, skipped, study
+
+PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("explorer")
+
+
+@pytest.fixture(scope="module")
+def whole(folder) -> Path:
+    return written(folder / "whole.html", study())
+
+
+def written(path: Path, found) -> Path:
+    path.write_text(explorer(found), encoding="utf-8")
+    return path
+
+
+def address(path: Path, state: str = "") -> str:
+    return path.resolve().as_uri() + state
+
+
+def settled(page: Page) -> Page:
+    """The page once nothing is being drawn."""
+    page.wait_for_selector("main[data-drawn]")
+    page.wait_for_function("find('main').dataset.drawn === String(turn)")
+    return page
+
+
+def numbers(page: Page, panel: int = 0) -> list[str]:
+    """What stands in the patches, row by row."""
+    settled(page)
+    return page.locator(f".panel >> nth={panel}").locator(".cell").all_text_contents()
+
+
+def state(page: Page) -> dict[str, str]:
+    settled(page)
+    return page.evaluate("Object.fromEntries(new URLSearchParams(location.hash.slice(1)))")
+
+
+def best(model, pixels, layer: int, image: int) -> list[str]:
+    """The expert of every patch."""
+    _, records = predictions(model.model, pixels, 5)
+    return [str(int(one)) for one in records[layer].combine[image, 1:].argmax(-1)]
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_it_fits_and_is_complete(browser: Browser, whole, width, scheme):
+    with opened(browser, address(whole, PICKED), width, scheme) as page:
+        settled(page)
+        assert clipped(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.locator(".panel:visible").count() == 2
+        assert page.locator(".panel:visible .cell").count() == 18
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 29)"
+        assert dark == (scheme == "dark")
+
+
+def test_a_laptop_shows_all_without_scrolling(browser: Browser, whole):
+    with opened(browser, whole, 1400, "light") as page:
+        settled(page)
+        assert page.evaluate("document.documentElement.scrollHeight") <= 900
+        assert page.locator(".panel:visible").count() == 2
+
+
+def test_a_phone_begins_with_one_model_and_large_targets(browser: Browser, whole):
+    with opened(browser, whole, 390, "light") as page:
+        settled(page)
+        assert page.locator(".panel:visible").count() == 1
+        box = page.locator(".cell").first.bounding_box()
+        assert box["width"] >= 40 and box["height"] >= 40
+        page.locator("#images [role=option] >> nth=4").click()
+        page.locator(".cell >> nth=8").click()
+        assert state(page)["image"] == "4" and state(page)["patch"] == "9"
+
+
+def test_patches_carry_the_numbers_of_their_experts(browser: Browser, folder):
+    model = subject(images(), moe())
+    path = written(folder / "numbers.html", alone(model))
+    where = [0, 25, 12, 37, 6]
+    with opened(browser, address(path, "#image=3&layer=2"), 1400, "light") as page:
+        assert numbers(page) == best(model, model.data.test.images[where], 1, 3)
+        assert state(page)["layer"] == "2"
+
+
+def test_the_slider_marks_what_changed(browser: Browser, whole):
+    start = PICKED.replace("step=2", "step=0").replace("attack", "noise")
+    with opened(browser, address(whole, start), 1400, "light") as page:
+        clean = numbers(page)
+        panel = page.locator(".panel >> nth=0")
+        assert panel.locator(".count").inner_text() == "clean image"
+        page.locator("#step").focus()
+        page.keyboard.press("End")
+        assert state(page)["step"] == "2"
+        assert page.locator("#label").inner_text() == "σ = 0.5"
+        assert page.locator("#step").get_attribute("aria-valuetext") == "σ = 0.5"
+        moved = numbers(page)
+        arrows = [text for text in moved if "→" in text]
+        assert panel.locator(".cell.changed").all_text_contents() == arrows != []
+        assert [text.split("→")[0] for text in moved] == clean
+        assert panel.locator(".count").inner_text() == f"{len(arrows)} of 9 patches changed"
+
+
+def test_every_control(browser: Browser, whole):
+    with opened(browser, whole, 1400, "light") as page:
+        settled(page)
+        for name, value in {
+            "phase": "1",
+            "method": "prc",
+            "beside": "vmoe",
+            "layer": "1",
+            "kind": "augmentation",
+        }.items():
+            page.select_option(f"#{name}", value)
+        found = state(page)
+        assert (found["phase"], found["method"], found["beside"]) == ("finetune", "prc", "vmoe")
+        assert (found["layer"], found["kind"], found["step"]) == ("2", "augmentation", "0")
+        assert page.locator(".panel h2").all_inner_texts() == ["prc", "vmoe"]
+        page.locator("#step").fill("1")
+        settled(page)
+        assert page.locator("#label").inner_text() == "moved"
+        assert "are not in the clean image" in page.locator(".count").first.inner_text()
+        page.locator("#tint").uncheck()
+        background = "getComputedStyle(document.querySelector('.cell')).backgroundColor"
+        assert page.evaluate(background) == "rgba(0, 0, 0, 0)"
+        page.locator("#tint").check()
+        assert page.evaluate(background) != "rgba(0, 0, 0, 0)"
+        page.select_option("#beside", "")
+        assert state(page)["beside"] == ""
+        assert page.locator(".panel:visible").count() == 1
+
+
+def test_pointing_at_a_patch_shows_its_probabilities_in_both(browser: Browser, whole):
+    with opened(browser, address(whole, PICKED), 1400, "light") as page:
+        settled(page)
+        heads = page.locator(".details h3")
+        assert heads.all_inner_texts() == ["Patch in row 2, column 1"] * 2
+        page.locator(".panel >> nth=1").locator(".cell >> nth=8").hover()
+        assert heads.all_inner_texts() == ["Patch in row 3, column 3"] * 2
+        for panel in (0, 1):
+            rows = page.locator(f".panel >> nth={panel}").locator(".details li")
+            assert rows.count() == 4
+            assert rows.locator(".mark", has_text="chosen").count() == 2
+            shares = [float(text.split()[0]) for text in rows.locator(".number").all_inner_texts()]
+            assert sum(shares) == pytest.approx(100, abs=3)
+        page.locator("h1").hover()
+        assert heads.all_inner_texts() == ["Patch in row 2, column 1"] * 2
+        page.locator(".panel >> nth=1").locator(".cell >> nth=8").click()
+        assert state(page)["patch"] == "9"
+
+
+def test_the_class_token_can_be_looked_at(browser: Browser, whole):
+    with opened(browser, address(whole, PICKED), 1400, "light") as page:
+        settled(page)
+        page.locator(".specials button").first.click()
+        assert state(page)["patch"] == "0"
+        assert page.locator(".details h3").first.inner_text() == "The class token"
+        assert page.locator(".specials button").first.get_attribute("aria-pressed") == "true"
+
+
+def test_an_expert_shows_its_load_classes_and_patches(browser: Browser, whole):
+    result = study().phases["pretrain"].first(Explorer)["vmoe"]
+    with opened(browser, address(whole, PICKED), 1400, "light") as page:
+        settled(page)
+        panel = page.locator(".panel >> nth=0")
+        panel.locator("[data-expert='3']").click()
+        assert state(page)["expert"] == "3"
+        use = result.layers[1].experts[3]
+        head = panel.locator(".expert h3").inner_text().split(" · ")[1]
+        assert head == f"load {100 * use.load:.0f} %"
+        names = panel.locator(".classes .name").all_inner_texts()
+        classes = [NASTY, "class 1", "class 2"]
+        assert names == [classes[place] for place, _ in use.classes]
+        assert panel.locator(".crops li").count() == len(use.favourites) == 3
+        assert f"test image {use.favourites[0].image}," in panel.locator(
+            ".crops li"
+        ).first.get_attribute("title")
+        dim = panel.locator(".cell.dim").all_text_contents()
+        assert dim and not [text for text in dim if text.split("→")[-1] == "3"]
+        panel.locator("[data-expert='3']").click()
+        assert "expert" not in state(page)
+        assert panel.locator(".cell.dim").count() == 0
+
+
+def test_by_keyboard_alone(browser: Browser, whole):
+    with opened(browser, address(whole, "#image=0&patch=1"), 1400, "light") as page:
+        settled(page)
+        order = []
+        for _ in range(17):
+            page.keyboard.press("Tab")
+            focused = "document.activeElement.id || document.activeElement.className"
+            order.append(page.evaluate(focused))
+        assert order[:9] == [
+            "",
+            "phase",
+            "method",
+            "beside",
+            "layer",
+            "kind",
+            "step",
+            "tint",
+            "images",
+        ]
+        assert order[9:15] == ["", "cells", "list", "", "cells", "list"]
+        page.locator("#images").focus()
+        for key in ("ArrowRight", "ArrowDown", "ArrowLeft"):
+            page.keyboard.press(key)
+            settled(page)
+        assert state(page)["image"] == "3", "one on, four on and held at the end, one back"
+        grid = page.locator(".cells >> nth=0")
+        grid.focus()
+        for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowDown"):
+            page.keyboard.press(key)
+            settled(page)
+        assert state(page)["patch"] == "8"
+        assert page.evaluate("document.activeElement.className") == "cells"
+        active = grid.get_attribute("aria-activedescendant")
+        cell = page.locator(f"[id='{active}']")
+        assert cell.get_attribute("aria-selected") == "true"
+        assert cell.get_attribute("aria-label").startswith("Patch in row 3, column 2: expert ")
+        assert page.locator("#said").inner_text().count("Patch in row 3, column 2: expert ") == 2
+        page.locator(".list >> nth=0").focus()
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowDown")
+        assert "expert" in state(page)
+        page.keyboard.press("Escape")
+        assert "expert" not in state(page)
+        outline = "getComputedStyle(document.activeElement).outlineStyle"
+        assert page.evaluate(outline) == "solid"
+
+
+def test_epochs_of_a_training(browser: Browser, whole):
+    with opened(
+        browser, address(whole, "#method=prc&beside=vmoe&kind=epoch"), 1400, "dark"
+    ) as page:
+        settled(page)
+        assert page.locator("#label").inner_text() == "epoch 1 of 10"
+        words = page.locator(".count").all_inner_texts()[:2]
+        assert words[0].endswith("patches changed until the end")
+        assert not words[0].startswith("0 ")
+        assert words[1] == "no training epoch was looked at in this model"
+        page.locator("#step").fill("1")
+        settled(page)
+        assert page.locator(".count").first.inner_text().startswith("0 of 9 patches changed")
+
+
+def test_an_address_brings_the_view_back(browser: Browser, whole):
+    with opened(browser, address(whole, PICKED + "&expert=1"), 1400, "light") as page:
+        found = state(page)
+        assert found == {
+            "phase": "pretrain",
+            "method": "vmoe",
+            "beside": "prc",
+            "layer": "2",
+            "image": "3",
+            "patch": "4",
+            "kind": "attack",
+            "step": "2",
+            "expert": "1",
+        }
+        page.evaluate("location.hash = '#method=prc&beside=&image=99&layer=-3&step=x&kind=blur'")
+        page.wait_for_function("state.image === 4")
+        found = state(page)
+        assert (found["method"], found["layer"], found["step"]) == ("prc", "1", "0")
+        assert found["kind"] == "noise"
+
+
+def test_a_dense_model_says_that_there_is_nothing_to_see(browser: Browser, whole):
+    with opened(browser, address(whole, "#method=dense&beside=prc"), 1400, "light") as page:
+        settled(page)
+        first = page.locator(".panel >> nth=0")
+        assert first.inner_text().endswith(DENSE[1:] + ".")
+        assert page.locator(".panel >> nth=1").locator(".cell").count() == 9
+        option = page.locator("#beside option[value=dense]")
+        assert option.is_disabled()
+        assert option.inner_text() == "dense (no experts: nothing to see)"
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_volumes_are_three_slices(browser: Browser, folder, width, tmp_path):
+    path = written(folder / "volumes.html", alone(volumes(tmp_path), OF_VOLUMES))
+    with opened(browser, address(path, "#patch=22"), width, "light") as page:
+        settled(page)
+        assert clipped(page) == []
+        frames = page.locator("figure:visible")
+        assert frames.locator("figcaption").all_inner_texts() == ["axial", "coronal", "sagittal"]
+        assert page.locator(".panel:visible .cell").count() == 48
+        # token 22 is cube 21 = (1, 1, 1): x, y and z of 4 cubes each
+        assert page.locator("h3").first.inner_text() == "Cube 2 to the right, 2 to the front, 2 up"
+        moves = {0: ("ArrowUp", 26), 1: ("ArrowUp", 27), 2: ("ArrowRight", 31)}
+        for frame, (key, token) in moves.items():
+            page.locator(".cells").nth(frame).focus()
+            page.keyboard.press(key)
+            assert state(page)["patch"] == str(token)
+        assert page.locator(".answer").first.inner_text().endswith("years")
+        assert page.locator("#truth").inner_text().startswith("age ")
+        page.locator("#step").fill("1")
+        settled(page)
+        assert "of 64 patches changed" in page.locator(".count").first.inner_text()
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_four_hundred_experts_and_a_thousand_classes(browser: Browser, folder, width):
+    path = written(folder / "many.html", alone(subject(images(classes=1000), moe(400))))
+    with opened(browser, address(path, "#expert=399&step=2"), width, "dark") as page:
+        settled(page)
+        assert clipped(page) == []
+        assert page.locator("[role=option][data-expert]").count() == 400
+        inside = page.locator(".list").first.bounding_box()
+        row = page.locator("[data-expert='399']").first.bounding_box()
+        assert inside["y"] <= row["y"] <= inside["y"] + inside["height"]
+        assert page.locator(".details .quiet").first.inner_text() == "the first 8 of 400"
+        assert page.locator(".panel .cell").first.inner_text() != ""
+
+
+def test_one_layer_and_large_colour_images(browser: Browser, folder):
+    data = images(size=64, channels=3, number=8)
+    path = written(folder / "one.html", alone(subject(data, moe(blocks=(1,)), patch=4)))
+    with opened(browser, path, 390, "light") as page:
+        settled(page)
+        assert page.locator("#layer option").all_inner_texts() == ["1 of 1"]
+        assert page.locator(".cell").count() == 256
+        assert clipped(page) == []
+
+
+def test_names_are_shown_as_they_are(browser: Browser, whole):
+    result = study().phases["pretrain"].first(Explorer)["vmoe"]
+    image = result.labels.index((0.0,))
+    with opened(browser, address(whole, f"#image={image}"), 1400, "light") as page:
+        settled(page)
+        assert page.locator("#truth b").inner_text() == NASTY
+        assert page.locator("img").count() == 0
+
+
+def test_pages_without_anything_to_see(browser: Browser, folder):
+    found = results({"pretrain": phase(images(), {"dense": skipped()})})
+    with opened(browser, written(folder / "dense.html", found), 390, "light") as page:
+        assert "no method of this study has experts" in page.locator(".missing").inner_text()
+        assert clipped(page) == []
