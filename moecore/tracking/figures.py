@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.run.header import item
+from moecore.tracking.names import TRAININGS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TRAININGS = ("teacher", "pretrain", "finetune", "adversarial")
+DPI = 110
 Figures = Iterator[tuple[str, "Figure"]]
 
 
@@ -32,6 +33,14 @@ def figures(study: Path, header: Mapping[str, Any]) -> Figures:
         return _samples(study / "artifacts/data" / header["phase"])
     path = item(stage, header["phase"], header["method"], header["seed"])
     return _of_result(study / "artifacts/measured" / f"{path}.json", stage)
+
+
+def write_png(figure: "Figure", path: Path) -> None:
+    """The figure as a file, drawn once: ``savefig`` would draw it a second time to lay it out."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure.dpi = DPI
+    FigureCanvasAgg(figure).print_png(path)
 
 
 def _samples(folder: Path) -> Figures:

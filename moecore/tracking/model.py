@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
 
 
-def log_model(run: str, experiment: str, folder: Path) -> None:
+def log_model(run: str, experiment: str, folder: Path) -> str:
     """Copy the model of ``folder`` into an MLflow run, with the shapes that it takes and gives.
+
+    Returns MLflow's id of it.
 
     Raises UserError where it is not the folder of a model of this version.
     """
@@ -36,7 +38,7 @@ def log_model(run: str, experiment: str, folder: Path) -> None:
     # MLflow warns of missing examples and type hints, once a model: the signature is given below.
     # Recording is what silences it, as it resets the filters.
     with warnings.catch_warnings(record=True):
-        Model.log(
+        logged = Model.log(
             artifact_path=None,
             name="model",
             flavor=mlflow.pyfunc,
@@ -47,6 +49,7 @@ def log_model(run: str, experiment: str, folder: Path) -> None:
             signature=_signature(image),
             pip_requirements=[f"{package}=={version(package)}" for package in PACKAGES],
         )
+    return str(logged.model_id)
 
 
 def _signature(image: "ImageSpec") -> "ModelSignature":

@@ -4,6 +4,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from moecore.tracking import remembered
+from moecore.tracking.drawings import Drawings, drawings
 from moecore.tracking.store import alone, connect, home, uri
 from moecore.tracking.study import Counts, Study, histories
 
@@ -11,8 +13,9 @@ from moecore.tracking.study import Counts, Study, histories
 class Importer:
     """Imports the main pipeline and every study, again and again, sending only what is new."""
 
-    def __init__(self) -> None:
+    def __init__(self, drawings: Drawings | None = None) -> None:
         self.name = uuid.uuid4().hex
+        self.drawings = drawings or Drawings()
         self._forget()
 
     def update(self) -> Counts:
@@ -30,6 +33,11 @@ class Importer:
                 self._forget()  # what arrived is asked of the store the next time
                 raise
 
+    @property
+    def running(self) -> bool:
+        """Whether any history has not ended: its process may end without a word."""
+        return any(study.running for study in self.studies.values())
+
     def _forget(self) -> None:
         self.client: Any = None
         self.studies: dict[Path, Study] = {}
@@ -38,17 +46,30 @@ class Importer:
         if self.client is None:
             self.client = connect()
         counts = Counts()
-        for folder in (home(), *sorted((home() / "pipelines").glob("*"))):
+        for folder in studies():
             if folder not in self.studies and any(histories(folder)):
-                self.studies[folder] = Study(self.client, folder)
+                self.studies[folder] = Study(self.client, folder, self.drawings)
             if folder in self.studies:
                 counts = counts.plus(self.studies[folder].update())
         return counts
 
 
+def studies() -> list[Path]:
+    """The folders whose histories are imported: the main pipeline and every study."""
+    return [home(), *sorted((home() / "pipelines").glob("*"))]
+
+
 def sync() -> str:
     """Import once; returns what was done, in words."""
-    return told(Importer().update())
+    current = remembered.last(remembered.mark(studies()))
+    if current is not None:
+        return f"{uri()}: nothing is new; {current} are current"
+    with drawings(remembered.changed(studies())) as drawn:
+        importer = Importer(drawn)
+        counts = importer.update()
+    if not importer.running:
+        remembered.keep(remembered.mark(studies()), counts.current)
+    return told(counts)
 
 
 def told(counts: Counts) -> str:

@@ -58,9 +58,17 @@ class Study:
 
         return MlflowClient(self.store)
 
-    def runs(self) -> list[Any]:
+    def every_run(self) -> list[Any]:
         found = self.client.get_experiment_by_name(self.folder.name)
         return list(self.client.search_runs([found.experiment_id])) if found else []
+
+    def runs(self) -> list[Any]:
+        """Those of histories."""
+        return [run for run in self.every_run() if run.data.tags["level"] == "stage"]
+
+    def parents(self) -> list[Any]:
+        """Those that carry the numbers of a method and seed, and the shared one."""
+        return [run for run in self.every_run() if run.data.tags["level"] != "stage"]
 
     def curve(self, run: Any, name: str) -> list[tuple[int, float]]:
         points = self.client.get_metric_history(run.info.run_id, name)
