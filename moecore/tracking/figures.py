@@ -151,13 +151,10 @@ def drawings(runs: int) -> Iterator[Drawings]:
     if runs < MANY or workers == 1:
         yield Drawings()
         return
+    # Imported once, for all processes.
+    import moecore.report.measures  # noqa: F401
+
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, fork, initializer=_begin) as pool:
+    with ProcessPoolExecutor(workers, fork, initializer=end_with_parent) as pool:
         pool.submit(os.getpid)  # all processes begin with the first task
         yield Drawings(pool)
-
-
-def _begin() -> None:
-    end_with_parent()
-    # Imported while the process that began this one opens the store.
-    import moecore.report.measures  # noqa: F401

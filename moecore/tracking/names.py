@@ -60,9 +60,10 @@ def numbers(stage: str, summary: Mapping[str, Any]) -> Numbers:
     params: dict[str, Any] = {}
     for name, value in summary.items():
         base, dot, end = name.rpartition(".")
-        if dot + end in LIMITS and f"{base}.low" in summary:
-            limits = (summary[f"{base}.low"], summary[f"{base}.high"])
-            params[clean(f"{stage}.{base}.limits")] = " to ".join(map(_short, limits))
+        limits = [summary.get(base + limit) for limit in LIMITS]
+        if dot + end in LIMITS and None not in limits:
+            words = " to ".join(f"{limit:.4g}" for limit in limits)
+            params[clean(f"{stage}.{base}.limits")] = words
         elif isinstance(value, int) and name not in COUNTED:
             params[clean(f"{stage}.{name}")] = value
         elif value is not None:
@@ -79,7 +80,3 @@ def _metric(stage: str, name: str) -> str:
                 return clean(f"{own}/{words.removeprefix(f'{own}_')}")
         return clean(f"train/{words} overall")
     return clean(f"{group}/{words}")
-
-
-def _short(value: float | None) -> str:
-    return "?" if value is None else f"{value:.4g}"

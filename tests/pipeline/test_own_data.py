@@ -1,4 +1,4 @@
-"""Data of one's own, as README says: a folder of pictures, the whole pipeline, a page, a prediction.
+"""Data of one's own, as README says: a folder of pictures, the pipeline, a page, a prediction.
 
 90 pictures in three classes, of odd sizes and in every mode.
 """
@@ -29,15 +29,15 @@ def readme_data() -> dict:
     section = text.split("## Your own data")[1]
     block = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
     data = yaml.safe_load(block[1])["data"]
-    return {"finetune": data["pretrain"]} | data
+    return {"finetune": dict(data["pretrain"])} | data
 
 
 def test_readmes_example_runs_to_the_page_and_to_a_prediction(tmp_path):
     write_classes(tmp_path / "flowers", 30)
     data = readme_data()
-    for number, source in enumerate(data.values()):
-        assert source["root"] == "/data/flowers"
-        source |= {"root": str(tmp_path / "flowers"), "size": 16 + 8 * number}
+    for phase, size in {"pretrain": 16, "finetune": 24}.items():
+        assert data[phase]["root"] == "/data/flowers"
+        data[phase] |= {"root": str(tmp_path / "flowers"), "size": size}
     settings = yaml.safe_load(PARAMS) | SMALL | {"data": data}
     folder = tmp_path / "project"
     folder.mkdir()

@@ -42,9 +42,11 @@ class Study:
         self.folder = folder
         self.store = store
 
-    def write(self, seed: int = 0, steps: int = 3) -> None:
-        """A finished run of the stage pretrain."""
-        with record("pretrain", Params(), method="vmoe", seed=seed) as run:
+    def write(
+        self, seed: int = 0, steps: int = 3, method: str = "vmoe", stage: str = "pretrain"
+    ) -> None:
+        """A finished run of a training."""
+        with record(stage, Params(), method=method, seed=seed) as run:
             for step in range(1, steps + 1):
                 run.log(step, {"loss": 1 / step, "share@1": 0.5})
             run.tag("runtime.device", "cpu")
