@@ -19,6 +19,7 @@ CHOSEN = {
     "mlflow.telemetry.info.alert.dismissed_v1": True,
     "mlflow.settings.telemetry.enabled_v1": False,
     "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": True,
+    "_mlflow_model_registry_promo_modal_dismissed_v1": True,
     "mlflow.workflowType_v1": "machine_learning",
 }
 SCRIPT = """<script>

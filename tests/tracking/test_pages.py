@@ -15,7 +15,7 @@ from tests.tracking.test_parents import calibrate, parent
 
 # MLflow asks whether users have to log in, and its charts are resized while they are drawn.
 KNOWN = ("404 (Not Found)", "ResizeObserver loop")
-NOTICES = ("usage data", "telemetry", "Ask questions about your experiments")
+NOTICES = ("usage data", "telemetry", "Ask questions about your experiments", "Try it now")
 METHODS = ("dense", "vmoe", "prc")
 
 
@@ -68,6 +68,9 @@ def test_first_page_parent_and_comparison(browser, study, served):
     [experiment] = {run.info.experiment_id for run in study.every_run()}
     with opened(browser, f"{server}/", 1400, "light", KNOWN) as page:
         page.get_by_text("Recent Experiments").wait_for(timeout=60_000)
+        text_of(page)
+    with opened(browser, f"{server}/#/models", 1400, "light", KNOWN) as page:
+        page.get_by_text("Registered Models").wait_for(timeout=60_000)
         text_of(page)
     with opened(browser, f"{server}/#/experiments/{experiment}/runs", 1400, "light", KNOWN) as page:
         page.get_by_text("dense seed 0").wait_for(timeout=60_000)
