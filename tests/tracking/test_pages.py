@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from moecore.tracking.pages import charts
 from tests.browser import opened
@@ -16,6 +17,7 @@ from tests.tracking.test_parents import calibrate, parent
 # MLflow asks whether users have to log in, and its charts are resized while they are drawn.
 KNOWN = ("404 (Not Found)", "ResizeObserver loop")
 NOTICES = ("usage data", "telemetry", "Ask questions about your experiments", "Try it now")
+WAIT = 60_000  # milliseconds
 METHODS = ("dense", "vmoe", "prc")
 
 
@@ -52,40 +54,35 @@ def wait_for(address: str, seconds: float = 90.0) -> None:
     raise AssertionError(f"{address} does not answer")
 
 
-def text_of(page) -> str:
-    text = page.locator("body").inner_text()
-    assert not [notice for notice in NOTICES if notice.lower() in text.lower()]
-    return text
+def shows(page, *words: str) -> None:
+    """Wait for all of these; none of MLflow's notices may be there then."""
+    body = page.locator("body")
+    for text in words:
+        expect(body).to_contain_text(text, timeout=WAIT)
+    text = body.inner_text().lower()
+    assert not [notice for notice in NOTICES if notice.lower() in text]
 
 
 def test_first_page_parent_and_comparison(browser, study, served):
     server = served.split("/#")[0]
-    with opened(browser, served, 1400, "light", KNOWN) as page:
-        page.get_by_text("loss/pretrain total").first.wait_for(timeout=60_000)
-        text = text_of(page)
-        assert f"{len(METHODS)} matching runs" in text.replace("\n", " ")
-        assert "test/pretrain ece_after" in text
     [experiment] = {run.info.experiment_id for run in study.every_run()}
-    with opened(browser, f"{server}/", 1400, "light", KNOWN) as page:
-        page.get_by_text("Recent Experiments").wait_for(timeout=60_000)
-        text_of(page)
-    with opened(browser, f"{server}/#/models", 1400, "light", KNOWN) as page:
-        page.get_by_text("Registered Models").wait_for(timeout=60_000)
-        text_of(page)
-    with opened(browser, f"{server}/#/experiments/{experiment}/runs", 1400, "light", KNOWN) as page:
-        page.get_by_text("dense seed 0").wait_for(timeout=60_000)
-        # parents only: their children are folded
-        assert page.get_by_text("seed 0", exact=False).count() == len(METHODS)
-        text_of(page)
     runs = [parent(study, f"{method}/0").info.run_id for method in METHODS]
-    address = f"{server}/#/experiments/{experiment}/runs/{runs[1]}"
-    with opened(browser, address, 1400, "light", KNOWN) as page:
-        page.get_by_text("test/pretrain ece_after").first.wait_for(timeout=60_000)
-        assert "calibrate pretrain vmoe seed 0" in text_of(page)  # a child
-    address = f'{server}/#/compare-runs?runs=["{runs[0]}","{runs[1]}"]&experiments=["{experiment}"]'
-    with opened(browser, address, 1400, "light", KNOWN) as page:
-        page.get_by_text("Comparing 2 Runs from 1 Experiment").wait_for(timeout=60_000)
-        assert "loss/pretrain total" in text_of(page)
+    pages = f"{server}/#/experiments/{experiment}/runs"
+    with opened(browser, served, 1400, "light", KNOWN) as page:
+        shows(page, "loss/pretrain total", "test/pretrain ece_after", "3 matching runs")
+    with opened(browser, f"{server}/", 1400, "light", KNOWN) as page:
+        shows(page, "Recent Experiments")
+    with opened(browser, f"{server}/#/models", 1400, "light", KNOWN) as page:
+        shows(page, "Registered Models")
+    with opened(browser, pages, 1400, "light", KNOWN) as page:
+        # parents only: their children are folded
+        expect(page.get_by_text("seed 0")).to_have_count(len(METHODS), timeout=WAIT)
+        shows(page, *(f"{method} seed 0" for method in METHODS))
+    with opened(browser, f"{pages}/{runs[1]}", 1400, "light", KNOWN) as page:
+        shows(page, "test/pretrain ece_after", "calibrate pretrain vmoe seed 0")  # a child
+    compared = f'compare-runs?runs=["{runs[0]}","{runs[1]}"]&experiments=["{experiment}"]'
+    with opened(browser, f"{server}/#/{compared}", 1400, "light", KNOWN) as page:
+        shows(page, "Comparing 2 Runs from 1 Experiment", "loss/pretrain total")
 
 
 def test_the_address_compares_the_current_methods():
