@@ -1,12 +1,16 @@
-"""Predict the ages of new volumes with a trained and calibrated model. No stage: a tool for users.
+"""Predict what the files of a folder show, with a trained model. No stage: a tool for users.
 
-    python -m stages.predict artifacts/pretrain/ermoe_ba/0 FOLDER --out predictions.csv
+    moecore predict artifacts/finetune/vmoe/0 FOLDER --out predictions.csv
 
-FOLDER is in BIDS form, or holds .nii.gz files; participants.tsv in it may give sex (for the
-correction per sex) and age (for brain-PAD). The calibrator is found beside the model
-(artifacts/calibrate/<phase>/<method>/<seed>) or named by --calibrator. Volumes unlike those of
-training are flagged in the column qc_flags and on stderr. Read MODEL_CARD.md first: it says what
-the numbers may not be used for.
+MODEL is the folder of a trained model, or models:/study.method.phase.seed@current of MLflow's
+registry. FOLDER holds pictures of any size and mode, in subfolders too; for a model of volumes it
+is in BIDS form, or holds .nii.gz files, and participants.tsv may give sex and age. Beside the table
+comes a page, OUT.html, that shows every picture with its answer and the experts of its patches.
+
+Probabilities are calibrated where the stage `calibrate` has run for this model; --calibrator names
+another folder with calibrator.json. A file that cannot be read keeps a line with the reason.
+Exit: 0 all files have a prediction; 3 some have none, all others are written; 1 nothing is written.
+Of ages, read MODEL_CARD.md first: it says what the numbers may not be used for.
 """
 
 import argparse
@@ -15,23 +19,23 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from moecore.brain.new_ages import predict_ages
 from moecore.core.files import UserError
+from moecore.run.predictions import predict_folder
+from moecore.tracking.model import SCHEME, model_folder
 
 
 def parser() -> argparse.ArgumentParser:
     words = argparse.ArgumentParser(
-        prog="python -m stages.predict",
+        prog="moecore predict",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = words.add_argument
-    add("model", type=Path, help="folder of the trained model, artifacts/<phase>/<method>/<seed>")
-    add("folder", type=Path, help="folder of the new volumes")
+    add("model", metavar="MODEL", help="artifacts/<phase>/<method>/<seed>, or models:/…")
+    add("folder", metavar="FOLDER", type=Path, help="folder of the files to predict")
     add("--out", type=Path, default=Path("predictions.csv"), help="the table to write")
     add("--calibrator", type=Path, help="folder with calibrator.json; default: that of the model")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="volumes that cannot be used")
-    add("--batch", type=int, default=8, help="volumes a forward pass")
+    add("--batch", type=int, default=64, help="files a forward pass")
     return words
 
 
@@ -40,16 +44,16 @@ def main(words: Sequence[str] | None = None) -> None:
     # One line each, without our own source.
     warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
     try:
-        rows = predict_ages(
-            given.model, given.folder, given.out, given.calibrator, given.on_error, given.batch
+        model = Path(given.model)
+        if given.model.startswith(SCHEME):
+            model = model_folder(given.model)
+        failed = predict_folder(
+            model, given.folder, given.out, given.calibrator, max(1, given.batch)
         )
     except UserError as error:
         sys.exit(str(error))
-    flagged = [row for row in rows if row.qc_flags]
-    for row in flagged:
-        print(f"{row.participant_id} {row.session_id}: {row.qc_flags}", file=sys.stderr)
-    count = f"{len(rows)} volumes, {len(flagged)} flagged"
-    print(f"{given.out}: {count}. Read MODEL_CARD.md before using them.")
+    if failed:
+        sys.exit(3)
 
 
 if __name__ == "__main__":

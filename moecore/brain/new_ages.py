@@ -3,10 +3,9 @@
 N volumes, in years.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
@@ -20,13 +19,12 @@ from moecore.brain.prediction_table import (
 )
 from moecore.brain.reference import Reference, beyond_ages, unknown_site, unlike
 from moecore.core.files import UserError, read_json
+from moecore.core.records import RoutingRecord
 from moecore.data.files.checksum import checksum
 from moecore.measure.calibrators.linear import FittedLinear
 from moecore.nn.predict import predictions
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune
-
-OnError = Literal["stop", "skip"]
 
 
 class Calibration(NamedTuple):
@@ -36,35 +34,39 @@ class Calibration(NamedTuple):
     fitted: FittedLinear | None  # None where its fit was refused
 
 
-def predict_ages(
-    model_folder: Path,
-    folder: Path,
-    out: Path,
-    calibrator: Path | None = None,
-    on_error: OnError = "stop",
-    batch: int = 8,
-) -> list[PredictionRow]:
-    """Write predictions.csv of every volume below ``folder`` and return its rows.
+class NewAges(NamedTuple):
+    """What is said of the volumes of a folder."""
 
-    on_error: "stop" where any volume cannot be used, or "skip" these, naming each on stderr.
-    Raises UserError that lists all problems; for a calibrator of another model; and where nothing
-    is left.
+    rows: list[PredictionRow]  # of those that could be used
+    used: list[NewVolume]
+    volumes: np.ndarray  # of these, (N, 1, D, H, W)
+    routing: tuple[RoutingRecord, ...]  # of these, one a MoE layer
+    left_out: list[tuple[NewVolume, str]]  # and why
+
+
+def predict_ages(
+    model_folder: Path, folder: Path, out: Path, calibrator: Path | None = None, batch: int = 8
+) -> NewAges:
+    """Write predictions.csv of every volume below ``folder``, and return what it says.
+
+    A volume that cannot be used keeps a line, with the reason in the column ``error``.
+    Raises UserError for a calibrator of another model, and where no volume can be used, with the
+    reasons.
     """
     calibration = calibration_of(calibrator or calibrator_of(model_folder), model_folder)
     found = find_volumes(folder)
-    volumes, problems = prepared(found, calibration.reference)
-    if problems and (on_error == "stop" or len(problems) == len(found)):
-        count = f"{len(problems)} of {len(found)} volumes cannot be used"
-        raise UserError("\n".join([*problems, f"{count}; --on-error skip leaves them out"]))
-    for problem in problems:
-        print(f"left out: {problem}", file=sys.stderr)
-    kept = [(one, volume) for one, volume in zip(found, volumes, strict=True) if volume is not None]
-    usable = np.stack([volume for _, volume in kept])
+    volumes, reasons = prepared(found, calibration.reference)
+    used = [one for one, why in zip(found, reasons, strict=True) if not why]
+    left_out = [(one, why) for one, why in zip(found, reasons, strict=True) if why]
+    if not used:
+        count = f"none of {len(found)} volumes can be used"
+        raise UserError("\n".join([*(why for _, why in left_out), count]))
+    usable = np.stack([volume for volume in volumes if volume is not None])
     model = load_model(model_folder).to(tune().device)
-    said = predictions(model, usable, batch, routing=False)[0][:, 0].double().numpy()
-    rows = rows_of([one for one, _ in kept], usable, said, calibration)
-    write_predictions(out, rows)
-    return rows
+    said, routing = predictions(model, usable, batch)
+    rows = rows_of(used, usable, said[:, 0].double().numpy(), calibration)
+    write_predictions(out, rows, [(one.subject, why) for one, why in left_out])
+    return NewAges(rows, used, usable, routing, left_out)
 
 
 def rows_of(
@@ -92,12 +94,18 @@ def rows_of(
 
 def calibrator_of(model_folder: Path) -> Path:
     """artifacts/calibrate/<phase>/<method>/<seed> of artifacts/<phase>/<method>/<seed>."""
-    phase, method, seed = model_folder.resolve().parts[-3:]
-    return model_folder.resolve().parents[2] / "calibrate" / phase / method / seed
+    above = model_folder.absolute().parent
+    phase = above.parent
+    return phase.parent / "calibrate" / phase.name / above.name / model_folder.absolute().name
 
 
 def calibration_of(folder: Path, model_folder: Path) -> Calibration:
     """What lies in ``folder``. Raises UserError where it is damaged, or of another model."""
+    if not (folder / "reference.json").is_file():
+        raise UserError(
+            f"{folder}: holds no reference.json, which says how volumes are prepared and what is "
+            "usual; the stage `calibrate` writes it, --calibrator names another folder"
+        )
     reference = _reference(folder / "reference.json")
     found = checksum(model_folder / "model.safetensors")
     if found != reference.predictor_sha256:

@@ -58,9 +58,9 @@ def find_volumes(folder: str | Path) -> list[NewVolume]:
 def prepared(
     found: list[NewVolume], reference: Reference
 ) -> tuple[list[np.ndarray | None], list[str]]:
-    """Each volume as the model takes it, and all problems, each naming its file.
+    """Each volume as the model takes it, and for each why it cannot be used, naming its file.
 
-    A volume is float16 (1, D, H, W), or None where it cannot be used.
+    A volume is float16 (1, D, H, W), or None where it cannot be used; a reason is "" where it can.
     """
     edges = reference.data.voxel_mm
     if len(set(edges)) > 1:
@@ -69,14 +69,15 @@ def prepared(
         )
     grid = Grid(voxel_mm=edges[0], size=reference.data.size)
     volumes: list[np.ndarray | None] = []
-    problems = []
+    reasons = []
     for one in found:
         try:
             volumes.append(read_volume(one.path, grid, one.mask))
+            reasons.append("")
         except UserError as error:
             volumes.append(None)
-            problems.append(str(error))
-    return volumes, problems
+            reasons.append(str(error))
+    return volumes, reasons
 
 
 def _stem(path: Path) -> str:

@@ -127,15 +127,26 @@ def _row(
     )
 
 
-def write_predictions(path: str | Path, rows: Iterable[PredictionRow]) -> None:
-    """Write the rows as CSV under the names of ``COLUMNS``; numbers have four decimals."""
+def write_predictions(
+    path: str | Path,
+    rows: Iterable[PredictionRow],
+    left_out: Sequence[tuple[Mapping[str, str], str]] | None = None,
+) -> None:
+    """Write the rows as CSV under the names of ``COLUMNS``; numbers have four decimals.
+
+    left_out: subjects without a prediction, and why: they come last, with the reason in a column
+    ``error``; None: there is no such column.
+    """
+    errors = [] if left_out is None else ["error"]
     with (
         whole_file(path) as temporary,
         open(temporary, "w", newline="", encoding="utf-8") as handle,
     ):
         writer = csv.writer(handle, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows([_text(value) for value in row] for row in rows)
+        writer.writerow([*COLUMNS, *errors])
+        writer.writerows([*map(_text, row), *("" for _ in errors)] for row in rows)
+        for subject, why in left_out or ():
+            writer.writerow([*(subject.get(name, "") for name in COLUMNS), why])
 
 
 def read_predictions(path: str | Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:

@@ -97,7 +97,7 @@ def sync() -> None:
 
 
 def predict(context: typer.Context) -> None:
-    """Predict the ages of new volumes with a trained and calibrated model; `--help` says how."""
+    """Predict what pictures or volumes show, with a trained model; `--help` says how."""
     # The rooms lie below the stages and cannot import them.
     command = [sys.executable, "-m", "stages.predict", *context.args]
     os.execv(sys.executable, command)

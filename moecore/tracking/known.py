@@ -2,7 +2,6 @@
 
 import json
 import platform
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,10 @@ from typing import Any
 from moecore.tracking.process import runs
 
 UID = "moecore.uid"
+PARENT = "mlflow.parentRunId"
+TOLD = "moecore.told"  # the parent that has the numbers of this finished run
+COLOUR = "mlflow.runColor"
+LEVEL = "level"  # "method": a parent; "shared": that of what all methods use; "stage": a child
 COMPLETE = "moecore.complete"  # the run has all that its history holds
 LONGEST_TAG = 5000
 LONGEST_PARAM = 500
@@ -22,13 +25,15 @@ class Known:
     id: str
     status: str
     started: float  # seconds since 1970
+    ended: float | None
     tags: dict[str, str]
 
     @classmethod
     def of(cls, run: Any) -> "Known":
         """From MLflow's entity."""
         info = run.info
-        return cls(info.run_id, info.status, info.start_time / 1000, dict(run.data.tags))
+        ended = None if info.end_time is None else info.end_time / 1000
+        return cls(info.run_id, info.status, info.start_time / 1000, ended, dict(run.data.tags))
 
     @property
     def complete(self) -> bool:
@@ -49,12 +54,12 @@ class Known:
 
     def set_status(self, client: Any, status: str, when: float) -> None:
         """Set the status where it differs; ``when`` (seconds since 1970) it ended."""
-        if status == self.status:
-            return
         if status == "RUNNING":
-            client.update_run(self.id, status=status)
-        else:
+            if status != self.status:
+                client.update_run(self.id, status=status)
+        elif status != self.status or self.ended is None or abs(self.ended - when) > 0.002:
             client.set_terminated(self.id, status, int(when * 1000))
+            self.ended = when
         self.status = status
 
     def abandoned(self) -> bool:
@@ -64,13 +69,14 @@ class Known:
         return not runs(int(self.tags["pid"]), self.started)
 
 
-def known_runs(client: Any, experiment: str) -> dict[str, Known]:
-    """The runs of an experiment that came from a history, by the history's uid."""
-    known = {}
+def known_runs(client: Any, experiment: str) -> list[Known]:
+    """The runs of an experiment that an import made."""
+    known = []
     token = None
     while True:
         page = client.search_runs([experiment], max_results=1000, page_token=token)
-        known |= {run.data.tags[UID]: Known.of(run) for run in page if UID in run.data.tags}
+        every = [Known.of(run) for run in page]
+        known += [run for run in every if UID in run.tags or LEVEL in run.tags]
         token = page.token
         if not token:
             return known
@@ -88,6 +94,7 @@ def header_tags(header: Mapping[str, Any]) -> dict[str, str]:
     """The tags of a run that its history's first line gives."""
     tags = {
         UID: header["uid"],
+        LEVEL: "stage",
         "stage": header["stage"],
         "method": header["method"],
         "seed": header["seed"],
@@ -102,11 +109,6 @@ def header_tags(header: Mapping[str, Any]) -> dict[str, str]:
         "python": header["python"],
     }
     return {name: str(value) for name, value in tags.items() if value is not None}
-
-
-def clean(name: str) -> str:
-    """A name that MLflow accepts (``@`` is not allowed)."""
-    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
 
 
 def shown(value: Any) -> str:

@@ -7,10 +7,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from moecore.core.files import UserError
 from moecore.run.stage import end_with_parent
-from moecore.tracking.store import SILENT, connect, first_line, is_server, uri
+from moecore.tracking.pages import charts
+from moecore.tracking.store import (
+    SILENT,
+    connect,
+    experiment,
+    experiment_name,
+    first_line,
+    home,
+    is_server,
+    uri,
+)
+from moecore.tracking.study import histories
 from moecore.tracking.sync import Importer, told
 
 EVERY = 5.0  # seconds
@@ -31,25 +44,33 @@ def ui(port: int = 5000) -> int:
     if not is_server():
         _check_free(port)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    connect()  # makes the tables of a new database, as the server would at the same time
+    client = connect()  # makes the tables of a new database, as the server would at the same time
     try:
         if is_server():
             print(f"{uri()}: runs are imported every {EVERY:.0f} s", flush=True)
             _import_while(lambda: True)
-        return _import_beside(_serve(port), port)
+        return _import_beside(_serve(port), charts(f"http://{HOST}:{port}", _opened(client)))
     except KeyboardInterrupt:  # Ctrl-C is how it is meant to end
         return 0
 
 
-def _import_beside(server: subprocess.Popen, port: int) -> int:
-    # The page for training; by itself MLflow opens the one for chats.
-    page = f"http://{HOST}:{port}/#/experiments?workflowType=machine_learning"
-    print(f"{page}: MLflow starts; runs are imported every {EVERY:.0f} s", flush=True)
+def _import_beside(server: subprocess.Popen, page: str) -> int:
+    print(f"{page}\nMLflow starts; runs are imported every {EVERY:.0f} s", flush=True)
     try:
         _import_while(lambda: server.poll() is None)
     finally:
         _stop(server)
     return server.returncode
+
+
+def _opened(client: Any) -> str | None:
+    """The experiment to begin with: that of the folder that `moecore ui` is called in."""
+    folder = Path().resolve()
+    if not any(histories(folder)):
+        folder = home()
+    if not any(histories(folder)):
+        return None  # nothing has run yet
+    return experiment(client, experiment_name(folder))
 
 
 def _check_free(port: int) -> None:
@@ -59,9 +80,8 @@ def _check_free(port: int) -> None:
 
 
 def _serve(port: int) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri()]
-    command += ["--host", HOST, "--port", str(port), "--workers", "1"]
-    command += ["--uvicorn-opts", "--log-level warning"]
+    command = [sys.executable, "-m", "uvicorn", "--factory", "moecore.tracking.pages:app"]
+    command += ["--host", HOST, "--port", str(port), "--log-level", "warning"]
     # A group of its own: Ctrl-C ends it through `_stop`, with all that it started.
     return subprocess.Popen(
         command, env=os.environ | SERVER, start_new_session=True, preexec_fn=end_with_parent
@@ -83,8 +103,8 @@ def _import_while(serving: Callable[[], bool]) -> None:
     """Import every few seconds. What hinders an import is said once, and it is tried again."""
     from mlflow.exceptions import MlflowException
 
-    importer = Importer()
     hindered = None  # what the last import failed for; None before the first
+    importer = Importer()
     while serving():
         try:
             counts = importer.update()

@@ -57,6 +57,11 @@ def load_card(folder: str | Path) -> ModelCard:
 
     Raises UserError that names the file where it is missing or not a model's.
     """
+    if str(folder).startswith("models:"):
+        raise UserError(
+            f"{folder}: of MLflow's registry; write load_model(model_folder({str(folder)!r})) with "
+            "model_folder from moecore.tracking.model"
+        )
     path = Path(folder) / "model.json"
     try:
         return ModelCard.model_validate(read_json(path))

@@ -119,7 +119,7 @@ def test_a_prediction_is_the_models_for_the_prepared_volume(trained, tmp_path, m
     nifti(tmp_path / "brighter.nii.gz", 7 * image)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rows = predict(target, tmp_path, tmp_path / "out.csv")
+        rows = predict(target, tmp_path, tmp_path / "out.csv").rows
     inside = image[image > 0].astype(np.float32)
     low, high = np.percentile(inside, (1, 99))
     made = np.zeros_like(image)
@@ -136,27 +136,30 @@ def test_volumes_unlike_training_are_flagged(trained, tmp_path, monkeypatch, cap
     main([str(trained[0]), str(tmp_path / "in"), "--out", str(tmp_path / "out.csv")])
     told, row = capsys.readouterr(), read_predictions(tmp_path / "out.csv")[0]
     # 6³ · 27 / 1000
-    assert (
-        "brain_ml 5.832 outside training 27 to 27" in row["qc_flags"]
-        and "brain_ml" in told.err
-        and "1 volumes, 1 flagged" in told.out
-    )
+    assert "brain_ml 5.832 outside training 27 to 27" in row["qc_flags"]
+    assert "1 of 1 volumes are unlike those of the training" in told.out
+    assert "brain_ml 5.832" in told.out
 
 
-def test_all_problems_at_once_or_skipped(trained, tmp_path, monkeypatch, capsys):
+def test_volumes_that_cannot_be_used_keep_a_line(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MOECORE_THREADS", "1")
-    (tmp_path / "a.nii.gz").write_bytes(b"no image")
-    nifti(tmp_path / "b.nii.gz", np.zeros((16, 16, 16)))
-    nifti(tmp_path / "c.nii.gz", brain())
-    with pytest.raises(
-        UserError, match=r"(?s)a\.nii\.gz.*b\.nii\.gz.*2 of 3 volumes cannot be used"
-    ):
-        predict(trained[0], tmp_path, tmp_path / "out.csv")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.nii.gz").write_bytes(b"no image")
+    nifti(tmp_path / "in/b.nii.gz", np.zeros((16, 16, 16)))
+    with pytest.raises(UserError, match=r"(?s)a\.nii\.gz.*b\.nii\.gz.*none of 2 volumes"):
+        predict(trained[0], tmp_path / "in", tmp_path / "out.csv")
     assert not (tmp_path / "out.csv").exists()
-    main([str(trained[0]), str(tmp_path), "--out", str(tmp_path / "out.csv"), "--on-error", "skip"])
-    assert [row["participant_id"] for row in read_predictions(tmp_path / "out.csv")] == [
-        "c"
-    ] and capsys.readouterr().err.count("left out: ") == 2
+    nifti(tmp_path / "in/c.nii.gz", brain())
+    with pytest.raises(SystemExit) as end:
+        main([str(trained[0]), str(tmp_path / "in"), "--out", str(tmp_path / "out.csv")])
+    assert end.value.code == 3
+    rows = {row["participant_id"]: row for row in read_predictions(tmp_path / "out.csv")}
+    assert rows["c"]["predicted_age"] and rows["c"]["error"] == ""
+    assert rows["a"]["predicted_age"] == "" and "a.nii.gz" in rows["a"]["error"]
+    told = capsys.readouterr().err
+    assert "2 of 3 files have no prediction" in told and "b.nii.gz" in told
+    page = (tmp_path / "out.html").read_text()
+    assert page.count("<canvas") == 3 and "b.nii.gz" in page  # three slices of one volume
 
 
 def test_the_calibrator_of_another_model_is_refused(trained, tmp_path):

@@ -42,9 +42,11 @@ class Study:
         self.folder = folder
         self.store = store
 
-    def write(self, seed: int = 0, steps: int = 3) -> None:
-        """A finished run of the stage pretrain."""
-        with record("pretrain", Params(), method="vmoe", seed=seed) as run:
+    def write(
+        self, seed: int = 0, steps: int = 3, method: str = "vmoe", stage: str = "pretrain"
+    ) -> None:
+        """A finished run of a training."""
+        with record(stage, Params(), method=method, seed=seed) as run:
             for step in range(1, steps + 1):
                 run.log(step, {"loss": 1 / step, "share@1": 0.5})
             run.tag("runtime.device", "cpu")
@@ -58,9 +60,17 @@ class Study:
 
         return MlflowClient(self.store)
 
-    def runs(self) -> list[Any]:
+    def every_run(self) -> list[Any]:
         found = self.client.get_experiment_by_name(self.folder.name)
         return list(self.client.search_runs([found.experiment_id])) if found else []
+
+    def runs(self) -> list[Any]:
+        """Those of histories."""
+        return [run for run in self.every_run() if run.data.tags["level"] == "stage"]
+
+    def parents(self) -> list[Any]:
+        """Those that carry the numbers of a method and seed, and the shared one."""
+        return [run for run in self.every_run() if run.data.tags["level"] != "stage"]
 
     def curve(self, run: Any, name: str) -> list[tuple[int, float]]:
         points = self.client.get_metric_history(run.info.run_id, name)

@@ -10,7 +10,7 @@ from moecore.measure.calibration import Quality, Result
 from moecore.run.history import record
 from moecore.statistics.estimate import Estimate
 from moecore.tasks.class_scores import reliability
-from moecore.tracking import mirror
+from moecore.tracking import figures
 from moecore.tracking.sync import Importer
 from stages.prepare import prepare
 from tests.tracking.conftest import Params
@@ -87,7 +87,7 @@ def test_a_fault_in_a_drawing_is_shown_and_the_run_is_complete(study, monkeypatc
     def broken(*_):
         raise IndexError("no such layer")
 
-    monkeypatch.setattr(mirror, "figures", broken)
+    monkeypatch.setattr(figures, "figures", broken)
     study.write()
     assert Importer().update().added == 1
     assert said(study) == "failed: IndexError: no such layer"

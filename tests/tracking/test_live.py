@@ -44,7 +44,7 @@ def only(study):
 
 
 def steps(study) -> list[int]:
-    return [step for step, _ in study.curve(only(study), "curve/loss")]
+    return [step for step, _ in study.curve(only(study), "loss/total")]
 
 
 def test_a_running_training_is_seen_point_by_point(study):
@@ -63,7 +63,7 @@ def test_a_running_training_is_seen_point_by_point(study):
     assert importer.update() == Counts(updated=1, current=1)
     assert importer.update() == Counts(current=1)
     assert only(study).info.status == "FINISHED"
-    assert study.curve(only(study), "curve/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert study.curve(only(study), "loss/total") == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert study.client.list_artifacts(only(study).info.run_id, "tables")
 
 
@@ -80,7 +80,8 @@ def test_only_new_points_are_sent(study, monkeypatch):
         assert sent == []
         run.log(2, {"loss": 2.0})
         importer.update()
-        assert [[point.step for point in call["metrics"]] for call in sent] == [[2]]
+        # to the run and to its parent
+        assert [[point.step for point in call["metrics"]] for call in sent] == [[2], [2]]
 
 
 def test_another_importer_in_between_sends_nothing_twice(study):
@@ -113,7 +114,7 @@ def test_a_killed_run_ends_and_its_resumption_logs_no_step_twice(study):
     assert study.start("live.py", "7", "7", str(WORK)).wait(timeout=60) == 0
     importer.update()
     assert only(study).info.status == "FINISHED"
-    assert study.curve(only(study), "curve/loss") == [(step, float(step)) for step in range(1, 8)]
+    assert study.curve(only(study), "loss/total") == [(step, float(step)) for step in range(1, 8)]
 
 
 def test_a_store_that_fails_in_between_loses_nothing(study, monkeypatch):

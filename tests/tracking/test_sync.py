@@ -27,9 +27,9 @@ def test_a_second_import_adds_nothing(study, run_of):
     run = run_of(0)
     assert run.info.run_name == "pretrain vmoe seed 0"
     assert run.info.status == "FINISHED"
-    assert study.curve(run, "curve/loss") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
-    assert study.curve(run, "curve/share_1") == [(1, 0.5), (2, 0.5), (3, 0.5)]  # no @ in MLflow
-    assert study.curve(run, "result/pretrain/test.accuracy") == [(0, 0.5)]
+    assert study.curve(run, "loss/total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert study.curve(run, "loss/share_1") == [(1, 0.5), (2, 0.5), (3, 0.5)]  # no @ in MLflow
+    assert study.curve(run, "train/test.accuracy overall") == [(0, 0.5)]
     assert run.data.params["epochs"] == "3"
     assert len(run.data.params["text"]) == 500
     expected = {"stage": "pretrain", "method": "vmoe", "runtime.device": "cpu"}

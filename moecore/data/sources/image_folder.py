@@ -41,7 +41,11 @@ class ImageFolder(SplitSettings):
         "stop",
         description="What an unreadable image does: stop, naming all of them, or be left out",
     )
-    name: str = Field("images", description="Name of the data set in the card and the report")
+    name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name of the data set in the card and the report; null: that of the folder",
+    )
     licence: str = Field("not stated", description="Licence of the images, for the card")
 
     def prepare(self, folder: Path) -> dict[str, Any]:
@@ -53,7 +57,7 @@ class ImageFolder(SplitSettings):
         scratch = Path(folder) / ".decoded"
         parts = decoded_parts(DecodeCache(scratch, self.size, self.channels), splits, self.on_error)
         facts = Facts(
-            self.name,
+            self.name or root.resolve().name,
             Classification(classes=classes),
             self.channels,
             self.size,

@@ -1,0 +1,161 @@
+"""Predictions of a trained model for the files of a folder: a table, and a page that shows them.
+
+What a folder may hold depends on the model: pictures here, volumes in ``moecore.brain.new_ages``.
+A file that cannot be read keeps its row, which says why.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moecore.brain.new_ages import NewAges, predict_ages
+from moecore.core.files import UserError, whole_file
+from moecore.report.predicted import SHOWN, Failure, PredictedPage, Shown, page, volume_tiles
+from moecore.run.new_pictures import experts_of, predict_pictures, write_table
+from moecore.training.artifacts import ModelCard, load_card
+
+NEEDED = ("model.json", "model.safetensors")
+TRAINED = "artifacts/{pretrain,finetune,adversarial}/<method>/<seed>"
+
+
+def predict_folder(
+    model: Path, folder: Path, out: Path, calibrator: Path | None, batch: int
+) -> int:
+    """Write the table ``out`` and a page beside it; returns how many files have no prediction.
+
+    Says on stdout what was written, on stderr which files have no prediction. Raises UserError
+    before anything is computed where the model, the folder or the table cannot be used.
+    """
+    card = model_card(model)
+    beside = out.with_suffix(".html")
+    if beside == out:
+        raise UserError(f"{out}: the page beside the table has this name; --out predictions.csv")
+    files = files_of(folder, (out, beside))
+    check_writable(out)
+    check_writable(beside)
+    if len(card.image.shape) == 3:
+        content = _volumes(model, folder, out, calibrator, batch)
+    else:
+        content = _pictures(model, folder, files, out, calibrator, batch)
+    experts = 0 if card.moe is None else card.moe.experts.number
+    with whole_file(beside) as temporary:
+        temporary.write_text(page(content._replace(experts=experts)), encoding="utf-8")
+    for remark in content.remarks:
+        print(remark)
+    print(f"{out} and {beside}: {content.total} files")
+    for failure in content.failures:
+        print(f"{failure.name}: {failure.reason}", file=sys.stderr)
+    if content.failures:
+        count = f"{len(content.failures)} of {content.total} files have no prediction"
+        print(f"{count}; the column error of {out} says why", file=sys.stderr)
+    return len(content.failures)
+
+
+def _pictures(
+    model: Path,
+    folder: Path,
+    files: Sequence[Path],
+    out: Path,
+    calibrator: Path | None,
+    batch: int,
+) -> PredictedPage:
+    found = predict_pictures(folder, files, model, calibrator, batch)
+    write_table(out, found)
+    failures = [Failure(row.file, row.error) for row in found.rows if row.error]
+    return PredictedPage(
+        str(model), str(folder), found.remarks, found.shown, len(found.rows), failures
+    )
+
+
+def _volumes(
+    model: Path, folder: Path, out: Path, calibrator: Path | None, batch: int
+) -> PredictedPage:
+    found = predict_ages(model, folder, out, calibrator, batch)
+    failures = [Failure(str(one.path.relative_to(folder)), why) for one, why in found.left_out]
+    flagged = [row for row in found.rows if row.qc_flags]
+    remarks = [
+        "volumes: the three middle slices",
+        f"{len(flagged)} of {len(found.rows)} volumes are unlike those of the training (qc_flags); "
+        "read MODEL_CARD.md before using the ages",
+    ]
+    remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
+    total = len(found.rows) + len(failures)
+    return PredictedPage(str(model), str(folder), remarks, _slices(model, found), total, failures)
+
+
+def _slices(model: Path, found: NewAges) -> list[Shown]:
+    spec = load_card(model)
+    grid = spec.backbone.grid(spec.image)
+    layers = [
+        experts_of(record.combine[:SHOWN, record.combine.shape[1] - math.prod(grid) :], 0, grid)
+        for record in found.routing
+    ]
+    unit = spec.image.task.score.unit
+    return [
+        Shown(
+            f"{row.participant_id} {row.session_id}".strip(),
+            f"{row.predicted_age:.1f} {unit}".strip(),
+            volume_tiles(volume, [layer[number] for layer in layers]),
+        )
+        for number, (row, volume) in enumerate(
+            zip(found.rows[:SHOWN], found.volumes[:SHOWN], strict=True)
+        )
+    ]
+
+
+def model_card(folder: Path) -> ModelCard:
+    """The settings of the trained model in ``folder``.
+
+    Raises UserError that names ``folder`` where it is none, and where there may be one.
+    """
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {found}; MODEL is the folder of a trained model{_such_as()}")
+    lacking = [name for name in NEEDED if not (folder / name).is_file()]
+    if lacking:
+        inner = next((path.parent for path in sorted(folder.rglob(NEEDED[0]))), None)
+        hint = _such_as() if inner is None else f"; {inner} is one"
+        raise UserError(f"{folder}: not a trained model, lacks {' and '.join(lacking)}{hint}")
+    return load_card(folder)
+
+
+def files_of(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
+    """Every file below ``folder`` that is not hidden, sorted; not those ``without``.
+
+    Raises UserError where there is none.
+    """
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {found}; FOLDER is a folder with the files to predict")
+    left_out = {path.resolve() for path in without}
+    found = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.resolve() not in left_out
+    ]
+    if not found:
+        raise UserError(f"{folder}: holds no files; FOLDER is a folder with the files to predict")
+    return found
+
+
+def check_writable(path: Path) -> None:
+    """Raise UserError unless a file can be written at ``path``; what is there stays."""
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; --out is the file to write")
+    probe = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be written, {reason}; --out names another file") from error
+
+
+def _such_as() -> str:
+    """A hint at a model of the project in the current folder."""
+    models = sorted(Path("artifacts").glob("*/*/*/model.json"))
+    return f", such as {models[0].parent}" if models else f": {TRAINED}"

@@ -1,0 +1,82 @@
+"""How numbers of a history are called in MLflow.
+
+Its page of charts makes a section of what stands before the last slash of a name: ``loss/``,
+``train/``, ``validation/`` and ``test/`` of trainings, then one section a measurement. What is
+given or counted (numbers of images, of parameters) is a param: a chart of it would be one flat bar.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from moecore.run.history_file import points
+
+PHASES = ("pretrain", "finetune", "adversarial")  # in the order of training
+TRAININGS = ("teacher", *PHASES)
+PACE = ("epoch", "learning_rate", "images_per_second")  # of a training, beside its scores
+GROUPS = {"calibrate": "calibration", "teacher_router": "loss"} | dict.fromkeys(TRAININGS, "test")
+COUNTED = ("test_correct",)  # numbers of images that are results
+LIMITS = (".low", ".high")
+Point = tuple[str, float, int, int]  # name, value, milliseconds, step
+
+
+class Numbers(NamedTuple):
+    """What a stage came to: ``metrics`` are drawn, ``params`` are only listed."""
+
+    metrics: dict[str, float]
+    params: dict[str, Any]
+
+
+def clean(name: str) -> str:
+    """A name that MLflow accepts (``@`` is not allowed)."""
+    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
+
+
+def curves(lines: list[dict]) -> list[Point]:
+    """The logged points."""
+    return [
+        (curve(name), value, int(t * 1000), step)
+        for step, t, values in points(lines)
+        for name, value in values.items()
+    ]
+
+
+def curve(name: str) -> str:
+    """``train/accuracy``, ``validation/loss``; the terms of the loss are ``loss/…``."""
+    for group in ("train", "validation"):
+        if name.startswith(f"{group}_"):
+            return clean(f"{group}/{name.removeprefix(f'{group}_')}")
+    if name in PACE:
+        return f"train/{name}"
+    return "loss/total" if name == "loss" else clean(f"loss/{name}")
+
+
+def numbers(stage: str, summary: Mapping[str, Any]) -> Numbers:
+    """The result of a stage, from the numbers that its history keeps.
+
+    The limits of an interval are one param; a result's own value is drawn without them.
+    """
+    metrics = {}
+    params: dict[str, Any] = {}
+    for name, value in summary.items():
+        base, dot, end = name.rpartition(".")
+        limits = [summary.get(base + limit) for limit in LIMITS]
+        if dot + end in LIMITS and None not in limits:
+            words = " to ".join(f"{limit:.4g}" for limit in limits)
+            params[clean(f"{stage}.{base}.limits")] = words
+        elif isinstance(value, int) and name not in COUNTED:
+            params[clean(f"{stage}.{name}")] = value
+        elif value is not None:
+            metrics[_metric(stage, name)] = float(value)
+    return Numbers(metrics, params)
+
+
+def _metric(stage: str, name: str) -> str:
+    group = GROUPS.get(stage, stage)
+    words = re.sub(r"\.(value|median)$", "", name)
+    if stage in TRAININGS:
+        for own in ("test", "validation"):
+            if words.startswith(f"{own}_"):
+                return clean(f"{own}/{words.removeprefix(f'{own}_')}")
+        return clean(f"train/{words} overall")
+    return clean(f"{group}/{words}")
