@@ -57,7 +57,7 @@ class ImageFolder(SplitSettings):
         scratch = Path(folder) / ".decoded"
         parts = decoded_parts(DecodeCache(scratch, self.size, self.channels), splits, self.on_error)
         facts = Facts(
-            self.name or root.resolve().name,
+            self._name(root),
             Classification(classes=classes),
             self.channels,
             self.size,
@@ -71,14 +71,18 @@ class ImageFolder(SplitSettings):
 
     def preview(self) -> Preview:
         """What ``prepare`` would write; files are counted, and a header a class is opened."""
-        known = Preview(self.name, self.channels, self.size, None, seen=tuple(places(self.root)))
+        roots = tuple(places(self.root))
+        known = Preview(self._name(roots[0]), self.channels, self.size, None, seen=roots)
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
         root = self._root()
         classes, splits = self._splits(root)
-        found = look_at_folders(self.name, root, classes, splits, self.on_error)
+        found = look_at_folders(self._name(root), root, classes, splits, self.on_error)
         return found | {"task": Classification(classes=classes)}
+
+    def _name(self, root: Path) -> str:
+        return self.name or root.resolve().name
 
     def _root(self) -> Path:
         roots = places(self.root)
