@@ -20,6 +20,7 @@ SMALL = {
     "corruptions": {"images": 4, "severities": [1], "names": ["fog"]},
     "stability": {"images": 4, "steps": 2},
     "lipschitz": {"images": 2, "steps": 1, "halvings": 1, "lemma_tokens": 2},
+    "explorer": {"images": 2, "gallery": 8, "favourites": 1, "attack": {"kind": "fgsm"}},
     "cost": {"batch": 2, "rounds": 2, "images": 2},
     "cohort_checks": {"resamples": 100, "years": 200},
 }
@@ -82,4 +83,4 @@ def test_a_dense_model_is_skipped_where_routing_is_measured(subjects):
     data = subjects["flat"].data
     dense = Subject(built(SingleLayer(), None, data, 1), data)
     skipped = {what for what, found in MEASUREMENTS.items() if found.applies(dense)}
-    assert skipped == {"routing", "invariance", "cohort_checks"}
+    assert skipped == {"routing", "invariance", "explorer", "cohort_checks"}

@@ -1,7 +1,6 @@
 """``-S key=value``: the value is written where the key stands, and nothing else changes."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from moecore.core.files import UserError
 from moecore.study.assign import assign, assigned
 from moecore.study.document import parse
+from tests.project import PARAMS, ROOT
 
 TEXT = """\
 # the head
@@ -82,14 +82,13 @@ def test_what_cannot_be_written_is_said(assignment, said):
 
 
 def test_the_file_is_checked_and_left_as_it_was_where_it_is_not_in_order(tmp_path):
-    root = Path(__file__).parents[2]
-    for name in ("params.yaml", "dvc.yaml"):
-        shutil.copy(root / name, tmp_path)
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
     path = tmp_path / "params.yaml"
-    before = path.read_text(encoding="utf-8")
+    before = PARAMS
+    path.write_text(before, encoding="utf-8")
     with pytest.raises(UserError) as error:
         assign(path, ["run.seeds=[0, 1]", "pretrain.epochs=none"])
     assert "pretrain.epochs" in str(error.value) and "left as it was" in str(error.value)
     assert path.read_text(encoding="utf-8") == before
     assert assign(path, ["run.seeds=[0, 1]"]) == ["run.seeds: [0] → [0, 1]"]
-    assert path.read_text(encoding="utf-8") == before.replace("seeds: [0] ", "seeds: [0, 1] ")
+    assert path.read_text(encoding="utf-8") == before.replace("seeds: [0]\n", "seeds: [0, 1]\n")
