@@ -15,9 +15,8 @@ from moecore.report.results import read_results, study_stages
 from moecore.report.tables import data_facts, flat
 from moecore.report.texts import texts
 from moecore.run.stage import run_stage
-from moecore.study.claim import Claim
 from moecore.study.params import read
-from moecore.study.selection import Selection
+from moecore.study.selection import Claim, Selection
 
 
 class Params(Config):

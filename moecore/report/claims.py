@@ -10,7 +10,7 @@ from moecore.report.measured import Phase, Results
 from moecore.report.significance import differences
 from moecore.report.tables import table
 from moecore.statistics.intervals import Interval, over_seeds
-from moecore.study.claim import Claim
+from moecore.study.selection import Claim
 
 T = TypeVar("T")
 

@@ -8,9 +8,12 @@ from matplotlib.figure import Figure
 from moecore.report.charts import Labels, heat_table, texts_of
 from moecore.report.column import Column, mean
 from moecore.report.measured import Phase
-from moecore.report.tissues import CONTROL, TISSUES
 from moecore.report.view import NONE, Block, Grid, Item, Line, Picture
 from moecore.training.outcome import Outcome, Probed, RegionRow
+
+# What region experts are named after.
+TISSUES = {"wm": "White matter", "gm": "Grey matter", "csf": "CSF"}
+CONTROL = "random_"  # before a tissue's name: random masks of its size
 
 WORDS = (
     "For each tissue the two experts with the highest mean score over its tokens, at three epochs. "

@@ -3,17 +3,18 @@
 from collections.abc import Collection, Sequence
 
 from moecore.report.by_paper import by_paper
-from moecore.report.column import slug
-from moecore.report.findings import finding
+from moecore.report.cells import Cells
+from moecore.report.column import Column, slug
 from moecore.report.headline import headline
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, transfer
+from moecore.report.quantities import of_column
 from moecore.report.rows import by_method, by_metric
 from moecore.report.shown import Shown
 from moecore.report.significance import WORDS
 from moecore.report.tables import Table, used_tests
 from moecore.report.view import Block, Section, without_empty
-from moecore.report.words import unbroken
+from moecore.report.words import between, decimals, shown, unbroken
 
 TITLES = {
     "pretrain": "Pretrained",
@@ -33,9 +34,9 @@ def section_of(results: Results, phase: Phase, found: Table) -> Section:
     columns = {metric.name: metric.column for metric in found.metrics}
     controls = [method for method in found.cells if method in results.controls]
     blocks = numbers(results, phase, found, controls)
-    for shown in SHOWN:
-        if has(shown, phase):
-            blocks += shown.blocks(phase)
+    for view in SHOWN:
+        if has(view, phase):
+            blocks += view.blocks(phase)
     blocks += transfer.part(phase)
     blocks += [every(found), left_out(phase)]
     told = []
@@ -49,9 +50,9 @@ def section_of(results: Results, phase: Phase, found: Table) -> Section:
     return Section(phase.name, title, title, (), told)
 
 
-def has(shown: Shown, phase: Phase) -> bool:
+def has(view: Shown, phase: Phase) -> bool:
     """Whether any model of the phase has such a result."""
-    return shown.applies(phase.task) and bool(phase.results(shown.result))
+    return view.applies(phase.task) and bool(phase.results(view.result))
 
 
 def left_out(phase: Phase) -> Block:
@@ -135,3 +136,29 @@ def listed(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def finding(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:
+    """The one line that a folded part of the page says of itself.
+
+    Who is ahead where that was shown, else from where to where the values reach.
+    """
+    having = {
+        method: found
+        for method, found in of_column(column.name, cells).items()
+        if method not in controls
+    }
+    if not having:
+        return ""
+    form = column.form
+    places = decimals([found.interval for found in having.values()], form)
+    values = {method: found.interval.value for method, found in having.items()}
+    leader = next((method for method, found in having.items() if found.leads), None)
+    if leader is not None:
+        limits = having[leader].interval.limits
+        span = f" ({between(*limits, form, places)})" if limits else ""
+        best = shown(values[leader], form, places)
+        return f"{column.label}: {best}{span} of {leader} is {column.better} than all others"
+    ends = (min(values, key=values.__getitem__), max(values, key=values.__getitem__))
+    told = [f"{shown(values[one], form, places)} ({one})" for one in dict.fromkeys(ends)]
+    return f"{column.label}: {' to '.join(told)}"

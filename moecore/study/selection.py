@@ -1,4 +1,4 @@
-"""The section ``run:`` of params.yaml: what is computed."""
+"""The sections ``run`` and ``claims`` of params.yaml: what is computed, and held against papers."""
 
 from typing import Literal, Self
 
@@ -40,3 +40,18 @@ class Selection(Config):
     def covers(self, what: str, phase: Phase) -> bool:
         """Whether ``what`` (a stage or a measurement) looks at the models of this phase."""
         return self.thorough is None or what not in self.measurements or phase in self.thorough
+
+
+class Claim(Config):
+    """One sentence of a paper, put so that it can be measured.
+
+    It says that ``method`` has a better ``metric`` than ``against``.
+    """
+
+    paper: str = Field(min_length=1, description="Whose claim it is.")
+    says: str = Field(min_length=1, description="The claim in plain words.")
+    metric: str = Field(description="A metric of reports/compare.json.")
+    method: str = Field(description="The method that the paper says is better; one of run.methods.")
+    against: str = Field(description="The method that it is compared with; one of run.methods.")
+    better: Literal["higher", "lower"] = Field(description="The direction that the paper claims.")
+    phase: Phase = Field("pretrain", description="Which models are compared.")

@@ -14,8 +14,7 @@ from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
 from moecore.measure.transfer import Transfer
 from moecore.nn.backbones import Backbone
-from moecore.study.claim import Claim
-from moecore.study.selection import Phase, Selection
+from moecore.study.selection import Claim, Phase, Selection
 from moecore.training.method import Method
 from moecore.training.settings import (
     AdversarialFinetuning,

@@ -1,4 +1,4 @@
-"""What is known of a run in the store, and the words that histories and runs share."""
+"""What is known of a run in the store, the words that histories and runs share, who still runs."""
 
 import json
 import platform
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moecore.tracking.process import runs
+import psutil
 
 UID = "moecore.uid"
 PARENT = "mlflow.parentRunId"
@@ -123,3 +123,21 @@ def parts(items: list, size: int) -> Iterator[list]:
     """``items`` in pieces: MLflow limits what one call may bring."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+def alive(lines: list[dict]) -> bool:
+    """True while the last process of a history runs; one on another host is taken to run."""
+    writer = next(line for line in reversed(lines) if "pid" in line)
+    return writer["host"] != platform.node() or runs(writer["pid"], writer["t"])
+
+
+def runs(pid: int, at: float) -> bool:
+    """True while the process ``pid`` that was there ``at`` seconds since 1970 runs.
+
+    Numbers of ended processes are used again: one that began later is another.
+    """
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= at + 1
+    except psutil.NoSuchProcess:
+        return False

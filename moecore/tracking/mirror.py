@@ -8,10 +8,9 @@ from typing import Any
 from moecore.core.files import UserError
 from moecore.run.header import item
 from moecore.tracking.figures import Drawings
-from moecore.tracking.known import Known, header_tags, run_name
+from moecore.tracking.known import Known, alive, header_tags, run_name
 from moecore.tracking.model import log_model, register, registered_name
 from moecore.tracking.names import clean, curves, numbers
-from moecore.tracking.process import alive
 from moecore.tracking.sender import Sender
 from moecore.tracking.store import experiment_name
 

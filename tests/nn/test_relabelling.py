@@ -1,5 +1,7 @@
 """Other numbers for the same experts change no measurement but IMED, for which it matters who is
 whose neighbour.
+
+The map of experts is as square as their number allows.
 """
 
 import numpy as np
@@ -11,6 +13,7 @@ from moecore.measure.routing_metrics.imed import mean_imed
 from moecore.measure.routing_metrics.layer_use import layer_use
 from moecore.measure.routing_metrics.matching import augmented_row
 from moecore.measure.routing_metrics.sweeps import Sample, Sweeps, sweep
+from moecore.nn.expert_map import map_shape
 from moecore.nn.predict import predictions
 from moecore.tasks.classification import Classification
 from tests.routed import KINDS, METHODS, relabelled, tiny
@@ -81,3 +84,21 @@ def test_imed_does():
         )
         distances.append(float(mean_imed(before, after)[0].mean()))
     assert abs(distances[0] - distances[1]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("experts", "shape"),
+    [
+        (1, (1, 1)),
+        (2, (1, 2)),
+        (7, (1, 7)),
+        (8, (2, 4)),
+        (12, (3, 4)),
+        (16, (4, 4)),
+        (32, (4, 8)),
+        (128, (8, 16)),
+        (400, (20, 20)),
+    ],
+)
+def test_shapes(experts, shape):
+    assert map_shape(experts) == shape

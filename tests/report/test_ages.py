@@ -17,8 +17,7 @@ from moecore.report.page import page
 from moecore.report.results import read_results
 from moecore.report.summary import rows
 from moecore.report.tables import data_facts, flat, table, used_tests
-from moecore.study.claim import Claim
-from moecore.study.selection import Selection
+from moecore.study.selection import Claim, Selection
 from tests.report.ages import STAGES, write_ages
 from tests.report.generated import changed
 from tests.report.test_report import assert_self_contained

@@ -1,5 +1,8 @@
 """Claims: paired by seed, evaluated by Student's interval, and never silently about something
 that is not there.
+
+The cross-table as Markdown: its columns are those that any method has, its cells means, a
+dash where a method has none.
 """
 
 import math
@@ -9,13 +12,14 @@ import pytest
 from moecore.core.files import UserError
 from moecore.measure.base import Estimate
 from moecore.report.claims import evaluate, flat_claims, verdict
+from moecore.report.cross_table import cross_table
 from moecore.report.measured import Measured, Phase, Results, measured
 from moecore.report.page import page
 from moecore.report.summary import claim_lines, rows
 from moecore.report.tables import flat
 from moecore.report.verdicts import claims_markdown
 from moecore.statistics.intervals import Interval
-from moecore.study.claim import Claim
+from moecore.study.selection import Claim
 from tests.report.generated import TASK, card, records_of, routed_by, trained
 from tests.report.test_report import assert_self_contained, results
 
@@ -203,4 +207,39 @@ def test_without_claims_nothing_is_said(tmp_path):
         and "no claims" in claims_markdown([])
         and flat_claims([]) == {}
         and claim_lines({}) == []
+    )
+
+
+def test_by_hand():
+    compared = {
+        "dense": {
+            "pretrain": {"test_accuracy": {"mean": 0.5, "low": 0.4, "high": 0.6}, "load_cv2": None}
+        },
+        "vmoe": {"pretrain": {"test_accuracy": {"mean": 0.625}, "load_cv2": {"mean": 0.0125}}},
+        "claims": {"a": {"verdict": "holds"}},
+    }
+    assert cross_table(compared) == [
+        "",
+        "**pretrain**",
+        "",
+        "| method | accuracy | load CV² |",
+        "| --- | ---: | ---: |",
+        "| `dense` | 50.0% | – |",
+        "| `vmoe` | 62.5% | 0.013 |",
+    ]
+
+
+def test_every_phase_has_its_own_columns():
+    compared = {
+        "vmoe": {
+            "pretrain": {"mce": {"mean": 1.0}},
+            "finetune": {"mce": None, "jumps": {"mean": 0.5}},
+        }
+    }
+    text = "\n".join(cross_table(compared))
+    assert (
+        text.index("**pretrain**")
+        < text.index("| method | mCE |")
+        < text.index("**finetune**")
+        < text.index("| method | jumps |")
     )

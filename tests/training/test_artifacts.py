@@ -1,4 +1,7 @@
-"""A model in a folder."""
+"""A model in a folder.
+
+Sparse upcycling: a dense checkpoint becomes a mixture of experts.
+"""
 
 import json
 import os
@@ -8,8 +11,10 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.layers.moe import MoE
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_card, load_model, save_model, transferred
+from moecore.training.upcycle import upcycle
 from tests.training.small import IMAGE, VMOE
 
 
@@ -79,3 +84,71 @@ def test_damaged_files_are_named(tmp_path, model):
     (tmp_path / "model.json").write_text(json.dumps(card | {"unknown": 1}))
     with pytest.raises(UserError, match=r"(?s)model\.json.*unknown"):
         load_card(tmp_path)
+
+
+VIT = Vit(patch=4, width=16, depth=4, heads=2, mlp_ratio=2)
+
+
+def models(renormalise=True, ratio=2.0, image=IMAGE, experts="mlp", k=2):
+    torch.manual_seed(0)
+    dense = VIT.build(IMAGE)
+    for parameter in dense.parameters():  # away from zero biases and small weights
+        torch.nn.init.normal_(parameter, std=0.2)
+    router = {"kind": "noisy_top_k", "k": k, "renormalise": renormalise}
+    return dense.eval(), VIT.build(
+        image, MoE(router=router, experts={"kind": experts, "number": 4, "hidden_ratio": ratio})
+    ).eval()
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_with_normalised_weights_the_function_starts_unchanged(k):
+    dense, sparse = models(k=k)
+    images = torch.rand(3, 1, 8, 8)
+    torch.testing.assert_close(
+        upcycle(sparse, dense)(images).prediction, dense(images).prediction, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_without_them_it_shrinks_the_experts_output():
+    dense, sparse = models(renormalise=False)
+    images = torch.rand(3, 1, 8, 8)
+    assert (upcycle(sparse, dense)(images).prediction - dense(images).prediction).abs().max() > 1e-3
+
+
+def test_every_expert_is_the_dense_mlp_and_the_router_is_new():
+    dense, sparse = models()
+    router = sparse.blocks[1].mlp.router.weight.clone()
+    upcycle(sparse, dense)
+    experts = sparse.blocks[3].mlp.experts
+    for expert in range(4):
+        assert torch.equal(experts.up[expert], dense.blocks[3].mlp.fc1.weight.t()) and torch.equal(
+            experts.up_bias[expert], dense.blocks[3].mlp.fc1.bias
+        )
+        assert torch.equal(
+            experts.down[expert], dense.blocks[3].mlp.fc2.weight.t()
+        ) and torch.equal(experts.down_bias[expert], dense.blocks[3].mlp.fc2.bias)
+    assert torch.equal(sparse.blocks[1].mlp.router.weight, router)
+
+
+def test_other_classes_get_a_fresh_head_and_other_sizes_new_positions():
+    dense, sparse = models(
+        image=IMAGE.model_copy(update={"task": Classification(classes=("a", "b", "c")), "size": 16})
+    )
+    head = sparse.head.weight.clone()
+    upcycle(sparse, dense)
+    assert torch.equal(sparse.head.weight, head) and torch.equal(sparse.cls_token, dense.cls_token)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"ratio": 1.0}, "hidden width 32"), ({"experts": "eigen"}, "experts of kind mlp only")],
+)
+def test_what_cannot_be_upcycled_is_refused(settings, said):
+    dense, sparse = models(**settings)
+    with pytest.raises(UserError, match=said):
+        upcycle(sparse, dense)
+
+
+def test_a_teacher_of_another_width_is_refused():
+    with pytest.raises(UserError, match="in the teacher"):
+        upcycle(VIT.build(IMAGE), VIT.model_copy(update={"width": 24}).build(IMAGE))

@@ -9,9 +9,9 @@ from moecore.report.cells import cell
 from moecore.report.column import Column, Metric
 from moecore.report.drawing import GUIDE, legend_of, line_look, new_figure, styled
 from moecore.report.measured import Phase
+from moecore.report.regions import TISSUES
 from moecore.report.rows import alike
 from moecore.report.shown import Figures, each_method
-from moecore.report.tissues import TISSUES
 from moecore.report.view import Block, Grid, Item, Line
 from moecore.statistics.intervals import Interval
 

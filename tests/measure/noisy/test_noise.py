@@ -1,4 +1,7 @@
-"""Steps along a noise ramp and routing change by image, against values worked by hand."""
+"""Steps along a noise ramp and routing change by image, against values worked by hand.
+
+Mean corruption error relative to a baseline: fixtures worked by hand, and what is refused.
+"""
 
 import pytest
 import torch
@@ -7,6 +10,10 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
+from moecore.measure.noisy.corruption_error import (
+    mean_corruption_error,
+    relative_corruption_error,
+)
 from moecore.measure.noisy.noise import changes_by_image, ramp_steps, true_probability
 from moecore.measure.routing_metrics.expert_use import change_of_choice
 
@@ -98,3 +105,53 @@ def test_the_mean_over_images_is_the_routing_change():
     means = [float(layer.mean()) for layer in changes_by_image(before, after)]
     assert means == pytest.approx(change_of_choice(before, after)) and len(means) == 3
     assert changes_by_image([], []) == []
+
+
+DENSE = {"snow": {1: 0.2, 5: 0.6}, "fog": {1: 0.1, 5: 0.1}}
+OURS = {"snow": {1: 0.1, 5: 0.3}, "fog": {1: 0.3, 5: 0.1}}
+
+
+def test_equal_errors_give_one():
+    assert mean_corruption_error(DENSE, DENSE) == pytest.approx(1) and relative_corruption_error(
+        DENSE, 0.05, DENSE, 0.05
+    ) == pytest.approx(1)
+
+
+def test_it_is_the_mean_of_ratios_of_sums():
+    # snow 0.4 / 0.8 = 0.5, fog 0.4 / 0.2 = 2; a mean of ratios at each severity would be
+    # (0.5 + 0.5 + 3 + 1) / 4
+    assert mean_corruption_error(OURS, DENSE) == pytest.approx(1.25)
+    assert mean_corruption_error(DENSE, OURS) == pytest.approx((2 + 0.5) / 2)
+
+
+def test_the_relative_error_takes_each_models_own_clean_error_off():
+    # snow (0.4 − 0.1) / (0.8 − 0.16), fog (0.4 − 0.1) / (0.2 − 0.16)
+    assert relative_corruption_error(OURS, 0.05, DENSE, 0.08) == pytest.approx(
+        (0.3 / 0.64 + 0.3 / 0.04) / 2
+    )
+
+
+def test_a_baseline_without_error_is_refused():
+    with pytest.raises(UserError, match="fog adds no error to the baseline"):
+        mean_corruption_error(OURS, {**DENSE, "fog": {1: 0.0, 5: 0.0}})
+    assert mean_corruption_error(OURS, {**DENSE, "fog": {1: 0.0, 5: 0.2}}) == pytest.approx(1.25), (
+        "one severity without error is no matter"
+    )
+    with pytest.raises(UserError, match="fog"):
+        relative_corruption_error(OURS, 0.05, DENSE, 0.1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"snow": DENSE["snow"]}, {**DENSE, "fog": {1: 0.1}}, {**DENSE, "frost": {1: 0.1, 5: 0.2}}, {}],
+)
+def test_both_need_the_same_corruptions(other):
+    with pytest.raises(UserError, match="the same corruptions and severities"):
+        mean_corruption_error(OURS, other)
+    with pytest.raises(UserError, match="the same corruptions and severities"):
+        mean_corruption_error(other, OURS)
+
+
+def test_nothing_measured_is_refused():
+    with pytest.raises(UserError, match="at least one"):
+        mean_corruption_error({}, {})

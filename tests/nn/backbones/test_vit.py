@@ -1,13 +1,18 @@
-"""Our vision transformer against timm's, with timm's own random weights."""
+"""Our vision transformer against timm's, with timm's own random weights.
+
+What a model knows of its images, from cards of images and of volumes.
+"""
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE
 from moecore.tasks.classification import Classification
+from moecore.tasks.regression import Regression
 from moecore.training.teachers.timm import vit_settings
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 
@@ -95,3 +100,60 @@ def test_features_are_what_enters_and_leaves_a_block():
 def test_sizes_that_do_not_fit_are_named(setting, named):
     with pytest.raises(UserError, match=named):
         Vit(**({"patch": 8, "width": 48} | setting)).build(IMAGE)
+
+
+VOLUMES = {
+    "channels": 1,
+    "size": [32, 48, 32],
+    "mean": [0.4],
+    "std": [0.2],
+    "task": {"kind": "regression", "target": "age", "mean": 61.5, "deviation": 17.0},
+    "name": "of no interest",
+}
+IMAGES = {
+    "channels": 3,
+    "size": 32,
+    "mean": [0.4] * 3,
+    "std": [0.2] * 3,
+    "task": {"kind": "classification", "classes": ["cat", "dog"]},
+}
+
+
+def test_a_card_of_volumes_gives_three_axes_and_one_output():
+    spec = ImageSpec.from_card(VOLUMES)
+    assert spec.shape == (32, 48, 32)
+    assert spec.outputs == 1
+    assert spec.answers == ("age",)
+    assert spec.task == Regression(target="age", mean=61.5, deviation=17.0)
+    assert ImageSpec.model_validate(spec.model_dump(mode="json")) == spec
+
+
+def test_a_card_of_images_gives_two_axes_and_an_output_per_class():
+    spec = ImageSpec.from_card(IMAGES)
+    assert spec.shape == (32, 32)
+    assert spec.outputs == 2
+    assert spec.answers == ("cat", "dog")
+    assert spec.task == Classification(classes=("cat", "dog"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": {"kind": "classification", "classes": ["one"]}},
+        {"task": {"kind": "classification"}},
+        {"task": {"kind": "captioning"}},
+        {"task": {"kind": "regression", "target": "age", "deviation": 0.0}},
+        {"task": {"kind": "regression"}},
+        {"size": 0},
+        {"size": [4, 4]},
+        {"size": [4, 0, 4]},
+    ],
+)
+def test_what_is_no_card_is_refused(change):
+    with pytest.raises(ValidationError):
+        ImageSpec.from_card(IMAGES | change)
+
+
+def test_a_card_without_a_task_is_refused():
+    with pytest.raises(KeyError, match="task"):
+        ImageSpec.from_card({key: value for key, value in IMAGES.items() if key != "task"})

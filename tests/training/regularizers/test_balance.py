@@ -1,4 +1,6 @@
-"""The spread over experts, also over data-parallel ranks."""
+"""The terms that even out or sharpen the use of experts, by hand; the spread also over ranks."""
+
+import math
 
 import pytest
 import torch
@@ -6,12 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed, multiprocessing
 
+from moecore.core.files import UserError
+from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.statistics.variation import squared_cv
 from moecore.training.regularizers.balance import total_over_ranks
-from moecore.training.regularizers.importance import importance
+from moecore.training.regularizers.entropy import Entropy, entropy
+from moecore.training.regularizers.importance import Importance, importance
+from moecore.training.regularizers.load import Load, load
+from moecore.training.regularizers.z_loss import ZLoss, z_loss
+from tests.training.regularizers.steps import record, step
 
 
-def test_value_by_hand():
+def test_squared_cv_by_hand():
     # (1, 2, 3, 6): mean 3, population variance (4 + 1 + 0 + 9)/4 = 3.5: 3.5/9.
     assert squared_cv(torch.tensor([1.0, 2, 3, 6])).item() == pytest.approx(3.5 / 9)
 
@@ -53,3 +61,136 @@ def test_two_ranks_have_the_loss_and_gradient_of_the_whole_batch(tmp_path):
     expected = importance(probs=(tokens @ weight).softmax(-1))
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, weight)[0])
+
+
+UNEVEN = [[[0.75, 0.25], [0.5, 0.5]], [[1.0, 0.0], [0.75, 0.25]]]
+
+
+def test_importance_by_hand():
+    # Importance: 0.75 + 0.5 + 1 + 0.75 = 3 and 1. Mean 2, population variance ((3−2)² + (1−2)²)/2 =
+    # 1: 1/2² = 0.25. The sample variance would give 0.5; per-image or per-token statistics would
+    # give other values again.
+    assert importance(probs=torch.tensor(UNEVEN)).item() == pytest.approx(0.25)
+
+
+def test_importance_range():
+    # Balanced: 0. All on one of E = 4: importances (n, 0, 0, 0), mean n/4, variance 3n²/16: 3 = E −
+    # 1.
+    assert importance(probs=torch.full((2, 3, 4), 0.25)).item() == 0
+    assert importance(probs=torch.eye(4)[0].expand(2, 3, 4)).item() == pytest.approx(3)
+    assert importance(probs=torch.eye(4)[None]).item() == 0  # each token sure, together even
+
+
+def test_importance_gradient_at_balance_is_zero_not_nan():
+    logits = torch.zeros(2, 3, 4, requires_grad=True)
+    importance(probs=logits.softmax(-1)).backward()
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_importance_layers_are_summed_and_the_weight_is_left_to_the_objective():
+    assert Importance(weight=7.0)(
+        step(record(probs=UNEVEN), record(probs=UNEVEN))
+    ).item() == pytest.approx(0.5)
+
+
+def test_importance_of_a_dense_model_is_refused():
+    with pytest.raises(UserError, match="no MoE layer"):
+        Importance()(step())
+    assert Importance.needs == {"routing"} and Importance().weight == 0.005
+
+
+CHANCES = [[[0.9, 0.3, 0.3], [0.9, 0.5, 0.1]]]
+
+
+def test_load_by_hand():
+    # Mean chances: 0.9, 0.4, 0.2. Mean 0.5, variance (0.16 + 0.01 + 0.09)/3 = 0.26/3: over 0.25 =
+    # 1.04/3 = 0.34667.
+    assert load(chances=torch.tensor(CHANCES)).item() == pytest.approx(1.04 / 3)
+
+
+def test_load_layers_are_summed():
+    assert Load()(step(record(load=CHANCES), record(load=CHANCES))).item() == pytest.approx(
+        2.08 / 3
+    )
+    assert Load.needs == {"routing", "load"}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_step_down_its_gradient_evens_the_load_of_a_real_router(training):
+    torch.manual_seed(0)
+    router = NoisyTopK(k=1).build(8, 4).train(training)
+    with torch.no_grad():
+        router.weight[0] += 0.1
+    tokens = torch.randn(4, 50, 8) + 1
+
+    def loss():
+        torch.manual_seed(1)  # the same noise
+        return load(chances=router(tokens)[1].load)
+
+    before = loss()
+    (gradient,) = torch.autograd.grad(before, router.weight)
+    with torch.no_grad():
+        router.weight -= 1e-3 * gradient / gradient.norm()
+    assert (before - loss()).item() == pytest.approx(1e-3 * gradient.norm().item(), rel=0.1)
+
+
+# Two tokens: logsumexp(ln 1, ln 3) = ln 4 and logsumexp(ln 2, ln 6) = ln 8.
+LOGITS = [[[0.0, math.log(3)], [math.log(2), math.log(6)]]]
+
+
+def test_z_loss_by_hand():
+    # (ln²4 + ln²8)/2 = (4 + 9)/2·ln²2
+    assert z_loss(logits=torch.tensor(LOGITS)).item() == pytest.approx(6.5 * math.log(2) ** 2)
+
+
+def test_z_loss_layers_are_summed():
+    assert ZLoss()(step(record(logits=LOGITS), record(logits=LOGITS))).item() == pytest.approx(
+        13 * math.log(2) ** 2
+    )
+    assert ZLoss().weight == 1e-3 and ZLoss.needs == {"routing"}
+
+
+def test_z_loss_of_large_logits_stays_finite():
+    assert z_loss(logits=torch.full((1, 1, 2), 1e4)).item() == pytest.approx(
+        (1e4 + math.log(2)) ** 2
+    )
+
+
+# Tokens (½, ¼, ¼): ½ ln 2 + 2·¼ ln 4 = 1.5 ln 2, and (1, 0, 0): 0. Their mean:
+PROBS = [[[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]]
+ENTROPY = 0.75 * math.log(2)
+
+
+def test_entropy_by_hand():
+    assert entropy(probs=torch.tensor(PROBS)).item() == pytest.approx(ENTROPY)
+
+
+def test_entropy_range():
+    assert entropy(probs=torch.eye(5)[None]).item() == 0
+    assert entropy(probs=torch.full((2, 3, 5), 0.2)).item() == pytest.approx(math.log(5))  # nats
+
+
+def test_entropy_gradient():
+    probs = torch.rand(2, 3, 4, dtype=torch.float64).add(0.1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: entropy(probs=p), probs)
+
+
+def test_entropy_at_probabilities_of_zero_stays_finite():
+    probs = torch.tensor(PROBS, requires_grad=True)
+    entropy(probs=probs).backward()
+    assert probs.grad.isfinite().all()
+    logits = torch.tensor([[[0.0, -1000.0]]], requires_grad=True)
+    entropy(probs=logits.softmax(-1)).backward()
+    assert torch.equal(logits.grad, torch.zeros_like(logits))  # sure already
+
+
+def test_entropy_layers_are_summed_and_the_weight_is_left_to_the_objective():
+    assert Entropy(weight=-0.5)(
+        step(record(probs=PROBS), record(probs=PROBS))
+    ).item() == pytest.approx(2 * ENTROPY)
+    assert Entropy().weight == 0.01 and Entropy.needs == {"routing"}
+
+
+def test_entropy_of_a_dense_model_is_refused():
+    with pytest.raises(UserError, match="no MoE layer"):
+        Entropy()(step())

@@ -1,8 +1,57 @@
+"""Soft attention weights, resized position embeddings, and a model whose choices are softened."""
+
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from moecore.nn.layers.attention import Attention, attend
+from moecore.nn.layers.positions import resize_positions
 from moecore.nn.layers.soft import softened
 from tests.attacks.models import vit
+
+
+def test_explicit_attention_equals_the_fused_kernel_with_gradients():
+    query, key, value = (torch.randn(2, 3, 7, 5, requires_grad=True) for _ in range(3))
+    ours = attend(query, key, value)
+    theirs = scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(ours, theirs)
+    for mine, reference in zip(
+        torch.autograd.grad(ours.square().sum(), (query, key, value)),
+        torch.autograd.grad(theirs.square().sum(), (query, key, value)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-5)
+
+
+def test_heads_must_divide_the_width():
+    with pytest.raises(ValueError, match="heads"):
+        Attention(10, 3)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_special_tokens_stay_and_a_constant_grid_stays_constant(mode):
+    positions = torch.cat([torch.full((1, 2, 4), 7.0), torch.full((1, 9, 4), 3.0)], dim=1)
+    resized = resize_positions(positions, prefix=2, size=(5, 5), mode=mode)
+    assert resized.shape == (1, 27, 4)
+    torch.testing.assert_close(resized[:, :2], positions[:, :2])
+    torch.testing.assert_close(resized[:, 2:], torch.full((1, 25, 4), 3.0))
+
+
+def test_a_row_gradient_runs_along_rows():
+    # a 2×2 grid holding 0, 0 / 1, 1; bilinear to 4×4 with half-pixel centres: rows at 0, 1/4, 3/4,
+    # 1
+    positions = torch.tensor([0.0, 0.0, 1.0, 1.0]).view(1, 4, 1)
+    resized = resize_positions(positions, prefix=0, size=(4, 4)).view(4, 4)
+    torch.testing.assert_close(
+        resized, torch.tensor([0.0, 0.25, 0.75, 1.0]).view(4, 1).expand(4, 4)
+    )
+
+
+def test_the_same_size_is_untouched_and_no_square_is_refused():
+    positions = torch.randn(1, 5, 3)
+    assert resize_positions(positions, prefix=1, size=(2, 2)) is positions
+    with pytest.raises(ValueError, match="square"):
+        resize_positions(torch.randn(1, 6, 3), prefix=1, size=(2, 2))
 
 
 def images(number: int = 3) -> torch.Tensor:

@@ -1,0 +1,270 @@
+"""What the probes of tissues, rescans and ages read from features and predictions."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+from torch import nn
+
+from moecore.core.files import UserError
+from moecore.core.records import ModelOutput
+from moecore.data.prepared import SPLITS, Prepared
+from moecore.measure.probes.ageing import aged, ageing, monotone_share, rank_correlations
+from moecore.measure.probes.linear_probe import PENALTIES, linear_probe, read_by_head
+from moecore.measure.probes.people import People, predicted_ages
+from moecore.measure.probes.rescans import repeated, scanned_again, sessions_again
+from moecore.measure.probes.tissues import VolumeErrors, errors_of, order_of, seen, summed
+from tests.cohort import write_cohort
+from tests.measure.brightness import Brightness, Source
+
+
+class Pooled(nn.Module):
+    """Its head reads the mean and the greatest voxel of a volume."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, images: torch.Tensor) -> ModelOutput:
+        flat = images.flatten(1)
+        return ModelOutput(self.head(torch.stack([flat.mean(1), flat.amax(1)], dim=1)))
+
+
+def test_what_the_head_reads_and_says():
+    images, model = torch.rand(7, 1, 2, 2, 2), Pooled().train()
+    said, read = read_by_head(model, images, 3)
+    flat = images.flatten(1)
+    np.testing.assert_allclose(read, torch.stack([flat.mean(1), flat.amax(1)], dim=1), rtol=1e-6)
+    np.testing.assert_allclose(said, model(images).prediction[:, 0].detach(), rtol=1e-6)
+    assert model.training and not model.head._forward_pre_hooks, "the model is left as it was"
+
+
+def test_against_the_normal_equations():
+    random = np.random.default_rng(0)
+    features, ages = random.normal(3, 5, (60, 4)), random.normal(50, 10, 60)
+    others = random.normal(3, 5, (30, 4)), random.normal(50, 10, 30)
+    probe, penalty = linear_probe((features, ages), others)
+    errors = {}
+    for tried in PENALTIES:  # minimise |y - mean - Xw|^2 + 60 * penalty * |w|^2 of standardised X
+        x = (features - features.mean(0)) / features.std(0)
+        weights = np.linalg.solve(x.T @ x + 60 * tried * np.eye(4), x.T @ (ages - ages.mean()))
+        errors[tried] = (others[0] - features.mean(0)) / features.std(0) @ weights + ages.mean()
+    means = {tried: np.abs(found - others[1]).mean() for tried, found in errors.items()}
+    assert penalty == min(means, key=means.get)
+    np.testing.assert_allclose(probe.predict(others[0]), errors[penalty], rtol=1e-9)
+
+
+def test_the_validation_split_chooses_the_penalty():
+    # Eight of the nine features are noise that fits twelve images well: without a penalty the probe
+    # reads the noise.
+    random = np.random.default_rng(1)
+
+    def drawn(count: int) -> tuple[np.ndarray, np.ndarray]:
+        ages = random.normal(0, 1, count)
+        return np.c_[ages + random.normal(0, 1, count), random.normal(0, 1, (count, 8))], ages
+
+    train, validation = drawn(12), drawn(400)
+    probe, penalty = linear_probe(train, validation)
+    loose, _ = linear_probe(train, train)
+    assert penalty > PENALTIES[0]
+    assert (
+        np.abs(probe.predict(validation[0]) - validation[1]).mean()
+        < np.abs(loose.predict(validation[0]) - validation[1]).mean()
+    )
+
+
+def test_features_that_do_not_vary_say_the_mean_age():
+    ages = np.array([20.0, 30.0, 70.0])
+    probe, penalty = linear_probe((np.ones((3, 2)), ages), (np.ones((2, 2)), ages[:2]))
+    assert (
+        probe.predict(np.ones((1, 2))).tolist() == pytest.approx([40]) and penalty == PENALTIES[-1]
+    )
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_numbers_that_are_not_finite_are_refused(part):
+    parts = [np.zeros((3, 2)), np.zeros(3), np.zeros((3, 2)), np.zeros(3)]
+    parts[part].flat[0] = np.nan
+    with pytest.raises(UserError, match="not a finite number"):
+        linear_probe((parts[0], parts[1]), (parts[2], parts[3]))
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory) -> Prepared:
+    folder = tmp_path_factory.mktemp("cohort") / "pretrain"
+    folder.mkdir()
+    return write_cohort(folder, simulated=False)
+
+
+def test_one_tissue_is_the_volume_times_its_share(cohort):
+    # Every voxel of the small cohort has a third (85 of 255) of each tissue: brightness falls to a
+    # third, in float16.
+    whole = predicted_ages(Brightness(), cohort.test.images, 7)
+    for region in range(3):
+        found = seen(Brightness(), cohort, "test", region, 7)
+        np.testing.assert_allclose(found.predicted, whole / 3, rtol=2e-3)
+        np.testing.assert_array_equal(found.features[:, 0], found.predicted)
+        np.testing.assert_array_equal(found.ages, cohort.test.labels)
+
+
+def test_every_tissue_has_its_own_map():
+    # Half of the voxels hold a tissue that is 0.2 bright, a quarter one of 0.4, a quarter one of
+    # 0.8: their means are what is left of each.
+    volumes = np.full((3, 1, 2, 2, 2), 0.2, np.float16)
+    volumes[:, 0, 1, 0] = 0.4
+    volumes[:, 0, 1, 1] = 0.8
+    regions = np.zeros((3, 3, 2, 2, 2), np.uint8)
+    regions[:, 0, 0] = 255
+    regions[:, 1, 1, 0] = 255
+    regions[:, 2, 1, 1] = 255
+    test = SimpleNamespace(images=volumes, labels=np.zeros(3))
+    data = SimpleNamespace(test=test, regions=lambda split: regions)
+    for region, age in enumerate((20, 40, 80)):
+        found = seen(Brightness(), data, "test", region, 2)
+        assert found.predicted == pytest.approx([age] * 3, rel=1e-3)
+
+
+def test_an_offset_does_not_count_for_the_probe(cohort):
+    places = {"whole": None, "wm": 0, "gm": 1, "csf": 2}
+    found = {
+        name: summed(errors_of(Brightness(), cohort, place, 16, 256), 100)
+        for name, place in places.items()
+    }
+    # a third of the brightness is 40 years too young, and as good a measure
+    assert found["wm"].mae > 30
+    assert found["wm"].probe_mae < 3
+    assert found["wm"].probe_mae == pytest.approx(found["whole"].probe_mae, rel=0.02)
+    for row in found.values():
+        assert row.low <= row.mae <= row.high
+        assert row.probe_low <= row.probe_mae <= row.probe_high
+
+
+def test_each_split_has_its_part_in_the_probe(cohort):
+    # By hand: least squares of age on brightness over the training split, with the penalty that is
+    # best for the validation split.
+    found = errors_of(Brightness(), cohort, None, 16)
+    train, validation, test = (seen(Brightness(), cohort, split, None, 16) for split in SPLITS)
+    centre, spread = train.predicted.mean(), train.predicted.std()
+    together = ((train.predicted - centre) * train.ages).sum() / spread
+    lines = {}
+    for penalty in PENALTIES:
+        slope = together / (len(train.ages) * (1 + penalty))
+        lines[penalty] = lambda given, slope=slope: (
+            train.ages.mean() + slope * (given - centre) / spread
+        )
+    best = min(
+        lines,
+        key=lambda penalty: np.abs(lines[penalty](validation.predicted) - validation.ages).mean(),
+    )
+    assert found.penalty == best
+    by_hand = np.abs(lines[best](test.predicted) - test.ages)
+    np.testing.assert_allclose(found.probe, by_hand, rtol=1e-9)
+    np.testing.assert_allclose(found.raw, np.abs(test.predicted - test.ages))
+
+
+def test_few_volumes_are_spread_over_the_split(cohort):
+    train = seen(Brightness(), cohort, "train", None, 16)
+    few = seen(Brightness(), cohort, "train", 1, 16, 7)
+    whole = dict(zip(train.ages.tolist(), train.predicted.tolist(), strict=True))
+    assert len(few.ages) == len(set(few.ages)) == 7
+    assert max(few.ages) > train.ages.mean() > min(few.ages)
+    np.testing.assert_allclose(few.predicted, [whole[age] / 3 for age in few.ages], rtol=2e-3)
+
+
+def errors(*probe: float) -> VolumeErrors:
+    return VolumeErrors(penalty=1, raw=probe, probe=probe)
+
+
+def test_tissues_are_compared_on_the_same_volumes():
+    tissues = {
+        "whole": errors(0, 0, 0, 0),
+        "wm": errors(5, 6, 7, 8),
+        "gm": errors(4, 5, 6, 7),
+        "csf": errors(6, 6, 6, 6),
+    }
+    first, second = order_of(tissues, 200)
+    assert (first.less, first.more, first.difference) == ("csf", "gm", -0.5)
+    assert first.low < -0.5 < first.high < 1.5
+    # every volume a year more: no doubt is left
+    assert (second.less, second.more) == ("gm", "wm")
+    assert second.difference == second.low == second.high == 1.0
+    assert order_of({"whole": tissues["whole"]}, 200) is None
+
+
+def test_steps_that_rise():
+    # 5 of 6: the second subject's last step falls; standing still is no rise.
+    assert monotone_share(np.array([[1.0, 2, 3, 4], [1, 2, 3, 2.5]])) == pytest.approx(5 / 6)
+    assert monotone_share(np.array([[1.0, 1.0, 2.0]])) == 0.5
+
+
+def test_rank_correlations_are_spearmans():
+    predictions = np.array(
+        [[1.0, 4, 9, 16], [4, 3, 2, 1], [1, 1, 2, 2], [5, 5, 5, 5], [2, 1, 4, 3]]
+    )
+    found = rank_correlations([20, 40, 60, 90], predictions)
+    assert found[:2] == pytest.approx([1, -1])
+    assert found[3] == 0
+    assert found[4] == pytest.approx(0.6)  # 1 − 6·4/(4·15)
+    assert found[2] == pytest.approx(spearmanr([20, 40, 60, 90], predictions[2]).statistic)
+
+
+def test_ageing_says_everything_of_the_subjects():
+    found = ageing([20.0, 40.0], np.array([[30.0, 40.0], [50.0, 40.0]]))
+    assert found.subjects == 2
+    assert found.ages == (20, 40)
+    assert found.predictions == ((30, 40), (50, 40))
+    assert found.monotone_share == 0.5
+    assert found.rank_correlations == pytest.approx([1, -1])
+    assert found.rank_correlation == pytest.approx(0)
+    assert found.mean_predictions == (40, 40)
+    assert found.slope == pytest.approx(0)  # 0.5 and −0.5 years a year
+
+
+def test_only_age_changes_when_a_subject_is_aged():
+    source = Source()
+    found = aged(Brightness(), People(source, 0), 3, (20, 50, 80), 2)
+    assert np.allclose(found.predictions, [[20, 50, 80]] * 3, atol=1e-4)
+    assert found.monotone_share == 1
+    assert found.rank_correlation == pytest.approx(1)
+    # people from number 40 on are in no split
+    asked = [(age, "FMF"[n], 7_000_040 + n, 0, 0) for n in range(3) for age in (20, 50, 80)]
+    assert source.asked == asked
+
+
+def test_a_scan_again_and_at_another_site():
+    source = Source()
+    ages = np.linspace(20, 80, 4)
+    found = scanned_again(Brightness(), People(source, 2), 5.0, ages, 2, 100)
+    assert found.pairs == 4
+    assert found.mae == 5
+    assert found.of == "simulated scans"
+    assert found.mean_abs_difference == pytest.approx(0.1, abs=1e-4)
+    assert found.other_site_mean_abs_difference == pytest.approx(10.1, abs=1e-4)
+    assert [asked[0] for asked in source.asked[:4]] == [20, 40, 60, 80]
+    assert {asked[3:] for asked in source.asked} == {(0, 0), (1, 0), (1, 1)}
+    # other people than those who are aged
+    assert {asked[2] for asked in source.asked} == {7_002_540 + n for n in range(4)}
+
+
+def test_sessions_within_the_time_are_pairs():
+    rows = [("a", 50.0), ("b", 30.0), ("a", 51.0), ("a", 53.0), ("b", 30.5), ("c", 30.6)]
+    subjects = [{"participant_id": name, "age": str(age)} for name, age in rows]
+    # a: 50 → 51 yes, 51 → 53 no; b: 30 → 30.5; c is another person
+    assert repeated(subjects) == [(0, 2), (1, 4)]
+    assert repeated(subjects, years=2.0) == [(0, 2), (2, 3), (1, 4)]
+    assert repeated(subjects[:2]) == []
+
+
+def test_sessions_of_one_person_are_compared_less_the_years_between(cohort):
+    rows = cohort.subjects("test")
+    (a, b) = [place for place, row in enumerate(rows) if row["participant_id"] == "sub-test001"]
+    years = abs(float(rows[a]["age"]) - float(rows[b]["age"]))
+    assert repeated(rows, years / 2) == []
+    pairs = repeated(rows, years + 1)
+    found = sessions_again(Brightness(), cohort, pairs, 5.0, 2, 100)
+    over = predicted_ages(Brightness(), cohort.test.images, 16) - cohort.test.labels
+    assert found.pairs == 1
+    assert found.of == "sessions"
+    assert found.mean_abs_difference == pytest.approx(abs(over[a] - over[b]))

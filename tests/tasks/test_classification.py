@@ -1,0 +1,134 @@
+"""Scores of classes and of sets of labels, by hand, and how results keep them."""
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moecore.tasks.class_scores import brier, confidence, confusion, correct, ece, nll, reliability
+from moecore.tasks.classification import Classification
+from moecore.tasks.label_sets import false_discovery_rate, precise, sigmoid_nll
+from moecore.tasks.regression import Regression
+
+# Four images, two classes. Confidences 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
+LOGITS = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.6, 0.4]], dtype=torch.double).log()
+LABELS = torch.tensor([0, 1, 1, 0])
+
+
+def test_by_hand():
+    assert correct(LOGITS, LABELS).tolist() == [True, False, True, True]
+    assert confidence(LOGITS).tolist() == pytest.approx([0.9, 0.9, 0.6, 0.6])
+    # Brier: 2·0.1², 2·0.9², 2·0.4², 2·0.4²
+    assert brier(LOGITS, LABELS).tolist() == pytest.approx([0.02, 1.62, 0.32, 0.32])
+    assert nll(LOGITS, LABELS).exp().tolist() == pytest.approx([1 / 0.9, 10, 1 / 0.6, 1 / 0.6])
+    assert confusion(LOGITS, LABELS).tolist() == [[2, 0], [1, 1]]
+
+
+def test_ece_and_bins_by_hand():
+    # 0.9: accuracy 0.5, gap 0.4, weight 1/2. 0.6: accuracy 1, gap 0.4, weight 1/2.
+    assert ece(confidence(LOGITS), correct(LOGITS, LABELS)) == pytest.approx(0.4)
+    bins = reliability(confidence(LOGITS), correct(LOGITS, LABELS), bins=2)
+    assert (
+        bins.count == (0, 4)
+        and bins.confidence == (None, pytest.approx(0.75))
+        and bins.accuracy == (None, 0.75)
+    )
+    # In one bin the gaps +0.4 and −0.4 cancel but for |0.75 − 0.75| = 0: bins matter.
+    assert ece(confidence(LOGITS), correct(LOGITS, LABELS), bins=1) == pytest.approx(0)
+
+
+def test_the_edge_of_a_bin_belongs_to_the_lower_bin():
+    bins = reliability(
+        torch.tensor([0.5, 0.500001, 1.0, 0.0]), torch.ones(4, dtype=torch.bool), bins=2
+    )
+    assert bins.count == (2, 2)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40))
+def test_ece_is_what_the_bins_say(pairs):
+    sure, hits = (
+        torch.tensor([p for p, _ in pairs], dtype=torch.double),
+        torch.tensor([h for _, h in pairs]),
+    )
+    bins = reliability(sure, hits)
+    filled = [i for i, count in enumerate(bins.count) if count]
+    expected = sum(
+        bins.count[i] * abs(bins.accuracy[i] - bins.confidence[i]) for i in filled
+    ) / len(pairs)
+    assert sum(bins.count) == len(pairs) and ece(sure, hits) == pytest.approx(expected, abs=1e-12)
+
+
+# Four images, three classes; the best class is 0, 2, 1, 1.
+SET_LOGITS = torch.tensor([[3.0, 1.0, 2.0], [-1.0, -2.0, -0.5], [0.0, 4.0, -4.0], [1.0, 5.0, 4.0]])
+LABEL_SETS = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 0], [1, 0, 1]], dtype=torch.uint8)
+
+
+def test_precision_at_1_by_hand():
+    # {0, 2} has 0; {0, 1} lacks 2; {1} has 1; {0, 2} lacks 1: two of four
+    assert precise(SET_LOGITS, LABEL_SETS).tolist() == [True, False, True, False]
+    assert false_discovery_rate(SET_LOGITS, LABEL_SETS) == 0.5
+    assert false_discovery_rate(SET_LOGITS[:3], LABEL_SETS[:3]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float32])
+def test_correct_takes_both_forms_of_labels(dtype):
+    assert correct(SET_LOGITS, LABEL_SETS.to(dtype)).tolist() == [True, False, True, False]
+    assert correct(SET_LOGITS, torch.tensor([0, 1, 1, 1])).tolist() == [True, False, True, True]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.integers(0, 100))
+def test_with_one_label_each_precision_at_1_is_accuracy(labels, seed):
+    logits, labels = (
+        torch.from_numpy(np.random.default_rng(seed).normal(size=(len(labels), 5))),
+        torch.tensor(labels),
+    )
+    assert torch.equal(
+        correct(logits, torch.nn.functional.one_hot(labels, 5).to(torch.uint8)),
+        correct(logits, labels),
+    )
+
+
+def test_sigmoid_nll_by_hand():
+    # logits ln 3 and −ln 3 have probabilities 3/4 and 1/4. Labels (1, 0): ln(4/3) twice; (0, 1): ln
+    # 4 twice; (1, 1): one of each.
+    logits = torch.tensor([[3.0, 1 / 3]]).log().repeat(3, 1)
+    found = sigmoid_nll(logits, torch.tensor([[1, 0], [0, 1], [1, 1]], dtype=torch.uint8))
+    assert found.tolist() == pytest.approx(
+        [2 * np.log(4 / 3), 2 * np.log(4), np.log(4 / 3) + np.log(4)]
+    )
+    assert torch.equal(
+        nll(logits, torch.tensor([[1, 0]] * 3, dtype=torch.uint8)),
+        sigmoid_nll(logits, torch.tensor([[1, 0]] * 3)),
+    )
+    assert torch.isfinite(sigmoid_nll(torch.tensor([[1e4, -1e4]]), torch.tensor([[0, 1]]))).all()
+
+
+TWO = Classification(classes=("a", "b"))
+YEARS = Regression(target="age")
+
+
+def test_hits_by_hand():
+    # 1 0 1 0 0 0 0 0 | 1 and seven zeros: bytes 160 and 128.
+    hits = torch.tensor([1, 0, 1, 0, 0, 0, 0, 0, 1]).bool()
+    assert base64.b64decode(TWO.packed(hits)) == bytes([160, 128])
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_hits_come_back(hits):
+    assert TWO.unpacked(TWO.packed(torch.tensor(hits)), len(hits)).tolist() == hits
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=10))
+def test_errors_come_back(errors):
+    scores = torch.tensor(errors, dtype=torch.float64)
+    assert torch.equal(YEARS.unpacked(YEARS.packed(scores), len(errors)), scores)
+
+
+def test_the_guess_that_does_not_look():
+    assert YEARS.guess(torch.tensor([20.0, 40.0])) == 10
+    # Of 20, 30 and 70 the median is 30: 10, 0 and 40 years off.
+    assert YEARS.guess(torch.tensor([20.0, 30.0, 70.0])) == 50 / 3
+    assert TWO.guess(torch.tensor([0, 0, 1])) == 0.5

@@ -1,0 +1,118 @@
+"""Settings of a method and of the optimizer, and what the machine adds to them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moecore.training.method import Method
+from moecore.training.optimizer import build_optimizer, learning_rate
+from moecore.training.runtime import tune
+from moecore.training.settings import Training
+from tests.training.small import VMOE, task
+
+TGR = VMOE.model_copy(
+    update={
+        "regularizers": Method(
+            regularizers=[{"kind": "router_kl"}, {"kind": "z_loss"}]
+        ).regularizers
+    }
+)
+
+
+def test_dense_is_the_method_without_router():
+    assert Method().moe is None and not Method().guided and Method().provided == frozenset()
+
+
+def test_router_and_experts_come_together():
+    with pytest.raises(ValidationError, match="both `router` and `experts`"):
+        Method(router={"kind": "noisy_top_k"})
+
+
+def test_what_it_provides_and_whether_it_is_guided():
+    assert VMOE.provided == {"load", "routing"} and not VMOE.guided and TGR.guided
+
+
+def test_fine_tuning_drops_the_teachers_losses_and_changes_k():
+    tuned = TGR.for_finetuning(k=1, guided=False)
+    assert [loss.kind for loss in tuned.regularizers] == ["z_loss"] and tuned.router.k == 1
+    assert TGR.for_finetuning(k=None, guided=True) == TGR
+    assert Method().for_finetuning(k=1, guided=False) == Method()
+
+
+def test_what_is_chosen_is_reported_and_remembered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOECORE_DEVICE", "cpu")
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        runtime = tune()
+        assert runtime.device == "cpu" and runtime.matmul_error < 1e-5 and runtime.bf16_speedup > 0
+        assert (
+            runtime.matmul_precision == torch.get_float32_matmul_precision()
+            and runtime.threads == torch.get_num_threads()
+        )
+        assert (
+            runtime.dtype("float32") == torch.float32
+            and runtime.dtype("bfloat16") == torch.bfloat16
+        )
+        assert runtime.dtype() == (torch.bfloat16 if runtime.bf16_speedup >= 1.3 else torch.float32)
+        remembered = Path(".state/runtime.json")
+        (machine,) = json.loads(remembered.read_text())
+        remembered.write_text(json.dumps({machine: 9.0}))
+        assert tune().bf16_speedup == 9.0
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
+SETTINGS = Training(epochs=1, batch=1, learning_rate=1.0, final_learning_rate=0.2, weight_decay=0.3)
+
+
+def test_rates_by_hand():
+    # 3 warm-up steps: 1/4, 2/4, 3/4; then cosine over 4 steps: full, and half way (1 + 0.2) / 2
+    rates = [learning_rate(step, 7, 3, SETTINGS) for step in range(7)]
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[5] == pytest.approx(0.6)
+    assert rates[6] == pytest.approx(0.2 + 0.8 * (1 - 2**-0.5) / 2)
+
+
+def test_only_matrices_decay():
+    model = task().model
+    optimizer = build_optimizer(model, SETTINGS)
+    decayed = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+    names = {name: id(parameter) in decayed for name, parameter in model.named_parameters()}
+    assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
+    assert [optimizer.param_groups[index]["weight_decay"] for index in (0, 1)] == [0.3, 0.0]
+    assert (
+        names["blocks.0.attn.qkv.weight"]
+        and names["blocks.1.mlp.experts.up"]
+        and names["blocks.1.mlp.router.weight"]
+    )
+    for free in (
+        "cls_token",
+        "pos_embed",
+        "head.bias",
+        "norm.weight",
+        "blocks.1.mlp.experts.up_bias",
+        "blocks.0.norm1.bias",
+    ):
+        assert not names[free], free
+
+
+def test_no_decay_on_an_experts_basis():
+    eigen = Method(
+        router={"kind": "eigenbasis", "context": "learned"}, experts={"kind": "eigen", "number": 4}
+    )
+    made = task(eigen)
+    free = {
+        id(parameter)
+        for parameter in build_optimizer(made.model, SETTINGS).param_groups[1]["params"]
+    }
+    held = {
+        name.rpartition(".")[2]
+        for name, parameter in made.model.named_parameters()
+        if id(parameter) in free
+    }
+    assert {"basis", "scale", "target", "up_bias", "pos_embed"} <= held and "up" not in held
