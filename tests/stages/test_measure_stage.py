@@ -163,7 +163,7 @@ def test_a_missing_result_names_the_stage_that_writes_it(explored):
     failed = explored.attempt_stage("compare")
     file.write_text(text, encoding="utf-8")
     assert failed.returncode == 1
-    words = "explorer/pretrain/vmoe/0.json: no such file; the stage measure writes it"
+    words = "explorer/pretrain/vmoe/0.json: no such file; `dvc repro measure` writes it"
     assert words in failed.stderr
 
 
