@@ -340,6 +340,7 @@ def test_group_sparsity_of_moge(names, weight, end):
         "sigma_start": 10,
         "sigma_end": end,
         "exponent": 0.3,
+        "reduction": "authors",  # λ as it is printed
     }
     assert methods["moge"]["regularizers"] == [*methods["vmoe"]["regularizers"], sparsity]
     assert {**methods["moge"], "regularizers": 0} == {

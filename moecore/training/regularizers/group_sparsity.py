@@ -10,11 +10,14 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import Step
+from moecore.core.records import RoutingRecord, Step
 from moecore.nn.expert_map import map_shape
 from moecore.training.regularizers.balance import sum_over_layers
 
-EPSILON = 1e-12  # under the square root, whose gradient at 0 is infinite
+Reduction = Literal["mean", "authors"]
+Padding = Literal["valid", "circular"]
+# under the square root, whose gradient at 0 is infinite; the second is the authors' code's
+EPSILON = {"mean": 1e-12, "authors": 1e-8}
 
 
 class GroupSparsity(Config):
@@ -55,6 +58,18 @@ class GroupSparsity(Config):
         description="γ of the schedule: below 1 narrows early; 0 is sigma_end throughout",
     )
 
+    reduction: Reduction = Field(
+        default="mean",
+        description="mean: over the tokens, of the sum over positions, so that the weight does not "
+        "depend on the batch; authors: as MoGE's published code, the sum over the batch's tokens "
+        "of the mean over positions, divided by the neighbourhood's number of experts",
+    )
+    padding: Padding = Field(
+        default="valid",
+        description="valid: neighbourhoods lie inside the map, so a corner lies in one and an "
+        "inner expert in many; circular: the map's opposite sides meet",
+    )
+
     @model_validator(mode="after")
     def _narrowing(self) -> Self:
         if self.sigma_end > self.sigma_start:
@@ -64,17 +79,36 @@ class GroupSparsity(Config):
 
     def __call__(self, step: Step) -> Tensor:
         sigma = self.sigma(step.progress) if self.filter == "gaussian" else math.inf
-        return sum_over_layers(
-            step, lambda record: group_sparsity(probs=record.probs, size=self.size, sigma=sigma)
-        )
+
+        def of(record: RoutingRecord) -> Tensor:
+            return group_sparsity(
+                probs=record.probs,
+                size=self.size,
+                sigma=sigma,
+                reduction=self.reduction,
+                padding=self.padding,
+            )
+
+        return sum_over_layers(step, of)
 
     def sigma(self, progress: float) -> float:
         """σ_t = σ_0 − (σ_0 − σ_min)(t/T)^γ (eq. 8); progress = t/T in [0, 1]."""
         return self.sigma_start - (self.sigma_start - self.sigma_end) * progress**self.exponent
 
 
-def group_sparsity(*, probs: Tensor, size: int, sigma: float) -> Tensor:
-    """Mean over tokens of Σ sqrt(F ∗ Z²), valid convolution (MoGE, algorithm 1).
+def group_sparsity(
+    *,
+    probs: Tensor,
+    size: int,
+    sigma: float,
+    reduction: Reduction = "mean",
+    padding: Padding = "valid",
+) -> Tensor:
+    """Σ sqrt(F ∗ Z²) over positions, mean over tokens (MoGE, algorithm 1).
+
+    With ``reduction`` "authors" the sum over tokens of the mean over positions, divided by the
+    neighbourhood's number of experts h², as the authors' code has it (their repository MoGE, commit
+    c54f89c); the paper's text fixes neither.
 
     probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of ``map_shape``,
     row by row. F sums to 1 and is size × size experts, cut to the map's sides where those are
@@ -86,11 +120,15 @@ def group_sparsity(*, probs: Tensor, size: int, sigma: float) -> Tensor:
     at 200 × 400, where conv2d takes 1.4 and 7.5 ms. No product is rounded.
     """
     rows, columns = map_shape(probs.shape[-1])
+    tall, wide = min(size, rows), min(size, columns)
     with torch.autocast(probs.device.type, enabled=False):
         energy = probs.square().reshape(-1, rows, columns)
-        energy = _slide(energy, 1, window(min(size, rows), sigma))
-        energy = _slide(energy, 2, window(min(size, columns), sigma))
-        return (energy + EPSILON).sqrt().sum(dim=(1, 2)).mean()
+        energy = _slide(energy, 1, window(tall, sigma), padding)
+        energy = _slide(energy, 2, window(wide, sigma), padding)
+        found = (energy + EPSILON[reduction]).sqrt()
+        if reduction == "authors":
+            return found.mean(dim=(1, 2)).sum() / (tall * wide)
+        return found.sum(dim=(1, 2)).mean()
 
 
 def window(size: int, sigma: float) -> list[float]:
@@ -101,8 +139,10 @@ def window(size: int, sigma: float) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def _slide(values: Tensor, axis: int, weights: list[float]) -> Tensor:
-    """Valid convolution along one axis with symmetric weights."""
+def _slide(values: Tensor, axis: int, weights: list[float], padding: Padding) -> Tensor:
+    """Convolution along one axis with symmetric weights; circular keeps its length."""
+    if padding == "circular" and len(weights) > 1:
+        values = torch.cat([values, values.narrow(axis, 0, len(weights) - 1)], axis)
     length = values.shape[axis] - len(weights) + 1
     shifted = (weight * values.narrow(axis, start, length) for start, weight in enumerate(weights))
     return cast(Tensor, sum(shifted))

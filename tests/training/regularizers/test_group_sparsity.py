@@ -205,6 +205,8 @@ def test_settings():
         "sigma_start": 10.0,
         "sigma_end": 1.5,
         "exponent": 0.3,
+        "reduction": "mean",
+        "padding": "valid",
     }
     assert GroupSparsity.needs == {"routing"}
     for wrong in (
@@ -222,3 +224,52 @@ def test_settings():
 def test_a_dense_model_is_refused():
     with pytest.raises(UserError, match="no MoE layer"):
         GroupSparsity()(step())
+
+
+# Tokens of a batch, experts, λ as MoGE prints it, and the weight that `mean` needs for the same
+# term: λ · N / (h² · positions). The positions of maps of 4 × 8, 8 × 16 and 20 × 20 are counted by
+# hand: 2 · 6, 6 · 14 and 18 · 18.
+FACTORS = [
+    (8320, 32, 4e-3, 4e-3 * 8320 / (9 * 12)),
+    (50432, 32, 5e-5, 5e-5 * 50432 / (9 * 12)),
+    (12608, 32, 4e-7, 4e-7 * 12608 / (9 * 12)),
+    (8320, 128, 4e-3, 4e-3 * 8320 / (9 * 84)),
+    (200, 400, 4e-3, 4e-3 * 200 / (9 * 324)),
+]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "printed", "weight"), FACTORS)
+def test_the_authors_term_is_the_mean_with_another_weight(tokens, experts, printed, weight):
+    # They differ in ε under the root alone (1e-8 and 1e-12): uniform probs would show that, peaked
+    # ones in float64 hardly do.
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, tokens, experts, generator=generator, dtype=torch.float64)
+    probs = (logits / 4).softmax(-1)
+    ours = weight * group_sparsity(probs=probs, size=3, sigma=1.5)
+    theirs = printed * by_the_authors(probs, 1.5, 1e-12)
+    assert ours.item() == pytest.approx(theirs, rel=1e-6)
+    shown = printed * group_sparsity(probs=probs, size=3, sigma=1.5, reduction="authors")
+    assert shown.item() == pytest.approx(printed * by_the_authors(probs, 1.5, 1e-8), rel=1e-6)
+
+
+def by_the_authors(probs, sigma, epsilon):
+    """Sum over tokens, mean over positions, divided by h² = 9, through conv2d."""
+    rows, columns = map_shape(probs.shape[-1])
+    side = torch.tensor(window(3, sigma), dtype=torch.float64)
+    kernel = torch.outer(side, side)[None, None]
+    pooled = torch.nn.functional.conv2d(probs.reshape(-1, 1, rows, columns) ** 2, kernel)
+    return ((pooled + epsilon).sqrt().mean(dim=(1, 2, 3)).sum() / 9).item()
+
+
+def test_on_a_circular_map_all_experts_are_alike():
+    def circular(probs):
+        return group_sparsity(probs=probs[None, None], size=3, sigma=1.5, padding="circular").item()
+
+    found = [circular(one_hot(expert)) for expert in range(16)]
+    # One expert lies in nine windows; the sum of the roots of their weights.
+    side = [math.sqrt(weight) for weight in window(3, 1.5)]
+    assert found == pytest.approx([sum(side) ** 2] * 16, abs=1e-4)
+    probs = torch.randn(16, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    rolled = probs.view(4, 4).roll((1, 2), (0, 1)).flatten()
+    assert circular(rolled) == pytest.approx(circular(probs), rel=1e-5)
+    assert value(rolled, 1.5) != pytest.approx(value(probs, 1.5), rel=1e-3)
