@@ -25,6 +25,7 @@ EACH = [(study, ()) for study in PAPERS] + [
 ]
 TOGETHER = [  # combinations that the READMEs name
     ("prc", ("flowers", "top_1")),
+    ("prc", ("decay", "cifar10")),
     ("tgr", ("small", "pets")),
     ("tgr", ("base", "cifar10")),
     ("tgr", ("base", "top_1")),
@@ -145,6 +146,9 @@ PAPER = {
             "data.pretrain.size": 224,
             "data.finetune.size": 384,
             "pretrain.learning_rate": 5e-4,
+            "pretrain.optimizer": {"kind": "adam"},
+            "finetune.learning_rate": 5e-4,
+            "finetune.optimizer": {"kind": "sgd", "momentum": 0.9},
             "methods.prc.experts.number": 8,
             "methods.vmoe.regularizers": [
                 {"kind": "importance", "weight": 5e-3},
@@ -162,6 +166,11 @@ PAPER = {
             "finetune.k": None,
             "run.seeds": [0, 1, 2],
         },
+    ),
+    "prc, V-MoE's decay": (
+        "prc",
+        ("decay",),
+        {"pretrain.optimizer": {"kind": "adamw"}, "pretrain.weight_decay": 0.1},
     ),
     "prc table 3": (
         "prc",
