@@ -49,7 +49,7 @@ def teacher() -> None:
             objective = Objective((), schedule.label_smoothing)
             job = job_for(model, data, objective, training.runtime.device)
             training.train(job, schedule, settings.seed)
-            found = outcome(model, data, schedule.epochs, training.log())
+            found = outcome(model, data, schedule, training.log())
         with whole_folder(TARGET) as folder:
             save_model(folder, model)
         training.run.result(found)

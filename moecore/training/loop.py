@@ -5,6 +5,7 @@ weights, optimiser and a step number alone, and the same seed gives the same run
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from moecore.nn.predict import predictions
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import standing_alone
 from moecore.training.job import Job
-from moecore.training.meter import Meter, taken
+from moecore.training.meter import WEIGHED, Meter, held_in_training, taken
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
@@ -34,7 +35,8 @@ class Metrics(NamedTuple):
     """What is known after ``step`` of ``steps`` steps.
 
     values: raw loss terms, the mean score of the training and at an epoch's end of the validation
-    images (``train_<…>``, ``validation_<…>``, see Task.logged), images per second.
+    images (``train_<…>``, ``validation_<…>``, see Task.logged), images per second; at the first
+    point of a run ``memory_mb``, the most that a step holds (see ``peak_bytes``).
     """
 
     step: int
@@ -72,7 +74,12 @@ def fit(
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
         batch = step_batch(job, settings, seed, step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
-        terms, score = train_step(job, settings, optimizer, batch, rate, dtype, step / steps)
+        update = partial(train_step, job, settings, optimizer, batch, rate, dtype, step / steps)
+        if step == min(WEIGHED, steps - 1):
+            held = held_in_training((learners, job.guide), optimizer, batch)
+            terms, score = meter.weighed(update, held)
+        else:
+            terms, score = update()
         meter.add(step, len(batch.images) // batch.views, terms, score)
         after = step + 1
         if after % per_epoch == 0:

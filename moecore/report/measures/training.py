@@ -156,6 +156,20 @@ COLUMNS = (
         "tokens whose first expert survives fine-tuning",
         "tgr",
     ),
+    Column(
+        "training_step_ms",
+        "Training step, ms",
+        lambda result: result.training_step_ms,
+        note="views, losses and update; from the median images a second",
+        paper="cost",
+    ),
+    Column(
+        "training_memory_mb",
+        "Training memory, MB",
+        lambda result: result.training_memory_mb,
+        note="the most that a step holds: weights, gradients, the optimizer's state, activations",
+        paper="cost",
+    ),
     *regions.COLUMNS,
 )
 
