@@ -20,6 +20,7 @@ from moecore.measure.routing_metrics.expert_use import change_of_choice, change_
 from moecore.measure.under_attack.audit import Audit, audit
 from moecore.measure.under_attack.curves import Curve, Left, Row, run_of, worst_case
 from moecore.measure.under_attack.line import Line
+from moecore.nn.predict import whole_groups
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
@@ -36,7 +37,12 @@ class Robustness(Config):
         min_length=1, description="Radii of the L∞ ball in pixel units [0, 1]; 0 is added."
     )
     attacks: tuple[Attack, ...] = Field(min_length=1)
-    batch: int = Field(128, ge=1, description="Images a forward pass; no result depends on it.")
+    batch: int = Field(
+        128,
+        ge=1,
+        description="Images a forward pass; no result depends on it. Cut to whole groups where "
+        "images share an expert's capacity (eval_capacity_factor).",
+    )
     seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
     precision: Precision = Field(
         "float32",
@@ -107,9 +113,8 @@ def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
     refuse(settings, task)
     test = subject.data.test
     images, labels = subset(test.images, test.labels, settings.images, settings.seed)
-    target = Target(
-        subject.model, task, images, labels, settings.batch, settings.seed, settings.precision
-    )
+    batch = whole_groups(subject.model, settings.batch)
+    target = Target(subject.model, task, images, labels, batch, settings.seed, settings.precision)
     prediction, routing = target.scored(images)
     clean = Clean(prediction, routing, task.scores(prediction, labels))
     if settings.survivors:
