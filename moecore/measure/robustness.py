@@ -20,7 +20,6 @@ from moecore.measure.routing_metrics.expert_use import change_of_choice, change_
 from moecore.measure.under_attack.audit import Audit, audit
 from moecore.measure.under_attack.curves import Curve, Left, Row, run_of, worst_case
 from moecore.measure.under_attack.line import Line
-from moecore.nn.predict import whole_groups
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
@@ -113,8 +112,9 @@ def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
     refuse(settings, task)
     test = subject.data.test
     images, labels = subset(test.images, test.labels, settings.images, settings.seed)
-    batch = whole_groups(subject.model, settings.batch)
-    target = Target(subject.model, task, images, labels, batch, settings.seed, settings.precision)
+    target = Target(
+        subject.model, task, images, labels, settings.batch, settings.seed, settings.precision
+    )
     prediction, routing = target.scored(images)
     clean = Clean(prediction, routing, task.scores(prediction, labels))
     if settings.survivors:
