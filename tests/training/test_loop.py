@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
+from moecore.nn.backbones.vit import Vit
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.loop import fit, total_steps, training_batch
-from tests.training.small import CPU, SETTINGS, task
+from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, task
 
 TIMED = "images_per_second"
 
@@ -126,3 +127,36 @@ def test_mixed_labels_are_shares():
     assert batch.labels.shape == (8, 2)
     torch.testing.assert_close(batch.labels.sum(dim=1), torch.ones(8))
     assert list(fit(task(), settings, 0, CPU))[-1].step == 12
+
+
+def test_without_drop_path_nothing_is_drawn_and_with_it_the_model_is_evaluated_whole():
+    images = torch.rand(6, 1, 8, 8)
+    whole = Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE)
+    dropping = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.5).build(IMAGE)
+    dropping.load_state_dict(whole.state_dict())
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    trained = whole.train()(images).prediction
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(whole.eval()(images).prediction, trained)
+    assert torch.equal(dropping.eval()(images).prediction, trained)
+    assert not torch.equal(dropping.train()(images).prediction, trained)
+
+
+def test_with_drop_path_a_killed_run_ends_bit_equal(tmp_path):
+    def dropping(seed: int = 0):
+        torch.manual_seed(seed)
+        model = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.3).build(IMAGE, VMOE.moe)
+        return task()._replace(model=model)
+
+    whole = dropping()
+    expected = points(fit(whole, SETTINGS, 0, CPU))
+    run = fit(dropping(), SETTINGS, 0, CPU, Checkpoint(tmp_path))
+    for _ in range(3):
+        next(run)
+    run.close()
+    resumed = dropping(seed=99)
+    assert points(fit(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path))) == expected[-2:]
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
