@@ -77,4 +77,3 @@ class TeacherRouterFit(Config):
     steps: Annotated[int, Field(ge=1)] = 300
     batch: Annotated[int, Field(ge=1)] = 256
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    seed: Annotated[int, Field(ge=0)] = 0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for, seed_of
 from moecore.data.prepared import evenly_spread
 from moecore.data.views.views import make_views
 from moecore.measure import routing
@@ -131,7 +131,10 @@ def test_means_are_over_the_layers(results):
 
 def test_the_matches_of_the_views_by_hand(models, images, results):
     model, pixels = models["vmoe"], torch.from_numpy(np.array(images))
-    views = [make_views(pixels, SETTINGS.views, generator_for(4, 0, number)) for number in (0, 1)]
+    drawn = seed_of("measured_views", 4)
+    views = [
+        make_views(pixels, SETTINGS.views, generator_for(drawn, 0, number)) for number in (0, 1)
+    ]
     pixels, affines = (torch.cat(both) for both in zip(*views, strict=True))
     _, records = predictions(model, pixels, 80)
     for record, layer in zip(records, results["vmoe"].layers, strict=True):

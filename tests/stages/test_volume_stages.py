@@ -61,9 +61,9 @@ def study(tmp_path_factory):
     patched.chdir(folder)
     try:
         write_code("params.yaml")
-        teacher()
+        teacher(0)
         for method in ("dense", "vmoe", "tgr", "ermoe_ba", "control"):
-            teacher_router(method)
+            teacher_router(method, 0)
             pretrain(method, 0)
         finetune("finetune", "ermoe_ba", 0)
         yield data
