@@ -95,6 +95,9 @@ def test_the_upper_bound_agrees_with_its_own_teacher_where_it_decides(project):
             project.folder / "artifacts/pretrain/oracle/0/guide/teacher/model.safetensors"
         ).exists()
     )
+    routing = measured(project, "routing/pretrain", "oracle")
+    assert routing["teacher_agreement"] == 1
+    assert routing["unchosen_mass"] < 0.5, "the two best of its own four probabilities are chosen"
 
 
 def test_fine_tuning_uses_the_other_k(project):
