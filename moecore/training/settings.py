@@ -58,7 +58,8 @@ class Finetuning(Training):
     )
     guided: bool = Field(
         default=False,
-        description="keep the regularizers that need the teacher (TGR during fine-tuning)",
+        description="keep the regularizers that need the teacher (TGR during fine-tuning); "
+        "a method's own guided_finetuning goes before",
     )
     interpolation: Interpolation = "bilinear"
 
