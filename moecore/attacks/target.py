@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moecore.attacks import Attack
 from moecore.attacks.draws import generators
 from moecore.core.records import ModelOutput, RoutingRecord
+from moecore.core.streams import seed_of
 from moecore.nn.predict import (
     batches,
     coupled,
@@ -127,5 +128,6 @@ def subset(
     images: np.ndarray, labels: np.ndarray, number: int, seed: int
 ) -> tuple[np.ndarray, Tensor]:
     """A seeded draw of ``number`` images without replacement, in order; all of fewer."""
-    chosen = np.sort(np.random.default_rng(seed).permutation(len(labels))[:number])
+    drawn = np.random.default_rng(seed_of("attacked_images", seed))
+    chosen = np.sort(drawn.permutation(len(labels))[:number])
     return images[chosen], torch.from_numpy(labels[chosen])
