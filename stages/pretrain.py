@@ -35,7 +35,7 @@ def pretrain(method: str, seed: int) -> None:
     params = read(Params, method=method)
     settings = params.pretrain
     names = params.method.expert_names
-    guide = Path("artifacts/teacher_router", method)
+    guide = Path("artifacts/teacher_router", method, str(seed))
     target = Path("artifacts/pretrain", method, str(seed))
     data = Prepared.open("artifacts/data/pretrain")
     with training_run("pretrain", params, data, [guide], __file__, method, seed) as training:

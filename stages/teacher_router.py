@@ -1,6 +1,7 @@
 """Stage ``teacher_router``: the routers on the frozen teacher that guide one method (TGR, §3.2).
 
-``python -m stages.teacher_router tgr`` writes artifacts/teacher_router/tgr/: teacher and routers.
+``python -m stages.teacher_router tgr 0`` writes artifacts/teacher_router/tgr/0/: the teacher of
+seed 0, and routers on it.
 """
 
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Annotated
 
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
+from moecore.core.streams import seed_of
 from moecore.data.loader import to_device
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
@@ -31,26 +33,29 @@ class Params(Config):
     method: Annotated[Method, Key("methods.{method}")]
 
 
-def teacher_router(method: str) -> None:
+def teacher_router(method: str, seed: int) -> None:
     """Fit one router per MoE layer of ``method``; those that learn with it are left as drawn."""
     params = read(Params, method=method)
     chosen = params.method
     settings = params.teacher_router
-    target = Path("artifacts/teacher_router", method)
-    with record("teacher_router", params, method=method) as run:
+    target = Path("artifacts/teacher_router", method, str(seed))
+    drawn = seed_of("teacher_router", seed)
+    with record("teacher_router", params, method=method, seed=seed) as run:
         if not (chosen.guided or chosen.upcycle):
             with whole_folder(target) as folder:
                 save_no_guide(folder)
             run.result(Skipped(skipped="the method needs no teacher"))
             return
         device = tune().device
-        teacher = load_unguided("artifacts/teacher")
-        guide = guiding(chosen, params.model, teacher, settings.seed, device)
+        teacher = load_unguided(Path("artifacts/teacher", str(seed)))
+        guide = guiding(chosen, params.model, teacher, drawn, device)
         found: Skipped | RouterFit = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
             data = to_device(Prepared.open("artifacts/data/pretrain").train, device)
-            points = fit_routers(guide, data, chosen.teacher_router, settings)
-            found = RouterFit(**followed(points, settings.steps, f"routers {method}", run))
+            points = fit_routers(guide, data, chosen.teacher_router, settings, drawn)
+            found = RouterFit(
+                **followed(points, settings.steps, f"routers {method} seed {seed}", run)
+            )
         with whole_folder(target) as folder:
             save_guide(folder, guide)
         run.result(found)

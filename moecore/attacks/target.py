@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from moecore.attacks import Attack
 from moecore.attacks.draws import generators
 from moecore.core.records import ModelOutput, RoutingRecord
-from moecore.nn.predict import batches, device_of, evaluating, predictions
+from moecore.core.streams import seed_of
+from moecore.nn.predict import (
+    batches,
+    coupled,
+    device_of,
+    evaluating,
+    predictions,
+    whole_groups,
+)
 from moecore.tasks.base import Task
 
 Precision = Literal["float32", "bfloat16"]
@@ -39,12 +47,13 @@ class Target(NamedTuple):
         """Adversarial images, fp32 (N, C, H, W) in [0, 1], on the CPU.
 
         The model and the global random state stay as they were. Images that an attack couples come
-        in groups of its own size, and all of them are attacked.
+        in groups of its own size, those that share an expert's capacity in whole groups, and all of
+        them are attacked.
         """
-        size = attack.together or self.batch
+        size = whole_groups(self.model, attack.together or self.batch)
         model = rounded(self.model) if self.precision == "bfloat16" else self.model
         wanted = self.only
-        if wanted is None or attack.together:
+        if wanted is None or attack.together or coupled(self.model) > 1:
             wanted = torch.ones(len(self.labels), dtype=torch.bool)
         made = []
         first = 0
@@ -119,5 +128,6 @@ def subset(
     images: np.ndarray, labels: np.ndarray, number: int, seed: int
 ) -> tuple[np.ndarray, Tensor]:
     """A seeded draw of ``number`` images without replacement, in order; all of fewer."""
-    chosen = np.sort(np.random.default_rng(seed).permutation(len(labels))[:number])
+    drawn = np.random.default_rng(seed_of("attacked_images", seed))
+    chosen = np.sort(drawn.permutation(len(labels))[:number])
     return images[chosen], torch.from_numpy(labels[chosen])

@@ -25,7 +25,6 @@ from moecore.statistics.intervals import bootstrap_mean
 NOTES = {  # by kind of router: where the distances do not tell what decides
     "hash": "a fixed hash chooses, so that neighbours on the map mean nothing; "
     "a hash of the position never moves",
-    "teacher_routed": "the probs are the student's own, but the teacher's router decides",
     "expert_choice": "the probs are each token's own, but experts choose among all tokens of the "
     "image",
     "soft_slots": "an expert's probability is the sum of its slots' weights, and every token "
@@ -160,8 +159,6 @@ def key_of(name: str) -> str:
 
 def note_of(router: Router) -> str | None:
     """How the distances of such a router are to be read; None where its probs decide."""
-    if router.kind == "teacher_routed" and router.inference == "student":
-        return None
     return NOTES.get(router.kind)
 
 

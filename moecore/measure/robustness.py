@@ -36,7 +36,12 @@ class Robustness(Config):
         min_length=1, description="Radii of the L∞ ball in pixel units [0, 1]; 0 is added."
     )
     attacks: tuple[Attack, ...] = Field(min_length=1)
-    batch: int = Field(128, ge=1, description="Images a forward pass; no result depends on it.")
+    batch: int = Field(
+        128,
+        ge=1,
+        description="Images a forward pass; no result depends on it. Cut to whole groups where "
+        "images share an expert's capacity (eval_capacity_factor).",
+    )
     seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
     precision: Precision = Field(
         "float32",

@@ -4,25 +4,22 @@ What it shows is built here, as the objects of ``view``; the templates lay it ou
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from moecore.measure.linear_experts import Result as LinearExperts
-from moecore.report import overview, pictures
+from moecore.report import overview
 from moecore.report.answer import answer, answer_of_claims
 from moecore.report.cards import card_facts
 from moecore.report.claims import Evaluated
 from moecore.report.glossary import WORDS
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, linear_experts
+from moecore.report.pictures import environment
 from moecore.report.quantities import Quantities, quantities
 from moecore.report.references import routed
 from moecore.report.sections import counted, listed, section_of, title_of
 from moecore.report.tables import table
 from moecore.report.verdicts import claims_section
-from moecore.report.view import Grid, Overview, Page, Picture, Section
+from moecore.report.view import Grid, Overview, Page, Section
 
 
 def page(results: Results, evaluated: Sequence[Evaluated] = (), explorer: str | None = None) -> str:
@@ -111,24 +108,3 @@ def what_was_measured(phase: Phase) -> list[str]:
     if phase.together:
         found.append("transfer of attacks")
     return [score, *found]
-
-
-@cache
-def environment() -> Environment:
-    """The templates, which escape all text."""
-    found = Environment(
-        loader=PackageLoader("moecore.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    found.filters["drawn"] = drawn
-    return found
-
-
-def drawn(picture: Picture) -> Markup | str:
-    """Markup of an SVG, or the address of a PNG."""
-    if picture.raster:
-        return pictures.png(picture.figure)
-    return Markup(pictures.svg(picture.figure, picture.label))

@@ -10,9 +10,10 @@ from moecore.report.claims import Evaluated
 from moecore.report.curves import robustness_csv, table_s1_csv, training_csv
 from moecore.report.explorer import FILE, explorable, explorer
 from moecore.report.measured import Phase, Results
-from moecore.report.measures.robustness import WORST, attacks_of, curve_of
+from moecore.report.measures.robustness import WORST, curve_of
 from moecore.report.page import page
 from moecore.report.pictures import svg
+from moecore.report.quantities import names_of_attacks
 from moecore.report.runs import run_files
 from moecore.report.training_figures import training_curves
 from moecore.report.verdicts import claims_markdown
@@ -53,11 +54,9 @@ def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
     trained = {method: found for method, found in phase.of(Outcome).items() if found}
     if trained:
         yield "training", Picture(training_curves(trained), f"{phase.name}: training")
-    attacked = phase.results(Robustness)
-    names = dict.fromkeys(name for result in attacked for name in attacks_of(result))
-    if names:
-        worst = any(result.worst_case for result in attacked)
-        yield "attacks", curve_of(phase, WORST if worst else list(names)[-1])
+    if names := names_of_attacks(phase):
+        worst = any(result.worst_case for result in phase.results(Robustness))
+        yield "attacks", curve_of(phase, WORST if worst else names[-1])
 
 
 def alone(picture: Picture) -> str:

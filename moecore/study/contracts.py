@@ -101,7 +101,7 @@ CONTRACTS = {
     ),
     "training/teachers": Contract(
         calls={"build": ("image",)},
-        fields=SEED | {"training": "training: Training, or training: None = None"},
+        fields={"training": "training: Training, or training: None = None"},
         without=("no_teacher",),
     ),
     "measure/calibrators": Contract(

@@ -12,6 +12,7 @@ from moecore.study.overlay import stages_of
 from moecore.study.problems import spell
 from moecore.study.schedule_rules import size_rules
 from moecore.study.study import Study
+from moecore.study.teacher_rules import unneeded
 from moecore.study.whole import looked_through
 
 
@@ -19,7 +20,7 @@ class Foreseen(NamedTuple):
     """A params.yaml that is in order."""
 
     study: Study
-    notes: tuple[str, ...]  # a line for each data set
+    notes: tuple[str, ...]  # a line for each data set, and one for teachers that nobody needs
     seen: tuple[Path, ...]  # what was looked at beside the file, whether it is there or not
 
 
@@ -44,8 +45,10 @@ def foresee(path: str | Path = "params.yaml", home: Path | None = None) -> Fores
         others = [f"{document.path}: all else is in order"]
     if lines := [*problems, *missing, *others]:
         raise UserError("\n".join(lines))
-    notes = tuple(f"data.{phase}: {said(preview)}" for phase, preview in previews.items())
-    return Foreseen(study, notes, _seen(preview.seen for preview in previews.values()))
+    notes = [f"data.{phase}: {said(preview)}" for phase, preview in previews.items()]
+    if (why := unneeded(study)) is not None:
+        notes.append(why)
+    return Foreseen(study, tuple(notes), _seen(preview.seen for preview in previews.values()))
 
 
 def _lines(document: Document, found: Iterable[tuple[tuple, str]]) -> Iterator[str]:

@@ -56,6 +56,11 @@ class Task(Protocol):
         ...
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; () where labels are no classes."""
+        ...
+
+    @property
     def score(self) -> Score:
         """How ``scores`` are called and shown."""
         ...

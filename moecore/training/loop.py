@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.records import Batch, Step
-from moecore.data.loader import OnDevice, OnDisk, batch_indices, generator_for, steps_per_epoch
+from moecore.core.streams import ATTACK, NOISE, VIEWS, generator_for
+from moecore.data.loader import OnDevice, OnDisk, batch_indices, steps_per_epoch
 from moecore.data.views.mix import mix
 from moecore.data.views.views import make_views
 from moecore.nn.backbones.model import Model
@@ -24,11 +25,6 @@ from moecore.training.meter import WEIGHED, Meter, held_in_training, taken
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
-
-# purposes of the random streams; 0 is the order of the images
-VIEWS = 1
-NOISE = 2
-ATTACK = 3
 
 
 class Metrics(NamedTuple):

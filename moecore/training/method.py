@@ -95,6 +95,11 @@ class Method(Config):
         description="share of DeiT's hard distillation in the task loss (DeiT: 0.5); "
         "the teacher must know the classes",
     )
+    guided_finetuning: bool | None = Field(
+        default=None,
+        description="whether fine-tuning keeps the regularizers that need the teacher; "
+        "null: as the key `guided` of that phase says",
+    )
     upcycle: bool = Field(
         default=False,
         description="start from the teacher's weights, its MLPs copied into every expert "
@@ -120,6 +125,13 @@ class Method(Config):
     def _router_with_experts(self) -> "Method":
         if (self.router is None) != (self.experts is None):
             raise ValueError("a method has both `router` and `experts`, or neither (a dense model)")
+        return self
+
+    @model_validator(mode="after")
+    def _guided_by_something(self) -> "Method":
+        if self.guided_finetuning and not self.guided:
+            mend = "give it router_kl, distillation or the router teacher_routed, or leave it out"
+            raise ValueError(f"guided_finetuning: nothing of the method needs a teacher; {mend}")
         return self
 
     @model_validator(mode="after")
@@ -226,10 +238,12 @@ class Method(Config):
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
         """The method with another k, without a warm start, and without the losses that need a
-        teacher unless ``guided``.
+        teacher unless ``guided``, or the method's own ``guided_finetuning``, says so.
 
         Hard distillation goes on only where the teacher knows the new classes.
         """
+        if self.guided_finetuning is not None:
+            guided = self.guided_finetuning
         kept = tuple(loss for loss in self.regularizers if guided or "guidance" not in loss.needs)
         share = self.distillation if guided and same_classes else 0.0
         router = None if self.router is None else self.router.finetuned()

@@ -119,7 +119,8 @@ class Finetuning(Training):
     )
     guided: bool = Field(
         default=False,
-        description="keep the regularizers that need the teacher (TGR during fine-tuning)",
+        description="keep the regularizers that need the teacher (TGR during fine-tuning); "
+        "a method's own guided_finetuning goes before",
     )
     interpolation: Interpolation = "bilinear"
 
@@ -138,4 +139,3 @@ class TeacherRouterFit(Config):
     steps: Annotated[int, Field(ge=1)] = 300
     batch: Annotated[int, Field(ge=1)] = 256
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    seed: Annotated[int, Field(ge=0)] = 0

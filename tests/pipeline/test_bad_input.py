@@ -15,9 +15,9 @@ def prepared(tmp_path_factory):
     project = Project(tmp_path_factory.mktemp("bad"))
     for words in (
         ["prepare", "pretrain"],
-        ["teacher"],
-        ["teacher_router", "tgr"],
-        ["teacher_router", "vmoe"],
+        ["teacher", "0"],
+        ["teacher_router", "tgr", "0"],
+        ["teacher_router", "vmoe", "0"],
     ):
         project.stage(*words)
     return project

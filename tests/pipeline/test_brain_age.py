@@ -90,9 +90,9 @@ def study(tmp_path_factory) -> Path:
         )
         write_code("params.yaml")
         prepare.prepare("pretrain")
-        teacher.teacher()
+        teacher.teacher(0)
         for method in METHODS:
-            teacher_router.teacher_router(method)
+            teacher_router.teacher_router(method, 0)
             pretrain.pretrain(method, 0)
             out_of_fold.out_of_fold(method, 0)
             calibrate_stage.calibrate("pretrain", method, 0)

@@ -48,6 +48,19 @@ def test_fine_tuning_drops_the_teachers_losses_and_changes_k():
     assert Method().for_finetuning(k=1, guided=False) == Method()
 
 
+def test_a_method_says_itself_whether_its_fine_tuning_is_guided():
+    """So that with and without the teacher stand side by side in one study (TGR, table 3)."""
+    for own in (True, False):
+        method = TGR.model_copy(update={"guided_finetuning": own})
+        for phase in (True, False):
+            tuned = method.for_finetuning(k=None, guided=phase)
+            assert tuned.guided == own
+            assert tuned.regularizers == TGR.for_finetuning(k=None, guided=own).regularizers
+    assert Method(guided_finetuning=False).guided_finetuning is False
+    with pytest.raises(ValidationError, match="guided_finetuning: nothing of the method needs"):
+        Method(guided_finetuning=True)
+
+
 def test_what_is_chosen_is_reported_and_remembered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MOECORE_DEVICE", "cpu")

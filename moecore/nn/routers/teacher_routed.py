@@ -23,7 +23,7 @@ class TeacherRouted(RouterConfig):
     `router_kl` among the regularizers.
 
     The teacher's router learns from the task and from the balance of `load`; `importance` and
-    `router_kl` look at the student's probs.
+    `router_kl` look at the student's probs. Measurements look at the router that decides.
     """
 
     kind: Literal["teacher_routed"] = "teacher_routed"
@@ -64,10 +64,11 @@ class TeacherRoutedRouter(NoisyTopKRouter):
     """``router(tokens, context)`` with tokens (B, T, d) and context.teacher (B, T, E) returns
     (SparsePlan, RoutingRecord).
 
-    The decision is noisy top-k's, with log p of the teacher as logits and with gradient to it:
-    ``load``, ``chosen`` and ``combine`` tell of it. ``logits`` and ``probs`` are the student's own,
-    whose loss reaches its ``weight`` only, not the tokens. Where the student decides in evaluation,
-    attacks see its gradient to the tokens.
+    The decision is noisy top-k's, with log p of the teacher as logits and with gradient to it; in
+    evaluation the record is that of who decides. In training ``load``, ``chosen`` and ``combine``
+    tell of the decision, ``logits`` and ``probs`` are the student's own, whose loss reaches its
+    ``weight`` only, not the tokens. Where the student decides in evaluation, attacks see its
+    gradient to the tokens.
     Raises UserError where the teacher has to decide and is missing or of another shape.
     """
 
@@ -85,7 +86,9 @@ class TeacherRoutedRouter(NoisyTopKRouter):
             if not self.training and self.inference == "student":
                 return self.decide(own)
             plan, record = self.decide(_log(_checked(context.teacher, own.shape)).to(own.dtype))
-            return plan, record._replace(logits=own, probs=torch.softmax(own, dim=-1))
+            if self.training:  # what its loss teaches; what is measured is what decides
+                record = record._replace(logits=own, probs=torch.softmax(own, dim=-1))
+            return plan, record
 
 
 def _log(probs: Tensor) -> Tensor:

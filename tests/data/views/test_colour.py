@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for
 from moecore.data.views import colour
 from moecore.data.views.randaugment import OPERATIONS, Drawn, RandAugment, draw, recolour
 from moecore.data.views.views import ViewSettings, identity_view, make_views

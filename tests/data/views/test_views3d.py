@@ -8,7 +8,7 @@ from scipy.ndimage import map_coordinates
 
 from moecore.core.files import UserError
 from moecore.core.records import Layout
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for
 from moecore.data.views import geometry3d
 from moecore.data.views.views import (
     Affine,
