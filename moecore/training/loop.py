@@ -54,7 +54,6 @@ def fit(
     caller has taken the metrics of its step, so a caller that logs them never loses or repeats one.
     Raises UserError at a non-finite loss.
     """
-    device = torch.device(runtime.device)
     model = job.model.to(runtime.device)
     learners = job.learners
     optimizer = build_optimizer(model, settings, job.routers)
@@ -63,7 +62,7 @@ def fit(
     done, note = checkpoint.load(learners, optimizer) if checkpoint else (0, {})
     # A resumed run keeps the precision it began with, whatever a new probe would say.
     dtype = getattr(torch, note["dtype"]) if note else runtime.dtype(settings.precision)
-    meter = Meter(device, f"train_{job.task.logged}")
+    meter = Meter(torch.device(runtime.device), f"train_{job.task.logged}")
     saved = done
     for step in range(done, steps):
         model.train()
@@ -71,11 +70,8 @@ def fit(
         batch = step_batch(job, settings, seed, step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
         update = partial(train_step, job, settings, optimizer, batch, rate, dtype, step / steps)
-        if step == min(WEIGHED, steps - 1):
-            held = held_in_training((learners, job.guide), optimizer, batch)
-            terms, score = meter.weighed(update, held)
-        else:
-            terms, score = update()
+        held = held_in_training((learners, job.guide), optimizer, batch)
+        terms, score = meter.weighed(update, held, step == min(WEIGHED, steps - 1))
         meter.add(step, len(batch.images) // batch.views, terms, score)
         after = step + 1
         if after % per_epoch == 0:

@@ -140,8 +140,12 @@ class Meter:
         self.images += images
         self.count += 1
 
-    def weighed(self, update: Callable[[], Any], held: Iterable[Tensor]) -> Any:
-        """What ``update`` returns; the most memory that it takes is told at the next point."""
+    def weighed(self, update: Callable[[], Any], held: Iterable[Tensor], weigh: bool) -> Any:
+        """What ``update`` returns; to ``weigh`` it is to tell, at the next point, the most memory
+        that it takes.
+        """
+        if not weigh:
+            return update()
         found = peak_bytes(update, held, self.device)
         self.memory = found.size
         return found.returned
