@@ -235,6 +235,7 @@ def costing(number: int, seed: int) -> cost.Result:
         routing_share=0.1 * number,
         routing_batch_ms=1.0,
         routing_batch_share=0.2,
+        by_k=[{"k": k, "batch_ms": {"median": 2.0 + k, "low": 2.0, "high": 9.0}} for k in (1, 2)],
         rounds=2,
         device="cpu",
         threads=1,
@@ -283,10 +284,12 @@ def transformed(number: int, seed: int) -> invariance.Result:
     for place, name in enumerate(TRANSFORMS, start=1):
         d = 0.1 * place + 0.01 * number + 0.001 * seed
         limits = {"d_low": d - 0.02, "d_high": d + 0.02, "d2_low": 0.0, "d2_high": 1.0}
-        rows.append({"name": name, "d": d, "d2": d * d, **limits})
+        limits |= {"normalised": 2 * d, "normalised_low": d, "normalised_high": 3 * d}
+        rows.append({"name": name, "d": d, "d2": d * d, "agreement": 1 - d, **limits})
     maps = np.full((len(CLASSES), 3, 8), 0.125).tolist()
     return invariance.Result(
         images=10,
+        between=0.5,
         transforms=rows,
         d={},
         d2={},
@@ -386,6 +389,12 @@ def _matched(number: int, seed: int) -> dict[str, float]:
         "experts_per_token": 2.0,
         "confidence_highest": 0.5,
         "unchosen_mass": 0.1,
+        "border_load": 0.9,
+        "border_mass": 0.8,
+        "border_cells": 0.75,
+        "corner_load": 0.5,
+        "corner_mass": 0.4,
+        "corner_cells": 0.25,
     }
     if number % 2:
         found |= {"fallback": 0.01 * number, "below_k": 0.02 * number}
@@ -405,6 +414,10 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
                 "load_cv2": load_cv2(counts),
                 "entropy": normalised_entropy(counts),
                 "confidence": router_confidence(record.probs),
+                "inner_load": None,
+                "inner_mass": None,
+                "inner_cells": None,
+                "teacher_agreement": 0.9 if number == 2 else None,
                 **_matched(number, seed),
             }
         )
@@ -416,6 +429,9 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
     return routing.Result(
         images=12,
         **means,
+        inner_load=None,
+        inner_mass=None,
+        inner_cells=None,
         layers=layers,
         overlays=shown if isinstance(shown, Overlays) else Overlays(**shown),
         chance={"match_top1": 0.1, "match_top2_ordered": 0.1, "match_top2_sets": 0.1},

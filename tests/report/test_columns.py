@@ -197,6 +197,33 @@ def test_augmentations_are_details(whole, text):
     )
 
 
+def test_the_controls_of_group_sparsity(whole):
+    found = cells(whole, "vmoe")
+    # distances 0.11, 0.21, 0.31; beside each twice as much and 1 − d
+    assert found["imed_normalised"].value == pytest.approx(0.42)
+    assert found["agreement_transformed"].value == pytest.approx(0.79)
+    assert found["imed_normalised_rotation_5"] == pytest.approx((0.22, 0.11, 0.33))
+    assert found["agreement_transformed_scaling_0_5"].value == pytest.approx(0.79)
+    expected = {"border_load": 0.9, "border_mass": 0.8, "border_cells": 0.75, "corner_load": 0.5}
+    assert {name: found[name].value for name in expected} == pytest.approx(expected)
+    assert found["corner_mass_layer_3"].value == pytest.approx(0.4)
+    assert "inner_load" not in found, "a map of 2 × 4 has no inside"
+    assert "border_load" not in cells(whole, "dense")
+
+
+def test_values_of_the_sweeps_and_of_layers_are_columns(whole):
+    found = cells(whole, "vmoe")
+    assert found["fallback_threshold_0_7"].value == pytest.approx(0.49)
+    assert found["tail_mass_k_4"].value == pytest.approx(0.4)
+    assert found["score_k_2"].value == pytest.approx(0.72)
+    guided = [method for method in METHODS if "teacher_agreement" in cells(whole, method)]
+    (method,) = guided
+    layers = [f"teacher_agreement_layer_{number}" for number in (1, 2, 3)]
+    assert [cells(whole, method)[name].value for name in layers] == pytest.approx([0.9] * 3)
+    metrics = {one.name: one.column for one in table(whole, whole.phases["pretrain"]).metrics}
+    assert metrics["score_k_2"].form == "share" and metrics["score_k_2"].detail
+
+
 def sweep(phase, method, setting, name):
     return over([swept(result, setting, name) for result in phase.of(Routing)[method]])
 
@@ -228,6 +255,10 @@ def test_the_whole_page(text):
         "Can the attacks be believed?",
         "Other thresholds",
         "Fallback over the threshold",
+        "Step time over k",
+        "ERMoE, figure S3",
+        "ERMoE, figure S5",
+        "TGR, table 7",
         "Cost of a trained model",
         "Worst case",
         "Local Lipschitz",
