@@ -33,7 +33,16 @@ from moecore.measure.under_attack.curves import Row, worst_case
 from moecore.measure.under_attack.line import Line
 from moecore.report.measured import Measured
 from moecore.statistics.intervals import bootstrap, wilson
-from moecore.tasks.class_scores import brier, confidence, confusion, correct, ece, nll, reliability
+from moecore.tasks.class_scores import (
+    brier,
+    confidence,
+    confusion,
+    correct,
+    ece,
+    nll,
+    reliability,
+    within,
+)
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
 
@@ -119,6 +128,7 @@ def trained(number: int, seed: int, routed: bool, phase: str) -> Outcome:
         test_score=Estimate.of(TASK.interval(hits)),
         validation_score=estimate(0.8, 0.7, 0.9),
         test_correct=int(hits.sum()),
+        test_top5=Estimate.of(TASK.interval(within(logits, labels, 5))),
         test_count=600,
         test_loss=float(nll(logits, labels).mean()),
         images_per_second=2100.0 + seed,
@@ -308,6 +318,7 @@ def calibrated(generator: torch.Generator, number: int, seed: int) -> calibratio
         validation_images=400,
         test_images=600,
         scores=TASK.packed(correct(*tested(number, seed))),
+        top5=TASK.packed(within(*tested(number, seed), 5)),
         before=quality(logits * 1.7, labels),
         after=quality(logits, labels),
     )

@@ -197,6 +197,14 @@ def test_augmentations_are_details(whole, text):
     )
 
 
+def test_accuracy_within_five(whole):
+    found = cells(whole, "vmoe")
+    kept = whole.phases["pretrain"].models["vmoe"][0].of(Outcome).test_top5
+    assert found["test_accuracy_top5"] == pytest.approx((kept.value, kept.low, kept.high))
+    against = flat(whole)["vmoe"]["pretrain"]["test_accuracy_top5"]["against"]
+    assert set(against) == {"dense"}, "paired by images: the calibration keeps the hits"
+
+
 def test_the_controls_of_group_sparsity(whole):
     found = cells(whole, "vmoe")
     # distances 0.11, 0.21, 0.31; beside each twice as much and 1 − d
@@ -305,7 +313,11 @@ def test_several_labels_an_image(tmp_path):
     phase = found.phases["pretrain"]
     task = MultiLabel(classes=CLASSES)
     for seeds in phase.models.values():
-        trained = seeds[0].of(Outcome).model_copy(update={"task": task, "confusion": None})
+        trained = (
+            seeds[0]
+            .of(Outcome)
+            .model_copy(update={"task": task, "confusion": None, "test_top5": None})
+        )
         seeds[0] = changed(seeds[0], trained)
     found.phases["pretrain"] = phase._replace(task=task)
     text = page(found)

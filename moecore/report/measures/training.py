@@ -48,6 +48,15 @@ def test_hits(model: Measured) -> np.ndarray | None:
     return trained.task.unpacked(found.scores, found.test_images).numpy()
 
 
+def top5_hits(model: Measured) -> np.ndarray | None:
+    """Of which test images (N,) the class is among the five largest."""
+    trained = model.of(Outcome)
+    found = model.of(calibration.Result)
+    if trained is None or found is None or found.top5 is None:
+        return None
+    return trained.task.unpacked(found.top5, found.test_images).numpy()
+
+
 def scored(seen: Seen) -> list[Column]:
     """The score on the test split; of classes also the loss."""
     score = seen.task.score
@@ -155,6 +164,17 @@ COLUMNS = (
         "share",
         "tokens whose first expert survives fine-tuning",
         "tgr",
+    ),
+    Column(
+        "test_accuracy_top5",
+        "Top-5 accuracy",
+        lambda result: result.test_top5,
+        "higher",
+        "share",
+        "Acc@5: the class is among the five largest; none of five classes or fewer",
+        "moge",
+        hits=top5_hits,
+        limits="wilson",
     ),
     *regions.COLUMNS,
 )
