@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.routing_metrics.overlays import Overlays, grid_of
+from moecore.measure.routing_metrics.overlays import Corresponding, Overlays, grid_of
 from moecore.nn.expert_map import map_shape
 from moecore.report.drawing import PALETTE, expert_colours, new_figure, share_axis, styled
 from moecore.report.sheets import Frame, Tile, heat, picture, sheet, tints
@@ -82,6 +82,21 @@ def expert_overlays(stored: Overlays) -> Figure:
     names = ["Image", *(f"MoE {number + 1}" for number in range(len(stored.grids)))]
     caption = "The expert with the largest weight in each patch."
     return sheet(tiles, Frame("Experts", names, caption=caption), 1.35, 1.35)
+
+
+def corresponding_patches(pair: Corresponding) -> Figure:
+    """Two crops of one image side by side; patches with the same number show the same."""
+    grids = [grid_of(rows) for rows in pair.numbers]
+    colours = expert_colours(grids[0].size)
+    tiles = [
+        Tile(picture(view), tints(grid, colours), np.where(grid < 0, "", grid.astype(str)))
+        for view, grid in zip(pair.views.array(), grids, strict=True)
+    ]
+    caption = (
+        "Two random crops of a test image; patches of one number and colour show the same, bare "
+        "ones have no partner (PRC, figure 4)."
+    )
+    return sheet([tiles], Frame("Corresponding patches", ["Crops"], caption=caption), 1.9, 1.9)
 
 
 def _largest(values: np.ndarray) -> float:

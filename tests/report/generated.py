@@ -13,11 +13,12 @@ import torch
 from moecore.core.config import Config
 from moecore.core.files import write_json
 from moecore.core.plain import plain
-from moecore.core.records import RoutingRecord
+from moecore.core.records import Layout, RoutingRecord
 from moecore.measure import (
     calibration,
     corruptions,
     cost,
+    few_shot,
     invariance,
     lipschitz,
     robustness,
@@ -28,7 +29,8 @@ from moecore.measure.base import Estimate, Skipped
 from moecore.measure.noisy.ramp import Curve, Ramp
 from moecore.measure.routing_metrics.expert_use import confidence as router_confidence
 from moecore.measure.routing_metrics.expert_use import expert_counts, load_cv2, normalised_entropy
-from moecore.measure.routing_metrics.overlays import Overlays, overlays
+from moecore.measure.routing_metrics.overlays import Overlays, corresponding, overlays
+from moecore.measure.routing_metrics.pictures import picture
 from moecore.measure.under_attack.curves import Row, worst_case
 from moecore.measure.under_attack.line import Line
 from moecore.report.measured import Measured
@@ -179,6 +181,25 @@ def measured(number: int, seed: int, routed: bool) -> Iterator[tuple[str, Config
     yield "lipschitz", steep(step, routed)
     yield "cost", costing(number, seed)
     yield "stability", noisy(step, routed)
+    yield "few_shot", few(step)
+
+
+def few(step: float) -> few_shot.Result:
+    """5 shots: 0.5 + step, 0.6 + step by the penalty chosen on test; 25 are too many."""
+    row = few_shot.Shots(
+        shots=5,
+        score=0.5 + step,
+        low=0.4 + step,
+        high=0.6 + step,
+        scores=(0.4 + step, 0.6 + step),
+        exponents=(3, 4),
+        leaky_score=0.6 + step,
+        leaky_low=0.5 + step,
+        leaky_high=0.7 + step,
+        leaky_exponent=5,
+    )
+    left_out = few_shot.TooFew(shots=25, why="the smallest class, Coat, has 9 training images")
+    return few_shot.Result(test_images=600, features=16, rows=(row,), skipped=(left_out,))
 
 
 def corrupted(step: float) -> corruptions.Result:
@@ -360,7 +381,18 @@ def attacked(number: int, seed: int, routed: bool) -> robustness.Result:
         attacks=curves,
         worst_case=worst_case(curves, TASK, 200),
         audit=lines,
+        attacked=pictured(),
     )
+
+
+def pictured() -> robustness.Attacked:
+    """Three images with stripes that fade with the radius."""
+    stripes = (torch.arange(28) % 4 / 3).expand(3, 1, 28, 28)
+    rows = [
+        {"epsilon": epsilon, "pictures": picture(stripes * (1 - 10 * epsilon))}
+        for epsilon in EPSILONS
+    ]
+    return robustness.Attacked(attack="pgd-10", rows=rows)
 
 
 def _rows(number: int, seed: int, routed: bool, strength: float, first: int) -> tuple[Row, ...]:
@@ -445,6 +477,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
         inner_cells=None,
         layers=layers,
         overlays=shown if isinstance(shown, Overlays) else Overlays(**shown),
+        corresponding=corresponding(images, Layout(1, (4, 4), (28, 28)), 0),
         chance={"match_top1": 0.1, "match_top2_ordered": 0.1, "match_top2_sets": 0.1},
         augmentations=augmented(seed),
         sweeps=swept(number, seed),

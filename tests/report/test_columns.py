@@ -161,6 +161,29 @@ def test_worst_case_and_both_changes_of_the_routing(whole):
     ].value == pytest.approx(0.25)
 
 
+def test_the_change_of_the_routing_by_layer(whole):
+    found = cells(whole, "vmoe")
+    layers = [found[f"routing_change_pgd-10_layer_{number}"].value for number in (1, 2, 3)]
+    assert layers == pytest.approx([0.5] * 3)
+    assert "routing_change_pgd-10_layer_4" not in found
+    assert "routing_change_pgd-10_layer_1" not in cells(whole, "dense")
+
+
+def test_steps_to_the_final_loss_of_the_baseline_of_the_same_seed(tmp_path):
+    # 10 epochs of 50 steps; the loss of method n is 1.9 · 0.8^epoch + 0.02 n, so that dense is
+    # where vmoe ends in the last epoch, and tgr never is.
+    found = study(tmp_path, seeds=(0, 1), stages=())
+    assert cells(found, "vmoe")["steps_to_baseline_loss"].value == 500
+    assert cells(found, "dense")["steps_to_baseline_loss"].value == 500
+    assert "steps_to_baseline_loss" not in cells(found, "tgr")
+    models = found.phases["pretrain"].models["vmoe"]
+    slow = models[1].of(Outcome)
+    curve = tuple(row | {"train_loss": row["train_loss"] + 0.1} for row in slow.curve)
+    models[1] = changed(models[1], slow.model_copy(update={"curve": curve}))
+    # 0.304 + 0.02 of seed 1: dense has 0.319 after 8 epochs; seed 0 stays at 500
+    assert cells(found, "dense")["steps_to_baseline_loss"].value == (500 + 400) / 2
+
+
 def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     found = study(tmp_path, stages=("robustness",))
     models = found.phases["pretrain"].models
@@ -267,6 +290,9 @@ def test_the_whole_page(text):
         "ERMoE, figure S3",
         "ERMoE, figure S5",
         "TGR, table 7",
+        "PRC, figure 4",
+        "By MoE layer (figure 2 of the paper)",
+        "Images as the strongest attack made them (figure 5)",
         "Cost of a trained model",
         "Worst case",
         "Local Lipschitz",
@@ -306,6 +332,25 @@ def test_a_study_with_one_of_them(tmp_path, stages):
     assert ("gflops" in names) == ("cost" in stages) == ("Cost of a trained model" in text)
     assert ("jumps" in names) == ("stability" in stages) == ("<summary>Noise" in text)
     assert "audit" not in text
+
+
+def test_few_shots(tmp_path):
+    found = study(tmp_path, stages=("few_shot",))
+    row = table(found, found.phases["pretrain"]).cells["vmoe"]
+    assert row["few_shot_5"].interval == pytest.approx((0.6, 0.5, 0.7))
+    assert row["few_shot_5"].kind == "draws"
+    assert row["few_shot_5_leaky"].interval.value == pytest.approx(0.7)
+    assert "few_shot_25" not in row
+    text = page(found)
+    assert_self_contained(text)
+    for words in (
+        "5-shot accuracy",
+        "25 shots: the smallest class, Coat, has 9 training images.",
+        "penalty chosen on test (leaky)",
+        "draws of few-shot images",
+        "<summary>Few shots",
+    ):
+        assert words in text, words
 
 
 def test_several_labels_an_image(tmp_path):

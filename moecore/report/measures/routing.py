@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from moecore.measure.routing import Result
 from moecore.report.column import Column, Columns, Each, Given, mean, named, slug
-from moecore.report.maps import expert_load, expert_overlays
-from moecore.report.measured import Phase
+from moecore.report.maps import corresponding_patches, expert_load, expert_overlays
+from moecore.report.measured import Phase, known
 from moecore.report.routing_findings import (
     agreement_by_layer,
     neighbours,
@@ -16,7 +16,7 @@ from moecore.report.routing_findings import (
     swept_most,
 )
 from moecore.report.shown import Figures, by_name
-from moecore.report.view import Block
+from moecore.report.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 MATCHES = {
@@ -220,6 +220,7 @@ def part(phase: Phase) -> Iterator[Block]:
         folded=True,
         finding=neighbours(phase.first(Result)),
     )
+    yield Block("Corresponding patches", pictures=crops(phase), folded=True, about="match_top1")
     yield Block(
         "Agreement with the teacher by layer",
         pictures=agreement_by_layer(phase),
@@ -235,3 +236,12 @@ def part(phase: Phase) -> Iterator[Block]:
             phase.task.score,
         ),
     )
+
+
+def crops(phase: Phase) -> list[Picture]:
+    """Two crops of one image; they are the same for every method."""
+    pairs = known(result.corresponding for result in phase.results(Result))
+    if not pairs:
+        return []
+    figure = corresponding_patches(pairs[0])
+    return [Picture(figure, f"{phase.name}: corresponding patches", getattr(figure, "caption", ""))]

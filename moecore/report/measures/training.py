@@ -27,6 +27,7 @@ from moecore.report.training_figures import (
     class_maps,
     confusion_matrix,
     routing_agreement,
+    steps_to,
     training_curves,
 )
 from moecore.report.view import Block, Picture
@@ -113,6 +114,27 @@ def overhead(seen: Seen) -> list[Column]:
     ]
 
 
+def convergence(seen: Seen) -> list[Column]:
+    """How soon the training loss is where the baseline's ends."""
+    if not seen.baseline:
+        return []
+
+    def read(result: Outcome) -> int | None:
+        return steps_to(result, seen.baseline_of(result))
+
+    return [
+        Column(
+            "steps_to_baseline_loss",
+            f"Steps to {seen.baseline}'s loss",
+            read,
+            "lower",
+            "count",
+            "until the training loss, a mean over an epoch, is its final one of the same seed "
+            "(TGR, figure S5)",
+        )
+    ]
+
+
 def halfway(result: Outcome) -> float | None:
     """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
     found = result.agreement_with_final
@@ -138,6 +160,7 @@ COLUMNS = (
     Given(throughput),
     Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
     Given(overhead),
+    Given(convergence),
     Column(
         "agreement_with_final",
         "Agreement with final model",
@@ -172,7 +195,6 @@ COLUMNS = (
         "higher",
         "share",
         "Acc@5: the class is among the five largest; none of five classes or fewer",
-        "moge",
         hits=top5_hits,
         limits="wilson",
     ),
