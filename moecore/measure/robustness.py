@@ -17,8 +17,9 @@ from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
 from moecore.measure.base import Parts, Skipped, Subject, kept
 from moecore.measure.routing_metrics.expert_use import change_of_choice, change_of_processing
+from moecore.measure.routing_metrics.pictures import Picture, picture
 from moecore.measure.under_attack.audit import Audit, audit
-from moecore.measure.under_attack.curves import Curve, Left, Row, run_of, worst_case
+from moecore.measure.under_attack.curves import Curve, Curves, Left, Row, run_of, worst_case
 from moecore.measure.under_attack.line import Line
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
@@ -53,6 +54,13 @@ class Robustness(Config):
         description="Attack only images that are right when clean: accuracy is the same, routing "
         "change is not measured.",
     )
+    pictures: int = Field(
+        3,
+        ge=0,
+        le=8,
+        description="The first of the attacked images, shown under the strongest attack; flat "
+        "images only.",
+    )
     audit: Audit = Field(
         Audit(),
         description="Extra attacks that show whether the others are strong enough to be believed.",
@@ -77,6 +85,20 @@ class Lines(Config):
     lines: tuple[Line, ...]
 
 
+class AttackedRow(Config):
+    """A few images within one radius."""
+
+    epsilon: float
+    pictures: Picture  # (N, C, h, w)
+
+
+class Attacked(Config):
+    """A few images as the strongest attack made them (adversarial-moe, figure 5)."""
+
+    attack: str  # of all that were run the one that leaves the worst score at the largest radius
+    rows: tuple[AttackedRow, ...]  # in growing order of the radius; the first is clean
+
+
 class Result(Config):
     """Scores under attack; ``task`` says how they are packed and shown."""
 
@@ -87,6 +109,7 @@ class Result(Config):
     attacks: dict[str, Curve | Skipped] = Field(description="by attack: a row an epsilon")
     worst_case: tuple[Left, ...] = Field(description="over all attacks, a row an epsilon")
     audit: tuple[Line, ...]
+    attacked: Attacked | None = None  # of volumes, without an attack or a wanted picture: none
 
 
 class Clean(NamedTuple):
@@ -138,7 +161,27 @@ def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
         attacks=curves,
         worst_case=worst_case(curves, task, len(labels)),
         audit=lines,
+        attacked=pictured(target, settings, curves, epsilons),
     )
+
+
+def pictured(
+    target: Target, settings: Robustness, curves: Curves, epsilons: list[float]
+) -> Attacked | None:
+    """The first images of the target at each epsilon under the strongest of the attacks."""
+    left = {name: rows[-1].score for name, rows in run_of(curves).items()}
+    if not settings.pictures or not left or target.images.ndim != 4:
+        return None
+    sign = 1 if target.task.score.better == "higher" else -1
+    strongest = min(left, key=lambda name: sign * left[name])
+    attack = next(one for one in settings.attacks if one.name == strongest)
+    number = settings.pictures
+    few = target._replace(images=target.images[:number], labels=target.labels[:number], only=None)
+    rows = [
+        AttackedRow(epsilon=epsilon, pictures=picture(few.attacked(attack, epsilon)))
+        for epsilon in epsilons
+    ]
+    return Attacked(attack=strongest, rows=rows)
 
 
 def refuse(settings: Robustness, task: Task) -> None:

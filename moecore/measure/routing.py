@@ -27,7 +27,13 @@ from moecore.measure.routing_metrics.matching import (
     chance,
     layer_matching,
 )
-from moecore.measure.routing_metrics.overlays import Overlays, mid_slices, overlays
+from moecore.measure.routing_metrics.overlays import (
+    Corresponding,
+    Overlays,
+    corresponding,
+    mid_slices,
+    overlays,
+)
 from moecore.measure.routing_metrics.sweeps import Sample, Sweep, Sweeps, sweep
 from moecore.nn.backbones.model import Model
 from moecore.nn.correspondence import match_tokens, token_pairs
@@ -45,6 +51,7 @@ PRESETS: tuple[Preset, ...] = (
     "contrast",
     "randaugment",
 )
+CROPPED = 8  # images of which one is shown in two crops
 
 
 class Routing(Config):
@@ -104,6 +111,7 @@ class Result(Use, Matching):
     teacher_agreement: float | None = None
     layers: tuple[RoutingLayer, ...]
     overlays: Overlays
+    corresponding: Corresponding | None = None  # of volumes and single patches none
     chance: Chance
     augmentations: tuple[AugmentedRow, ...]
     sweeps: Sweep
@@ -138,6 +146,7 @@ def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
         **means(layers),
         layers=layers,
         overlays=shown(images, records, settings.overlays, model.layout),
+        corresponding=corresponding(images[:CROPPED], model.layout, settings.seed),
         chance=chance(moe.experts.number, getattr(moe.router, "k", None)),
         augmentations=augmented(model, images, settings, parts),
         sweeps=kept(parts, "sweeps", Sweep, tried),

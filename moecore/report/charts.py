@@ -116,6 +116,29 @@ def curves_chart(curves: Curves, look: Look, height: float = 3.5, caption: str =
     return figure
 
 
+@styled
+def panels_chart(panels: Mapping[str, Curves], look: Look, caption: str = "") -> Figure:
+    """Panels of one scale, two beside each other, with the curves of one legend below them."""
+    down = (len(panels) + 1) // 2
+    figure = new_figure(4.8 if len(panels) == 1 else 7.0, 0.6 + 2.1 * down, caption)
+    every = figure.subplots(down, min(2, len(panels)), sharex=True, sharey=True, squeeze=False)
+    used = every.flatten()[: len(panels)]
+    for axes, (title, curves) in zip(used, panels.items(), strict=True):
+        draw_curves(axes, curves)
+        axes.set_title(f"{look.title}: {title}" if axes is used[0] else title)
+    for axes in every.flatten()[len(panels) :]:
+        axes.set_visible(False)
+    used[0].set_ylim(bottom=0)
+    for axes in every[:, 0]:
+        axes.set_ylabel(look.y)
+        if look.share:
+            share_axis(axes, look.y)
+    for axes in used[-min(2, len(panels)) :]:
+        axes.set_xlabel(look.x)
+    legend_of(figure, used[0])
+    return figure
+
+
 class Labels(NamedTuple):
     """The words around a table."""
 

@@ -31,7 +31,7 @@ class Column(NamedTuple):
     # Which images (N,) bool a share counted; None where that is not known. It takes the whole
     # model, because the hits of the test split are kept by the calibration, not by the training.
     hits: Callable[[Measured], np.ndarray | None] | None = None
-    limits: str = "bootstrap"  # what one model's limits are: "wilson", "bootstrap", "quartiles"
+    limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
     detail: bool = False  # in the full table and in compare.json only
 
     def columns(self, seen: "Seen") -> list["Column"]:
@@ -47,6 +47,11 @@ class Seen(NamedTuple):
     baseline: str  # the method that training times are compared with; "" without one
     of_baseline: Sequence[Any]  # the results of that method, one a seed
     of_dense: Sequence[Any]  # those of the dense model
+    beside: Sequence[tuple[Any, Any]] = ()  # a result, and the baseline's of the same seed
+
+    def baseline_of(self, result: Any) -> Any | None:
+        """The baseline's result of the seed that this very result is of; None where it has none."""
+        return next((other for one, other in self.beside if one is result), None)
 
 
 class Columns(Protocol):

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.statistics.estimate import Estimate
 from moecore.statistics.intervals import Interval
 
 Reduction = Literal["mean", "none"]
@@ -29,6 +30,7 @@ class Details(Config):
     """What is reported of a test split beside score and loss; a task fills in what it knows."""
 
     test_correct: int | None = None  # images
+    test_top5: Estimate | None = None  # share of images whose class is among the five largest
     confusion: tuple[tuple[int, ...], ...] | None = None  # by (true class, predicted class)
     false_discovery_rate: float | None = None  # 1 − precision at 1
     median_mae: float | None = None  # of answering always with the median of the training labels
@@ -102,6 +104,14 @@ class Task(Protocol):
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """One score an image, (N,): bool where right and wrong is all there is, else fp64."""
+        ...
+
+    def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
+        """Whether the label is among the five most likely answers, (N,) bool.
+
+        None where that says nothing: for five classes at most, for several labels an image, and
+        for real numbers.
+        """
         ...
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:

@@ -102,6 +102,10 @@ class Regression(Config):
         """|ŷ − y| of each image in the target's unit; (N,) fp64."""
         return absolute_error(prediction, labels)
 
+    def top5(self, prediction: Tensor, labels: Tensor) -> None:
+        """Not defined: there is one answer."""
+        return None
+
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         errors = (prediction[:, 0].float() - labels).abs()
         if learned is not None:

@@ -79,6 +79,8 @@ def test_a_dense_model_has_none_of_it(whole):
     cells = table(whole, whole.phases["pretrain"]).cells["dense"]
     assert {name for name, found in cells.items() if found} == {
         "test_accuracy",
+        "test_accuracy_top5",
+        "steps_to_baseline_loss",
         "test_loss",
         "ece_before",
         "ece_after",
@@ -150,7 +152,13 @@ def test_what_the_papers_print():
         "tgr", "V-MoE"
     ] == {"agreement_before_after": 0.5056}
     assert values["tgr", "TGR-MoE-Ti"] == pytest.approx(
-        {"entropy": 2.8748 / 3, "teacher_agreement": 1.9884 / 3}
+        {
+            "entropy": 2.8748 / 3,
+            "teacher_agreement": 1.9884 / 3,
+            "teacher_agreement_layer_1": 0.7481,
+            "teacher_agreement_layer_2": 0.7060,
+            "teacher_agreement_layer_3": 0.5343,
+        }
     )
     assert values["ermoe", "ERMoE"] == {
         "test_accuracy": 0.9605,

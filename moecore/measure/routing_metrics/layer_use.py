@@ -3,6 +3,9 @@
 B images, T tokens per image, E experts; a record's fields are (B, T, E).
 """
 
+import torch
+from torch import Tensor
+
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
 from moecore.measure.routing_metrics.eligibility import (
@@ -20,9 +23,29 @@ from moecore.measure.routing_metrics.expert_use import (
     normalised_entropy,
     token_entropy,
 )
+from moecore.nn.expert_map import map_shape
 
 
-class Use(Config):
+class OnMap(Config):
+    """Shares of a layer's choices (load), of its probability (mass) and of its experts (cells).
+
+    On the border of the map of experts, in its corners, which belong to the border, and inside it.
+    MoGE's regularizer rewards the border: read a share beside that of the cells. A map with a side
+    of two experts at most is all border: it has no inside, whose values are None.
+    """
+
+    border_load: float
+    border_mass: float
+    border_cells: float
+    corner_load: float
+    corner_mass: float
+    corner_cells: float
+    inner_load: float | None
+    inner_mass: float | None
+    inner_cells: float | None
+
+
+class Use(OnMap):
     """One MoE layer's values, or the means over layers of those that all of them have.
 
     ``load…`` and ``entropy`` tell of the experts chosen, ``processed…`` of those that had a weight:
@@ -51,6 +74,26 @@ class LayerUse(Use):
     confidence: Confidence
 
 
+def on_map(load: Tensor, mass: Tensor) -> OnMap:
+    """Where on the map of ``map_shape`` the load and the mass lie; both (E,), each with sum 1."""
+    rows, columns = map_shape(len(load))
+    row = torch.arange(rows)[:, None]
+    column = torch.arange(columns)[None]
+    at_row_end = (row == 0) | (row == rows - 1)
+    at_column_end = (column == 0) | (column == columns - 1)
+    border = (at_row_end | at_column_end).flatten()
+    cells = torch.full_like(load, 1 / len(load))
+    found: dict[str, float | None] = {}
+    for place, where in (
+        ("border", border),
+        ("corner", (at_row_end & at_column_end).flatten()),
+        ("inner", ~border),
+    ):
+        for name, shares in (("load", load), ("mass", mass), ("cells", cells)):
+            found[f"{place}_{name}"] = float(shares[where].sum()) if where.any() else None
+    return OnMap.model_validate(found)
+
+
 def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> LayerUse:
     """The metrics of one MoE layer; threshold and k: of its router, None where it has none."""
     counts = expert_counts(layer.chosen)
@@ -64,8 +107,11 @@ def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> L
         if k is not None:
             below_k = below_k_rate(layer.logits, threshold, k)
             tail = tail_mass(layer.logits, threshold, k)
+    load = counts.double() / counts.sum()
+    mass = layer.probs.double().flatten(0, -2).mean(dim=0)
     return LayerUse(
-        load=(counts.double() / counts.sum()).tolist(),
+        **on_map(load, mass / mass.sum()).model_dump(),
+        load=load.tolist(),
         load_cv2=load_cv2(counts),
         entropy=normalised_entropy(counts),
         processed_load_cv2=load_cv2(used),

@@ -3,10 +3,13 @@
 from moecore.measure.invariance import Result
 from moecore.report.column import Column, Each, mean, named, slug
 from moecore.report.maps import expert_maps
+from moecore.report.measured import known
 from moecore.report.shown import Figures
 from moecore.statistics.intervals import Interval
 
 NOTE = "image Euclidean distance of the routers' outputs, plain and transformed"
+NORMALISED = "IMED under a transform / mean IMED between different images; flat routing has no gain"
+AGREEMENT = "tokens whose first expert is the same in the image and its transformed version"
 
 
 def moved(name: str, result: Result) -> Column:
@@ -29,6 +32,49 @@ def distance_under(name: str):
     return read
 
 
+def normalised(name: str, result: Result) -> Column:
+    """IMED under one transform, as a share of that between different images."""
+
+    def read(result: Result) -> Interval | None:
+        row = named(result.transforms).get(name)
+        if row is None or row.normalised is None:
+            return None
+        return Interval(row.normalised, row.normalised_low, row.normalised_high)
+
+    key = f"imed_normalised_{slug(name)}"
+    label = f"IMED, normalised, {name}"
+    return Column(key, label, read, "lower", note=NORMALISED, paper="moge", detail=True)
+
+
+def agreeing(name: str, result: Result) -> Column:
+    """Top-1 agreement under one transform."""
+
+    def read(result: Result) -> float | None:
+        row = named(result.transforms).get(name)
+        return None if row is None else row.agreement
+
+    return Column(
+        f"agreement_transformed_{slug(name)}",
+        f"Agreement, {name}",
+        read,
+        "higher",
+        "share",
+        AGREEMENT,
+        "moge",
+        detail=True,
+    )
+
+
+def mean_normalised(result: Result) -> float | None:
+    """Over the transforms; None where different images are routed alike."""
+    return mean(known(row.normalised for row in result.transforms))
+
+
+def names_of(result: Result) -> list[str]:
+    """The transforms."""
+    return [row.name for row in result.transforms]
+
+
 COLUMNS = (
     Column(
         "imed",
@@ -38,7 +84,26 @@ COLUMNS = (
         note=f"{NOTE}; mean over transforms",
         paper="moge",
     ),
-    Each(lambda result: [row.name for row in result.transforms], moved),
+    Column(
+        "imed_normalised",
+        "IMED, normalised",
+        mean_normalised,
+        "lower",
+        note=f"{NORMALISED}; mean over transforms",
+        paper="moge",
+    ),
+    Column(
+        "agreement_transformed",
+        "Agreement, transformed",
+        lambda result: mean([row.agreement for row in result.transforms]),
+        "higher",
+        "share",
+        f"{AGREEMENT}; mean over transforms",
+        "moge",
+    ),
+    Each(names_of, moved),
+    Each(names_of, normalised),
+    Each(names_of, agreeing),
 )
 
 

@@ -5,50 +5,28 @@ from collections.abc import Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.base import Skipped
 from moecore.measure.robustness import Result
-from moecore.measure.under_attack.curves import Left, Row, run_of, worst_of
-from moecore.report.audit import audit
-from moecore.report.charts import Curves, Look, Point, bands, curves_chart, over, point
+from moecore.measure.under_attack.curves import Left, worst_of
+from moecore.report.attacks import (
+    WORST,
+    attack_title,
+    attacked,
+    attacks_of,
+    audit,
+    moved_by,
+    moved_by_layer,
+    moves_of,
+    rows_of,
+    strongest,
+)
+from moecore.report.charts import Curves, Look, Point, curves_chart, point
 from moecore.report.column import Column, Each, key_of, limits_of, mean, title_of, unit_of
 from moecore.report.measured import Measured, Phase
 from moecore.report.shown import Figures
 from moecore.report.view import Block, Picture
-from moecore.report.words import PIXEL, epsilon
+from moecore.report.words import PIXEL
 from moecore.statistics.intervals import Interval, over_seeds
 from moecore.tasks.base import Score
-
-WORST = "worst_case"
-ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
-
-
-def attacks_of(result: Result) -> list[str]:
-    """The attacks that the model met; a routing attack has nothing for a dense one."""
-    return list(run_of(result.attacks))
-
-
-def rows_of(result: Result, attack: str) -> tuple[Left, ...]:
-    """An attack's rows by epsilon, or the worst case's; () where the model did not meet it."""
-    if attack == WORST:
-        return result.worst_case
-    rows = result.attacks.get(attack, ())
-    return () if isinstance(rows, Skipped) else rows
-
-
-def moves_of(result: Result, attack: str) -> tuple[Row, ...]:
-    """The rows of one attack, with what it does to the routing."""
-    return run_of(result.attacks).get(attack, ())
-
-
-def attack_title(name: str) -> str:
-    """An attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
-    words = name.replace("_", "-").split("-")
-    return " ".join(word.upper() if word in ACRONYMS else word for word in words)
-
-
-def strongest(result: Result, attack: str) -> str:
-    """The largest epsilon of an attack: 8/255."""
-    return epsilon(rows_of(result, attack)[-1].epsilon)
 
 
 def hits_under(model: Measured, attack: str) -> np.ndarray | None:
@@ -122,11 +100,43 @@ def change_under(name: str, word: str, what: str) -> Each:
     return Each(attacks_of, column)
 
 
+def change_by_layer(attack_and_layer: str, result: Result) -> Column:
+    """Change of the chosen experts of one MoE layer under one attack."""
+    attack, layer = attack_and_layer.rsplit(" ", 1)
+    place = int(layer) - 1
+
+    def read(result: Result) -> float | None:
+        rows = moves_of(result, attack)
+        moved = rows[-1].routing_change if rows else ()
+        return moved[place] if place < len(moved) else None
+
+    at = strongest(result, attack)
+    return Column(
+        f"routing_change_{attack}_layer_{layer}",
+        f"Routing change, {attack_title(attack)}, MoE {layer}, ε\u00a0=\u00a0{at}",
+        read,
+        "lower",
+        note=f"1 − IoU of the experts that are chosen at ε = {at} in MoE layer {layer}",
+        paper="adversarial",
+        detail=True,
+    )
+
+
+def attacks_and_layers(result: Result) -> list[str]:
+    """pgd-10 1, pgd-10 2, …"""
+    return [
+        f"{attack} {layer}"
+        for attack in attacks_of(result)
+        for layer in range(1, 1 + len(moves_of(result, attack)[-1].routing_change))
+    ]
+
+
 COLUMNS = (
     Each(attacks_of, score_under),
     Each(lambda result: [WORST] if result.worst_case else [], score_under),
     change_under("routing_change", "Routing", "are chosen for"),
     change_under("processing_change", "Processing", "process"),
+    Each(attacks_and_layers, change_by_layer),
 )
 
 
@@ -174,10 +184,11 @@ def part(phase: Phase) -> Iterator[Block]:
     drawn = [curve_of(phase, attack) for attack in attacks]
     if all(result.worst_case for result in results):
         drawn.append(curve_of(phase, WORST))
-    moved = [moved_by(phase, attack) for attack in attacks]
+    moved = [of(phase, attack) for attack in attacks for of in (moved_by, moved_by_layer)]
     every = [*drawn, *(one for one in moved if one is not None)]
     about = score_under(WORST if results[0].worst_case else attacks[-1], results[0]).name
     yield Block("Robustness", pictures=every, folded=True, about=about)
+    yield Block("Attacked pictures", pictures=attacked(phase), folded=True, about=about)
     lines = {
         method: [result.audit for result in seeds] for method, seeds in phase.of(Result).items()
     }
@@ -199,22 +210,3 @@ def curve_of(phase: Phase, attack: str) -> Picture:
         f"{phase.name}: {attack_title(attack)}",
         f"{images} Bands: 95 % intervals.",
     )
-
-
-def moved_by(phase: Phase, attack: str) -> Picture | None:
-    """The change of the routing under one attack; None where no method has it."""
-
-    def of(result: Result) -> dict[float, float]:
-        found = {row.epsilon * PIXEL: mean(row.routing_change) for row in moves_of(result, attack)}
-        return {x: value for x, value in found.items() if value is not None}
-
-    curves = {
-        method: over([of(result) for result in seeds], (0.0, 1.0))
-        for method, seeds in phase.of(Result).items()
-    }
-    if not any(curves.values()):
-        return None
-    title = f"Routing change under {attack_title(attack)}"
-    look = Look(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
-    caption = "Mean over MoE layers. " + bands(phase.of(Result))
-    return Picture(curves_chart(curves, look), f"{phase.name}: routing under {attack}", caption)

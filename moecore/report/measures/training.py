@@ -27,6 +27,7 @@ from moecore.report.training_figures import (
     class_maps,
     confusion_matrix,
     routing_agreement,
+    steps_to,
     training_curves,
 )
 from moecore.report.view import Block, Picture
@@ -46,6 +47,15 @@ def test_hits(model: Measured) -> np.ndarray | None:
     if trained is None or found is None:
         return None
     return trained.task.unpacked(found.scores, found.test_images).numpy()
+
+
+def top5_hits(model: Measured) -> np.ndarray | None:
+    """Of which test images (N,) the class is among the five largest."""
+    trained = model.of(Outcome)
+    found = model.of(calibration.Result)
+    if trained is None or found is None or found.top5 is None:
+        return None
+    return trained.task.unpacked(found.top5, found.test_images).numpy()
 
 
 def scored(seen: Seen) -> list[Column]:
@@ -104,6 +114,27 @@ def overhead(seen: Seen) -> list[Column]:
     ]
 
 
+def convergence(seen: Seen) -> list[Column]:
+    """How soon the training loss is where the baseline's ends."""
+    if not seen.baseline:
+        return []
+
+    def read(result: Outcome) -> int | None:
+        return steps_to(result, seen.baseline_of(result))
+
+    return [
+        Column(
+            "steps_to_baseline_loss",
+            f"Steps to {seen.baseline}'s loss",
+            read,
+            "lower",
+            "count",
+            "until the training loss, a mean over an epoch, is its final one of the same seed "
+            "(TGR, figure S5)",
+        )
+    ]
+
+
 def halfway(result: Outcome) -> float | None:
     """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
     found = result.agreement_with_final
@@ -129,6 +160,7 @@ COLUMNS = (
     Given(throughput),
     Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
     Given(overhead),
+    Given(convergence),
     Column(
         "agreement_with_final",
         "Agreement with final model",
@@ -169,6 +201,16 @@ COLUMNS = (
         lambda result: result.training_memory_mb,
         note="the most that a step holds: weights, gradients, the optimizer's state, activations",
         paper="cost",
+    ),
+    Column(
+        "test_accuracy_top5",
+        "Top-5 accuracy",
+        lambda result: result.test_top5,
+        "higher",
+        "share",
+        "Acc@5: the class is among the five largest; none of five classes or fewer",
+        hits=top5_hits,
+        limits="wilson",
     ),
     *regions.COLUMNS,
 )
