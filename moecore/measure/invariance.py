@@ -20,6 +20,7 @@ from moecore.nn.backbones.model import Model
 from moecore.nn.expert_map import map_shape
 from moecore.nn.predict import predictions
 from moecore.nn.routers import Router
+from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import bootstrap_mean
 
 NOTES = {  # by kind of router: where the distances do not tell what decides
@@ -53,6 +54,7 @@ class Moved(Config):
     d2: float
     d2_low: float | None
     d2_high: float | None
+    items: str | None = None  # d of each image, as ``kept_items`` packs them
 
 
 class Result(Config):
@@ -119,7 +121,8 @@ def distances(
 
     def row(name: str) -> Moved:
         _, after = predictions(model, moved(images, affines[name], batch), batch)
-        d, d2 = (bootstrap_mean(values.numpy()) for values in mean_imed(clean, probs_of(after)))
+        distances = mean_imed(clean, probs_of(after))
+        d, d2 = (bootstrap_mean(values.numpy()) for values in distances)
         return Moved(
             name=name,
             d=d.value,
@@ -128,6 +131,7 @@ def distances(
             d2=d2.value,
             d2_low=d2.low,
             d2_high=d2.high,
+            items=kept_items(distances[0].numpy()),
         )
 
     return tuple(kept(parts, name, Moved, lambda name=name: row(name)) for name in affines)

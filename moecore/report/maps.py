@@ -1,4 +1,4 @@
-"""The experts' map as a picture: which experts a class prefers (MoGE, figure 2)."""
+"""Experts as a picture: which of them a class prefers (MoGE, figure 2), and their load."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.nn.expert_map import map_shape
+from moecore.report.drawing import PALETTE, new_figure, share_axis, styled
 from moecore.report.sheets import Frame, Tile, heat, sheet
 
 MOST = 12  # classes of a picture
@@ -38,6 +39,24 @@ def expert_maps(
         f"{caption} A cell is an expert; on the right the scale of each row.".lstrip(),
     )
     return sheet(tiles, frame, 0.9, height)
+
+
+@styled
+def expert_load(layers: list[tuple[float, ...]]) -> Figure:
+    """Share of the choices that each expert of each MoE layer got; the dotted line is balance."""
+    figure = new_figure(4.8, 0.5 + 1.2 * len(layers), "Share of the choices. Dotted: balance.")
+    panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
+    for number, (axes, load) in enumerate(zip(panels, layers, strict=True), start=1):
+        axes.bar(range(len(load)), load, color=PALETTE[0], width=0.78)
+        axes.axhline(1 / len(load), color=PALETTE[1], linewidth=1.2, linestyle=":")
+        axes.grid(axis="x", visible=False)
+        axes.set_ylim(bottom=0)
+        share_axis(axes, f"MoE {number}")
+    panels[0].set_title("Expert load")
+    panels[-1].set_xlabel("Expert")
+    if len(layers[0]) <= 16:
+        panels[-1].set_xticks(range(len(layers[0])))
+    return figure
 
 
 def _largest(values: np.ndarray) -> float:

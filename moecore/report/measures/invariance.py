@@ -1,7 +1,12 @@
 """How far the routing of a moved image lies from that of the image (MoGE, table 1 and figure 2)."""
 
+from collections.abc import Callable
+
+import numpy as np
+
+from moecore.data.views.transforms import TRANSFORMS
 from moecore.measure.invariance import Result
-from moecore.report.column import Column, Each, mean, named, slug
+from moecore.report.column import Column, Each, mean, mean_items, named, opened, slug
 from moecore.report.maps import expert_maps
 from moecore.report.shown import Figures
 from moecore.statistics.intervals import Interval
@@ -18,7 +23,16 @@ def moved(name: str, result: Result) -> Column:
         "lower",
         note=NOTE,
         paper="moge",
+        items=items_under(name),
     )
+
+
+def items_under(name: str) -> Callable[[Result], np.ndarray | None]:
+    def read(result: Result) -> np.ndarray | None:
+        row = named(result.transforms).get(name)
+        return None if row is None else opened(row.items)
+
+    return read
 
 
 def distance_under(name: str):
@@ -37,8 +51,13 @@ COLUMNS = (
         "lower",
         note=f"{NOTE}; mean over transforms",
         paper="moge",
+        items=lambda result: mean_items([row.items for row in result.transforms]),
     ),
-    Each(lambda result: [row.name for row in result.transforms], moved),
+    Each(
+        lambda result: [row.name for row in result.transforms],
+        moved,
+        lambda ahead: [f"imed_{slug(name)}" for name in TRANSFORMS],
+    ),
 )
 
 

@@ -1,15 +1,17 @@
 """Which experts tokens choose: balance, agreement of views, eligibility, sureness."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.routing import Result
+from moecore.measure.routing_metrics.augmentations import resolved
 from moecore.measure.routing_metrics.overlays import Overlays, grid_of
 from moecore.report.charts import Look, bands, curves_chart, over
-from moecore.report.column import Column, Each, mean, named, slug, title_of
-from moecore.report.drawing import PALETTE, expert_colours, new_figure, share_axis, styled
+from moecore.report.column import Ahead, Column, Each, mean, named, opened, slug, title_of
+from moecore.report.drawing import expert_colours
+from moecore.report.maps import expert_load
 from moecore.report.measured import Phase
 from moecore.report.routing_findings import neighbours, swept_most
 from moecore.report.sheets import Frame, Tile, picture, sheet, tints
@@ -31,7 +33,13 @@ SURE = {
 
 def of_routing(name: str, label: str, better: str, form: str, note: str, paper: str) -> Column:
     """A number that the result has under the column's own name."""
-    return Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
+    found = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
+    return found._replace(items=items_of(name))
+
+
+def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
+    """The items that a result keeps under this name."""
+    return lambda result: opened(result.items.get(name))
 
 
 def sureness(place: str) -> Column:
@@ -41,7 +49,8 @@ def sureness(place: str) -> Column:
     def read(result: Result) -> float | None:
         return mean([getattr(layer.confidence, place) for layer in result.layers])
 
-    return Column(f"confidence_{place}", label, read, better, note=note, paper="prc")
+    name = f"confidence_{place}"
+    return Column(name, label, read, better, note=note, paper="prc", items=items_of(name))
 
 
 def matched_under(match: str) -> Each:
@@ -55,11 +64,20 @@ def matched_under(match: str) -> Each:
             ends = (f"{match}_low", f"{match}_high")
             return Interval(getattr(row, match), *(getattr(row, end) for end in ends))
 
+        def items(result: Result) -> np.ndarray | None:
+            row = named(result.augmentations).get(name)
+            return None if row is None else opened(row.items.get(match))
+
         label = f"Match, {MATCHES[match][0]}: {name}"
         key = f"{match}_{slug(name)}"
-        return Column(key, label, read, "higher", "share", paper="prc", detail=True)
+        return Column(key, label, read, "higher", "share", paper="prc", items=items, detail=True)
 
-    return Each(lambda result: [row.name for row in result.augmentations], column)
+    def foreseen(ahead: Ahead) -> list[str]:
+        volumes = ahead.score == "mae"
+        asked = [resolved(one, volumes) for one in ahead.study.routing.augmentations]
+        return [f"{match}_{slug(one.name)}" for one in asked]
+
+    return Each(lambda result: [row.name for row in result.augmentations], column, foreseen)
 
 
 COLUMNS = (
@@ -167,24 +185,6 @@ def part(phase: Phase) -> Iterator[Block]:
             phase.task.score,
         ),
     )
-
-
-@styled
-def expert_load(layers: list[tuple[float, ...]]) -> Figure:
-    """Share of the choices that each expert of each MoE layer got; the dotted line is balance."""
-    figure = new_figure(4.8, 0.5 + 1.2 * len(layers), "Share of the choices. Dotted: balance.")
-    panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
-    for number, (axes, load) in enumerate(zip(panels, layers, strict=True), start=1):
-        axes.bar(range(len(load)), load, color=PALETTE[0], width=0.78)
-        axes.axhline(1 / len(load), color=PALETTE[1], linewidth=1.2, linestyle=":")
-        axes.grid(axis="x", visible=False)
-        axes.set_ylim(bottom=0)
-        share_axis(axes, f"MoE {number}")
-    panels[0].set_title("Expert load")
-    panels[-1].set_xlabel("Expert")
-    if len(layers[0]) <= 16:
-        panels[-1].set_xticks(range(len(layers[0])))
-    return figure
 
 
 def expert_overlays(stored: Overlays) -> Figure:
