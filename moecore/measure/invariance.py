@@ -21,6 +21,7 @@ from moecore.nn.backbones.model import Model
 from moecore.nn.expert_map import map_shape
 from moecore.nn.predict import predictions
 from moecore.nn.routers import Router
+from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import Interval, bootstrap, bootstrap_mean
 
 NOTES = {  # by kind of router: where the distances do not tell what decides
@@ -58,6 +59,7 @@ class Moved(Config):
     normalised_low: float | None
     normalised_high: float | None
     agreement: float  # share of tokens with the same most probable expert; mean over layers
+    items: str | None = None  # d of each image, as ``kept_items`` packs them
 
 
 class Result(Config):
@@ -150,6 +152,7 @@ def distances(
             normalised_low=share.low if share else None,
             normalised_high=share.high if share else None,
             agreement=sum(same) / len(same),
+            items=kept_items(lengths),
         )
 
     return tuple(kept(parts, name, Moved, lambda name=name: row(name)) for name in affines)

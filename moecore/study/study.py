@@ -14,7 +14,7 @@ from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
 from moecore.measure.transfer import Transfer
 from moecore.nn.backbones import Backbone
-from moecore.study.selection import Claim, Phase, Selection
+from moecore.study.selection import Claim, Phase, Question, Selection
 from moecore.training.method import Method
 from moecore.training.settings import (
     AdversarialFinetuning,
@@ -54,4 +54,7 @@ class Study(Measured):
     linear_experts: LinearExperts | None = None
     claims: tuple[Claim, ...] = Field(
         (), description="What the papers say of two methods, held against these runs."
+    )
+    questions: tuple[Question, ...] = Field(
+        (), description="What no paper says of two methods, asked of these runs."
     )

@@ -10,10 +10,10 @@ from moecore.measure.base import Skipped
 from moecore.measure.corruptions import Result as Corruptions
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
-from moecore.report.charts import over
+from moecore.report.charts import attack_points, over
 from moecore.report.column import Column
 from moecore.report.measures.corruptions import errors_of, errors_of_dense
-from moecore.report.measures.robustness import WORST, attack_title, hits_under, points, rows_of
+from moecore.report.measures.robustness import WORST, attack_title, hits_under, rows_of
 from moecore.report.measures.routing import swept
 from moecore.report.measures.training import COLUMNS
 from moecore.report.page import page
@@ -195,7 +195,7 @@ def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     models["dense"][0] = changed(models["dense"][0], result)
     assert "accuracy_pgd-10" not in cells(found, "dense")
     assert "accuracy_pgd-10" in cells(found, "vmoe")
-    assert points([rows_of(result, "pgd-10")], result) == []
+    assert attack_points([rows_of(result, "pgd-10")], result.task.score) == []
     assert hits_under(models["dense"][0], "pgd-10") is None
     both = (hits_under(models["dense"][0], name) for name in (WORST, "fgsm"))
     assert (next(both) == next(both)).all()
