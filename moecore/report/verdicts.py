@@ -27,7 +27,7 @@ OVER = {
     BOTH: "over items and seeds",
     ITEMS: "over items, given this one seed",
     SEEDS: "over seeds alone: the metric has no items",
-    "": "no interval",
+    "": "no interval: all items are alike",
 }
 HEAD = ("Verdict", "With Holm", "Difference", "Claimed", "Against", "Metric")
 TITLE = "What the papers claim"
@@ -76,14 +76,11 @@ def _line(found: Evaluated) -> Line:
     claim = found.claim
     form = found.metric.column.form
     both = decimals([found.ours.interval, found.theirs.interval], form)
+    mark, *corrected = _marks(found)
     items = [
-        *(
-            Item(mark, look=f"verdict {verdict}")
-            for mark, verdict in zip(
-                _marks(found), (found.verdict, found.verdict_holm), strict=False
-            )
-        ),
-        Item(_value(found), _span(found), note="; ".join(_notes(found))),
+        Item(mark, _seen(found), look=f"verdict {found.verdict}"),
+        *(Item(one, look=f"verdict {found.verdict_holm}") for one in corrected),
+        Item(_value(found), ", ".join(word for word in (_span(found), _over(found)) if word)),
         *(
             Item(shown(cell.interval.value, form, both), limits_of(cell, form, both), note=name)
             for name, cell in ((claim.method, found.ours), (claim.against, found.theirs))
@@ -129,14 +126,25 @@ def _said(found: Evaluated) -> str:
 
 def _notes(found: Evaluated) -> list[str]:
     """What the interval is over; of an open row what could have been seen."""
-    notes = [OVER[found.difference.kind]]
-    if found.difference.kind == "" and found.difference.seeds == 1 and not found.difference.items:
-        notes = ["one seed, no interval"]
-    if found.smallest is not None:
-        form = found.metric.column.form
-        places = decimals([found.difference.interval()], form)
-        notes.append(f"could have seen {signed(found.smallest, form, places).removeprefix('+')}")
-    return notes
+    difference = found.difference
+    if difference.kind == "" and not difference.items:
+        return ["one seed, no interval"]
+    return [note for note in (OVER[difference.kind], _seen(found)) if note]
+
+
+def _over(found: Evaluated) -> str:
+    """The same in a word or two."""
+    return found.difference.kind or "; ".join(_notes(found))
+
+
+def _seen(found: Evaluated) -> str:
+    """Of an open row the smallest difference that could have been seen, else nothing."""
+    if found.smallest is None:
+        return ""
+    form = found.metric.column.form
+    places = decimals([found.difference.interval()], form)
+    smallest = signed(found.smallest, form, places).removeprefix("+")
+    return f"could have seen {smallest}".replace(" pp", "\u00a0pp")
 
 
 def _value(found: Evaluated) -> str:
