@@ -55,6 +55,15 @@ class Ahead(NamedTuple):
     study: Any  # the whole of params.yaml
     score: str  # as in the names of columns: "accuracy" or "mae"
 
+    @property
+    def layers(self) -> range:
+        """Numbers of the MoE layers, from 1, of the method that has most."""
+        model = self.study.model
+        methods = [self.study.methods[name] for name in self.study.run.methods]
+        having = [method for method in methods if model is not None and method.moe is not None]
+        numbers = [len(method.moe.indices(method.sized(model).depth)) for method in having]
+        return range(1, 1 + max(numbers, default=0))
+
 
 Names = Callable[[Ahead], Iterable[str]]
 

@@ -10,7 +10,7 @@ import pytest
 from moecore.core.files import UserError
 from moecore.data.views import transforms
 from moecore.measure.routing import Result as Routing
-from moecore.report.column import slug
+from moecore.report.column import Ahead, slug
 from moecore.report.curves import robustness_csv
 from moecore.report.drawing import PALETTE
 from moecore.report.measures.training import halfway
@@ -24,6 +24,7 @@ from moecore.study.params import check as check_text
 from moecore.study.selection import Selection
 from moecore.study.study import Study
 from moecore.training.outcome import Outcome
+from tests.project import ROOT
 from tests.report.generated import NEW, TRANSFORMS, write_results
 from tests.report.test_report import METHODS, assert_self_contained
 
@@ -354,5 +355,16 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     known = foreseen(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
     generated |= {f"imed_{slug(name)}" for name in TRANSFORMS}
+    generated |= {metric.name for metric in names if re.search("_layer_[0-9]+$", metric.name)}
     lost = {metric.name for metric in names} - set(known) - generated
     assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
+
+
+def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
+    study = check_text(Study, (ROOT / "params.yaml").read_text(encoding="utf-8"))
+    assert list(Ahead(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
+    known = foreseen(study, (*STAGES, "calibrate"), "pretrain")
+    assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
+    assert "border_load_layer_3" not in known
+    dense = study.run.model_copy(update={"methods": ("dense",)})
+    assert not Ahead(study.model_copy(update={"run": dense}), "accuracy").layers

@@ -172,8 +172,8 @@ def attacks_and_layers(result: Result) -> list[str]:
 
 def layers_ahead(ahead: Ahead) -> list[str]:
     """The names of those columns, of as many layers as the model has blocks."""
-    layers = range(1, ahead.study.model.depth + 1)
-    return [f"routing_change_{one}_layer_{layer}" for one in asked(ahead) for layer in layers]
+    names = asked(ahead)
+    return [f"routing_change_{one}_layer_{layer}" for one in names for layer in ahead.layers]
 
 
 COLUMNS = (

@@ -107,6 +107,11 @@ def on_map(place: str) -> list[Columns]:
     return found
 
 
+def layers_of(result: Result) -> list[str]:
+    """The MoE layers, from 1."""
+    return [str(place) for place, _ in enumerate(result.layers, 1)]
+
+
 def by_layer(
     name: str, label: str, better: str, form: str, note: str, paper: str, detail: bool = True
 ) -> Each:
@@ -129,10 +134,9 @@ def by_layer(
         )
 
     def foreseen(ahead: Ahead) -> list[str]:
-        return [f"{name}_layer_{layer}" for layer in range(1, ahead.study.model.depth + 1)]
+        return [f"{name}_layer_{layer}" for layer in ahead.layers]
 
-    layers = lambda result: [str(place + 1) for place in range(len(result.layers))]
-    return Each(layers, column, foreseen)
+    return Each(layers_of, column, foreseen)
 
 
 COLUMNS = (
