@@ -50,7 +50,7 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
         with whole_folder(target) as folder:
             save_model(folder, recipe.model)
         found = outcome(recipe.model, data, settings, training.log())
-        training.run.result(found.with_routing(survived(before, after)))
+        training.run.result(found.with_routing(survived(before, after, data.test.people)))
         training.run.model(target)
 
 

@@ -15,7 +15,7 @@ from moecore.measure.routing import Routing
 from moecore.measure.sizes import Sizes
 from moecore.measure.transfer import Transfer
 from moecore.nn.backbones import Backbone
-from moecore.study.selection import Claim, Phase, Selection
+from moecore.study.selection import Claim, Phase, Question, Selection
 from moecore.training.method import Method
 from moecore.training.settings import (
     AdversarialFinetuning,
@@ -56,4 +56,7 @@ class Study(Measured):
     sizes: Sizes | None = None
     claims: tuple[Claim, ...] = Field(
         (), description="What the papers say of two methods, held against these runs."
+    )
+    questions: tuple[Question, ...] = Field(
+        (), description="What no paper says of two methods, asked of these runs."
     )

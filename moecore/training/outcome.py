@@ -12,6 +12,7 @@ from moecore.nn.backbones.model import Model
 from moecore.nn.parameters import parameter_counts
 from moecore.nn.predict import device_of, predictions
 from moecore.nn.traces import Trace
+from moecore.statistics.crossed import kept_items
 from moecore.statistics.estimate import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Details
@@ -59,6 +60,9 @@ class Settling(Config):
     region_routing: tuple[Probed, ...] = ()  # of data with tissue maps
     watched: tuple[Watched, ...] = ()  # after some of the epochs
     routing_agreement_before_after: Agreement = ()  # fine-tuning, for each layer, on test images
+    # Of some of these values one number an item, mean over layers, as ``kept_items`` packs them:
+    # with_final_quarter, with_final_half, consecutive_quarter, …_half, …_last, before_after.
+    agreement_items: dict[str, str] = {}
 
 
 class Outcome(Details, Settling):
@@ -66,6 +70,7 @@ class Outcome(Details, Settling):
 
     task: AnyTask
     test_score: Estimate
+    test_items: str | None = None  # one score an item, as ``kept_items`` packs them
     validation_score: Estimate
     test_loss: float  # of a real target in deviations of the training labels, as in training
     test_count: int  # images
@@ -120,8 +125,9 @@ def outcome(model: Model, data: Prepared, settings: Training, log: Log) -> Outco
         parameters=parameters["parameters"],
         active_parameters=parameters["active_parameters"],
         task=task,
-        test_score=Estimate.of(task.interval(score)),
-        validation_score=Estimate.of(task.interval(validation)),
+        test_score=Estimate.of(task.interval(score, data.test.people)),
+        test_items=kept_items(score.double().numpy(), data.test.people),
+        validation_score=Estimate.of(task.interval(validation, data.validation.people)),
         test_loss=loss,
         test_count=len(labels),
         epochs=settings.epochs,

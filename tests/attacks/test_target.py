@@ -9,7 +9,7 @@ from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.square import Square
-from moecore.attacks.target import Target, rounded, subset
+from moecore.attacks.target import Target, drawn_places, rounded
 from moecore.nn.predict import coupled, predictions, whole_groups
 from tests.attacks.models import CLASSES, SETS, YEARS, Smooth, vit
 from tests.attacks.test_attacks import case, named
@@ -109,13 +109,9 @@ def test_names_say_what_is_not_usual():
 
 
 def test_a_subset_is_drawn_once_in_order():
-    images, labels = np.arange(20, dtype=np.uint8), np.arange(20)
-    some, their = subset(images, labels, 8, seed=3)
-    assert len(set(some)) == 8 and (np.diff(some) > 0).all() and their.tolist() == some.tolist()
-    assert (
-        subset(images, labels, 8, 4)[0].tolist() != some.tolist()
-        and len(subset(images, labels, 99, 0)[0]) == 20
-    )
+    some = drawn_places(20, 8, seed=3)
+    assert len(set(some)) == 8 and (np.diff(some) > 0).all()
+    assert drawn_places(20, 8, 4).tolist() != some.tolist() and len(drawn_places(20, 99, 0)) == 20
 
 
 def test_a_score_is_the_tasks_and_the_clean_image_lies_in_every_ball():

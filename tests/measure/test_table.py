@@ -19,6 +19,7 @@ SMALL = {
     "invariance": {"images": 4},
     "corruptions": {"images": 4, "severities": [1], "names": ["fog"]},
     "stability": {"images": 4, "steps": 2},
+    "few_shot": {"shots": [1, 2, 1000], "draws": 2},
     "lipschitz": {"images": 2, "steps": 1, "halvings": 1, "lemma_tokens": 2},
     "explorer": {"images": 2, "gallery": 8, "favourites": 1, "attack": {"kind": "fgsm"}},
     "cost": {"batch": 2, "rounds": 2, "images": 2},

@@ -39,6 +39,7 @@ SMALL = {
     "teacher_router": {"steps": 1, "batch": 4, "learning_rate": 0.01},
     "cohort_checks": {"subjects": 2, "ages": [25, 50, 80], "rescans": 2, "resamples": 100},
     "claims": [],
+    "questions": [],
 }
 
 
