@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError, read_json
+from moecore.report.measures import sizes
 from moecore.report.words import between, decimals, shown
 from moecore.statistics.intervals import Interval
 
-NO_METHODS = ("claims", "questions", "data")  # entries of compare.json that are no methods
+NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
 OLDER = "written by other code, over seeds alone: run the study again"
 ANSWERS = {"holds": "yes", "contradicted": "no"}  # to a question
 AGES = (
@@ -40,6 +41,8 @@ COLUMNS = {
 def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     """One row per phase and method: every headline value that any method has, with its limits."""
     methods = {name: found for name, found in compared.items() if name not in NO_METHODS}
+    if not methods:
+        return []
     phases = list(next(iter(methods.values())))
     cells = [found[phase] for phase in phases for found in methods.values()]
     shares = [name for name in cells[0] if name.startswith("accuracy_")]
@@ -123,15 +126,14 @@ def main(path: str = "reports/compare.json") -> None:
     from rich.table import Table
 
     compared = read_json(Path(path))
-    found = rows(compared)
-    table = Table(
-        *(name.replace("_", " ") for name in found[0]),
-        box=None,
-        header_style="bold",
-        padding=(0, 1),
-    )
-    for row in found:
-        table.add_row(*row.values())
+    printed = rows(compared)
+    cells = [list(row.values()) for row in printed]
+    heads = [name.replace("_", " ") for name in printed[0]] if printed else []
+    if "sizes" in compared:
+        heads, *cells = sizes.table(compared["sizes"])
+    table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
+    for row in cells:
+        table.add_row(*row)
     console = Console(width=None if sys.stdout.isatty() else 200)
     for phase, facts in compared.get("data", {}).items():
         if facts["simulated"]:

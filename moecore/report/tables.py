@@ -6,11 +6,12 @@ And where the best one is beyond doubt.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from moecore.measure.sizes import Result as Sizes
 from moecore.report import significance
 from moecore.report.cells import Cell, as_json, cell
 from moecore.report.column import Ahead, Metric
 from moecore.report.measured import Models, Phase, Results
-from moecore.report.measures import SHOWN
+from moecore.report.measures import SHOWN, sizes
 from moecore.report.paper_figures import PAPERS
 from moecore.report.references import references, seen
 from moecore.study.document import near
@@ -130,6 +131,8 @@ def flat(results: Results) -> dict[str, Any]:
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
     }
+    if found := results.alone.get(Sizes):
+        compared["sizes"] = sizes.flat(found)
     for name, phase in results.phases.items():
         for metric in metrics_of(phase):
             tested = _tested(metric, phase.models)

@@ -45,7 +45,7 @@ def foresee(
         problems += _lines(document, also(study, stages))
     with as_in_stages(Path(path).parent if home is None else home):
         previews = previews_of(study)
-    missing = list(_lines(document, data_problems(previews, document.data["data"])))
+    missing = list(_lines(document, data_problems(previews, document.data.get("data", {}))))
     found = [*pair_rules(study, previews), *size_rules(study, previews)]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         found += model_rules(study, previews)

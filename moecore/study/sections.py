@@ -20,6 +20,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "routing": ("routing",),
     "measure": (),  # those that run.measurements names
     "linear_experts": ("linear_experts",),
+    "sizes": ("sizes",),
     "compare": ("run", "claims", "questions"),
 }
 MEASURED = tuple(name for name in MEASUREMENTS if name not in SECTIONS)  # by the stage `measure`

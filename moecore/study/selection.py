@@ -14,12 +14,12 @@ class Selection(Config):
     """Every method with every seed; measurements are of the models of these phases."""
 
     methods: tuple[str, ...] = Field(
-        min_length=1, description="entries under methods: that are trained and compared"
+        description="entries under methods: that are trained and compared; [] where nothing is "
+        "trained, as seeds and phases then"
     )
-    seeds: tuple[int, ...] = Field(min_length=1, description="one training of each method per seed")
+    seeds: tuple[int, ...] = Field(description="one training of each method per seed")
     phases: tuple[Phase, ...] = Field(
         default=("pretrain", "finetune"),
-        min_length=1,
         description="whose models are calibrated, attacked and asked for their routing",
     )
     measurements: tuple[str, ...] = Field(
@@ -29,6 +29,16 @@ class Selection(Config):
         default=None,
         description="whose models the measurements are of; left out: those of all phases",
     )
+
+    @model_validator(mode="after")
+    def _all_or_nothing(self) -> Self:
+        named = {"methods": self.methods, "seeds": self.seeds, "phases": self.phases}
+        empty = [name for name, values in named.items() if not values]
+        if empty and len(empty) < len(named):
+            some = f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty"
+            allowed = "at least one each, or none of methods, seeds and phases"
+            raise ValueError(f"{some}; allowed: {allowed}")
+        return self
 
     @model_validator(mode="after")
     def _thorough_among_phases(self) -> Self:

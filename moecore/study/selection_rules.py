@@ -90,6 +90,8 @@ def _names(methods: list) -> Found:
 
 def _phases(whole: dict, run: dict) -> Found:
     """``run.phases`` against the sections that such a phase needs."""
+    if run.get("methods") == [] and "pretrain" in whole:
+        yield ("run", "methods"), "found none, but there is pretrain; allowed: entries of methods"
     for index, phase in enumerate(_list(run.get("phases"))):
         if phase not in get_args(Phase):
             continue

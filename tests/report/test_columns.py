@@ -416,7 +416,7 @@ def test_what_the_papers_print_of_cost():
         }
     )
     assert values["ERMoE, one layer, 32 experts"] == {"training_memory_mb": 84_700}
-    assert values["V-MoGE-S"] == {"training_memory_mb": 5299}
+    assert values["V-MoGE-S, Tiny-ImageNet"] == {"training_memory_mb": 5299}
 
 
 def test_the_cost_of_a_training_step_is_shown_where_the_training_told_it(whole):
