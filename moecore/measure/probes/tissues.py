@@ -1,24 +1,35 @@
 """What a model of age, and a linear probe of it, say of volumes with one tissue left.
 
+The probe is a linear head fitted anew to what a frozen model's features tell of a target (Alain &
+Bengio 2016, arXiv 1610.01644).
+
 N volumes, F features that the model's head reads; ages in years.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS, Prepared, evenly_spread
 from moecore.data.volumes.isolate import isolate
-from moecore.measure.probes.linear_probe import linear_probe, read_by_head
 from moecore.nn.backbones.model import Model
+from moecore.nn.predict import predictions
 from moecore.statistics.intervals import bootstrap_mean
 
+if TYPE_CHECKING:
+    from sklearn.pipeline import Pipeline
+
 ORDER = ("csf", "gm", "wm")  # by how much a tissue's shape tells of age
+PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; beside features of deviation 1
 
 
 class VolumeErrors(Config):
@@ -136,3 +147,49 @@ def order_of(tissues: Mapping[str, VolumeErrors], resamples: int) -> tuple[Order
             Order(less=less, more=more, difference=found.value, low=found.low, high=found.high)
         )
     return tuple(rows)
+
+
+def read_by_head(
+    model: Model, images: np.ndarray | Tensor, batch: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Predictions (N,) of one number an image, and what ``model.head`` reads, (N, F); both fp64.
+
+    images and batch: as ``predictions`` takes them; the model is left as it was.
+    """
+    read: list[Tensor] = []
+    hook = model.head.register_forward_pre_hook(
+        lambda head, given: read.append(given[0].detach().cpu())
+    )
+    try:
+        predicted, _ = predictions(model, images, batch, routing=False)
+    finally:
+        hook.remove()
+    return predicted[:, 0].double().numpy(), torch.cat(read).double().numpy()
+
+
+def linear_probe(
+    train: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray]
+) -> tuple[Pipeline, float]:
+    """Ridge regression fitted on ``train``, features (N, F) and targets (N,), and its penalty.
+
+    The penalty is that of the least mean absolute error on ``validation``, the greatest of equal
+    ones. Features are standardised by the training split.  Raises UserError for numbers that are
+    not finite.
+    """
+    # Here: sklearn takes a second, and all stages import the table of measurements.
+    from sklearn.linear_model import Ridge
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    if not all(np.isfinite(part).all() for part in (*train, *validation)):
+        raise UserError("linear probe: a feature or a target is not a finite number")
+    fitted = {
+        penalty: make_pipeline(StandardScaler(), Ridge(alpha=penalty * len(train[1]))).fit(*train)
+        for penalty in PENALTIES
+    }
+    errors = {
+        penalty: float(np.abs(model.predict(validation[0]) - validation[1]).mean())
+        for penalty, model in fitted.items()
+    }
+    best = min(sorted(errors, reverse=True), key=errors.__getitem__)
+    return fitted[best], best
