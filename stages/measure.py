@@ -4,17 +4,26 @@ python -m stages.measure <what> <phase> <method> <seed>
 """
 
 from pathlib import Path
+from typing import Annotated
 
+from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure import MEASUREMENTS
 from moecore.measure.base import Skipped, Subject
 from moecore.run.kept import resumable
 from moecore.run.stage import run_stage
-from moecore.study.params import read_section
+from moecore.study.params import Key, read, read_section
 from moecore.study.selection import Phase
 from moecore.training.artifacts import guide_folder, load_guide, load_model
+from moecore.training.method import Method
 from moecore.training.runtime import tune
+
+
+class Named(Config):
+    """What a measurement of region experts reads beside its own section."""
+
+    method: Annotated[Method, Key("methods.{method}")]
 
 
 def measure(what: str, phase: Phase, method: str, seed: int) -> None:
@@ -24,6 +33,9 @@ def measure(what: str, phase: Phase, method: str, seed: int) -> None:
     params = read_section(what, measurement.settings)
     with resumable(what, params, __file__, phase, method, seed) as (run, parts):
         subject = opened(phase, method, seed, measurement.guided)
+        if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
+            named = read(Named, method=method).method.regions
+            subject = subject._replace(regions=named.experts if named else ())
         reason = measurement.applies(subject)
         if reason is None:
             run.result(measurement.measure(subject, getattr(params, what), parts.part))

@@ -22,5 +22,5 @@ MEASUREMENTS = {
     "lipschitz": Measurement.of(lipschitz, lipschitz.Lipschitz),
     "cost": Measurement.of(cost, cost.Cost),
     "explorer": Measurement.of(explorer, explorer.Explorer),
-    "cohort_checks": Measurement.of(cohort_checks, cohort_checks.CohortChecks),
+    "cohort_checks": Measurement.of(cohort_checks, cohort_checks.CohortChecks, regions=True),
 }

@@ -38,6 +38,7 @@ class Subject(NamedTuple):
     data: Prepared
     guide: Guide | None = None  # the teacher that the model learned its routing from
     device: str = "cpu"
+    regions: tuple[str, ...] = ()  # the tissues after which its first experts are named
 
 
 class Parts(Protocol):
@@ -56,11 +57,14 @@ class Measurement(NamedTuple):
     applies: Callable[[Subject], str | None]  # why not, in words; None where it applies
     measure: Callable[[Subject, Any, Parts], Config]
     guided: bool = False  # whether it looks at ``Subject.guide``
+    regions: bool = False  # whether it looks at ``Subject.regions``
 
     @classmethod
-    def of(cls, module: Any, settings: type[Config], guided: bool = False) -> "Measurement":
+    def of(
+        cls, module: Any, settings: type[Config], guided: bool = False, regions: bool = False
+    ) -> "Measurement":
         """The measurement whose file ``module`` is."""
-        return cls(settings, module.Result, module.applies, module.measure, guided)
+        return cls(settings, module.Result, module.applies, module.measure, guided, regions)
 
 
 def why_not_flat(subject: Subject, needed: str) -> str | None:

@@ -1,4 +1,5 @@
-"""What a model of age looks at: one tissue alone, a subject aged, a subject scanned again.
+"""What a model of age looks at: one tissue alone, a subject aged, a subject scanned again; and
+whether region experts know their tissue where nobody taught them.
 
 Ageing needs subjects of whom all but age stays as it is, which only a simulation (kind: phantom)
 has.
@@ -14,9 +15,23 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.sources.phantom import Phantom
 from moecore.measure.base import Parts, Subject, kept
-from moecore.measure.probes.ageing import Ageing, aged
-from moecore.measure.probes.people import PEOPLE, People
-from moecore.measure.probes.rescans import Rescan, repeated, scanned_again, sessions_again
+from moecore.measure.probes.generalisation import (
+    Generalisation,
+    Generalised,
+    Sizes,
+    generalised,
+    on_grid,
+)
+from moecore.measure.probes.people import (
+    PEOPLE,
+    Ageing,
+    People,
+    Rescan,
+    aged,
+    repeated,
+    scanned_again,
+    sessions_again,
+)
 from moecore.measure.probes.tissues import (
     Order,
     TissueErrors,
@@ -30,6 +45,9 @@ from moecore.tasks.errors import median_mae
 SIMULATED_ONLY = (
     "only a simulated cohort (kind: phantom) can age a subject and leave all else as it is"
 )
+NO_REGIONS = "the model has no region experts (methods: regions)"
+NO_MAPS = "the cohort has no tissue maps"
+OTHER_GRID = "the other generator makes volumes of 64³ voxels of 3 mm, and the data have others"
 Age = Annotated[float, Field(gt=0, le=120)]
 
 
@@ -64,6 +82,10 @@ class CohortChecks(Config):
         ge=2,
         description="Training volumes, at most, on which the linear probe of a tissue is fitted.",
     )
+    generalisation: Generalisation = Field(
+        Generalisation(),
+        description="On what region experts are tried that training did not show them.",
+    )
     batch: int = Field(16, ge=1, description="Volumes a forward pass; no result depends on it.")
     seed: int = Field(
         0, ge=0, le=400, description="Draws the simulated subjects, the same for every model."
@@ -88,6 +110,7 @@ class Result(Config):
     order: tuple[Order, ...] | None
     ageing: Ageing | None
     rescan: Rescan | None
+    generalisation: Generalised | None
     reasons: dict[str, str]
 
 
@@ -100,7 +123,7 @@ def applies(subject: Subject) -> str | None:
 
 
 def measure(subject: Subject, settings: CohortChecks, parts: Parts) -> Result:
-    """The errors on each tissue alone, subjects aged, and subjects scanned again."""
+    """The errors on each tissue alone, subjects aged and scanned again, and region experts."""
     data = subject.data
     errors = errors_by_tissue(subject, settings, parts)
     whose = data.test.people
@@ -118,7 +141,8 @@ def measure(subject: Subject, settings: CohortChecks, parts: Parts) -> Result:
         order=order_of(errors, settings.resamples, whose),
         ageing=grown_older(subject, people, settings, parts),
         rescan=rescan,
-        reasons=reasons(people, rescan, bool(tissues), settings.years),
+        generalisation=region_experts(subject, settings, parts),
+        reasons=reasons(people, rescan, bool(tissues), settings.years) | untried(subject),
     )
 
 
@@ -174,6 +198,33 @@ def grown_older(
     return kept(parts, "ageing", Ageing, lambda: aged(subject.model, people, *sizes))
 
 
+def region_experts(subject: Subject, settings: CohortChecks, parts: Parts) -> Generalised | None:
+    """Region experts where training did not show them the answer; None for a model without."""
+    tissues = subject.regions
+    if not tissues or not subject.data.card["regions"]:
+        return None
+    ages = (settings.ages[0], settings.ages[-1])
+    sizes = Sizes(settings.batch, settings.resamples)
+    given = (settings.generalisation, ages, settings.seed, sizes)
+    return kept(
+        parts,
+        f"generalisation of {', '.join(tissues)}",
+        Generalised,
+        lambda: generalised(subject.model, subject.data, tissues, *given),
+    )
+
+
+def untried(subject: Subject) -> dict[str, str]:
+    """Why region experts were not tried, or not on the other generator's volumes."""
+    if not subject.regions:
+        return {"generalisation": NO_REGIONS}
+    if not subject.data.card["regions"]:
+        return {"generalisation": NO_MAPS}
+    if not on_grid(subject.data):
+        return {"other generator": OTHER_GRID}
+    return {}
+
+
 def reasons(
     people: People | None, rescan: Rescan | None, tissues: bool, years: float
 ) -> dict[str, str]:
@@ -184,5 +235,5 @@ def reasons(
     if rescan is None:
         found["rescan"] = f"no test participant has two sessions within {years:g} years"
     if not tissues:
-        found["isolated"] = "the cohort has no tissue maps"
+        found["isolated"] = NO_MAPS
     return found

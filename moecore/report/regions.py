@@ -1,14 +1,22 @@
-"""Which expert answers for which tissue, as the trainings of region experts saw it (figure S1)."""
+"""Which expert answers for which tissue: as the trainings of region experts saw it (figure S1), and
+where training did not show the answer.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from moecore.measure.cohort_checks import Result as CohortChecks
+from moecore.measure.probes.generalisation import Generalised
+from moecore.report.cells import cell
 from moecore.report.charts import Labels, heat_table, texts_of
-from moecore.report.column import Column, mean
+from moecore.report.column import Column, Metric, mean
 from moecore.report.measured import Phase
+from moecore.report.rows import alike
 from moecore.report.view import NONE, Block, Grid, Item, Line, Picture
+from moecore.report.words import shown
 from moecore.training.outcome import Outcome, Probed, RegionRow
 
 # What region experts are named after.
@@ -19,6 +27,62 @@ WORDS = (
     "For each tissue the two experts with the highest mean score over its tokens, at three epochs. "
     "Control: as many tokens drawn at random from the brain. An expert knows its tissue where its "
     "share of the tokens is well above the control's."
+)
+
+FIRST = "tokens whose first region expert is that of the tissue most of the cube is"
+NOTE = f"{FIRST}; on isolated volumes experts follow the labels they were taught: no finding"
+LESS = (
+    "the same, less what is expected with the person's cubes (of all mixtures) in another order; "
+    "at 0 the experts do not tell them apart"
+)
+GENERALISED = (
+    f"Share of {FIRST}. On isolated volumes of the own generator this was taught, and is no "
+    "finding; nothing else in the table was. Chance: the same decisions against the person's cubes "
+    "in another order, the best answer that is the same everywhere, and the decisions against "
+    "other people's cubes of the same places, which experts that go by the place reach too."
+)
+TRIED = {  # words → where it lies in the result
+    "Isolated, as taught": ("test", "isolated"),
+    "Two tissues mixed": ("mixed",),
+    "Whole volumes": ("test", "whole"),
+    "Other generator, isolated": ("other", "isolated"),
+    "Other generator, whole": ("other", "whole"),
+}
+NUMBERS = {
+    "share": "Agreement",
+    "permuted": "Cubes permuted",
+    "over_chance": "Agreement − permuted",
+    "fixed": "Best fixed answer",
+    "same_place": "Same place, other person",
+}
+
+
+def at(*path: str) -> Callable[[CohortChecks], Any]:
+    """What lies at this path below ``generalisation``; None where a step is."""
+
+    def read(result: CohortChecks) -> Any:
+        found: Any = result.generalisation
+        for name in path:
+            found = None if found is None else getattr(found, name)
+        return found
+
+    return read
+
+
+def pair(name: str, label: str, *path: str) -> tuple[Column, Column]:
+    """The agreement, and by how much it is above chance."""
+    over = at(*path, "over_chance")
+    label = f"Own tissue, {label}"
+    return (
+        Column(f"{name}_agreement", label, at(*path, "share"), "higher", "share", NOTE, "ages"),
+        Column(f"{name}_over_chance", f"{label} − chance", over, "higher", "number", LESS, "ages"),
+    )
+
+
+GENERALISATION = (
+    *pair("mixed", "two tissues mixed", "mixed"),
+    *pair("whole", "whole volumes", "test", "whole"),
+    *pair("other_generator", "another generator's whole volumes", "other", "whole"),
 )
 
 
@@ -104,6 +168,49 @@ def part(phase: Phase) -> Iterator[Block]:
         folded=True,
         about="own_expert_gain",
     )
+
+
+def generalised(phase: Phase) -> Grid | None:
+    """A group of rows a method with region experts, a row a sort of volumes."""
+    lines = []
+    for method, seeds in phase.models.items():
+        found = phase.of(CohortChecks)[method]
+        if not any(result.generalisation for result in found):
+            continue
+        lines.append(Line(Item(method), look="group"))
+        for words, path in TRIED.items():
+            items = []
+            for name, label in NUMBERS.items():
+                form = "number" if name == "over_chance" else "share"
+                metric = Metric(Column(name, label, at(*path, name), form=form), CohortChecks)
+                items += alike(metric.column, [cell(metric, list(seeds.values()))])
+            lines.append(Line(Item(words), items))
+    if not lines:
+        return None
+    return Grid(["First region expert", *NUMBERS.values()], lines, below=GENERALISED)
+
+
+def mixtures(found: Generalised, method: str) -> Grid:
+    """One model: a row a pair of tissues, a column a share that is left of the second."""
+    lefts = sorted({row.left for row in found.mixtures})
+    rows = {(row.whole, row.thinned, row.left): row.found for row in found.mixtures}
+    lines = []
+    for whole, thinned in dict.fromkeys(key[:2] for key in rows):
+        of_pair = [rows[whole, thinned, left] for left in lefts]
+        items = [
+            Item(shown(one.share.value, "share", 0), f"chance {shown(one.permuted, 'share', 0)}")
+            for one in of_pair
+        ]
+        lines.append(Line(Item(f"{whole.upper()} with {thinned.upper()}"), items))
+    heads = [f"{shown(left, 'share', 0)} left of the second" for left in lefts]
+    below = "Rank correlation of a tissue's share of a cube and its expert's score"
+    for name, volumes in {"whole volumes": found.test, "other generator": found.other}.items():
+        ranks = {} if volumes is None else volumes.correlation
+        values = [
+            f"{tissue.upper()} {shown(rank.value, 'number', 2)}" for tissue, rank in ranks.items()
+        ]
+        below += f"; {name}: {', '.join(values) or 'none'}"
+    return Grid(["Mixture", *heads], lines, title=method, below=f"{below}.")
 
 
 def table_of(probes: Sequence[Probed], method: str) -> Grid:

@@ -1,4 +1,6 @@
-"""Small untrained models on the digits, as measurements get them."""
+"""Small untrained models on the digits, as measurements get them; a model of age and a simulation
+whose answers are known.
+"""
 
 from pathlib import Path
 from typing import Any

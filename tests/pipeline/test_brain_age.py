@@ -37,7 +37,13 @@ SMALL = {
     "data": {"pretrain": {"kind": "phantom", "subjects": 16, "age_groups": 2}},
     "model": {"kind": "vit3d", "patch": 16, "width": 16, "depth": 4, "heads": 2, "mlp_ratio": 1},
     "teacher_router": {"steps": 1, "batch": 4, "learning_rate": 0.01},
-    "cohort_checks": {"subjects": 2, "ages": [25, 50, 80], "rescans": 2, "resamples": 100},
+    "cohort_checks": {
+        "subjects": 2,
+        "ages": [25, 50, 80],
+        "rescans": 2,
+        "resamples": 100,
+        "generalisation": {"volumes": 2, "shares": [0.5], "subjects": 2},
+    },
     "claims": [],
     "questions": [],
 }
@@ -158,6 +164,16 @@ def test_simulated_subjects_are_aged_and_scanned_again(study):
     assert list(found.isolated) == ["wm", "gm", "csf"]
     assert len(found.ageing.predictions) == 2 and len(found.ageing.predictions[0]) == 3
     assert found.rescan.pairs == 2 and found.rescan.of == "simulated scans"
+
+
+def test_region_experts_are_tried_where_they_were_not_taught(study):
+    found = measured(study, "cohort_checks", "ermoe").generalisation
+    assert found.tissues == ("wm", "gm", "csf")
+    assert len(found.mixtures) == 6
+    assert found.test.whole.people == found.other.whole.people == 2
+    dense = measured(study, "cohort_checks", "dense")
+    assert dense.generalisation is None
+    assert "no region experts" in dense.reasons["generalisation"]
 
 
 def test_region_experts_are_probed(study):

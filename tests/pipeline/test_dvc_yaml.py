@@ -65,7 +65,9 @@ def keys_of(stage: dict) -> dict[str, str]:
     """Field of the script's Params → key of params.yaml, as dvc.yaml writes it."""
     script, words = script_and_words(stage)
     if script == "measure":
-        return {words[0]: words[0]}
+        # any measurement may look at region experts, which the method names; routing does not
+        names = {"method": "methods.${item.method}"} if words[0] == "${item.what}" else {}
+        return {words[0]: words[0]} | names
     if (params := params_of(stage)) is None:
         return {}
     filled = dict(zip(argument_names(script), words, strict=True))

@@ -390,9 +390,10 @@ def test_tgr_models_have_as_many_parameters_as_table_s9_says(folder, names, coun
 
 
 @pytest.mark.parametrize(
-    ("method", "count", "tolerance"), [("vmoe", 284.9, 0.06), ("ermoe", 243.0, 0.7)]
+    ("method", "count", "tolerance"), [("vmoe", 284.9, 0.06), ("ermoe", 243.0, 0.05)]
 )
 def test_ermoe_models_are_near_table_s2(folder, method, count, tolerance):
     # ViT-B/16 86.57 M + 6 layers · (7 more MLPs of 4,722,432 + an 8 × 768 router) = 284.94 M.
-    # The paper gives no rank: 384 is the nearest round one.
+    # The paper gives no rank. An expert with W1 = U diag(s) Bᵀ has r (768 + 1 + 3072) + 3072 of it
+    # and 3072 · 768 + 768 of W2: 48 such and 58.23 M besides are 243.01 M with r = 387.
     assert millions("ermoe", (), method, folder) == pytest.approx(count, abs=tolerance)

@@ -15,9 +15,11 @@ from moecore.report.measures.cohort_checks import tissues
 from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.measures.robustness import rows_of
 from moecore.report.page import page
+from moecore.report.regions import generalised, mixtures
 from moecore.report.results import read_results
 from moecore.report.summary import rows
 from moecore.report.tables import data_facts, flat, table, used_tests
+from moecore.report.words import shown
 from moecore.study.selection import Claim, Selection
 from tests.report.ages import STAGES, write_ages
 from tests.report.generated import changed
@@ -119,6 +121,12 @@ def test_numbers_of_compare_json(three):
         "monotone": 0.75,
         "ageing_rank": 0.95,
         "rescan": 0.5,
+        "mixed_agreement": 0.71,
+        "mixed_over_chance": 0.335,
+        "whole_agreement": 0.6,
+        "whole_over_chance": 0.225,
+        "other_generator_agreement": 0.5,
+        "other_generator_over_chance": 0.125,
         "attacked_mae_pgd-10": 8.0,
         "attacked_mae_worst_case": 8.5,
         "routing_change_fgsm": 0.2,
@@ -128,6 +136,7 @@ def test_numbers_of_compare_json(three):
     assert {name: found[name]["mean"] for name in expected} == pytest.approx(expected)
     assert (
         "own_expert" not in flat(three)["dense"]["pretrain"]
+        and "mixed_agreement" not in flat(three)["dense"]["pretrain"]
         and "test_accuracy" not in found
         and "ece_after" not in found
     )
@@ -213,6 +222,28 @@ def test_tissues_alone(tmp_path):
     assert not [name for name in bare.columns if "GM" in name or "White" in name]
 
 
+def test_region_experts_where_they_were_not_taught(three, text):
+    grid = generalised(three.phases["pretrain"])
+    heads = [line.head.text for line in grid.lines]
+    assert [head for head in heads if head in METHODS] == ["vmoe", "ermoe_ba"], "dense has none"
+    rows = {line.head.text: [item.text for item in line.items] for line in grid.lines[1:6]}
+    assert rows["Isolated, as taught"][0].startswith("90")
+    assert rows["Two tissues mixed"][:2] == [shown(0.71, "share", 1), shown(0.375, "share", 1)]
+    assert rows["Other generator, whole"][2].startswith("0.1")
+    assert "no finding" in grid.below
+    assert "Region experts where they were not taught" in text
+    assert "Not checked, generalisation" not in text
+    (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
+    mixed = mixtures(first.generalisation, "vmoe")
+    assert [line.head.text for line in mixed.lines] == ["WM with GM"]
+    assert [item.text for item in mixed.lines[0].items] == [shown(0.7, "share", 0)]
+    assert mixed.below.endswith("other generator: WM 0.50, GM 0.50, CSF 0.50.")
+    alone = three.phases["pretrain"]._replace(
+        models={"dense": three.phases["pretrain"].models["dense"]}
+    )
+    assert generalised(alone) is None
+
+
 def test_claims_over_errors(three):
     claims = [
         Claim(
@@ -281,10 +312,12 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
         "probe_csf": (4.25, 3.75, 4.5),
         "gm_over_csf": (1.75, 1.5, 2.25),
         "wm_over_gm": (0.5, -0.25, 1.0),
+        "mixed_agreement": (0.7, 0.6375, 0.7625),
+        "whole_over_chance": (0.225, 0.1, 0.35),
     }
-    assert {
-        name: tuple(cells[name][key] for key in ("mean", "low", "high")) for name in limits
-    } == limits
+    for name, expected in limits.items():
+        found_limits = tuple(cells[name][key] for key in ("mean", "low", "high"))
+        assert found_limits == pytest.approx(expected), name
     result = found.phases["pretrain"].models["dense"][0].of(Robustness)
     last = attack_points([rows_of(result, "pgd-10")], result.task.score)[-1]
     assert last == pytest.approx((2.0, 6.0, 5.0, 7.0))

@@ -27,6 +27,7 @@ SECTIONS = {
     },
     "stability": {"images": 4, "steps": 2, "sigmas": [0.1, 0.2]},
     "cohort_checks": {},
+    "methods": {"dense": {}},
 }
 NAMES = ("dense", "teacher_routed")
 

@@ -70,11 +70,14 @@ class Anatomy(NamedTuple):
             preset,
         )
 
-    def at(self, age: float, sex: str, delta: float | None = None) -> Brain:
+    def at(
+        self, age: float, sex: str, delta: float | None = None, base: Template | None = None
+    ) -> Brain:
         """The brain of this person at an age (years), as a woman (F) or a man (M); ``delta`` in
-        place of the person's own gap of brain age.
+        place of the person's own gap of brain age, ``base`` in place of the MNI152 anatomy.
         """
-        base = template()
+        if base is None:
+            base = template()
         brain_age = float(np.clip(age + (self.gap if delta is None else delta), YOUNGEST, OLDEST))
         head_ml = HEAD_ML[sex] * float(np.exp(HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)

@@ -62,9 +62,22 @@ def template() -> Template:
         distance = stored["distance"].astype(np.float32)
         origin = stored["origin_mm"]
     full = np.maximum(grey + white + fluid, 1)  # rounded to bytes they may add up to 1.006
-    grey = grey / full
-    white = white / full
-    fluid = fluid / full
+    return completed(brightness, grey / full, white / full, fluid / full, distance, origin)
+
+
+def completed(
+    brightness: np.ndarray,
+    grey: np.ndarray,
+    white: np.ndarray,
+    fluid: np.ndarray,
+    distance: np.ndarray,
+    origin: np.ndarray,
+) -> Template:
+    """An anatomy with what follows from its maps.
+
+    Maps and distance float32 (64, 64, 64), as in Template; origin: where voxel (0, 0, 0) lies, (3,)
+    in mm.
+    """
     head = grey + white + fluid
     slope = np.stack(np.gradient(distance, VOXEL_MM))
     # the skull does not move

@@ -1,4 +1,6 @@
-"""Errors with one tissue left, whether predictions follow age, and whether they ignore the scan."""
+"""Errors with one tissue left, whether predictions follow age and ignore the scan, and what region
+experts know.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -11,7 +13,7 @@ from moecore.report.cells import cell
 from moecore.report.column import Column, Metric, opened
 from moecore.report.drawing import GUIDE, legend_of, line_look, new_figure, styled
 from moecore.report.measured import Phase
-from moecore.report.regions import TISSUES
+from moecore.report.regions import GENERALISATION, TISSUES, generalised, mixtures
 from moecore.report.rows import alike
 from moecore.report.shown import Figures, each_method
 from moecore.report.view import Block, Grid, Item, Line
@@ -160,6 +162,7 @@ COLUMNS = (
         note="mean |difference| of two scans of one subject",
         paper="ages",
     ),
+    *GENERALISATION,
 )
 
 
@@ -170,12 +173,22 @@ def figures(result: Result) -> Figures:
 
 
 def part(phase: Phase) -> Iterator[Block]:
-    """Tissues alone, ageing, rescans, and what could not be checked."""
+    """Tissues alone, ageing, rescans, region experts, and what could not be checked."""
     reasons: dict[str, str] = {}
     for result in phase.first(Result).values():
         reasons |= result.reasons
     grid = tissues(phase)
     probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
+    tried = generalised(phase)
+    if tried is not None:
+        reasons.pop("generalisation", None)  # that of the methods without region experts
+        yield Block(
+            "Region experts where they were not taught",
+            words=[f"Mixtures: of one model each.{phase.first_seed}"],
+            grids=[tried, *each_mixture(phase)],
+            folded=True,
+            about="whole_over_chance",
+        )
     yield Block(
         "Tissues alone, ageing, rescans",
         words=[f"Probe: {PROBE}."] if probed else [],
@@ -185,6 +198,13 @@ def part(phase: Phase) -> Iterator[Block]:
         folded=True,
         about="isolated_gm",
     )
+
+
+def each_mixture(phase: Phase) -> Iterator[Grid]:
+    """The mixtures of the first model of each method that has region experts."""
+    for method, result in phase.first(Result).items():
+        if result.generalisation is not None:
+            yield mixtures(result.generalisation, method)
 
 
 def tissues(phase: Phase) -> Grid | None:

@@ -21,6 +21,7 @@ from moecore.data.phantom.numbers import (
     ventricle_share,
     white_share,
 )
+from moecore.data.phantom.shells import CONTRAST, HEAD, drawn, outside, shells
 from moecore.data.phantom.template import level_set, template
 from moecore.data.phantom.tissue import taken
 from moecore.data.prepared import SPLITS, Prepared
@@ -305,3 +306,54 @@ def test_the_template_is_the_one_of_this_code(tmp_path, monkeypatch):
     monkeypatch.setattr(phantom_template, "FILE", other)
     with pytest.raises(UserError, match=r"other\.npz: missing, or not the template"):
         template.__wrapped__()
+
+
+def test_the_other_anatomy_is_whole_and_another_one():
+    other = shells()
+    maps = np.stack([other.grey, other.white, other.fluid])
+    assert maps.min() >= 0
+    assert maps.sum(axis=0).max() <= 1 + 1e-5
+    # the ellipsoid's volume, 4/3 π abc
+    assert other.head_ml == pytest.approx(4 / 3 * np.pi * np.prod(HEAD) / 1000, rel=0.01)
+    # Dice of white matter with the first anatomy, both in the middle of the grid
+    both = np.minimum(other.white, template().white).sum()
+    assert 2 * both / (other.white.sum() + template().white.sum()) < 0.7
+    grey, white, ventricles = other.shares
+    assert 0.3 < grey < 0.55 and 0.3 < white < 0.55 and 0.005 < ventricles < 0.012
+    assert (other.distance.ravel()[other.region] < 0).any(), "there are ventricles"
+
+
+def test_distance_to_an_ellipsoid():
+    points = np.array([[0.0, 30, 0, 10, 0], [0, 0, 0, 0, 22], [0, 0, 8, 0, 0]])
+    found = outside(points, (10.0, 20.0, 10.0))
+    assert found == pytest.approx([-10, 20, -2, 0, 2])  # along an axis it is exact
+
+
+@pytest.mark.parametrize(("age", "sex"), [(25, "F"), (85, "M")])
+def test_people_of_the_other_generator_have_their_volumes(age, sex):
+    truth = Anatomy.draw(9, "realistic").at(age, sex, base=shells()).truth
+    for name in ("gm", "wm", "ventricles"):
+        assert truth[f"{name}_ml"] == pytest.approx(truth[f"target_{name}_ml"], rel=0.02)
+
+
+def test_the_other_generator_has_another_contrast():
+    def contrast(image: np.ndarray, regions: np.ndarray) -> float:
+        """How far grey matter lies on the way from fluid to white matter."""
+        wm, gm, csf = (float(image[0][share > 230].astype(np.float64).mean()) for share in regions)
+        return (gm - csf) / (wm - csf)
+
+    first = [contrast(*Phantom().draw(50, "F", seed, site=seed)) for seed in range(3)]
+    other = [contrast(*drawn(50, "F", seed)) for seed in range(3)]
+    assert max(other) < min(first) - 0.05, f"raised to {CONTRAST}"
+
+
+def test_the_other_generator_is_a_function_of_its_arguments():
+    one = drawn(40, "F", 3)
+    assert one.image.shape == (1, SIDE, SIDE, SIDE) and one.image.dtype == np.float16
+    assert 0 < one.image[one.image > 0].min() and one.image.max() <= 1
+    again = drawn(40, "F", 3)
+    np.testing.assert_array_equal(one.image, again.image)
+    np.testing.assert_array_equal(one.regions, again.regions)
+    older = drawn(80, "F", 3)
+    assert older.regions[2].sum(dtype=int) > one.regions[2].sum(dtype=int), "fluid grows"
+    assert not np.array_equal(one.image, drawn(40, "F", 4).image)

@@ -11,10 +11,18 @@ from torch import nn
 from moecore.core.files import UserError
 from moecore.core.records import ModelOutput
 from moecore.data.prepared import SPLITS, Prepared
-from moecore.measure.probes.ageing import aged, ageing, monotone_share, rank_correlations
 from moecore.measure.probes.linear_probe import PENALTIES, linear_probe, read_by_head
-from moecore.measure.probes.people import People, predicted_ages
-from moecore.measure.probes.rescans import repeated, scanned_again, sessions_again
+from moecore.measure.probes.people import (
+    People,
+    aged,
+    ageing,
+    monotone_share,
+    predicted_ages,
+    rank_correlations,
+    repeated,
+    scanned_again,
+    sessions_again,
+)
 from moecore.measure.probes.tissues import VolumeErrors, errors_of, order_of, seen, summed
 from tests.measure.subjects import Brightness, Source
 from tests.volumes import write_cohort

@@ -1,0 +1,231 @@
+"""Do region experts know their tissue where nobody taught them? Tissues mixed at shares that
+training never showed, whole volumes, and volumes of another generator.
+
+They learn from isolated volumes whose tissue is their label, so that they follow it on other
+isolated volumes is what they were taught, and is here for comparison only.
+
+N people with one volume each, R tissues that have an expert; shares of a tissue are uint8, 255 for
+1. What agrees with what: cubes.py; formulas: docs/methods.md.
+"""
+
+from collections.abc import Callable
+from itertools import permutations
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.data.phantom.fields import SIDE, VOXEL_MM
+from moecore.data.phantom.shells import drawn
+from moecore.data.prepared import Prepared, evenly_spread
+from moecore.data.volumes.isolate import isolate
+from moecore.data.volumes.volumes import REGIONS
+from moecore.data.workers import each
+from moecore.measure.probes.cubes import Agreement, Cubes, agreement, amounts, correlation
+from moecore.measure.probes.people import PEOPLE, sex_of
+from moecore.nn.backbones.model import Model
+from moecore.nn.predict import predictions
+from moecore.statistics.estimate import Estimate
+from moecore.training.isolation import region_channels
+
+OTHERS = 10**12  # seeds of the other generator's people begin here, above those of every cohort
+Share = Annotated[float, Field(gt=0, lt=1)]
+Kept = Callable[[np.ndarray], np.ndarray]  # shares of one person (R, D, H, W) → those that are left
+
+
+class Generalisation(Config):
+    """On what region experts are tried that training did not show them."""
+
+    volumes: int = Field(48, ge=2, description="Test participants, at most; a volume of each.")
+    shares: tuple[Share, ...] = Field(
+        (0.25, 0.5, 0.75),
+        min_length=1,
+        description="Of the second tissue's voxels in a mixture of two: those that are left.",
+    )
+    subjects: int = Field(
+        24, ge=2, le=PEOPLE, description="Simulated subjects of another generator of volumes."
+    )
+
+
+class Mixture(Config):
+    """Volumes with all of one tissue and a share of the voxels of another."""
+
+    whole: str
+    thinned: str
+    left: float
+    found: Agreement
+
+
+class Volumes(Config):
+    """Region experts on the volumes of one generator."""
+
+    whole: Agreement  # nothing isolated
+    isolated: Agreement  # one tissue left, over all tissues: what was taught
+    correlation: dict[str, Estimate]  # whole volumes: of a tissue's share of a cube and the score
+
+
+class Generalised(Config):
+    """Region experts where they were taught, and where not."""
+
+    tissues: tuple[str, ...]  # that have an expert
+    test: Volumes
+    mixed: Agreement | None  # over all mixtures; None where one tissue has an expert
+    mixtures: tuple[Mixture, ...]
+    other: Volumes | None  # the other generator; None where the data lie on another grid
+
+
+class Scans(NamedTuple):
+    """Volumes float16 (N, 1, D, H, W) in [0, 1], and shares (N, R, D, H, W) of the tissues."""
+
+    images: np.ndarray
+    shares: np.ndarray
+
+
+class Sizes(NamedTuple):
+    """Volumes a forward pass, and bootstrap resamples."""
+
+    batch: int
+    resamples: int
+
+
+def generalised(
+    model: Model,
+    data: Prepared,
+    tissues: tuple[str, ...],
+    settings: Generalisation,
+    ages: tuple[float, float],
+    seed: int,
+    sizes: Sizes,
+) -> Generalised:
+    """All of it, on the test split and on volumes made here.
+
+    tissues: those after which the first experts are named, in that order; ages: the youngest and
+    the oldest of the other generator's people, in years; seed: draws them and the mixtures.
+    """
+    test = own_scans(data, tissues, settings.volumes)
+    mixed = {}
+    for whole, thinned in permutations(range(len(tissues)), 2):
+        for left in settings.shares:
+            kept = mixture(whole, thinned, left, seed)
+            mixed[whole, thinned, left] = routed(model, test, kept, sizes.batch)
+    other = None
+    if on_grid(data):
+        made = other_scans(tissues, settings.subjects, ages, seed)
+        other = volumes(model, made, tissues, sizes)
+    return Generalised(
+        tissues=tissues,
+        test=volumes(model, test, tissues, sizes),
+        mixed=agreement(list(mixed.values()), sizes.resamples) if mixed else None,
+        mixtures=[
+            Mixture(
+                whole=tissues[whole],
+                thinned=tissues[thinned],
+                left=left,
+                found=agreement([cubes], sizes.resamples),
+            )
+            for (whole, thinned, left), cubes in mixed.items()
+        ],
+        other=other,
+    )
+
+
+def on_grid(data: Prepared) -> bool:
+    """Whether the other generator makes volumes as the data has them."""
+    return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
+
+
+def own_scans(data: Prepared, tissues: tuple[str, ...], count: int) -> Scans:
+    """The first volume of each of ``count`` test participants, evenly spread over the split."""
+    channels = list(region_channels(tissues, data.card))
+    first: dict[str, int] = {}
+    for place, row in enumerate(data.subjects("test")):
+        first.setdefault(row["participant_id"], place)
+    places = np.array(list(first.values()))[evenly_spread(len(first), count)]
+    return Scans(data.test.images[places], data.regions("test")[places][:, channels])
+
+
+def other_scans(
+    tissues: tuple[str, ...], count: int, ages: tuple[float, float], seed: int
+) -> Scans:
+    """People of the other generator, of ages evenly spread, women and men in turn."""
+    channels = [REGIONS.index(tissue) for tissue in tissues]
+    who = [
+        (float(age), sex_of(number), OTHERS + seed * PEOPLE + number)
+        for number, age in enumerate(np.linspace(*ages, count))
+    ]
+    made = list(each(lambda person: drawn(*person), who))
+    images, regions = (np.stack(part) for part in zip(*made, strict=True))
+    return Scans(images, regions[:, channels])
+
+
+def volumes(model: Model, scans: Scans, tissues: tuple[str, ...], sizes: Sizes) -> Volumes:
+    """Whole volumes, and each tissue alone."""
+    whole = routed(model, scans, None, sizes.batch)
+    alone = [routed(model, scans, isolated(tissue), sizes.batch) for tissue in range(len(tissues))]
+    return Volumes(
+        whole=agreement([whole], sizes.resamples),
+        isolated=agreement(alone, sizes.resamples),
+        correlation={
+            name: correlation(whole, tissue, sizes.resamples) for tissue, name in enumerate(tissues)
+        },
+    )
+
+
+def isolated(tissue: int) -> Callable[[int], Kept]:
+    """Only one tissue is left, as in training."""
+
+    def kept(shares: np.ndarray) -> np.ndarray:
+        found = np.zeros_like(shares)
+        found[tissue] = shares[tissue]
+        return found
+
+    return lambda person: kept
+
+
+def mixture(whole: int, thinned: int, left: float, seed: int) -> Callable[[int], Kept]:
+    """Two tissues are left, ``thinned`` in the share ``left`` of its voxels, drawn one by one.
+
+    Every mixture draws the same number for a voxel of a person: what is left at one share is left
+    at all greater ones.
+    """
+
+    def of_person(person: int) -> Kept:
+        def kept(shares: np.ndarray) -> np.ndarray:
+            number = np.random.default_rng([seed, person]).random(shares.shape[1:])
+            found = np.zeros_like(shares)
+            found[whole] = shares[whole]
+            found[thinned] = shares[thinned] * (number < left)
+            return found
+
+        return kept
+
+    return of_person
+
+
+def routed(model: Model, scans: Scans, kept: Callable[[int], Kept] | None, batch: int) -> Cubes:
+    """The cubes of volumes of which ``kept`` leaves some tissue; None leaves them whole.
+
+    kept: takes the person's number.
+    """
+    parts = []
+    for start in range(0, len(scans.images), batch):
+        images = scans.images[start : start + batch]
+        shares = scans.shares[start : start + batch]
+        if kept is not None:
+            rows = enumerate(shares, start)
+            shares = np.stack([kept(number)(row) for number, row in rows])
+            total = shares.sum(axis=1, dtype=np.int64).clip(max=255).astype(np.uint8)
+            images = isolate(torch.from_numpy(images), torch.from_numpy(total)).numpy()
+        parts.append(cubes(model, Scans(images, shares), batch))
+    return Cubes(*(np.concatenate(field) for field in zip(*parts, strict=True)))
+
+
+def cubes(model: Model, scans: Scans, batch: int) -> Cubes:
+    """Amounts and scores of volumes as they are."""
+    _, records = predictions(model, scans.images, batch)
+    layout = model.layout
+    scores = records[-1].logits[:, layout.special :, : scans.shares.shape[1]]
+    inside = scans.shares * (scans.images > 0)
+    return Cubes(amounts(inside, layout.grid), scores.double().numpy())

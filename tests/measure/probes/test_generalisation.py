@@ -1,0 +1,279 @@
+"""Region experts on mixtures, whole volumes and another generator, against slow references."""
+
+from itertools import permutations, product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+from torch import nn
+
+from moecore.core.records import Layout, ModelOutput, RoutingRecord
+from moecore.data.prepared import Prepared
+from moecore.measure.base import Subject, at_once
+from moecore.measure.cohort_checks import CohortChecks, region_experts, untried
+from moecore.measure.probes.cubes import Cubes, agreement, amounts, correlation, estimate
+from moecore.measure.probes.generalisation import (
+    OTHERS,
+    Generalisation,
+    Scans,
+    Sizes,
+    generalised,
+    isolated,
+    mixture,
+    other_scans,
+    own_scans,
+    routed,
+    volumes,
+)
+from tests.volumes import GREY, balls, write_cohort
+
+TISSUES = ("wm", "gm", "csf")
+SIZES = Sizes(batch=3, resamples=100)
+
+
+class ByBrightness(nn.Module):
+    """The expert of a tissue likes cubes as bright as that tissue; the free one likes them all, and
+    so do all experts the special token. Two experts a token.
+    """
+
+    layout = Layout(1, (4, 4, 4), (16, 16, 16))
+
+    def __init__(self, greys: tuple[float, ...] = tuple(GREY.values())) -> None:
+        super().__init__()
+        self.greys = greys
+
+    def forward(self, images: torch.Tensor) -> ModelOutput:
+        pool = nn.functional.adaptive_avg_pool3d
+        some = pool((images > 0).float(), self.layout.grid).flatten(1)
+        mean = pool(images, self.layout.grid).flatten(1) / some.clamp_min(1e-6)
+        scores = [1 - (mean - grey).abs() for grey in self.greys]
+        scores = torch.stack([*scores, torch.full_like(mean, 9.0)], dim=-1)
+        special = torch.full_like(scores[:, :1], 5.0)
+        logits = torch.cat([special, scores], dim=1)
+        first = RoutingRecord(*[-logits] * 5)
+        return ModelOutput(mean.mean(1, keepdim=True), (first, RoutingRecord(*[logits] * 5)))
+
+
+def drawn(seed: int, people: int = 5, places: int = 7, tissues: int = 3) -> Cubes:
+    """Cubes of which some hold nothing, with scores that lean towards what is held."""
+    random = np.random.default_rng(seed)
+    held = random.integers(0, 50, (people, places, tissues))
+    held[random.random((people, places)) < 0.3] = 0
+    return Cubes(held, held / 50 + random.normal(0, 0.5, held.shape))
+
+
+def slow(found: Cubes) -> tuple[list[float], list[float], list[list[float]], list[float]]:
+    """A loop over people, cubes and, for chance, all orders of a person's cubes."""
+    rights, chances, rates, placed = [], [], [], []
+    for person, (held, scores) in enumerate(zip(found.amounts, found.scores, strict=True)):
+        places = [place for place, row in enumerate(held) if row.sum() > 0]
+        own = [int(np.argmax(held[place])) for place in places]
+        first = [int(np.argmax(scores[place])) for place in places]
+        rights.append(np.mean([a == b for a, b in zip(own, first, strict=True)]))
+        orders = [
+            np.mean([a == b for a, b in zip(order, first, strict=True)])
+            for order in permutations(own)
+        ]
+        chances.append(np.mean(orders))
+        rates.append([own.count(tissue) / len(own) for tissue in range(held.shape[-1])])
+        pairs = []
+        for other, place in product(range(len(found.amounts)), places):
+            theirs = found.amounts[other, place]
+            if other != person and theirs.sum() > 0:
+                pairs.append(np.argmax(theirs) == np.argmax(scores[place]))
+        placed.append(np.mean(pairs))
+    return rights, chances, rates, placed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_agreement_against_loops_over_all_orders(seed):
+    cubes = drawn(seed)
+    rights, chances, rates, placed = slow(cubes)
+    found = agreement([cubes], 200)
+    assert found.people == 5
+    assert found.cubes == int(cubes.amounts.any(axis=-1).sum())
+    assert found.share.value == pytest.approx(np.mean(rights))
+    assert found.permuted == pytest.approx(np.mean(chances))
+    assert found.fixed == pytest.approx(np.mean(rates, axis=0).max())
+    assert found.same_place == pytest.approx(np.mean(placed))
+    assert found.over_chance.value == pytest.approx(np.mean(rights) - np.mean(chances))
+    assert found.share.low <= found.share.value <= found.share.high <= 1
+
+
+def test_several_sorts_of_volumes_are_one_set_of_cubes():
+    one, other = drawn(0), drawn(1)
+    joined = Cubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
+    assert agreement([one, other], 100) == agreement([joined], 100)
+
+
+def test_an_expert_for_everything_is_no_better_than_chance():
+    cubes = drawn(3)
+    same = cubes._replace(scores=np.broadcast_to([0.0, 1.0, 0.5], cubes.scores.shape))
+    found = agreement([same], 100)
+    assert found.over_chance.value == pytest.approx(0)
+    assert found.share.value == pytest.approx(found.permuted)
+    right = agreement([cubes._replace(scores=cubes.amounts.astype(float))], 100)
+    assert right.share.value == 1
+    assert right.share.high == 1
+
+
+def test_who_holds_no_tissue_is_left_out():
+    cubes = drawn(4)
+    cubes.amounts[2] = 0
+    left = [0, 1, 3, 4]
+    without = Cubes(cubes.amounts[left], cubes.scores[left])
+    assert agreement([cubes], 100) == agreement([without], 100)
+    (alone,) = [Cubes(cubes.amounts[:1], cubes.scores[:1])]
+    one = agreement([alone], 100)
+    assert one.same_place is None
+    assert one.share.low is None
+
+
+def test_correlation_is_spearmans_over_the_cubes_of_a_person():
+    cubes = drawn(5)
+    wanted = []
+    for held, scores in zip(cubes.amounts, cubes.scores, strict=True):
+        places = held.sum(axis=1) > 0
+        shares = held[places, 1] / held[places].sum(axis=1)
+        wanted.append(spearmanr(shares, scores[places, 1]).statistic)
+    found = correlation(cubes, 1, 100)
+    assert found.value == pytest.approx(np.mean(wanted))
+    flat = cubes._replace(scores=np.zeros_like(cubes.scores))
+    assert correlation(flat, 1, 100).value == 0
+
+
+def test_limits_stay_where_shares_are():
+    found = estimate(np.array([1.0, 1, 1, 0]), 200, 0.0)
+    assert 0 <= found.low <= found.value == 0.75 <= found.high <= 1
+
+
+def test_amounts_are_sums_over_cubes():
+    shares = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 6, 2)).astype(np.uint8)
+    found = amounts(shares, (2, 3, 1))
+    assert found.shape == (2, 6, 3)
+    for person, tissue, (a, b) in product(range(2), range(3), product(range(2), range(3))):
+        cube = shares[person, tissue, 2 * a : 2 * a + 2, 2 * b : 2 * b + 2]
+        assert found[person, 3 * a + b, tissue] == cube.astype(int).sum()
+
+
+def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
+    shares = np.random.default_rng(1).integers(1, 80, (3, 16, 16, 16)).astype(np.uint8)
+    little = mixture(0, 2, 0.25, seed=3)(5)(shares)
+    much = mixture(0, 2, 0.75, seed=3)(5)(shares)
+    for left, found in ((0.25, little), (0.75, much)):
+        assert (found[0] == shares[0]).all()
+        assert (found[1] == 0).all()
+        some = found[2] > 0
+        assert (found[2][some] == shares[2][some]).all()
+        assert some.mean() == pytest.approx(left, abs=0.03)
+    assert ((little[2] > 0) <= (much[2] > 0)).all(), "what is left at 0.25 is left at 0.75"
+    assert not np.array_equal(little, mixture(0, 2, 0.25, seed=3)(6)(shares)), "people differ"
+    assert not np.array_equal(little, mixture(0, 2, 0.25, seed=4)(5)(shares))
+
+
+def test_what_is_left_is_what_the_model_sees():
+    seen = []
+
+    class Watching(ByBrightness):
+        def forward(self, images: torch.Tensor) -> ModelOutput:
+            seen.append(images.clone())
+            return super().forward(images)
+
+    random = np.random.default_rng(2)
+    images = random.random((4, 1, 16, 16, 16)).astype(np.float16)
+    images[:, :, :3] = 0
+    shares = random.integers(0, 86, (4, 3, 16, 16, 16)).astype(np.uint8)
+    found = routed(Watching(), Scans(images, shares), isolated(1), 3)
+    kept = images * (shares[:, 1:2] / np.float16(255))
+    np.testing.assert_allclose(torch.cat(seen).numpy(), kept, atol=1e-3)
+    assert (found.amounts[..., [0, 2]] == 0).all()
+    inside = np.where(images[:, 0] > 0, shares[:, 1], 0).astype(int)
+    np.testing.assert_array_equal(found.amounts[..., 1].sum(axis=1), inside.sum(axis=(1, 2, 3)))
+    whole = routed(Watching(), Scans(images, shares), None, 3)
+    assert torch.equal(seen[-1], torch.from_numpy(images[3:]).float())
+    assert whole.scores.shape == (4, 64, 3), "without the special token and the free expert"
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory) -> Prepared:
+    return balls(tmp_path_factory.mktemp("balls"))
+
+
+def test_experts_that_know_their_tissue(cohort):
+    found = generalised(
+        ByBrightness(), cohort, TISSUES, Generalisation(volumes=6), (20, 90), 0, SIZES
+    )
+    assert found.other is None, "the balls have 16³ voxels"
+    assert found.test.isolated.share.value == 1
+    assert found.test.isolated.over_chance.low > 0.5
+    assert found.test.whole.people == 6
+    assert found.test.whole.share.value > 0.9
+    assert found.test.whole.over_chance.low > 0
+    assert found.mixed.over_chance.low > 0
+    assert set(found.test.correlation) == set(TISSUES)
+    assert len(found.mixtures) == 6 * 3
+    assert {(row.whole, row.thinned) for row in found.mixtures} == set(permutations(TISSUES, 2))
+    assert found.mixed.cubes == sum(row.found.cubes for row in found.mixtures)
+
+
+def test_experts_of_the_wrong_tissues(cohort):
+    # wm's expert likes grey matter, gm's fluid, csf's white matter
+    wrong = ByBrightness((GREY["gm"], GREY["csf"], GREY["wm"]))
+    found = volumes(wrong, own_scans(cohort, TISSUES, 6), TISSUES, SIZES)
+    assert found.isolated.share.value == 0
+    assert found.isolated.over_chance.high < 0
+
+
+def test_the_order_of_names_is_the_order_of_experts(cohort):
+    turned = ("csf", "wm")
+    model = ByBrightness((GREY["csf"], GREY["wm"]))
+    found = generalised(model, cohort, turned, Generalisation(volumes=6), (20, 90), 0, SIZES)
+    assert found.tissues == turned
+    assert found.test.isolated.share.value == 1
+    assert {(row.whole, row.thinned) for row in found.mixtures} == set(permutations(turned))
+    one = generalised(model, cohort, ("csf",), Generalisation(volumes=6), (20, 90), 0, SIZES)
+    assert one.mixed is None and one.mixtures == ()
+
+
+def test_no_result_depends_on_the_batch(cohort):
+    settings = Generalisation(volumes=5, shares=(0.5,))
+    one, other = (
+        generalised(ByBrightness(), cohort, TISSUES, settings, (20, 90), 0, Sizes(batch, 100))
+        for batch in (1, 4)
+    )
+    assert one == other
+
+
+def test_a_volume_of_each_participant(tmp_path):
+    data = write_cohort(tmp_path)  # the first participant has two of the 40
+    assert len(own_scans(data, TISSUES, 100).images) == 39
+    few = own_scans(data, ("csf",), 3)
+    assert few.images.shape == (3, 1, 16, 16, 16)
+    assert few.shares.shape == (3, 1, 16, 16, 16)
+    np.testing.assert_array_equal(few.images[0], data.test.images[0])
+
+
+def test_people_of_the_other_generator():
+    found = other_scans(("csf", "gm"), 2, (30.0, 80.0), 1)
+    assert found.images.shape == (2, 1, 64, 64, 64) and found.images.dtype == np.float16
+    assert found.shares.shape == (2, 2, 64, 64, 64) and found.shares.dtype == np.uint8
+    again = other_scans(("gm",), 2, (30.0, 80.0), 1)
+    np.testing.assert_array_equal(again.shares[:, 0], found.shares[:, 1])
+    assert not np.array_equal(other_scans(("gm",), 2, (30.0, 80.0), 2).images, found.images)
+    assert OTHERS > 1_000_000 * 400, "above the seeds of every cohort"
+
+
+def test_who_is_not_tried_and_why(cohort):
+    settings = CohortChecks(resamples=100)
+    dense = Subject(ByBrightness(), cohort)
+    assert region_experts(dense, settings, at_once) is None
+    assert "no region experts" in untried(dense)["generalisation"]
+    named = dense._replace(regions=TISSUES)
+    assert list(untried(named)) == ["other generator"]
+    assert region_experts(named, settings, at_once).tissues == TISSUES
+    bare = SimpleNamespace(card=cohort.card | {"regions": []})
+    unmapped = named._replace(data=bare)
+    assert region_experts(unmapped, settings, at_once) is None
+    assert "no tissue maps" in untried(unmapped)["generalisation"]
