@@ -15,6 +15,7 @@ from moecore.attacks.target import Precision, Target, subset
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
+from moecore.data.prepared import evenly_spread
 from moecore.measure.base import Parts, Skipped, Subject, kept
 from moecore.measure.routing_metrics.expert_use import change_of_choice, change_of_processing
 from moecore.measure.routing_metrics.pictures import Picture, picture
@@ -53,8 +54,8 @@ class Robustness(Config):
         3,
         ge=0,
         le=8,
-        description="The first of the attacked images, shown under the strongest attack; flat "
-        "images only.",
+        description="Of the attacked images, evenly spread, how many are shown under the "
+        "strongest attack; flat images only.",
     )
     audit: Audit = Field(
         Audit(),
@@ -163,15 +164,19 @@ def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
 def pictured(
     target: Target, settings: Robustness, curves: Curves, epsilons: list[float]
 ) -> Attacked | None:
-    """The first images of the target at each epsilon under the strongest of the attacks."""
-    left = {name: rows[-1].score for name, rows in run_of(curves).items()}
-    if not settings.pictures or not left or target.images.ndim != 4:
+    """A few of the target's images at each epsilon under the strongest of the attacks.
+
+    That is the one that leaves the worst score at the largest epsilon; of equal ones the loss
+    decides.
+    """
+    last = {name: rows[-1] for name, rows in run_of(curves).items()}
+    if not settings.pictures or not last or target.images.ndim != 4:
         return None
     sign = 1 if target.task.score.better == "higher" else -1
-    strongest = min(left, key=lambda name: sign * left[name])
+    strongest = min(last, key=lambda name: (sign * last[name].score, -last[name].loss))
     attack = next(one for one in settings.attacks if one.name == strongest)
-    number = settings.pictures
-    few = target._replace(images=target.images[:number], labels=target.labels[:number], only=None)
+    where = evenly_spread(len(target.labels), settings.pictures)
+    few = target._replace(images=target.images[where], labels=target.labels[where], only=None)
     rows = [
         AttackedRow(epsilon=epsilon, pictures=picture(few.attacked(attack, epsilon)))
         for epsilon in epsilons
