@@ -35,7 +35,7 @@ def pretrain(method: str, seed: int) -> None:
     params = read(Params, method=method)
     settings = params.pretrain
     names = params.method.expert_names
-    guide = Path("artifacts/teacher_router", method)
+    guide = Path("artifacts/teacher_router", method, str(seed))
     target = Path("artifacts/pretrain", method, str(seed))
     data = Prepared.open("artifacts/data/pretrain")
     with training_run("pretrain", params, data, [guide], __file__, method, seed) as training:
@@ -49,7 +49,7 @@ def pretrain(method: str, seed: int) -> None:
             learned = recipe.job.guide
             if params.method.joint and learned is not None and recipe.model is recipe.job.model:
                 save_guide(folder / GUIDE, learned)
-        found = outcome(recipe.model, data, settings.epochs, training.log())
+        found = outcome(recipe.model, data, settings, training.log())
         training.run.result(found.with_routing(watch.settled()))
         training.run.model(target)
 

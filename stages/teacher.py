@@ -1,4 +1,7 @@
-"""Stage ``teacher``: a dense model trained here, pretrained weights through timm, or none."""
+"""Stage ``teacher``: a dense model trained here, pretrained weights through timm, or none.
+
+``python -m stages.teacher 0`` writes artifacts/teacher/0/, that of the students of seed 0.
+"""
 
 from pathlib import Path
 
@@ -6,6 +9,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
+from moecore.core.streams import seed_of
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones.image import ImageSpec
@@ -19,41 +23,37 @@ from moecore.training.outcome import Outcome, outcome
 from moecore.training.teachers import Teacher
 from moecore.training.teachers.no_teacher import NoTeacher
 
-TARGET = Path("artifacts/teacher")
-
 
 class Params(Config):
-    """What this stage reads of params.yaml."""
-
     teacher: Teacher
 
 
-def teacher() -> None:
-    """Obtain the teacher that ``teacher`` describes."""
+def teacher(seed: int) -> None:
+    """Obtain the teacher that ``teacher`` describes; it shares no draws with the students."""
     params = read(Params)
     settings = params.teacher
+    target = Path("artifacts/teacher", str(seed))
+    drawn = seed_of("teacher", seed)
     data = Prepared.open("artifacts/data/pretrain")
-    with training_run("teacher", params, data, [], __file__) as training:
+    with training_run("teacher", params, data, [], __file__, seed=seed) as training:
         if isinstance(settings, NoTeacher):
-            with whole_folder(TARGET) as folder:
+            with whole_folder(target) as folder:
                 write_json(folder / "absent.json", {"teacher": settings.kind})
             training.run.result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
             return
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(drawn)
         model = settings.build(ImageSpec.from_card(data.card))
         schedule = settings.training
-        found: Skipped | Outcome = Skipped(
-            skipped=f"a teacher of kind {settings.kind} is trained elsewhere"
-        )
+        found: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
         if schedule is not None:
             objective = Objective((), schedule.label_smoothing)
             job = job_for(model, data, objective, training.runtime.device)
-            training.train(job, schedule, settings.seed)
-            found = outcome(model, data, schedule.epochs, training.log())
-        with whole_folder(TARGET) as folder:
+            training.train(job, schedule, drawn)
+            found = outcome(model, data, schedule, training.log())
+        with whole_folder(target) as folder:
             save_model(folder, model)
         training.run.result(found)
-        training.run.model(TARGET)
+        training.run.model(target)
 
 
 if __name__ == "__main__":

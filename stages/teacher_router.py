@@ -1,6 +1,6 @@
 """Stage ``teacher_router``: the routers on the frozen teacher that guide one method (TGR, §3.2).
 
-``python -m stages.teacher_router tgr`` writes artifacts/teacher_router/tgr/: teacher and routers.
+``python -m stages.teacher_router tgr 0`` writes artifacts/teacher_router/tgr/0/: teacher, routers.
 """
 
 from pathlib import Path
@@ -31,26 +31,26 @@ class Params(Config):
     method: Annotated[Method, Key("methods.{method}")]
 
 
-def teacher_router(method: str) -> None:
+def teacher_router(method: str, seed: int) -> None:
     """Fit one router per MoE layer of ``method``; those that learn with it are left as drawn."""
     params = read(Params, method=method)
     chosen = params.method
     settings = params.teacher_router
-    target = Path("artifacts/teacher_router", method)
-    with record("teacher_router", params, method=method) as run:
+    target = Path("artifacts/teacher_router", method, str(seed))
+    with record("teacher_router", params, method=method, seed=seed) as run:
         if not (chosen.guided or chosen.upcycle):
             with whole_folder(target) as folder:
                 save_no_guide(folder)
             run.result(Skipped(skipped="the method needs no teacher"))
             return
         device = tune().device
-        teacher = load_unguided("artifacts/teacher")
-        guide = guiding(chosen, params.model, teacher, settings.seed, device)
+        teacher = load_unguided(Path("artifacts/teacher", str(seed)))
+        guide = guiding(chosen, params.model, teacher, seed, device)
         found: Skipped | RouterFit = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
             data = to_device(Prepared.open("artifacts/data/pretrain").train, device)
-            points = fit_routers(guide, data, chosen.teacher_router, settings)
-            found = RouterFit(**followed(points, settings.steps, f"routers {method}", run))
+            points = fit_routers(guide, data, chosen.teacher_router, settings, seed)
+            found = RouterFit(**followed(points, settings.steps, f"routers {method} {seed}", run))
         with whole_folder(target) as folder:
             save_guide(folder, guide)
         run.result(found)

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.attacks.reference import ReferenceAttack
+from moecore.core.streams import seed_of
 
 
 class Square(ReferenceAttack):
@@ -48,7 +49,7 @@ class Square(ReferenceAttack):
             device=centre.device,
         )
         attack.starts = generator
-        attack.squares = torch.Generator().manual_seed(self.seed)
+        attack.squares = torch.Generator().manual_seed(seed_of("attack_squares", self.seed))
         attack.init_hyperparam(centre)
         return attack.attack_single_run(centre, labels)[1]
 

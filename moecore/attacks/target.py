@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from moecore.attacks import Attack
 from moecore.attacks.draws import generators
 from moecore.core.records import ModelOutput, RoutingRecord
-from moecore.nn.predict import batches, device_of, evaluating, predictions
+from moecore.core.streams import seed_of
+from moecore.nn.predict import (
+    batches,
+    coupled,
+    device_of,
+    evaluating,
+    predictions,
+    whole_groups,
+)
 from moecore.tasks.base import Task
 
 Precision = Literal["float32", "bfloat16"]
@@ -30,6 +38,16 @@ class Target(NamedTuple):
     precision: Precision = "float32"  # of an attack's forward passes; scores are always fp32
     # (N,) bool: the images to attack, where an attack takes each by itself; others stay clean.
     only: Tensor | None = None
+    people: np.ndarray | None = None  # (N,), whose image each is; None where nothing says so
+
+    def first(self, number: int) -> "Target":
+        """The first images alone, all of which are attacked."""
+        return self._replace(
+            images=self.images[:number],
+            labels=self.labels[:number],
+            only=None,
+            people=None if self.people is None else self.people[:number],
+        )
 
     def clean(self) -> Tensor:
         """The images, fp32 (N, C, H, W) in [0, 1], on the CPU."""
@@ -39,12 +57,13 @@ class Target(NamedTuple):
         """Adversarial images, fp32 (N, C, H, W) in [0, 1], on the CPU.
 
         The model and the global random state stay as they were. Images that an attack couples come
-        in groups of its own size, and all of them are attacked.
+        in groups of its own size, those that share an expert's capacity in whole groups, and all of
+        them are attacked.
         """
-        size = attack.together or self.batch
+        size = whole_groups(self.model, attack.together or self.batch)
         model = rounded(self.model) if self.precision == "bfloat16" else self.model
         wanted = self.only
-        if wanted is None or attack.together:
+        if wanted is None or attack.together or coupled(self.model) > 1:
             wanted = torch.ones(len(self.labels), dtype=torch.bool)
         made = []
         first = 0
@@ -115,9 +134,7 @@ class _Rounded(nn.Module):
         return output._replace(prediction=output.prediction.float())
 
 
-def subset(
-    images: np.ndarray, labels: np.ndarray, number: int, seed: int
-) -> tuple[np.ndarray, Tensor]:
-    """A seeded draw of ``number`` images without replacement, in order; all of fewer."""
-    chosen = np.sort(np.random.default_rng(seed).permutation(len(labels))[:number])
-    return images[chosen], torch.from_numpy(labels[chosen])
+def drawn_places(total: int, number: int, seed: int) -> np.ndarray:
+    """A seeded draw of ``number`` of ``total`` places without replacement, in order; or all."""
+    drawn = np.random.default_rng(seed_of("attacked_images", seed))
+    return np.sort(drawn.permutation(total)[:number])

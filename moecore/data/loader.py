@@ -3,28 +3,18 @@
 Order is a function of (seed, step): nothing to save, nothing to restore.
 """
 
-import hashlib
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from moecore.core.files import UserError
+from moecore.core.streams import FEW_SHOT, generator_for
 from moecore.data.prepared import Split
 from moecore.data.sampling import send
 from moecore.tasks import AnyTask
-
-
-def generator_for(*words: int) -> Generator:
-    """A CPU generator that is a function of whole numbers, as (seed, step, purpose); different
-    words, also in number, are independent.
-    """
-    digest = hashlib.sha256(
-        ",".join(map(str, words)).encode()
-    ).digest()  # SeedSequence takes (1, 5) and (1, 5, 0) for the same
-    return Generator().manual_seed(int.from_bytes(digest[:8], "big"))
 
 
 @lru_cache(maxsize=2)
@@ -117,6 +107,6 @@ def few_shot(task: AnyTask, labels: np.ndarray | Tensor, shots_per_class: int, s
         worst = int(counts.argmin())
         least = counts[worst]
         raise UserError(f"{wanted}, but class {classes[worst]} has {least}; allowed: 1 to {least}")
-    random = np.random.default_rng([seed, 3])
+    random = np.random.default_rng([seed, FEW_SHOT])
     chosen = [random.permutation(np.flatnonzero(labels == c))[:shots_per_class] for c in classes]
     return torch.from_numpy(np.sort(np.concatenate(chosen)))

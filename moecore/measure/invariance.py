@@ -21,12 +21,12 @@ from moecore.nn.backbones.model import Model
 from moecore.nn.expert_map import map_shape
 from moecore.nn.predict import predictions
 from moecore.nn.routers import Router
+from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import Interval, bootstrap, bootstrap_mean
 
 NOTES = {  # by kind of router: where the distances do not tell what decides
     "hash": "a fixed hash chooses, so that neighbours on the map mean nothing; "
     "a hash of the position never moves",
-    "teacher_routed": "the probs are the student's own, but the teacher's router decides",
     "expert_choice": "the probs are each token's own, but experts choose among all tokens of the "
     "image",
     "soft_slots": "an expert's probability is the sum of its slots' weights, and every token "
@@ -59,6 +59,7 @@ class Moved(Config):
     normalised_low: float | None
     normalised_high: float | None
     agreement: float  # share of tokens with the same most probable expert; mean over layers
+    items: str | None = None  # d of each image, as ``kept_items`` packs them
 
 
 class Result(Config):
@@ -151,6 +152,7 @@ def distances(
             normalised_low=share.low if share else None,
             normalised_high=share.high if share else None,
             agreement=sum(same) / len(same),
+            items=kept_items(lengths),
         )
 
     return tuple(kept(parts, name, Moved, lambda name=name: row(name)) for name in affines)
@@ -200,8 +202,6 @@ def key_of(name: str) -> str:
 
 def note_of(router: Router) -> str | None:
     """How the distances of such a router are to be read; None where its probs decide."""
-    if router.kind == "teacher_routed" and router.inference == "student":
-        return None
     return NOTES.get(router.kind)
 
 

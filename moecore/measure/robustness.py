@@ -6,22 +6,29 @@ N images, K outputs.
 
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
 from moecore.attacks import Attack
-from moecore.attacks.target import Precision, Target, subset
+from moecore.attacks.target import Precision, Target, drawn_places
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spread
 from moecore.measure.base import Parts, Skipped, Subject, kept
-from moecore.measure.routing_metrics.expert_use import change_of_choice, change_of_processing
+from moecore.measure.routing_metrics.expert_use import (
+    change_of_choice,
+    change_of_processing,
+    iou_by_image,
+)
 from moecore.measure.routing_metrics.pictures import Picture, picture
 from moecore.measure.under_attack.audit import Audit, audit
 from moecore.measure.under_attack.curves import Curve, Curves, Left, Row, run_of, worst_case
 from moecore.measure.under_attack.line import Line
+from moecore.statistics.crossed import kept_items
+from moecore.statistics.intervals import images_of
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
@@ -38,7 +45,12 @@ class Robustness(Config):
         min_length=1, description="Radii of the L∞ ball in pixel units [0, 1]; 0 is added."
     )
     attacks: tuple[Attack, ...] = Field(min_length=1)
-    batch: int = Field(128, ge=1, description="Images a forward pass; no result depends on it.")
+    batch: int = Field(
+        128,
+        ge=1,
+        description="Images a forward pass; no result depends on it. Cut to whole groups where "
+        "images share an expert's capacity (eval_capacity_factor).",
+    )
     seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
     precision: Precision = Field(
         "float32",
@@ -106,6 +118,9 @@ class Result(Config):
     worst_case: tuple[Left, ...] = Field(description="over all attacks, a row an epsilon")
     audit: tuple[Line, ...]
     attacked: Attacked | None = None  # of volumes, without an attack or a wanted picture: none
+    people: tuple[int, ...] | None = Field(
+        default=None, description="whose image each is, where people have several"
+    )
 
 
 class Clean(NamedTuple):
@@ -129,12 +144,9 @@ def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
     """
     task = subject.data.task
     refuse(settings, task)
-    test = subject.data.test
-    images, labels = subset(test.images, test.labels, settings.images, settings.seed)
-    target = Target(
-        subject.model, task, images, labels, settings.batch, settings.seed, settings.precision
-    )
-    prediction, routing = target.scored(images)
+    target = target_of(subject, settings)
+    labels = target.labels
+    prediction, routing = target.scored(target.images)
     clean = Clean(prediction, routing, task.scores(prediction, labels))
     if settings.survivors:
         target = target._replace(only=clean.scores)
@@ -155,9 +167,10 @@ def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
         clean_score=float(clean.scores.double().mean()),
         score_at_largest_epsilon={name: rows[-1].score for name, rows in run_of(curves).items()},
         attacks=curves,
-        worst_case=worst_case(curves, task, len(labels)),
+        worst_case=worst_case(curves, task, len(labels), target.people),
         audit=lines,
         attacked=pictured(target, settings, curves, epsilons),
+        people=several(target.people),
     )
 
 
@@ -182,6 +195,29 @@ def pictured(
         for epsilon in epsilons
     ]
     return Attacked(attack=strongest, rows=rows)
+
+
+def target_of(subject: Subject, settings: Robustness) -> Target:
+    """The model and the drawn test images, with whose each is."""
+    test = subject.data.test
+    places = drawn_places(len(test.labels), settings.images, settings.seed)
+    return Target(
+        subject.model,
+        subject.data.task,
+        test.images[places],
+        torch.from_numpy(test.labels[places]),
+        settings.batch,
+        settings.seed,
+        settings.precision,
+        people=test.people_at(places),
+    )
+
+
+def several(people: np.ndarray | None) -> tuple[int, ...] | None:
+    """Whose image each is, where anybody has several."""
+    if people is None or images_of(people) is None:
+        return None
+    return tuple(people.tolist())
 
 
 def refuse(settings: Robustness, task: Task) -> None:
@@ -228,8 +264,27 @@ def row_of(attack: Attack, target: Target, clean: Clean, epsilon: float) -> Row:
         epsilon,
         task,
         task.worst(clean.scores, task.scores(prediction, target.labels)),
+        target.people,
         loss=float(task.test_loss(prediction, target.labels).mean()),
         unchanged_images=float(unchanged.double().mean()),
         routing_change=change_of_choice(clean.routing, routing) if moved else (),
         processing_change=change_of_processing(clean.routing, routing) if moved else (),
+        items=change_items(clean.routing, routing, target.people) if moved else {},
     )
+
+
+def change_items(
+    before: tuple[RoutingRecord, ...],
+    after: tuple[RoutingRecord, ...],
+    people: np.ndarray | None,
+) -> dict[str, str]:
+    """Both changes of the routing, one number an item, mean over layers; {} for a dense model."""
+    layers = list(zip(before, after, strict=True))
+    if not layers:
+        return {}
+    chosen = [1 - iou_by_image(a.chosen, b.chosen) for a, b in layers]
+    processed = [1 - iou_by_image(a.combine != 0, b.combine != 0) for a, b in layers]
+    return {
+        name: kept_items(torch.stack(changes).mean(dim=0).numpy(), people)
+        for name, changes in (("routing_change", chosen), ("processing_change", processed))
+    }

@@ -27,13 +27,15 @@ def predictions(
     in [0, 1].  batch: images a forward pass.
     Returns logits (N, K), or (N, 1) in the target's unit, and one record of fields (N, T, E) per
     MoE layer, on the CPU; no records with ``routing=False``. The result does not depend on
-    ``batch``. The mode of every module and the global random state are left as they were.
+    ``batch``, which is rounded to whole groups where the model couples images. The mode of every
+    module and the global random state are left as they were.
     Raises UserError where there are no images.
     """
     if len(images) == 0:
         raise UserError("prediction: there are no images; the split or the subset is empty")
     logits = []
     records = []
+    batch = whole_groups(model, batch)
     with evaluating(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
         for pixels in batches(images, batch, device_of(model)):
             output = model(pixels)
@@ -59,6 +61,20 @@ def batches(images, size: int, device: torch.device | str = "cpu") -> Iterator[T
         pixels = part.to(device).float()
         # divided where the model is: a byte a pixel is what crosses to the device
         yield pixels / 255 if part.dtype == torch.uint8 else pixels
+
+
+def whole_groups(model: nn.Module, batch: int) -> int:
+    """The batch, cut to whole groups of images that share an expert's capacity; one at least.
+
+    So that the same images meet, whatever the batch.
+    """
+    group = coupled(model)
+    return max(1, batch // group) * group
+
+
+def coupled(model: nn.Module) -> int:
+    """Images whose predictions depend on each other in evaluation mode; 1 where none do."""
+    return math.lcm(*(getattr(module, "coupled", 1) for module in model.modules()))
 
 
 def joined(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...]:

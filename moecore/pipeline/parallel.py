@@ -23,10 +23,10 @@ from moecore.pipeline.plan import asked, changed_by_code, plan
 SHARED = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
 ADVICE = ("To track the changes", "\tgit add", "To enable auto", "\tdvc config", "Use `dvc push`")
 TRIES = 5
-# On all cores: everything waits for the code, the data and the teacher, and `cost` measures time
+# On all cores: everything waits for the code, the data and a single teacher; `cost` measures time
 ALONE = ("code", "prepare", "teacher", "cost", "measure@cost")
 THREADS = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: of BLAS under numpy and scipy
-# Guided methods wait for the first two; the third looks at all models in one process
+# Guided methods of a seed wait for the first two; the third looks at all models in one process
 FIRST = ("teacher", "teacher_router", "transfer")
 
 
@@ -52,16 +52,16 @@ def next_job(
     Stages that want the machine for themselves come when nothing else runs, as one job.
     """
     ready = [stage for stage in above if stage not in taken and set(above[stage]) <= set(done)]
-    alone = [stage for stage in ready if _alone(stage)]
+    alone = [stage for stage in ready if _alone(stage, above)]
     if len(alone) == len(ready):
         return Job(tuple(alone)) if ready and set(taken) == set(done) else None
     shared = [stage for stage in ready if stage not in alone]
     first = [stage for stage in shared if _kind(stage) in FIRST]
     if first:
-        return Job(tuple(first))
+        return Job(tuple(stage for stage in first if _seed(stage) == _seed(first[0])))
     chosen = shared[:1]
     for stage in above:
-        alike = _work(stage) == _work(chosen[0]) is not None and not _alone(stage)
+        alike = _work(stage) == _work(chosen[0]) is not None and not _alone(stage, above)
         if alike and stage not in (*chosen, *taken) and set(above[stage]) <= {*done, *chosen}:
             chosen.append(stage)
     return Job(tuple(chosen))
@@ -71,8 +71,18 @@ def _kind(stage: str) -> str:
     return stage.partition("@")[0]
 
 
-def _alone(stage: str) -> bool:
+def _alone(stage: str, above: Collection[str]) -> bool:
+    """Whether a stage of those in ``above`` wants the machine for itself; of several teachers none
+    does, as each seed has its own.
+    """
+    if _kind(stage) == "teacher":
+        return sum(_kind(other) == "teacher" for other in above) == 1
     return stage.split("-")[0] in ALONE or _kind(stage) in ALONE
+
+
+def _seed(stage: str) -> str:
+    """The last word of a stage's item: ``0`` of ``teacher@0`` and ``teacher_router@tgr-0``."""
+    return stage.partition("@")[2].split("-")[-1]
 
 
 class Work(NamedTuple):
@@ -182,7 +192,7 @@ def run(
                 while free and not failed and (job := next_job(above, done, taken)):
                     taken |= set(job.stages)
                     place = free.pop()
-                    given = _all_cores(place) if _alone(job.stages[0]) else place
+                    given = _all_cores(place) if _alone(job.stages[0], above) else place
                     running[pool.submit(run_job, job, given, started)] = (job, place)
                 if not running:
                     return [stage for stage in above if stage not in done]

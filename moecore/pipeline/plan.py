@@ -214,5 +214,5 @@ def _shown(reasons: tuple[str, ...]) -> str:
 def _total(planned: list[Planned]) -> str:
     seconds = clock(sum(item.seconds or 0 for item in planned))
     unknown = sum(item.seconds is None for item in planned)
-    rest = f" and {unknown} that never ran" if unknown else ""
+    rest = f" and {unknown} of unknown length" if unknown else ""
     return f"{len(planned)} stages, about {seconds}{rest}"

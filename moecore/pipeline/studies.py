@@ -15,6 +15,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 BEGUN = """\
 # What this study asks. All that is not said here is as in ../../params.yaml.
 run: {methods: [dense, vmoe], seeds: [0, 1, 2], phases: [pretrain]}
+teacher: {kind: no_teacher}  # leave this out where a method needs one: each seed has its own
 stages: [prepare, teacher, teacher_router, pretrain, measure, compare]
 """
 README = """\

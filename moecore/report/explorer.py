@@ -10,7 +10,8 @@ from moecore.core.config import Config
 from moecore.measure.explorer import Result as Explorer
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN
-from moecore.report.page import environment, title_of
+from moecore.report.pictures import environment
+from moecore.report.sections import title_of
 from moecore.training.outcome import Outcome
 
 FILE = "explorer.html"  # beside the page

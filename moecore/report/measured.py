@@ -88,8 +88,9 @@ class Results(NamedTuple):
 
     @property
     def methods(self) -> list[str]:
-        """The same in every phase."""
-        return list(next(iter(self.phases.values())).models)
+        """The same in every phase; none where nothing is trained."""
+        first = next(iter(self.phases.values()), None)
+        return [] if first is None else list(first.models)
 
     @property
     def simulated(self) -> list[str]:

@@ -24,7 +24,7 @@ PAPERS = {
     "moge": "MoGE: mixture of group experts",
     "adversarial": "On the adversarial robustness of mixture of experts",
     "corruptions": "Common corruptions",
-    "cost": "Cost of a trained model (ERMoE, tables S2 and S4)",
+    "cost": "Cost of a trained model (ERMoE, tables S2, S4, §12; MoGE, table 6)",
     "ages": "ERMoE-ba: age from brain scans (supplement §5, table S1)",
 }  # in the order of the tables
 SHORT = {
@@ -62,6 +62,10 @@ _PGD_TRAINED = "§4.2: ImageNet, without attack; fine-tuned with PGD training"
 _JFT = "§4.2: precision at 1 on JFT-300M, without attack"
 _SWEEP = "appendix B: ImageNet, without attack; FLOPs of an image"
 _SPEED = "tables S2, S4: ViT-B/16, 8 experts"
+_STRESS = "§12: one layer, allocated GPU memory of an epoch"
+_WHOLE = "table 6: Tiny-ImageNet, 32 experts, all GPU memory"
+_TRAINED = "table S9: ImageNet-1K, two experts a token"
+_ABOUT = "§3.3: approximately, ImageNet-1K"
 _ADNI = "table S1: ADNI, test split"
 _TOP5 = "table 2: V-MoE-S, 32 experts, top-1"
 _TRANSFORMS = (
@@ -211,6 +215,21 @@ REPORTED = (
     ),
     Reported("cost", "V-MoE", _SPEED, _cost((284.9, 129.9, 26.3, 4.4, 0.631, 0.03))),
     Reported("cost", "ERMoE", _SPEED, _cost((243.0, 113.2, 23.6, 4.1, 1.169, 0.05))),
+    Reported("cost", "MoE, one layer, 8 experts", _STRESS, {"training_memory_mb": 18_000}),
+    Reported("cost", "MoE, one layer, 32 experts", _STRESS, {"training_memory_mb": 80_000}),
+    Reported("cost", "ERMoE, one layer, 8 experts", _STRESS, {"training_memory_mb": 20_500}),
+    Reported("cost", "ERMoE, one layer, 32 experts", _STRESS, {"training_memory_mb": 84_700}),
+    Reported("cost", "V-MoE-S, Tiny-ImageNet", _WHOLE, {"training_memory_mb": 5295}),
+    Reported("cost", "V-MoGE-S, Tiny-ImageNet", _WHOLE, {"training_memory_mb": 5299}),
+    Reported("cost", "V-MoE-B, Tiny-ImageNet", _WHOLE, {"training_memory_mb": 12_071}),
+    Reported("cost", "V-MoGE-B, Tiny-ImageNet", _WHOLE, {"training_memory_mb": 12_074}),
+    Reported("cost", "V-MoE-Ti", _TRAINED, {"parameters": 19.23e6}),
+    Reported("cost", "TGR-MoE-Ti", _TRAINED, {"parameters": 19.25e6}),
+    Reported("cost", "V-MoE-S", _TRAINED, {"parameters": 47.26e6}),
+    Reported("cost", "TGR-MoE-S", _TRAINED, {"parameters": 47.28e6}),
+    Reported("cost", "V-MoE-B", _TRAINED, {"parameters": 186.53e6}),
+    Reported("cost", "TGR-MoE-B", _TRAINED, {"parameters": 186.55e6}),
+    Reported("cost", "SwinV1-MoE-B, 128 experts", _ABOUT, {"parameters": 1.4e9}),
     Reported("cost", "ViT-B/32", _SWEEP, _cost((102.1, 102.1, 8.9), 1 - 0.193)),
     Reported("cost", "ViT-B++/32", _SWEEP, _cost((193.6, 193.6, 17.9), 1 - 0.172)),
     Reported("cost", "V-MoE-B/32, 2 experts", _SWEEP, _cost((130.5, 130.5, 12.1), 1 - 0.189)),

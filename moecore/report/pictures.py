@@ -1,14 +1,42 @@
-"""Figures for a page that needs no other file: SVG that takes the page's colours, or PNG."""
+"""What every page is made of: the templates, and figures that need no other file.
+
+A figure is an SVG that takes the page's colours, or a PNG.
+"""
 
 import base64
 import io
 import re
+from functools import cache
 from html import escape
 
 import matplotlib
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from moecore.report.drawing import INK, STYLE, laid_out
+from moecore.report.view import Picture
+
+
+@cache
+def environment() -> Environment:
+    """The templates, which escape all text."""
+    found = Environment(
+        loader=PackageLoader("moecore.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters["drawn"] = drawn
+    return found
+
+
+def drawn(picture: Picture) -> Markup | str:
+    """Markup of an SVG, or the address of a PNG."""
+    if picture.raster:
+        return png(picture.figure)
+    return Markup(svg(picture.figure, picture.label))
 
 
 def svg(figure: Figure, label: str) -> str:

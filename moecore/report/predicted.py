@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from moecore.report.drawing import expert_colours
+from moecore.report.pictures import environment
 
 SHOWN = 500  # files of a page, at most: more would make it tens of megabytes
 SMALL = 96  # pixels: up to here a picture is kept as it is, above as JPEG
@@ -58,19 +58,12 @@ class PredictedPage(NamedTuple):
 
 def page(content: PredictedPage) -> str:
     """The whole page."""
-    found = Environment(
-        loader=PackageLoader("moecore.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     routing: dict[str, Any] = {
         "colours": expert_colours(content.experts) if content.experts else [],
         "items": [[tile.experts for tile in one.tiles] for one in content.shown],
     }
     layers = len(content.shown[0].tiles[0].experts) if content.shown else 0
-    template = found.get_template("predicted.html.jinja")
+    template = environment().get_template("predicted.html.jinja")
     return template.render(page=content, routing=routing, layers=layers)
 
 

@@ -8,7 +8,7 @@ from moecore.measure.cost import Result as Cost
 from moecore.measure.routing import Result
 from moecore.measure.routing_metrics.overlays import grid_of
 from moecore.report.charts import Look, bands, curves_chart, over
-from moecore.report.column import Column, Each, Seen, title_of
+from moecore.report.column import Ahead, Column, Each, Seen, title_of
 from moecore.report.measured import Phase
 from moecore.report.view import Picture
 from moecore.report.words import signed
@@ -160,13 +160,22 @@ def swept_columns(setting: str, name: str, label: str, better: str, form: str) -
     def values(result: Result) -> list[str]:
         return [f"{value:g}" for value in swept(result, setting, name)]
 
-    return Each(values, column)
+    def foreseen(ahead: Ahead) -> list[str]:
+        tried = getattr(ahead.study.routing.sweeps, setting)
+        return [f"{name}_{setting}_{value:g}".replace(".", "_") for value in tried]
+
+    return Each(values, column, foreseen)
 
 
 def scores_over_k(seen: Seen) -> list[Column]:
     """The task's score with each k at test time."""
     score = seen.task.score
     return swept_columns("k", "score", title_of(score), score.better, score.form).columns(seen)
+
+
+def scores_ahead(ahead: Ahead) -> list[str]:
+    """The names of those columns."""
+    return [f"score_k_{value}" for value in ahead.study.routing.sweeps.k]
 
 
 def agreement_by_layer(phase: Phase) -> list[Picture]:

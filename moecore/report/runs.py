@@ -1,8 +1,12 @@
 """The headline numbers of every run, a file each, for ``dvc metrics show`` and experiments."""
 
 import json
+from collections.abc import Sequence
 
-from moecore.report.measured import Phase, Results
+from moecore.measure.sizes import Result as Sizes
+from moecore.report.column import Metric
+from moecore.report.measured import Measured, Phase, Results
+from moecore.report.measures import sizes
 from moecore.report.quantities import attacked_names
 from moecore.report.tables import metrics_of
 
@@ -28,23 +32,34 @@ NAMES = (
 def run_files(results: Results) -> dict[str, str]:
     """Path below reports/ → content: ``metrics/pretrain/vmoe-0.json``, a flat JSON of numbers."""
     found = {}
+    if counted := results.alone.get(Sizes):
+        numbers = {
+            f"{model}, {name}": rounded(float(one["ours"]))
+            for model, metrics in sizes.flat(counted).items()
+            for name, one in metrics.items()
+        }
+        found["metrics/sizes.json"] = json.dumps(numbers, indent=1) + "\n"
     for phase in results.phases.values():
+        metrics = wanted(phase)
         for method, seeds in phase.models.items():
-            for seed in seeds:
-                numbers = numbers_of(phase, method, seed)
+            for seed, model in seeds.items():
+                numbers = numbers_of(model, metrics)
                 path = f"metrics/{phase.name}/{method}-{seed}.json"
                 found[path] = json.dumps(numbers, indent=1) + "\n"
     return found
 
 
-def numbers_of(phase: Phase, method: str, seed: int) -> dict[str, float]:
-    """At most ``MOST`` numbers of one model: its score first, then under attack, routing, cost."""
-    model = phase.models[method][seed]
+def wanted(phase: Phase) -> list[Metric]:
+    """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
     metrics = {metric.name: metric for metric in metrics_of(phase)}
     first = [name for name in NAMES[:2] if name in metrics]
-    wanted = dict.fromkeys([*first, *attacked_names(phase), *NAMES])
-    known = [metrics[name] for name in wanted if name in metrics][:MOST]
-    read = {metric.name: metric.read(model) for metric in known}
+    names = dict.fromkeys([*first, *attacked_names(phase), *NAMES])
+    return [metrics[name] for name in names if name in metrics][:MOST]
+
+
+def numbers_of(model: Measured, metrics: Sequence[Metric]) -> dict[str, float]:
+    """Those of the metrics that the model has."""
+    read = {metric.name: metric.read(model) for metric in metrics}
     return {name: rounded(found.value) for name, found in read.items() if found is not None}
 
 

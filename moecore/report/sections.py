@@ -5,10 +5,9 @@ from collections.abc import Collection, Sequence
 from moecore.report.by_paper import by_paper
 from moecore.report.cells import Cells
 from moecore.report.column import Column, slug
-from moecore.report.headline import headline
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, transfer
-from moecore.report.quantities import of_column
+from moecore.report.quantities import headline, of_column
 from moecore.report.rows import by_method, by_metric
 from moecore.report.shown import Shown
 from moecore.report.significance import WORDS

@@ -6,13 +6,16 @@ The figures among them are for ``dvc plots show`` and ``diff``: they open withou
 from collections.abc import Iterator, Sequence
 
 from moecore.measure.robustness import Result as Robustness
+from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import Evaluated
 from moecore.report.curves import robustness_csv, table_s1_csv, training_csv
 from moecore.report.explorer import FILE, explorable, explorer
 from moecore.report.measured import Phase, Results
-from moecore.report.measures.robustness import WORST, attacks_of, curve_of
+from moecore.report.measures import sizes
+from moecore.report.measures.robustness import WORST, curve_of
 from moecore.report.page import page
 from moecore.report.pictures import svg
+from moecore.report.quantities import names_of_attacks
 from moecore.report.runs import run_files
 from moecore.report.training_figures import training_curves
 from moecore.report.verdicts import claims_markdown
@@ -41,11 +44,15 @@ def texts(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, str]:
 
 def plot_files(results: Results) -> dict[str, str]:
     """Path below reports/ → SVG: ``plots/pretrain_training.svg`` and the like."""
-    return {
+    found = {
         f"plots/{phase.name}_{name}.svg": alone(picture)
         for phase in results.phases.values()
         for name, picture in pictures_of(phase)
     }
+    if counted := results.alone.get(Sizes):
+        for name, figure in sizes.figures(counted):
+            found[f"plots/sizes_{name}.svg"] = alone(Picture(figure, name.replace("_", " ")))
+    return found
 
 
 def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
@@ -53,11 +60,9 @@ def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
     trained = {method: found for method, found in phase.of(Outcome).items() if found}
     if trained:
         yield "training", Picture(training_curves(trained), f"{phase.name}: training")
-    attacked = phase.results(Robustness)
-    names = dict.fromkeys(name for result in attacked for name in attacks_of(result))
-    if names:
-        worst = any(result.worst_case for result in attacked)
-        yield "attacks", curve_of(phase, WORST if worst else list(names)[-1])
+    if names := names_of_attacks(phase):
+        worst = any(result.worst_case for result in phase.results(Robustness))
+        yield "attacks", curve_of(phase, WORST if worst else names[-1])
 
 
 def alone(picture: Picture) -> str:

@@ -38,11 +38,12 @@ CONTRACTS = {
             "attack_loss": ("prediction", "labels"),
             "test_loss": ("prediction", "labels"),
             "scores": ("prediction", "labels"),
+            "top5": ("prediction", "labels"),
             "running": ("prediction", "labels", "learned"),
             "mean_score": ("prediction", "labels"),
-            "interval": ("scores",),
+            "interval": ("scores", "people"),
             "worst": ("one", "other"),
-            "difference": ("one", "other", "level"),
+            "difference": ("one", "other", "level", "people"),
             "guess": ("labels",),
             "details": ("prediction", "labels", "train_labels"),
             "packed": ("scores",),
@@ -101,7 +102,7 @@ CONTRACTS = {
     ),
     "training/teachers": Contract(
         calls={"build": ("image",)},
-        fields=SEED | {"training": "training: Training, or training: None = None"},
+        fields={"training": "training: Training, or training: None = None"},
         without=("no_teacher",),
     ),
     "measure/calibrators": Contract(

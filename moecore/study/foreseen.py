@@ -1,6 +1,6 @@
 """Everything that can be known before anything runs: the file, its data, its models."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,30 +12,40 @@ from moecore.study.overlay import stages_of
 from moecore.study.problems import spell
 from moecore.study.schedule_rules import size_rules
 from moecore.study.study import Study
+from moecore.study.teacher_rules import unneeded
 from moecore.study.whole import looked_through
+
+# What a room above this one has to say of a study and its stages: keys, and what is wrong.
+Also = Callable[[Study, Sequence[str]], Iterable[tuple[tuple, str]]]
 
 
 class Foreseen(NamedTuple):
     """A params.yaml that is in order."""
 
     study: Study
-    notes: tuple[str, ...]  # a line for each data set
+    notes: tuple[str, ...]  # a line for each data set, and one for teachers that nobody needs
     seen: tuple[Path, ...]  # what was looked at beside the file, whether it is there or not
 
 
-def foresee(path: str | Path = "params.yaml", home: Path | None = None) -> Foreseen:
+def foresee(
+    path: str | Path = "params.yaml", home: Path | None = None, also: Also | None = None
+) -> Foreseen:
     """Validate the file, open its data sources (headers and counts) and build its models.
 
-    home: the folder in which its stages run; left out, that of the file. Raises UserError with one
-    line per problem: those of the file in its order, then those of data and models.
+    home: the folder in which its stages run; left out, that of the file. also: see ``in_order``.
+    Raises UserError with one line per problem: those of the file in its order, then those of data
+    and models.
     """
     document = load(str(path))
-    study, problems = looked_through(document, stages_of(Path(path).parent))
+    stages = stages_of(Path(path).parent)
+    study, problems = looked_through(document, stages)
     if study is None:
         raise UserError("\n".join(problems))
+    if also is not None:
+        problems += _lines(document, also(study, stages))
     with as_in_stages(Path(path).parent if home is None else home):
         previews = previews_of(study)
-    missing = list(_lines(document, data_problems(previews, document.data["data"])))
+    missing = list(_lines(document, data_problems(previews, document.data.get("data", {}))))
     found = [*pair_rules(study, previews), *size_rules(study, previews)]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         found += model_rules(study, previews)
@@ -44,8 +54,10 @@ def foresee(path: str | Path = "params.yaml", home: Path | None = None) -> Fores
         others = [f"{document.path}: all else is in order"]
     if lines := [*problems, *missing, *others]:
         raise UserError("\n".join(lines))
-    notes = tuple(f"data.{phase}: {said(preview)}" for phase, preview in previews.items())
-    return Foreseen(study, notes, _seen(preview.seen for preview in previews.values()))
+    notes = [f"data.{phase}: {said(preview)}" for phase, preview in previews.items()]
+    if (why := unneeded(study)) is not None:
+        notes.append(why)
+    return Foreseen(study, tuple(notes), _seen(preview.seen for preview in previews.values()))
 
 
 def _lines(document: Document, found: Iterable[tuple[tuple, str]]) -> Iterator[str]:

@@ -33,6 +33,8 @@ def problems(
     for item in error.errors(include_url=False):
         if item["loc"] and item["loc"][0] in absent:
             continue
+        if item["type"] == "default_factory_not_called":
+            continue  # follows from another problem, which has a line of its own
         path, slot, owner = walk(Slot(model), item["loc"])
         keys = (*places.get(str(path[0]), (path[0],)), *path[1:]) if path else ()
         place = document.place(keys)

@@ -56,6 +56,19 @@ def guiding_rules(
         yield (*SECTION, "depth"), f"{text} methods.{name}; allowed: {model.depth}, or near it"
 
 
+def unneeded(study: Study) -> str | None:
+    """A line where each of several seeds trains a teacher from which no method learns."""
+    asked = [study.methods[name] for name in study.run.methods]
+    needed = any(method.guided or method.upcycle for method in asked)
+    number = len(study.run.seeds)
+    if needed or number == 1 or getattr(study.teacher, "training", None) is None:
+        return None
+    return (
+        f"teacher: {number} are trained, one a seed, but no method of run.methods needs one; "
+        "teacher: {kind: no_teacher} trains none"
+    )
+
+
 def _teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
     """The dense teacher for such images, or why it refuses them; one from timm is not fetched."""
     settings = study.teacher

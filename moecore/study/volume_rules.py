@@ -10,7 +10,8 @@ from moecore.study.study import Study
 Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 VOLUME_VIEWS = "shift, flip, affine, intensity and fill"
-FLAT_VIEWS = ("crop", "randaugment", "erasing", "size")  # of ViewSettings, for flat images only
+# of ViewSettings, for flat images only
+FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing", "size")
 
 
 def volume_rules(study: Study) -> Found:

@@ -58,6 +58,11 @@ class Task(Protocol):
         ...
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; () where labels are no classes."""
+        ...
+
+    @property
     def score(self) -> Score:
         """How ``scores`` are called and shown."""
         ...
@@ -121,15 +126,24 @@ class Task(Protocol):
         """The mean of ``scores``, as a validation split reports it after each epoch."""
         ...
 
-    def interval(self, scores: Tensor) -> Interval:
-        """The mean of scores (N,) with its 95 % interval over images."""
+    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
+        """The mean of scores (N,) with its 95 % interval over images.
+
+        people: (N,), whose image each is; the interval is then over people.
+        """
         ...
 
     def worst(self, one: Tensor, other: Tensor) -> Tensor:
         """Of two scores of each image the worse: what an adversary who may choose leaves."""
         ...
 
-    def difference(self, one: Tensor, other: Tensor, level: float = 0.95) -> Interval:
+    def difference(
+        self,
+        one: Tensor,
+        other: Tensor,
+        level: float = 0.95,
+        people: np.ndarray | None = None,
+    ) -> Interval:
         """Mean of ``one`` minus that of ``other``, scores (N,) of the same images; its interval."""
         ...
 

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.statistics.estimate import Estimate
-from moecore.statistics.intervals import Interval, wilson
-from moecore.statistics.paired import paired_difference, pairs
+from moecore.statistics.intervals import Interval, images_of, share
+from moecore.statistics.paired import paired_bootstrap, paired_difference, pairs
 from moecore.tasks.base import Details, Reduction, Score
 from moecore.tasks.class_scores import confusion, correct, nll, within
 
@@ -99,15 +99,23 @@ class Classification(Config):
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
         return float(self.scores(prediction, labels).float().mean())
 
-    def interval(self, scores: Tensor) -> Interval:
-        """Wilson's interval of the share."""
-        return wilson(int(scores.sum()), len(scores))
+    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
+        """Wilson's interval of the share; the bootstrap over people who have several images."""
+        return share(scores.numpy(), people)
 
     def worst(self, one: Tensor, other: Tensor) -> Tensor:
         return one & other
 
-    def difference(self, one: Tensor, other: Tensor, level: float = 0.95) -> Interval:
-        """Of two shares, paired (Newcombe, 1998)."""
+    def difference(
+        self,
+        one: Tensor,
+        other: Tensor,
+        level: float = 0.95,
+        people: np.ndarray | None = None,
+    ) -> Interval:
+        """Of two shares, paired (Newcombe, 1998; the bootstrap over people with several images)."""
+        if images_of(people) is not None:
+            return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
         return paired_difference(pairs(one.numpy(), other.numpy()), level)
 
     def guess(self, labels: Tensor) -> float:

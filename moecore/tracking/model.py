@@ -75,7 +75,7 @@ SCHEME = "models:/"
 
 
 def registered_name(study: str, header: dict) -> str:
-    """``study.method.phase.seed``; of a teacher ``study.teacher``."""
+    """``study.method.phase.seed``; of a teacher ``study.teacher.seed``."""
     words = (study, header["method"], header["stage"], header["seed"])
     return ".".join(str(word) for word in words if word is not None)
 

@@ -19,6 +19,7 @@ from moecore.tracking.sender import Sender
 
 FAMILY = "moecore.family"  # of a parent: "vmoe/0", or SHARED
 SHARED = "shared"
+ROUTERS = "teacher_router"
 CURRENT = "dvc.current"
 
 
@@ -48,6 +49,8 @@ class Family(NamedTuple):
     def outdated(self, header: Mapping[str, Any]) -> bool:
         """Whether it is of a model that was trained anew since; its stage has not run again yet."""
         trainings = self.trainings
+        if header["stage"] == ROUTERS:  # they come before the trainings that they guide
+            return False
         if header["stage"] in PHASES:
             return bool(trainings) and header["stage"] not in trainings
         trained = trainings.get(header["phase"]) or trainings.get("pretrain")
@@ -96,7 +99,7 @@ NOTE = (
     "Headline numbers of all stages, as in the report, and the curves of the trainings. The stages "
     "are the child runs, with their settings, numbers, figures and models."
 )
-PACE = ("train/epoch", "train/learning_rate", "train/images_per_second")
+PACE = ("train/epoch", "train/learning_rate", "train/images_per_second", "train/memory_mb")
 
 
 class Child(NamedTuple):

@@ -221,4 +221,4 @@ def guide_folder(method: str, seed: int) -> Path:
     learned = Path("artifacts/pretrain") / method / str(seed) / GUIDE
     if learned.exists():
         return learned
-    return Path("artifacts/teacher_router") / method
+    return Path("artifacts/teacher_router") / method / str(seed)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
+from moecore.core.streams import PERMUTED
 from moecore.data.loader import OnDevice, OnDisk, to_device
 from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.model import BackboneModel
@@ -12,8 +13,6 @@ from moecore.tasks import AnyTask
 from moecore.training.guide import Guide
 from moecore.training.isolation import Isolation
 from moecore.training.objective import Objective
-
-PERMUTED = 4  # of the random streams of a seed: the places of a null control's labels
 
 
 class Job(NamedTuple):

@@ -95,12 +95,14 @@ class Method(Config):
         description="share of DeiT's hard distillation in the task loss (DeiT: 0.5); "
         "the teacher must know the classes",
     )
+    guided_finetuning: bool | None = Field(
+        default=None, description="fine-tune with the teacher; null: as `guided` of that phase says"
+    )
     upcycle: bool = Field(
         default=False,
         description="start from the teacher's weights, its MLPs copied into every expert "
         "(sparse upcycling)",
     )
-
     regions: Regions | None = Field(
         default=None,
         description="region experts and their warm start; null for none "
@@ -226,10 +228,12 @@ class Method(Config):
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
         """The method with another k, without a warm start, and without the losses that need a
-        teacher unless ``guided``.
+        teacher unless ``guided``, or the method's own ``guided_finetuning``, says so.
 
         Hard distillation goes on only where the teacher knows the new classes.
         """
+        if self.guided_finetuning is not None:
+            guided = self.guided_finetuning
         kept = tuple(loss for loss in self.regularizers if guided or "guidance" not in loss.needs)
         share = self.distillation if guided and same_classes else 0.0
         router = None if self.router is None else self.router.finetuned()

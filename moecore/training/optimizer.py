@@ -1,4 +1,4 @@
-"""AdamW with a cosine schedule."""
+"""The groups of parameters that an optimizer gets, and the cosine schedule."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ FREE = ("_token", "pos_embed", "bias", "basis", "scale", "target")
 
 def build_optimizer(
     model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()
-) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay on matrices only, so on no bias, norm, token, position embedding,
-    and on no expert's basis.
+) -> torch.optim.Optimizer:
+    """The optimizer of ``settings``, fused; weight decay on matrices only, so on no bias, norm,
+    token, position embedding, and on no expert's basis.
 
     Decay would pull a basis (and the scale and target beside it) away from the lengths that its
     orthogonality penalty holds.
@@ -31,9 +31,8 @@ def build_optimizer(
         {"params": free, "weight_decay": 0.0},
         {"params": list(routers), "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
-    )
+    held = [group for group in groups if group["params"]]
+    return settings.optimizer.build(held, settings.learning_rate)
 
 
 def learning_rate(step: int, steps: int, warmup: float, settings: Training) -> float:

@@ -1,8 +1,10 @@
 """The settings of a training run."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+import torch
+from pydantic import Field, ValidationInfo, field_validator
 
 from moecore.core.config import Config
 from moecore.data.views.mix import Mix
@@ -11,17 +13,67 @@ from moecore.nn.layers.positions import Interpolation
 from moecore.training.adversarial import Adversarial
 from moecore.training.runtime import Precision
 
+Groups = list[dict[str, Any]]  # of parameters, as torch's optimizers take them
+
+
+class Adamw(Config):
+    """Adam with decay apart from the gradient (Loshchilov & Hutter 2019)."""
+
+    kind: Literal["adamw"] = "adamw"
+    decays: ClassVar[bool] = True
+
+    def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
+        """Of groups with a ``weight_decay`` each."""
+        return torch.optim.AdamW(groups, lr=rate, fused=True)
+
+
+class Adam(Config):
+    """Adam without decay (Kingma & Ba 2015)."""
+
+    kind: Literal["adam"] = "adam"
+    decays: ClassVar[bool] = False
+
+    def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
+        """Of groups that have no decay."""
+        return torch.optim.Adam(groups, lr=rate, fused=True)
+
+
+class Sgd(Config):
+    """Stochastic gradient descent with momentum, without decay: m ← μm + g, w ← w − rate · m."""
+
+    kind: Literal["sgd"] = "sgd"
+    decays: ClassVar[bool] = False
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="μ; 0 for none")
+
+    def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
+        """Of groups that have no decay."""
+        return torch.optim.SGD(groups, lr=rate, momentum=self.momentum, fused=True)
+
+
+Optimizer = Annotated[Adam | Adamw | Sgd, Field(discriminator="kind")]
+DECAY = 0.05
+
+
+def _decay(given: Mapping[str, Any]) -> float:
+    """The weight decay where none is written, after the fields above it: AdamW's, or none."""
+    optimizer = given.get("optimizer")
+    return 0.0 if optimizer is not None and not optimizer.decays else DECAY
+
 
 class Training(Config):
-    """One training run: AdamW, cosine schedule with linear warm-up, augmented views."""
+    """One training run: optimizer, cosine schedule with linear warm-up, augmented views."""
 
     epochs: int = Field(ge=1)
     batch: int = Field(ge=1, description="images per step")
     learning_rate: float = Field(gt=0, description="peak, after the warm-up")
     final_learning_rate: float = Field(default=1e-6, ge=0, description="at the end of the cosine")
     warmup_epochs: float = Field(default=1.0, ge=0)
+    optimizer: Optimizer = Field(default=Adamw(), description="adamw, adam or sgd")
     weight_decay: float = Field(
-        default=0.05, ge=0, description="on matrices; not on biases, norms, tokens and positions"
+        default_factory=_decay,
+        ge=0,
+        description="on matrices; not on biases, norms, tokens and positions; adamw only",
+        json_schema_extra={"default": DECAY},
     )
     clip: float | None = Field(
         default=1.0, gt=0, description="largest norm of the gradient; null for none"
@@ -42,6 +94,15 @@ class Training(Config):
         description="steps between two checkpoints (rounded up to a logged point)",
     )
 
+    @field_validator("weight_decay")
+    @classmethod
+    def _decays(cls, decay: float, info: ValidationInfo) -> float:
+        optimizer = info.data.get("optimizer")
+        if decay and optimizer is not None and not optimizer.decays:
+            found = f"found {decay:g} with optimizer.kind {optimizer.kind}, which has no decay"
+            raise ValueError(f"{found}; allowed: 0, or optimizer: {{kind: adamw}}")
+        return decay
+
 
 class Finetuning(Training):
     """Fine-tuning on other data: fewer images, another resolution, another k, with or without the
@@ -58,7 +119,8 @@ class Finetuning(Training):
     )
     guided: bool = Field(
         default=False,
-        description="keep the regularizers that need the teacher (TGR during fine-tuning)",
+        description="keep the regularizers that need the teacher (TGR during fine-tuning); "
+        "a method's own guided_finetuning goes before",
     )
     interpolation: Interpolation = "bilinear"
 
@@ -77,4 +139,3 @@ class TeacherRouterFit(Config):
     steps: Annotated[int, Field(ge=1)] = 300
     batch: Annotated[int, Field(ge=1)] = 256
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    seed: Annotated[int, Field(ge=0)] = 0

@@ -9,7 +9,8 @@ from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.square import Square
-from moecore.attacks.target import Target, rounded, subset
+from moecore.attacks.target import Target, drawn_places, rounded
+from moecore.nn.predict import coupled, predictions, whole_groups
 from tests.attacks.models import CLASSES, SETS, YEARS, Smooth, vit
 from tests.attacks.test_attacks import case, named
 
@@ -108,13 +109,9 @@ def test_names_say_what_is_not_usual():
 
 
 def test_a_subset_is_drawn_once_in_order():
-    images, labels = np.arange(20, dtype=np.uint8), np.arange(20)
-    some, their = subset(images, labels, 8, seed=3)
-    assert len(set(some)) == 8 and (np.diff(some) > 0).all() and their.tolist() == some.tolist()
-    assert (
-        subset(images, labels, 8, 4)[0].tolist() != some.tolist()
-        and len(subset(images, labels, 99, 0)[0]) == 20
-    )
+    some = drawn_places(20, 8, seed=3)
+    assert len(set(some)) == 8 and (np.diff(some) > 0).all()
+    assert drawn_places(20, 8, 4).tolist() != some.tolist() and len(drawn_places(20, 99, 0)) == 20
 
 
 def test_a_score_is_the_tasks_and_the_clean_image_lies_in_every_ball():
@@ -141,3 +138,20 @@ def test_an_attack_says_itself_what_it_does_not_apply_to():
     assert ApgdReference().refuses(SETS) == f"apgd_reference {several}"
     assert Apgd(objective="dlr").refuses(SETS) == f"apgd with objective dlr {several}"
     assert Apgd(objective="cross_entropy").refuses(SETS) is None
+
+
+def test_images_that_share_a_capacity_meet_in_whole_groups_whatever_the_batch():
+    pixels, labels = case(13)
+    pixels = pixels.repeat_interleave(2, -1).repeat_interleave(2, -2)  # 8 × 8
+    router = {"kind": "noisy_top_k", "k": 1, "eval_capacity_factor": 0.5, "group_size": 4}
+    model = vit(router)
+    assert coupled(model) == 4
+    assert [whole_groups(model, batch) for batch in (1, 4, 7, 9)] == [4, 4, 4, 8]
+    said = [predictions(model, pixels, batch, routing=False)[0] for batch in (1, 7, 100)]
+    alone = predictions(model, pixels[3:4], 1, routing=False)[0]
+    assert all(torch.allclose(said[0], other, atol=1e-6) for other in said[1:])
+    assert not torch.allclose(said[0][3:4], alone)  # images of a group matter to each other
+    attack = Pgd(steps=2)
+    found = Target(model, CLASSES, pixels, labels, 5).attacked(attack, 0.1)
+    some = Target(model, CLASSES, pixels, labels, 9, only=labels < 0).attacked(attack, 0.1)
+    assert torch.allclose(found, some, atol=1e-6)  # so all of them are attacked

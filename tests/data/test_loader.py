@@ -3,6 +3,9 @@
 Splits: disjoint, stratified, exact in number, and a function of the seed.
 """
 
+import hashlib
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -11,13 +14,22 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
+from moecore.core.streams import (
+    ATTACK,
+    FEW_SHOT,
+    NOISE,
+    PERMUTED,
+    VIEWS,
+    Who,
+    generator_for,
+    seed_of,
+)
 from moecore.data.loader import (
     OnDevice,
     OnDisk,
     batch_indices,
     epoch_order,
     few_shot,
-    generator_for,
     steps_per_epoch,
     to_device,
 )
@@ -152,3 +164,58 @@ def test_nothing_left_is_an_error():
         carve(LABELS, 100, 0)
     with pytest.raises(ValidationError, match="validation is 1.5"):
         SplitSettings(validation=1.5)
+
+
+SEEDS = range(3)
+WHO = get_args(Who)
+
+
+def drawn(*words: int) -> int:
+    return int(torch.randint(2**62, (), generator=generator_for(*words)))
+
+
+def of_training(seed: int) -> dict[tuple, int]:
+    """The first draw of each stream of a training, by what it is for."""
+    found = {("weights", seed): int(torch.Generator().manual_seed(seed).initial_seed())}
+    found |= {("order", seed, epoch): drawn(seed, epoch) for epoch in range(200)}
+    for step in range(200):
+        for purpose in (VIEWS, NOISE, ATTACK):
+            found["step", seed, step, purpose] = drawn(seed, step, purpose)
+    return found
+
+
+def test_no_two_streams_coincide():
+    """Students, their teachers and all that is measured, under the same numbers of seeds."""
+    found: dict[tuple, int] = {}
+    for seed in SEEDS:
+        found |= of_training(seed)
+        for who in WHO:
+            own = of_training(seed_of(who, seed))
+            found |= {(who, seed, *words): value for words, value in own.items()}
+            # two views of images in parts of 100, as routing and explorer draw them
+            drawn_from = seed_of(who, seed)
+            found |= {
+                (who, seed, start, 0): drawn(drawn_from, start, 0) for start in (0, 100)
+            }  # the second view, (start, 1), is there already
+    assert len(set(found.values())) == len(found)
+
+
+def test_no_two_streams_of_numpy_coincide():
+    purposes = (0, 1, 2, FEW_SHOT, PERMUTED, 5, 6)
+    words: list[int | list[int]] = [[seed, purpose] for seed in SEEDS for purpose in purposes]
+    words += [seed_of(who, seed) for who in WHO for seed in SEEDS]
+    words += [[seed_of("mixed_regions", seed), index] for seed in SEEDS for index in range(1, 9)]
+    first = {int(np.random.default_rng(word).integers(2**62)) for word in words}
+    assert len(first) == len(words)
+
+
+def test_the_streams_of_a_student_are_what_they_always_were():
+    """Another order, view or noise would make every trained model another one."""
+    labels = np.arange(60) % 2
+    said = [
+        batch_indices(1000, 64, 3, 40).tolist(),
+        [generator_for(3, 40, purpose).initial_seed() for purpose in (VIEWS, NOISE, ATTACK)],
+        few_shot(TWO, labels, 10, 3).tolist(),
+        np.random.default_rng([3, PERMUTED]).permutation(50).tolist(),
+    ]
+    assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "8ddca5fd3dce9597"

@@ -99,7 +99,7 @@ def addition(tmp_path) -> Addition:
     return Addition(tmp_path)
 
 
-TRAINED = ("prepare pretrain", "teacher_router vmoe", "pretrain vmoe 0")
+TRAINED = ("prepare pretrain", "teacher_router vmoe 0", "pretrain vmoe 0")
 LOOKED_AT = "measure invariance pretrain vmoe 0"
 
 
@@ -136,7 +136,7 @@ def test_a_regularizer(addition):
 def test_a_data_source(addition):
     source(addition)
     assert len(addition.cost()) == 1
-    addition.run("prepare pretrain", "teacher_router dense", "pretrain dense 0")
+    addition.run("prepare pretrain", "teacher_router dense 0", "pretrain dense 0")
     assert addition.measured("pretrain/dense/0")["test_count"] > 0
 
 
@@ -253,7 +253,7 @@ def test_a_measurement(tmp_path):
     }
     text = study_dvc(["prepare", "teacher_router", "pretrain", "measure"])
     (tmp_path / "dvc.yaml").write_text(text, encoding="utf-8")
-    addition.run("prepare pretrain", "teacher_router dense", "pretrain dense 0")
+    addition.run("prepare pretrain", "teacher_router dense 0", "pretrain dense 0")
     addition.run("measure brightness pretrain dense 0", "compare")
     table = (tmp_path / "reports/compare.json").read_text(encoding="utf-8")
     assert '"brightness' in table
@@ -288,7 +288,7 @@ def test_a_study(tmp_path):
         "numbers",
         "prepare@pretrain",
         "pretrain@dense-0",
-        "teacher_router@dense",
+        "teacher_router@dense-0",
     ]
     assert (study / "reports/compare.json").is_file()
     assert inside.repro() == ["code"], "its code lies outside, so it is hashed at every start"

@@ -58,7 +58,7 @@ def test_a_method_is_an_entry(tmp_path):
     small = re.sub(r"epochs: 2", "epochs: 1", PARAMS).replace("teacher:\n", f"{entry}teacher:\n", 1)
     project = Project(tmp_path, small.replace("[dense, vmoe, tgr]", "[dense, moge_z]"))
     assert project.moecore("check").returncode == 0
-    for stage in ("prepare pretrain", "teacher_router moge_z", "pretrain moge_z 0"):
+    for stage in ("prepare pretrain", "teacher_router moge_z 0", "pretrain moge_z 0"):
         project.stage(*stage.split())
     assert read_json(tmp_path / "artifacts/measured/pretrain/moge_z/0.json")["test_count"] > 0
     history = (tmp_path / "artifacts/history/pretrain/moge_z/0/history.jsonl").read_text("utf-8")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.core.streams import seed_of
 from moecore.data.prepared import evenly_spread
 from moecore.measure import lipschitz
 from moecore.measure.base import Subject
@@ -147,7 +148,9 @@ def test_the_tokens_are_what_the_layers_get(models, images):
         model(next(batches(images, 6)))
     for hook in hooks:
         hook.remove()
-    chosen = np.sort(np.random.default_rng(2).permutation(len(seen[0]))[:7])
+    chosen = np.sort(
+        np.random.default_rng(seed_of("measured_tokens", 2)).permutation(len(seen[0]))[:7]
+    )
     for tokens, whole in zip(found, seen, strict=True):
         assert tokens.shape == (7, 16)
         torch.testing.assert_close(tokens, whole[chosen], rtol=1e-4, atol=1e-5)

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.attacks.target import subset
 from moecore.core.files import UserError
 from moecore.measure import robustness as module
 from moecore.measure.base import Skipped, Subject, at_once, read_result
-from moecore.measure.robustness import Result, Robustness, measure, refuse
+from moecore.measure.robustness import Result, Robustness, measure, refuse, target_of
 from moecore.measure.under_attack.curves import run_of, unpacked
 from stages import robustness as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
@@ -65,7 +64,7 @@ def test_a_few_images_are_shown_under_the_strongest_attack(results, subjects):
         assert last[shown.attack].score == min(row.score for row in last.values())
         assert [row.epsilon for row in shown.rows] == [0, 0.05, 0.2]
         clean, *moved = (row.pictures.array().astype(float) / 255 for row in shown.rows)
-        images = subset(*subjects[1][name].data.test, 25, 5)[0]
+        images = target_of(subjects[1][name], SETTINGS).images
         assert np.array_equal(clean * 255, images[[0, 12, 24]])
         for pictures, epsilon in zip(moved, (0.05, 0.2), strict=True):
             assert 0 < np.abs(pictures - clean).max() <= epsilon + 1 / 255

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.core.streams import seed_of
 from moecore.measure.base import Skipped, Subject, at_once, read_result
 from moecore.measure.robustness import Result, Robustness, measure
 from moecore.measure.transfer import Transfer
@@ -99,7 +100,8 @@ def test_errors_under_attack(results, name):
 
 def test_the_clean_error_is_the_models(subjects, results):
     subject = subjects["dense"]
-    where = np.sort(np.random.default_rng(0).permutation(40)[:10])
+    drawn = np.random.default_rng(seed_of("attacked_images", 0))
+    where = np.sort(drawn.permutation(40)[:10])
     test = subject.data.test
     said = predictions(subject.model, test.images[where], 5)[0][:, 0].numpy()
     errors = np.abs(said - test.labels[where])

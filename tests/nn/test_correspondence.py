@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.records import Layout
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views import Affine, Crop, ViewSettings, make_views
 from moecore.nn.correspondence import match_tokens, paired, partners, token_pairs

@@ -39,6 +39,7 @@ SMALL = {
     "teacher_router": {"steps": 1, "batch": 4, "learning_rate": 0.01},
     "cohort_checks": {"subjects": 2, "ages": [25, 50, 80], "rescans": 2, "resamples": 100},
     "claims": [],
+    "questions": [],
 }
 
 
@@ -90,9 +91,9 @@ def study(tmp_path_factory) -> Path:
         )
         write_code("params.yaml")
         prepare.prepare("pretrain")
-        teacher.teacher()
+        teacher.teacher(0)
         for method in METHODS:
-            teacher_router.teacher_router(method)
+            teacher_router.teacher_router(method, 0)
             pretrain.pretrain(method, 0)
             out_of_fold.out_of_fold(method, 0)
             calibrate_stage.calibrate("pretrain", method, 0)

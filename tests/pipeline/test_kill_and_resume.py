@@ -14,11 +14,11 @@ import pytest
 from tests.project import PARAMS, Project
 
 STAGES = {
-    "teacher": (("teacher",), "artifacts/teacher"),
+    "teacher": (("teacher", "0"), "artifacts/teacher/0"),
     "pretrain": (("pretrain", "tgr", "0"), "artifacts/pretrain/tgr/0"),
     "finetune": (("finetune", "finetune", "tgr", "0"), "artifacts/finetune/tgr/0"),
 }
-TIMED = ("images_per_second", "seconds")
+TIMED = ("images_per_second", "seconds", "training_step_ms")
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def project(tmp_path_factory):
     for words in (
         ["prepare", "pretrain"],
         ["prepare", "finetune"],
-        ["teacher"],
-        ["teacher_router", "tgr"],
+        ["teacher", "0"],
+        ["teacher_router", "tgr", "0"],
         ["pretrain", "tgr", "0"],
         ["finetune", "finetune", "tgr", "0"],
     ):

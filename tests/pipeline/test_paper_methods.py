@@ -45,10 +45,10 @@ def project(tmp_path_factory) -> Project:
         "shots: 20}", "shots: 20, k: 1, guided: true}"
     )
     made = Project(tmp_path_factory.mktemp("papers"), text)
-    for words in (("prepare", "pretrain"), ("prepare", "finetune"), ("teacher",)):
+    for words in (("prepare", "pretrain"), ("prepare", "finetune"), ("teacher", "0")):
         made.stage(*words)
     for name in NAMES:
-        made.stage("teacher_router", name)
+        made.stage("teacher_router", name, "0")
         made.stage("pretrain", name, "0")
         made.stage("finetune", "finetune", name, "0")
         made.stage("measure", "routing", "pretrain", name, "0")
@@ -81,7 +81,7 @@ def test_both_trainings_report_what_they_reached(project, name):
 
 
 def test_a_joint_teacher_router_is_kept_beside_the_model_and_differs_from_the_drawn_one(project):
-    drawn = project.folder / "artifacts/teacher_router/joint/routers.safetensors"
+    drawn = project.folder / "artifacts/teacher_router/joint/0/routers.safetensors"
     learned = project.folder / "artifacts/pretrain/joint/0/guide/routers.safetensors"
     assert drawn.read_bytes() != learned.read_bytes()
     assert 0 <= measured(project, "routing/pretrain", "joint")["teacher_agreement"] <= 1
@@ -95,6 +95,9 @@ def test_the_upper_bound_agrees_with_its_own_teacher_where_it_decides(project):
             project.folder / "artifacts/pretrain/oracle/0/guide/teacher/model.safetensors"
         ).exists()
     )
+    routing = measured(project, "routing/pretrain", "oracle")
+    assert routing["teacher_agreement"] == 1
+    assert routing["unchosen_mass"] < 0.5, "the two best of its own four probabilities are chosen"
 
 
 def test_fine_tuning_uses_the_other_k(project):

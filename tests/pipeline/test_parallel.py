@@ -18,11 +18,11 @@ from tests.project import PARAMS, ROOT, Project
 ABOVE = {
     "code": set(),
     "prepare@pretrain": {"code"},
-    "teacher": {"prepare@pretrain"},
-    "teacher_router@vmoe": {"teacher"},
-    "teacher_router@prc": {"teacher"},
-    "pretrain@vmoe-0": {"teacher_router@vmoe"},
-    "pretrain@prc-0": {"teacher_router@prc"},
+    "teacher@0": {"prepare@pretrain"},
+    "teacher_router@vmoe-0": {"teacher@0"},
+    "teacher_router@prc-0": {"teacher@0"},
+    "pretrain@vmoe-0": {"teacher_router@vmoe-0"},
+    "pretrain@prc-0": {"teacher_router@prc-0"},
     "finetune@vmoe-0": {"pretrain@vmoe-0"},
     "calibrate@pretrain-vmoe-0": {"pretrain@vmoe-0"},
     "measure@invariance-pretrain-vmoe-0": {"pretrain@vmoe-0"},
@@ -37,7 +37,7 @@ ABOVE = {
         "transfer@pretrain-0",
     },
 }
-BEGUN = {"code", "prepare@pretrain", "teacher", "teacher_router@vmoe", "teacher_router@prc"}
+BEGUN = {"code", "prepare@pretrain", "teacher@0", "teacher_router@vmoe-0", "teacher_router@prc-0"}
 
 
 def test_what_all_wait_for_comes_first():
@@ -45,9 +45,9 @@ def test_what_all_wait_for_comes_first():
     assert next_job(ABOVE, set(), {"code"}) is None, "nothing is ready"
     assert next_job(ABOVE, {"code"}, {"code"}) == Job(("prepare@pretrain",))
     done = {"code", "prepare@pretrain"}
-    assert next_job(ABOVE, done, done) == Job(("teacher",))
-    done = {*done, "teacher"}
-    assert next_job(ABOVE, done, done) == Job(("teacher_router@vmoe", "teacher_router@prc"))
+    assert next_job(ABOVE, done, done) == Job(("teacher@0",))
+    done = {*done, "teacher@0"}
+    assert next_job(ABOVE, done, done) == Job(("teacher_router@vmoe-0", "teacher_router@prc-0"))
 
 
 def test_trainings_come_first_and_a_models_measurements_go_together():
@@ -78,6 +78,21 @@ def test_seeds_of_a_method_are_apart():
     assert next_job(above, set(), set()) == Job(("pretrain@vmoe-0", "finetune@vmoe-0"))
 
 
+def test_each_seed_has_a_teacher_and_several_are_trained_at_once():
+    above = {f"teacher@{seed}": set() for seed in (0, 1)}
+    for seed in (0, 1):
+        for method in ("vmoe", "tgr"):
+            above[f"teacher_router@{method}-{seed}"] = {f"teacher@{seed}"}
+            above[f"pretrain@{method}-{seed}"] = {f"teacher_router@{method}-{seed}"}
+    first = next_job(above, set(), set())
+    assert first == Job(("teacher@0",))
+    assert next_job(above, set(), {"teacher@0"}) == Job(("teacher@1",))
+    teachers = {"teacher@0", "teacher@1"}
+    routers = Job(("teacher_router@vmoe-0", "teacher_router@tgr-0"))
+    assert next_job(above, teachers, teachers) == routers, "those of one seed"
+    assert next_job(above, {"teacher@0"}, teachers) == routers, "while the other teacher learns"
+
+
 def test_all_cores_are_for_what_runs_alone(monkeypatch):
     given = {}
 
@@ -92,7 +107,7 @@ def test_all_cores_are_for_what_runs_alone(monkeypatch):
     assert {stage for stage, environment in given.items() if not environment} == {
         "code",
         "prepare@pretrain",
-        "teacher",
+        "teacher@0",
         "measure@cost-finetune-vmoe-0",
     }
     assert given.keys() == above.keys()
@@ -122,12 +137,12 @@ def test_nothing_starts_after_a_failure(monkeypatch):
 
     def fake(job, environment, started):
         ran.append((job.stages, dict(environment)))
-        return int(job.stages[0] == "teacher")
+        return int(job.stages[0] == "teacher@0")
 
     monkeypatch.setattr("moecore.pipeline.parallel.run_job", fake)
     place = {"PLACE": "only"}
     left = run(ABOVE, [place])
-    assert ran == [(("code",), place), (("prepare@pretrain",), place), (("teacher",), place)]
+    assert ran == [(("code",), place), (("prepare@pretrain",), place), (("teacher@0",), place)]
     assert left == [stage for stage in ABOVE if stage not in ("code", "prepare@pretrain")]
 
 
@@ -208,7 +223,7 @@ def test_the_command_python(project, words, code, said):
 
 
 def test_a_stage_ends_with_who_started_it(project):
-    project.stage("teacher_router", "dense")
+    project.stage("teacher_router", "dense", "0")
     project.edit("pretrain:\n  {epochs: 2, batch: 64", "pretrain:\n  {epochs: 2000, batch: 64")
     words = ["python", "-m", "stages.pretrain", "dense", "0"]
     started = subprocess.Popen(words, cwd=project.folder, env=project.environment)

@@ -22,8 +22,8 @@ def test_everything_ran_once_and_then_nothing_runs(finished, shared):
         "code",
         "prepare@pretrain",
         "prepare@finetune",
-        "teacher",
-        *(f"teacher_router@{method}" for method in METHODS),
+        "teacher@0",
+        *(f"teacher_router@{method}-0" for method in METHODS),
         *(f"{phase}@{method}-0" for phase in ("pretrain", "finetune") for method in METHODS),
         *(
             f"{stage}@finetune-{method}-0"

@@ -60,8 +60,8 @@ def folder(tmp_path_factory):
         for name in ("pretrain", "finetune", "adversarial"):
             prepare.prepare(name)
         for method in ("dense", "vmoe"):
-            (home / "artifacts/teacher_router" / method).mkdir(parents=True)
-            save_no_guide(home / "artifacts/teacher_router" / method)
+            (home / "artifacts/teacher_router" / method / "0").mkdir(parents=True)
+            save_no_guide(home / "artifacts/teacher_router" / method / "0")
             pretrain.pretrain(method, 0)
             finetune.finetune("finetune", method, 0)
             finetune.finetune("adversarial", method, 0)

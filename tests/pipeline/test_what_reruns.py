@@ -88,7 +88,7 @@ def test_a_router_reruns_the_methods_that_use_it(edited):
 def test_a_regularizer_reruns_the_methods_that_use_it(edited):
     edit(edited, "moecore/training/regularizers/router_kl.py")
     stale = set(edited.stale())
-    assert {"teacher_router@tgr", "pretrain@tgr-0", "finetune@tgr-0", "compare"} <= stale
+    assert {"teacher_router@tgr-0", "pretrain@tgr-0", "finetune@tgr-0", "compare"} <= stale
     assert not [stage for stage in stale if of_method(stage, "dense", "vmoe")]
 
 
@@ -121,7 +121,7 @@ def test_a_method_that_is_trained_again_is_attacked_again_by_all_others(edited):
 def test_a_new_method_trains_only_itself(edited):
     edited.edit("methods: [dense, vmoe, tgr]", "methods: [dense, vmoe, tgr, other]")
     stale = set(edited.stale())
-    assert {"teacher_router@other", "pretrain@other-0", "transfer@finetune-0", "compare"} <= stale
+    assert {"teacher_router@other-0", "pretrain@other-0", "transfer@finetune-0", "compare"} <= stale
     assert not [stage for stage in stale if of_method(stage, *METHODS)]
 
 
@@ -143,8 +143,8 @@ def test_the_hashes_of_all_that_decides_a_result_are_there(finished):
 
 STAGES = (
     "prepare@finetune",
-    "teacher",
-    "teacher_router@tgr",
+    "teacher@0",
+    "teacher_router@tgr-0",
     "pretrain@tgr-0",
     "finetune@tgr-0",
     "calibrate@finetune-tgr-0",

@@ -10,10 +10,12 @@ from moecore.measure.base import Skipped
 from moecore.measure.corruptions import Result as Corruptions
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
-from moecore.report.charts import over
+from moecore.report.charts import attack_points, over
+from moecore.report.column import Column
 from moecore.report.measures.corruptions import errors_of, errors_of_dense
-from moecore.report.measures.robustness import WORST, attack_title, hits_under, points, rows_of
+from moecore.report.measures.robustness import WORST, attack_title, hits_under, rows_of
 from moecore.report.measures.routing import swept
+from moecore.report.measures.training import COLUMNS
 from moecore.report.page import page
 from moecore.report.paper_figures import REPORTED
 from moecore.report.references import seen
@@ -193,7 +195,7 @@ def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     models["dense"][0] = changed(models["dense"][0], result)
     assert "accuracy_pgd-10" not in cells(found, "dense")
     assert "accuracy_pgd-10" in cells(found, "vmoe")
-    assert points([rows_of(result, "pgd-10")], result) == []
+    assert attack_points([rows_of(result, "pgd-10")], result.task.score) == []
     assert hits_under(models["dense"][0], "pgd-10") is None
     both = (hits_under(models["dense"][0], name) for name in (WORST, "fgsm"))
     assert (next(both) == next(both)).all()
@@ -422,3 +424,13 @@ def test_what_the_papers_print_of_cost():
             "gflops": 12.4,
         }
     )
+    assert values["ERMoE, one layer, 32 experts"] == {"training_memory_mb": 84_700}
+    assert values["V-MoGE-S, Tiny-ImageNet"] == {"training_memory_mb": 5299}
+
+
+def test_the_cost_of_a_training_step_is_shown_where_the_training_told_it(whole):
+    assert not {"training_step_ms", "training_memory_mb"} & set(cells(whole, "vmoe"))
+    trained = whole.phases["pretrain"].models["vmoe"][0].of(Outcome)
+    told = trained.model_copy(update={"training_step_ms": 61.0, "training_memory_mb": 512.5})
+    read = {column.name: column.read(told) for column in COLUMNS if isinstance(column, Column)}
+    assert (read["training_step_ms"], read["training_memory_mb"]) == (61.0, 512.5)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moecore.core import streams
 from moecore.measure.base import read_result
 from moecore.measure.routing_metrics.epochs import Watch
 from moecore.nn.predict import predictions
@@ -32,6 +33,7 @@ methods:
     router: {kind: noisy_top_k, k: 2}
     experts: {kind: mlp, number: 5, hidden_ratio: 1}
     regularizers: [{kind: router_kl}]
+    guided_finetuning: true
   ermoe_ba:
     router: {kind: eigenbasis, k: 2, context: learned}
     experts: {kind: eigen, number: 5, hidden_ratio: 1}
@@ -61,11 +63,12 @@ def study(tmp_path_factory):
     patched.chdir(folder)
     try:
         write_code("params.yaml")
-        teacher()
+        teacher(0)
         for method in ("dense", "vmoe", "tgr", "ermoe_ba", "control"):
-            teacher_router(method)
+            teacher_router(method, 0)
             pretrain(method, 0)
         finetune("finetune", "ermoe_ba", 0)
+        finetune("finetune", "tgr", 0)
         yield data
     finally:
         patched.undo()
@@ -126,6 +129,34 @@ def test_fine_tuning_keeps_the_head_and_has_no_warm_start(study):
     found = measured("ermoe_ba", "finetune")
     assert found.test_score.value < 40
     assert "region_routing" not in found.curve[-1]
+
+
+def test_a_method_keeps_its_teacher_in_fine_tuning_where_it_says_so(study):
+    assert "router_kl" in measured("tgr", "finetune").curve[-1]
+
+
+def test_a_seed_shares_no_stream_with_its_teacher(study, monkeypatch):
+    """Of the same shape, trained on the same images, under the same number."""
+    seeds: dict[str, set] = {}
+    digest, seeded = streams._digest, torch.manual_seed
+
+    def run(stage, *item):
+        said: set = set()
+        monkeypatch.setattr(streams, "_digest", lambda *words: said.add(words) or digest(*words))
+        monkeypatch.setattr(torch, "manual_seed", lambda seed: said.add(seed) or seeded(seed))
+        stage(*item)
+        seeds[stage.__name__] = said
+
+    run(teacher, 0)
+    run(teacher_router, "tgr", 0)
+    run(pretrain, "tgr", 0)
+    assert {(0, 0), (0, 0, streams.VIEWS), (0, 0, streams.NOISE), 0} <= seeds["pretrain"]
+    assert all(len(said) >= 3 for said in seeds.values()), "weights, order, whose they are"
+    pairs = [("teacher", "teacher_router"), ("teacher", "pretrain"), ("teacher_router", "pretrain")]
+    assert not [pair for pair in pairs if seeds[pair[0]] & seeds[pair[1]]]
+    first = load_model("artifacts/teacher/0").state_dict()
+    student = load_model("artifacts/pretrain/dense/0").state_dict()
+    assert not [name for name in first if torch.equal(first[name], student[name])]
 
 
 def test_killed_after_an_epoch_it_goes_on_to_the_same_model(study, monkeypatch):

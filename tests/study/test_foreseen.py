@@ -59,6 +59,27 @@ def test_ours_is_in_order_and_says_what_the_data_are(project):
     assert {path.name for path in project.iterdir()} == {"params.yaml", "dvc.yaml"}
 
 
+def test_teachers_that_nobody_needs_are_named(project):
+    several = ("seeds: [0]", "seeds: [0, 1, 2]")
+    assert len(foresee(edit(project, several)).notes) == 2, "tgr needs them"
+    methods = ("methods: [dense, vmoe, prc, ermoe, tgr, moge]", "methods: [dense, vmoe]")
+    said = foresee(edit(project, methods)).notes[-1]
+    assert said.startswith("teacher: 3 are trained, one a seed, but no method of run.methods needs")
+    assert len(foresee(edit(project, several[::-1])).notes) == 2, "one seed trains one, as ever"
+
+
+def test_the_seed_of_a_teacher_is_that_of_the_run(project):
+    path = edit(project, ("teacher_router: {steps", "teacher_router: {seed: 1, steps"))
+    (said,) = refused(path)
+    assert "teacher_router.seed" in said and "steps" in said
+
+
+def test_fine_tuning_with_a_teacher_that_a_method_does_not_have(project):
+    path = edit(project, ("  dense: {}", "  dense: {guided_finetuning: true}"))
+    (said,) = refused(path)
+    assert "methods.dense.guided_finetuning: nothing of the method needs a teacher" in said
+
+
 SIZE = "width: 96, depth: 4, heads: 3, mlp_ratio: 2}\n\nmethods"
 RATE = "  learning_rate: 1.5e-3\n  warmup_epochs: 0.3"
 

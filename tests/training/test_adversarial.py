@@ -8,7 +8,8 @@ from torch.nn.functional import cross_entropy
 
 from moecore.attacks.pgd import Pgd
 from moecore.core.records import Batch, ModelOutput
-from moecore.data.loader import generator_for, to_device
+from moecore.core.streams import generator_for
+from moecore.data.loader import to_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import evaluating, predictions

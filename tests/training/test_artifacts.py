@@ -61,6 +61,22 @@ def test_the_same_images_give_the_same_model(tmp_path, model):
     )
 
 
+def test_fine_tuning_keeps_the_drop_path_and_an_older_card_has_none(tmp_path, model):
+    torch.manual_seed(0)
+    dropping = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.3).build(IMAGE, VMOE.moe)
+    save_model(tmp_path, dropping)
+    tuned = transferred(tmp_path, IMAGE.model_copy(update={"size": 16}), VMOE.moe)
+    assert tuned.config.drop_path == 0.3
+    assert [block.drop_path1.rate for block in tuned.blocks[1:]] == pytest.approx([0.1, 0.2, 0.3])
+    card = json.loads((tmp_path / "model.json").read_text())
+    del card["backbone"]["drop_path"]
+    (tmp_path / "model.json").write_text(json.dumps(card))
+    assert load_card(tmp_path).backbone.drop_path == 0
+    images = torch.rand(3, 1, 8, 8)
+    expected = dropping.eval()(images).prediction
+    assert torch.equal(load_model(tmp_path)(images).prediction, expected)
+
+
 def test_what_does_not_fit_is_refused(tmp_path, model):
     save_model(tmp_path, model)
     with pytest.raises(UserError, match="1 channels, the new images have 3"):

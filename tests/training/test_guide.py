@@ -53,6 +53,7 @@ def test_fitting_makes_it_confident_and_balanced_and_leaves_the_teacher_alone():
             task().train,
             TeacherRouter(load=1.0, entropy=0.1),
             TeacherRouterFit(steps=60, batch=16, learning_rate=0.05),
+            seed=0,
         )
     )
     assert (

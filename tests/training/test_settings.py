@@ -7,11 +7,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.study.params import check
+from moecore.training.checkpoint import Checkpoint
+from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import tune
-from moecore.training.settings import Training
-from tests.training.small import VMOE, task
+from moecore.training.settings import Finetuning, Training
+from tests.training.small import CPU, VMOE, task
+from tests.training.small import SETTINGS as SMALL
 
 TGR = VMOE.model_copy(
     update={
@@ -40,6 +46,16 @@ def test_fine_tuning_drops_the_teachers_losses_and_changes_k():
     assert [loss.kind for loss in tuned.regularizers] == ["z_loss"] and tuned.router.k == 1
     assert TGR.for_finetuning(k=None, guided=True) == TGR
     assert Method().for_finetuning(k=1, guided=False) == Method()
+
+
+def test_a_method_says_itself_whether_its_fine_tuning_is_guided():
+    """So that with and without the teacher stand side by side in one study (TGR, table 3)."""
+    for own in (True, False):
+        method = TGR.model_copy(update={"guided_finetuning": own})
+        for phase in (True, False):
+            tuned = method.for_finetuning(k=None, guided=phase)
+            assert tuned.guided == own
+            assert tuned.regularizers == TGR.for_finetuning(k=None, guided=own).regularizers
 
 
 def test_what_is_chosen_is_reported_and_remembered(tmp_path, monkeypatch):
@@ -116,3 +132,109 @@ def test_no_decay_on_an_experts_basis():
         if id(parameter) in free
     }
     assert {"basis", "scale", "target", "up_bias", "pos_embed"} <= held and "up" not in held
+
+
+def optimized(**optimizer) -> Training:
+    return Training.model_validate(
+        SMALL.model_dump(exclude={"weight_decay"}) | {"optimizer": optimizer}
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "decay"),
+    [
+        ({"kind": "adamw"}, torch.optim.AdamW, 0.05),
+        ({"kind": "adam"}, torch.optim.Adam, 0.0),
+        ({"kind": "sgd"}, torch.optim.SGD, 0.0),
+    ],
+)
+def test_each_optimizer_has_the_same_groups(optimizer, kind, decay):
+    made = build_optimizer(task().model, optimized(**optimizer))
+    assert type(made) is kind
+    assert [group["weight_decay"] for group in made.param_groups] == [decay, 0.0]
+    default = build_optimizer(task().model, SMALL)
+    assert [len(group["params"]) for group in made.param_groups] == [
+        len(group["params"]) for group in default.param_groups
+    ]
+
+
+def test_the_default_is_adamw_to_the_bit():
+    trained = []
+    for settings in (SMALL, optimized(kind="adamw")):
+        made = task()
+        list(fit(made, settings, 0, CPU))
+        trained.append(made.model.state_dict())
+    first, second = trained
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_sgd_by_hand():
+    # m is 1, then 0.5 · 1 + 1 = 1.5: from 0 to −0.1, then to −0.1 − 0.15
+    weight = torch.nn.Parameter(torch.zeros(1))
+    settings = optimized(kind="sgd", momentum=0.5).optimizer
+    optimizer = settings.build([{"params": [weight], "weight_decay": 0.0}], 0.1)
+    for expected in (-0.1, -0.25):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        assert weight.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{"kind": "adam"}, {"kind": "sgd"}, {"kind": "sgd", "momentum": 0.0}]
+)
+def test_each_learns_and_ends_bit_equal_after_a_kill(tmp_path, optimizer):
+    settings = optimized(**optimizer)
+    whole = task()
+    list(fit(whole, settings, 0, CPU))
+    run = fit(task(), settings, 0, CPU, Checkpoint(tmp_path))
+    for _ in range(3):
+        next(run)
+    run.close()
+    resumed = task(seed=99)
+    list(fit(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class Section(Config):
+    finetune: Finetuning
+
+
+LINES = """finetune:
+  epochs: 1
+  batch: 2
+  learning_rate: 0.1
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            "  weight_decay: 0.1\n  optimizer: {kind: sgd}\n",
+            "params.yaml:5:3: finetune.weight_decay: found 0.1 with optimizer.kind sgd, which has "
+            "no decay; allowed: 0, or optimizer: {kind: adamw}",
+        ),
+        (
+            "  optimizer: {kind: adam, momentum: 0.5}\n",
+            "params.yaml:5:27: finetune.optimizer.momentum: unknown key; allowed: kind",
+        ),
+        (
+            "  optimizer: {kind: sdg}\n",
+            "found kind: sdg, did you mean 'sgd'?; allowed: adam, adamw, sgd",
+        ),
+        ("  optimizer: {kind: sgd, momentum: 1}\n", "momentum: found 1 (int); allowed: number"),
+    ],
+)
+def test_what_an_optimizer_does_not_have_is_refused(lines, said):
+    with pytest.raises(UserError) as error:
+        check(Section, LINES + lines)
+    assert said in str(error.value)
+
+
+def test_without_decay_written_each_optimizer_has_its_own():
+    written = check(Section, LINES + "  optimizer: {kind: sgd}\n").finetune
+    assert written.weight_decay == 0
+    assert Finetuning.model_validate(written.model_dump()) == written
+    assert check(Section, LINES + "  weight_decay: 0\n  optimizer: {kind: adam}\n")
+    assert check(Section, LINES).finetune.weight_decay == 0.05

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for
 
 
 def draws(seed: int, name: str, severity: int, index: int) -> np.random.Generator:

@@ -8,9 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, places
 from moecore.data.files.cifar_files import SETS, check_lengths, fetch_archive, read_binary
-from moecore.data.files.locate import places
 from moecore.data.files.resize import resized
 from moecore.data.preview import Preview, class_counts
 from moecore.data.splits import SplitSettings, limited, split_train

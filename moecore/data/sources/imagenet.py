@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, places
 from moecore.data.files.class_folders import class_names, list_images, subset
 from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
 from moecore.data.files.image_headers import look_at_folders
-from moecore.data.files.locate import places
 from moecore.data.preview import Preview
 from moecore.data.splits import SplitSettings, limited, split_train
 from moecore.data.writer import Facts, write_prepared

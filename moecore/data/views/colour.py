@@ -2,11 +2,19 @@
 
 Each follows PIL's ImageOps or ImageEnhance of the same name to within one grey level (PIL truncates
 to whole levels, these do not); posterize, solarize, invert and equalize are exact on whole levels.
+Colour jitter and erasing, which draw for themselves, stand at the end.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from pydantic import Field
+from torch import Generator, Tensor
+
+from moecore.core.config import Config
+from moecore.data.sampling import send
+from moecore.data.views import geometry
 
 LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601, as PIL
 
@@ -94,3 +102,71 @@ def _grey(pixels: Tensor) -> Tensor:
 
 def _blend(other: Tensor, pixels: Tensor, factor: Tensor) -> Tensor:
     return (other + (pixels - other) * factor).clamp(0, 255)
+
+
+class ColourJitter(Config):
+    """torchvision's ColorJitter without its hue: each factor is uniform from 1 − value (at least 0)
+    to 1 + value, and the three come in random order; drawn for each image.
+    """
+
+    brightness: float = Field(0.0, ge=0, description="Blended with black; 0 leaves it out")
+    contrast: float = Field(0.0, ge=0, description="Blended with the mean grey; 0 leaves it out")
+    saturation: float = Field(
+        0.0, ge=0, description="Blended with the grey image; 0 leaves it out, as a grey image does"
+    )
+
+
+JITTERED = (brightness, contrast, saturation)
+
+
+class DrawnJitter(NamedTuple):
+    """What each of B images gets: places in JITTERED (B, 3), first to last, and the factors of
+    brightness, contrast and saturation fp64 (B, 3).
+    """
+
+    order: Tensor
+    factors: Tensor
+
+
+def drawn_jitter(settings: ColourJitter, count: int, generator: Generator) -> DrawnJitter:
+    """The draws for ``count`` images, on the CPU."""
+    order = torch.rand(count, len(JITTERED), generator=generator).argsort(dim=1)
+    factors = [
+        geometry.uniform(count, max(0.0, 1 - value), 1 + value, generator)
+        for value in (settings.brightness, settings.contrast, settings.saturation)
+    ]
+    return DrawnJitter(order, torch.stack(factors, dim=1))
+
+
+def jitter(pixels: Tensor, drawn: DrawnJitter) -> Tensor:
+    """Pixels fp32 (B, C, H, W) in 0..255, changed in place and returned."""
+    for place in range(len(JITTERED)):
+        for index, operation in enumerate(JITTERED):
+            # on the CPU: the device is never waited for
+            chosen = (drawn.order[:, place] == index) & (drawn.factors[:, index] != 1)
+            rows = chosen.nonzero()[:, 0]
+            if len(rows) == 0:
+                continue
+            factors = drawn.factors[rows, index].to(torch.float32).view(-1, 1, 1, 1)
+            where = send(rows, pixels.device)
+            changed = operation(pixels.index_select(0, where), send(factors, pixels.device))
+            pixels.index_copy_(0, where, changed)
+    return pixels
+
+
+def erase(pixels: Tensor, probability: float, generator: Generator) -> Tensor:
+    """Black out one rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area, sides
+    0.3 to 3.3.
+    """
+    count, _, height, width = pixels.shape
+    top, left, tall, wide = geometry.crop_window(
+        count, (height, width), (0.02, 1 / 3), (0.3, 3.3), generator
+    )
+    chosen = torch.rand(count, generator=generator) < probability
+    rows = torch.arange(height) + 0.5
+    columns = torch.arange(width) + 0.5
+    in_rows = (rows >= top[:, None]) & (rows < (top + tall)[:, None]) & chosen[:, None]
+    in_columns = (columns >= left[:, None]) & (columns < (left + wide)[:, None])
+    tall_part = send(in_rows, pixels.device)[:, None, :, None]
+    wide_part = send(in_columns, pixels.device)[:, None, None, :]
+    return pixels.masked_fill_(tall_part & wide_part, 0.0)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for
 from moecore.data.sampling import warp
 from moecore.data.views import geometry
 

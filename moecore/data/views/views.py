@@ -15,7 +15,8 @@ from torch import Generator, Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.sampling import send, shift_and_flip, warp
-from moecore.data.views import geometry, randaugment
+from moecore.data.views import colour, geometry, randaugment
+from moecore.data.views.colour import ColourJitter
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views3d import make_volume_views
 
@@ -85,7 +86,7 @@ class Intensity(Config):
 
 class ViewSettings(Config):
     """What a training view may be; the order is shift, crop, flip, affine, RandAugment's geometry,
-    its colours, intensity, erasing.
+    its colours, jitter, intensity, erasing.
 
     The default changes nothing. All geometry is one affine and one linear sampling; shifts and
     flips alone keep every pixel exact. Volumes take shift, flip (of their first axis, which runs
@@ -104,6 +105,9 @@ class ViewSettings(Config):
     affine: Affine | None = Field(None, description="Random affine")
     randaugment: RandAugment | None = Field(
         None, description="RandAugment: number of operations and magnitude"
+    )
+    jitter: ColourJitter | None = Field(
+        None, description="Random brightness, contrast and saturation"
     )
     intensity: Intensity | None = Field(None, description="Random grey values; volumes only")
     erasing: float = Field(
@@ -148,7 +152,7 @@ def make_views(images: Tensor, settings: ViewSettings, generator: Generator) -> 
         return Views(*make_volume_views(images, settings, generator))
     if settings.intensity:
         raise UserError(
-            "views: found intensity, which is for volumes; allowed for images: randaugment"
+            "views: found intensity, which is for volumes; allowed for images: jitter, randaugment"
         )
     count, _, height, width = images.shape
     size = (settings.size or height, settings.size or width)
@@ -171,9 +175,11 @@ def make_views(images: Tensor, settings: ViewSettings, generator: Generator) -> 
         pixels = warp(images, affines, size, settings.fill)
     if drawn:
         pixels = randaugment.recolour(pixels, drawn)
+    if settings.jitter:
+        pixels = colour.jitter(pixels, colour.drawn_jitter(settings.jitter, count, generator))
     pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
     if settings.erasing:
-        pixels = _erase(pixels, settings.erasing, generator)
+        pixels = colour.erase(pixels, settings.erasing, generator)
     return Views(pixels, send(affines.to(torch.float32), images.device))
 
 
@@ -220,24 +226,6 @@ def _affine(settings: Affine, size: tuple[int, int], count: int, generator: Gene
     )
     linear = turn @ geometry.shearing(0, shear, count) @ geometry.scaling(factor, factor, count)
     return geometry.about_centre(geometry.translation(down, right, count) @ linear, *size)
-
-
-def _erase(pixels: Tensor, probability: float, generator: Generator) -> Tensor:
-    """Black out one rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area, sides
-    0.3 to 3.3.
-    """
-    count, _, height, width = pixels.shape
-    top, left, tall, wide = geometry.crop_window(
-        count, (height, width), (0.02, 1 / 3), (0.3, 3.3), generator
-    )
-    chosen = torch.rand(count, generator=generator) < probability
-    rows = torch.arange(height) + 0.5
-    columns = torch.arange(width) + 0.5
-    in_rows = (rows >= top[:, None]) & (rows < (top + tall)[:, None]) & chosen[:, None]
-    in_columns = (columns >= left[:, None]) & (columns < (left + wide)[:, None])
-    tall_part = send(in_rows, pixels.device)[:, None, :, None]
-    wide_part = send(in_columns, pixels.device)[:, None, None, :]
-    return pixels.masked_fill_(tall_part & wide_part, 0.0)
 
 
 def _ranges(config: C, limits: dict[str, float]) -> C:

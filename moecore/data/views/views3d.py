@@ -79,7 +79,8 @@ def _grid(theta: Tensor, size: torch.Size) -> Tensor:
 
 
 def _refuse(settings) -> None:
-    given = [name for name in ("crop", "randaugment", "erasing", "size") if getattr(settings, name)]
+    flat = ("crop", "randaugment", "jitter", "erasing", "size")
+    given = [name for name in flat if getattr(settings, name)]
     if settings.affine and settings.affine.shear:
         given.append("affine.shear")
     if given:

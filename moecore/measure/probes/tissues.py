@@ -16,6 +16,7 @@ from moecore.data.prepared import SPLITS, Prepared, evenly_spread
 from moecore.data.volumes.isolate import isolate
 from moecore.measure.probes.linear_probe import linear_probe, read_by_head
 from moecore.nn.backbones.model import Model
+from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import bootstrap_mean
 
 ORDER = ("csf", "gm", "wm")  # by how much a tissue's shape tells of age
@@ -39,6 +40,9 @@ class TissueErrors(Config):
     probe_low: float | None
     probe_high: float | None
     penalty: float
+    # Both errors, one number a person, as ``kept_items`` packs them.
+    items: str | None = None
+    probe_items: str | None = None
 
 
 class Order(Config):
@@ -109,10 +113,10 @@ def errors_of(
     )
 
 
-def summed(found: VolumeErrors, resamples: int) -> TissueErrors:
-    """The means with their intervals."""
-    raw = bootstrap_mean(np.array(found.raw), resamples)
-    probe = bootstrap_mean(np.array(found.probe), resamples)
+def summed(found: VolumeErrors, resamples: int, people: np.ndarray | None = None) -> TissueErrors:
+    """The means with their intervals, over people where they are given."""
+    raw = bootstrap_mean(np.array(found.raw), resamples, people=people)
+    probe = bootstrap_mean(np.array(found.probe), resamples, people=people)
     return TissueErrors(
         mae=raw.value,
         low=raw.low,
@@ -121,17 +125,21 @@ def summed(found: VolumeErrors, resamples: int) -> TissueErrors:
         probe_low=probe.low,
         probe_high=probe.high,
         penalty=found.penalty,
+        items=kept_items(np.array(found.raw), people),
+        probe_items=kept_items(np.array(found.probe), people),
     )
 
 
-def order_of(tissues: Mapping[str, VolumeErrors], resamples: int) -> tuple[Order, ...] | None:
+def order_of(
+    tissues: Mapping[str, VolumeErrors], resamples: int, people: np.ndarray | None = None
+) -> tuple[Order, ...] | None:
     """How much more the probe errs on one tissue than on the next; None where one is missing."""
     if any(name not in tissues for name in ORDER):
         return None
     rows = []
     for less, more in pairwise(ORDER):
         apart = np.array(tissues[more].probe) - np.array(tissues[less].probe)
-        found = bootstrap_mean(apart, resamples, lowest=-math.inf)
+        found = bootstrap_mean(apart, resamples, lowest=-math.inf, people=people)
         rows.append(
             Order(less=less, more=more, difference=found.value, low=found.low, high=found.high)
         )

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for, seed_of
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views import Affine, Crop, Views, ViewSettings, make_views
 
@@ -110,11 +110,12 @@ def two_views(images: np.ndarray, asked: Augmentation, seed: int, *words: int) -
     (N, C, D, H, W) fp32 volumes and affines (2N, 4, 4). Drawn from (seed, place, view, ``words``);
     with more images the first ones' views stay, in whole parts of 100.
     """
+    drawn = seed_of("measured_views", seed)
     made: tuple[list[Views], list[Views]] = ([], [])
     for start in range(0, len(images), PART):
         part = torch.from_numpy(np.array(images[start : start + PART]))
         for number, views in enumerate(made):
-            generator = generator_for(seed, start, number, *words)
+            generator = generator_for(drawn, start, number, *words)
             pixels, affines = make_views(part, asked.views, generator)
             if asked.noise:
                 noise = torch.randn(pixels.shape, generator=generator) * asked.noise

@@ -3,27 +3,35 @@
 B images, T tokens per image, E experts; a record's fields are (B, T, E).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
 from moecore.measure.routing_metrics.eligibility import (
+    below_k,
     below_k_rate,
     fallback_rate,
+    tail_by_token,
     tail_mass,
     tail_of_probs,
+    tails,
+    unchosen_by_token,
     unchosen_mass,
 )
 from moecore.measure.routing_metrics.expert_use import (
     Confidence,
     confidence,
     expert_counts,
+    linearised,
     load_cv2,
     normalised_entropy,
     token_entropy,
 )
 from moecore.nn.expert_map import map_shape
+from moecore.statistics.crossed import of_ratio
 
 
 class OnMap(Config):
@@ -127,3 +135,56 @@ def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> L
         below_k=below_k,
         tail_mass=tail,
     )
+
+
+def use_by_image(layer: RoutingRecord, threshold: float | None, k: int | None) -> dict[str, Tensor]:
+    """The metrics of ``layer_use`` as one value an image, (B,) fp64, whose mean each is.
+
+    And the second and the other probabilities, as ``confidence_second`` and ``confidence_others``.
+    """
+    counts = layer.chosen.sum(dim=1).double()
+    used = (layer.combine != 0).sum(dim=1).double()
+    probs = layer.probs.double()
+    ordered = probs.sort(dim=-1, descending=True).values.mean(dim=1)
+    found = {
+        **_balance("", counts),
+        **_balance("processed_", used),
+        "processed_share": _ratio(used.sum(dim=1), counts.sum(dim=1)),
+        "experts_per_token": counts.sum(dim=1) / layer.chosen.shape[1],
+        "confidence_highest": ordered[:, 0],
+        "confidence_second": ordered[:, 1:2].sum(dim=1),
+        "confidence_others": ordered[:, 2:].sum(dim=1),
+        "token_entropy": torch.special.entr(probs).sum(dim=-1).mean(dim=1),
+        "unchosen_mass": unchosen_by_token(layer.probs, layer.chosen).mean(dim=1),
+    }
+    if k is not None:
+        found["tail_of_probs"] = tail_by_token(layer.probs, k).mean(dim=1)
+    if threshold is not None:
+        found["fallback"] = below_k(layer.logits, threshold, 1).mean(dim=1)
+    if threshold is not None and k is not None:
+        found["below_k"] = below_k(layer.logits, threshold, k).mean(dim=1)
+        tail, some = tails(layer.logits, threshold, k)
+        if some.any():
+            found["tail_mass"] = _ratio(tail, some)
+    return found
+
+
+def _balance(prefix: str, counts: Tensor) -> dict[str, Tensor]:
+    """CV² and normalised entropy of the experts' use from the counts of each image, (B, E)."""
+    experts = counts.shape[1]
+
+    def cv2(mean: Tensor) -> Tensor:
+        return experts * mean.square().sum() / mean.sum().square() - 1
+
+    def entropy(mean: Tensor) -> Tensor:
+        return torch.special.entr(mean / mean.sum()).sum() / math.log(experts)
+
+    if experts > 1:
+        of_use = linearised(entropy, counts)
+    else:
+        of_use = torch.ones(len(counts), dtype=torch.float64)
+    return {f"{prefix}load_cv2": linearised(cv2, counts), f"{prefix}entropy": of_use}
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    return torch.from_numpy(of_ratio(above.numpy(), below.numpy()))

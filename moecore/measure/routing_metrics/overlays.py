@@ -14,6 +14,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import Layout, RoutingRecord
+from moecore.data.prepared import evenly_spread
 from moecore.data.views.views import Crop, ViewSettings
 from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
 from moecore.measure.routing_metrics.pictures import Picture, picture
@@ -94,6 +95,20 @@ def mid_slices(volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: 
         for record in records
     ]
     return _stored(_turned(images), records, [_turned(grid) for grid in grids])
+
+
+def spread_overlays(
+    images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: Layout
+) -> Overlays:
+    """Images with their patches' experts, evenly spread over all; of volumes the middle slices."""
+    if number:
+        where = evenly_spread(len(images), number)
+    else:
+        where = np.array([], int)
+    few = tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records)
+    if images.ndim == 5:
+        return mid_slices(images[where], few, layout)
+    return overlays(images[where], few)
 
 
 def _turned(planes: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_max_pool3d
 
 from moecore.core.files import UserError
+from moecore.core.streams import seed_of
 from moecore.data.volumes.isolate import isolate
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
@@ -61,9 +62,10 @@ def shuffled(share: Tensor, brain: Tensor, seed: int) -> Tensor:
     outside of it nothing is. seed: the i-th volume's places depend on it and on i alone.
     """
     found = torch.zeros_like(share)
+    drawn = seed_of("mixed_regions", seed)
     for index, (values, place) in enumerate(zip(share, brain, strict=True)):
         inside = values[place].numpy()
-        mixed = np.random.default_rng([seed, index]).permutation(inside)
+        mixed = np.random.default_rng([drawn, index]).permutation(inside)
         found[index][place] = torch.from_numpy(mixed)
     return found
 

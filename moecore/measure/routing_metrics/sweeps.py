@@ -72,6 +72,7 @@ class Sample(NamedTuple):
     images: np.ndarray  # as ``predictions`` takes them
     labels: Tensor
     task: AnyTask
+    people: np.ndarray | None = None  # (N,), whose image each is
 
 
 def with_router(model: Model, router: Router) -> Model:
@@ -144,4 +145,6 @@ def sweep(model: Model, sample: Sample, settings: Sweeps, batch: int) -> Sweep:
 def _values(model: Model, k: int, sample: Sample, batch: int) -> SettingValues:
     prediction, records = predictions(model, sample.images, batch)
     threshold = getattr(model.experts_and_router.router, "threshold", None)
-    return setting_values(prediction, sample.labels, sample.task, records, k, threshold)
+    score = sample.task.scores(prediction, sample.labels)
+    interval = sample.task.interval(score, sample.people)
+    return setting_values(interval, records, k, threshold)

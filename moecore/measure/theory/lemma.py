@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.streams import seed_of
 from moecore.measure.base import Estimate
 from moecore.nn.backbones.model import BackboneModel, Model
 from moecore.nn.layers.moe import MoELayer
@@ -119,7 +120,8 @@ def tokens_of(
             for pixels in batches(images, batch, device)
         ]
     layers = [torch.cat(layer).flatten(0, 1) for layer in zip(*encoded, strict=True)]
-    chosen = np.random.default_rng(seed).permutation(len(layers[0]))[:tokens]
+    drawn = np.random.default_rng(seed_of("measured_tokens", seed))
+    chosen = drawn.permutation(len(layers[0]))[:tokens]
     return [layer[torch.from_numpy(np.sort(chosen)).to(layer.device)] for layer in layers]
 
 

@@ -23,7 +23,7 @@ from moecore.core.records import (
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
 from moecore.nn.correspondence import match_tokens
-from moecore.nn.layers.block import Block
+from moecore.nn.layers.block import Block, drop_rates
 from moecore.nn.layers.feed_forward import FeedForward
 from moecore.nn.layers.linear import linear
 from moecore.nn.layers.mlp import Mlp
@@ -64,6 +64,8 @@ class Settings(Protocol):
     def layer_scale(self) -> float | None: ...
     @property
     def qkv_bias(self) -> bool: ...
+    @property
+    def drop_path(self) -> float: ...
 
     def grid(self, image: ImageSpec) -> tuple[int, ...]:
         """Patches along each axis of such images."""
@@ -88,9 +90,10 @@ class Transformer(BackboneModel):
         self.cls_token = _token(width, special >= 1)
         self.dist_token = _token(width, special == 2)
         self.pos_embed = nn.Parameter(torch.zeros(1, patches + self.positioned, width))
+        rates = drop_rates(config.drop_path, config.depth)
         self.blocks = nn.ModuleList(
-            Block(width, config.heads, mlp, config.qkv_bias, config.layer_scale)
-            for mlp in self._feed_forwards()
+            Block(width, config.heads, mlp, config.qkv_bias, config.layer_scale, rate)
+            for mlp, rate in zip(self._feed_forwards(), rates, strict=True)
         )
         # timm's two names of the last norm: before the head's token is taken, or after the mean
         if special:

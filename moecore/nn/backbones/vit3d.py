@@ -57,6 +57,15 @@ class Vit3d(Config):
         default=None, gt=0, description="initial LayerScale, or null for none"
     )
     qkv_bias: bool = True
+    drop_path: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "stochastic depth, in training only: probability that a volume skips a branch of the "
+            "last block; from 0 at the first block in equal steps; fine-tuning keeps it"
+        ),
+    )
 
     def grid(self, image: ImageSpec) -> tuple[int, ...]:
         """Cubes along each axis of such volumes."""

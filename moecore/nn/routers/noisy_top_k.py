@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
+from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.capacity import within_capacity
 from moecore.nn.routers.decision import decision, router_logits, top_k
@@ -31,15 +32,24 @@ class NoisyTopK(RouterConfig):
         gt=0,
         description="tokens per expert in training, relative to an even share; null: no limit",
     )
+    eval_capacity_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "the same in evaluation and under attack, where a prediction then depends on the "
+            "images that share its group; null: no limit"
+        ),
+    )
     batch_priority: bool = Field(
         default=False,
         description="serve tokens in the order of their largest gate instead of their position",
     )
     group_size: int = Field(default=8, ge=1, description="images that share a capacity")
-    renormalise: bool = Field(
+    renormalise: bool | Literal["straight"] = Field(
         default=False,
         description=(
-            "let the chosen gates sum to 1 (with k = 1 the router then has no task gradient)"
+            "let the chosen gates sum to 1 (with k = 1 the router then has no task gradient); "
+            "straight: so too, but with the gradient of gates that are divided by a constant"
         ),
     )
     task_gradient: bool = Field(
@@ -49,7 +59,8 @@ class NoisyTopK(RouterConfig):
 
     @model_validator(mode="after")
     def _priority_needs_capacity(self) -> "NoisyTopK":
-        if self.batch_priority and self.capacity_factor is None:
+        limited = self.capacity_factor is not None or self.eval_capacity_factor is not None
+        if self.batch_priority and not limited:
             raise ValueError(
                 "`batch_priority` orders tokens for a capacity: give `capacity_factor` too"
             )
@@ -74,8 +85,8 @@ class NoisyTopKRouter(nn.Module):
 
     Logits are fp32 whatever the autocast dtype: in bf16, ties at the k-th place flip. Gates are a
     softmax over all experts before the choice and are not renormalised after it, so that k = 1
-    still has a task gradient. Capacity holds in training only: it couples the images of a batch, so
-    evaluation and attacks drop nothing.
+    still has a task gradient. Capacity holds in training only, unless ``eval_capacity_factor`` says
+    otherwise: it couples the images of a group, and without it evaluation and attacks drop nothing.
     """
 
     def __init__(self, config: NoisyTopK, width: int, experts: int) -> None:
@@ -84,10 +95,15 @@ class NoisyTopKRouter(nn.Module):
         # as the ViT's other linears
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
 
+    @property
+    def coupled(self) -> int:
+        """Images whose predictions depend on each other in evaluation; 1 where none do."""
+        return 1 if self.config.eval_capacity_factor is None else self.config.group_size
+
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens):
             return self.decide(router_logits(tokens, self.weight))
 
     def decide(self, logits: Tensor) -> tuple[SparsePlan, RoutingRecord]:
@@ -114,7 +130,9 @@ class NoisyTopKRouter(nn.Module):
     def _weights(self, logits: Tensor, gates: Tensor) -> Tensor:
         """Weights (B, T, k) from the noisy logits and the gates of the chosen, both (B, T, k)."""
         weights = gates
-        if self.config.renormalise:
+        if self.config.renormalise == "straight":
+            weights = gates / gates.sum(dim=-1, keepdim=True).detach()
+        elif self.config.renormalise:
             # = gates / their sum, without dividing by a sum that may underflow
             weights = torch.softmax(logits, dim=-1)
         if self.config.task_gradient:
@@ -131,11 +149,10 @@ class NoisyTopKRouter(nn.Module):
 
     def _kept(self, chosen: Tensor, gates: Tensor) -> Tensor | None:
         settings = self.config
-        if not self.training or settings.capacity_factor is None:
+        factor = settings.capacity_factor if self.training else settings.eval_capacity_factor
+        if factor is None:
             return None
         priority = None
         if settings.batch_priority:
             priority = gates.detach().amax(dim=-1)
-        return within_capacity(
-            chosen, priority, gates.shape[-1], settings.capacity_factor, settings.group_size
-        )
+        return within_capacity(chosen, priority, gates.shape[-1], factor, settings.group_size)

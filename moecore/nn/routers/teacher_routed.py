@@ -13,6 +13,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
+from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.decision import router_logits
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
@@ -23,7 +24,7 @@ class TeacherRouted(RouterConfig):
     `router_kl` among the regularizers.
 
     The teacher's router learns from the task and from the balance of `load`; `importance` and
-    `router_kl` look at the student's probs.
+    `router_kl` look at the student's probs. Measurements look at the router that decides.
     """
 
     kind: Literal["teacher_routed"] = "teacher_routed"
@@ -64,10 +65,11 @@ class TeacherRoutedRouter(NoisyTopKRouter):
     """``router(tokens, context)`` with tokens (B, T, d) and context.teacher (B, T, E) returns
     (SparsePlan, RoutingRecord).
 
-    The decision is noisy top-k's, with log p of the teacher as logits and with gradient to it:
-    ``load``, ``chosen`` and ``combine`` tell of it. ``logits`` and ``probs`` are the student's own,
-    whose loss reaches its ``weight`` only, not the tokens. Where the student decides in evaluation,
-    attacks see its gradient to the tokens.
+    The decision is noisy top-k's, with log p of the teacher as logits and with gradient to it; in
+    evaluation the record is that of who decides. In training ``load``, ``chosen`` and ``combine``
+    tell of the decision, ``logits`` and ``probs`` are the student's own, whose loss reaches its
+    ``weight`` only, not the tokens. Where the student decides in evaluation, attacks see its
+    gradient to the tokens.
     Raises UserError where the teacher has to decide and is missing or of another shape.
     """
 
@@ -78,14 +80,16 @@ class TeacherRoutedRouter(NoisyTopKRouter):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens):
             # the student's router imitates; what it learns must not bend the tokens to its will
             seen = tokens.detach() if self.training else tokens
             own = router_logits(seen, self.weight)
             if not self.training and self.inference == "student":
                 return self.decide(own)
             plan, record = self.decide(_log(_checked(context.teacher, own.shape)).to(own.dtype))
-            return plan, record._replace(logits=own, probs=torch.softmax(own, dim=-1))
+            if self.training:  # what its loss teaches; what is measured is what decides
+                record = record._replace(logits=own, probs=torch.softmax(own, dim=-1))
+            return plan, record
 
 
 def _log(probs: Tensor) -> Tensor:

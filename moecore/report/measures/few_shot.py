@@ -1,10 +1,10 @@
 """How well frozen features tell classes from a few images each (V-MoE's evaluator; ERMoE)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from moecore.measure.few_shot import Result, Shots
+from moecore.measure.few_shot import FewShot, Result, Shots
 from moecore.report.charts import Look, bands, curves_chart, over
-from moecore.report.column import Column, Each
+from moecore.report.column import Ahead, Column, Each
 from moecore.report.measured import Phase
 from moecore.report.shown import Figures
 from moecore.report.view import Block, Picture
@@ -66,7 +66,20 @@ def names_of(result: Result) -> list[str]:
     return [str(row.shots) for row in result.rows]
 
 
-COLUMNS = (Each(names_of, with_shots), Each(names_of, leaky))
+def ahead_of(end: str = "") -> Callable[[Ahead], list[str]]:
+    """The names of the columns, of all the numbers that are asked for."""
+
+    def names(ahead: Ahead) -> list[str]:
+        settings = ahead.study.few_shot or FewShot()
+        return [f"few_shot_{one}{end}" for one in settings.shots]
+
+    return names
+
+
+COLUMNS = (
+    Each(names_of, with_shots, ahead_of()),
+    Each(names_of, leaky, ahead_of("_leaky")),
+)
 
 
 def figures(result: Result) -> Figures:

@@ -1,7 +1,12 @@
 """How far the routing of a moved image lies from that of the image (MoGE, table 1 and figure 2)."""
 
+from collections.abc import Callable
+
+import numpy as np
+
+from moecore.data.views.transforms import TRANSFORMS
 from moecore.measure.invariance import Result
-from moecore.report.column import Column, Each, mean, named, slug
+from moecore.report.column import Column, Each, mean, mean_items, named, opened, slug
 from moecore.report.maps import expert_maps
 from moecore.report.measured import known
 from moecore.report.shown import Figures
@@ -21,7 +26,16 @@ def moved(name: str, result: Result) -> Column:
         "lower",
         note=NOTE,
         paper="moge",
+        items=items_under(name),
     )
+
+
+def items_under(name: str) -> Callable[[Result], np.ndarray | None]:
+    def read(result: Result) -> np.ndarray | None:
+        row = named(result.transforms).get(name)
+        return None if row is None else opened(row.items)
+
+    return read
 
 
 def distance_under(name: str):
@@ -75,6 +89,11 @@ def names_of(result: Result) -> list[str]:
     return [row.name for row in result.transforms]
 
 
+def slugs() -> list[str]:
+    """The transforms as names of columns have them."""
+    return [slug(name) for name in TRANSFORMS]
+
+
 COLUMNS = (
     Column(
         "imed",
@@ -83,7 +102,9 @@ COLUMNS = (
         "lower",
         note=f"{NOTE}; mean over transforms",
         paper="moge",
+        items=lambda result: mean_items([row.items for row in result.transforms]),
     ),
+    Each(names_of, moved, lambda ahead: [f"imed_{one}" for one in slugs()]),
     Column(
         "imed_normalised",
         "IMED, normalised",
@@ -101,9 +122,8 @@ COLUMNS = (
         f"{AGREEMENT}; mean over transforms",
         "moge",
     ),
-    Each(names_of, moved),
-    Each(names_of, normalised),
-    Each(names_of, agreeing),
+    Each(names_of, normalised, lambda ahead: [f"imed_normalised_{one}" for one in slugs()]),
+    Each(names_of, agreeing, lambda ahead: [f"agreement_transformed_{one}" for one in slugs()]),
 )
 
 

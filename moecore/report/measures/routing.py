@@ -1,14 +1,18 @@
 """Which experts tokens choose: balance, agreement of views, eligibility, sureness."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import numpy as np
 
 from moecore.measure.routing import Result
-from moecore.report.column import Column, Columns, Each, Given, mean, named, slug
+from moecore.measure.routing_metrics.augmentations import resolved
+from moecore.report.column import Ahead, Column, Columns, Each, Given, mean, named, opened, slug
 from moecore.report.maps import corresponding_patches, expert_load, expert_overlays
 from moecore.report.measured import Phase, known
 from moecore.report.routing_findings import (
     agreement_by_layer,
     neighbours,
+    scores_ahead,
     scores_over_k,
     sweeps,
     swept,
@@ -33,7 +37,13 @@ SURE = {
 
 def of_routing(name: str, label: str, better: str, form: str, note: str, paper: str) -> Column:
     """A number that the result has under the column's own name."""
-    return Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
+    found = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
+    return found._replace(items=items_of(name))
+
+
+def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
+    """The items that a result keeps under this name."""
+    return lambda result: opened(result.items.get(name))
 
 
 def sureness(place: str) -> Column:
@@ -43,7 +53,8 @@ def sureness(place: str) -> Column:
     def read(result: Result) -> float | None:
         return mean([getattr(layer.confidence, place) for layer in result.layers])
 
-    return Column(f"confidence_{place}", label, read, better, note=note, paper="prc")
+    name = f"confidence_{place}"
+    return Column(name, label, read, better, note=note, paper="prc", items=items_of(name))
 
 
 def matched_under(match: str) -> Each:
@@ -57,11 +68,20 @@ def matched_under(match: str) -> Each:
             ends = (f"{match}_low", f"{match}_high")
             return Interval(getattr(row, match), *(getattr(row, end) for end in ends))
 
+        def items(result: Result) -> np.ndarray | None:
+            row = named(result.augmentations).get(name)
+            return None if row is None else opened(row.items.get(match))
+
         label = f"Match, {MATCHES[match][0]}: {name}"
         key = f"{match}_{slug(name)}"
-        return Column(key, label, read, "higher", "share", paper="prc", detail=True)
+        return Column(key, label, read, "higher", "share", paper="prc", items=items, detail=True)
 
-    return Each(lambda result: [row.name for row in result.augmentations], column)
+    def foreseen(ahead: Ahead) -> list[str]:
+        volumes = ahead.score == "mae"
+        asked = [resolved(one, volumes) for one in ahead.study.routing.augmentations]
+        return [f"{match}_{slug(one.name)}" for one in asked]
+
+    return Each(lambda result: [row.name for row in result.augmentations], column, foreseen)
 
 
 PLACES = {
@@ -87,6 +107,11 @@ def on_map(place: str) -> list[Columns]:
     return found
 
 
+def layers_of(result: Result) -> list[str]:
+    """The MoE layers, from 1."""
+    return [str(place) for place, _ in enumerate(result.layers, 1)]
+
+
 def by_layer(
     name: str, label: str, better: str, form: str, note: str, paper: str, detail: bool = True
 ) -> Each:
@@ -108,7 +133,10 @@ def by_layer(
             detail=detail,
         )
 
-    return Each(lambda result: [str(place + 1) for place in range(len(result.layers))], column)
+    def foreseen(ahead: Ahead) -> list[str]:
+        return [f"{name}_layer_{layer}" for layer in ahead.layers]
+
+    return Each(layers_of, column, foreseen)
 
 
 COLUMNS = (
@@ -196,7 +224,7 @@ COLUMNS = (
     *(column for place in PLACES for column in on_map(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
-    Given(scores_over_k),
+    Given(scores_over_k, scores_ahead),
 )
 
 

@@ -1,6 +1,6 @@
 """What trainings came to: scores on the test split, curves, and how the routing settles."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from moecore.report.column import (
     key_of,
     limits_of,
     mean,
+    opened,
     title_of,
     unit_of,
 )
@@ -72,6 +73,7 @@ def scored(seen: Seen) -> list[Column]:
             score.form,
             NOTES.get(score.name, ""),
             hits=test_hits if share else None,
+            items=lambda result: opened(result.test_items),
             limits=limits_of(score),
         )
     ]
@@ -147,8 +149,13 @@ def last(result: Outcome) -> float | None:
     return found[-1] if found else None
 
 
+def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
+    """The items of an agreement over time; None where an older training kept none."""
+    return lambda result: opened(result.agreement_items.get(name))
+
+
 COLUMNS = (
-    Given(scored),
+    Given(scored, lambda ahead: [f"test_{ahead.score}", "test_loss"]),
     Column("parameters", "Parameters", lambda result: result.parameters, form="count"),
     Column(
         "active_parameters",
@@ -157,10 +164,10 @@ COLUMNS = (
         form="count",
         note="used for one token",
     ),
-    Given(throughput),
+    Given(throughput, lambda ahead: ["images_per_second"]),
     Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
-    Given(overhead),
-    Given(convergence),
+    Given(overhead, lambda ahead: ["training_overhead"]),
+    Given(convergence, lambda ahead: ["steps_to_baseline_loss"]),
     Column(
         "agreement_with_final",
         "Agreement with final model",
@@ -169,6 +176,7 @@ COLUMNS = (
         "share",
         "tokens, once half of training is done",
         "tgr",
+        items=agreeing("with_final_half"),
     ),
     Column(
         "agreement_consecutive",
@@ -178,6 +186,7 @@ COLUMNS = (
         "share",
         "tokens, between the last two epochs",
         "tgr",
+        items=agreeing("consecutive_last"),
     ),
     Column(
         "agreement_before_after",
@@ -187,6 +196,21 @@ COLUMNS = (
         "share",
         "tokens whose first expert survives fine-tuning",
         "tgr",
+        items=agreeing("before_after"),
+    ),
+    Column(
+        "training_step_ms",
+        "Training step, ms",
+        lambda result: result.training_step_ms,
+        note="views, losses and update; from the median images a second",
+        paper="cost",
+    ),
+    Column(
+        "training_memory_mb",
+        "Training memory, MB",
+        lambda result: result.training_memory_mb,
+        note="the most that a step holds: weights, gradients, the optimizer's state, activations",
+        paper="cost",
     ),
     Column(
         "test_accuracy_top5",

@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-from pydantic import Field
-
 from moecore.core.config import Config
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
@@ -13,13 +11,12 @@ from moecore.training.settings import Training
 
 class Dense(Config):
     """A dense backbone and how it is trained; it may be wider or deeper than the student, with the
-    same patches.
+    same patches. Each seed of a study trains its own.
     """
 
     kind: Literal["dense"] = "dense"
     model: Backbone
     training: Training
-    seed: int = Field(default=0, ge=0, description="of the teacher's own training")
 
     def build(self, image: ImageSpec) -> BackboneModel:
         """The untrained teacher for such images."""

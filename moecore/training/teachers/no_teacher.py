@@ -11,4 +11,3 @@ class NoTeacher(Config):
     """
 
     kind: Literal["no_teacher"] = "no_teacher"
-    seed: Literal[0] = 0

@@ -37,8 +37,7 @@ class Timm(Config):
         description="a .safetensors file with timm's parameter names; "
         "null downloads timm's weights",
     )
-    training: None = None  # it comes trained
-    seed: Literal[0] = 0
+    training: None = None  # it comes trained, the same for every seed
 
     def build(self, image: ImageSpec) -> VisionTransformer:
         """The pretrained model at the resolution and channels of ``image``, normalised as timm's

@@ -10,10 +10,11 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for
 from moecore.data.views import colour
 from moecore.data.views.randaugment import OPERATIONS, Drawn, RandAugment, draw, recolour
 from moecore.data.views.views import ViewSettings, identity_view, make_views
+from moecore.training.teachers.torchvision_operators import define_missing_operators
 
 RANDOM = np.random.default_rng(0)
 SMOOTH = (np.add.outer(np.arange(24), np.arange(18)) * 4 + 20)[:, :, None] + np.array([0, 20, 40])
@@ -140,3 +141,61 @@ def test_colours_alone_move_nothing():
     assert torch.equal(views.images, identity_view(images)) and torch.equal(
         views.affines, torch.eye(3).expand(16, 3, 3)
     )
+
+
+JITTER = colour.ColourJitter(brightness=0.4, contrast=0.4, saturation=0.4)
+
+
+def jittered_by_torchvision(images, drawn):
+    """The same factors in the same order through torchvision.transforms.v2.functional, on floats
+    in [0, 1]; its contrast and saturation do not round the grey image, PIL's and ours do.
+    """
+    define_missing_operators()
+    from torchvision.transforms.v2 import functional
+
+    names = ("adjust_brightness", "adjust_contrast", "adjust_saturation")
+    found = []
+    for image, order, factors in zip(images, drawn.order, drawn.factors, strict=True):
+        for index in order.tolist():
+            image = getattr(functional, names[index])(image, factors[index].item())
+        found.append(image)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_jitter_equals_torchvisions_to_a_grey_level(channels):
+    images = torch.randint(0, 256, (64, channels, 12, 9), generator=generator_for(0))
+    drawn = colour.drawn_jitter(JITTER, 64, generator_for(1))
+    ours = colour.jitter(images.float(), drawn) / 255
+    theirs = jittered_by_torchvision(images / 255, drawn)
+    assert (ours - theirs).abs().max() < 1 / 255
+    assert (ours - images / 255).abs().mean() > 0.03
+
+
+def test_jitter_draws_every_order_and_factors_within_their_ranges():
+    settings = colour.ColourJitter(brightness=0.12, contrast=1.5)
+    order, factors = colour.drawn_jitter(settings, 6000, generator_for(0))
+    _, times = order.unique(dim=0, return_counts=True)
+    assert len(times) == 6 and times.min() > 850  # 1000 each, standard error 29
+    low, high = factors.aminmax(dim=0)
+    assert torch.allclose(low, torch.tensor([0.88, 0.0, 1.0], dtype=low.dtype), atol=0.002)
+    assert torch.allclose(high, torch.tensor([1.12, 2.5, 1.0], dtype=high.dtype), atol=0.002)
+
+
+def test_jittered_views_are_uint8_images_jittered_before_they_are_erased():
+    images = torch.randint(0, 256, (16, 3, 8, 8), generator=generator_for(2), dtype=torch.uint8)
+    views = make_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
+    assert views.dtype == torch.float32 and 0 <= views.min() and views.max() <= 1
+    again = make_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
+    assert torch.equal(views, again)
+    assert not torch.equal(views[0], identity_view(images)[0])
+    still = ViewSettings(jitter=colour.ColourJitter())
+    assert torch.equal(make_views(images, still, generator_for(3)).images, identity_view(images))
+    erased = ViewSettings(jitter=JITTER, erasing=1.0)
+    assert (make_views(images, erased, generator_for(3)).images == 0).any(dim=(1, 2, 3)).all()
+
+
+def test_saturation_leaves_grey_images_as_they_are():
+    images = torch.randint(0, 256, (8, 1, 6, 6), generator=generator_for(2), dtype=torch.uint8)
+    settings = ViewSettings(jitter=colour.ColourJitter(saturation=0.9))
+    assert torch.equal(make_views(images, settings, generator_for(0)).images, identity_view(images))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for
 from moecore.data.sampling import warp
 from moecore.data.views import geometry, randaugment
 from moecore.data.views.randaugment import Drawn, RandAugment

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for
 from moecore.data.views.mix import Mix, mix
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views import (

@@ -8,7 +8,7 @@ from scipy.ndimage import map_coordinates
 
 from moecore.core.files import UserError
 from moecore.core.records import Layout
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for
 from moecore.data.views import geometry3d
 from moecore.data.views.views import (
     Affine,
@@ -225,6 +225,7 @@ def test_cubes_find_their_partners_through_the_affines():
         (ViewSettings(erasing=0.5), "erasing"),
         (ViewSettings(affine=Affine(shear=5)), "affine.shear"),
         (ViewSettings(randaugment={}), "randaugment"),
+        (ViewSettings(jitter={"contrast": 0.4}), "jitter"),
     ],
 )
 def test_settings_of_images_are_refused(settings, named):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.data.loader import generator_for
+from moecore.core.streams import generator_for, seed_of
 from moecore.data.views.views import ViewSettings, make_views
 from moecore.measure.routing_metrics.augmentations import (
     PRESETS,
@@ -62,9 +62,8 @@ def test_first_images_keep_their_views_when_there_are_more():
     assert torch.equal(many.images[:100], few.images[:100]) and torch.equal(
         many.affines[130:230], few.affines[100:]
     )
-    by_hand = make_views(
-        torch.from_numpy(images[100:]), PRESETS["crop"].views, generator_for(0, 100, 1)
-    )
+    generator = generator_for(seed_of("measured_views", 0), 100, 1)
+    by_hand = make_views(torch.from_numpy(images[100:]), PRESETS["crop"].views, generator)
     assert torch.equal(many.images[230:], by_hand.images) and torch.equal(
         many.affines[230:], by_hand.affines
     )

@@ -1,12 +1,17 @@
-"""Soft attention weights, resized position embeddings, and a model whose choices are softened."""
+"""Soft attention weights, resized position embeddings, stochastic depth, and a model whose choices
+are softened.
+"""
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from moecore.nn.layers.attention import Attention, attend
+from moecore.nn.layers.block import Block, DropPath, drop_rates
+from moecore.nn.layers.mlp import Mlp
 from moecore.nn.layers.positions import resize_positions
 from moecore.nn.layers.soft import softened
+from moecore.training.teachers.torchvision_operators import define_missing_operators
 from tests.attacks.models import vit
 
 
@@ -123,3 +128,47 @@ def test_every_router_has_a_surrogate(router):
     assert torch.isfinite(found).all()
     if router["kind"] == "soft_slots":
         assert torch.equal(found, model(images()).prediction)
+
+
+def test_a_branch_is_dropped_for_whole_samples_and_keeps_its_expectation():
+    torch.manual_seed(0)
+    found = DropPath(0.25).train()(torch.ones(20_000, 3, 2))
+    each = found[:, :1, :1]
+    assert torch.equal(found, each.expand_as(found))  # one draw a sample
+    assert torch.equal(each.unique(), torch.tensor([0.0, 1 / 0.75]))
+    assert found.mean().item() == pytest.approx(1, abs=0.02)  # standard error 0.004
+
+
+def test_in_evaluation_nothing_is_dropped():
+    tokens = torch.randn(4, 3, 2)
+    assert DropPath(0.9).eval()(tokens) is tokens
+
+
+def test_under_autocast_the_scale_is_not_rounded():
+    # 1 / 0.9 in bfloat16 would be 1.109375
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = DropPath(0.1).train()(torch.ones(100, 1, 1, dtype=torch.bfloat16))
+    assert found.max().item() == pytest.approx(1 / 0.9, rel=1e-6)
+
+
+def test_rates_rise_in_equal_steps_and_equal_timms():
+    assert drop_rates(0.3, 4) == pytest.approx([0, 0.1, 0.2, 0.3])
+    for depth in (1, 2, 12):
+        assert drop_rates(0.1, depth) == pytest.approx(torch.linspace(0, 0.1, depth).tolist())
+
+
+def test_both_branches_of_a_block_drop_as_timms_do():
+    ours = Block(8, 2, Mlp(8, 16), drop_path=0.5).train()
+    define_missing_operators()
+    from timm.models.vision_transformer import Block as Theirs
+
+    theirs = Theirs(8, 2, mlp_ratio=2, qkv_bias=True, drop_path=0.5).train()
+    theirs.norm1.eps = theirs.norm2.eps = 1e-6
+    theirs.load_state_dict(ours.state_dict())
+    tokens = torch.randn(64, 3, 8)
+    torch.manual_seed(3)
+    found = ours(tokens)[0]
+    torch.manual_seed(3)
+    torch.testing.assert_close(found, theirs(tokens))
+    untouched = (found == tokens).flatten(1).all(dim=1)
+    assert 0 < untouched.sum() < 64  # where both branches were left out

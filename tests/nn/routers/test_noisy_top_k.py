@@ -247,3 +247,36 @@ def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValidationError):
         NoisyTopK(k=0)
     assert NoisyTopK().provides == {"load"}
+
+
+def test_straight_weights_sum_to_1_and_have_the_gradient_of_gates_over_a_constant():
+    tokens = torch.randn(2, 5, 6)
+    for k in (1, 2):
+        router = router_of(k=k, renormalise="straight").eval()
+        plan, record = router(tokens)
+        torch.testing.assert_close(plan.weights.sum(dim=-1), torch.ones(2, 5))
+        towards = torch.randn(plan.weights.shape)
+        (mine,) = torch.autograd.grad((plan.weights * towards).sum(), router.weight)
+        gates = (tokens @ router.weight.t()).softmax(dim=-1).topk(k).values
+        constant = gates.detach().sum(dim=-1, keepdim=True)
+        (slow,) = torch.autograd.grad((gates * towards / constant).sum(), router.weight)
+        torch.testing.assert_close(mine, slow)
+        assert mine.abs().max() > 1e-3 and record.combine.max() > 0
+    # With k = 1 weights that are renormalised as usual are 1 whatever the router does.
+    usual = router_of(k=1, renormalise=True).eval()
+    plan, _ = usual(tokens)
+    (none,) = torch.autograd.grad((plan.weights * towards[..., :1]).sum(), usual.weight)
+    assert not none.any()
+
+
+def test_capacity_holds_in_evaluation_where_it_is_asked_for():
+    tokens = torch.randn(5, 10, 6)
+    asked = router_of(k=2, eval_capacity_factor=0.5, batch_priority=True, group_size=2)
+    trained = router_of(k=2, capacity_factor=0.5, batch_priority=True, group_size=2, noise_std=0.0)
+    assert asked.coupled == 2 and trained.coupled == 1
+    in_evaluation = asked.eval()(tokens)[1].combine
+    torch.testing.assert_close(in_evaluation, trained.train()(tokens)[1].combine)
+    assert 0 < (in_evaluation > 0).sum() < 100
+    assert (asked.train()(tokens)[1].combine > 0).sum() == 100  # training has a factor of its own
+    # Groups of two images: the others of the batch play no part.
+    torch.testing.assert_close(asked.eval()(tokens[2:4])[1].combine, in_evaluation[2:4])

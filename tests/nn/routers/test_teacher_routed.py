@@ -25,20 +25,24 @@ def test_evaluation_by_hand():
     # The teacher says (0.1, 0.6, 0.2, 0.1): k = 2 takes experts 1 and 2 with 0.6 and 0.2, not
     # renormalised.
     # load: τ = ln 0.2, σ = 1/4: Φ(4·ln(0.6/0.2)) for expert 1, Φ(0) for 2, Φ(4·ln(0.1/0.2)) for 0
-    # and 3. The student (identity router) says (8, 4, 2, 2)/16 and only records it.
+    # and 3. What the student (identity router) says, (8, 4, 2, 2)/16, is recorded in training only.
     router = TeacherRouted(k=2).build(4, 4).eval()
     router.weight.data = torch.eye(4)
+    teacher = torch.tensor([[[0.1, 0.6, 0.2, 0.1]]])
     token = torch.tensor([4.0, 2, 1, 1]).log().view(1, 1, 4)
-    plan, record = router(token, RoutingContext(teacher=torch.tensor([[[0.1, 0.6, 0.2, 0.1]]])))
+    plan, record = router(token, RoutingContext(teacher=teacher))
     torch.testing.assert_close(record.combine.flatten(), torch.tensor([0, 0.6, 0.2, 0]))
     assert record.chosen.flatten().tolist() == [False, True, True, False]
     low = phi(-4 * math.log(2))
     torch.testing.assert_close(
         record.load.flatten(), torch.tensor([low, phi(4 * math.log(3)), 0.5, low])
     )
-    torch.testing.assert_close(record.logits, token)
-    torch.testing.assert_close(record.probs.flatten(), torch.tensor([0.5, 0.25, 0.125, 0.125]))
+    torch.testing.assert_close(record.logits, teacher.log())
+    torch.testing.assert_close(record.probs, teacher)
     torch.testing.assert_close(plan.weights.flatten(), torch.tensor([0.6, 0.2]))
+    _, learned = router.train()(token, RoutingContext(teacher=teacher))
+    torch.testing.assert_close(learned.logits, token)
+    torch.testing.assert_close(learned.probs.flatten(), torch.tensor([0.5, 0.25, 0.125, 0.125]))
 
 
 def test_training_adds_noise_to_the_teachers_log_probs():

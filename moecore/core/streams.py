@@ -1,0 +1,49 @@
+"""Random streams: which draws belong to whom, in one place.
+
+A student's training draws from (seed, epoch) for the order of its images and from (seed, step,
+purpose) for all else; ``seed`` is that of its run, which sets its first weights too. Whoever else
+draws – its teacher, the teacher's routers, a measurement – draws from ``seed_of(WHO, seed)`` in the
+place of the seed, and so shares no stream with the student of the same number, nor with another.
+"""
+
+import hashlib
+from typing import Literal
+
+from torch import Generator
+
+# Purposes of a training step, (seed, step, purpose)
+VIEWS = 1
+NOISE = 2
+ATTACK = 3
+
+# Purposes of numpy's generators, [seed, purpose]; 0 to 2, 5 and 6 split the data
+FEW_SHOT = 3
+PERMUTED = 4  # the places of a null control's labels
+
+Who = Literal[
+    "teacher",  # its first weights, order, views and noise
+    "teacher_router",  # the first weights and the batches of the teacher's routers
+    "measured_views",  # of routing and explorer
+    "measured_tokens",  # of lipschitz: where Lemma 1 is looked at
+    "attacked_images",  # which test images robustness and transfer attack
+    "attack_squares",  # of the attack square
+    "mixed_regions",  # the random control of volumes that keep one tissue
+]
+
+
+def generator_for(*words: int) -> Generator:
+    """A CPU generator that is a function of whole numbers, as (seed, step, purpose); different
+    words, also in number, are independent.
+    """
+    # SeedSequence takes (1, 5) and (1, 5, 0) for the same
+    return Generator().manual_seed(_digest(*words))
+
+
+def seed_of(who: Who, seed: int) -> int:
+    """The seed, from 0 to 2⁶³ − 1, that ``who`` draws from in the run of ``seed``."""
+    return _digest(who, seed) >> 1  # torch and numpy both take it
+
+
+def _digest(*words: int | str) -> int:
+    digest = hashlib.sha256(",".join(map(str, words)).encode()).digest()
+    return int.from_bytes(digest[:8], "big")
