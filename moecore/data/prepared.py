@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
-from moecore.core.files import UserError, read_json
+from moecore.core.files import UserError, checksum, read_json
 from moecore.data.arrays import check_array
-from moecore.data.files.checksum import checksum
 from moecore.data.volumes.subjects import read_subjects, sex_counts
 from moecore.tasks import AnyTask
 from moecore.tasks.read import read_task

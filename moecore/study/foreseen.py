@@ -10,9 +10,8 @@ from moecore.study.document import Document, load
 from moecore.study.model_rules import model_rules
 from moecore.study.overlay import stages_of
 from moecore.study.problems import spell
-from moecore.study.schedule_rules import size_rules
 from moecore.study.study import Study
-from moecore.study.teacher_rules import unneeded
+from moecore.study.training_rules import size_rules, unneeded
 from moecore.study.whole import looked_through
 
 # What a room above this one has to say of a study and its stages: keys, and what is wrong.

@@ -11,8 +11,7 @@ from moecore.measure import few_shot
 from moecore.measure.base import Subject, at_once
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
 from moecore.measure.probes.linear_probe import ridges
-from tests.measure.subjects import measured_twice
-from tests.measure.trained import MODELS, trained, write_digits
+from tests.measure.subjects import MODELS, measured_twice, trained, write_digits
 
 SETTINGS = FewShot(shots=(1, 3, 1000), draws=3, batch=40, seed=2)
 

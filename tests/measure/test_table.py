@@ -11,8 +11,8 @@ from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoE
-from tests.cohort import write_cohort
 from tests.measure.subjects import built, digits
+from tests.volumes import write_cohort
 
 SMALL = {
     "routing": {"images": 8, "augmentations": ["flip"], "sweeps": {"k": [1], "images": 4}},

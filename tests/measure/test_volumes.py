@@ -25,8 +25,8 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoE
 from moecore.nn.predict import predictions
-from tests.cohort import write_cohort
 from tests.measure.subjects import measured_twice
+from tests.volumes import write_cohort
 
 ROUTING = Routing.model_validate(
     {

@@ -16,8 +16,8 @@ from moecore.measure.probes.linear_probe import PENALTIES, linear_probe, read_by
 from moecore.measure.probes.people import People, predicted_ages
 from moecore.measure.probes.rescans import repeated, scanned_again, sessions_again
 from moecore.measure.probes.tissues import VolumeErrors, errors_of, order_of, seen, summed
-from tests.cohort import write_cohort
-from tests.measure.brightness import Brightness, Source
+from tests.measure.subjects import Brightness, Source
+from tests.volumes import write_cohort
 
 
 class Pooled(nn.Module):
