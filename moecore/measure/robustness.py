@@ -16,19 +16,25 @@ from moecore.attacks.target import Precision, Target, drawn_places
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
-from moecore.data.prepared import evenly_spread
 from moecore.measure.base import Parts, Skipped, Subject, kept
 from moecore.measure.routing_metrics.expert_use import (
     change_of_choice,
     change_of_processing,
     iou_by_image,
 )
-from moecore.measure.routing_metrics.pictures import Picture, picture
 from moecore.measure.under_attack.audit import Audit, audit
-from moecore.measure.under_attack.curves import Curve, Curves, Left, Row, run_of, worst_case
-from moecore.measure.under_attack.line import Line
+from moecore.measure.under_attack.curves import (
+    Attacked,
+    Curve,
+    Left,
+    Row,
+    pictured,
+    run_of,
+    several,
+    worst_case,
+)
+from moecore.measure.under_attack.line import Line, Lines
 from moecore.statistics.crossed import kept_items
-from moecore.statistics.intervals import images_of
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
@@ -85,26 +91,6 @@ class Robustness(Config):
         if len({attack.name for attack in attacks}) < len(attacks):
             raise ValueError("the same attack is listed twice")
         return attacks
-
-
-class Lines(Config):
-    """The audit."""
-
-    lines: tuple[Line, ...]
-
-
-class AttackedRow(Config):
-    """A few images within one radius."""
-
-    epsilon: float
-    pictures: Picture  # (N, C, h, w)
-
-
-class Attacked(Config):
-    """A few images as the strongest attack made them (adversarial-moe, figure 5)."""
-
-    attack: str  # of all that were run the one that leaves the worst score at the largest radius
-    rows: tuple[AttackedRow, ...]  # in growing order of the radius; the first is clean
 
 
 class Result(Config):
@@ -169,32 +155,9 @@ def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
         attacks=curves,
         worst_case=worst_case(curves, task, len(labels), target.people),
         audit=lines,
-        attacked=pictured(target, settings, curves, epsilons),
+        attacked=pictured(target, settings.attacks, settings.pictures, curves),
         people=several(target.people),
     )
-
-
-def pictured(
-    target: Target, settings: Robustness, curves: Curves, epsilons: list[float]
-) -> Attacked | None:
-    """A few of the target's images at each epsilon under the strongest of the attacks.
-
-    That is the one that leaves the worst score at the largest epsilon; of equal ones the loss
-    decides.
-    """
-    last = {name: rows[-1] for name, rows in run_of(curves).items()}
-    if not settings.pictures or not last or target.images.ndim != 4:
-        return None
-    sign = 1 if target.task.score.better == "higher" else -1
-    strongest = min(last, key=lambda name: (sign * last[name].score, -last[name].loss))
-    attack = next(one for one in settings.attacks if one.name == strongest)
-    where = evenly_spread(len(target.labels), settings.pictures)
-    few = target._replace(images=target.images[where], labels=target.labels[where], only=None)
-    rows = [
-        AttackedRow(epsilon=epsilon, pictures=picture(few.attacked(attack, epsilon)))
-        for epsilon in epsilons
-    ]
-    return Attacked(attack=strongest, rows=rows)
 
 
 def target_of(subject: Subject, settings: Robustness) -> Target:
@@ -211,13 +174,6 @@ def target_of(subject: Subject, settings: Robustness) -> Target:
         settings.precision,
         people=test.people_at(places),
     )
-
-
-def several(people: np.ndarray | None) -> tuple[int, ...] | None:
-    """Whose image each is, where anybody has several."""
-    if people is None or images_of(people) is None:
-        return None
-    return tuple(people.tolist())
 
 
 def refuse(settings: Robustness, task: Task) -> None:
