@@ -10,19 +10,22 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import whole_file, write_json
-from moecore.report.claims import evaluate, flat_claims
+from moecore.report.claims import evaluate, flat_evaluated
 from moecore.report.results import read_results, study_stages
 from moecore.report.tables import data_facts, flat
 from moecore.report.texts import texts
 from moecore.run.stage import run_stage
 from moecore.study.params import read
-from moecore.study.selection import Claim, Selection
+from moecore.study.selection import Claim, Question, Selection
 
 
 class Params(Config):
     run: Selection
     claims: tuple[Claim, ...] = Field(
         (), description="What the papers say of two methods; evaluated by these runs."
+    )
+    questions: tuple[Question, ...] = Field(
+        (), description="What no paper says of two methods; asked of these runs."
     )
 
 
@@ -31,10 +34,8 @@ def compare() -> None:
     path = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
     stages = study_stages(path, params.run)
     results = read_results(params.run, path.read_text(encoding="utf-8"), stages=stages)
-    evaluated = evaluate(params.claims, results)
-    compared = flat(results) | data_facts(results)
-    if evaluated:
-        compared["claims"] = flat_claims(evaluated)
+    evaluated = evaluate([*params.claims, *params.questions], results)
+    compared = flat(results) | data_facts(results) | flat_evaluated(evaluated)
     folder = Path("reports")
     write_json(
         folder / "compare.json", compared

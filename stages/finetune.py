@@ -49,8 +49,8 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
         _, after = predictions(recipe.model, data.test.images, batch=250)
         with whole_folder(target) as folder:
             save_model(folder, recipe.model)
-        found = outcome(recipe.model, data, settings.epochs, training.log())
-        training.run.result(found.with_routing(survived(before, after)))
+        found = outcome(recipe.model, data, settings, training.log())
+        training.run.result(found.with_routing(survived(before, after, data.test.people)))
         training.run.model(target)
 
 

@@ -19,6 +19,7 @@ from stages.out_of_fold import out_of_fold
 from stages.prepare import prepare
 from stages.pretrain import pretrain
 from stages.robustness import robustness
+from stages.sizes import sizes
 from stages.teacher import teacher
 from stages.teacher_router import teacher_router
 from stages.transfer import transfer
@@ -34,6 +35,7 @@ STAGES = (
     prepare,
     pretrain,
     robustness,
+    sizes,
     teacher,
     teacher_router,
     transfer,

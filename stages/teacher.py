@@ -1,7 +1,6 @@
 """Stage ``teacher``: a dense model trained here, pretrained weights through timm, or none.
 
-``python -m stages.teacher 0`` writes artifacts/teacher/0/, the teacher of all methods of seed 0.
-Pretrained weights are the same for every seed.
+``python -m stages.teacher 0`` writes artifacts/teacher/0/, that of the students of seed 0.
 """
 
 from pathlib import Path
@@ -26,8 +25,6 @@ from moecore.training.teachers.no_teacher import NoTeacher
 
 
 class Params(Config):
-    """What this stage reads of params.yaml."""
-
     teacher: Teacher
 
 
@@ -47,14 +44,12 @@ def teacher(seed: int) -> None:
         torch.manual_seed(drawn)
         model = settings.build(ImageSpec.from_card(data.card))
         schedule = settings.training
-        found: Skipped | Outcome = Skipped(
-            skipped=f"a teacher of kind {settings.kind} is trained elsewhere"
-        )
+        found: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
         if schedule is not None:
             objective = Objective((), schedule.label_smoothing)
             job = job_for(model, data, objective, training.runtime.device)
             training.train(job, schedule, drawn)
-            found = outcome(model, data, schedule.epochs, training.log())
+            found = outcome(model, data, schedule, training.log())
         with whole_folder(target) as folder:
             save_model(folder, model)
         training.run.result(found)

@@ -1,7 +1,6 @@
 """Stage ``teacher_router``: the routers on the frozen teacher that guide one method (TGR, §3.2).
 
-``python -m stages.teacher_router tgr 0`` writes artifacts/teacher_router/tgr/0/: the teacher of
-seed 0, and routers on it.
+``python -m stages.teacher_router tgr 0`` writes artifacts/teacher_router/tgr/0/: teacher, routers.
 """
 
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Annotated
 
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
-from moecore.core.streams import seed_of
 from moecore.data.loader import to_device
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
@@ -39,7 +37,6 @@ def teacher_router(method: str, seed: int) -> None:
     chosen = params.method
     settings = params.teacher_router
     target = Path("artifacts/teacher_router", method, str(seed))
-    drawn = seed_of("teacher_router", seed)
     with record("teacher_router", params, method=method, seed=seed) as run:
         if not (chosen.guided or chosen.upcycle):
             with whole_folder(target) as folder:
@@ -48,14 +45,12 @@ def teacher_router(method: str, seed: int) -> None:
             return
         device = tune().device
         teacher = load_unguided(Path("artifacts/teacher", str(seed)))
-        guide = guiding(chosen, params.model, teacher, drawn, device)
+        guide = guiding(chosen, params.model, teacher, seed, device)
         found: Skipped | RouterFit = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
             data = to_device(Prepared.open("artifacts/data/pretrain").train, device)
-            points = fit_routers(guide, data, chosen.teacher_router, settings, drawn)
-            found = RouterFit(
-                **followed(points, settings.steps, f"routers {method} seed {seed}", run)
-            )
+            points = fit_routers(guide, data, chosen.teacher_router, settings, seed)
+            found = RouterFit(**followed(points, settings.steps, f"routers {method} {seed}", run))
         with whole_folder(target) as folder:
             save_guide(folder, guide)
         run.result(found)

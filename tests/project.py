@@ -75,6 +75,7 @@ stability: {images: 8, overlays: 2, steps: 4}
 lipschitz: {images: 4, lemma_tokens: 4, steps: 2, halvings: 2}
 cost: {batch: 8, rounds: 2, images: 16}
 claims: []
+questions: []
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from scipy import ndimage
 
-from moecore.data.files.checksum import checksum
+from moecore.core.files import checksum
 
 CENTRE = np.array([98, 134, 72])  # the voxel of nilearn's 1 mm maps at 0, 0, 0 mm
 SEEDS = ((-8, 0, 18), (8, 0, 18))  # mm: a point inside each lateral ventricle

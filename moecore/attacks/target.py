@@ -38,6 +38,16 @@ class Target(NamedTuple):
     precision: Precision = "float32"  # of an attack's forward passes; scores are always fp32
     # (N,) bool: the images to attack, where an attack takes each by itself; others stay clean.
     only: Tensor | None = None
+    people: np.ndarray | None = None  # (N,), whose image each is; None where nothing says so
+
+    def first(self, number: int) -> "Target":
+        """The first images alone, all of which are attacked."""
+        return self._replace(
+            images=self.images[:number],
+            labels=self.labels[:number],
+            only=None,
+            people=None if self.people is None else self.people[:number],
+        )
 
     def clean(self) -> Tensor:
         """The images, fp32 (N, C, H, W) in [0, 1], on the CPU."""
@@ -124,10 +134,7 @@ class _Rounded(nn.Module):
         return output._replace(prediction=output.prediction.float())
 
 
-def subset(
-    images: np.ndarray, labels: np.ndarray, number: int, seed: int
-) -> tuple[np.ndarray, Tensor]:
-    """A seeded draw of ``number`` images without replacement, in order; all of fewer."""
+def drawn_places(total: int, number: int, seed: int) -> np.ndarray:
+    """A seeded draw of ``number`` of ``total`` places without replacement, in order; or all."""
     drawn = np.random.default_rng(seed_of("attacked_images", seed))
-    chosen = np.sort(drawn.permutation(len(labels))[:number])
-    return images[chosen], torch.from_numpy(labels[chosen])
+    return np.sort(drawn.permutation(total)[:number])

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.brain.prediction_table import Corrected, corrected, read_predictions
-from moecore.core.files import UserError
-from moecore.data.files.checksum import checksum
+from moecore.core.files import UserError, checksum
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.measure.calibration import OnRefusal
 from moecore.measure.calibrators.linear import FittedLinear, Linear

@@ -3,6 +3,7 @@
 N volumes of the test split, in years.
 """
 
+from collections.abc import Mapping
 from typing import Literal, cast
 
 import numpy as np
@@ -12,12 +13,13 @@ from pydantic import Field
 from moecore.brain.age_errors import AgeErrors, GroupErrors, age_table, decade, errors_by
 from moecore.brain.ages import Ages, Fit
 from moecore.brain.conformal import conformal_radius, one_each
-from moecore.brain.prediction_table import group_counts
+from moecore.brain.prediction_table import Corrected, group_counts
 from moecore.brain.reference import AgeInterval
 from moecore.core.config import Config
 from moecore.measure.calibrators.linear import FitOn, FittedLinear
+from moecore.statistics.crossed import kept_items
 from moecore.statistics.estimate import Estimate
-from moecore.statistics.intervals import wilson
+from moecore.statistics.intervals import share
 from moecore.tasks.errors import median_mae
 from moecore.tasks.regression import Regression
 
@@ -59,6 +61,9 @@ class Result(Config):
     calibration_groups: dict[str, int] = Field(description="test volumes by whose line corrected")
     predictor_sha256: str
     points: Points
+    items: dict[str, str] = Field(
+        default={}, description="of each variant's MAE one number a person (``kept_items``)"
+    )
 
 
 def measured(ages: Ages, line: Fit, fit_on: FitOn, resamples: int) -> Result:
@@ -95,13 +100,26 @@ def measured(ages: Ages, line: Fit, fit_on: FitOn, resamples: int) -> Result:
         calibration=line.fitted,
         calibration_groups=group_counts(test.groups),
         predictor_sha256=ages.sha256,
-        points=Points(
-            age=known.tolist(),
-            sex=sexes,
-            raw=test.raw.tolist(),
-            pooled=None if test.pooled is None else test.pooled.tolist(),
-        ),
+        points=points_of(known, sexes, test),
+        items=errors_by_person(ages, test.variants),
     )
+
+
+def points_of(known: np.ndarray, sexes: list[str], test: Corrected) -> Points:
+    """Every test volume's age, sex and predictions."""
+    return Points(
+        age=known.tolist(),
+        sex=sexes,
+        raw=test.raw.tolist(),
+        pooled=None if test.pooled is None else test.pooled.tolist(),
+    )
+
+
+def errors_by_person(ages: Ages, variants: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Of each variant's test predictions (N,) one absolute error a person, packed."""
+    known = ages.known("test")
+    people = ages.data.test.people
+    return {name: kept_items(np.abs(said - known), people) for name, said in variants.items()}
 
 
 def interval(ages: Ages, line: Fit) -> AgeInterval:
@@ -112,7 +130,7 @@ def interval(ages: Ages, line: Fit) -> AgeInterval:
     errors = np.abs(ages.corrected("test", line.fitted).best - ages.known("test"))
     coverage = None
     if radius is not None:
-        coverage = Estimate.of(wilson(int((errors <= radius).sum()), len(errors)))
+        coverage = Estimate.of(share(errors <= radius, ages.data.test.people))
     method = "split conformal, |residuals| of one volume of each validation participant"
     if line.fitted is not None and line.fitted.fit_on == "validation":
         # Then the residuals are a little too small, and the interval too narrow.

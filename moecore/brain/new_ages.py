@@ -18,9 +18,8 @@ from moecore.brain.prediction_table import (
     write_predictions,
 )
 from moecore.brain.reference import Reference, beyond_ages, unknown_site, unlike
-from moecore.core.files import UserError, read_json
+from moecore.core.files import UserError, checksum, read_json
 from moecore.core.records import RoutingRecord
-from moecore.data.files.checksum import checksum
 from moecore.measure.calibrators.linear import FittedLinear
 from moecore.nn.predict import predictions
 from moecore.training.artifacts import load_model

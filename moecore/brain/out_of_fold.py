@@ -3,7 +3,7 @@
 For a calibration that is fitted on such predictions. N training volumes, in years.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moecore.brain.folds import folds_of
 from moecore.brain.prediction_table import (
     PredictionRow,
     corrected,
@@ -153,3 +152,26 @@ def write_absent(folder: Path, calibrator: Calibrator) -> None:
     """absent.json in ``folder``: why nothing was predicted."""
     with whole_folder(folder) as target:
         write_json(target / "absent.json", {"calibrator": calibrator.model_dump(mode="json")})
+
+
+def folds_of(participants: Sequence[str], ages: np.ndarray, folds: int, seed: int) -> np.ndarray:
+    """The fold (N,) int64 of each volume.
+
+    Participants are sorted by mean age, each ``folds`` neighbours shuffled over the folds.
+    participants: (N,) ids; ages: (N,). Raises UserError where there are fewer participants than
+    folds.
+    """
+    names, person = np.unique(np.array(participants, dtype=str), return_inverse=True)
+    if len(names) < folds:
+        raise UserError(
+            f"out_of_fold.folds: found {folds}; allowed: at most the {len(names)} participants of "
+            "the training split"
+        )
+    means = np.bincount(person, weights=np.asarray(ages, np.float64)) / np.bincount(person)
+    generator = np.random.default_rng(seed)
+    fold = np.empty(len(names), np.int64)
+    order = np.argsort(means, kind="stable")
+    for start in range(0, len(order), folds):
+        group = order[start : start + folds]
+        fold[group] = generator.permutation(folds)[: len(group)]
+    return fold[person]

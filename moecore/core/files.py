@@ -1,6 +1,7 @@
 """Files appear whole or not at all."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -121,3 +122,11 @@ def _explained(error: OSError, path: Path) -> Exception:
             "space and start again"
         )
     return error
+
+
+def checksum(path: str | Path, algorithm: str = "sha256") -> str:
+    """Hex digest of a file's content, read in blocks; ``algorithm`` is a name of hashlib (sha256,
+    md5).
+    """
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, algorithm).hexdigest()

@@ -16,7 +16,8 @@ def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -
     Of volumes: the middle slices of ``shots`` of them, from the youngest to the oldest, a row a
     plane.
     """
-    images, labels = prepared.train
+    images = prepared.train.images
+    labels = prepared.train.labels
     where = prepared.task.by_class(torch.from_numpy(labels))
     if where is None:
         return montage(prepared, shots)
@@ -35,7 +36,8 @@ def montage(prepared: Prepared, shots: int = 8) -> Figure:
     """Middle slices of ``shots`` training volumes, evenly spread from the youngest to the oldest;
     age and sex above, flags marked with *.
     """
-    volumes, ages = prepared.train
+    volumes = prepared.train.images
+    ages = prepared.train.labels
     subjects = prepared.subjects("train")
     unit = prepared.card["task"]["unit"]
     order = np.argsort(ages, kind="stable")

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
-from moecore.core.files import UserError, read_json
+from moecore.core.files import UserError, checksum, read_json
 from moecore.data.arrays import check_array
-from moecore.data.files.checksum import checksum
 from moecore.data.volumes.subjects import read_subjects, sex_counts
 from moecore.tasks import AnyTask
 from moecore.tasks.read import read_task
@@ -56,11 +55,17 @@ AGAIN = "run the stage `prepare` again"
 class Split(NamedTuple):
     """One split: images uint8 (N, C, H, W), memory-mapped, and labels as the task stores them.
 
-    Or volumes float16 (N, 1, D, H, W), memory-mapped.
+    Or volumes float16 (N, 1, D, H, W), memory-mapped. people: (N,) int64, whose volume each is, by
+    a number for each participant of the split; None where nothing says so.
     """
 
     images: np.ndarray
     labels: np.ndarray
+    people: np.ndarray | None = None
+
+    def people_at(self, places: np.ndarray) -> np.ndarray | None:
+        """Those of the images at ``places`` (M,); None where they are not known."""
+        return None if self.people is None else self.people[places]
 
 
 def evenly_spread(total: int, number: int | None) -> np.ndarray:
@@ -160,7 +165,9 @@ def _open_volumes(folder: Path, card: dict[str, Any], task: AnyTask, split: str)
     if not np.array_equal(labels, ages):
         path = folder / f"{split}_labels.npy"
         raise UserError(f"{path}: its ages are not those of {table.name}; {AGAIN}")
-    return Split(images, labels)
+    names = np.array([row["participant_id"] for row in subjects], dtype=str)
+    _, people = np.unique(names, return_inverse=True)
+    return Split(images, labels, people)
 
 
 def _labels(folder: Path, task: AnyTask, split: str, number: int) -> np.ndarray:

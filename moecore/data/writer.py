@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, write_json
+from moecore.core.files import UserError, checksum, write_json
 from moecore.data.arrays import check_array
-from moecore.data.files.checksum import checksum
 from moecore.data.prepared import SPLITS
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel

@@ -71,6 +71,11 @@ class Result(Config):
     scores: str | tuple[float, ...] = Field(
         description="one a test image, as the task packs them; both before and after"
     )
+    top5: str | tuple[float, ...] | None = Field(
+        default=None,
+        description="likewise, whether the class is among the five largest; None where the task "
+        "has no such score",
+    )
     before: Quality
     after: Quality
 
@@ -106,12 +111,14 @@ def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:
         path.write_text(fitted.to_json() + "\n", encoding="utf-8")
     labels = labels_of(data.test.labels)
     task = data.task
+    among = task.top5(said["test"], labels)
     return Result(
         temperature=fitted.temperature,
         at_limit=fitted.at_limit,
         validation_images=len(said["validation"]),
         test_images=len(said["test"]),
         scores=task.packed(task.scores(said["test"], labels)),
+        top5=None if among is None else task.packed(among),
         before=quality(task, said["test"], labels, settings.resamples),
         after=quality(task, fitted.apply(said["test"]), labels, settings.resamples),
     )

@@ -126,7 +126,8 @@ def measure(subject: Subject, settings: CohortChecks, parts: Parts) -> Result:
     """The errors on each tissue alone, subjects aged and scanned again, and region experts."""
     data = subject.data
     errors = errors_by_tissue(subject, settings, parts)
-    tissues = {name: summed(found, settings.resamples) for name, found in errors.items()}
+    whose = data.test.people
+    tissues = {name: summed(found, settings.resamples, whose) for name, found in errors.items()}
     whole = tissues.pop("whole")
     people = simulated_people(data, settings.seed)
     rescan = rescanned(subject, people, settings, whole.mae, parts)
@@ -137,7 +138,7 @@ def measure(subject: Subject, settings: CohortChecks, parts: Parts) -> Result:
         median_mae=median_mae(train, test),
         whole=whole,
         isolated=tissues or None,
-        order=order_of(errors, settings.resamples),
+        order=order_of(errors, settings.resamples, whose),
         ageing=grown_older(subject, people, settings, parts),
         rescan=rescan,
         generalisation=region_experts(subject, settings, parts),

@@ -18,6 +18,7 @@ from moecore.measure.costs.passes import (
     plain_times,
     watched_times,
 )
+from moecore.measure.routing_metrics.sweeps import Experts, with_experts
 from moecore.nn.parameters import parameter_counts
 from moecore.nn.predict import batches
 from moecore.training.runtime import device_name
@@ -44,6 +45,18 @@ class Cost(Config):
         description="Test images, evenly spread over the split, that the passes go through in "
         "turn.",
     )
+    k: Experts = Field(
+        (1, 2, 3, 4, 6),
+        description="Experts per token that a batch is timed with besides, on the trained weights; "
+        "those above a model's number of experts are left out (ERMoE, figure S5).",
+    )
+
+
+class KTime(Config):
+    """A batch's time with another number of experts per token."""
+
+    k: int
+    batch_ms: Quartiles
 
 
 class Result(Config):
@@ -63,6 +76,7 @@ class Result(Config):
     routing_share: float
     routing_batch_ms: float
     routing_batch_share: float
+    by_k: tuple[KTime, ...]  # none of a model whose router has no k
     rounds: int
     device: str  # its name
     threads: int
@@ -99,10 +113,24 @@ def measure(subject: Subject, settings: Cost, parts: Parts) -> Result:
         routing_share=routing_share(alone),
         routing_batch_ms=routing_ms(together),
         routing_batch_share=routing_share(together),
+        by_k=times_by_k(subject, many, settings),
         rounds=settings.rounds,
         device=device_name(subject.device),
         threads=torch.get_num_threads(),
     )
+
+
+def times_by_k(subject: Subject, many: Images, settings: Cost) -> tuple[KTime, ...]:
+    """The time of a batch with each k of the settings; of a dense model none."""
+    if subject.model.moe is None:
+        return ()
+    rows = []
+    for k in settings.k:
+        model = with_experts(subject.model, k)
+        if model is not None:
+            times = milliseconds(plain_times(model, many, settings.rounds))
+            rows.append(KTime(k=k, batch_ms=times))
+    return tuple(rows)
 
 
 def in_turn(images: np.ndarray, batch: int, device: str) -> Images:

@@ -15,12 +15,14 @@ from moecore.data.prepared import evenly_spread
 from moecore.data.views.transforms import TRANSFORMS, drawn_affines, transformed
 from moecore.measure.base import Number, Parts, Subject, kept, why_not_flat
 from moecore.measure.routing_metrics.class_maps import class_maps
-from moecore.measure.routing_metrics.imed import mean_imed
+from moecore.measure.routing_metrics.expert_use import agreement
+from moecore.measure.routing_metrics.imed import imed_between, mean_imed
 from moecore.nn.backbones.model import Model
 from moecore.nn.expert_map import map_shape
 from moecore.nn.predict import predictions
 from moecore.nn.routers import Router
-from moecore.statistics.intervals import bootstrap_mean
+from moecore.statistics.crossed import kept_items
+from moecore.statistics.intervals import Interval, bootstrap, bootstrap_mean
 
 NOTES = {  # by kind of router: where the distances do not tell what decides
     "hash": "a fixed hash chooses, so that neighbours on the map mean nothing; "
@@ -52,12 +54,19 @@ class Moved(Config):
     d2: float
     d2_low: float | None
     d2_high: float | None
+    normalised: float | None
+    """d over the mean IMED between different images; None where that is 0 or there is one image."""
+    normalised_low: float | None
+    normalised_high: float | None
+    agreement: float  # share of tokens with the same most probable expert; mean over layers
+    items: str | None = None  # d of each image, as ``kept_items`` packs them
 
 
 class Result(Config):
     """One row a transform; ``d`` and ``d2`` hold the same means by key, "rotation_5"."""
 
     images: int
+    between: float | None  # mean IMED between different images, unmoved; None of one image
     transforms: tuple[Moved, ...]
     d: dict[str, float]
     d2: dict[str, float]
@@ -87,7 +96,9 @@ def measure(subject: Subject, settings: Invariance, parts: Parts) -> Result:
         name: drawn_affines(name, len(images), images.shape[-2:], settings.seed)
         for name in TRANSFORMS
     }
-    moves = distances(subject.model, images, probs_of(clean), affines, settings.batch, parts)
+    probs = probs_of(clean)
+    between = imed_between(probs, settings.seed) if len(images) > 1 else None
+    moves = distances(subject.model, images, probs, affines, settings.batch, parts, between)
     marked = task.by_class(torch.from_numpy(test.labels[where]))
     if marked is None:
         raise ValueError("the labels are no classes; `applies` says so")
@@ -95,6 +106,7 @@ def measure(subject: Subject, settings: Invariance, parts: Parts) -> Result:
     maps = maps_of(clean, rows, classes, len(task.classes))
     return Result(
         images=len(images),
+        between=None if between is None else float(between.mean()),
         transforms=moves,
         d={key_of(row.name): row.d for row in moves},
         d2={key_of(row.name): row.d2 for row in moves},
@@ -113,12 +125,21 @@ def distances(
     affines: Mapping[str, Tensor],
     batch: int,
     parts: Parts,
+    between: Tensor | None = None,
 ) -> tuple[Moved, ...]:
-    """One row a transform: the mean distance of the routing from ``clean``, probs by layer."""
+    """One row a transform: the mean distance of the routing from ``clean``, probs by layer.
+
+    between: (N,), each image's distance from another one; None where there is no other.
+    """
 
     def row(name: str) -> Moved:
-        _, after = predictions(model, moved(images, affines[name], batch), batch)
-        d, d2 = (bootstrap_mean(values.numpy()) for values in mean_imed(clean, probs_of(after)))
+        _, records = predictions(model, moved(images, affines[name], batch), batch)
+        after = probs_of(records)
+        lengths, squares = (values.numpy() for values in mean_imed(clean, after))
+        d = bootstrap_mean(lengths)
+        d2 = bootstrap_mean(squares)
+        share = None if between is None else normalised(lengths, between.numpy())
+        same = [agreement(u, v) for u, v in zip(clean, after, strict=True)]
         return Moved(
             name=name,
             d=d.value,
@@ -127,9 +148,31 @@ def distances(
             d2=d2.value,
             d2_low=d2.low,
             d2_high=d2.high,
+            normalised=share.value if share else None,
+            normalised_low=share.low if share else None,
+            normalised_high=share.high if share else None,
+            agreement=sum(same) / len(same),
+            items=kept_items(lengths),
         )
 
     return tuple(kept(parts, name, Moved, lambda name=name: row(name)) for name in affines)
+
+
+def normalised(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
+    """Mean IMED under a transform over the mean IMED between different images, both (N,).
+
+    0: nothing moved; 1: a moved image is routed as another image would be. Flat probs make both
+    small, so that the ratio tells steady routing from routing that prefers no expert, which IMED
+    alone does not. With its bootstrap interval over images, of which each brings its own two
+    distances. None where all images are routed alike.
+    """
+    if not between.any():
+        return None
+
+    def ratio(chosen: np.ndarray) -> float:
+        return float(lengths[chosen].mean() / max(between[chosen].mean(), np.finfo(float).tiny))
+
+    return bootstrap(ratio, len(lengths), lowest=0.0)
 
 
 def moved(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:

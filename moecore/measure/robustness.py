@@ -6,20 +6,28 @@ N images, K outputs.
 
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
 from moecore.attacks import Attack
-from moecore.attacks.target import Precision, Target, subset
+from moecore.attacks.target import Precision, Target, drawn_places
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
 from moecore.measure.base import Parts, Skipped, Subject, kept
-from moecore.measure.routing_metrics.expert_use import change_of_choice, change_of_processing
+from moecore.measure.routing_metrics.expert_use import (
+    change_of_choice,
+    change_of_processing,
+    iou_by_image,
+)
+from moecore.measure.routing_metrics.pictures import Picture, picture
 from moecore.measure.under_attack.audit import Audit, audit
-from moecore.measure.under_attack.curves import Curve, Left, Row, run_of, worst_case
+from moecore.measure.under_attack.curves import Curve, Curves, Left, Row, run_of, worst_case
 from moecore.measure.under_attack.line import Line
+from moecore.statistics.crossed import kept_items
+from moecore.statistics.intervals import images_of
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
@@ -53,6 +61,13 @@ class Robustness(Config):
         description="Attack only images that are right when clean: accuracy is the same, routing "
         "change is not measured.",
     )
+    pictures: int = Field(
+        3,
+        ge=0,
+        le=8,
+        description="The first of the attacked images, shown under the strongest attack; flat "
+        "images only.",
+    )
     audit: Audit = Field(
         Audit(),
         description="Extra attacks that show whether the others are strong enough to be believed.",
@@ -77,6 +92,20 @@ class Lines(Config):
     lines: tuple[Line, ...]
 
 
+class AttackedRow(Config):
+    """A few images within one radius."""
+
+    epsilon: float
+    pictures: Picture  # (N, C, h, w)
+
+
+class Attacked(Config):
+    """A few images as the strongest attack made them (adversarial-moe, figure 5)."""
+
+    attack: str  # of all that were run the one that leaves the worst score at the largest radius
+    rows: tuple[AttackedRow, ...]  # in growing order of the radius; the first is clean
+
+
 class Result(Config):
     """Scores under attack; ``task`` says how they are packed and shown."""
 
@@ -87,6 +116,10 @@ class Result(Config):
     attacks: dict[str, Curve | Skipped] = Field(description="by attack: a row an epsilon")
     worst_case: tuple[Left, ...] = Field(description="over all attacks, a row an epsilon")
     audit: tuple[Line, ...]
+    attacked: Attacked | None = None  # of volumes, without an attack or a wanted picture: none
+    people: tuple[int, ...] | None = Field(
+        default=None, description="whose image each is, where people have several"
+    )
 
 
 class Clean(NamedTuple):
@@ -110,12 +143,9 @@ def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
     """
     task = subject.data.task
     refuse(settings, task)
-    test = subject.data.test
-    images, labels = subset(test.images, test.labels, settings.images, settings.seed)
-    target = Target(
-        subject.model, task, images, labels, settings.batch, settings.seed, settings.precision
-    )
-    prediction, routing = target.scored(images)
+    target = target_of(subject, settings)
+    labels = target.labels
+    prediction, routing = target.scored(target.images)
     clean = Clean(prediction, routing, task.scores(prediction, labels))
     if settings.survivors:
         target = target._replace(only=clean.scores)
@@ -136,9 +166,53 @@ def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
         clean_score=float(clean.scores.double().mean()),
         score_at_largest_epsilon={name: rows[-1].score for name, rows in run_of(curves).items()},
         attacks=curves,
-        worst_case=worst_case(curves, task, len(labels)),
+        worst_case=worst_case(curves, task, len(labels), target.people),
         audit=lines,
+        attacked=pictured(target, settings, curves, epsilons),
+        people=several(target.people),
     )
+
+
+def pictured(
+    target: Target, settings: Robustness, curves: Curves, epsilons: list[float]
+) -> Attacked | None:
+    """The first images of the target at each epsilon under the strongest of the attacks."""
+    left = {name: rows[-1].score for name, rows in run_of(curves).items()}
+    if not settings.pictures or not left or target.images.ndim != 4:
+        return None
+    sign = 1 if target.task.score.better == "higher" else -1
+    strongest = min(left, key=lambda name: sign * left[name])
+    attack = next(one for one in settings.attacks if one.name == strongest)
+    number = settings.pictures
+    few = target._replace(images=target.images[:number], labels=target.labels[:number], only=None)
+    rows = [
+        AttackedRow(epsilon=epsilon, pictures=picture(few.attacked(attack, epsilon)))
+        for epsilon in epsilons
+    ]
+    return Attacked(attack=strongest, rows=rows)
+
+
+def target_of(subject: Subject, settings: Robustness) -> Target:
+    """The model and the drawn test images, with whose each is."""
+    test = subject.data.test
+    places = drawn_places(len(test.labels), settings.images, settings.seed)
+    return Target(
+        subject.model,
+        subject.data.task,
+        test.images[places],
+        torch.from_numpy(test.labels[places]),
+        settings.batch,
+        settings.seed,
+        settings.precision,
+        people=test.people_at(places),
+    )
+
+
+def several(people: np.ndarray | None) -> tuple[int, ...] | None:
+    """Whose image each is, where anybody has several."""
+    if people is None or images_of(people) is None:
+        return None
+    return tuple(people.tolist())
 
 
 def refuse(settings: Robustness, task: Task) -> None:
@@ -185,8 +259,27 @@ def row_of(attack: Attack, target: Target, clean: Clean, epsilon: float) -> Row:
         epsilon,
         task,
         task.worst(clean.scores, task.scores(prediction, target.labels)),
+        target.people,
         loss=float(task.test_loss(prediction, target.labels).mean()),
         unchanged_images=float(unchanged.double().mean()),
         routing_change=change_of_choice(clean.routing, routing) if moved else (),
         processing_change=change_of_processing(clean.routing, routing) if moved else (),
+        items=change_items(clean.routing, routing, target.people) if moved else {},
     )
+
+
+def change_items(
+    before: tuple[RoutingRecord, ...],
+    after: tuple[RoutingRecord, ...],
+    people: np.ndarray | None,
+) -> dict[str, str]:
+    """Both changes of the routing, one number an item, mean over layers; {} for a dense model."""
+    layers = list(zip(before, after, strict=True))
+    if not layers:
+        return {}
+    chosen = [1 - iou_by_image(a.chosen, b.chosen) for a, b in layers]
+    processed = [1 - iou_by_image(a.combine != 0, b.combine != 0) for a, b in layers]
+    return {
+        name: kept_items(torch.stack(changes).mean(dim=0).numpy(), people)
+        for name, changes in (("routing_change", chosen), ("processing_change", processed))
+    }

@@ -11,13 +11,13 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import Layout, RoutingRecord
+from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spread
 from moecore.data.views.views import Crop, ViewSettings
 from moecore.measure.base import Parts, Subject, kept
 from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolved, two_views
-from moecore.measure.routing_metrics.expert_use import agreement
-from moecore.measure.routing_metrics.layer_use import LayerUse, Use, layer_use
+from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
+from moecore.measure.routing_metrics.layer_use import LayerUse, Use, layer_use, use_by_image
 from moecore.measure.routing_metrics.matching import (
     AugmentedRow,
     Chance,
@@ -26,8 +26,15 @@ from moecore.measure.routing_metrics.matching import (
     augmented_row,
     chance,
     layer_matching,
+    matches_by_image,
+    packed_means,
 )
-from moecore.measure.routing_metrics.overlays import Overlays, mid_slices, overlays
+from moecore.measure.routing_metrics.overlays import (
+    Corresponding,
+    Overlays,
+    corresponding,
+    spread_overlays,
+)
 from moecore.measure.routing_metrics.sweeps import Sample, Sweep, Sweeps, sweep
 from moecore.nn.backbones.model import Model
 from moecore.nn.correspondence import match_tokens, token_pairs
@@ -45,6 +52,7 @@ PRESETS: tuple[Preset, ...] = (
     "contrast",
     "randaugment",
 )
+CROPPED = 8  # images of which one is shown in two crops
 
 
 class Routing(Config):
@@ -98,12 +106,17 @@ class RoutingLayer(LayerUse, Matching):
 
 
 class Result(Use, Matching):
-    """The means over the MoE layers, each layer, and the same weights under other conditions."""
+    """The means over the MoE layers, each layer, and the same weights under other conditions.
+
+    items: of the metrics under their names one number an item, as ``kept_items`` packs them.
+    """
 
     images: int
+    items: dict[str, str] = {}
     teacher_agreement: float | None = None
     layers: tuple[RoutingLayer, ...]
     overlays: Overlays
+    corresponding: Corresponding | None = None  # of volumes and single patches none
     chance: Chance
     augmentations: tuple[AugmentedRow, ...]
     sweeps: Sweep
@@ -125,62 +138,94 @@ def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
     images = test.images[where]
     labels = test.labels[where]
     _, records = predictions(model, images, settings.batch)
-    layers = layers_of(subject, records, images, settings)
+    people = test.people_at(where)
+    layers, by_image = layers_of(subject, records, images, settings)
 
     def tried() -> Sweep:
         few = evenly_spread(len(images), settings.sweeps.images)
-        sample = Sample(images[few], torch.from_numpy(labels[few]), subject.data.task)
+        whose = None if people is None else people[few]
+        sample = Sample(images[few], torch.from_numpy(labels[few]), subject.data.task, whose)
         return sweep(model, sample, settings.sweeps, settings.batch)
 
     moe = model.experts_and_router
     return Result(
         images=len(images),
+        items=packed_means(by_image, people),
         **means(layers),
         layers=layers,
-        overlays=shown(images, records, settings.overlays, model.layout),
+        overlays=spread_overlays(images, records, settings.overlays, model.layout),
+        corresponding=corresponding(images[:CROPPED], model.layout, settings.seed),
         chance=chance(moe.experts.number, getattr(moe.router, "k", None)),
-        augmentations=augmented(model, images, settings, parts),
+        augmentations=augmented(model, images, settings, parts, people),
         sweeps=kept(parts, "sweeps", Sweep, tried),
     )
 
 
 def layers_of(
     subject: Subject, records: tuple[RoutingRecord, ...], images: np.ndarray, settings: Routing
-) -> list[RoutingLayer]:
-    """Each MoE layer's use of its experts, its matches, and its agreement with the teacher."""
+) -> tuple[list[RoutingLayer], list[dict[str, Tensor]]]:
+    """Each MoE layer's use of its experts, its matches, and its agreement with the teacher.
+
+    And the same metrics as one value an image, (N,), of each layer.
+    """
     router = subject.model.experts_and_router.router
     matches = matchings(subject.model, images, settings)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
     layers = []
-    for place, (record, matching) in enumerate(zip(records, matches, strict=True)):
-        use = layer_use(record, getattr(router, "threshold", None), getattr(router, "k", None))
+    by_image = []
+    for place, (record, (matching, matched)) in enumerate(zip(records, matches, strict=True)):
+        asked = (getattr(router, "threshold", None), getattr(router, "k", None))
+        use = layer_use(record, *asked)
+        items = use_by_image(record, *asked) | matched
         layer = RoutingLayer(**use.model_dump(), **matching.model_dump(exclude={"confidence"}))
         if teacher:
             theirs = match_tokens(teacher[place], record.probs.shape)
             same = agreement(record.probs, theirs)
             layer = layer.model_copy(update={"teacher_agreement": same})
+            items["teacher_agreement"] = agreement_by_image(record.probs, theirs)
         layers.append(layer)
-    return layers
+        by_image.append(items)
+    return layers, by_image
 
 
-def matchings(model: Model, images: np.ndarray, settings: Routing) -> list[LayerMatching]:
-    """How often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4)."""
+def matchings(
+    model: Model, images: np.ndarray, settings: Routing
+) -> list[tuple[LayerMatching, dict[str, Tensor]]]:
+    """How often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4).
+
+    And the match ratios as one value an image, (N,).
+    """
     asked = Augmentation(name="views", views=settings.views)
     views = two_views(images, asked, settings.seed)
     _, records = predictions(model, views.images, settings.batch)
     pairs = token_pairs(views.affines, model.layout, special=False)
-    return [layer_matching(record, pairs, model.layout) for record in records]
+    return [
+        (
+            layer_matching(record, pairs, model.layout),
+            matches_by_image(record, pairs, model.layout),
+        )
+        for record in records
+    ]
 
 
 def augmented(
-    model: Model, images: np.ndarray, settings: Routing, parts: Parts
+    model: Model,
+    images: np.ndarray,
+    settings: Routing,
+    parts: Parts,
+    people: np.ndarray | None = None,
 ) -> tuple[AugmentedRow, ...]:
-    """The matches under each augmentation; its draws do not depend on the others in the list."""
-    images = images[evenly_spread(len(images), settings.augmentation_images)]
+    """The matches under each augmentation; its draws do not depend on the others in the list.
+
+    people: (N,), whose image each is, or None.
+    """
+    few = evenly_spread(len(images), settings.augmentation_images)
+    images = images[few]
+    whose = None if people is None else people[few]
 
     def row(asked: Augmentation) -> AugmentedRow:
         views = two_views(images, asked, settings.seed, *asked.name.encode())
-        return augmented_row(asked.name, model, views, settings.batch)
+        return augmented_row(asked.name, model, views, settings.batch, whose)
 
     chosen = [resolved(preset, images.ndim == 5) for preset in settings.augmentations]
     return tuple(
@@ -207,17 +252,3 @@ def means(layers: list[RoutingLayer]) -> dict[str, Any]:
         name: None if None in values else sum(values) / len(values)
         for name, values in columns.items()
     }
-
-
-def shown(
-    images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: Layout
-) -> Overlays:
-    """Images with their patches' experts, evenly spread over all; of volumes the middle slices."""
-    if number:
-        where = evenly_spread(len(images), number)
-    else:
-        where = np.array([], int)
-    few = tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records)
-    if images.ndim == 5:
-        return mid_slices(images[where], few, layout)
-    return overlays(images[where], few)

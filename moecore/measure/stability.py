@@ -15,10 +15,11 @@ from moecore.data.prepared import evenly_spread
 from moecore.measure.base import Estimate, Parts, Subject, kept, why_not_flat
 from moecore.measure.noisy.noise import changes_by_image
 from moecore.measure.noisy.ramp import Ramp, ramp, ramp_probs
-from moecore.measure.routing_metrics.expert_use import agreement
+from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
 from moecore.measure.routing_metrics.overlays import Overlays, overlays
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
+from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks import AnyTask
 
@@ -72,6 +73,8 @@ class NoiseRow(Config):
     selection_high: tuple[float | None, ...]
     agreement: float | None  # share of tokens with the same best expert; mean over layers
     agreement_by_layer: tuple[float, ...]
+    # Of score, selection_change and agreement one number an image, as ``kept_items`` packs them.
+    items: dict[str, str] = {}
 
 
 class NoisyOverlays(Overlays):
@@ -142,7 +145,8 @@ def noise_row(
     prediction, noisy = predictions(model, pixels, batch)
     hits = task.scores(prediction, labels)
     score = task.interval(hits)
-    changes = [mean_of(layer) for layer in changes_by_image(clean, noisy)]
+    moved = changes_by_image(clean, noisy)
+    changes = [mean_of(layer) for layer in moved]
     same = [agreement(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
     return NoiseRow(
         sigma=sigma,
@@ -155,7 +159,23 @@ def noise_row(
         selection_high=[change.high for change in changes],
         agreement=float(np.mean(same)) if same else None,
         agreement_by_layer=same,
+        items=items_of(hits, moved, clean, noisy),
     )
+
+
+def items_of(
+    scores: Tensor,
+    moved: list[Tensor],
+    clean: tuple[RoutingRecord, ...],
+    noisy: tuple[RoutingRecord, ...],
+) -> dict[str, str]:
+    """Scores (N,), and means over the MoE layers of what each image's routing does, packed."""
+    found = {"score": scores.double()}
+    if moved:
+        same = [agreement_by_image(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
+        found["selection_change"] = torch.stack(moved).mean(dim=0)
+        found["agreement"] = torch.stack(same).mean(dim=0)
+    return {name: kept_items(values.numpy()) for name, values in found.items()}
 
 
 def mean_of(values: Tensor) -> Estimate:

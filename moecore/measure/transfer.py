@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.attacks import Attack
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.target import Precision, Target, subset
+from moecore.attacks.target import Precision, Target, drawn_places
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
@@ -102,7 +104,8 @@ def measure(
         if source not in skipped
         for target in models
     }
-    cells = cells_of(task, left)
+    people = next(iter(made.targets.values())).people
+    cells = cells_of(task, left, people)
     return Result(
         task=task,
         attack=settings.attack.name,
@@ -117,10 +120,20 @@ def measure(
 
 def prepared(models: Mapping[str, nn.Module], data: Prepared, settings: Transfer) -> Made:
     """The targets; an attack is made when its images are first asked for."""
-    images, labels = subset(data.test.images, data.test.labels, settings.images, settings.seed)
+    test = data.test
+    places = drawn_places(len(test.labels), settings.images, settings.seed)
+    images = test.images[places]
+    labels = torch.from_numpy(test.labels[places])
     targets = {
         name: Target(
-            model, data.task, images, labels, settings.batch, settings.seed, settings.precision
+            model,
+            data.task,
+            images,
+            labels,
+            settings.batch,
+            settings.seed,
+            settings.precision,
+            people=test.people_at(places),
         )
         for name, model in models.items()
     }
@@ -147,8 +160,10 @@ def left_of(made: Made, source: str, target: str, parts: Parts) -> Tensor:
     )
 
 
-def cells_of(task: Task, left: Mapping[tuple[str, str], Tensor]) -> tuple[Cell, ...]:
-    """left: (source, target) → scores (N,)."""
+def cells_of(
+    task: Task, left: Mapping[tuple[str, str], Tensor], people: np.ndarray | None = None
+) -> tuple[Cell, ...]:
+    """left: (source, target) → scores (N,); people: (N,), whose image each is, or None."""
     foreign = sum(source != target and (target, target) in left for source, target in left)
     # Bonferroni: of many pairs one in twenty would lie beyond a single interval by chance alone.
     level = 1 - 0.05 / max(foreign, 1)
@@ -157,13 +172,13 @@ def cells_of(task: Task, left: Mapping[tuple[str, str], Tensor]) -> tuple[Cell, 
         direct = left.get((target, target))
         if direct is None:
             return None
-        return Estimate.of(task.difference(scores, direct, level))
+        return Estimate.of(task.difference(scores, direct, level, people))
 
     return tuple(
         Cell(
             made_on=source,
             scored_by=target,
-            score=Estimate.of(task.interval(scores)),
+            score=Estimate.of(task.interval(scores, people)),
             difference=difference(target, scores),
         )
         for (source, target), scores in left.items()

@@ -1,8 +1,10 @@
 """One linear map per expert over rows that are sorted by expert.
 
-E experts, R rows, i inputs, o outputs.
+E experts, R rows, i inputs, o outputs. On the meta device, where tensors have no values, all of it
+gives shapes and costs what it would cost elsewhere.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
     rows.
     """
     rows = to_autocast(rows)
+    if rows.is_meta:
+        return torch.mm(rows, weight[0].to(rows.dtype))  # every row sees one map, whichever
     if rows.device.type == "cpu" and len(rows) <= _LOOPED_ROWS * len(weight):
         return ExpertLoop.apply(rows, weight, bias, offsets)
     weight = to_autocast(weight)
@@ -93,9 +97,18 @@ def to_autocast(tensor: Tensor) -> Tensor:
     grouped_mm. It leaves fp64 alone.
     """
     device = tensor.device.type
+    if tensor.is_meta:
+        return tensor
     if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager:
+    """No autocast on the tensor's device; the meta device has none."""
+    if tensor.is_meta:
+        return nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def register_flop_formulas() -> None:

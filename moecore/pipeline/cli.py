@@ -45,9 +45,10 @@ class _Group(TyperGroup):
 
 def check(params: Params = HERE) -> None:
     """Validate the whole of params.yaml; every problem with file, line, column and key."""
+    from moecore.run.stage import metrics_named
     from moecore.study.remembered import in_order
 
-    typer.echo(in_order(params))
+    typer.echo(in_order(params, also=metrics_named))
 
 
 def plan() -> None:
@@ -60,6 +61,7 @@ def plan() -> None:
 def run(jobs: Jobs = None, sets: Sets = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
     from moecore.pipeline.parallel import reproduce
+    from moecore.run.stage import metrics_named
     from moecore.study.remembered import in_order
 
     if sets:
@@ -67,7 +69,7 @@ def run(jobs: Jobs = None, sets: Sets = None) -> None:
 
         for line in assign(HERE, sets) or ["nothing changes"]:
             typer.echo(f"{HERE}: {line}")
-    in_order()
+    in_order(also=metrics_named)
     reproduce(jobs)
 
 
@@ -113,6 +115,13 @@ def schema() -> None:
     typer.echo(f"{target}: written")
 
 
+def claims_write() -> None:
+    """Write docs/claims.md: the papers' tables and figures beside what the studies found."""
+    from moecore.report.claims_page import write
+
+    typer.echo(f"{write()}: written")
+
+
 def study_write(
     folders: Annotated[
         list[Path] | None, typer.Argument(help="studies; left out: all under pipelines/")
@@ -153,6 +162,10 @@ def study_run(folder: Folder, jobs: Jobs = None, sets: Sets = None) -> None:
     run(jobs, sets)
 
 
+def _claims() -> None:
+    """A group, though it has one command."""
+
+
 def _app() -> typer.Typer:
     options: dict[str, Any] = {
         "cls": _Group,
@@ -169,6 +182,10 @@ def _app() -> typer.Typer:
     for command in (study_write, study_new, study_preset, study_run):
         study.command(command.__name__.removeprefix("study_"))(command)
     whole.add_typer(study, name="study")
+    claims = typer.Typer(help="The papers' claims, over all studies.", **options)
+    claims.callback()(_claims)
+    claims.command("write")(claims_write)
+    whole.add_typer(claims, name="claims")
     return whole
 
 

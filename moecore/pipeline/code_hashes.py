@@ -47,7 +47,7 @@ def _files(document: Document, root: Path) -> Iterator[tuple[str, set[Path]]]:
         model = part_files(params.get("model"), root, "model")
         yield f"methods/{method}.json", parts | model
     for key, section in params.items():
-        if key in ("run", "methods", "model", "claims"):
+        if key in ("run", "methods", "model", "claims", "questions"):
             continue
         if key == "data":
             for phase, source in section.items():

@@ -5,10 +5,11 @@ A difference is told only where the tests behind the tables' marks show one.
 
 from collections.abc import Collection, Iterable, Sequence
 
-from moecore.report.claims import Evaluated
+from moecore.report.claims import Evaluated, claims_of, questions_of
 from moecore.report.measured import Phase
 from moecore.report.quantities import Quantities, Quantity
 from moecore.report.references import routed
+from moecore.report.summary import ANSWERS
 from moecore.report.words import between, shown, unbroken
 
 VERDICTS = {
@@ -32,7 +33,26 @@ def answer(phase: Phase, title: str, found: Quantities, dense: Collection[str]) 
 
 
 def answer_of_claims(evaluated: Sequence[Evaluated]) -> str:
-    """How many claims of the papers hold, and which."""
+    """How many claims of the papers hold, and which; of questions how many have an answer."""
+    told = []
+    if claims := claims_of(evaluated):
+        told.append(_judged(claims))
+    if questions := questions_of(evaluated):
+        told.append(_asked(questions))
+    return unbroken(" ".join(told))
+
+
+def _asked(questions: Sequence[Evaluated]) -> str:
+    """Of 3 questions that no paper answers: 1 yes, 2 open."""
+    words = [ANSWERS.get(found.verdict, found.verdict) for found in questions]
+    counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]
+    if len(questions) == 1:
+        return f"One question that no paper answers: {words[0]}."
+    return f"Of {len(questions)} questions that no paper answers: {', '.join(counts)}."
+
+
+def _judged(evaluated: Sequence[Evaluated]) -> str:
+    """The claims by their verdicts."""
     by_verdict = {
         name: [found for found in evaluated if found.verdict == name] for name in VERDICTS
     }
@@ -42,7 +62,20 @@ def answer_of_claims(evaluated: Sequence[Evaluated]) -> str:
             one, many = VERDICTS[name]
             verb = one if len(claims) == 1 else many
             parts.append(f"{len(claims)} {verb}{_which(claims)}")
-    return unbroken(_all(parts, len(evaluated)))
+    return _all(parts, len(evaluated)) + _after_holm(evaluated)
+
+
+def _after_holm(evaluated: Sequence[Evaluated]) -> str:
+    """How many verdicts Holm's correction leaves, where it takes any away."""
+    decided = [found for found in evaluated if found.verdict != "open"]
+    left = [found for found in decided if found.verdict_holm != "open"]
+    if len(left) == len(decided):
+        return ""
+    verb = "stands" if len(left) == 1 else "stand"
+    return (
+        f" After Holm's correction within each paper {len(left)} of {len(decided)} "
+        f"decided ones {verb}."
+    )
 
 
 def _all(parts: Sequence[str], number: int) -> str:

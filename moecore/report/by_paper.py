@@ -13,7 +13,11 @@ from moecore.report.rows import reported as printed
 from moecore.report.view import Block, Grid, Item, Line
 
 # What stands beside a table's own columns: the score, and for the cost what it is of.
-BESIDE = {"cost": ("test_accuracy", "parameters", "active_parameters", "training_overhead")}
+BESIDE = {
+    "cost": ("test_accuracy", "parameters", "active_parameters", "training_overhead"),
+    "moge": ("test_accuracy", "test_accuracy_top5"),
+    "tgr": ("test_accuracy", "steps_to_baseline_loss"),
+}
 FEW = 3  # numbers of a paper that a head has room for; of more the least and the largest
 WORDS = (
     "In italics below a column's name: the paper's own numbers. They come from other data and "

@@ -7,9 +7,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from moecore.measure.under_attack.curves import Left
+from moecore.report.column import title_of, unit_of
 from moecore.report.direct_labels import End, label_ends
 from moecore.report.drawing import DARK, legend_of, line_look, new_figure, share_axis, styled
+from moecore.report.words import PIXEL
 from moecore.statistics.intervals import Interval, over_seeds
+from moecore.tasks.base import Score
 
 Limits = tuple[float, float]  # that a band may not leave
 EVERYWHERE = (-np.inf, np.inf)
@@ -116,6 +120,29 @@ def curves_chart(curves: Curves, look: Look, height: float = 3.5, caption: str =
     return figure
 
 
+@styled
+def panels_chart(panels: Mapping[str, Curves], look: Look, caption: str = "") -> Figure:
+    """Panels of one scale, two beside each other, with the curves of one legend below them."""
+    down = (len(panels) + 1) // 2
+    figure = new_figure(4.8 if len(panels) == 1 else 7.0, 0.6 + 2.1 * down, caption)
+    every = figure.subplots(down, min(2, len(panels)), sharex=True, sharey=True, squeeze=False)
+    used = every.flatten()[: len(panels)]
+    for axes, (title, curves) in zip(used, panels.items(), strict=True):
+        draw_curves(axes, curves)
+        axes.set_title(f"{look.title}: {title}" if axes is used[0] else title)
+    for axes in every.flatten()[len(panels) :]:
+        axes.set_visible(False)
+    used[0].set_ylim(bottom=0)
+    for axes in every[:, 0]:
+        axes.set_ylabel(look.y)
+        if look.share:
+            share_axis(axes, look.y)
+    for axes in used[-min(2, len(panels)) :]:
+        axes.set_xlabel(look.x)
+    legend_of(figure, used[0])
+    return figure
+
+
 class Labels(NamedTuple):
     """The words around a table."""
 
@@ -173,3 +200,29 @@ def texts_of(values: np.ndarray, least: float = 0.0) -> np.ndarray:
         if np.isfinite(share) and share >= least:
             texts[place] = f"{share * 100:.0f}"
     return texts
+
+
+def under_attack(curves: Curves, what: str, score: Score) -> Figure:
+    """Scores over epsilon."""
+    share = score.form == "share"
+    word = title_of(score) if share else "Error"
+    look = Look(
+        f"{word} under {what}",
+        f"ε in 1/{PIXEL}",
+        title_of(score) + unit_of(score),
+        share,
+        1.02 if share else None,
+    )
+    return curves_chart(curves, look)
+
+
+def attack_points(seeds: Sequence[Sequence[Left]], score: Score) -> list[Point]:
+    """One point an epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
+    limits = (0.0, 1.0 if score.form == "share" else np.inf)
+    found = []
+    for rows in zip(*seeds, strict=True):
+        interval = Interval(rows[0].score, rows[0].low, rows[0].high)
+        if len(rows) > 1:
+            interval = over_seeds([row.score for row in rows])
+        found.append(point(rows[0].epsilon * PIXEL, interval, limits))
+    return found

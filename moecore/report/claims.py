@@ -1,29 +1,42 @@
-"""What the papers say of two methods, and whether the runs bear it out: paired by seed."""
+"""What is said or asked of two methods, and whether the runs bear it out."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from moecore.core.files import UserError
 from moecore.report.cells import Cell, as_json, cell
 from moecore.report.column import Metric
-from moecore.report.measured import Phase, Results
-from moecore.report.significance import differences
+from moecore.report.measured import Measured, Phase, Results
+from moecore.report.significance import LEVEL, differences
 from moecore.report.tables import table
-from moecore.statistics.intervals import Interval, over_seeds
-from moecore.study.selection import Claim
+from moecore.statistics.crossed import Difference, crossed, paired_seeds
+from moecore.statistics.paired import holm
+from moecore.study.selection import Claim, Comparison, Question
 
 T = TypeVar("T")
+Seeds = Mapping[int, Measured]
 
 
 class Evaluated(NamedTuple):
-    """A claim with what was measured; ``difference`` is method − against, paired by seed."""
+    """A claim or question with what was measured; ``difference`` is method − against."""
 
-    claim: Claim
+    claim: Claim | Question
     metric: Metric
     ours: Cell
     theirs: Cell
-    difference: Interval
+    difference: Difference
     verdict: str  # "holds", "contradicted" or "open"
+    p: float | None  # of the verdict's test; None where there is no interval
+    p_holm: float | None = None  # corrected over the claims of its paper; questions have none
+    verdict_holm: str = ""  # the verdict that the corrected p leaves
+
+    @property
+    def smallest(self) -> float | None:
+        """Of an open verdict, the smallest difference that this design could have seen."""
+        return self.difference.smallest if self.verdict == "open" else None
 
 
 class Known(NamedTuple):
@@ -33,54 +46,144 @@ class Known(NamedTuple):
     metrics: Mapping[str, Metric]
 
 
-def evaluate(claims: Sequence[Claim], results: Results) -> list[Evaluated]:
-    """Every claim with its verdict.
+def evaluate(asked: Sequence[Claim | Question], results: Results) -> list[Evaluated]:
+    """Every claim and question with its verdict; claims with Holm's correction paper by paper.
 
-    Raises UserError for an unknown phase, method or metric, and for a method that lacks the
-    metric, naming ``claims[i]`` and what is allowed.
+    Raises UserError for an unknown phase, method or metric, for a method that lacks the metric,
+    and for items that differ, naming ``claims[i]`` or ``questions[i]`` and what is allowed.
     """
     phases = {
         name: Known(phase, {metric.name: metric for metric in table(results, phase).metrics})
-        for name, phase in (results.phases.items() if claims else ())
+        for name, phase in (results.phases.items() if asked else ())
     }
-    return [_evaluate(claim, f"claims[{i}]", phases) for i, claim in enumerate(claims)]
+    counts: dict[str, int] = defaultdict(int)
+    found = []
+    for one in asked:
+        section = "claims" if isinstance(one, Claim) else "questions"
+        found.append(_evaluate(one, f"{section}[{counts[section]}]", phases))
+        counts[section] += 1
+    return corrected(found)
 
 
-def verdict(difference: Interval, better: str) -> str:
-    """holds: the interval lies in the claimed direction; contradicted: in the other.
+def claims_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+    """What papers claim."""
+    return [found for found in evaluated if isinstance(found.claim, Claim)]
 
-    open: it includes 0, or one seed has no interval.
+
+def questions_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+    """What no paper claims."""
+    return [found for found in evaluated if isinstance(found.claim, Question)]
+
+
+def corrected(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+    """The same with Holm's correction over the claims of each paper that have an interval."""
+    families = defaultdict(list)
+    for place, found in enumerate(evaluated):
+        if isinstance(found.claim, Claim) and found.p is not None:
+            families[found.claim.paper].append(place)
+    result = list(evaluated)
+    for places in families.values():
+        values = [p for place in places if (p := evaluated[place].p) is not None]
+        for place, p in zip(places, holm(values), strict=True):
+            kept = evaluated[place].verdict if p < LEVEL else "open"
+            result[place] = evaluated[place]._replace(p_holm=p, verdict_holm=kept)
+    return result
+
+
+def verdict(difference: Difference, asked: Comparison) -> str:
+    """holds, contradicted or open.
+
+    higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes it.
+    equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
+    interval lies wholly outside; else open. Without an interval it is open.
     """
-    limits = difference.limits
-    if limits is None or limits[0] <= 0 <= limits[1]:
+    half = difference.half()
+    inner = difference.half(1 - 2 * LEVEL)
+    if half is None or inner is None:
         return "open"
-    return "holds" if (limits[0] > 0) == (better == "higher") else "contradicted"
+    size = abs(difference.value)
+    if asked.margin is not None:
+        if size + inner < asked.margin:
+            return "holds"
+        return "contradicted" if size - half > asked.margin else "open"
+    if size <= half:
+        return "open"
+    return "holds" if (difference.value > 0) == (asked.better == "higher") else "contradicted"
+
+
+def p_of(difference: Difference, asked: Comparison) -> float | None:
+    """The p-value behind the verdict: below 5 % exactly where that is not open.
+
+    Two-sided for a direction. For an equivalence, of the larger of the two one-sided tests where
+    the difference lies within the margin, else two-sided of lying outside.
+    """
+    if asked.margin is None:
+        return difference.p
+    apart = abs(difference.value) - asked.margin
+    p = difference.p_at(abs(apart))
+    return p if p is None or apart > 0 else p / 2
+
+
+def difference_of(metric: Metric, ours: Seeds, theirs: Seeds, place: str) -> Difference:
+    """Ours minus theirs over items and seeds; over seeds alone where the metric has no items.
+
+    Raises UserError where the two methods' items differ, or only some results keep theirs.
+    """
+    pairs = [(metric.items(ours[seed]), metric.items(theirs[seed])) for seed in ours]
+    both = [(one, other) for one, other in pairs if one is not None and other is not None]
+    if not both and all(one is None and other is None for one, other in pairs):
+        return paired_seeds(differences(metric, ours, theirs))
+    again = "run the stage that measures it again for all methods"
+    if len(both) < len(pairs):
+        raise UserError(f"{place}: only some results keep the items of {metric.name}; {again}")
+    numbers = sorted({len(values) for pair in both for values in pair})
+    if len(numbers) > 1:
+        found = f"{metric.name} is of {' and of '.join(map(str, numbers))} items"
+        raise UserError(f"{place}: found {found}; allowed: the same items of all; {again}")
+    return crossed(np.stack([one - other for one, other in both]))
 
 
 def flat_claims(evaluated: Sequence[Evaluated]) -> dict[str, Any]:
-    """The entry ``claims`` of compare.json: what is claimed → values, difference, verdict.
+    """An entry ``claims`` or ``questions`` of compare.json: what is said → values, verdict.
 
-    {} without claims.
+    {} without any.
     """
     return {f"{i}: {_words(found.claim)}": _entry(found) for i, found in enumerate(evaluated)}
 
 
-def _words(claim: Claim) -> str:
-    ours = f"{claim.metric} of {claim.method}"
-    return f"{claim.paper}, {claim.phase}: {ours} {claim.better} than of {claim.against}"
+def flat_evaluated(evaluated: Sequence[Evaluated]) -> dict[str, Any]:
+    """The entries ``claims`` and ``questions`` of compare.json that there are."""
+    found = {
+        "claims": flat_claims(claims_of(evaluated)),
+        "questions": flat_claims(questions_of(evaluated)),
+    }
+    return {name: entries for name, entries in found.items() if entries}
+
+
+def _words(claim: Claim | Question) -> str:
+    start = f"{claim.paper}, {claim.phase}" if claim.paper else claim.phase
+    return f"{start}: {claim.words}"
 
 
 def _entry(found: Evaluated) -> dict[str, Any]:
-    kind = "t" if found.difference.limits else ""
-    return {
+    difference = found.difference
+    as_cell = Cell(difference.interval(), difference.kind, difference.seeds)
+    entry = {
+        "asked": found.claim.model_dump(mode="json", exclude_none=True),
         "method": as_json(found.ours),
         "against": as_json(found.theirs),
-        "difference": as_json(Cell(found.difference, kind, found.ours.seeds)),
+        "difference": as_json(as_cell) | {"items": difference.items},
         "verdict": found.verdict,
+        "p": found.p,
+        "p_holm": found.p_holm,
+        "verdict_holm": found.verdict_holm,
+        "smallest": found.smallest,
+        "form": found.metric.column.form,
     }
+    return {name: value for name, value in entry.items() if value not in (None, "")}
 
 
-def _evaluate(claim: Claim, place: str, phases: Mapping[str, Known]) -> Evaluated:
+def _evaluate(claim: Claim | Question, place: str, phases: Mapping[str, Known]) -> Evaluated:
     known = _among(phases, claim.phase, f"{place}.phase")
     models = known.phase.models
     metric = _among(known.metrics, claim.metric, f"{place}.metric")
@@ -93,14 +196,15 @@ def _evaluate(claim: Claim, place: str, phases: Mapping[str, Known]) -> Evaluate
         if name not in having:
             lacks = f"{name} has no {claim.metric}; allowed: {_listed(having)}"
             raise UserError(f"{place}.{key}: {lacks}")
-    difference = over_seeds(differences(metric, ours, theirs))
+    difference = difference_of(metric, ours, theirs, f"{place}.metric")
     return Evaluated(
         claim,
         metric,
         having[claim.method],
         having[claim.against],
         difference,
-        verdict(difference, claim.better),
+        verdict(difference, claim),
+        p_of(difference, claim),
     )
 
 

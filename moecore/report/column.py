@@ -7,12 +7,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.packed import unpacked_values
 from moecore.measure.base import Estimate
 from moecore.report.measured import Measured
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score, Task
 
 Value = float | Estimate | Interval | None
+ROUNDING = 1e-5  # between a value and the mean of its items: float32 against float64
 
 
 class Column(NamedTuple):
@@ -31,12 +34,43 @@ class Column(NamedTuple):
     # Which images (N,) bool a share counted; None where that is not known. It takes the whole
     # model, because the hits of the test split are kept by the calibration, not by the training.
     hits: Callable[[Measured], np.ndarray | None] | None = None
-    limits: str = "bootstrap"  # what one model's limits are: "wilson", "bootstrap", "quartiles"
+    # One value an item (N,), whose mean is the value: an image, or a person who has several. None
+    # where a result keeps none, as one of older code; without it the column has no items at all.
+    items: Callable[[Any], np.ndarray | None] | None = None
+    limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
     detail: bool = False  # in the full table and in compare.json only
 
     def columns(self, seen: "Seen") -> list["Column"]:
         """Itself: it depends on nothing but the result."""
         return [self]
+
+    def foreseen(self, ahead: "Ahead") -> list[str]:
+        """Its name: it is known before anything runs."""
+        return [self.name]
+
+
+class Ahead(NamedTuple):
+    """What is known of a phase before anything has run."""
+
+    study: Any  # the whole of params.yaml
+    score: str  # as in the names of columns: "accuracy" or "mae"
+
+    @property
+    def layers(self) -> range:
+        """Numbers of the MoE layers, from 1, of the method that has most."""
+        model = self.study.model
+        methods = [self.study.methods[name] for name in self.study.run.methods]
+        having = [method for method in methods if model is not None and method.moe is not None]
+        numbers = [len(method.moe.indices(method.sized(model).depth)) for method in having]
+        return range(1, 1 + max(numbers, default=0))
+
+
+Names = Callable[[Ahead], Iterable[str]]
+
+
+def nothing(ahead: Ahead) -> Iterable[str]:
+    """Of columns whose names nobody foresees: no claim can name them."""
+    return ()
 
 
 class Seen(NamedTuple):
@@ -47,6 +81,11 @@ class Seen(NamedTuple):
     baseline: str  # the method that training times are compared with; "" without one
     of_baseline: Sequence[Any]  # the results of that method, one a seed
     of_dense: Sequence[Any]  # those of the dense model
+    beside: Sequence[tuple[Any, Any]] = ()  # a result, and the baseline's of the same seed
+
+    def baseline_of(self, result: Any) -> Any | None:
+        """The baseline's result of the seed that this very result is of; None where it has none."""
+        return next((other for one, other in self.beside if one is result), None)
 
 
 class Columns(Protocol):
@@ -54,12 +93,15 @@ class Columns(Protocol):
 
     def columns(self, seen: Seen) -> Iterable[Column]: ...
 
+    def foreseen(self, ahead: Ahead) -> Iterable[str]: ...
+
 
 class Each(NamedTuple):
     """A column for each name that any result has: attacks, transforms, corruptions."""
 
     names: Callable[[Any], Iterable[str]]  # those of one result
     column: Callable[[str, Any], Column]  # takes a name and the first result that has it
+    ahead: Names = nothing  # the names of the columns, before anything has run
 
     def columns(self, seen: Seen) -> list[Column]:
         first: dict[str, Any] = {}
@@ -68,14 +110,21 @@ class Each(NamedTuple):
                 first.setdefault(name, result)
         return [self.column(name, result) for name, result in first.items()]
 
+    def foreseen(self, ahead: Ahead) -> Iterable[str]:
+        return self.ahead(ahead)
+
 
 class Given(NamedTuple):
     """Columns whose names, words or divisors depend on the task or on other methods."""
 
     of: Callable[[Seen], Iterable[Column]]
+    ahead: Names = nothing  # the names of the columns, before anything has run
 
     def columns(self, seen: Seen) -> list[Column]:
         return list(self.of(seen))
+
+    def foreseen(self, ahead: Ahead) -> Iterable[str]:
+        return self.ahead(ahead)
 
 
 class Metric(NamedTuple):
@@ -99,6 +148,24 @@ class Metric(NamedTuple):
         found = self.read(model)
         assert found is not None, f"{self.name} is read of a model that lacks it"
         return found.value
+
+    def items(self, model: Measured) -> np.ndarray | None:
+        """One value an item (N,), whose mean is ``number``; None where the metric has none.
+
+        Raises UserError where they are kept and their mean is another: the result is then of two
+        codes.
+        """
+        found = model.of(self.result)
+        if found is None or self.column.items is None:
+            return None
+        values = self.column.items(found)
+        if values is None:
+            return None
+        apart = self.number(model) - float(values.mean())
+        if abs(apart) > ROUNDING * max(1.0, abs(self.number(model))):
+            mean = f"the items' mean is {values.mean():g}, the value {self.number(model):g}"
+            raise UserError(f"compare: {self.name}: {mean}; run the stage that measures it again")
+        return values
 
     def hits(self, model: Measured) -> np.ndarray | None:
         """Which images (N,) bool the share counted; None where that is not known."""
@@ -142,6 +209,18 @@ def limits_of(score: Score) -> str:
 def slug(name: str) -> str:
     """A name inside the name of a column: "translation (0, 0.1)" → translation_0_0_1."""
     return re.sub(r"\W+", "_", name).strip("_")
+
+
+def opened(text: str | None) -> np.ndarray | None:
+    """The items (N,) that a result keeps; None where it keeps none."""
+    return None if text is None else unpacked_values(text)
+
+
+def mean_items(texts: Iterable[str | None]) -> np.ndarray | None:
+    """The mean of several values' items, item by item; None where one has none."""
+    found = [opened(text) for text in texts]
+    known = [values for values in found if values is not None]
+    return np.mean(known, axis=0) if known and len(known) == len(found) else None
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, read_json
+from moecore.report.summary import NO_METHODS
 
 
 class Column(NamedTuple):
@@ -49,7 +50,7 @@ def cross_table(compared: Mapping[str, Any]) -> list[str]:
 
     compared: reports/compare.json as ``stages.compare`` writes it.
     """
-    methods = {name: found for name, found in compared.items() if name not in ("claims", "data")}
+    methods = {name: found for name, found in compared.items() if name not in NO_METHODS}
     lines: list[str] = []
     for phase in next(iter(methods.values())):
         columns = [

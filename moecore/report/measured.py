@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from moecore.core.config import Config
 from moecore.study.document import parse
 from moecore.tasks.base import Task
+from moecore.training.regularizers.group_sparsity import GroupSparsity
 
 R = TypeVar("R", bound=Config)
 V = TypeVar("V")
@@ -87,8 +88,9 @@ class Results(NamedTuple):
 
     @property
     def methods(self) -> list[str]:
-        """The same in every phase."""
-        return list(next(iter(self.phases.values())).models)
+        """The same in every phase; none where nothing is trained."""
+        first = next(iter(self.phases.values()), None)
+        return [] if first is None else list(first.models)
 
     @property
     def simulated(self) -> list[str]:
@@ -114,6 +116,17 @@ class Results(NamedTuple):
         """Dense methods, where others have experts: what those are held against."""
         dense = {name for name, settings in self._settings.items() if "router" not in settings}
         return frozenset(dense) if dense < set(self._settings) else frozenset()
+
+    @property
+    def schedules(self) -> dict[str, GroupSparsity]:
+        """The methods whose group sparsity has a σ that changes, with its settings."""
+        found = {
+            name: GroupSparsity.model_validate(one)
+            for name, settings in self._settings.items()
+            for one in settings.get("regularizers") or ()
+            if one.get("kind") == "group_sparsity"
+        }
+        return {name: one for name, one in found.items() if one.filter == "gaussian"}
 
     @property
     def _settings(self) -> dict[str, Mapping[str, Any]]:

@@ -6,13 +6,14 @@ What it shows is built here, as the objects of ``view``; the templates lay it ou
 from collections.abc import Mapping, Sequence
 
 from moecore.measure.linear_experts import Result as LinearExperts
+from moecore.measure.sizes import Result as Sizes
 from moecore.report import overview
 from moecore.report.answer import answer, answer_of_claims
 from moecore.report.cards import card_facts
 from moecore.report.claims import Evaluated
 from moecore.report.glossary import WORDS
 from moecore.report.measured import Phase, Results
-from moecore.report.measures import SHOWN, linear_experts
+from moecore.report.measures import SHOWN, linear_experts, sizes
 from moecore.report.pictures import environment
 from moecore.report.quantities import Quantities, quantities
 from moecore.report.references import routed
@@ -46,6 +47,9 @@ def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
     if found := results.alone.get(LinearExperts):
         blocks = list(linear_experts.section(found))
         sections.append(Section("linear_experts", "Linear experts", "Linear experts", (), blocks))
+    if counted_sizes := results.alone.get(Sizes):
+        blocks = list(sizes.section(counted_sizes))
+        sections.append(Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks))
     return Page(
         simulated=", ".join(results.simulated),
         answer=answered(results, known, evaluated),
@@ -68,7 +72,10 @@ def answered(
     """The title's answer: the claims' verdicts, or else what the first phase shows."""
     if evaluated:
         return answer_of_claims(evaluated)
-    phase = next(iter(results.phases.values()))
+    phase = next(iter(results.phases.values()), None)
+    if phase is None:
+        found = results.alone.get(Sizes)
+        return sizes.told(found) if found else "Nothing was trained."
     return answer(phase, title_of(phase), known[phase.name], results.without_experts)
 
 
@@ -86,6 +93,8 @@ def opening(results: Results) -> str:
     """What was compared, and what was measured of it."""
     methods = results.methods
     phases = list(results.phases.values())
+    if not phases:
+        return "Nothing was trained."
     data = " → ".join(phase.card["name"] for phase in phases)
     alike = listed(what_was_measured(phases[0]))
     each = " each" if len(methods) > 1 else ""

@@ -24,7 +24,7 @@ PAPERS = {
     "moge": "MoGE: mixture of group experts",
     "adversarial": "On the adversarial robustness of mixture of experts",
     "corruptions": "Common corruptions",
-    "cost": "Cost of a trained model (ERMoE, tables S2 and S4)",
+    "cost": "Cost of a trained model (ERMoE, tables S2, S4, §12; MoGE, table 6)",
     "ages": "ERMoE-ba: age from brain scans (supplement §5, table S1)",
 }  # in the order of the tables
 SHORT = {
@@ -55,14 +55,19 @@ NOTES = {
 _PRC = "tables 2, 4, 5: ImageNet-1K, fine-tuned, k = 2; the sixth MoE layer"
 _ERMOE = "table S3: CIFAR-10, 5-shot"
 _MOGE = "§2.4 and table 1: Fashion-MNIST, 400 experts, top-1"
-_LAYERS = "tables 7, S9: ImageNet-1K, mean of layers"
+_LAYERS = "tables 7, S9: ImageNet-1K, the layers 8, 10 and 12 and their mean"
 _KEPT = "§5.1: ImageNet-1K → CIFAR-100"
 _ADVERSARIAL = "§4.2: ImageNet, without attack; fine-tuned after JFT-300M"
 _PGD_TRAINED = "§4.2: ImageNet, without attack; fine-tuned with PGD training"
 _JFT = "§4.2: precision at 1 on JFT-300M, without attack"
 _SWEEP = "appendix B: ImageNet, without attack; FLOPs of an image"
 _SPEED = "tables S2, S4: ViT-B/16, 8 experts"
+_STRESS = "§12: one layer, allocated GPU memory of an epoch"
+_WHOLE = "table 6: Tiny-ImageNet, 32 experts, all GPU memory"
+_TRAINED = "table S9: ImageNet-1K, two experts a token"
+_ABOUT = "§3.3: approximately, ImageNet-1K"
 _ADNI = "table S1: ADNI, test split"
+_TOP5 = "table 2: V-MoE-S, 32 experts, top-1"
 _TRANSFORMS = (
     "rotation_5",
     "rotation_10",
@@ -125,8 +130,13 @@ def _ermoe(accuracy: float, cv2: float, fallback: float) -> dict[str, float]:
     return {"test_accuracy": accuracy, "load_cv2": cv2, "fallback": fallback}
 
 
+def _agreements(layers: tuple[float, ...]) -> dict[str, float]:
+    by_layer = {f"teacher_agreement_layer_{place}": one for place, one in enumerate(layers, 1)}
+    return {"teacher_agreement": fmean(layers), **by_layer}
+
+
 def _tgr(entropies: tuple[float, ...], agreements: tuple[float, ...]) -> dict[str, float]:
-    return {"entropy": fmean(entropies), "teacher_agreement": fmean(agreements)}
+    return {"entropy": fmean(entropies), **_agreements(agreements)}
 
 
 def _moge(accuracy: float, distances: tuple[float, ...]) -> dict[str, float]:
@@ -135,6 +145,10 @@ def _moge(accuracy: float, distances: tuple[float, ...]) -> dict[str, float]:
         "imed": fmean(distances),
         **{f"imed_{n}": d for n, d in zip(_TRANSFORMS, distances, strict=True)},
     }
+
+
+def _top5(accuracy: float, among_five: float) -> dict[str, float]:
+    return {"test_accuracy": accuracy, "test_accuracy_top5": among_five}
 
 
 def _cost(numbers: tuple[float, ...], accuracy: float | None = None) -> dict[str, float]:
@@ -169,9 +183,17 @@ REPORTED = (
     Reported("tgr", "V-MoE-S", _LAYERS, {"entropy": fmean((0.9924, 0.9848, 0.9938))}),
     Reported("tgr", "TGR-MoE-S", _LAYERS, _tgr((0.9772, 0.9708, 0.9878), (0.8001, 0.7549, 0.5987))),
     Reported("tgr", "V-MoE-B", _LAYERS, {"entropy": fmean((0.9677, 0.9906, 0.9888))}),
-    Reported("tgr", "TGR-MoE-B", _LAYERS, {"teacher_agreement": fmean((0.8127, 0.7706, 0.6715))}),
+    Reported("tgr", "TGR-MoE-B", _LAYERS, _agreements((0.8127, 0.7706, 0.6715))),
     Reported("moge", "MoE", _MOGE, _moge(0.4170, _MOE_IMED)),
     Reported("moge", "MoGE", _MOGE, _moge(0.4474, _MOGE_IMED)),
+    Reported("moge", "V-MoE, CIFAR-100", _TOP5, _top5(0.7403, 0.9149)),
+    Reported("moge", "V-MoGE, CIFAR-100", _TOP5, _top5(0.7467, 0.9155)),
+    Reported("moge", "V-MoE, Tiny-ImageNet", _TOP5, _top5(0.5538, 0.7666)),
+    Reported("moge", "V-MoGE, Tiny-ImageNet", _TOP5, _top5(0.5615, 0.7724)),
+    Reported("moge", "V-MoE, ImageNet-1K", _TOP5, _top5(0.7695, 0.9295)),
+    Reported("moge", "V-MoGE, ImageNet-1K", _TOP5, _top5(0.7724, 0.9318)),
+    Reported("moge", "V-MoE, fine-tuned", _TOP5, _top5(0.8119, 0.9607)),
+    Reported("moge", "V-MoGE, fine-tuned", _TOP5, _top5(0.8150, 0.9619)),
     Reported("adversarial", "ViT-B/32", _ADVERSARIAL, {"test_accuracy": 1 - 0.193}),
     Reported("adversarial", "V-MoE-B/32", _ADVERSARIAL, {"test_accuracy": 1 - 0.178}),
     Reported("adversarial", "ViT-B/32, PGD training", _PGD_TRAINED, {"test_accuracy": 1 - 0.517}),
@@ -193,6 +215,21 @@ REPORTED = (
     ),
     Reported("cost", "V-MoE", _SPEED, _cost((284.9, 129.9, 26.3, 4.4, 0.631, 0.03))),
     Reported("cost", "ERMoE", _SPEED, _cost((243.0, 113.2, 23.6, 4.1, 1.169, 0.05))),
+    Reported("cost", "MoE, one layer, 8 experts", _STRESS, {"training_memory_mb": 18_000}),
+    Reported("cost", "MoE, one layer, 32 experts", _STRESS, {"training_memory_mb": 80_000}),
+    Reported("cost", "ERMoE, one layer, 8 experts", _STRESS, {"training_memory_mb": 20_500}),
+    Reported("cost", "ERMoE, one layer, 32 experts", _STRESS, {"training_memory_mb": 84_700}),
+    Reported("cost", "V-MoE-S, Tiny-ImageNet", _WHOLE, {"training_memory_mb": 5295}),
+    Reported("cost", "V-MoGE-S, Tiny-ImageNet", _WHOLE, {"training_memory_mb": 5299}),
+    Reported("cost", "V-MoE-B, Tiny-ImageNet", _WHOLE, {"training_memory_mb": 12_071}),
+    Reported("cost", "V-MoGE-B, Tiny-ImageNet", _WHOLE, {"training_memory_mb": 12_074}),
+    Reported("cost", "V-MoE-Ti", _TRAINED, {"parameters": 19.23e6}),
+    Reported("cost", "TGR-MoE-Ti", _TRAINED, {"parameters": 19.25e6}),
+    Reported("cost", "V-MoE-S", _TRAINED, {"parameters": 47.26e6}),
+    Reported("cost", "TGR-MoE-S", _TRAINED, {"parameters": 47.28e6}),
+    Reported("cost", "V-MoE-B", _TRAINED, {"parameters": 186.53e6}),
+    Reported("cost", "TGR-MoE-B", _TRAINED, {"parameters": 186.55e6}),
+    Reported("cost", "SwinV1-MoE-B, 128 experts", _ABOUT, {"parameters": 1.4e9}),
     Reported("cost", "ViT-B/32", _SWEEP, _cost((102.1, 102.1, 8.9), 1 - 0.193)),
     Reported("cost", "ViT-B++/32", _SWEEP, _cost((193.6, 193.6, 17.9), 1 - 0.172)),
     Reported("cost", "V-MoE-B/32, 2 experts", _SWEEP, _cost((130.5, 130.5, 12.1), 1 - 0.189)),

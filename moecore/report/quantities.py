@@ -1,6 +1,6 @@
 """The four numbers that a person asks for first: score, score under attack, steadiness, cost."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from moecore.measure.robustness import Result as Robustness
@@ -11,6 +11,22 @@ from moecore.report.measures.robustness import WORST, attack_title, attacks_of, 
 from moecore.report.tables import Table
 from moecore.report.words import decimals
 from moecore.statistics.intervals import Interval
+
+HEADLINE = ("mce", "load_cv2", "active_parameters", "latency_ms")
+HEADLINE_OF_AGES = (
+    "isolated_wm",
+    "isolated_gm",
+    "isolated_csf",
+    "probe_wm",
+    "probe_gm",
+    "probe_csf",
+    "own_expert_gain",
+    "monotone",
+    "rescan",
+    "load_cv2",
+    "active_parameters",
+    "latency_ms",
+)
 
 
 class Quantity(NamedTuple):
@@ -152,3 +168,18 @@ def names_of_attacks(phase: Phase) -> list[str]:
     """The attacks that any model of the phase met."""
     results = phase.results(Robustness)
     return list(dict.fromkeys(name for result in results for name in attacks_of(result)))
+
+
+def headline(phase: Phase, columns: Sequence[Column]) -> list[Column]:
+    """The columns of a phase's first table.
+
+    Under attack those of the worst case, or else of the last attack.
+    """
+    share = phase.task.score.form == "share"
+    score, moved = attacked_names(phase)
+    if share:
+        names = ("test_accuracy", "ece_after", score, moved, *HEADLINE)
+    else:
+        names = ("test_mae", "median_mae", "mae_of_median", "mae_pooled", score, *HEADLINE_OF_AGES)
+    known = {column.name: column for column in columns}
+    return [known[name] for name in names if name in known]

@@ -45,4 +45,12 @@ def seen(phase: Phase, kind: type) -> Seen:
     def of(name: str) -> list:
         return known(model.of(kind) for model in phase.models.get(name, {}).values())
 
-    return Seen(phase.task, phase.results(kind), method, of(method), of(DENSE))
+    rivals = phase.models.get(method, {})
+    pairs = [
+        (model.of(kind), rivals[seed].of(kind))
+        for seeds in phase.models.values()
+        for seed, model in seeds.items()
+        if seed in rivals
+    ]
+    known_pairs = [pair for pair in pairs if None not in pair]
+    return Seen(phase.task, phase.results(kind), method, of(method), of(DENSE), known_pairs)

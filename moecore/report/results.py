@@ -12,6 +12,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
+from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import SHOWN
@@ -23,6 +24,7 @@ from moecore.tasks.read import read_task
 
 USUAL = ("calibrate", "robustness", "routing")
 MEASURED = Path("artifacts/measured")
+ALONE: dict[str, type[Config]] = {"linear_experts": LinearExperts, "sizes": Sizes}  # by stage
 
 
 class Place(NamedTuple):
@@ -57,10 +59,10 @@ def read_results(
     """
     place = Place(Path(root), run, frozenset(stages))
     alone: dict[type[Config], Config] = {}
-    if "linear_experts" in stages:
-        path = place.root / MEASURED / "linear_experts.json"
-        found = read_result(written(path, "linear_experts"), LinearExperts, "linear_experts")
-        alone[LinearExperts] = found
+    for stage, kind in ALONE.items():
+        if stage in stages:
+            path = place.root / MEASURED / f"{stage}.json"
+            alone[kind] = read_result(written(path, stage), kind, stage)
     return Results({phase: _phase(place, phase) for phase in run.phases}, settings, alone)
 
 

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Sequence
 
+from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import Metric
 from moecore.report.measured import Measured, Phase, Results
+from moecore.report.measures import sizes
 from moecore.report.quantities import attacked_names
 from moecore.report.tables import metrics_of
 
@@ -30,6 +32,13 @@ NAMES = (
 def run_files(results: Results) -> dict[str, str]:
     """Path below reports/ → content: ``metrics/pretrain/vmoe-0.json``, a flat JSON of numbers."""
     found = {}
+    if counted := results.alone.get(Sizes):
+        numbers = {
+            f"{model}, {name}": rounded(float(one["ours"]))
+            for model, metrics in sizes.flat(counted).items()
+            for name, one in metrics.items()
+        }
+        found["metrics/sizes.json"] = json.dumps(numbers, indent=1) + "\n"
     for phase in results.phases.values():
         metrics = wanted(phase)
         for method, seeds in phase.models.items():

@@ -5,15 +5,15 @@ from collections.abc import Collection, Sequence
 from moecore.report.by_paper import by_paper
 from moecore.report.cells import Cells
 from moecore.report.column import Column, slug
-from moecore.report.headline import headline
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, transfer
-from moecore.report.quantities import of_column
+from moecore.report.quantities import headline, of_column
 from moecore.report.rows import by_method, by_metric
 from moecore.report.shown import Shown
 from moecore.report.significance import WORDS
 from moecore.report.tables import Table, used_tests
-from moecore.report.view import Block, Section, without_empty
+from moecore.report.training_figures import sigma_schedule
+from moecore.report.view import Block, Picture, Section, without_empty
 from moecore.report.words import between, decimals, shown, unbroken
 
 TITLES = {
@@ -25,6 +25,7 @@ KINDS = {
     "t": "Student's t over seeds",
     "wilson": "Wilson for shares",
     "bootstrap": "bootstrap over test images for means",
+    "draws": "Student's t over draws of few-shot images",
 }
 CONTROL = "they learned from labels dealt out anew, or their routing is not their own"
 
@@ -37,6 +38,8 @@ def section_of(results: Results, phase: Phase, found: Table) -> Section:
     for view in SHOWN:
         if has(view, phase):
             blocks += view.blocks(phase)
+    if phase.name == next(iter(results.phases)):
+        blocks.append(schedules(results))
     blocks += transfer.part(phase)
     blocks += [every(found), left_out(phase)]
     told = []
@@ -48,6 +51,20 @@ def section_of(results: Results, phase: Phase, found: Table) -> Section:
         told.append(block._replace(finding=unbroken(said), id=place))
     title = title_of(phase)
     return Section(phase.name, title, title, (), told)
+
+
+def schedules(results: Results) -> Block:
+    """How MoGE's σ falls in training; methods with the same schedule share a picture."""
+    different = {
+        (one.sigma_start, one.sigma_end, one.exponent): method
+        for method, one in reversed(results.schedules.items())
+    }
+    drawn = []
+    for method in reversed(different.values()):
+        figure = sigma_schedule(results.schedules[method], method)
+        drawn.append(Picture(figure, f"σ of {method}", getattr(figure, "caption", "")))
+    told = f"the schedule of {listed(list(results.schedules))}" if drawn else ""
+    return Block("How the neighbourhood narrows", pictures=drawn, folded=True, finding=told)
 
 
 def has(view: Shown, phase: Phase) -> bool:

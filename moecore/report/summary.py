@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError, read_json
+from moecore.report.measures import sizes
 from moecore.report.words import between, decimals, shown
 from moecore.statistics.intervals import Interval
 
+NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
+OLDER = "written by other code, over seeds alone: run the study again"
+ANSWERS = {"holds": "yes", "contradicted": "no"}  # to a question
 AGES = (
     "mae_of_median",
     "mae_pooled",
@@ -36,7 +40,9 @@ COLUMNS = {
 
 def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     """One row per phase and method: every headline value that any method has, with its limits."""
-    methods = {name: found for name, found in compared.items() if name not in ("claims", "data")}
+    methods = {name: found for name, found in compared.items() if name not in NO_METHODS}
+    if not methods:
+        return []
     phases = list(next(iter(methods.values())))
     cells = [found[phase] for phase in phases for found in methods.values()]
     shares = [name for name in cells[0] if name.startswith("accuracy_")]
@@ -65,17 +71,36 @@ def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     return printed
 
 
-def claim_lines(claims: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One line a claim: verdict, what is claimed, the difference with its 95 % interval."""
+def claim_lines(
+    claims: Mapping[str, Mapping[str, Any]], words: Mapping[str, str] | None = None
+) -> list[str]:
+    """One line a claim: verdict, what is claimed, the difference with its 95 % interval.
+
+    words: how a verdict is printed, where it is not by its own name.
+    """
     lines = []
-    for words, found in claims.items():
+    for name, found in claims.items():
         difference = found["difference"]
-        limits = "(one seed)"
+        limits = "(no interval)"
         if "low" in difference:
             limits = f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
-        said = words.partition(": ")[2]
-        lines.append(f"{found['verdict']:<13} {said}: {difference['mean']:+.4f} {limits}")
+        verdict = (words or {}).get(found["verdict"], found["verdict"])
+        said = f"{name.partition(': ')[2]}: {difference['mean']:+.4f} {limits}"
+        lines.append(f"{verdict:<13} {said}{_beside(found)}")
     return lines
+
+
+def _beside(found: Mapping[str, Any]) -> str:
+    """What the interval is over, Holm's verdict where it is another, and what could be seen."""
+    if "asked" not in found:
+        return f" ({OLDER})"
+    notes = [f"over {found['difference']['interval']}" if "low" in found["difference"] else ""]
+    if found.get("verdict_holm", found["verdict"]) != found["verdict"]:
+        notes.append(f"{found['verdict_holm']} after Holm's correction")
+    if "smallest" in found:
+        notes.append(f"could have seen {found['smallest']:.4f}")
+    told = "; ".join(note for note in notes if note)
+    return f" ({told})" if told else ""
 
 
 def _intervals(name: str, cells: Iterable[Mapping[str, Any]]) -> list[Interval]:
@@ -101,21 +126,22 @@ def main(path: str = "reports/compare.json") -> None:
     from rich.table import Table
 
     compared = read_json(Path(path))
-    found = rows(compared)
-    table = Table(
-        *(name.replace("_", " ") for name in found[0]),
-        box=None,
-        header_style="bold",
-        padding=(0, 1),
-    )
-    for row in found:
-        table.add_row(*row.values())
+    printed = rows(compared)
+    cells = [list(row.values()) for row in printed]
+    heads = [name.replace("_", " ") for name in printed[0]] if printed else []
+    if "sizes" in compared:
+        heads, *cells = sizes.table(compared["sizes"])
+    table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
+    for row in cells:
+        table.add_row(*row)
     console = Console(width=None if sys.stdout.isatty() else 200)
     for phase, facts in compared.get("data", {}).items():
         if facts["simulated"]:
             console.print(f"{phase}: {facts['name']} is SIMULATED data", style="bold")
     console.print(table)
-    for line in claim_lines(compared.get("claims", {})):
+    lines = claim_lines(compared.get("claims", {}))
+    lines += claim_lines(compared.get("questions", {}), ANSWERS)
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

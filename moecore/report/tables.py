@@ -3,16 +3,20 @@
 And where the best one is beyond doubt.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from moecore.measure.sizes import Result as Sizes
 from moecore.report import significance
 from moecore.report.cells import Cell, as_json, cell
-from moecore.report.column import Metric
+from moecore.report.column import Ahead, Metric
 from moecore.report.measured import Models, Phase, Results
-from moecore.report.measures import SHOWN
+from moecore.report.measures import SHOWN, sizes
 from moecore.report.paper_figures import PAPERS
 from moecore.report.references import references, seen
+from moecore.study.document import near
+from moecore.study.selection import Phase as PhaseName
+from moecore.study.study import Study
 from moecore.tasks.regression import Regression
 
 
@@ -127,6 +131,8 @@ def flat(results: Results) -> dict[str, Any]:
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
     }
+    if found := results.alone.get(Sizes):
+        compared["sizes"] = sizes.flat(found)
     for name, phase in results.phases.items():
         for metric in metrics_of(phase):
             tested = _tested(metric, phase.models)
@@ -154,6 +160,37 @@ def data_facts(results: Results) -> dict[str, Any]:
         if isinstance(phase.task, Regression)
     }
     return {"data": facts} if facts else {}
+
+
+def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tuple, str]]:
+    """Metrics that claims and questions name and no measurement has: keys, and what is wrong.
+
+    stages: of the study's dvc.yaml. Nothing is said of a phase that the study does not run.
+    """
+    for section, asked in (("claims", study.claims), ("questions", study.questions)):
+        for index, one in enumerate(asked):
+            known = foreseen(study, stages, one.phase) if one.phase in study.data else []
+            if known and one.metric not in known:
+                hint = near(one.metric, known)
+                listed = ", ".join(known)
+                keys = (section, index, "metric")
+                yield keys, f"found {one.metric!r}{hint}; allowed in {one.phase}: {listed}"
+
+
+def foreseen(study: Study, stages: Collection[str], phase: PhaseName) -> list[str]:
+    """The metrics that a phase will have, before anything has run."""
+    task: Any = study.data[phase].task  # a class; it answers what it needs
+    ahead = Ahead(study, "accuracy" if task.needs_classes("share") is None else "mae")
+    measured = set(stages) | set(study.run.measurements if "measure" in stages else ())
+    names = [
+        name
+        for shown in SHOWN
+        if shown.applies(task)
+        if not shown.stage or shown.stage in measured and study.run.covers(shown.stage, phase)
+        for entry in shown.columns
+        for name in entry.foreseen(ahead)
+    ]
+    return list(dict.fromkeys(names))
 
 
 def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:

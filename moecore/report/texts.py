@@ -6,10 +6,12 @@ The figures among them are for ``dvc plots show`` and ``diff``: they open withou
 from collections.abc import Iterator, Sequence
 
 from moecore.measure.robustness import Result as Robustness
+from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import Evaluated
 from moecore.report.curves import robustness_csv, table_s1_csv, training_csv
 from moecore.report.explorer import FILE, explorable, explorer
 from moecore.report.measured import Phase, Results
+from moecore.report.measures import sizes
 from moecore.report.measures.robustness import WORST, curve_of
 from moecore.report.page import page
 from moecore.report.pictures import svg
@@ -42,11 +44,15 @@ def texts(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, str]:
 
 def plot_files(results: Results) -> dict[str, str]:
     """Path below reports/ → SVG: ``plots/pretrain_training.svg`` and the like."""
-    return {
+    found = {
         f"plots/{phase.name}_{name}.svg": alone(picture)
         for phase in results.phases.values()
         for name, picture in pictures_of(phase)
     }
+    if counted := results.alone.get(Sizes):
+        for name, figure in sizes.figures(counted):
+            found[f"plots/sizes_{name}.svg"] = alone(Picture(figure, name.replace("_", " ")))
+    return found
 
 
 def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:

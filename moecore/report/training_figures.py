@@ -19,6 +19,7 @@ from moecore.report.charts import (
 from moecore.report.column import title_of, unit_of
 from moecore.report.direct_labels import End
 from moecore.report.drawing import (
+    legend_of,
     line_look,
     new_figure,
     share_axis,
@@ -27,11 +28,14 @@ from moecore.report.drawing import (
 )
 from moecore.report.maps import expert_maps
 from moecore.training.outcome import Outcome
+from moecore.training.regularizers.group_sparsity import GroupSparsity
 
 AGREEMENTS = {
     "agreement_with_final": "Agreement with the final model",
     "agreement_consecutive": "Agreement of consecutive epochs",
 }
+ITERATIONS = 45_000  # of MoGE's figure 3
+EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: its own, and what the paper's text tells apart
 NUMBERED = 20  # classes: with more, a matrix has colours only
 
 
@@ -73,6 +77,63 @@ def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float,
             values.append(value)
     axes.plot(epochs, values, **look)
     return (epochs[-1], values[-1]) if epochs else None
+
+
+def loss_by_epoch(result: Outcome) -> list[tuple[int, float]]:
+    """(step, training loss averaged over the last epoch before it) of every logged point.
+
+    A logged loss is a mean since the point before; it counts for as many steps. Without points
+    that lack a value: [].
+    """
+    rows = [(row["step"], row["epoch"], row["train_loss"]) for row in result.curve]
+    if not rows or any(None in row for row in rows):
+        return []
+    steps, epochs, losses = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+    spans = np.diff(steps, prepend=0)
+    summed = np.concatenate([[0], np.cumsum(losses * spans)])
+    passed = np.concatenate([[0], np.cumsum(spans)])
+    # The first point that belongs to the epoch before each; epochs are quotients, hence 1e-9.
+    first = np.searchsorted(epochs, epochs - 1 + 1e-9, side="right")
+    last = np.arange(1, len(rows) + 1)
+    means = (summed[last] - summed[first]) / (passed[last] - passed[first])
+    return [(int(step), float(mean)) for step, mean in zip(steps, means, strict=True)]
+
+
+def steps_to(result: Outcome, baseline: Outcome | None) -> int | None:
+    """The first logged step at which the training loss is down to the baseline's final one.
+
+    Both are means over an epoch (TGR, figure S5). None where it never is, nothing was logged, or
+    there is no baseline.
+    """
+    known = [] if baseline is None else loss_by_epoch(baseline)
+    if not known:
+        return None
+    final = known[-1][1]
+    return next((step for step, loss in loss_by_epoch(result) if loss <= final), None)
+
+
+@styled
+def sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
+    """σ of MoGE's filter over the iterations, for several γ (MoGE, figure 3)."""
+    figure = new_figure(
+        4.8,
+        3.5,
+        f"σ from {settings.sigma_start:g} to {settings.sigma_end:g} as in {method}, whose γ is "
+        f"{settings.exponent:g}; T = {ITERATIONS:,} iterations (MoGE, figure 3).",
+    )
+    axes = figure.subplots()
+    progress = np.linspace(0, 1, 201)
+    for index, exponent in enumerate(sorted({*EXPONENTS, settings.exponent})):
+        other = settings.model_copy(update={"exponent": exponent})
+        look = line_look(index) | {"marker": ""}
+        if exponent == settings.exponent:
+            look |= {"linewidth": 3.2}
+        sigmas = [other.sigma(float(share)) for share in progress]
+        axes.plot(ITERATIONS * progress, sigmas, label=f"γ = {exponent:g}", **look)
+    axes.set(xlabel="Iteration", ylabel="σ, in experts", title="σ over the training")
+    axes.set_ylim(bottom=0)
+    legend_of(figure, axes)
+    return figure
 
 
 def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,20 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
     end_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        in_order(os.environ.get("MOECORE_PARAMS") or "params.yaml", Path())
+        in_order(os.environ.get("MOECORE_PARAMS") or "params.yaml", Path(), metrics_named)
         function(**values)
     except UserError as error:
         several = "\n" in str(error)
         where = "" if several else f"{' '.join([function.__name__, *words])}: "
         print(f"{where}{error}", file=sys.stderr)
         sys.exit(1)
+
+
+def metrics_named(study: Any, stages: Sequence[str]) -> Iterable[tuple[tuple, str]]:
+    """Metrics that claims and questions name and no measurement of the study has."""
+    from moecore.report.tables import unknown_metrics  # imports what draws: only where it is asked
+
+    return unknown_metrics(study, stages)
 
 
 def end_with_parent() -> None:

@@ -66,9 +66,13 @@ def bootstrap(
     seed: int = 0,
     level: float = 0.95,
     lowest: float = -math.inf,
+    people: np.ndarray | None = None,
 ) -> Interval:
     """Basic (reflected) bootstrap interval (Davison & Hinkley, 1997, eq. 5.6) of a statistic of
     ``count`` images.
+
+    people: (count,), whose image each is; then people are drawn anew, each with all its images, as
+    two images of one person are no two persons. None: images are drawn.
 
     statistic: takes the indices (count,) of a resample and returns a float, never below ``lowest``.
     Reflected and not percentile, because the ECE is biased upward on finite samples and a resample
@@ -79,15 +83,54 @@ def bootstrap(
         raise ValueError("bootstrap: no images")
     generator = np.random.default_rng(seed)
     value = float(statistic(np.arange(count)))
-    drawn = [statistic(generator.integers(0, count, count)) for _ in range(resamples)]
+    images = images_of(people)
+    if images is None:
+        drawn = [statistic(generator.integers(0, count, count)) for _ in range(resamples)]
+    else:
+        number = len(images)
+        drawn = [
+            statistic(
+                np.concatenate([images[one] for one in generator.integers(0, number, number)])
+            )
+            for _ in range(resamples)
+        ]
     return reflected(value, drawn, level, lowest)
 
 
-def bootstrap_mean(values: np.ndarray, resamples: int = 1000, lowest: float = 0.0) -> Interval:
+def images_of(people: np.ndarray | None) -> list[np.ndarray] | None:
+    """The places of each person's images; None where nobody has several, or nothing is known."""
+    if people is None:
+        return None
+    _, person = np.unique(people, return_inverse=True)
+    counts = np.bincount(person)
+    if counts.max(initial=0) < 2:
+        return None
+    return np.split(np.argsort(person, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def bootstrap_mean(
+    values: np.ndarray,
+    resamples: int = 1000,
+    lowest: float = 0.0,
+    people: np.ndarray | None = None,
+) -> Interval:
     """The mean of one value an image, (N,), with its bootstrap interval; see ``bootstrap``."""
     return bootstrap(
-        lambda chosen: float(values[chosen].mean()), len(values), resamples, lowest=lowest
+        lambda chosen: float(values[chosen].mean()),
+        len(values),
+        resamples,
+        lowest=lowest,
+        people=people,
     )
+
+
+def share(hits: np.ndarray, people: np.ndarray | None = None) -> Interval:
+    """The share of hits (N,) bool: Wilson's interval, or over people where they have several."""
+    if images_of(people) is None:
+        return wilson(int(hits.sum()), len(hits))
+    found = bootstrap_mean(np.asarray(hits, np.float64), people=people)
+    assert found.high is not None  # a bootstrap has limits
+    return found._replace(high=min(1.0, found.high))
 
 
 def reflected(

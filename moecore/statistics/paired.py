@@ -79,10 +79,15 @@ def paired_difference(found: Pairs, level: float = 0.95) -> Interval:
 
 
 def paired_bootstrap(
-    first: np.ndarray, second: np.ndarray, resamples: int = 1000, seed: int = 0, level: float = 0.95
+    first: np.ndarray,
+    second: np.ndarray,
+    resamples: int = 1000,
+    seed: int = 0,
+    level: float = 0.95,
+    people: np.ndarray | None = None,
 ) -> Interval:
     """Mean difference of one number an image (N,) of two models, with the bootstrap over images,
-    which stay paired.
+    which stay paired; over people (N,), where they are given and have several.
 
     Raises ValueError where the shapes differ or there are no images.
     """
@@ -95,7 +100,12 @@ def paired_bootstrap(
         )
     change = first - second
     return bootstrap(
-        lambda chosen: float(change[chosen].mean()), len(change), resamples, seed, level
+        lambda chosen: float(change[chosen].mean()),
+        len(change),
+        resamples,
+        seed,
+        level,
+        people=people,
     )
 
 

@@ -11,9 +11,9 @@ from moecore.study.document import Document
 from moecore.study.label_rules import label_rules
 from moecore.study.method_rules import method_rules
 from moecore.study.problems import spell
-from moecore.study.schedule_rules import schedule_rules
 from moecore.study.selection_rules import selection_rules
 from moecore.study.study import Study
+from moecore.study.training_rules import schedule_rules
 from moecore.study.volume_rules import volume_rules
 
 Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)

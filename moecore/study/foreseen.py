@@ -1,6 +1,6 @@
 """Everything that can be known before anything runs: the file, its data, its models."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,10 +10,12 @@ from moecore.study.document import Document, load
 from moecore.study.model_rules import model_rules
 from moecore.study.overlay import stages_of
 from moecore.study.problems import spell
-from moecore.study.schedule_rules import size_rules
 from moecore.study.study import Study
-from moecore.study.teacher_rules import unneeded
+from moecore.study.training_rules import size_rules, unneeded
 from moecore.study.whole import looked_through
+
+# What a room above this one has to say of a study and its stages: keys, and what is wrong.
+Also = Callable[[Study, Sequence[str]], Iterable[tuple[tuple, str]]]
 
 
 class Foreseen(NamedTuple):
@@ -24,19 +26,25 @@ class Foreseen(NamedTuple):
     seen: tuple[Path, ...]  # what was looked at beside the file, whether it is there or not
 
 
-def foresee(path: str | Path = "params.yaml", home: Path | None = None) -> Foreseen:
+def foresee(
+    path: str | Path = "params.yaml", home: Path | None = None, also: Also | None = None
+) -> Foreseen:
     """Validate the file, open its data sources (headers and counts) and build its models.
 
-    home: the folder in which its stages run; left out, that of the file. Raises UserError with one
-    line per problem: those of the file in its order, then those of data and models.
+    home: the folder in which its stages run; left out, that of the file. also: see ``in_order``.
+    Raises UserError with one line per problem: those of the file in its order, then those of data
+    and models.
     """
     document = load(str(path))
-    study, problems = looked_through(document, stages_of(Path(path).parent))
+    stages = stages_of(Path(path).parent)
+    study, problems = looked_through(document, stages)
     if study is None:
         raise UserError("\n".join(problems))
+    if also is not None:
+        problems += _lines(document, also(study, stages))
     with as_in_stages(Path(path).parent if home is None else home):
         previews = previews_of(study)
-    missing = list(_lines(document, data_problems(previews, document.data["data"])))
+    missing = list(_lines(document, data_problems(previews, document.data.get("data", {}))))
     found = [*pair_rules(study, previews), *size_rules(study, previews)]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         found += model_rules(study, previews)

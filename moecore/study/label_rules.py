@@ -14,7 +14,7 @@ Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
 CALIBRATORS = {"classification": "temperature", "regression": "linear"}  # by the kind of task
 WORDS = {"classification": "classes", "regression": "real numbers"}
-FLAT_WITH_CLASSES = ("invariance", "corruptions", "stability", "lipschitz")  # measurements
+FLAT_WITH_CLASSES = ("invariance", "corruptions", "stability", "few_shot", "lipschitz")
 
 
 def label_rules(study: Study) -> Found:

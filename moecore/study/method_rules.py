@@ -24,6 +24,12 @@ def method_rules(study: Study) -> Found:
     for name, method in study.methods.items():
         yield from _regularizers(study, name, method)
         yield from _size(study, name, method)
+        if method.guided_finetuning and not method.guided:
+            text = (
+                "nothing of the method needs a teacher; allowed: false, null, or with router_kl, "
+            )
+            place = ("methods", name, "guided_finetuning")
+            yield place, f"{text}distillation or the router teacher_routed"
         if name in study.run.methods:
             yield from _teacher_keys(study, name, method)
             yield from _same_views(study, name, method)

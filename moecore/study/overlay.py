@@ -68,8 +68,9 @@ def resolve(folder: Path, root: Path, presets: Sequence[str] = ()) -> Resolved:
     runs = stages_of(root) if stages is None else stages
     wanted = needed(runs, values.get("run") or {})
     values = {key: value for key, value in values.items() if key in wanted}
-    if "claims" in values:
-        values["claims"] = values.pop("claims")  # the longest, so they are written last
+    for key in ("claims", "questions"):
+        if key in values:
+            values[key] = values.pop(key)  # the longest, so they are written last
     _narrow(values, runs)
     document = Layers(base.path, values, None, layers=tuple(layers))
     return Resolved(document, stages, whole, tuple(layers))

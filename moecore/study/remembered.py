@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,17 @@ from moecore.core.files import write_json
 
 ROOM = Path(__file__).resolve().parents[1]
 MEMORY = ".state/checked.json"  # beside params.yaml
+Also = Callable[[Any, Sequence[str]], Iterable[tuple[tuple, str]]]  # of a study and its stages
 
 
-def in_order(path: str | Path = "params.yaml", home: Path | None = None) -> str:
+def in_order(
+    path: str | Path = "params.yaml", home: Path | None = None, also: Also | None = None
+) -> str:
     """``params.yaml: in order (…)`` and a line a data set, from memory where nothing changed.
 
-    home: the folder in which the stages run; left out, that of the file. Raises UserError with one
-    line per problem.
+    home: the folder in which the stages run; left out, that of the file. also: what rooms above
+    this one have to say of a study with these stages: keys and what is wrong. Raises UserError with
+    one line per problem.
     """
     memory = Path(path).parent / MEMORY
     key = _key(Path(path), Path(path).parent if home is None else home)
@@ -35,7 +39,7 @@ def in_order(path: str | Path = "params.yaml", home: Path | None = None) -> str:
     check_parts()
     from moecore.study.foreseen import foresee  # made of the parts
 
-    found = foresee(path, home)
+    found = foresee(path, home, also)
     run = found.study.run
     seeds = ", ".join(map(str, run.seeds))
     head = f"in order ({', '.join(run.methods)}; seeds {seeds})"

@@ -20,10 +20,11 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "routing": ("routing",),
     "measure": (),  # those that run.measurements names
     "linear_experts": ("linear_experts",),
-    "compare": ("run", "claims"),
+    "sizes": ("sizes",),
+    "compare": ("run", "claims", "questions"),
 }
 MEASURED = tuple(name for name in MEASUREMENTS if name not in SECTIONS)  # by the stage `measure`
-OPTIONAL = ("claims", "out_of_fold", "transfer")  # their defaults say all
+OPTIONAL = ("claims", "questions", "out_of_fold", "transfer")  # their defaults say all
 PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, each on data of its own
 
 

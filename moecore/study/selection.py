@@ -1,4 +1,4 @@
-"""The sections ``run`` and ``claims`` of params.yaml: what is computed, and held against papers."""
+"""The sections ``run``, ``claims`` and ``questions`` of params.yaml: what is run and judged."""
 
 from typing import Literal, Self
 
@@ -7,18 +7,19 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 
 Phase = Literal["pretrain", "finetune", "adversarial"]
+Direction = Literal["higher", "lower", "equivalent"]
 
 
 class Selection(Config):
     """Every method with every seed; measurements are of the models of these phases."""
 
     methods: tuple[str, ...] = Field(
-        min_length=1, description="entries under methods: that are trained and compared"
+        description="entries under methods: that are trained and compared; [] where nothing is "
+        "trained, as seeds and phases then"
     )
-    seeds: tuple[int, ...] = Field(min_length=1, description="one training of each method per seed")
+    seeds: tuple[int, ...] = Field(description="one training of each method per seed")
     phases: tuple[Phase, ...] = Field(
         default=("pretrain", "finetune"),
-        min_length=1,
         description="whose models are calibrated, attacked and asked for their routing",
     )
     measurements: tuple[str, ...] = Field(
@@ -28,6 +29,16 @@ class Selection(Config):
         default=None,
         description="whose models the measurements are of; left out: those of all phases",
     )
+
+    @model_validator(mode="after")
+    def _all_or_nothing(self) -> Self:
+        named = {"methods": self.methods, "seeds": self.seeds, "phases": self.phases}
+        empty = [name for name, values in named.items() if not values]
+        if empty and len(empty) < len(named):
+            some = f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty"
+            allowed = "at least one each, or none of methods, seeds and phases"
+            raise ValueError(f"{some}; allowed: {allowed}")
+        return self
 
     @model_validator(mode="after")
     def _thorough_among_phases(self) -> Self:
@@ -42,16 +53,60 @@ class Selection(Config):
         return self.thorough is None or what not in self.measurements or phase in self.thorough
 
 
-class Claim(Config):
-    """One sentence of a paper, put so that it can be measured.
+class Comparison(Config):
+    """Two methods and one metric: which of them is said to have more of it, or that neither has."""
 
-    It says that ``method`` has a better ``metric`` than ``against``.
-    """
+    metric: str = Field(description="A metric of reports/compare.json.")
+    method: str = Field(description="The method that it is said of; one of run.methods.")
+    against: str = Field(description="The method that it is compared with; one of run.methods.")
+    better: Direction = Field(
+        description="What is said of the metric of `method`: higher or lower than that of "
+        "`against`, or equivalent, which is no further apart than `margin`."
+    )
+    margin: float | None = Field(
+        None,
+        gt=0,
+        description="With `equivalent`: the largest difference that counts as none, in the "
+        "metric's unit (0.03 of an accuracy: 3 percentage points).",
+    )
+    why: str = Field("", description="Why this margin.")
+    phase: Phase = Field("pretrain", description="Which models are compared.")
+
+    @model_validator(mode="after")
+    def _margin_where_equivalent(self) -> Self:
+        if self.better == "equivalent" and self.margin is None:
+            raise ValueError(
+                "better is equivalent and margin is missing; allowed: margin, a number > 0 in the "
+                "unit of the metric"
+            )
+        if self.better != "equivalent" and self.margin is not None:
+            raise ValueError(
+                f"found margin {self.margin:g} with better: {self.better}; allowed: a margin with "
+                "better: equivalent only"
+            )
+        return self
+
+    @property
+    def words(self) -> str:
+        """match_top1 of prc higher than of vmoe."""
+        ours = f"{self.metric} of {self.method}"
+        if self.better == "equivalent":
+            return f"{ours} within {self.margin:g} of that of {self.against}"
+        return f"{ours} {self.better} than of {self.against}"
+
+
+class Claim(Comparison):
+    """One sentence of a paper, put so that it can be measured."""
 
     paper: str = Field(min_length=1, description="Whose claim it is.")
+    source: str = Field(
+        min_length=1, description="Where it stands: table 4; figure 3, left; §5.1; the text."
+    )
     says: str = Field(min_length=1, description="The claim in plain words.")
-    metric: str = Field(description="A metric of reports/compare.json.")
-    method: str = Field(description="The method that the paper says is better; one of run.methods.")
-    against: str = Field(description="The method that it is compared with; one of run.methods.")
-    better: Literal["higher", "lower"] = Field(description="The direction that the paper claims.")
-    phase: Phase = Field("pretrain", description="Which models are compared.")
+
+
+class Question(Comparison):
+    """What no paper claims and these runs are asked: answered with yes, no or open."""
+
+    asks: str = Field(min_length=1, description="The question in plain words.")
+    paper: str = Field("", description="Whose method it is about; left out: nobody's.")

@@ -1,4 +1,4 @@
-"""``run`` and ``claims`` against the sections that they name.
+"""``run``, ``claims`` and ``questions`` against the sections that they name.
 
 On the raw data, so that these problems show beside all others, also where a section is refused.
 """
@@ -48,14 +48,27 @@ def _measurements(run: dict) -> Found:
 
 def _claims(whole: dict, run: dict) -> Found:
     named_by = {"method": "methods", "against": "methods", "phase": "phases"}
-    for index, claim in enumerate(_list(whole.get("claims"))):
+    asked = [(key, index) for key in ("claims", "questions") for index in _places(whole.get(key))]
+    for section, index in asked:
+        one = _mapping(whole[section][index])
         for key, listed in named_by.items():
-            found = _mapping(claim).get(key)
+            found = one.get(key)
             allowed = _list(run.get(listed))
             if isinstance(found, str) and found not in allowed:
                 known = ", ".join(map(str, allowed))
                 text = f"found {found!r}{near(found, allowed)}; allowed: {known}, as in run"
-                yield ("claims", index, key), text
+                yield (section, index, key), text
+        if one.get("method") is not None and one.get("method") == one.get("against"):
+            others = ", ".join(map(str, _list(run.get("methods"))))
+            text = f"found {one['against']!r}, the method itself; allowed: another of {others}"
+            yield (section, index, "against"), text
+    seeds = _list(run.get("seeds"))
+    if len(seeds) == 1 and _list(whole.get("claims")):
+        text = (
+            "found one seed, and claims; allowed: two seeds or more, or questions in place of "
+            "claims, which one seed can answer for itself alone"
+        )
+        yield ("run", "seeds"), text
 
 
 def _once(run: dict) -> Found:
@@ -77,6 +90,8 @@ def _names(methods: list) -> Found:
 
 def _phases(whole: dict, run: dict) -> Found:
     """``run.phases`` against the sections that such a phase needs."""
+    if run.get("methods") == [] and "pretrain" in whole:
+        yield ("run", "methods"), "found none, but there is pretrain; allowed: entries of methods"
     for index, phase in enumerate(_list(run.get("phases"))):
         if phase not in get_args(Phase):
             continue
@@ -89,6 +104,10 @@ def _phases(whole: dict, run: dict) -> Found:
 
 def _mapping(value: Any) -> dict:
     return value if isinstance(value, dict) else {}
+
+
+def _places(value: Any) -> range:
+    return range(len(_list(value)))
 
 
 def _list(value: Any) -> list:

@@ -12,9 +12,10 @@ from moecore.measure.calibration import Calibrate
 from moecore.measure.linear_experts import LinearExperts
 from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
+from moecore.measure.sizes import Sizes
 from moecore.measure.transfer import Transfer
 from moecore.nn.backbones import Backbone
-from moecore.study.selection import Claim, Phase, Selection
+from moecore.study.selection import Claim, Phase, Question, Selection
 from moecore.training.method import Method
 from moecore.training.settings import (
     AdversarialFinetuning,
@@ -38,7 +39,7 @@ class Study(Measured):
     """
 
     run: Selection
-    data: dict[Phase, Source]
+    data: dict[Phase, Source] = {}
     model: Backbone | None = None
     methods: dict[str, Method] = Field({}, description="Every entry may be named in run.methods.")
     teacher: Teacher | None = None
@@ -52,6 +53,10 @@ class Study(Measured):
     transfer: Transfer | None = None
     routing: Routing | None = None
     linear_experts: LinearExperts | None = None
+    sizes: Sizes | None = None
     claims: tuple[Claim, ...] = Field(
         (), description="What the papers say of two methods, held against these runs."
+    )
+    questions: tuple[Question, ...] = Field(
+        (), description="What no paper says of two methods, asked of these runs."
     )

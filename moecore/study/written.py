@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.representer import SafeRepresenter
 
 from moecore.core.files import whole_file
 from moecore.study.document import load
@@ -21,6 +22,16 @@ HEAD = """\
 """
 WIDTH = 100
 ABSENT = object()
+
+
+def _text(representer: SafeRepresenter, value: str) -> Any:
+    """A string; in quotes with a question mark, which libyaml misreads within braces."""
+    style = "'" if "?" in value else None
+    return representer.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+
+class _Representer(SafeRepresenter):
+    yaml_representers: dict = {**SafeRepresenter.yaml_representers, str: _text}
 
 
 def write_params(folder: Path, root: Path, presets: Sequence[str] = ()) -> Iterator[str]:
@@ -86,6 +97,7 @@ def _dumped(value: Any) -> str:
     writer.allow_unicode = True
     writer.width = WIDTH
     writer.indent(mapping=2, sequence=4, offset=2)
+    writer.Representer = _Representer
     writer.representer.ignore_aliases = lambda *_: True
     stream = io.StringIO()
     writer.dump(value, stream)

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.statistics.estimate import Estimate
 from moecore.statistics.intervals import Interval
 
 Reduction = Literal["mean", "none"]
@@ -29,6 +30,7 @@ class Details(Config):
     """What is reported of a test split beside score and loss; a task fills in what it knows."""
 
     test_correct: int | None = None  # images
+    test_top5: Estimate | None = None  # share of images whose class is among the five largest
     confusion: tuple[tuple[int, ...], ...] | None = None  # by (true class, predicted class)
     false_discovery_rate: float | None = None  # 1 − precision at 1
     median_mae: float | None = None  # of answering always with the median of the training labels
@@ -104,6 +106,14 @@ class Task(Protocol):
         """One score an image, (N,): bool where right and wrong is all there is, else fp64."""
         ...
 
+    def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
+        """Whether the label is among the five most likely answers, (N,) bool.
+
+        None where that says nothing: for five classes at most, for several labels an image, and
+        for real numbers.
+        """
+        ...
+
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         """The sum of a training batch's scores, on its device and unchecked.
 
@@ -116,15 +126,24 @@ class Task(Protocol):
         """The mean of ``scores``, as a validation split reports it after each epoch."""
         ...
 
-    def interval(self, scores: Tensor) -> Interval:
-        """The mean of scores (N,) with its 95 % interval over images."""
+    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
+        """The mean of scores (N,) with its 95 % interval over images.
+
+        people: (N,), whose image each is; the interval is then over people.
+        """
         ...
 
     def worst(self, one: Tensor, other: Tensor) -> Tensor:
         """Of two scores of each image the worse: what an adversary who may choose leaves."""
         ...
 
-    def difference(self, one: Tensor, other: Tensor, level: float = 0.95) -> Interval:
+    def difference(
+        self,
+        one: Tensor,
+        other: Tensor,
+        level: float = 0.95,
+        people: np.ndarray | None = None,
+    ) -> Interval:
         """Mean of ``one`` minus that of ``other``, scores (N,) of the same images; its interval."""
         ...
 

@@ -33,6 +33,17 @@ def correct(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.argmax(dim=1) == labels
 
 
+def within(logits: Tensor, labels: Tensor, best: int) -> Tensor:
+    """Whether the label is among the ``best`` classes of the largest logits; (N,) bool.
+
+    Of equal logits the lower class comes first, as in ``correct``.
+    """
+    own = logits.gather(1, labels[:, None].long())
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    before = (logits > own) | ((logits == own) & (classes < labels[:, None]))
+    return before.sum(dim=1) < best
+
+
 def confidence(logits: Tensor) -> Tensor:
     """The largest probability of each image; (N,) fp64 in (0, 1]."""
     return logits.double().softmax(dim=1).amax(dim=1)

@@ -12,10 +12,13 @@ from torch.nn.functional import cross_entropy
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.statistics.intervals import Interval, wilson
-from moecore.statistics.paired import paired_difference, pairs
+from moecore.statistics.estimate import Estimate
+from moecore.statistics.intervals import Interval, images_of, share
+from moecore.statistics.paired import paired_bootstrap, paired_difference, pairs
 from moecore.tasks.base import Details, Reduction, Score
-from moecore.tasks.class_scores import confusion, correct, nll
+from moecore.tasks.class_scores import confusion, correct, nll, within
+
+BEST = 5  # answers of which one has to be right in ``top5``
 
 
 class Classification(Config):
@@ -80,6 +83,12 @@ class Classification(Config):
         """Whether each image is right; (N,) bool."""
         return correct(prediction, labels)
 
+    def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
+        """Acc@5; None for five classes at most, where every answer would be right."""
+        if self.outputs <= BEST:
+            return None
+        return within(prediction, labels, BEST)
+
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         classes = labels.argmax(dim=-1) if labels.is_floating_point() else labels
         right = correct(prediction, classes)
@@ -90,15 +99,23 @@ class Classification(Config):
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
         return float(self.scores(prediction, labels).float().mean())
 
-    def interval(self, scores: Tensor) -> Interval:
-        """Wilson's interval of the share."""
-        return wilson(int(scores.sum()), len(scores))
+    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
+        """Wilson's interval of the share; the bootstrap over people who have several images."""
+        return share(scores.numpy(), people)
 
     def worst(self, one: Tensor, other: Tensor) -> Tensor:
         return one & other
 
-    def difference(self, one: Tensor, other: Tensor, level: float = 0.95) -> Interval:
-        """Of two shares, paired (Newcombe, 1998)."""
+    def difference(
+        self,
+        one: Tensor,
+        other: Tensor,
+        level: float = 0.95,
+        people: np.ndarray | None = None,
+    ) -> Interval:
+        """Of two shares, paired (Newcombe, 1998; the bootstrap over people with several images)."""
+        if images_of(people) is not None:
+            return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
         return paired_difference(pairs(one.numpy(), other.numpy()), level)
 
     def guess(self, labels: Tensor) -> float:
@@ -108,7 +125,12 @@ class Classification(Config):
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
         """How many are right, and which class is taken for which."""
         right = int(self.scores(prediction, labels).sum())
-        return Details(test_correct=right, confusion=confusion(prediction, labels).tolist())
+        among = self.top5(prediction, labels)
+        return Details(
+            test_correct=right,
+            test_top5=None if among is None else Estimate.of(self.interval(among)),
+            confusion=confusion(prediction, labels).tolist(),
+        )
 
     def packed(self, scores: Tensor) -> str:
         """Base64 of numpy.packbits, the first image in the highest bit."""

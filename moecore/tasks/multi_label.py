@@ -66,6 +66,10 @@ class MultiLabel(Classification):
         """Whether the class of the largest logit is among the image's labels; (N,) bool."""
         return correct(prediction, labels)
 
+    def top5(self, prediction: Tensor, labels: Tensor) -> None:
+        """Not defined: with several labels it is not one of them that has to be among five."""
+        return None
+
     def guess(self, labels: Tensor) -> float:
         """Share of the labels among all classes: precision at 1 of a class drawn evenly."""
         return float(labels.double().mean())

@@ -102,6 +102,10 @@ class Regression(Config):
         """|ŷ − y| of each image in the target's unit; (N,) fp64."""
         return absolute_error(prediction, labels)
 
+    def top5(self, prediction: Tensor, labels: Tensor) -> None:
+        """Not defined: there is one answer."""
+        return None
+
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         errors = (prediction[:, 0].float() - labels).abs()
         if learned is not None:
@@ -111,17 +115,23 @@ class Regression(Config):
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
         return mae(prediction, labels)
 
-    def interval(self, scores: Tensor) -> Interval:
-        """The mean with its bootstrap interval over images."""
-        return bootstrap_mean(scores.double().numpy())
+    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
+        """The mean with its bootstrap interval over images, or people."""
+        return bootstrap_mean(scores.double().numpy(), people=people)
 
     def worst(self, one: Tensor, other: Tensor) -> Tensor:
         return torch.maximum(one, other)
 
-    def difference(self, one: Tensor, other: Tensor, level: float = 0.95) -> Interval:
+    def difference(
+        self,
+        one: Tensor,
+        other: Tensor,
+        level: float = 0.95,
+        people: np.ndarray | None = None,
+    ) -> Interval:
         """The bootstrap over images, which stay paired; more resamples for limits far out."""
         resamples = max(1000, round(50 / (1 - level)))
-        return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level)
+        return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
 
     def guess(self, labels: Tensor) -> float:
         """The mean absolute error of the labels' own median (the mean of the two middle ones)."""

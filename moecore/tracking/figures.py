@@ -81,10 +81,12 @@ def _of_result(path: Path, stage: str) -> Figures:
 
 def _known(stage: str) -> list[Kind]:
     """The types of result that ``stage`` may have; [] where none is drawn."""
-    from moecore.report.measures import SHOWN, linear_experts, transfer
+    from moecore.report.measures import SHOWN, linear_experts, sizes, transfer
 
     if stage == "linear_experts":
         return [Kind(linear_experts.Result, linear_experts.figures)]
+    if stage == "sizes":
+        return [Kind(sizes.Result, sizes.figures)]
     if stage == "transfer":
         return [Kind(transfer.Result, transfer.figures)]
     wanted = "" if stage in TRAININGS else stage

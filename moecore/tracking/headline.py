@@ -13,9 +13,9 @@ from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
 from moecore.report.column import Metric
 from moecore.report.drawing import INK, line_look
-from moecore.report.headline import headline
 from moecore.report.measured import Measured, Phase
 from moecore.report.measures import SHOWN
+from moecore.report.quantities import headline
 from moecore.report.references import DENSE
 from moecore.report.tables import metrics_of
 from moecore.study.document import parse

@@ -13,7 +13,12 @@ from moecore.run.history_file import points
 
 PHASES = ("pretrain", "finetune", "adversarial")  # in the order of training
 TRAININGS = ("teacher", *PHASES)
-PACE = ("epoch", "learning_rate", "images_per_second")  # of a training, beside its scores
+PACE = (
+    "epoch",
+    "learning_rate",
+    "images_per_second",
+    "memory_mb",
+)  # of a training, beside its scores
 GROUPS = {"calibrate": "calibration", "teacher_router": "loss"} | dict.fromkeys(TRAININGS, "test")
 COUNTED = ("test_correct",)  # numbers of images that are results
 LIMITS = (".low", ".high")

@@ -99,7 +99,7 @@ NOTE = (
     "Headline numbers of all stages, as in the report, and the curves of the trainings. The stages "
     "are the child runs, with their settings, numbers, figures and models."
 )
-PACE = ("train/epoch", "train/learning_rate", "train/images_per_second")
+PACE = ("train/epoch", "train/learning_rate", "train/images_per_second", "train/memory_mb")
 
 
 class Child(NamedTuple):

@@ -5,6 +5,7 @@ weights, optimiser and a step number alone, and the same seed gives the same run
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from moecore.nn.predict import predictions
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import standing_alone
 from moecore.training.job import Job
-from moecore.training.meter import Meter, taken
+from moecore.training.meter import WEIGHED, Meter, held_in_training, taken
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
@@ -30,7 +31,8 @@ class Metrics(NamedTuple):
     """What is known after ``step`` of ``steps`` steps.
 
     values: raw loss terms, the mean score of the training and at an epoch's end of the validation
-    images (``train_<…>``, ``validation_<…>``, see Task.logged), images per second.
+    images (``train_<…>``, ``validation_<…>``, see Task.logged), images per second; at the first
+    point of a run ``memory_mb``, the most that a step holds (see ``peak_bytes``).
     """
 
     step: int
@@ -52,7 +54,6 @@ def fit(
     caller has taken the metrics of its step, so a caller that logs them never loses or repeats one.
     Raises UserError at a non-finite loss.
     """
-    device = torch.device(runtime.device)
     model = job.model.to(runtime.device)
     learners = job.learners
     optimizer = build_optimizer(model, settings, job.routers)
@@ -61,14 +62,16 @@ def fit(
     done, note = checkpoint.load(learners, optimizer) if checkpoint else (0, {})
     # A resumed run keeps the precision it began with, whatever a new probe would say.
     dtype = getattr(torch, note["dtype"]) if note else runtime.dtype(settings.precision)
-    meter = Meter(device, f"train_{job.task.logged}")
+    meter = Meter(torch.device(runtime.device), f"train_{job.task.logged}")
     saved = done
     for step in range(done, steps):
         model.train()
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
         batch = step_batch(job, settings, seed, step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
-        terms, score = train_step(job, settings, optimizer, batch, rate, dtype, step / steps)
+        update = partial(train_step, job, settings, optimizer, batch, rate, dtype, step / steps)
+        held = held_in_training((learners, job.guide), optimizer, batch)
+        terms, score = meter.weighed(update, held, step == min(WEIGHED, steps - 1))
         meter.add(step, len(batch.images) // batch.views, terms, score)
         after = step + 1
         if after % per_epoch == 0:

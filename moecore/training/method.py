@@ -96,16 +96,13 @@ class Method(Config):
         "the teacher must know the classes",
     )
     guided_finetuning: bool | None = Field(
-        default=None,
-        description="whether fine-tuning keeps the regularizers that need the teacher; "
-        "null: as the key `guided` of that phase says",
+        default=None, description="fine-tune with the teacher; null: as `guided` of that phase says"
     )
     upcycle: bool = Field(
         default=False,
         description="start from the teacher's weights, its MLPs copied into every expert "
         "(sparse upcycling)",
     )
-
     regions: Regions | None = Field(
         default=None,
         description="region experts and their warm start; null for none "
@@ -125,13 +122,6 @@ class Method(Config):
     def _router_with_experts(self) -> "Method":
         if (self.router is None) != (self.experts is None):
             raise ValueError("a method has both `router` and `experts`, or neither (a dense model)")
-        return self
-
-    @model_validator(mode="after")
-    def _guided_by_something(self) -> "Method":
-        if self.guided_finetuning and not self.guided:
-            mend = "give it router_kl, distillation or the router teacher_routed, or leave it out"
-            raise ValueError(f"guided_finetuning: nothing of the method needs a teacher; {mend}")
         return self
 
     @model_validator(mode="after")

@@ -10,11 +10,14 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.model import Model
 from moecore.nn.parameters import parameter_counts
-from moecore.nn.predict import predictions
+from moecore.nn.predict import device_of, predictions
 from moecore.nn.traces import Trace
+from moecore.statistics.crossed import kept_items
 from moecore.statistics.estimate import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Details
+from moecore.training.meter import MEMORY, counted_as
+from moecore.training.settings import Training
 
 Agreement = tuple[float | None, ...]  # one share a point in time; None where it is not defined
 Map = tuple[float | None, ...]  # mean probability of each expert; None for a class without images
@@ -57,6 +60,9 @@ class Settling(Config):
     region_routing: tuple[Probed, ...] = ()  # of data with tissue maps
     watched: tuple[Watched, ...] = ()  # after some of the epochs
     routing_agreement_before_after: Agreement = ()  # fine-tuning, for each layer, on test images
+    # Of some of these values one number an item, mean over layers, as ``kept_items`` packs them:
+    # with_final_quarter, with_final_half, consecutive_quarter, …_half, …_last, before_after.
+    agreement_items: dict[str, str] = {}
 
 
 class Outcome(Details, Settling):
@@ -64,12 +70,16 @@ class Outcome(Details, Settling):
 
     task: AnyTask
     test_score: Estimate
+    test_items: str | None = None  # one score an item, as ``kept_items`` packs them
     validation_score: Estimate
     test_loss: float  # of a real target in deviations of the training labels, as in training
     test_count: int  # images
     epochs: int
     images_per_second: float  # median of the logged points
     seconds: float
+    training_step_ms: float | None = None  # batch / that rate: views, losses and update
+    training_memory_mb: float | None = None  # 10⁶ bytes that the run's second step held at most
+    memory_counted_as: str | None = None  # see moecore.training.meter.peak_bytes
     parameters: int
     active_parameters: int  # that an image's tokens use
     curve: tuple[dict[str, float | None], ...]  # the logged points
@@ -94,8 +104,11 @@ class Log(NamedTuple):
     seconds: float
 
 
-def outcome(model: Model, data: Prepared, epochs: int, log: Log) -> Outcome:
-    """What is reported of a trained model. Raises UserError where predictions are no numbers."""
+def outcome(model: Model, data: Prepared, settings: Training, log: Log) -> Outcome:
+    """What is reported of a model trained with ``settings``.
+
+    Raises UserError where predictions are no numbers.
+    """
     task = model.image.task
     prediction, labels = _predicted(model, data.test)
     # A loss is reported in the unit of the training, which a target's deviation sets.
@@ -105,19 +118,24 @@ def outcome(model: Model, data: Prepared, epochs: int, log: Log) -> Outcome:
     score = task.scores(prediction, labels)
     validation = task.scores(*_predicted(model, data.validation))
     parameters = parameter_counts(model)
-    rates = [values["images_per_second"] for _, values in log.points]
+    rate = float(np.median([values["images_per_second"] for _, values in log.points]))
+    memory = [values[MEMORY] for _, values in log.points if MEMORY in values]
     return Outcome(
         **details.model_dump(),
         parameters=parameters["parameters"],
         active_parameters=parameters["active_parameters"],
         task=task,
-        test_score=Estimate.of(task.interval(score)),
-        validation_score=Estimate.of(task.interval(validation)),
+        test_score=Estimate.of(task.interval(score, data.test.people)),
+        test_items=kept_items(score.double().numpy(), data.test.people),
+        validation_score=Estimate.of(task.interval(validation, data.validation.people)),
         test_loss=loss,
         test_count=len(labels),
-        epochs=epochs,
-        images_per_second=float(np.median(rates)),
+        epochs=settings.epochs,
+        images_per_second=rate,
         seconds=log.seconds,
+        training_step_ms=1000 * settings.batch / rate,
+        training_memory_mb=max(memory, default=None),
+        memory_counted_as=counted_as(device_of(model)) if memory else None,
         curve=[
             {"step": step, "train_loss": values["task"], **values} for step, values in log.points
         ],

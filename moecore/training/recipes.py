@@ -1,7 +1,7 @@
 """Who learns what from which images: the trainings of teacher routers, pretrain and finetune.
 
-Each draws its first weights from the global generator, as ``seed`` sets it; all later draws are
-functions of (seed, step).
+Each draws its first weights from the global generator, as ``seed`` sets it, a teacher's routers
+from a stream of their own; all later draws are functions of (seed, step).
 """
 
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from moecore.core.files import UserError
+from moecore.core.streams import seed_of
 from moecore.data.loader import few_shot
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
@@ -35,8 +36,8 @@ class Recipe(NamedTuple):
 def guiding(
     method: Method, backbone: Backbone, teacher: BackboneModel, seed: int, device: str
 ) -> Guide:
-    """The teacher with routers, not fitted yet, for ``method``."""
-    torch.manual_seed(seed)
+    """The teacher of ``seed`` with routers, not fitted yet, for ``method``."""
+    torch.manual_seed(seed_of("teacher_router", seed))
     return build_guide(teacher, method, method.sized(backbone).depth).to(device)
 
 

@@ -20,7 +20,7 @@ from moecore.brain.prediction_table import (
 from moecore.brain.reference import QUANTITIES
 from moecore.core.files import UserError, read_json
 from moecore.measure.calibrators.linear import FittedLinear, Linear
-from tests.cohort import leaning, write_cohort
+from tests.volumes import leaning, write_cohort
 
 FILES = {"calibrator.json", "reference.json", "predictions.csv", "MODEL_CARD.md"}
 

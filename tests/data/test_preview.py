@@ -17,8 +17,7 @@ from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from moecore.data.sources.mosaic import Mosaic
 from moecore.data.sources.phantom import Phantom
-from tests.data.making import cifar_content, fashion_folder, image_classes
-from tests.data.volume_files import cohort
+from tests.data.making import cifar_content, cohort, fashion_folder, image_classes
 
 
 def fashion(folder, monkeypatch) -> FashionMnist:

@@ -1,20 +1,28 @@
-"""Small untrained models on the digits, as measurements get them; a model of age and a simulation
-whose answers are known.
-"""
+"""Small untrained models on the digits, as measurements get them."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import yaml
 from torch import nn
 
 from moecore.core.records import ModelOutput
-from moecore.data.prepared import Prepared
+from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.digits import Digits
 from moecore.measure.base import Subject
+from moecore.measure.explorer import Explorer
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoE
+from moecore.pipeline.code_hashes import write_code
+from moecore.tasks.classification import Classification
+from moecore.training.artifacts import save_model
+from tests.volumes import write_cohort
 
 
 def digits(folder: Path) -> Prepared:
@@ -88,3 +96,124 @@ class Source:
     def draw(self, age, sex, seed, scan, site):
         self.asked.append((age, sex, seed, scan, site))
         return np.full((1, 2, 2, 2), (age + scan / 10 + 10 * site) / 100, np.float32), None
+
+
+SPARSE = MoE(
+    router={"kind": "noisy_top_k", "k": 1},
+    experts={"kind": "mlp", "number": 4, "hidden_ratio": 0.5},
+    blocks=[0, 1],
+)
+MODELS = {"vit": SPARSE, "dense": None}
+
+
+def write_digits(folder: Path) -> Prepared:
+    """200 training and 60 test images in artifacts/data/pretrain."""
+    target = folder / "artifacts/data/pretrain"
+    target.mkdir(parents=True)
+    Digits(size=12, train_limit=200, test_limit=60).prepare(target)
+    return Prepared.open(target)
+
+
+def trained(data: Prepared, moe: MoE | None, seed: int = 1) -> torch.nn.Module:
+    """After 40 steps."""
+    torch.manual_seed(seed)
+    backbone = Vit(patch=6, width=16, depth=2, heads=2)
+    model = backbone.build(ImageSpec.from_card(data.card), moe)
+    images = torch.from_numpy(np.array(data.train.images)).float() / 255
+    labels = torch.from_numpy(data.train.labels[:])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        loss = torch.nn.functional.cross_entropy(model(images).prediction, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def write_models(folder: Path, data: Prepared) -> dict[str, torch.nn.Module]:
+    """The models, also in artifacts/pretrain/<name>/0."""
+    models = {name: trained(data, moe) for name, moe in MODELS.items()}
+    for name, model in models.items():
+        target = folder / "artifacts/pretrain" / name / "0"
+        target.mkdir(parents=True)
+        save_model(target, model)
+    return models
+
+
+def in_run(patch: pytest.MonkeyPatch, folder: Path, **sections: Any) -> None:
+    """Stages run in ``folder`` with a params.yaml of these sections, after the stage ``code``."""
+    patch.chdir(folder)
+    patch.delenv("MOECORE_PARAMS", raising=False)
+    patch.setenv("MOECORE_THREADS", "1")
+    named = sections.get("run", {}).get("methods", [])
+    sections = {"run": {"methods": []}, "methods": dict.fromkeys(named, {})} | sections
+    (folder / "params.yaml").write_text(yaml.safe_dump(sections))
+    write_code("params.yaml")
+
+
+NASTY = "<img src=x onerror=alert(1)>"
+MOVED = {"name": "moved", "views": {"affine": {"degrees": 40, "translate": 0.3}}}
+FEW = Explorer.model_validate(
+    {
+        "images": 5,
+        "gallery": 40,
+        "favourites": 3,
+        "sigmas": [0.1, 0.5],
+        "epsilons": [0.02, 0.1],
+        "attack": {"kind": "pgd", "steps": 2},
+        "augmentations": [MOVED, "rotation", "brightness"],
+    }
+)
+OF_VOLUMES = FEW.model_copy(update={"augmentations": ("shift", "noise")})
+
+
+def moe(experts: int = 4, blocks: tuple[int, ...] = (0, 1)) -> MoE:
+    """Noisy top-2 over MLPs."""
+    return MoE(
+        router={"kind": "noisy_top_k", "k": min(2, experts)},
+        experts={"kind": "mlp", "number": experts, "hidden_ratio": 0.25},
+        blocks=blocks,
+    )
+
+
+def images(classes: int = 3, size: int = 12, channels: int = 1, number: int = 50) -> Prepared:
+    """Generated images; the first class has a name that a page must not read as HTML."""
+    names = (NASTY, *(f"class {place}" for place in range(1, classes)))
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (number, channels, size, size), dtype=np.uint8)
+    split = Split(pixels, random.integers(0, classes, number))
+    card = {
+        "name": "generated",
+        "task": Classification(classes=names).model_dump(),
+        "channels": channels,
+        "size": size,
+        "mean": [0.5] * channels,
+        "std": [0.3] * channels,
+        "simulated": False,
+    }
+    return Prepared(card, split, split, split)
+
+
+def subject(data: Prepared, layers: MoE | None, patch: int = 4, seed: int = 0) -> Subject:
+    """An untrained model of two blocks whose routers are sure."""
+    torch.manual_seed(seed)
+    backbone = Vit(patch=patch, width=16, depth=2, heads=2)
+    model = backbone.build(ImageSpec.from_card(data.card), layers)
+    return Subject(surer(model).eval(), data)
+
+
+def volumes(folder: Path, seed: int = 0) -> Subject:
+    """A model of age on volumes of 16³ voxels, in cubes of 4³."""
+    data = write_cohort(folder)
+    torch.manual_seed(seed)
+    backbone = Vit3d(patch=4, width=16, depth=2, heads=2, mlp_ratio=1)
+    model = backbone.build(ImageSpec.from_card(data.card), moe())
+    return Subject(surer(model).eval(), data)
+
+
+def surer(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with weights that make its tokens differ."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight *= 30 if "router" in name else 4
+    return model

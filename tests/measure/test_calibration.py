@@ -30,9 +30,16 @@ from moecore.tasks.class_scores import brier, confidence, ece, nll, reliability
 from moecore.tasks.classification import Classification
 from stages import calibrate as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
-from tests.cohort import write_cohort
-from tests.measure.subjects import built, digits, measured_twice
-from tests.measure.trained import in_run, trained, write_digits, write_models
+from tests.measure.subjects import (
+    built,
+    digits,
+    in_run,
+    measured_twice,
+    trained,
+    write_digits,
+    write_models,
+)
+from tests.volumes import write_cohort
 
 SETTINGS = Calibrate(calibrator={"kind": "temperature"}, resamples=100, batch=16)
 

@@ -20,7 +20,7 @@ MOE = MoE(
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     data = digits(tmp_path_factory.mktemp("cost"))
-    settings = Cost(batch=8, rounds=3, images=5)
+    settings = Cost(batch=8, rounds=3, images=5, k=(1, 2, 6))
     found = {}
     for name, moe in {"vmoe": MOE, "dense": None}.items():
         model = built(Vit(patch=6, width=16, depth=2, heads=2), moe, data, 1)
@@ -38,6 +38,13 @@ def test_timings_and_memory(results):
             found.memory_counted_as in ("live tensors", "CUDA allocator")
             and found.peak_memory_bytes > 4 * found.parameters
         )
+
+
+def test_a_batch_is_timed_with_each_k_that_the_model_can_have(results):
+    rows = results["vmoe"].by_k
+    assert [row.k for row in rows] == [1, 2], "6 of 4 experts cannot be"
+    assert all(0 < row.batch_ms.low <= row.batch_ms.median for row in rows)
+    assert results["dense"].by_k == ()
 
 
 def test_a_dense_model_has_no_routing(results):

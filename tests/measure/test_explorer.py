@@ -14,8 +14,16 @@ from moecore.measure.explorer import Explorer
 from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
 from moecore.measure.routing_metrics.watched import explored_places
 from moecore.nn.predict import predictions
-from tests.measure.explored import FEW, MOVED, OF_VOLUMES, images, moe, subject, volumes
-from tests.measure.subjects import measured_twice
+from tests.measure.subjects import (
+    FEW,
+    MOVED,
+    OF_VOLUMES,
+    images,
+    measured_twice,
+    moe,
+    subject,
+    volumes,
+)
 
 
 @pytest.fixture(scope="module")

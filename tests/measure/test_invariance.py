@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.core.packed import unpacked_values
 from moecore.data.prepared import evenly_spread
 from moecore.data.views.transforms import TRANSFORMS, drawn_affines
 from moecore.measure import invariance
 from moecore.measure.base import Subject, at_once
 from moecore.measure.invariance import NOTES, Invariance, note_of
-from moecore.measure.routing_metrics.imed import mean_imed
+from moecore.measure.routing_metrics.imed import imed_between, mean_imed, partners
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
@@ -101,9 +102,53 @@ def test_the_identity_moves_nothing(vit, images):
     _, clean = predictions(vit, images, 16)
     still = {"still": torch.eye(3, dtype=torch.float64).expand(40, 3, 3)}
     probs = invariance.probs_of(clean)
-    (row,) = invariance.distances(vit, images, probs, still, 16, at_once)
+    between = imed_between(probs, 5)
+    (row,) = invariance.distances(vit, images, probs, still, 16, at_once, between)
     assert row.name == "still"
-    assert set(row.model_dump(exclude={"name"}).values()) == {0.0}
+    assert row.agreement == 1
+    assert set(row.model_dump(exclude={"name", "agreement", "items"}).values()) == {0.0}
+    assert set(unpacked_values(row.items).tolist()) == {0.0}
+
+
+def test_a_distance_is_held_against_that_between_different_images(results, vit, images):
+    _, clean = predictions(vit, images, 40)
+    pairs = partners(40, 5).tolist()
+    one_by_one = [
+        float(mean_imed(*(tuple(p[[i]] for p in invariance.probs_of(clean)) for i in pair))[0])
+        for pair in enumerate(pairs)
+    ]
+    found = results["vit"]
+    assert found.between == pytest.approx(sum(one_by_one) / 40)
+    for row in found.transforms:
+        assert row.normalised == pytest.approx(row.d / found.between)
+        assert 0 <= row.normalised_low < row.normalised < row.normalised_high
+
+
+def test_agreement_is_that_of_the_first_experts_at_the_same_place(results, vit, images):
+    _, before = predictions(vit, images, 40)
+    drawn = drawn_affines("shear 15", 40, (12, 12), 5)
+    _, after = predictions(vit, invariance.moved(images, drawn, 40), 40)
+    same = [
+        (a.probs.argmax(-1) == b.probs.argmax(-1)).double().mean()
+        for a, b in zip(before, after, strict=True)
+    ]
+    row = next(row for row in results["vit"].transforms if row.name == "shear 15")
+    assert row.agreement == pytest.approx(float(sum(same) / 2)) and row.agreement < 1
+
+
+def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images):
+    # A router whose probs are all moved ten times closer to even ones.
+    d = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
+    between = 2 * d[::-1].copy()
+    sure, flat = invariance.normalised(d, between), invariance.normalised(d / 10, between / 10)
+    assert flat.value == pytest.approx(sure.value)
+    assert invariance.normalised(d, np.zeros(40)) is None
+
+
+def test_one_image_has_no_other(data, vit):
+    found = invariance.measure(Subject(vit, data), Invariance(images=1, seed=5), at_once)
+    assert found.between is None
+    assert {row.normalised for row in found.transforms} == {None}
 
 
 def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(results, vit, images):

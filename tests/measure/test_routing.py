@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.core.packed import unpacked_values
+from moecore.core.records import RoutingRecord
 from moecore.core.streams import generator_for, seed_of
 from moecore.data.prepared import evenly_spread
 from moecore.data.views.views import make_views
@@ -11,7 +13,8 @@ from moecore.measure import routing
 from moecore.measure.base import Subject, at_once
 from moecore.measure.routing import PRESETS, Routing
 from moecore.measure.routing_metrics.consistency import match_ratios
-from moecore.measure.routing_metrics.layer_use import layer_use
+from moecore.measure.routing_metrics.layer_use import layer_use, use_by_image
+from moecore.measure.routing_metrics.overlays import spread_overlays
 from moecore.measure.routing_metrics.sweeps import Sweeps
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.correspondence import paired
@@ -188,6 +191,46 @@ def test_settings():
 
 def test_no_overlays_where_none_are_wanted(models, images):
     _, records = predictions(models["vmoe"], images, 40)
-    found = routing.shown(images, records, 0, models["vmoe"].layout)
+    found = spread_overlays(images, records, 0, models["vmoe"].layout)
     assert found.shape == (0, 1, 12, 12)
     assert found.grids == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
+    found = results[name]
+    assert {"match_top1", "load_cv2", "entropy", "token_entropy"} <= set(found.items)
+    assert ("fallback" in found.items) == (found.fallback is not None)
+    assert ("tail_mass" in found.items) == (found.tail_mass is not None)
+    assert ("teacher_agreement" in found.items) == (found.teacher_agreement is not None)
+    for metric, text in found.items.items():
+        items = unpacked_values(text)
+        if metric in ("confidence_second", "confidence_others"):
+            place = metric.removeprefix("confidence_")
+            value = np.mean([getattr(layer.confidence, place) for layer in found.layers])
+        else:
+            value = getattr(found, metric)
+        assert items.shape == (40,) and items.mean() == pytest.approx(value, abs=1e-6), metric
+    for row in found.augmentations:
+        for metric, text in row.items.items():
+            items = unpacked_values(text)
+            assert items.shape == (15,) and items.mean() == pytest.approx(getattr(row, metric))
+
+
+@pytest.mark.parametrize("name", ["vmoe", "ermoe"])
+def test_items_tell_what_leaving_an_image_out_does(models, images, name):
+    """A value that is no mean over images: n·f − (n − 1)·f without it (Tukey's pseudo-value)."""
+    _, records = predictions(models[name], images, 40)
+    router = models[name].experts_and_router.router
+    asked = (getattr(router, "threshold", None), router.k)
+    for record in records:
+        by_image = use_by_image(record, *asked)
+        whole = layer_use(record, *asked)
+        left = [np.delete(np.arange(40), place) for place in range(40)]
+        without = [layer_use(RoutingRecord(*(f[rows] for f in record)), *asked) for rows in left]
+        for metric in ("load_cv2", "entropy", "token_entropy", "confidence_highest", "fallback"):
+            if getattr(whole, metric) is None:
+                continue
+            pseudo = [40 * getattr(whole, metric) - 39 * getattr(less, metric) for less in without]
+            spread = np.std(by_image[metric].numpy())
+            assert np.allclose(by_image[metric], pseudo, atol=0.25 * spread + 1e-9), metric

@@ -11,14 +11,15 @@ from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoE
-from tests.cohort import write_cohort
 from tests.measure.subjects import built, digits
+from tests.volumes import write_cohort
 
 SMALL = {
     "routing": {"images": 8, "augmentations": ["flip"], "sweeps": {"k": [1], "images": 4}},
     "invariance": {"images": 4},
     "corruptions": {"images": 4, "severities": [1], "names": ["fog"]},
     "stability": {"images": 4, "steps": 2},
+    "few_shot": {"shots": [1, 2, 1000], "draws": 2},
     "lipschitz": {"images": 2, "steps": 1, "halvings": 1, "lemma_tokens": 2},
     "explorer": {"images": 2, "gallery": 8, "favourites": 1, "attack": {"kind": "fgsm"}},
     "cost": {"batch": 2, "rounds": 2, "images": 2},

@@ -16,7 +16,7 @@ from moecore.statistics.estimate import Estimate
 from moecore.statistics.paired import paired_difference, pairs
 from stages import transfer as stage
 from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit
-from tests.measure.trained import in_run, write_digits, write_models
+from tests.measure.subjects import in_run, write_digits, write_models
 
 PGD = Pgd(steps=5)
 SETTINGS = Transfer(attack=PGD, epsilon=0.1, images=40, batch=16)

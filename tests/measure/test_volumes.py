@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
+from moecore.core.packed import unpacked_values
 from moecore.core.records import Layout, RoutingRecord
 from moecore.data.prepared import Prepared, evenly_spread
 from moecore.data.views.views import Affine, ViewSettings
@@ -24,8 +25,8 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoE
 from moecore.nn.predict import predictions
-from tests.cohort import write_cohort
 from tests.measure.subjects import measured_twice
+from tests.volumes import write_cohort
 
 ROUTING = Routing.model_validate(
     {
@@ -167,3 +168,16 @@ def test_noise_leaves_the_background_of_volumes():
     assert not torch.equal(moved.affines[0], moved.affines[2]) and torch.equal(
         views.affines[0], torch.eye(4)
     )
+
+
+def test_people_with_several_sessions_are_one_item(subject, found):
+    test = subject.data.test
+    names = [row["participant_id"] for row in subject.data.subjects("test")]
+    assert len(test.people) == len(names) > len(set(names))
+    assert len(set(zip(test.people.tolist(), names, strict=True))) == len(set(names))
+    shown = test.people_at(evenly_spread(len(names), 12))
+    for metric, text in found.items.items():
+        items = unpacked_values(text)
+        assert len(items) == len(set(shown.tolist()))
+        if hasattr(found, metric):
+            assert items.mean() == pytest.approx(getattr(found, metric), abs=1e-6)

@@ -10,7 +10,7 @@ import torch
 
 from moecore.measure.routing_metrics.augmentations import PRESETS, two_views
 from moecore.measure.routing_metrics.imed import mean_imed
-from moecore.measure.routing_metrics.layer_use import layer_use
+from moecore.measure.routing_metrics.layer_use import OnMap, layer_use
 from moecore.measure.routing_metrics.matching import augmented_row
 from moecore.measure.routing_metrics.sweeps import Sample, Sweeps, sweep
 from moecore.nn.expert_map import map_shape
@@ -47,7 +47,9 @@ def everything(model) -> dict:
     _, records = predictions(model, IMAGES, 10)
     threshold, k = getattr(router, "threshold", None), getattr(router, "k", None)
     sample = Sample(IMAGES, LABELS, Classification(classes=("a", "b")))
-    found = {"layers": [layer_use(record, threshold, k).model_dump() for record in records]}
+    # Where experts lie on the map is what relabelling changes.
+    uses = [layer_use(record, threshold, k) for record in records]
+    found = {"layers": [use.model_dump(exclude=set(OnMap.model_fields)) for use in uses]}
     views = augmented_row("affine", model, two_views(IMAGES, PRESETS["affine"], 0), 20)
     swept = sweep(model, sample, Sweeps(k=(1, 3), threshold=(0.2, 0.6)), 10)
     return found | {"views": views.model_dump()} | swept.model_dump()

@@ -156,11 +156,11 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(project):
 def test_two_processes_do_not_train_the_same(project):
     import fcntl
 
-    lock = Path(project.folder / ".state/pretrain/vmoe/7/lock")
-    lock.parent.mkdir(parents=True)
+    lock = Path(project.folder / ".state/pretrain/vmoe/0/lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        done = project.attempt_stage("pretrain", "vmoe", "7")
+        done = project.attempt_stage("pretrain", "vmoe", "0")
     assert done.returncode == 1 and "another process is at work" in done.stderr
 
 

@@ -45,6 +45,7 @@ SMALL = {
         "generalisation": {"volumes": 2, "shares": [0.5], "subjects": 2},
     },
     "claims": [],
+    "questions": [],
 }
 
 

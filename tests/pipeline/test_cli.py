@@ -100,6 +100,17 @@ def test_a_change_is_checked_anew(project):
     assert "Traceback" not in wrong.stderr
 
 
+def test_a_metric_that_nothing_measures_is_refused_with_its_place(project):
+    path = project / "params.yaml"
+    asked = "{asks: so, metric: match_top3, method: prc, against: vmoe, better: higher}"
+    text = path.read_text(encoding="utf-8").replace("questions: []", f"questions: [{asked}]")
+    path.write_text(text, encoding="utf-8")
+    wrong = moecore("check")
+    line = text[: text.index("match_top3")].count("\n") + 1
+    assert wrong.exit_code == 1 and wrong.stderr.startswith(f"params.yaml:{line}:")
+    assert "questions[0].metric: found 'match_top3', did you mean 'match_top1'?" in wrong.stderr
+
+
 def test_other_code_checks_anew(project, monkeypatch):
     assert moecore("check").exit_code == 0
     monkeypatch.setattr("moecore.study.remembered._code", lambda: iter(["other.py"]))
@@ -107,7 +118,7 @@ def test_other_code_checks_anew(project, monkeypatch):
     assert moecore("check").exit_code == 1
 
 
-def _refuse(path: Path, home: Path | None) -> None:
+def _refuse(path: Path, *_: object) -> None:
     raise UserError("refused")
 
 

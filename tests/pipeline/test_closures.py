@@ -147,6 +147,7 @@ calibrate: {calibrator: {kind: temperature}}
 invariance: {images: 16}
 corruptions: {attacks: [{kind: fgsm}]}
 claims: []
+questions: []
 """
 
 

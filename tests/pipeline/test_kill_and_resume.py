@@ -18,7 +18,7 @@ STAGES = {
     "pretrain": (("pretrain", "tgr", "0"), "artifacts/pretrain/tgr/0"),
     "finetune": (("finetune", "finetune", "tgr", "0"), "artifacts/finetune/tgr/0"),
 }
-TIMED = ("images_per_second", "seconds")
+TIMED = ("images_per_second", "seconds", "training_step_ms")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from moecore.nn.predict import predictions
 from moecore.nn.traces import trace
 from moecore.report.measured import Measured, Phase, Results
 from moecore.training.outcome import Outcome, Watched
-from tests.measure.explored import FEW, images, moe, subject
+from tests.measure.subjects import FEW, images, moe, subject
 from tests.report.generated import trained
 
 DENSE = "a dense model has no experts, so there is nothing to see"

@@ -13,11 +13,12 @@ import torch
 from moecore.core.config import Config
 from moecore.core.files import write_json
 from moecore.core.plain import plain
-from moecore.core.records import RoutingRecord
+from moecore.core.records import Layout, RoutingRecord
 from moecore.measure import (
     calibration,
     corruptions,
     cost,
+    few_shot,
     invariance,
     lipschitz,
     robustness,
@@ -28,12 +29,22 @@ from moecore.measure.base import Estimate, Skipped
 from moecore.measure.noisy.ramp import Curve, Ramp
 from moecore.measure.routing_metrics.expert_use import confidence as router_confidence
 from moecore.measure.routing_metrics.expert_use import expert_counts, load_cv2, normalised_entropy
-from moecore.measure.routing_metrics.overlays import Overlays, overlays
+from moecore.measure.routing_metrics.overlays import Overlays, corresponding, overlays
+from moecore.measure.routing_metrics.pictures import picture
 from moecore.measure.under_attack.curves import Row, worst_case
 from moecore.measure.under_attack.line import Line
 from moecore.report.measured import Measured
 from moecore.statistics.intervals import bootstrap, wilson
-from moecore.tasks.class_scores import brier, confidence, confusion, correct, ece, nll, reliability
+from moecore.tasks.class_scores import (
+    brier,
+    confidence,
+    confusion,
+    correct,
+    ece,
+    nll,
+    reliability,
+    within,
+)
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
 
@@ -119,6 +130,7 @@ def trained(number: int, seed: int, routed: bool, phase: str) -> Outcome:
         test_score=Estimate.of(TASK.interval(hits)),
         validation_score=estimate(0.8, 0.7, 0.9),
         test_correct=int(hits.sum()),
+        test_top5=Estimate.of(TASK.interval(within(logits, labels, 5))),
         test_count=600,
         test_loss=float(nll(logits, labels).mean()),
         images_per_second=2100.0 + seed,
@@ -169,6 +181,25 @@ def measured(number: int, seed: int, routed: bool) -> Iterator[tuple[str, Config
     yield "lipschitz", steep(step, routed)
     yield "cost", costing(number, seed)
     yield "stability", noisy(step, routed)
+    yield "few_shot", few(step)
+
+
+def few(step: float) -> few_shot.Result:
+    """5 shots: 0.5 + step, 0.6 + step by the penalty chosen on test; 25 are too many."""
+    row = few_shot.Shots(
+        shots=5,
+        score=0.5 + step,
+        low=0.4 + step,
+        high=0.6 + step,
+        scores=(0.4 + step, 0.6 + step),
+        exponents=(3, 4),
+        leaky_score=0.6 + step,
+        leaky_low=0.5 + step,
+        leaky_high=0.7 + step,
+        leaky_exponent=5,
+    )
+    left_out = few_shot.TooFew(shots=25, why="the smallest class, Coat, has 9 training images")
+    return few_shot.Result(test_images=600, features=16, rows=(row,), skipped=(left_out,))
 
 
 def corrupted(step: float) -> corruptions.Result:
@@ -235,6 +266,7 @@ def costing(number: int, seed: int) -> cost.Result:
         routing_share=0.1 * number,
         routing_batch_ms=1.0,
         routing_batch_share=0.2,
+        by_k=[{"k": k, "batch_ms": {"median": 2.0 + k, "low": 2.0, "high": 9.0}} for k in (1, 2)],
         rounds=2,
         device="cpu",
         threads=1,
@@ -283,10 +315,12 @@ def transformed(number: int, seed: int) -> invariance.Result:
     for place, name in enumerate(TRANSFORMS, start=1):
         d = 0.1 * place + 0.01 * number + 0.001 * seed
         limits = {"d_low": d - 0.02, "d_high": d + 0.02, "d2_low": 0.0, "d2_high": 1.0}
-        rows.append({"name": name, "d": d, "d2": d * d, **limits})
+        limits |= {"normalised": 2 * d, "normalised_low": d, "normalised_high": 3 * d}
+        rows.append({"name": name, "d": d, "d2": d * d, "agreement": 1 - d, **limits})
     maps = np.full((len(CLASSES), 3, 8), 0.125).tolist()
     return invariance.Result(
         images=10,
+        between=0.5,
         transforms=rows,
         d={},
         d2={},
@@ -305,6 +339,7 @@ def calibrated(generator: torch.Generator, number: int, seed: int) -> calibratio
         validation_images=400,
         test_images=600,
         scores=TASK.packed(correct(*tested(number, seed))),
+        top5=TASK.packed(within(*tested(number, seed), 5)),
         before=quality(logits * 1.7, labels),
         after=quality(logits, labels),
     )
@@ -346,7 +381,18 @@ def attacked(number: int, seed: int, routed: bool) -> robustness.Result:
         attacks=curves,
         worst_case=worst_case(curves, TASK, 200),
         audit=lines,
+        attacked=pictured(),
     )
+
+
+def pictured() -> robustness.Attacked:
+    """Three images with stripes that fade with the radius."""
+    stripes = (torch.arange(28) % 4 / 3).expand(3, 1, 28, 28)
+    rows = [
+        {"epsilon": epsilon, "pictures": picture(stripes * (1 - 10 * epsilon))}
+        for epsilon in EPSILONS
+    ]
+    return robustness.Attacked(attack="pgd-10", rows=rows)
 
 
 def _rows(number: int, seed: int, routed: bool, strength: float, first: int) -> tuple[Row, ...]:
@@ -386,6 +432,12 @@ def _matched(number: int, seed: int) -> dict[str, float]:
         "experts_per_token": 2.0,
         "confidence_highest": 0.5,
         "unchosen_mass": 0.1,
+        "border_load": 0.9,
+        "border_mass": 0.8,
+        "border_cells": 0.75,
+        "corner_load": 0.5,
+        "corner_mass": 0.4,
+        "corner_cells": 0.25,
     }
     if number % 2:
         found |= {"fallback": 0.01 * number, "below_k": 0.02 * number}
@@ -405,6 +457,10 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
                 "load_cv2": load_cv2(counts),
                 "entropy": normalised_entropy(counts),
                 "confidence": router_confidence(record.probs),
+                "inner_load": None,
+                "inner_mass": None,
+                "inner_cells": None,
+                "teacher_agreement": 0.9 if number == 2 else None,
                 **_matched(number, seed),
             }
         )
@@ -416,8 +472,12 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
     return routing.Result(
         images=12,
         **means,
+        inner_load=None,
+        inner_mass=None,
+        inner_cells=None,
         layers=layers,
         overlays=shown if isinstance(shown, Overlays) else Overlays(**shown),
+        corresponding=corresponding(images, Layout(1, (4, 4), (28, 28)), 0),
         chance={"match_top1": 0.1, "match_top2_ordered": 0.1, "match_top2_sets": 0.1},
         augmentations=augmented(seed),
         sweeps=swept(number, seed),

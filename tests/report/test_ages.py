@@ -7,12 +7,13 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.measure.cohort_checks import Result as CohortChecks
+from moecore.report.charts import attack_points
 from moecore.report.claims import evaluate, flat_claims
 from moecore.report.curves import robustness_csv, table_s1_csv, training_csv
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.cohort_checks import tissues
 from moecore.report.measures.robustness import Result as Robustness
-from moecore.report.measures.robustness import points, rows_of
+from moecore.report.measures.robustness import rows_of
 from moecore.report.page import page
 from moecore.report.regions import generalised, mixtures
 from moecore.report.results import read_results
@@ -247,6 +248,7 @@ def test_claims_over_errors(three):
     claims = [
         Claim(
             paper="ERMoE",
+            source="table S1",
             says="a",
             metric="test_mae",
             method="dense",
@@ -255,6 +257,7 @@ def test_claims_over_errors(three):
         ),
         Claim(
             paper="ERMoE",
+            source="table S1",
             says="b",
             metric="mae_pooled",
             method="ermoe_ba",
@@ -273,6 +276,7 @@ def test_claims_over_errors(three):
             [
                 Claim(
                     paper="x",
+                    source="table S1",
                     says="x",
                     metric="own_expert",
                     method="dense",
@@ -315,7 +319,7 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
         found_limits = tuple(cells[name][key] for key in ("mean", "low", "high"))
         assert found_limits == pytest.approx(expected), name
     result = found.phases["pretrain"].models["dense"][0].of(Robustness)
-    last = points([rows_of(result, "pgd-10")], result)[-1]
+    last = attack_points([rows_of(result, "pgd-10")], result.task.score)[-1]
     assert last == pytest.approx((2.0, 6.0, 5.0, 7.0))
 
 

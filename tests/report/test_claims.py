@@ -5,22 +5,30 @@ The cross-table as Markdown: its columns are those that any method has, its cell
 dash where a method has none.
 """
 
+import json
 import math
 
+import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from moecore.core.files import UserError
+from moecore.core.sources import ROOT
 from moecore.measure.base import Estimate
-from moecore.report.claims import evaluate, flat_claims, verdict
+from moecore.report import claims_page
+from moecore.report.all_claims import tables
+from moecore.report.claims import evaluate, flat_claims, flat_evaluated, p_of, verdict
 from moecore.report.cross_table import cross_table
 from moecore.report.measured import Measured, Phase, Results, measured
 from moecore.report.page import page
-from moecore.report.summary import claim_lines, rows
-from moecore.report.tables import flat
+from moecore.report.summary import ANSWERS, claim_lines, rows
+from moecore.report.tables import flat, foreseen
 from moecore.report.verdicts import claims_markdown
-from moecore.statistics.intervals import Interval
-from moecore.study.selection import Claim
-from tests.report.generated import TASK, card, records_of, routed_by, trained
+from moecore.statistics.crossed import BOTH, ITEMS, Difference, Source, crossed, kept_items
+from moecore.study.overlay import stages_of
+from moecore.study.selection import Claim, Question
+from moecore.study.whole import check
+from tests.report.generated import TASK, card, changed, records_of, routed_by, trained
 from tests.report.test_report import assert_self_contained, results
 
 ROUTED = routed_by(records_of(0), 0, 0)
@@ -47,6 +55,7 @@ def study(**methods: list) -> Results:
 def claim(**changes) -> Claim:
     given = {
         "paper": "PRC",
+        "source": "table 4",
         "says": "Views agree.",
         "metric": "match_top1",
         "method": "prc",
@@ -61,7 +70,8 @@ def test_the_difference_is_paired_by_seed():
     # width 4.302653 · 0.1 / √3 = 0.248414
     found = evaluate([claim()], study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5]))[0]
     assert (
-        found.difference == pytest.approx((0.2, 0.2 - 0.248414, 0.2 + 0.248414), abs=1e-6)
+        found.difference.interval()
+        == pytest.approx((0.2, 0.2 - 0.248414, 0.2 + 0.248414), abs=1e-6)
         and found.verdict == "open"
     )
     # the same gaps around very different seeds: unpaired intervals overlap, the paired one
@@ -71,7 +81,9 @@ def test_the_difference_is_paired_by_seed():
         found.verdict == "holds"
         and found.ours.interval.low < found.theirs.interval.value < found.ours.interval.value
     )
-    assert found.difference == pytest.approx((0.1, 0.1 - 0.0248414, 0.1 + 0.0248414), abs=1e-6)
+    assert found.difference.interval() == pytest.approx(
+        (0.1, 0.1 - 0.0248414, 0.1 + 0.0248414), abs=1e-6
+    )
 
 
 def test_direction_and_order_decide():
@@ -90,28 +102,189 @@ def test_direction_and_order_decide():
     ]
 
 
+def found(value: float, half: float | None) -> Difference:
+    """A difference over very many items, whose 95 % interval has this half width."""
+    sources = () if half is None else (Source((half / 1.959964) ** 2, 10**7),)
+    return Difference(value, sources, ITEMS, 1, 10**7)
+
+
 @pytest.mark.parametrize(
-    ("low", "high", "expected"),
+    ("value", "half", "expected"),
     [
-        (0.1, 0.2, "holds"),
-        (-0.2, -0.1, "contradicted"),
-        (-0.1, 0.1, "open"),
+        (0.15, 0.05, "holds"),
+        (-0.15, 0.05, "contradicted"),
         (0.0, 0.1, "open"),
-        (-0.1, 0.0, "open"),
-        (None, None, "open"),
+        (0.05, 0.0501, "open"),
+        (0.1, None, "open"),
     ],
 )
-def test_verdicts(low, high, expected):
-    mirrored = Interval(0.0, None if high is None else -high, None if low is None else -low)
-    assert verdict(Interval(0.0, low, high), "higher") == expected == verdict(mirrored, "lower")
+def test_verdicts_of_a_direction(value, half, expected):
+    assert verdict(found(value, half), claim()) == expected
+    assert verdict(found(-value, half), claim(better="lower")) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "half", "expected"),
+    [
+        (0.0, 0.1, "holds"),
+        (0.04, 0.06, "holds"),  # 90 %: 0.04 + 0.06 · 1.645/1.96 = 0.0904
+        (0.04, 0.075, "open"),  # 0.04 + 0.0629 > 0.1
+        (0.2, 0.09, "contradicted"),
+        (0.2, 0.11, "open"),
+        (0.15, 0.06, "open"),
+        (0.0, None, "open"),
+    ],
+)
+def test_verdicts_of_an_equivalence(value, half, expected):
+    alike = claim(better="equivalent", margin=0.1)
+    for one in (found(value, half), found(-value, half)):
+        assert verdict(one, alike) == expected
+        p = p_of(one, alike)
+        assert (p is None) == (half is None) and (p is None or (p < 0.05) == (expected != "open"))
+
+
+def test_holm_counts_the_claims_of_one_paper():
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
+    one = evaluate([claim()], shown)[0]
+    assert 0.01 < one.p == one.p_holm < 0.05 and one.verdict_holm == one.verdict == "holds"
+    others = [claim(), claim(better="lower"), claim(paper="TGR"), question()]
+    found = evaluate([*others, claim(metric="test_accuracy")], shown)
+    # three of PRC: accuracies are all alike, p = 1
+    assert [round(one.p_holm / one.p) for one in found[:3]] == [3, 3, 1]
+    assert [one.verdict_holm for one in found] == ["open", "open", "holds", "", "open"]
+    assert found[3].p_holm is None and found[3].p == found[0].p
+    text = claims_markdown(found)
+    assert "| ✓ holds | ? open |" in text and "| ✓ holds | ✓ holds |" in text
+
+
+def with_items(values: list[np.ndarray]) -> dict[int, Measured]:
+    """A model a seed whose match ratio is the mean of these items."""
+    return {
+        seed: measured(
+            trained(0, 0, False, "pretrain"),
+            ROUTED.model_copy(
+                update={"match_top1": one.mean(), "items": {"match_top1": kept_items(one)}}
+            ),
+        )
+        for seed, one in enumerate(values)
+    }
+
+
+def of_items(ours: list[np.ndarray], theirs: list[np.ndarray]) -> Results:
+    models = {"prc": with_items(ours), "vmoe": with_items(theirs)}
+    return Results({"pretrain": Phase("pretrain", card("pretrain"), TASK, models)})
+
+
+def test_items_and_seeds_both_widen_the_interval():
+    generator = np.random.default_rng(0)
+    shared = generator.standard_normal(60)
+    theirs = [0.3 * generator.standard_normal(60) for _ in range(3)]
+    ours = [one + 0.5 * shared + 0.2 for one in theirs]  # the same gap in every seed
+    found = evaluate([claim()], of_items(ours, theirs))[0]
+    expected = crossed(np.stack([one - other for one, other in zip(ours, theirs, strict=True)]))
+    assert found.difference.kind == BOTH and found.difference.items == 60
+    assert found.difference.interval() == pytest.approx(expected.interval(), abs=1e-3)
+    # The seeds alone would leave no doubt.
+    apart = [one.mean() - other.mean() for one, other in zip(ours, theirs, strict=True)]
+    assert np.ptp(apart) < 1e-9 and found.difference.half() > 0.1
+    alone = evaluate([claim()], of_items(ours[:1], theirs[:1]))[0]
+    assert alone.difference.kind == ITEMS and alone.difference.interval().limits
+    entry = next(iter(flat_claims([alone]).values()))
+    assert entry["difference"]["interval"] == "items" and entry["difference"]["items"] == 60
+    assert "over items, given this one seed" in claims_markdown([alone])
+
+
+def test_items_that_differ_are_refused():
+    generator = np.random.default_rng(0)
+    long, short = generator.random(20), generator.random(19)
+    with pytest.raises(UserError, match=r"claims\[0\].metric: found match_top1 is of 19 and of 20"):
+        evaluate([claim()], of_items([long], [short]))
+    shown = of_items([long], [long])
+    shown.phases["pretrain"].models["vmoe"][0] = model(1, 0.5)
+    with pytest.raises(UserError, match="only some results keep the items of match_top1"):
+        evaluate([claim()], shown)
+    wrong = shown.phases["pretrain"].models["prc"][0]
+    routed = wrong.of(type(ROUTED)).model_copy(update={"match_top1": 0.9})
+    shown.phases["pretrain"].models["prc"][0] = changed(wrong, routed)
+    with pytest.raises(UserError, match="match_top1: the items' mean is .*, the value 0.9"):
+        evaluate([claim()], shown)
+
+
+def test_an_open_verdict_says_what_could_have_been_seen():
+    shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5])
+    found = evaluate([claim()], shown)[0]
+    # deviation 0.1, standard error 0.1/√3; t(2): 4.302653 and 1.060660
+    assert found.smallest == pytest.approx((4.302653 + 1.060660) * 0.1 / math.sqrt(3))
+    assert "could have seen 31" in claims_markdown([found])
+    entry = next(iter(flat_claims([found]).values()))
+    assert entry["smallest"] == found.smallest
+    assert "could have seen 0.3097" in claim_lines(flat_claims([found]))[0]
+    sure = evaluate([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
+    row = claims_markdown([sure]).splitlines()[-1]
+    assert sure.smallest is None and "could have seen" not in row
+
+
+def question(**changes) -> Question:
+    given = claim().model_dump(exclude={"source", "says", "paper"})
+    return Question(**given | {"asks": "Do views agree?"} | changes)
+
+
+def test_questions_are_answered_in_a_table_of_their_own():
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89])
+    found = evaluate(
+        [question(), claim(), question(better="lower"), question(metric="load_cv2")], shown
+    )
+    text = claims_markdown(found)
+    claims, asked = text.split("## What no paper claims")
+    assert "contradicted |" not in text.split("\n\n", 2)[2] and "✓ holds" in claims
+    assert "| Do views agree? | yes |" in asked and "| Do views agree? | no |" in asked
+    assert "| open |" in asked and "✓" not in asked
+    flat = flat_evaluated(found)
+    assert len(flat["claims"]) == 1 and len(flat["questions"]) == 3
+    assert claim_lines(flat["questions"], ANSWERS)[0].startswith("yes  ")
+    whole = page(shown, found)
+    assert "What no paper claims" in whole and "Do views agree?" in whole
+    assert "Of 3 questions that no paper answers: 1 yes, 1 no, 1 open." in whole
+
+
+def test_an_older_compare_json_is_said_to_be_older():
+    older = {
+        "0: PRC, pretrain: match_top1 of prc higher than of vmoe": {
+            "method": {"mean": 0.5, "seeds": 3},
+            "against": {"mean": 0.4, "seeds": 3},
+            "difference": {"mean": 0.1, "low": 0.0, "high": 0.2, "interval": "t", "seeds": 3},
+            "verdict": "open",
+        }
+    }
+    assert claim_lines(older)[0].endswith(
+        "(written by other code, over seeds alone: run the study again)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"better": "equivalent"}, "margin is missing"),
+        ({"margin": 0.1}, "found margin 0.1 with better: higher"),
+        ({"better": "equivalent", "margin": 0.0}, "greater than 0"),
+        ({"source": ""}, "at least 1 character"),
+    ],
+)
+def test_what_is_no_claim(given, expected):
+    with pytest.raises(ValidationError, match=expected):
+        claim(**given)
 
 
 def test_one_seed_is_open():
     found = evaluate([claim()], study(vmoe=[0.1], prc=[0.9]))[0]
-    assert found.verdict == "open" and found.difference == (pytest.approx(0.8), None, None)
+    assert found.verdict == "open" and found.difference.interval() == (
+        pytest.approx(0.8),
+        None,
+        None,
+    )
     assert (
-        "one seed" in claims_markdown([found])
-        and "(one seed)" in claim_lines(flat_claims([found]))[0]
+        "one seed, no interval" in claims_markdown([found])
+        and "(no interval)" in claim_lines(flat_claims([found]))[0]
     )
 
 
@@ -150,7 +323,7 @@ def test_an_interval_of_one_model_counts_by_its_value():
     # accuracies 0.50, 0.50 and 0.50, 0.54: differences 0, 0.04; t(1 degree) = 12.7062, deviation
     # 0.04/√2, half width 12.7062 · 0.02
     found = evaluate([claim(metric="test_accuracy")], shown)[0]
-    assert found.difference == pytest.approx(
+    assert found.difference.interval() == pytest.approx(
         (0.02, 0.02 - 12.7062 * 0.02, 0.02 + 12.7062 * 0.02), abs=1e-5
     )
 
@@ -170,7 +343,8 @@ def test_where_claims_are_shown(tmp_path):
         and 'href="#claims"' in text
     )
     assert lines[-2].startswith(
-        "| PRC | Views <agree> \\| always | ✓ holds | +1.5 pp [+0.3 to +2.7] | tgr: 54.5 % ["
+        "| PRC | table 4 | Views <agree> \\| always | ✓ holds | ? open | +1.5 pp [+0.3 to +2.7]; "
+        "over seeds alone: the metric has no items | tgr: 54.5 % ["
     )
     assert (
         lines[-2].endswith(" | Match, first expert (`match_top1`), higher is claimed, pretrain |")
@@ -243,3 +417,96 @@ def test_every_phase_has_its_own_columns():
         < text.index("**finetune**")
         < text.index("| method | jumps |")
     )
+
+
+def test_the_page_of_all_claims_is_fresh():
+    """docs/claims.md is what `moecore claims write` makes of the committed files."""
+    written = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+    assert written == claims_page.page(ROOT), "run `moecore claims write`"
+
+
+def small_project(root, compared: dict | None) -> str:
+    """The page over one study of two claims and a question, with these numbers."""
+    asked = claim(metric="match_top1").model_dump(mode="json", exclude_none=True)
+    alike = claim(source="table 3", better="equivalent", margin=0.1)
+    odd = claim(paper="Someone", source="a letter")
+    params = {
+        "run": {"methods": ["prc", "vmoe"], "seeds": [0, 1], "phases": ["pretrain"]},
+        "claims": [
+            asked,
+            alike.model_dump(mode="json", exclude_none=True),
+            odd.model_dump(mode="json", exclude_none=True),
+        ],
+        "questions": [question().model_dump(mode="json", exclude_none=True)],
+    }
+    folder = root / "pipelines/one"
+    folder.mkdir(parents=True)
+    (folder / "params.yaml").write_text(json.dumps(params), encoding="utf-8")
+    if compared is not None:
+        (folder / "reports").mkdir()
+        (folder / "reports/compare.json").write_text(json.dumps(compared), encoding="utf-8")
+    return claims_page.page(root)
+
+
+def row_of(text: str, start: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(f"| {start} "))
+
+
+def test_a_study_that_was_not_run(tmp_path):
+    text = small_project(tmp_path, None)
+    assert "| not run yet | `moecore study run pipelines/one` |" in row_of(text, "table 4")
+    assert "Of 3 claims: 3 not run yet." in text and "†" not in text
+    assert "## Claims of other sources" in text and "| Someone | a letter |" in text
+    assert "| Do views agree? |  | not run yet |" in text
+
+
+def test_a_study_that_was_run(tmp_path):
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
+    alike = claim(source="table 3", better="equivalent", margin=0.1)
+    found = evaluate([claim(), alike, question(better="lower")], shown)
+    compared = json.loads(json.dumps(flat(shown) | flat_evaluated(found)))
+    text = small_project(tmp_path, compared)
+    assert "| equivalent |" in row_of(text, "table 3")
+    four = row_of(text, "table 4")
+    assert "`match_top1` prc 48" in four and "over seeds (3 seeds) | open; could have seen" in four
+    assert "Of 3 claims: 1 equivalent, 1 open, 1 not run yet." in text
+    assert "not run yet with this claim" in text, "the one of a letter was not asked then"
+    other = question(better="lower")
+    assert other.asks not in text.split("## What no paper claims")[0]
+
+
+def test_numbers_of_older_code_are_marked(tmp_path):
+    older = {
+        "vmoe": {"pretrain": {}},
+        "claims": {
+            "0: PRC, pretrain: match_top1 of prc higher than of vmoe": {
+                "method": {"mean": 0.5, "seeds": 3},
+                "against": {"mean": 0.4, "seeds": 3},
+                "difference": {"mean": 0.1, "low": 0.01, "high": 0.2, "interval": "t", "seeds": 3},
+                "verdict": "holds",
+            }
+        },
+    }
+    text = small_project(tmp_path, older)
+    assert "| holds † |" in row_of(text, "table 4")
+    assert "Of these verdicts 1 (marked †) were written by other code" in text
+    assert "not run yet with this claim" in row_of(text, "table 3")
+
+
+def test_every_claim_of_the_studies_stands_in_a_row_of_the_papers():
+    assert "## Claims of other sources" not in claims_page.page(ROOT)
+
+
+def test_the_rows_of_the_papers_say_what_they_need():
+    known = tables()
+    for name in type(known).model_fields:
+        numbers = [row.number for row in getattr(known, name)]
+        assert len(numbers) == len(set(numbers)), name
+        for row in getattr(known, name):
+            if not row.scheme and not row.needs:
+                assert row.paper, f"{name}, {row.number}: the paper's numbers"
+            for printed in row.columns:
+                asked = check(ROOT / "pipelines" / printed.study / "params.yaml")
+                assert set(printed.methods) <= set(asked.run.methods), row.number
+                stages = stages_of(ROOT / "pipelines" / printed.study)
+                assert set(printed.metrics) <= set(foreseen(asked, stages, printed.phase))

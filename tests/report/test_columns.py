@@ -10,10 +10,12 @@ from moecore.measure.base import Skipped
 from moecore.measure.corruptions import Result as Corruptions
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
-from moecore.report.charts import over
+from moecore.report.charts import attack_points, over
+from moecore.report.column import Column
 from moecore.report.measures.corruptions import errors_of, errors_of_dense
-from moecore.report.measures.robustness import WORST, attack_title, hits_under, points, rows_of
+from moecore.report.measures.robustness import WORST, attack_title, hits_under, rows_of
 from moecore.report.measures.routing import swept
+from moecore.report.measures.training import COLUMNS
 from moecore.report.page import page
 from moecore.report.paper_figures import REPORTED
 from moecore.report.references import seen
@@ -161,6 +163,29 @@ def test_worst_case_and_both_changes_of_the_routing(whole):
     ].value == pytest.approx(0.25)
 
 
+def test_the_change_of_the_routing_by_layer(whole):
+    found = cells(whole, "vmoe")
+    layers = [found[f"routing_change_pgd-10_layer_{number}"].value for number in (1, 2, 3)]
+    assert layers == pytest.approx([0.5] * 3)
+    assert "routing_change_pgd-10_layer_4" not in found
+    assert "routing_change_pgd-10_layer_1" not in cells(whole, "dense")
+
+
+def test_steps_to_the_final_loss_of_the_baseline_of_the_same_seed(tmp_path):
+    # 10 epochs of 50 steps; the loss of method n is 1.9 · 0.8^epoch + 0.02 n, so that dense is
+    # where vmoe ends in the last epoch, and tgr never is.
+    found = study(tmp_path, seeds=(0, 1), stages=())
+    assert cells(found, "vmoe")["steps_to_baseline_loss"].value == 500
+    assert cells(found, "dense")["steps_to_baseline_loss"].value == 500
+    assert "steps_to_baseline_loss" not in cells(found, "tgr")
+    models = found.phases["pretrain"].models["vmoe"]
+    slow = models[1].of(Outcome)
+    curve = tuple(row | {"train_loss": row["train_loss"] + 0.1} for row in slow.curve)
+    models[1] = changed(models[1], slow.model_copy(update={"curve": curve}))
+    # 0.304 + 0.02 of seed 1: dense has 0.319 after 8 epochs; seed 0 stays at 500
+    assert cells(found, "dense")["steps_to_baseline_loss"].value == (500 + 400) / 2
+
+
 def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     found = study(tmp_path, stages=("robustness",))
     models = found.phases["pretrain"].models
@@ -170,7 +195,7 @@ def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     models["dense"][0] = changed(models["dense"][0], result)
     assert "accuracy_pgd-10" not in cells(found, "dense")
     assert "accuracy_pgd-10" in cells(found, "vmoe")
-    assert points([rows_of(result, "pgd-10")], result) == []
+    assert attack_points([rows_of(result, "pgd-10")], result.task.score) == []
     assert hits_under(models["dense"][0], "pgd-10") is None
     both = (hits_under(models["dense"][0], name) for name in (WORST, "fgsm"))
     assert (next(both) == next(both)).all()
@@ -195,6 +220,41 @@ def test_augmentations_are_details(whole, text):
         and "Match, first expert: flip" not in small
         and "match_top1_flip" in flat(whole)["vmoe"]["pretrain"]
     )
+
+
+def test_accuracy_within_five(whole):
+    found = cells(whole, "vmoe")
+    kept = whole.phases["pretrain"].models["vmoe"][0].of(Outcome).test_top5
+    assert found["test_accuracy_top5"] == pytest.approx((kept.value, kept.low, kept.high))
+    against = flat(whole)["vmoe"]["pretrain"]["test_accuracy_top5"]["against"]
+    assert set(against) == {"dense"}, "paired by images: the calibration keeps the hits"
+
+
+def test_the_controls_of_group_sparsity(whole):
+    found = cells(whole, "vmoe")
+    # distances 0.11, 0.21, 0.31; beside each twice as much and 1 − d
+    assert found["imed_normalised"].value == pytest.approx(0.42)
+    assert found["agreement_transformed"].value == pytest.approx(0.79)
+    assert found["imed_normalised_rotation_5"] == pytest.approx((0.22, 0.11, 0.33))
+    assert found["agreement_transformed_scaling_0_5"].value == pytest.approx(0.79)
+    expected = {"border_load": 0.9, "border_mass": 0.8, "border_cells": 0.75, "corner_load": 0.5}
+    assert {name: found[name].value for name in expected} == pytest.approx(expected)
+    assert found["corner_mass_layer_3"].value == pytest.approx(0.4)
+    assert "inner_load" not in found, "a map of 2 × 4 has no inside"
+    assert "border_load" not in cells(whole, "dense")
+
+
+def test_values_of_the_sweeps_and_of_layers_are_columns(whole):
+    found = cells(whole, "vmoe")
+    assert found["fallback_threshold_0_7"].value == pytest.approx(0.49)
+    assert found["tail_mass_k_4"].value == pytest.approx(0.4)
+    assert found["score_k_2"].value == pytest.approx(0.72)
+    guided = [method for method in METHODS if "teacher_agreement" in cells(whole, method)]
+    (method,) = guided
+    layers = [f"teacher_agreement_layer_{number}" for number in (1, 2, 3)]
+    assert [cells(whole, method)[name].value for name in layers] == pytest.approx([0.9] * 3)
+    metrics = {one.name: one.column for one in table(whole, whole.phases["pretrain"]).metrics}
+    assert metrics["score_k_2"].form == "share" and metrics["score_k_2"].detail
 
 
 def sweep(phase, method, setting, name):
@@ -228,6 +288,13 @@ def test_the_whole_page(text):
         "Can the attacks be believed?",
         "Other thresholds",
         "Fallback over the threshold",
+        "Step time over k",
+        "ERMoE, figure S3",
+        "ERMoE, figure S5",
+        "TGR, table 7",
+        "PRC, figure 4",
+        "By MoE layer (figure 2 of the paper)",
+        "Images as the strongest attack made them (figure 5)",
         "Cost of a trained model",
         "Worst case",
         "Local Lipschitz",
@@ -269,12 +336,35 @@ def test_a_study_with_one_of_them(tmp_path, stages):
     assert "audit" not in text
 
 
+def test_few_shots(tmp_path):
+    found = study(tmp_path, stages=("few_shot",))
+    row = table(found, found.phases["pretrain"]).cells["vmoe"]
+    assert row["few_shot_5"].interval == pytest.approx((0.6, 0.5, 0.7))
+    assert row["few_shot_5"].kind == "draws"
+    assert row["few_shot_5_leaky"].interval.value == pytest.approx(0.7)
+    assert "few_shot_25" not in row
+    text = page(found)
+    assert_self_contained(text)
+    for words in (
+        "5-shot accuracy",
+        "25 shots: the smallest class, Coat, has 9 training images.",
+        "penalty chosen on test (leaky)",
+        "draws of few-shot images",
+        "<summary>Few shots",
+    ):
+        assert words in text, words
+
+
 def test_several_labels_an_image(tmp_path):
     found = study(tmp_path, stages=("routing",))
     phase = found.phases["pretrain"]
     task = MultiLabel(classes=CLASSES)
     for seeds in phase.models.values():
-        trained = seeds[0].of(Outcome).model_copy(update={"task": task, "confusion": None})
+        trained = (
+            seeds[0]
+            .of(Outcome)
+            .model_copy(update={"task": task, "confusion": None, "test_top5": None})
+        )
         seeds[0] = changed(seeds[0], trained)
     found.phases["pretrain"] = phase._replace(task=task)
     text = page(found)
@@ -325,3 +415,13 @@ def test_what_the_papers_print_of_cost():
             "gflops": 12.4,
         }
     )
+    assert values["ERMoE, one layer, 32 experts"] == {"training_memory_mb": 84_700}
+    assert values["V-MoGE-S, Tiny-ImageNet"] == {"training_memory_mb": 5299}
+
+
+def test_the_cost_of_a_training_step_is_shown_where_the_training_told_it(whole):
+    assert not {"training_step_ms", "training_memory_mb"} & set(cells(whole, "vmoe"))
+    trained = whole.phases["pretrain"].models["vmoe"][0].of(Outcome)
+    told = trained.model_copy(update={"training_step_ms": 61.0, "training_memory_mb": 512.5})
+    read = {column.name: column.read(told) for column in COLUMNS if isinstance(column, Column)}
+    assert (read["training_step_ms"], read["training_memory_mb"]) == (61.0, 512.5)

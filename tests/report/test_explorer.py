@@ -9,7 +9,7 @@ from moecore.measure.explorer import Result as Explorer
 from moecore.report.explorer import NO_EXPERTS, NOT_MEASURED, explorable, explorer
 from moecore.report.measured import Measured
 from moecore.training.outcome import Outcome
-from tests.measure.explored import NASTY, images, moe, subject
+from tests.measure.subjects import NASTY, images, moe, subject
 from tests.report.explored import DENSE, alone, measured, phase, results, skipped, study, watched
 from tests.report.generated import trained
 

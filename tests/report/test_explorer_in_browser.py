@@ -9,7 +9,7 @@ from moecore.measure.explorer import Result as Explorer
 from moecore.nn.predict import predictions
 from moecore.report.explorer import explorer
 from tests.browser import LOOKS, clipped, opened
-from tests.measure.explored import NASTY, OF_VOLUMES, images, moe, subject, volumes
+from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
 from tests.report.explored import DENSE, alone, phase, results, skipped, study
 
 PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"

@@ -10,8 +10,7 @@ from moecore.report import pictures
 from moecore.report.charts import Look, Point, curves_chart
 from moecore.report.direct_labels import apart
 from moecore.report.drawing import INK, PALETTE, expert_colours, line_look, share_axis
-from moecore.report.maps import expert_maps
-from moecore.report.measures.routing import expert_load
+from moecore.report.maps import expert_load, expert_maps
 from moecore.report.training_figures import confusion_matrix, routing_agreement
 
 

@@ -10,7 +10,7 @@ import pytest
 from moecore.core.files import UserError
 from moecore.data.views import transforms
 from moecore.measure.routing import Result as Routing
-from moecore.report.column import slug
+from moecore.report.column import Ahead, slug
 from moecore.report.curves import robustness_csv
 from moecore.report.drawing import PALETTE
 from moecore.report.measures.training import halfway
@@ -18,10 +18,13 @@ from moecore.report.page import page
 from moecore.report.paper_figures import PAPERS, REPORTED, reported
 from moecore.report.results import USUAL, read_results, study_stages
 from moecore.report.summary import rows
-from moecore.report.tables import flat, metrics_of, table
+from moecore.report.tables import flat, foreseen, metrics_of, table, unknown_metrics
 from moecore.report.training_figures import AGREEMENTS, agreement_points, routing_agreement
+from moecore.study.params import check as check_text
 from moecore.study.selection import Selection
+from moecore.study.study import Study
 from moecore.training.outcome import Outcome
+from tests.project import ROOT
 from tests.report.generated import NEW, TRANSFORMS, write_results
 from tests.report.test_report import METHODS, assert_self_contained
 
@@ -79,6 +82,8 @@ def test_a_dense_model_has_none_of_it(whole):
     cells = table(whole, whole.phases["pretrain"]).cells["dense"]
     assert {name for name, found in cells.items() if found} == {
         "test_accuracy",
+        "test_accuracy_top5",
+        "steps_to_baseline_loss",
         "test_loss",
         "ece_before",
         "ece_after",
@@ -150,7 +155,13 @@ def test_what_the_papers_print():
         "tgr", "V-MoE"
     ] == {"agreement_before_after": 0.5056}
     assert values["tgr", "TGR-MoE-Ti"] == pytest.approx(
-        {"entropy": 2.8748 / 3, "teacher_agreement": 1.9884 / 3}
+        {
+            "entropy": 2.8748 / 3,
+            "teacher_agreement": 1.9884 / 3,
+            "teacher_agreement_layer_1": 0.7481,
+            "teacher_agreement_layer_2": 0.7060,
+            "teacher_agreement_layer_3": 0.5343,
+        }
     )
     assert values["ermoe", "ERMoE"] == {
         "test_accuracy": 0.9605,
@@ -276,3 +287,84 @@ def test_many_methods_stay_readable(tmp_path):
         and "<summary>Which class goes to which expert" in text
     )
     json.dumps(flat(found), allow_nan=False)
+
+
+SETTINGS = """
+run: {methods: [vmoe, prc], seeds: [0], phases: [pretrain], measurements: [stability]}
+data: {pretrain: {kind: digits, size: 28}}
+robustness: {epsilons: [0.01], attacks: [{kind: pgd, steps: 10}]}
+routing: {augmentations: [noise]}
+stability: {}
+corruptions: {names: [gaussian_noise]}
+methods: {vmoe: {}, prc: {}}
+"""
+STAGES = ("pretrain", "robustness", "routing", "measure", "compare")
+ASKED = "asks: so, method: prc, against: vmoe, better: higher"
+
+
+def misnamed(metric: str, phase: str = "pretrain") -> list[tuple[tuple, str]]:
+    text = f"{SETTINGS}questions: [{{{ASKED}, metric: '{metric}', phase: {phase}}}]\n"
+    return list(unknown_metrics(check_text(Study, text), STAGES))
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "test_accuracy",
+        "test_loss",
+        "accuracy_pgd-10",
+        "accuracy_worst_case",
+        "routing_change_pgd-10",
+        "match_top1_noise",
+        "noise_accuracy",
+        "agreement_before_after",
+        "training_overhead",
+    ],
+)
+def test_a_metric_is_foreseen(metric):
+    assert misnamed(metric) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "near"),
+    [
+        ("test_acuracy", ", did you mean 'test_accuracy'?"),
+        ("accuracy_pgd-20", ", did you mean 'accuracy_pgd-10'?"),
+        ("match_top1_flip", ", did you mean 'match_top1'?"),
+        ("test_mae", ""),
+        ("imed", ""),
+        ("ece_after", ""),
+    ],
+)
+def test_a_metric_that_the_study_will_not_have_is_refused(metric, near):
+    ((keys, text),) = misnamed(metric)
+    assert keys == ("questions", 0, "metric")
+    assert text.startswith(f"found {metric!r}{near}") and "; allowed in pretrain: test_acc" in text
+
+
+def test_a_phase_that_is_not_there_is_not_judged_twice():
+    assert misnamed("anything", "finetune") == []
+
+
+def test_every_metric_of_a_study_was_foreseen(whole):
+    """A claim may name it: what no entry of the tables of columns foresees, it could not."""
+    names = table(whole, whole.phases["pretrain"]).metrics
+    attacks = "[{kind: fgsm}, {kind: pgd, steps: 10}]"
+    text = SETTINGS.replace("[{kind: pgd, steps: 10}]", attacks)
+    study = check_text(Study, text.replace("[stability]", str([*NEW, "invariance"])))
+    known = foreseen(study, (*STAGES, "calibrate"), "pretrain")
+    generated = {"error_noise", "error_blur"}  # of made-up corruptions
+    generated |= {f"imed_{slug(name)}" for name in TRANSFORMS}
+    generated |= {metric.name for metric in names if re.search("_layer_[0-9]+$", metric.name)}
+    lost = {metric.name for metric in names} - set(known) - generated
+    assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
+
+
+def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
+    study = check_text(Study, (ROOT / "params.yaml").read_text(encoding="utf-8"))
+    assert list(Ahead(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
+    known = foreseen(study, (*STAGES, "calibrate"), "pretrain")
+    assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
+    assert "border_load_layer_3" not in known
+    dense = study.run.model_copy(update={"methods": ("dense",)})
+    assert not Ahead(study.model_copy(update={"run": dense}), "accuracy").layers

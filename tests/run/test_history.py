@@ -148,7 +148,7 @@ STAGE = """
 import sys, time
 from moecore.run.history import record
 from moecore.run import stage
-stage.in_order = lambda path, root: None
+stage.in_order = lambda path, root, also: None
 from moecore.core.files import UserError
 
 def toy(method: str, seed: int) -> None:

@@ -15,8 +15,7 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.pipeline.dvc_file import study_dvc
 from moecore.training.artifacts import save_model, save_no_guide
 from stages.measure import measure
-from tests.measure.subjects import digits
-from tests.measure.trained import in_run
+from tests.measure.subjects import digits, in_run
 from tests.project import Project
 from tests.routed import tiny
 

@@ -12,7 +12,7 @@ import pytest
 
 from moecore.brain import out_of_fold as brain
 from moecore.brain.ages import Ages, fit
-from moecore.brain.folds import folds_of
+from moecore.brain.out_of_fold import folds_of
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.files import UserError
 from moecore.data.contact import contact_sheet
@@ -22,7 +22,7 @@ from moecore.measure.calibrators.linear import Linear
 from moecore.pipeline.code_hashes import write_code
 from stages import out_of_fold as stage
 from stages.prepare import prepare
-from tests.cohort import leaning, write_cohort
+from tests.volumes import leaning, write_cohort
 
 RESULT = "artifacts/measured/out_of_fold/pretrain/dense/0.json"
 PARAMS = """

@@ -24,7 +24,7 @@ from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predictions
 from moecore.training.artifacts import save_model
 from stages.predict import main
-from tests.cohort import leaning, write_cohort
+from tests.volumes import leaning, write_cohort
 
 
 @pytest.fixture(scope="module")

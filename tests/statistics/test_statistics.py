@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.statistics.intervals import Interval, bootstrap, over_seeds, wilson
+from moecore.statistics.intervals import (
+    Interval,
+    bootstrap,
+    bootstrap_mean,
+    over_seeds,
+    share,
+    wilson,
+)
 from moecore.statistics.paired import (
     Pairs,
     holm,
@@ -238,3 +245,29 @@ def test_holm_keeps_the_order_and_is_at_most_bonferroni(values):
         for (q, b) in zip(values, found, strict=True)
         if p < q
     )
+
+
+def test_people_are_resampled_and_not_their_images():
+    """20 people with 10 equal images each: images would give an interval √10 times too narrow."""
+    person = np.random.default_rng(0).standard_normal(20)
+    values = np.repeat(person, 10)
+    people = np.repeat(np.arange(20), 10)
+    images = bootstrap_mean(values, lowest=-9)
+    whole = bootstrap_mean(values, lowest=-9, people=people)
+    alone = bootstrap_mean(person, lowest=-9)
+    assert whole.value == images.value
+    assert whole.high - whole.low == pytest.approx(alone.high - alone.low, rel=0.1)
+    assert whole.high - whole.low > 2.5 * (images.high - images.low)
+    # Where nobody has several images, the draws are those of images.
+    assert bootstrap_mean(person, lowest=-9, people=np.arange(20)[::-1]) == alone
+    both = paired_bootstrap(values, np.zeros(200), people=people)
+    assert both.limits == pytest.approx(whole.limits)
+
+
+def test_a_share_over_people():
+    hits = np.repeat(np.arange(20) % 2 == 0, 5)
+    assert share(hits) == wilson(50, 100) == share(hits, np.arange(100))
+    wide = share(hits, np.repeat(np.arange(20), 5))
+    assert wide.value == 0.5 and wide.high - wide.low > 1.8 * (share(hits).high - share(hits).low)
+    sure = share(np.ones(4, bool), np.array([0, 0, 1, 1]))
+    assert (sure.value, sure.high) == (1, 1)

@@ -74,6 +74,12 @@ def test_the_seed_of_a_teacher_is_that_of_the_run(project):
     assert "teacher_router.seed" in said and "steps" in said
 
 
+def test_fine_tuning_with_a_teacher_that_a_method_does_not_have(project):
+    path = edit(project, ("  dense: {}", "  dense: {guided_finetuning: true}"))
+    (said,) = refused(path)
+    assert "methods.dense.guided_finetuning: nothing of the method needs a teacher" in said
+
+
 SIZE = "width: 96, depth: 4, heads: 3, mlp_ratio: 2}\n\nmethods"
 RATE = "  learning_rate: 1.5e-3\n  warmup_epochs: 0.3"
 

@@ -47,7 +47,15 @@ def test_written_files_are_fresh(path):
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.parent.name)
 def test_overlays_are_short(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
+    """Beside the list of methods and what is asked of them, which a study of ablations has many."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    section = ""
+    others = 0
+    for line in lines:
+        if line and not line[0].isspace() and line[0] not in "#-":
+            section = line.partition(":")[0]
+        others += section not in ("methods", "claims", "questions")
+    assert others <= 60
 
 
 def test_merging():

@@ -80,8 +80,39 @@ def test_editors_find_the_schema_and_it_accepts_the_file(path):
         (
             "\nclaims: []",
             "\nclaims: [{paper: PRC, says: steadier, metric: match_top1, "
-            "method: prcc, against: vmoe, better: higher}]",
+            "source: table 4, method: prcc, against: vmoe, better: higher}]",
             ": claims[0].method: found 'prcc', did you mean 'prc'?; allowed: dense, vmoe, prc",
+        ),
+        (
+            "\nclaims: []",
+            "\nclaims: [{paper: PRC, says: steadier, metric: match_top1, "
+            "method: prc, against: vmoe, better: higher}]",
+            ": claims[0].source: missing; allowed: text",
+        ),
+        (
+            "\nclaims: []",
+            "\nclaims: [{paper: PRC, source: table 4, says: steadier, metric: match_top1, "
+            "method: prc, against: vmoe, better: equivalent}]",
+            ": claims[0]: better is equivalent and margin is missing; allowed: margin, a number",
+        ),
+        (
+            "\nquestions: []",
+            "\nquestions: [{asks: steadier, metric: match_top1, method: prc, against: vmoe, "
+            "better: higher, margin: 0.1}]",
+            ": questions[0]: found margin 0.1 with better: higher; allowed: a margin with better: "
+            "equivalent only",
+        ),
+        (
+            "\nquestions: []",
+            "\nquestions: [{asks: steadier, metric: match_top1, method: prc, against: prc, "
+            "better: higher}]",
+            ": questions[0].against: found 'prc', the method itself; allowed: another of dense",
+        ),
+        (
+            "\nclaims: []",
+            "\nclaims: [{paper: PRC, source: table 4, says: steadier, metric: match_top1, "
+            "method: prc, against: vmoe, better: higher}]",
+            ": run.seeds: found one seed, and claims; allowed: two seeds or more, or questions",
         ),
         (
             "calibrator: {kind: temperature}",

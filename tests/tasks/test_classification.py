@@ -8,9 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.tasks.class_scores import brier, confidence, confusion, correct, ece, nll, reliability
+from moecore.tasks.class_scores import (
+    brier,
+    confidence,
+    confusion,
+    correct,
+    ece,
+    nll,
+    reliability,
+    within,
+)
 from moecore.tasks.classification import Classification
 from moecore.tasks.label_sets import false_discovery_rate, precise, sigmoid_nll
+from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.regression import Regression
 
 # Four images, two classes. Confidences 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
@@ -132,3 +142,35 @@ def test_the_guess_that_does_not_look():
     # Of 20, 30 and 70 the median is 30: 10, 0 and 40 years off.
     assert YEARS.guess(torch.tensor([20.0, 30.0, 70.0])) == 50 / 3
     assert TWO.guess(torch.tensor([0, 0, 1])) == 0.5
+
+
+def test_among_the_five_largest_by_hand():
+    logits = torch.tensor([[6.0, 5, 4, 3, 2, 1, 0]] * 7)
+    assert within(logits, torch.arange(7), 5).tolist() == [True] * 5 + [False] * 2
+    # Six equal logits: the lower classes come first.
+    assert within(torch.zeros(6, 6), torch.arange(6), 5).tolist() == [True] * 5 + [False]
+
+
+@given(st.integers(0, 10**6), st.integers(2, 9), st.integers(1, 9))
+def test_among_the_best_is_as_sorting_says(seed, classes, best):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(0, 4, (20, classes), generator=generator).float()  # with ties
+    labels = torch.randint(0, classes, (20,), generator=generator)
+    order = logits.sort(dim=1, descending=True, stable=True).indices[:, :best]
+    assert within(logits, labels, best).tolist() == (order == labels[:, None]).any(1).tolist()
+    first = within(logits, labels, 1)
+    assert torch.equal(first, order[:, 0] == labels)
+
+
+def test_top5_is_there_for_six_classes_and_more_only():
+    logits = torch.eye(6)
+    labels = torch.arange(6)
+    task = Classification(classes=tuple("abcdef"))
+    assert bool(task.top5(logits, labels).all())
+    assert task.details(logits, labels, labels).test_top5.value == 1
+    few = Classification(classes=tuple("abcde"))
+    assert few.top5(logits[:5, :5], labels[:5]) is None
+    assert few.details(logits[:5, :5], labels[:5], labels[:5]).test_top5 is None
+    sets = torch.nn.functional.one_hot(labels)
+    assert MultiLabel(classes=tuple("abcdef")).top5(logits, sets) is None
+    assert Regression(target="age").top5(logits[:, :1], labels.float()) is None

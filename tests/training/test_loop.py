@@ -4,10 +4,18 @@ import torch
 from moecore.core.files import UserError
 from moecore.nn.backbones.vit import Vit
 from moecore.training.checkpoint import Checkpoint
+from moecore.training.job import job_for
 from moecore.training.loop import fit, total_steps, training_batch
+from moecore.training.meter import MEMORY
+from moecore.training.method import Method
+from moecore.training.objective import Objective
+from moecore.training.outcome import Log, outcome
+from moecore.training.settings import Training
+from tests.measure.subjects import built, digits
 from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, task
 
 TIMED = "images_per_second"
+TWO_VIEWS = Method(regularizers=[{"kind": "pairwise_consistency"}]).regularizers
 
 
 def points(metrics) -> list:
@@ -160,3 +168,46 @@ def test_with_drop_path_a_killed_run_ends_bit_equal(tmp_path):
     assert points(fit(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path))) == expected[-2:]
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_the_memory_of_the_second_step_is_told_once_and_changes_no_bit(monkeypatch):
+    weighed = task()
+    found = [metrics.values for metrics in fit(weighed, SETTINGS, 0, CPU)]
+    assert [MEMORY in values for values in found] == [True, False, False, False]
+    monkeypatch.setattr("moecore.training.loop.WEIGHED", -1)
+    plain = task()
+    assert not any(MEMORY in metrics.values for metrics in fit(plain, SETTINGS, 0, CPU))
+    for ours, theirs in zip(weighed.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("optimizer", "tensors"), [("adamw", 4), ("sgd", 3)])
+def test_memory_of_a_small_batch_is_weights_gradients_and_states(optimizer, tensors):
+    # at the update all stand side by side: weight, gradient and two means, or one
+    torch.manual_seed(0)
+    model = Vit(patch=4, width=128, depth=2, heads=2).build(IMAGE)
+    settings = Training(epochs=1, batch=1, learning_rate=1e-3, optimizer={"kind": optimizer})
+    (first, *_) = fit(task(Method())._replace(model=model), settings, 0, CPU)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert first.values[MEMORY] == pytest.approx(tensors * 4 * weights / 1e6, rel=0.03)
+
+
+def test_two_views_hold_more_memory_than_one():
+    one, two = (
+        next(fit(task(method), SETTINGS, 0, CPU)).values[MEMORY]
+        for method in (VMOE, VMOE.model_copy(update={"regularizers": TWO_VIEWS}))
+    )
+    assert two > 1.2 * one
+
+
+def test_an_outcome_tells_what_a_step_costs(tmp_path):
+    data = digits(tmp_path)
+    model = built(Vit(patch=6, width=16, depth=2, heads=2), None, data, 1)
+    made = job_for(model, data, Objective(()), "cpu")
+    points = [(metrics.step, metrics.values) for metrics in fit(made, SETTINGS, 0, CPU)]
+    found = outcome(model.eval(), data, SETTINGS, Log(points, 3.0))
+    assert found.training_step_ms == pytest.approx(8000 / found.images_per_second)
+    assert found.training_memory_mb == points[0][1][MEMORY]
+    assert found.memory_counted_as == "live tensors"
+    resumed = outcome(model, data, SETTINGS, Log(points[1:], 3.0))  # told before the kill
+    assert (resumed.training_memory_mb, resumed.memory_counted_as) == (None, None)

@@ -56,9 +56,6 @@ def test_a_method_says_itself_whether_its_fine_tuning_is_guided():
             tuned = method.for_finetuning(k=None, guided=phase)
             assert tuned.guided == own
             assert tuned.regularizers == TGR.for_finetuning(k=None, guided=own).regularizers
-    assert Method(guided_finetuning=False).guided_finetuning is False
-    with pytest.raises(ValidationError, match="guided_finetuning: nothing of the method needs"):
-        Method(guided_finetuning=True)
 
 
 def test_what_is_chosen_is_reported_and_remembered(tmp_path, monkeypatch):

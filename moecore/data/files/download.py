@@ -6,8 +6,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from moecore.core.files import UserError, whole_file
-from moecore.data.files.checksum import checksum
+from moecore.core.files import UserError, checksum, whole_file
 
 BLOCK = 1 << 20
 TIMEOUT = 60.0  # seconds without any byte

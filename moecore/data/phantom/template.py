@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import ndimage
 
-from moecore.core.files import UserError
-from moecore.data.files.checksum import checksum
+from moecore.core.files import UserError, checksum
 from moecore.data.phantom.fields import SIDE, VOXEL_ML, VOXEL_MM, grid_points
 
 FILE = Path(__file__).parent / "mni152" / "mni152_64.npz"

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moecore.core.files import whole_file, write_json
-from moecore.data.files.checksum import checksum
+from moecore.core.files import checksum, whole_file, write_json
 from moecore.data.volumes.volumes import Stored, SubjectFiles
 
 VERSION = 1  # raise it where reading a subject gives other values than before

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, write_json
-from moecore.data.files.checksum import checksum
+from moecore.core.files import UserError, checksum, write_json
 from moecore.data.prepared import SPLITS
 from moecore.data.volumes.subjects import SEXES, Subject, sex_counts, write_subjects
 from moecore.data.volumes.volume_checks import flags

@@ -1,15 +1,11 @@
-"""What a forward pass costs: its FLOPs, its time, its memory; nothing here knows of models."""
+"""How timings are taken and told; nothing here knows of models."""
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moecore.core.config import Config
 
@@ -61,66 +57,6 @@ class Clock:
         """Until the device has done all that it was asked to do."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
-
-
-class LiveBytes(TorchDispatchMode):
-    """The largest number of bytes that tensors held at one time within it: ``peak``.
-
-    It begins with the tensors given. Every storage that an operation returns counts from then until
-    it is freed, once, at its own size. So the peak is that of the computation itself, the same on
-    every machine; not in it are what an allocator rounds up or keeps, and what a kernel takes for
-    itself while it runs.
-    """
-
-    def __init__(self, held: Sequence[Tensor] = ()) -> None:
-        super().__init__()
-        self.now = 0
-        self.peak = 0
-        self._known = {}
-        for tensor in held:
-            self._keep(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor):
-                self._keep(leaf)
-        return outputs
-
-    def _keep(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known[key] = weakref.finalize(storage, self._free, key, storage.nbytes())
-        self._known[key].atexit = False
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-
-    def _free(self, key: int, size: int) -> None:
-        del self._known[key]
-        self.now -= size
-
-
-def peak_bytes(
-    run: Callable[[], object], held: Sequence[Tensor], device: torch.device
-) -> tuple[int, str]:
-    """The most bytes held at one time while ``run`` runs, and how they were counted.
-
-    CUDA: what the caching allocator had given out at most (``max_memory_allocated``), other tensors
-    of the process included. Elsewhere: live tensors (``LiveBytes``), ``held`` included.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        run()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device), "CUDA allocator"
-    with LiveBytes(held) as live:
-        run()
-    return live.peak, "live tensors"
 
 
 def timed(

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moecore.measure.costs.clock import Clock, peak_bytes, timed
+from moecore.measure.costs.clock import Clock, timed
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.predict import device_of, evaluating
 from moecore.training.guide import Guide
+from moecore.training.meter import peak_bytes
 
 # number of a pass → images (B, C, H, W) in [0, 1], on the model's device
 Images = Callable[[int], Tensor]
@@ -94,7 +95,8 @@ def peak_memory(model: nn.Module, images: Tensor) -> tuple[int, str]:
     """
     held = (*model.parameters(), *model.buffers(), images)
     with evaluating(model), torch.no_grad():
-        return peak_bytes(lambda: model(images), held, device_of(model))
+        found = peak_bytes(lambda: model(images), held, device_of(model))
+    return found.size, found.counted_as
 
 
 def routing_of(spans: list[Span], length: Callable[[Any, Any], float]) -> float:

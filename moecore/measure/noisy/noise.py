@@ -7,11 +7,11 @@ image), K classes, T tokens, E experts.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
+from moecore.measure.routing_metrics.expert_use import iou_by_image
 
 
 class RampSteps(NamedTuple):
@@ -57,9 +57,4 @@ def changes_by_image(
     Per layer (N,) fp64; [] for a dense model. Two empty sets count as IoU 1; the mean over images
     is ``change_of_choice`` (see routing_metrics/expert_use.py).
     """
-    changes = []
-    for a, b in zip(before, after, strict=True):
-        common = (a.chosen & b.chosen).sum(-1).double()
-        either = (a.chosen | b.chosen).sum(-1).double()
-        changes.append(1 - torch.where(either > 0, common / either.clamp(min=1), 1.0).mean(-1))
-    return changes
+    return [1 - iou_by_image(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]

@@ -15,6 +15,7 @@ from moecore.measure.base import Estimate
 from moecore.measure.noisy.noise import ramp_steps, true_probability
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
+from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import bootstrap_mean
 
 CHUNK = 16  # images whose ramps are in memory at once; fixed, so that no result depends on `batch`
@@ -36,6 +37,7 @@ class Ramp(Config):
     threshold: float  # above which a step is a jump
     class_changes: Estimate
     jumps_mean: Estimate
+    jumps_items: str | None = None  # of each image, as ``kept_items`` packs them
     total_variation: Estimate
     largest_step: Estimate
     mean_probability: tuple[float, ...]
@@ -90,6 +92,7 @@ def ramp(
         threshold=threshold,
         class_changes=_mean(steps.class_changes),
         jumps_mean=_mean(steps.jumps),
+        jumps_items=kept_items(steps.jumps.double().numpy()),
         total_variation=_mean(steps.total_variation),
         largest_step=_mean(steps.largest_step),
         mean_probability=true.mean(0).tolist(),

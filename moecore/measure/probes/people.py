@@ -178,7 +178,8 @@ def sessions_again(
     over = predicted_ages(model, data.test.images[places], batch) - data.test.labels[places]
     ahead = dict(zip(places, over, strict=True))
     gaps = np.array([abs(ahead[later] - ahead[earlier]) for earlier, later in pairs])
-    apart = bootstrap_mean(gaps, resamples)
+    whose = data.test.people_at(np.array([earlier for earlier, _ in pairs]))
+    apart = bootstrap_mean(gaps, resamples, people=whose)
     return Rescan(
         pairs=len(pairs),
         mean_abs_difference=apart.value,

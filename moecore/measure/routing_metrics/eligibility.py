@@ -24,7 +24,12 @@ def fallback_rate(scores: Tensor, threshold: float) -> float:
 
 def below_k_rate(scores: Tensor, threshold: float, k: int) -> float:
     """Share of tokens with fewer than ``k`` eligible experts (Algorithm 1, line 13)."""
-    return float((_eligible(scores, threshold).sum(dim=-1) < k).double().mean())
+    return float(below_k(scores, threshold, k).mean())
+
+
+def below_k(scores: Tensor, threshold: float, k: int) -> Tensor:
+    """1 for each token with fewer than ``k`` eligible experts, else 0; (B, T) fp64."""
+    return (_eligible(scores, threshold).sum(dim=-1) < k).double()
 
 
 def tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
@@ -38,8 +43,16 @@ def tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
     weights = scores.double().clamp_min(_LEAST).where(eligible, 0)[eligible.any(dim=-1)]
     if not len(weights):
         return None
-    ordered = weights.sort(dim=-1, descending=True).values
-    return float((ordered[:, k:].sum(dim=-1) / ordered.sum(dim=-1)).mean())
+    return float(_beyond(weights, k).mean())
+
+
+def tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
+    """Of each image the sum of ``tail_mass`` over its tokens, and how many have one; (B,) fp64."""
+    eligible = _eligible(scores, threshold)
+    some = eligible.any(dim=-1)
+    weights = scores.double().clamp_min(_LEAST).where(eligible, 0)
+    tail = _beyond(weights, k).where(some, 0)
+    return tail.sum(dim=-1), some.sum(dim=-1).double()
 
 
 def tail_of_probs(probs: Tensor, k: int) -> float:
@@ -48,9 +61,13 @@ def tail_of_probs(probs: Tensor, k: int) -> float:
     Eq. 12 where every expert is eligible: Σ_{e > k} p_(e) / Σ_e p_(e), p_(1) ≥ p_(2) ≥ …; in
     [0, 1 − k/E]: 0 for k ≥ E, 1 − k/E where no expert is preferred.
     """
+    return float(tail_by_token(probs, k).mean())
+
+
+def tail_by_token(probs: Tensor, k: int) -> Tensor:
+    """``tail_of_probs`` of each token, (B, T) fp64."""
     _some(probs, "probs")
-    ordered = probs.double().sort(dim=-1, descending=True).values
-    return float((ordered[..., k:].sum(dim=-1) / ordered.sum(dim=-1)).mean())
+    return _beyond(probs.double(), k)
 
 
 def unchosen_mass(probs: Tensor, chosen: Tensor) -> float:
@@ -59,9 +76,20 @@ def unchosen_mass(probs: Tensor, chosen: Tensor) -> float:
     chosen: (B, T, E) bool.  Never below ``tail_of_probs`` at the largest number chosen; equal to it
     at k where each token chose its best k. 1 for a token without experts.
     """
+    return float(unchosen_by_token(probs, chosen).mean())
+
+
+def unchosen_by_token(probs: Tensor, chosen: Tensor) -> Tensor:
+    """``unchosen_mass`` of each token, (B, T) fp64."""
     _some(probs, "probs")
     probs = probs.double()
-    return float((probs.masked_fill(chosen, 0).sum(dim=-1) / probs.sum(dim=-1)).mean())
+    return probs.masked_fill(chosen, 0).sum(dim=-1) / probs.sum(dim=-1)
+
+
+def _beyond(weights: Tensor, k: int) -> Tensor:
+    """Share of the weights (…, E) that lies outside the best ``k``, (…)."""
+    ordered = weights.sort(dim=-1, descending=True).values
+    return ordered[..., k:].sum(dim=-1) / ordered.sum(dim=-1)
 
 
 def _eligible(scores: Tensor, threshold: float) -> Tensor:

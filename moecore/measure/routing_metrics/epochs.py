@@ -17,7 +17,7 @@ from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.class_maps import class_maps
 from moecore.measure.routing_metrics.consistency import epoch_agreement, epoch_agreement_by_layer
-from moecore.measure.routing_metrics.expert_use import agreement
+from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
 from moecore.measure.routing_metrics.region_probe import (
     keep_regions,
     kept_regions,
@@ -26,6 +26,7 @@ from moecore.measure.routing_metrics.region_probe import (
 from moecore.measure.routing_metrics.watched import keep_trace, kept_traces, watched_epochs
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
+from moecore.statistics.crossed import kept_items
 from moecore.training.outcome import Settling
 
 IMAGES = 500  # of the validation split
@@ -79,17 +80,54 @@ class Watch(NamedTuple):
             agreement_consecutive=agreement["consecutive"],
             agreement_with_final_by_layer=by_layer["with_final"],
             agreement_consecutive_by_layer=by_layer["consecutive"],
+            agreement_items=agreement_items(
+                [tensors["first"].numpy() for tensors in kept], self.data.validation.people
+            ),
             class_maps={str(epoch): _rounded(kept[epoch - 1]["maps"]) for epoch in mapped},
             region_routing=kept_regions(self.folder, self.data, self.epochs),
             watched=kept_traces(self.folder, self.data, self.epochs),
         )
 
 
-def survived(before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]) -> Settling:
+def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> dict[str, str]:
+    """Each item's share of tokens that agree, once a quarter, half and all of training is done.
+
+    first: per epoch, (N, L, T) integers. people: of the validation split, or None.
+    """
+    epochs = len(first)
+    if people is not None:
+        people = people[: len(first[0])]
+
+    def kept(one: int, other: int) -> str:
+        same = first[one] == first[other]
+        return kept_items(same.mean(axis=(1, 2)), people)
+
+    found = {}
+    for name, place in (("quarter", (epochs - 1) // 4), ("half", (epochs - 1) // 2)):
+        found[f"with_final_{name}"] = kept(place, epochs - 1)
+    for name, place in (
+        ("quarter", (epochs - 2) // 4),
+        ("half", (epochs - 2) // 2),
+        ("last", epochs - 2),
+    ):
+        if epochs > 1:
+            found[f"consecutive_{name}"] = kept(place, place + 1)
+    return found
+
+
+def survived(
+    before: Sequence[RoutingRecord],
+    after: Sequence[RoutingRecord],
+    people: np.ndarray | None = None,
+) -> Settling:
     """How much of the routing of the same images fine-tuning leaves as it was, for each layer."""
-    layers = zip(before, after, strict=True)
+    layers = list(zip(before, after, strict=True))
+    if not layers:
+        return Settling(routing_agreement_before_after=())
     kept = [agreement(one.probs, other.probs) for one, other in layers]
-    return Settling(routing_agreement_before_after=kept)
+    by_image = torch.stack([agreement_by_image(one.probs, other.probs) for one, other in layers])
+    items = {"before_after": kept_items(by_image.mean(dim=0).numpy(), people)}
+    return Settling(routing_agreement_before_after=kept, agreement_items=items)
 
 
 def shown_epochs(epochs: int) -> list[int]:

@@ -4,7 +4,7 @@ B images, T tokens per image, E experts. Probabilities and masks are (B, T, E).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +78,12 @@ def agreement(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
 
 
+def agreement_by_image(ours: Tensor, theirs: Tensor) -> Tensor:
+    """``agreement`` of each image by itself, (B,) fp64."""
+    _alike(ours, theirs)
+    return (ours.argmax(-1) == theirs.argmax(-1)).double().mean(dim=-1)
+
+
 def iou(before: Tensor, after: Tensor) -> float:
     """Mean over tokens of |before ∩ after| / |before ∪ after|; (B, T, E) bool.
 
@@ -87,6 +93,30 @@ def iou(before: Tensor, after: Tensor) -> float:
     common = (before & after).sum(-1).double()
     either = (before | after).sum(-1).double()
     return float(torch.where(either > 0, common / either.clamp(min=1), 1.0).mean())
+
+
+def iou_by_image(before: Tensor, after: Tensor) -> Tensor:
+    """``iou`` of each image by itself, (B,) fp64."""
+    _alike(before, after)
+    common = (before & after).sum(-1).double()
+    either = (before | after).sum(-1).double()
+    return torch.where(either > 0, common / either.clamp(min=1), 1.0).mean(-1)
+
+
+def linearised(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """A function of the mean of ``rows`` (B, D) as one value a row, (B,), whose mean it is.
+
+    f(m) + ∇f(m)·(x − m): what each image does to it (infinitesimal jackknife; Efron, 1982). The
+    function is given the columns that are not all 0.
+    """
+    # A column of zeros has no influence, and an entropy no derivative there.
+    rows = rows[:, rows.any(dim=0)].double()
+    mean = rows.mean(dim=0)
+    with torch.enable_grad():
+        leaf = mean.clone().requires_grad_()
+        value = function(leaf)
+        (gradient,) = torch.autograd.grad(value, leaf)
+    return value.detach() + (rows - mean) @ gradient
 
 
 def change_of_choice(

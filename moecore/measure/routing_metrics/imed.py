@@ -5,6 +5,7 @@ E experts on a grid of r rows and c columns, row by row.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,3 +56,29 @@ def mean_imed(
         torch.stack([d2.sqrt().mean(dim=1) for d2 in layers]).mean(dim=0),
         torch.stack([d2.mean(dim=1) for d2 in layers]).mean(dim=0),
     )
+
+
+def partners(images: int, seed: int) -> Tensor:
+    """For each of N images another one, (N,) int64: the next on a circle drawn from ``seed``.
+
+    No image is its own partner and each is one once, so all methods compare the same N pairs.
+    Raises ValueError for fewer than two images.
+    """
+    if images < 2:
+        raise ValueError(f"pairs of different images among {images}; two are needed")
+    circle = np.random.default_rng(seed).permutation(images)
+    found = torch.empty(images, dtype=torch.int64)
+    found[torch.from_numpy(circle)] = torch.from_numpy(np.roll(circle, -1))
+    return found
+
+
+def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
+    """Each image's distance from its partner of ``partners``, both unmoved; (N,) fp64.
+
+    probs: one (N, T, E) per MoE layer. Averaged over tokens and layers as ``mean_imed``, token by
+    token at the same place. Its mean is what IMED under a transform is held against: a router that
+    tells no images apart has small distances of both kinds.
+    """
+    others = partners(len(probs[0]), seed)
+    d, _ = mean_imed(probs, tuple(layer[others] for layer in probs))
+    return d

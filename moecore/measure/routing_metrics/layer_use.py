@@ -3,26 +3,57 @@
 B images, T tokens per image, E experts; a record's fields are (B, T, E).
 """
 
+import math
+
+import torch
+from torch import Tensor
+
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
 from moecore.measure.routing_metrics.eligibility import (
+    below_k,
     below_k_rate,
     fallback_rate,
+    tail_by_token,
     tail_mass,
     tail_of_probs,
+    tails,
+    unchosen_by_token,
     unchosen_mass,
 )
 from moecore.measure.routing_metrics.expert_use import (
     Confidence,
     confidence,
     expert_counts,
+    linearised,
     load_cv2,
     normalised_entropy,
     token_entropy,
 )
+from moecore.nn.expert_map import map_shape
+from moecore.statistics.crossed import of_ratio
 
 
-class Use(Config):
+class OnMap(Config):
+    """Shares of a layer's choices (load), of its probability (mass) and of its experts (cells).
+
+    On the border of the map of experts, in its corners, which belong to the border, and inside it.
+    MoGE's regularizer rewards the border: read a share beside that of the cells. A map with a side
+    of two experts at most is all border: it has no inside, whose values are None.
+    """
+
+    border_load: float
+    border_mass: float
+    border_cells: float
+    corner_load: float
+    corner_mass: float
+    corner_cells: float
+    inner_load: float | None
+    inner_mass: float | None
+    inner_cells: float | None
+
+
+class Use(OnMap):
     """One MoE layer's values, or the means over layers of those that all of them have.
 
     ``load…`` and ``entropy`` tell of the experts chosen, ``processed…`` of those that had a weight:
@@ -51,6 +82,26 @@ class LayerUse(Use):
     confidence: Confidence
 
 
+def on_map(load: Tensor, mass: Tensor) -> OnMap:
+    """Where on the map of ``map_shape`` the load and the mass lie; both (E,), each with sum 1."""
+    rows, columns = map_shape(len(load))
+    row = torch.arange(rows)[:, None]
+    column = torch.arange(columns)[None]
+    at_row_end = (row == 0) | (row == rows - 1)
+    at_column_end = (column == 0) | (column == columns - 1)
+    border = (at_row_end | at_column_end).flatten()
+    cells = torch.full_like(load, 1 / len(load))
+    found: dict[str, float | None] = {}
+    for place, where in (
+        ("border", border),
+        ("corner", (at_row_end & at_column_end).flatten()),
+        ("inner", ~border),
+    ):
+        for name, shares in (("load", load), ("mass", mass), ("cells", cells)):
+            found[f"{place}_{name}"] = float(shares[where].sum()) if where.any() else None
+    return OnMap.model_validate(found)
+
+
 def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> LayerUse:
     """The metrics of one MoE layer; threshold and k: of its router, None where it has none."""
     counts = expert_counts(layer.chosen)
@@ -64,8 +115,11 @@ def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> L
         if k is not None:
             below_k = below_k_rate(layer.logits, threshold, k)
             tail = tail_mass(layer.logits, threshold, k)
+    load = counts.double() / counts.sum()
+    mass = layer.probs.double().flatten(0, -2).mean(dim=0)
     return LayerUse(
-        load=(counts.double() / counts.sum()).tolist(),
+        **on_map(load, mass / mass.sum()).model_dump(),
+        load=load.tolist(),
         load_cv2=load_cv2(counts),
         entropy=normalised_entropy(counts),
         processed_load_cv2=load_cv2(used),
@@ -81,3 +135,56 @@ def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> L
         below_k=below_k,
         tail_mass=tail,
     )
+
+
+def use_by_image(layer: RoutingRecord, threshold: float | None, k: int | None) -> dict[str, Tensor]:
+    """The metrics of ``layer_use`` as one value an image, (B,) fp64, whose mean each is.
+
+    And the second and the other probabilities, as ``confidence_second`` and ``confidence_others``.
+    """
+    counts = layer.chosen.sum(dim=1).double()
+    used = (layer.combine != 0).sum(dim=1).double()
+    probs = layer.probs.double()
+    ordered = probs.sort(dim=-1, descending=True).values.mean(dim=1)
+    found = {
+        **_balance("", counts),
+        **_balance("processed_", used),
+        "processed_share": _ratio(used.sum(dim=1), counts.sum(dim=1)),
+        "experts_per_token": counts.sum(dim=1) / layer.chosen.shape[1],
+        "confidence_highest": ordered[:, 0],
+        "confidence_second": ordered[:, 1:2].sum(dim=1),
+        "confidence_others": ordered[:, 2:].sum(dim=1),
+        "token_entropy": torch.special.entr(probs).sum(dim=-1).mean(dim=1),
+        "unchosen_mass": unchosen_by_token(layer.probs, layer.chosen).mean(dim=1),
+    }
+    if k is not None:
+        found["tail_of_probs"] = tail_by_token(layer.probs, k).mean(dim=1)
+    if threshold is not None:
+        found["fallback"] = below_k(layer.logits, threshold, 1).mean(dim=1)
+    if threshold is not None and k is not None:
+        found["below_k"] = below_k(layer.logits, threshold, k).mean(dim=1)
+        tail, some = tails(layer.logits, threshold, k)
+        if some.any():
+            found["tail_mass"] = _ratio(tail, some)
+    return found
+
+
+def _balance(prefix: str, counts: Tensor) -> dict[str, Tensor]:
+    """CV² and normalised entropy of the experts' use from the counts of each image, (B, E)."""
+    experts = counts.shape[1]
+
+    def cv2(mean: Tensor) -> Tensor:
+        return experts * mean.square().sum() / mean.sum().square() - 1
+
+    def entropy(mean: Tensor) -> Tensor:
+        return torch.special.entr(mean / mean.sum()).sum() / math.log(experts)
+
+    if experts > 1:
+        of_use = linearised(entropy, counts)
+    else:
+        of_use = torch.ones(len(counts), dtype=torch.float64)
+    return {f"{prefix}load_cv2": linearised(cv2, counts), f"{prefix}entropy": of_use}
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    return torch.from_numpy(of_ratio(above.numpy(), below.numpy()))

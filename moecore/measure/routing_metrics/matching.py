@@ -4,8 +4,10 @@ N images, T tokens per view, E experts.
 """
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from moecore.measure.routing_metrics.expert_use import Confidence, confidence, i
 from moecore.nn.backbones.model import Model
 from moecore.nn.correspondence import TokenPairs, sides, token_pairs
 from moecore.nn.predict import predictions
+from moecore.statistics.crossed import kept_items, of_ratio
 from moecore.statistics.intervals import bootstrap
 
 NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
@@ -57,7 +60,12 @@ class MatchingLimits(Config):
 
 
 class AugmentedRow(Matching, MatchingLimits):
-    """Means over the MoE layers under one augmentation."""
+    """Means over the MoE layers under one augmentation.
+
+    items: of each match ratio one number an item, as ``kept_items`` packs them.
+    """
+
+    items: dict[str, str] = {}
 
     name: str
     pairs: int
@@ -75,8 +83,13 @@ class Chance(Config):
     chosen_iou: float | None = None  # None where a token's number of experts is not set
 
 
-def augmented_row(name: str, model: Model, views: Views, batch: int) -> AugmentedRow:
-    """What partners in both ``views`` share, as means over the MoE layers, and each layer's."""
+def augmented_row(
+    name: str, model: Model, views: Views, batch: int, people: np.ndarray | None = None
+) -> AugmentedRow:
+    """What partners in both ``views`` share, as means over the MoE layers, and each layer's.
+
+    people: (N,), whose image each is, or None.
+    """
     _, records = predictions(model, views.images, batch)
     pairs = token_pairs(views.affines, model.layout, special=False)
     layers = [layer_matching(record, pairs, model.layout) for record in records]
@@ -88,7 +101,8 @@ def augmented_row(name: str, model: Model, views: Views, batch: int) -> Augmente
         name=name,
         pairs=int(pairs.found.sum()),
         **means,
-        **match_limits(records, pairs, model.layout).model_dump(),
+        **match_limits(records, pairs, model.layout, people).model_dump(),
+        items=packed_means([matches_by_image(one, pairs, model.layout) for one in records], people),
         confidence=_mean_confidence(layers),
         layers=layers,
         draws=digest(views),
@@ -113,15 +127,43 @@ def layer_matching(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> 
     )
 
 
+def matches_by_image(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> dict[str, Tensor]:
+    """The match ratios of one MoE layer as one value an image, (N,), whose mean each is."""
+    counts = matched_pairs(*sides(record.logits, pairs, layout), pairs.found).double()
+    number = pairs.found.sum(dim=1).double().numpy()
+    return {
+        name: torch.from_numpy(of_ratio(counts[:, place].numpy(), number))
+        for place, name in enumerate(NAMES)
+    }
+
+
+def packed_means(
+    layers: Sequence[Mapping[str, Tensor]], people: np.ndarray | None
+) -> dict[str, str]:
+    """The means over the layers of what all of them have, packed; layers: name → (N,)."""
+    names = [name for name in layers[0] if all(name in layer for layer in layers)]
+    return {
+        name: kept_items(torch.stack([layer[name] for layer in layers]).mean(dim=0).numpy(), people)
+        for name in names
+    }
+
+
 def match_limits(
-    records: tuple[RoutingRecord, ...], pairs: TokenPairs, layout: Layout
+    records: tuple[RoutingRecord, ...],
+    pairs: TokenPairs,
+    layout: Layout,
+    people: np.ndarray | None = None,
 ) -> MatchingLimits:
-    """Intervals by the bootstrap over images, as an image's pairs are not independent."""
+    """Intervals by the bootstrap over images, as an image's pairs are not independent.
+
+    Over people where they are given and have several images.
+    """
     by_layer = [
         matched_pairs(*sides(record.logits, pairs, layout), pairs.found) for record in records
     ]
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()
     number = pairs.found.sum(dim=1).numpy()
+    whose = None if people is None else people[number > 0]
     counts = counts[number > 0]
     number = number[number > 0]
     limits: dict[str, Any] = {}
@@ -130,6 +172,7 @@ def match_limits(
             lambda chosen, hits=counts[:, column]: float(hits[chosen].sum() / number[chosen].sum()),
             len(number),
             lowest=0.0,
+            people=whose,
         )
         limits[f"{name}_low"] = found.low
         if found.high is None:

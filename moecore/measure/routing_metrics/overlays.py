@@ -1,4 +1,7 @@
-"""Which expert sees which patch: the routing of a few images as small grids of expert indices."""
+"""Which expert sees which patch: the routing of a few images as small grids of expert indices.
+
+And which patches of two views show the same.
+"""
 
 import base64
 import math
@@ -11,6 +14,10 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import Layout, RoutingRecord
+from moecore.data.prepared import evenly_spread
+from moecore.measure.routing_metrics.augmentations import PRESETS, two_views
+from moecore.measure.routing_metrics.pictures import Picture, picture
+from moecore.nn.correspondence import partners
 
 PREFIX = 2  # at most a class token and a distillation token stand before the patches
 
@@ -27,6 +34,37 @@ class Overlays(Config):
     def images(self) -> np.ndarray:
         """The images uint8 (N, C, H, W)."""
         return np.frombuffer(base64.b64decode(self.pixels), np.uint8).reshape(self.shape)
+
+
+class Corresponding(Config):
+    """Two random crops of one image; patches that show the same have one number (PRC, figure 4)."""
+
+    views: Picture  # (2, C, h, w), the one of higher resolution first
+    numbers: tuple[tuple[str, ...], tuple[str, ...]]
+    """Rows of text as in Overlays: the place of the patch in the second view, "-" for no partner.
+    """
+
+
+def corresponding(images: np.ndarray, layout: Layout, seed: int) -> Corresponding | None:
+    """The crops of the first image whose views share half of their patches, or the most of all.
+
+    images: uint8 (N, C, H, W), N ≥ 1.  None for volumes, and where the image is a single patch.
+    """
+    if images.ndim != 4 or math.prod(layout.grid) == 1:
+        return None
+    number = len(images)
+    views = two_views(images, PRESETS["crop"], seed)
+    pairs = partners(views.affines[:number], views.affines[number:], layout)
+    enough = math.prod(layout.grid) // 2
+    chosen = int(pairs.found.sum(dim=1).clamp(max=enough).numpy().argmax())
+    index = torch.where(pairs.found[chosen], pairs.index[chosen], -1)
+    second = torch.full_like(index, -1)
+    second[index[index >= 0]] = index[index >= 0]
+    both = views.images[[chosen, number + chosen]]
+    if pairs.swapped[chosen]:
+        both = both.flip(0)
+    grids = (numbers.reshape(layout.grid).numpy() for numbers in (index, second))
+    return Corresponding(views=picture(both), numbers=tuple(tuple(_rows(grid)) for grid in grids))
 
 
 def overlays(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> Overlays:
@@ -54,6 +92,20 @@ def mid_slices(volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: 
         for record in records
     ]
     return _stored(_turned(images), records, [_turned(grid) for grid in grids])
+
+
+def spread_overlays(
+    images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: Layout
+) -> Overlays:
+    """Images with their patches' experts, evenly spread over all; of volumes the middle slices."""
+    if number:
+        where = evenly_spread(len(images), number)
+    else:
+        where = np.array([], int)
+    few = tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records)
+    if images.ndim == 5:
+        return mid_slices(images[where], few, layout)
+    return overlays(images[where], few)
 
 
 def _turned(planes: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from moecore.core.config import Config
-from moecore.core.packed import packed
+from moecore.core.packed import packed, unpacked
 from moecore.core.records import Layout
 
 SIDE = 96  # pixels: larger images are shown smaller
@@ -22,6 +22,10 @@ class Picture(Config):
 
     shape: tuple[int, ...]  # (N, C, H, W) or (N, C, D, H, W)
     pixels: str  # as ``core.packed.packed`` writes them
+
+    def array(self) -> np.ndarray:
+        """The pixels, uint8 of this shape."""
+        return np.frombuffer(unpacked(self.pixels), np.uint8).reshape(self.shape)
 
 
 def picture(pixels: Tensor, side: int = SIDE) -> Picture:

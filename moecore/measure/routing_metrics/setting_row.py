@@ -6,8 +6,6 @@ N images, T tokens per image, E experts, K classes; one record of fields (N, T, 
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
 from moecore.measure.routing_metrics.eligibility import (
@@ -23,7 +21,7 @@ from moecore.measure.routing_metrics.expert_use import (
     normalised_entropy,
     token_entropy,
 )
-from moecore.tasks import AnyTask
+from moecore.statistics.intervals import Interval
 
 
 class SettingLayer(Config):
@@ -50,18 +48,15 @@ class SettingValues(SettingLayer):
 
 
 def setting_values(
-    prediction: Tensor,
-    labels: Tensor,
-    task: AnyTask,
+    score: Interval,
     records: Sequence[RoutingRecord],
     k: int,
     threshold: float | None,
 ) -> SettingValues:
     """What a model predicts and how it routes, given its routers' k and threshold.
 
-    prediction: (N, outputs); labels: of the N images.
+    score: the task's, of the images of ``records``.
     """
-    score = task.interval(task.scores(prediction, labels))
     layers = [_layer(record, k, threshold) for record in records]
     return SettingValues(
         score=score.value, low=score.low, high=score.high, **_means(layers), layers=layers

@@ -20,6 +20,8 @@ from moecore.nn.routers.soft_slots import SoftSlots
 from moecore.tasks import AnyTask
 from moecore.training.guide import Guided
 
+Experts = tuple[Annotated[int, Field(ge=1)], ...]  # numbers of experts per token
+
 
 class Sweeps(Config):
     """Which settings of the router are tried on the trained weights.
@@ -27,12 +29,12 @@ class Sweeps(Config):
     Nothing is chosen by them: they only show what was at stake.
     """
 
-    k: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (1, 2, 4),
+    k: Experts = Field(
+        (1, 2, 3, 4, 6),
         description="Experts per token; those above a model's number of experts are left out",
     )
     threshold: tuple[Annotated[float, Field(ge=-1, le=1)], ...] = Field(
-        (0.1, 0.3, 0.5, 0.7, 0.9),
+        (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
         description="Thresholds of routers that have one (a cosine); the others have no such sweep",
     )
     images: int = Field(
@@ -70,6 +72,7 @@ class Sample(NamedTuple):
     images: np.ndarray  # as ``predictions`` takes them
     labels: Tensor
     task: AnyTask
+    people: np.ndarray | None = None  # (N,), whose image each is
 
 
 def with_router(model: Model, router: Router) -> Model:
@@ -93,20 +96,26 @@ def _following(model: Model, router: Router) -> BackboneModel:
     return other.to(device_of(model)).train(model.training)
 
 
-def over_k(model: Model, sample: Sample, numbers: tuple[int, ...], batch: int) -> list[KRow]:
+def with_experts(model: Model, k: int) -> Model | None:
+    """``with_router`` with another k; None where it has no k (soft slots) or not as many experts.
+
+    model: with MoE layers.
+    """
+    moe = model.experts_and_router
+    if isinstance(moe.router, SoftSlots) or k > moe.experts.number:
+        return None
+    return with_router(model, moe.router.with_k(k))
+
+
+def over_k(model: Model, sample: Sample, numbers: Experts, batch: int) -> list[KRow]:
     """One row for each k ≤ E of ``numbers``; [] for a router without k (soft slots)."""
-    router = model.experts_and_router.router
-    if isinstance(router, SoftSlots):
-        return []
-    allowed = [k for k in numbers if k <= model.experts_and_router.experts.number]
-    return [
-        KRow(
-            k=k,
-            own=k == router.k,
-            **_values(model, router.with_k(k), k, sample, batch).model_dump(),
-        )
-        for k in allowed
-    ]
+    rows = []
+    for k in numbers:
+        other = with_experts(model, k)
+        if other is not None:
+            own = k == getattr(model.experts_and_router.router, "k", None)
+            rows.append(KRow(k=k, own=own, **_values(other, k, sample, batch).model_dump()))
+    return rows
 
 
 def over_threshold(
@@ -119,7 +128,7 @@ def over_threshold(
     rows = []
     for threshold in thresholds:
         changed = router.model_copy(update={"threshold": threshold})
-        values = _values(model, changed, router.k, sample, batch)
+        values = _values(with_router(model, changed), router.k, sample, batch)
         own = threshold == router.threshold
         rows.append(ThresholdRow(threshold=threshold, own=own, **values.model_dump()))
     return rows
@@ -133,7 +142,9 @@ def sweep(model: Model, sample: Sample, settings: Sweeps, batch: int) -> Sweep:
     )
 
 
-def _values(model: Model, router: Router, k: int, sample: Sample, batch: int) -> SettingValues:
-    prediction, records = predictions(with_router(model, router), sample.images, batch)
-    threshold = getattr(router, "threshold", None)
-    return setting_values(prediction, sample.labels, sample.task, records, k, threshold)
+def _values(model: Model, k: int, sample: Sample, batch: int) -> SettingValues:
+    prediction, records = predictions(model, sample.images, batch)
+    threshold = getattr(model.experts_and_router.router, "threshold", None)
+    score = sample.task.scores(prediction, sample.labels)
+    interval = sample.task.interval(score, sample.people)
+    return setting_values(interval, records, k, threshold)

@@ -7,6 +7,7 @@ Sources: Carlini et al. (2019); Croce & Hein (2020).
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -63,7 +64,7 @@ def audit(
     target: what the curves were measured on; epsilon: their largest; attacks: their settings.
     """
     images = settings.images
-    part = target._replace(images=target.images[:images], labels=target.labels[:images], only=None)
+    part = target.first(images)
     direct = Pgd(steps=settings.steps)
     longer = Pgd(steps=2 * settings.steps)
     left = part.worst(part.attacked(direct, epsilon))
@@ -75,7 +76,7 @@ def audit(
         pgd_beats_fgsm(task, curves, attacks),
         apgd_beats_pgd(task, curves, attacks),
         chance(part, direct, settings.large_epsilon),
-        more_steps(task, left, left_longer, settings.steps, epsilon),
+        more_steps(task, left, left_longer, settings.steps, epsilon, part.people),
         surrogate(part, direct, epsilon, left),
     ]
     if is_share(task):
@@ -127,15 +128,23 @@ def zero_gradients(target: Target) -> Line:
 def chance(target: Target, attack: Pgd, epsilon: float) -> Line:
     """In a ball that holds nearly every image, the score is no better than a guess."""
     task = target.task
-    found = task.interval(target.worst(target.attacked(attack, epsilon)))
+    left = target.worst(target.attacked(attack, epsilon))
+    found = task.interval(left, target.people)
     guess = task.guess(target.labels)
     text = f"{with_limits(task, found)} at ε = {epsilon:g}; a guess has {shown(task, guess)}"
     return Line(name="chance", holds=no_better(task, worse_limit(task, found), guess), text=text)
 
 
-def more_steps(task: Task, left: Tensor, longer: Tensor, steps: int, epsilon: float) -> Line:
+def more_steps(
+    task: Task,
+    left: Tensor,
+    longer: Tensor,
+    steps: int,
+    epsilon: float,
+    people: np.ndarray | None = None,
+) -> Line:
     """Twice the steps leave no worse score than the interval allows; both (N,) scores."""
-    found = task.interval(left)
+    found = task.interval(left, people)
     then = float(longer.double().mean())
     text = (
         f"{with_limits(task, found)} under pgd of {steps} steps, "
@@ -163,7 +172,8 @@ def surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> Li
         )
         return Line(name="surrogate", holds=ours <= stand, text=text)
     # Image by image: what is more by chance alone is no sign.
-    low, high = limits(bootstrap_mean((theirs - direct).double().numpy(), lowest=-math.inf))
+    change = (theirs - direct).double().numpy()
+    low, high = limits(bootstrap_mean(change, lowest=-math.inf, people=target.people))
     text = (
         f"{task.score.label} {shown(task, float(theirs.mean()))} under the attack from the soft "
         f"all-experts surrogate, {shown(task, float(direct.mean()))} under the direct one "

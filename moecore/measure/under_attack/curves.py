@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Self
 
+import numpy as np
 from pydantic import Field
 from torch import Tensor
 
@@ -26,9 +27,16 @@ class Left(Config):
     scores: str | tuple[float, ...] = Field(description="one an image, as the task packs them")
 
     @classmethod
-    def of(cls, epsilon: float, task: Task, scores: Tensor, **more) -> Self:
-        """scores: (N,), of the task; more: the other fields of a subclass."""
-        found = task.interval(scores)
+    def of(
+        cls,
+        epsilon: float,
+        task: Task,
+        scores: Tensor,
+        people: np.ndarray | None = None,
+        **more,
+    ) -> Self:
+        """scores: (N,), of the task; people: (N,), whose image each is; more: other fields."""
+        found = task.interval(scores, people)
         return cls(
             epsilon=epsilon,
             score=found.value,
@@ -46,6 +54,10 @@ class Row(Left):
     unchanged_images: float = Field(description="share of the images that the attack left as is")
     routing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
     processing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
+    items: dict[str, str] = Field(
+        default={},
+        description="of both changes, mean over layers, one number an item (``kept_items``)",
+    )
 
 
 Curve = tuple[Row, ...]  # one row an epsilon, in growing order
@@ -57,7 +69,9 @@ def run_of(curves: Curves) -> dict[str, Curve]:
     return {name: rows for name, rows in curves.items() if not isinstance(rows, Skipped)}
 
 
-def worst_case(curves: Curves, task: Task, images: int) -> tuple[Left, ...]:
+def worst_case(
+    curves: Curves, task: Task, images: int, people: np.ndarray | None = None
+) -> tuple[Left, ...]:
     """One row an epsilon over all attacks: of each image the worst score that any of them left.
 
     () where no attack was run. Raises ValueError where attacks were run at different epsilons.
@@ -66,7 +80,7 @@ def worst_case(curves: Curves, task: Task, images: int) -> tuple[Left, ...]:
     if len({tuple(row.epsilon for row in rows) for rows in every}) > 1:
         raise ValueError("worst_case: the attacks were run at different epsilons")
     return tuple(
-        Left.of(rows[0].epsilon, task, worst_of(task, rows, images))
+        Left.of(rows[0].epsilon, task, worst_of(task, rows, images), people)
         for rows in zip(*every, strict=True)
     )
 

@@ -24,9 +24,7 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
 from moecore.nn.correspondence import match_tokens
 from moecore.nn.layers.block import Block, drop_rates
-from moecore.nn.layers.feed_forward import FeedForward
-from moecore.nn.layers.linear import linear
-from moecore.nn.layers.mlp import Mlp
+from moecore.nn.layers.mlp import FeedForward, Mlp, linear
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import cut
 

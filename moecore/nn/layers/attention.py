@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from moecore.nn.layers.linear import linear
+from moecore.nn.layers.mlp import linear
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

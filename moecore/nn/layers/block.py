@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from moecore.core.records import RoutingContext
 from moecore.nn.layers.attention import Attention
-from moecore.nn.layers.feed_forward import FeedForward
+from moecore.nn.layers.mlp import FeedForward
 
 
 class LayerScale(nn.Module):

@@ -1,11 +1,31 @@
-"""The dense feed-forward block, with timm's parameter names (``fc1``, ``fc2``)."""
+"""The dense layers of a transformer, with timm's parameter names (``fc1``, ``fc2``), and what a
+feed-forward is.
+"""
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from moecore.core.records import RoutingContext
-from moecore.nn.layers.feed_forward import FeedForward
-from moecore.nn.layers.linear import linear
+
+
+def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+    """A Linear with truncated-normal weights (std 0.02) and zero bias: the start of ViT and DeiT
+    (timm's scheme).
+    """
+    layer = nn.Linear(inputs, outputs, bias=bias)
+    nn.init.trunc_normal_(layer.weight, std=0.02)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+class FeedForward(nn.Module):
+    """``feed_forward(tokens, context)`` with tokens (B, T, d) returns (tokens (B, T, d), records).
+
+    ``wants`` names the fields of the RoutingContext that it reads.
+    """
+
+    wants: frozenset[str] = frozenset()
 
 
 class Mlp(FeedForward):

@@ -10,7 +10,7 @@ from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.experts import Experts
 from moecore.nn.experts.base import ExpertsModule
-from moecore.nn.layers.feed_forward import FeedForward
+from moecore.nn.layers.mlp import FeedForward
 from moecore.nn.routers import Router
 
 Blocks = Literal["every_2", "last_2"] | tuple[int, ...]

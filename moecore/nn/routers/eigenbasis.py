@@ -15,6 +15,7 @@ from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.bases import default_rank, drawn_bases, positive_qr
 from moecore.nn.dispatch import SparsePlan
+from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.decision import decision, top_k
 from moecore.nn.routers.projected_plan import ProjectedPlan
@@ -111,7 +112,7 @@ class EigenbasisRouter(nn.Module):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple["SparsePlan | ProjectedPlan", RoutingRecord]:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens):
             basis = self.basis
             if basis is None:
                 basis = self._given("basis", context)

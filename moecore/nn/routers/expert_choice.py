@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.decision import router_logits
 from moecore.nn.routers.expert_plan import ExpertPlan
@@ -77,7 +78,7 @@ class ExpertChoiceRouter(nn.Module):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[ExpertPlan, RoutingRecord]:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens):
             return self.decide(router_logits(tokens, self.weight))
 
     def decide(self, logits: Tensor) -> tuple[ExpertPlan, RoutingRecord]:

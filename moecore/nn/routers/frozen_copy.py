@@ -6,12 +6,12 @@ B images, T tokens per image, E experts, d width.
 
 from typing import Literal, Self
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
+from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.decision import router_logits
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
@@ -83,7 +83,7 @@ class FrozenCopyRouter(NoisyTopKRouter):
     ) -> tuple[SparsePlan, RoutingRecord]:
         frozen = self._quiet = self.training and context.progress >= self.until
         weight = self.weight.detach() if frozen else self.weight
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens):
             return self.decide(router_logits(tokens, weight))
 
     def _noise(self) -> float:

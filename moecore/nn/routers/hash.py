@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
+from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.decision import decision, top_k
 
@@ -69,7 +70,7 @@ class HashRouter(nn.Module):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens):
             chosen = self._by_position(tokens)
             if self.config.by == "patch":
                 chosen = self._by_patch(context.patches, chosen)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
+from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.capacity import within_capacity
 from moecore.nn.routers.decision import decision, router_logits, top_k
@@ -102,7 +103,7 @@ class NoisyTopKRouter(nn.Module):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens):
             return self.decide(router_logits(tokens, self.weight))
 
     def decide(self, logits: Tensor) -> tuple[SparsePlan, RoutingRecord]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
-from moecore.nn.grouped import to_autocast
+from moecore.nn.grouped import full_precision, to_autocast
 from moecore.nn.routers.base import RouterConfig
 
 # under the root of a norm, so that a token of zeros has a gradient
@@ -89,7 +89,7 @@ class SoftSlotsRouter(nn.Module):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SlotsPlan, RoutingRecord]:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens):
             dtype = torch.promote_types(self.slots.dtype, torch.float32)
             directions = unit(self.slots.to(dtype), dim=0) * self.scale
             scores = torch.einsum("btd,dep->btep", unit(tokens.to(dtype), dim=-1), directions)

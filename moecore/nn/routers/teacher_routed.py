@@ -13,6 +13,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
+from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.decision import router_logits
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
@@ -79,7 +80,7 @@ class TeacherRoutedRouter(NoisyTopKRouter):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens):
             # the student's router imitates; what it learns must not bend the tokens to its will
             seen = tokens.detach() if self.training else tokens
             own = router_logits(seen, self.weight)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
+from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.decision import router_logits
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
@@ -66,5 +67,5 @@ class TopKSoftmaxRouter(NoisyTopKRouter):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens):
             return self.decide(router_logits(tokens, self.weight, self.bias))

@@ -6,6 +6,7 @@ from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.measure.corruptions import Result as Corruptions
 from moecore.measure.cost import Result as Cost
 from moecore.measure.explorer import Result as Explorer
+from moecore.measure.few_shot import Result as FewShot
 from moecore.measure.invariance import Result as Invariance
 from moecore.measure.lipschitz import Result as Lipschitz
 from moecore.measure.robustness import Result as Robustness
@@ -18,6 +19,7 @@ from moecore.report.measures import (
     corruptions,
     cost,
     explorer,
+    few_shot,
     invariance,
     lipschitz,
     robustness,
@@ -66,6 +68,7 @@ SHOWN = (
         stability.figures,
         stability.part,
     ),
+    Shown("few_shot", "few shots", FewShot, few_shot.COLUMNS, few_shot.figures, few_shot.part),
     Shown(
         "lipschitz",
         "a Lipschitz estimate",

@@ -9,7 +9,7 @@ from moecore.brain.measured_ages import Result
 from moecore.measure.base import Estimate
 from moecore.report.age_figures import age_scatter, errors_by_group, pad_against_age
 from moecore.report.cells import cell
-from moecore.report.column import Column, Metric
+from moecore.report.column import Column, Metric, opened
 from moecore.report.measured import Phase
 from moecore.report.rows import alike
 from moecore.report.shown import Figures, by_name
@@ -47,6 +47,12 @@ def of_median(result: Result) -> float | None:
     return result.raw.mae.value / result.median_mae if result.median_mae else None
 
 
+def shares_of_median(result: Result) -> np.ndarray | None:
+    """The items of ``of_median``."""
+    errors = opened(result.items.get("raw"))
+    return errors / result.median_mae if errors is not None and result.median_mae else None
+
+
 COLUMNS = (
     Column(
         "median_mae",
@@ -60,6 +66,7 @@ COLUMNS = (
         of_median,
         "lower",
         note="test MAE / the median predictor's; below 0.5 is less than half its error",
+        items=shares_of_median,
     ),
     Column(
         "mae_pooled",
@@ -67,6 +74,7 @@ COLUMNS = (
         number("pooled", "mae"),
         "lower",
         note="one line for all, (ŷ − a)/b",
+        items=lambda result: opened(result.items.get("pooled")),
     ),
     Column(
         "mae_sex_specific",
@@ -74,6 +82,7 @@ COLUMNS = (
         number("sex_specific", "mae"),
         "lower",
         note="a line for each sex",
+        items=lambda result: opened(result.items.get("sex_specific")),
         paper="ages",
     ),
     *(

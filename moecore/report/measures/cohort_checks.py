@@ -3,12 +3,14 @@ experts know.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
 from moecore.report.cells import cell
-from moecore.report.column import Column, Metric
+from moecore.report.column import Column, Metric, opened
 from moecore.report.drawing import GUIDE, legend_of, line_look, new_figure, styled
 from moecore.report.measured import Phase
 from moecore.report.regions import GENERALISATION, TISSUES, generalised, mixtures
@@ -64,6 +66,18 @@ def of_probe(errors: Callable[[Result], TissueErrors | None]) -> Read:
     return read
 
 
+def items_of(
+    errors: Callable[[Result], TissueErrors | None], name: Literal["items", "probe_items"]
+) -> Callable[[Result], np.ndarray | None]:
+    """One error a person, of the model or of the probe."""
+
+    def read(result: Result) -> np.ndarray | None:
+        found = errors(result)
+        return None if found is None else opened(getattr(found, name))
+
+    return read
+
+
 def over(more: str, less: str) -> Read:
     """Years by which the probe errs more on one tissue alone than on another."""
 
@@ -96,6 +110,7 @@ COLUMNS = (
             "lower",
             note=LEFT,
             paper="ages",
+            items=items_of(tissue(name), "items"),
         )
         for name in TISSUES
     ),
@@ -107,6 +122,7 @@ COLUMNS = (
             "lower",
             note=PROBED,
             paper="ages",
+            items=items_of(tissue(name), "probe_items"),
         )
         for name in TISSUES
     ),

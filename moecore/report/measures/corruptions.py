@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from statistics import fmean
+from typing import get_args
 
 import numpy as np
 
-from moecore.measure.corruptions import Result
+from moecore.measure.corruptions import Name, Result
 from moecore.measure.noisy.corruption_error import Errors, mean_corruption_error
 from moecore.report.charts import Labels, Look, bands, curves_chart, heat_table, over, texts_of
 from moecore.report.column import Column, Each, Given, Seen, mean, slug
@@ -77,8 +78,14 @@ COLUMNS = (
         "over corruptions and severities",
         "corruptions",
     ),
-    Given(relative),
-    Each(lambda result: [row.name for row in result.corruptions], of_one),
+    Given(relative, lambda ahead: ["mce"]),
+    Each(
+        lambda result: [row.name for row in result.corruptions],
+        of_one,
+        lambda ahead: [
+            f"error_{slug(name)}" for name in ahead.study.corruptions.names or get_args(Name)
+        ],
+    ),
 )
 
 

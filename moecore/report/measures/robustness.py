@@ -1,54 +1,40 @@
 """Scores and routing under attack, and whether the attacks can be believed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from moecore.measure.base import Skipped
 from moecore.measure.robustness import Result
-from moecore.measure.under_attack.curves import Left, Row, run_of, worst_of
-from moecore.report.audit import audit
-from moecore.report.charts import Curves, Look, Point, bands, curves_chart, over, point
-from moecore.report.column import Column, Each, key_of, limits_of, mean, title_of, unit_of
+from moecore.measure.under_attack.curves import worst_of
+from moecore.report.attacks import (
+    WORST,
+    attack_title,
+    attacked,
+    attacks_of,
+    audit,
+    moved_by,
+    moved_by_layer,
+    moves_of,
+    rows_of,
+    strongest,
+)
+from moecore.report.charts import attack_points, under_attack
+from moecore.report.column import (
+    Ahead,
+    Column,
+    Each,
+    key_of,
+    limits_of,
+    mean,
+    opened,
+    title_of,
+)
 from moecore.report.measured import Measured, Phase
 from moecore.report.shown import Figures
 from moecore.report.view import Block, Picture
-from moecore.report.words import PIXEL, epsilon
-from moecore.statistics.intervals import Interval, over_seeds
+from moecore.statistics.crossed import by_person
+from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
-
-WORST = "worst_case"
-ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
-
-
-def attacks_of(result: Result) -> list[str]:
-    """The attacks that the model met; a routing attack has nothing for a dense one."""
-    return list(run_of(result.attacks))
-
-
-def rows_of(result: Result, attack: str) -> tuple[Left, ...]:
-    """An attack's rows by epsilon, or the worst case's; () where the model did not meet it."""
-    if attack == WORST:
-        return result.worst_case
-    rows = result.attacks.get(attack, ())
-    return () if isinstance(rows, Skipped) else rows
-
-
-def moves_of(result: Result, attack: str) -> tuple[Row, ...]:
-    """The rows of one attack, with what it does to the routing."""
-    return run_of(result.attacks).get(attack, ())
-
-
-def attack_title(name: str) -> str:
-    """An attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
-    words = name.replace("_", "-").split("-")
-    return " ".join(word.upper() if word in ACRONYMS else word for word in words)
-
-
-def strongest(result: Result, attack: str) -> str:
-    """The largest epsilon of an attack: 8/255."""
-    return epsilon(rows_of(result, attack)[-1].epsilon)
 
 
 def hits_under(model: Measured, attack: str) -> np.ndarray | None:
@@ -59,11 +45,36 @@ def hits_under(model: Measured, attack: str) -> np.ndarray | None:
     result = model.of(Result)
     if result is None or result.task.needs_classes("share") is not None:
         return None
+    return left_under(result, attack)
+
+
+def left_under(result: Result, attack: str) -> np.ndarray | None:
+    """The scores (N,) at the largest epsilon, of the worst case whatever the attack; or None."""
     names = attacks_of(result) if attack == WORST else [attack]
     last = [rows_of(result, name)[-1] for name in names if rows_of(result, name)]
-    if not last:
-        return None
-    return worst_of(result.task, last, result.images).numpy()
+    return worst_of(result.task, last, result.images).numpy() if last else None
+
+
+def items_under(attack: str) -> Callable[[Result], np.ndarray | None]:
+    """The same as one value an item: of people, where they have several images."""
+
+    def read(result: Result) -> np.ndarray | None:
+        left = left_under(result, attack)
+        people = None if result.people is None else np.array(result.people)
+        return None if left is None else by_person(left, people)
+
+    return read
+
+
+def asked(ahead: Ahead) -> list[str]:
+    """The attacks of a study that is still to be run."""
+    return [attack.name for attack in ahead.study.robustness.attacks]
+
+
+def scored(ahead: Ahead, attack: str) -> str:
+    """The name of the score under an attack."""
+    share = ahead.score == "accuracy"
+    return f"{ahead.score}_{attack}" if share else f"attacked_{ahead.score}_{attack}"
 
 
 def score_under(attack: str, result: Result) -> Column:
@@ -86,6 +97,7 @@ def score_under(attack: str, result: Result) -> Column:
         note,
         "adversarial",
         hits=lambda model: hits_under(model, attack),
+        items=items_under(attack),
         limits=limits_of(score),
     )
 
@@ -109,6 +121,10 @@ def change_under(name: str, word: str, what: str) -> Each:
             rows = moves_of(result, attack)
             return mean(getattr(rows[-1], name)) if rows else None
 
+        def items(result: Result) -> np.ndarray | None:
+            rows = moves_of(result, attack)
+            return opened(rows[-1].items.get(name)) if rows else None
+
         at = strongest(result, attack)
         return Column(
             f"{name}_{attack}",
@@ -117,52 +133,69 @@ def change_under(name: str, word: str, what: str) -> Each:
             "lower",
             note=f"1 − IoU of the experts that {what} a token at ε = {at}, mean over layers",
             paper="adversarial",
+            items=items,
         )
 
-    return Each(attacks_of, column)
+    return Each(attacks_of, column, lambda ahead: [f"{name}_{one}" for one in asked(ahead)])
+
+
+def change_by_layer(attack_and_layer: str, result: Result) -> Column:
+    """Change of the chosen experts of one MoE layer under one attack."""
+    attack, layer = attack_and_layer.rsplit(" ", 1)
+    place = int(layer) - 1
+
+    def read(result: Result) -> float | None:
+        rows = moves_of(result, attack)
+        moved = rows[-1].routing_change if rows else ()
+        return moved[place] if place < len(moved) else None
+
+    at = strongest(result, attack)
+    return Column(
+        f"routing_change_{attack}_layer_{layer}",
+        f"Routing change, {attack_title(attack)}, MoE {layer}, ε\u00a0=\u00a0{at}",
+        read,
+        "lower",
+        note=f"1 − IoU of the experts that are chosen at ε = {at} in MoE layer {layer}",
+        paper="adversarial",
+        detail=True,
+    )
+
+
+def attacks_and_layers(result: Result) -> list[str]:
+    """pgd-10 1, pgd-10 2, …"""
+    return [
+        f"{attack} {layer}"
+        for attack in attacks_of(result)
+        for layer in range(1, 1 + len(moves_of(result, attack)[-1].routing_change))
+    ]
+
+
+def layers_ahead(ahead: Ahead) -> list[str]:
+    """The names of those columns, of as many layers as the model has blocks."""
+    names = asked(ahead)
+    return [f"routing_change_{one}_layer_{layer}" for one in names for layer in ahead.layers]
 
 
 COLUMNS = (
-    Each(attacks_of, score_under),
-    Each(lambda result: [WORST] if result.worst_case else [], score_under),
+    Each(attacks_of, score_under, lambda ahead: [scored(ahead, one) for one in asked(ahead)]),
+    Each(
+        lambda result: [WORST] if result.worst_case else [],
+        score_under,
+        lambda ahead: [scored(ahead, WORST)],
+    ),
     change_under("routing_change", "Routing", "are chosen for"),
     change_under("processing_change", "Processing", "process"),
+    Each(attacks_and_layers, change_by_layer, layers_ahead),
 )
 
 
 def figures(result: Result) -> Figures:
     """The score over epsilon, a line an attack."""
     curves = {
-        name: points([rows_of(result, name)], result) for name in [*attacks_of(result), WORST]
+        name: attack_points([rows_of(result, name)], result.task.score)
+        for name in [*attacks_of(result), WORST]
     }
     yield "score_under_attack", under_attack(curves, "attack", result.task.score)
-
-
-def under_attack(curves: Curves, what: str, score: Score) -> Figure:
-    """Scores over epsilon."""
-    share = score.form == "share"
-    word = title_of(score) if share else "Error"
-    look = Look(
-        f"{word} under {what}",
-        f"ε in 1/{PIXEL}",
-        title_of(score) + unit_of(score),
-        share,
-        1.02 if share else None,
-    )
-    return curves_chart(curves, look)
-
-
-def points(seeds: list[tuple[Left, ...]], result: Result) -> list[Point]:
-    """One point an epsilon: means over seeds, or one seed's own interval."""
-    share = result.task.score.form == "share"
-    found = []
-    for rows in zip(*seeds, strict=True):
-        interval = Interval(rows[0].score, rows[0].low, rows[0].high)
-        if len(rows) > 1:
-            interval = over_seeds([row.score for row in rows])
-        limits = (0.0, 1.0 if share else np.inf)
-        found.append(point(rows[0].epsilon * PIXEL, interval, limits))
-    return found
 
 
 def part(phase: Phase) -> Iterator[Block]:
@@ -174,10 +207,11 @@ def part(phase: Phase) -> Iterator[Block]:
     drawn = [curve_of(phase, attack) for attack in attacks]
     if all(result.worst_case for result in results):
         drawn.append(curve_of(phase, WORST))
-    moved = [moved_by(phase, attack) for attack in attacks]
+    moved = [of(phase, attack) for attack in attacks for of in (moved_by, moved_by_layer)]
     every = [*drawn, *(one for one in moved if one is not None)]
     about = score_under(WORST if results[0].worst_case else attacks[-1], results[0]).name
     yield Block("Robustness", pictures=every, folded=True, about=about)
+    yield Block("Attacked pictures", pictures=attacked(phase), folded=True, about=about)
     lines = {
         method: [result.audit for result in seeds] for method, seeds in phase.of(Result).items()
     }
@@ -189,7 +223,7 @@ def curve_of(phase: Phase, attack: str) -> Picture:
     seeds = phase.of(Result)
     first = phase.results(Result)[0]
     curves = {
-        method: points([rows_of(result, attack) for result in found], first)
+        method: attack_points([rows_of(result, attack) for result in found], first.task.score)
         for method, found in seeds.items()
     }
     what = "the worst attack for each image" if attack == WORST else attack_title(attack)
@@ -199,22 +233,3 @@ def curve_of(phase: Phase, attack: str) -> Picture:
         f"{phase.name}: {attack_title(attack)}",
         f"{images} Bands: 95 % intervals.",
     )
-
-
-def moved_by(phase: Phase, attack: str) -> Picture | None:
-    """The change of the routing under one attack; None where no method has it."""
-
-    def of(result: Result) -> dict[float, float]:
-        found = {row.epsilon * PIXEL: mean(row.routing_change) for row in moves_of(result, attack)}
-        return {x: value for x, value in found.items() if value is not None}
-
-    curves = {
-        method: over([of(result) for result in seeds], (0.0, 1.0))
-        for method, seeds in phase.of(Result).items()
-    }
-    if not any(curves.values()):
-        return None
-    title = f"Routing change under {attack_title(attack)}"
-    look = Look(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
-    caption = "Mean over MoE layers. " + bands(phase.of(Result))
-    return Picture(curves_chart(curves, look), f"{phase.name}: routing under {attack}", caption)

@@ -1,18 +1,24 @@
 """Which experts tokens choose: balance, agreement of views, eligibility, sureness."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from moecore.measure.routing import Result
-from moecore.measure.routing_metrics.overlays import Overlays, grid_of
-from moecore.report.charts import Look, bands, curves_chart, over
-from moecore.report.column import Column, Each, mean, named, slug, title_of
-from moecore.report.drawing import PALETTE, expert_colours, new_figure, share_axis, styled
-from moecore.report.measured import Phase
-from moecore.report.routing_findings import neighbours, swept_most
-from moecore.report.sheets import Frame, Tile, picture, sheet, tints
+from moecore.measure.routing_metrics.augmentations import resolved
+from moecore.report.column import Ahead, Column, Columns, Each, Given, mean, named, opened, slug
+from moecore.report.maps import corresponding_patches, expert_load, expert_overlays
+from moecore.report.measured import Phase, known
+from moecore.report.routing_findings import (
+    agreement_by_layer,
+    neighbours,
+    scores_ahead,
+    scores_over_k,
+    sweeps,
+    swept,
+    swept_columns,
+    swept_most,
+)
 from moecore.report.shown import Figures, by_name
 from moecore.report.view import Block, Picture
 from moecore.statistics.intervals import Interval
@@ -31,7 +37,13 @@ SURE = {
 
 def of_routing(name: str, label: str, better: str, form: str, note: str, paper: str) -> Column:
     """A number that the result has under the column's own name."""
-    return Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
+    found = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
+    return found._replace(items=items_of(name))
+
+
+def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
+    """The items that a result keeps under this name."""
+    return lambda result: opened(result.items.get(name))
 
 
 def sureness(place: str) -> Column:
@@ -41,7 +53,8 @@ def sureness(place: str) -> Column:
     def read(result: Result) -> float | None:
         return mean([getattr(layer.confidence, place) for layer in result.layers])
 
-    return Column(f"confidence_{place}", label, read, better, note=note, paper="prc")
+    name = f"confidence_{place}"
+    return Column(name, label, read, better, note=note, paper="prc", items=items_of(name))
 
 
 def matched_under(match: str) -> Each:
@@ -55,11 +68,75 @@ def matched_under(match: str) -> Each:
             ends = (f"{match}_low", f"{match}_high")
             return Interval(getattr(row, match), *(getattr(row, end) for end in ends))
 
+        def items(result: Result) -> np.ndarray | None:
+            row = named(result.augmentations).get(name)
+            return None if row is None else opened(row.items.get(match))
+
         label = f"Match, {MATCHES[match][0]}: {name}"
         key = f"{match}_{slug(name)}"
-        return Column(key, label, read, "higher", "share", paper="prc", detail=True)
+        return Column(key, label, read, "higher", "share", paper="prc", items=items, detail=True)
 
-    return Each(lambda result: [row.name for row in result.augmentations], column)
+    def foreseen(ahead: Ahead) -> list[str]:
+        volumes = ahead.score == "mae"
+        asked = [resolved(one, volumes) for one in ahead.study.routing.augmentations]
+        return [f"{match}_{slug(one.name)}" for one in asked]
+
+    return Each(lambda result: [row.name for row in result.augmentations], column, foreseen)
+
+
+PLACES = {
+    "border": "on the border of the map of experts, corners included",
+    "corner": "in the corners of the map of experts",
+    "inner": "inside the map of experts; none where a side has two experts at most: all border",
+}
+SHARES = {
+    "load": ("Load", "share of the choices"),
+    "mass": ("Mass", "share of the probability"),
+    "cells": ("Cells", "share of the experts that lie"),
+}
+
+
+def on_map(place: str) -> list[Columns]:
+    """Load and mass of a part of the map, beside the share of experts that lie there (MoGE)."""
+    found: list[Columns] = []
+    for share, (word, what) in SHARES.items():
+        words = (f"{place}_{share}", f"{word}, {place}", "", "share", f"{what} {PLACES[place]}")
+        found.append(of_routing(*words, "moge"))
+        if share != "cells":
+            found.append(by_layer(*words, "moge"))
+    return found
+
+
+def layers_of(result: Result) -> list[str]:
+    """The MoE layers, from 1."""
+    return [str(place) for place, _ in enumerate(result.layers, 1)]
+
+
+def by_layer(
+    name: str, label: str, better: str, form: str, note: str, paper: str, detail: bool = True
+) -> Each:
+    """A column for each MoE layer that has the value, from 1."""
+
+    def column(layer: str, result: Result) -> Column:
+        def read(result: Result) -> float | None:
+            place = int(layer) - 1
+            return getattr(result.layers[place], name) if place < len(result.layers) else None
+
+        return Column(
+            f"{name}_layer_{layer}",
+            f"{label}, MoE {layer}",
+            read,
+            better,
+            form,
+            f"{note}; MoE layer {layer}",
+            paper,
+            detail=detail,
+        )
+
+    def foreseen(ahead: Ahead) -> list[str]:
+        return [f"{name}_layer_{layer}" for layer in ahead.layers]
+
+    return Each(layers_of, column, foreseen)
 
 
 COLUMNS = (
@@ -116,8 +193,17 @@ COLUMNS = (
         "Agreement with teacher",
         "",
         "share",
+        "tokens that agree on the first expert; mean over layers",
+        "tgr",
+    ),
+    by_layer(
+        "teacher_agreement",
+        "Agreement with teacher",
+        "",
+        "share",
         "tokens that agree on the first expert",
         "tgr",
+        detail=False,
     ),
     of_routing(
         "entropy",
@@ -135,6 +221,10 @@ COLUMNS = (
         "nats, of a token's probabilities; mean over layers",
         "tgr",
     ),
+    *(column for place in PLACES for column in on_map(place)),
+    swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
+    swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
+    Given(scores_over_k, scores_ahead),
 )
 
 
@@ -158,6 +248,13 @@ def part(phase: Phase) -> Iterator[Block]:
         folded=True,
         finding=neighbours(phase.first(Result)),
     )
+    yield Block("Corresponding patches", pictures=crops(phase), folded=True, about="match_top1")
+    yield Block(
+        "Agreement with the teacher by layer",
+        pictures=agreement_by_layer(phase),
+        folded=True,
+        about="teacher_agreement",
+    )
     yield Block(
         "Other thresholds and other k at test time",
         pictures=sweeps(phase),
@@ -169,81 +266,10 @@ def part(phase: Phase) -> Iterator[Block]:
     )
 
 
-@styled
-def expert_load(layers: list[tuple[float, ...]]) -> Figure:
-    """Share of the choices that each expert of each MoE layer got; the dotted line is balance."""
-    figure = new_figure(4.8, 0.5 + 1.2 * len(layers), "Share of the choices. Dotted: balance.")
-    panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
-    for number, (axes, load) in enumerate(zip(panels, layers, strict=True), start=1):
-        axes.bar(range(len(load)), load, color=PALETTE[0], width=0.78)
-        axes.axhline(1 / len(load), color=PALETTE[1], linewidth=1.2, linestyle=":")
-        axes.grid(axis="x", visible=False)
-        axes.set_ylim(bottom=0)
-        share_axis(axes, f"MoE {number}")
-    panels[0].set_title("Expert load")
-    panels[-1].set_xlabel("Expert")
-    if len(layers[0]) <= 16:
-        panels[-1].set_xticks(range(len(layers[0])))
-    return figure
-
-
-def expert_overlays(stored: Overlays) -> Figure:
-    """Images with the expert of each patch in colour and number; the first row bare."""
-    images = stored.images()
-    colours = expert_colours(stored.experts)
-    tiles = [[Tile(picture(image)) for image in images]]
-    for layer in stored.grids:
-        grids = [grid_of(rows) for rows in layer]
-        tiles.append(
-            [
-                Tile(
-                    picture(image),
-                    tints(grid, colours),
-                    np.where(grid < 0, "", grid.astype(str)),
-                )
-                for image, grid in zip(images, grids, strict=True)
-            ]
-        )
-    names = ["Image", *(f"MoE {number + 1}" for number in range(len(stored.grids)))]
-    caption = "The expert with the largest weight in each patch."
-    return sheet(tiles, Frame("Experts", names, caption=caption), 1.35, 1.35)
-
-
-def sweeps(phase: Phase) -> list[Picture]:
-    """Small curves over the threshold and over k at test time (ERMoE, figures S3 and S5)."""
-    score = phase.task.score
-    share = score.form == "share"
-    panels = (
-        ("threshold", "fallback", "Fallback", True),
-        ("threshold", "tail_mass", "Tail mass", False),
-        ("threshold", "score", title_of(score), share),
-        ("threshold", "load_cv2", "Load CV²", False),
-        ("k", "score", title_of(score), share),
-        ("k", "load_cv2", "Load CV²", False),
-        ("k", "tail_mass", "Tail mass", False),
-    )
-    drawn = [sweep(phase, *panel) for panel in panels]
-    return [one for one in drawn if one is not None]
-
-
-def sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> Picture | None:
-    """One value over one setting, a line a method; None where no model was swept."""
-    words = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
-    over_what, axis = words[setting]
-    curves = {
-        method: over([swept(result, setting, name) for result in seeds])
-        for method, seeds in phase.of(Result).items()
-    }
-    if not any(curves.values()):
-        return None
-    look = Look(f"{label} over {over_what}", axis, label, share)
-    what = "Trained weights, another setting at test time."
-    caption = f"{what} {bands(phase.of(Result))}"
-    return Picture(curves_chart(curves, look, 3.2), f"{phase.name}: {look.title}", caption)
-
-
-def swept(result: Result, setting: str, name: str) -> dict[float, float]:
-    """The setting → a value; without the points that have none."""
-    rows = sorted(getattr(result.sweeps, setting), key=lambda row: getattr(row, setting))
-    found = {getattr(row, setting): getattr(row, name) for row in rows}
-    return {x: value for x, value in found.items() if value is not None}
+def crops(phase: Phase) -> list[Picture]:
+    """Two crops of one image; they are the same for every method."""
+    pairs = known(result.corresponding for result in phase.results(Result))
+    if not pairs:
+        return []
+    figure = corresponding_patches(pairs[0])
+    return [Picture(figure, f"{phase.name}: corresponding patches", getattr(figure, "caption", ""))]

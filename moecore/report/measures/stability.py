@@ -16,6 +16,7 @@ from moecore.report.column import (
     key_of,
     limits_of,
     mean,
+    opened,
     title_of,
     unit_of,
 )
@@ -38,6 +39,11 @@ def score(result: Result) -> Interval:
     return Interval(row.score, row.low, row.high)
 
 
+def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
+    """The items under the largest noise."""
+    return lambda result: opened(largest(result).items.get(name))
+
+
 def scored(seen: Seen) -> list[Column]:
     """The task's score under noise."""
     known = seen.task.score
@@ -50,13 +56,14 @@ def scored(seen: Seen) -> list[Column]:
             known.form,
             "under the largest noise",
             "prc",
+            items=items_of("score"),
             limits=limits_of(known),
         )
     ]
 
 
 COLUMNS = (
-    Given(scored),
+    Given(scored, lambda ahead: [f"noise_{ahead.score}"]),
     Column(
         "noise_selection_change",
         "Selection change, noise",
@@ -64,6 +71,7 @@ COLUMNS = (
         "lower",
         note="1 − IoU of the chosen experts under the largest noise, mean over layers",
         paper="prc",
+        items=items_of("selection_change"),
     ),
     Column(
         "noise_agreement",
@@ -73,6 +81,7 @@ COLUMNS = (
         "share",
         "tokens whose first expert stays under that noise",
         "prc",
+        items=items_of("agreement"),
     ),
     Column(
         "jumps",
@@ -82,6 +91,7 @@ COLUMNS = (
         note="steps along a ramp of noise in which the true class's probability jumps, mean over "
         "images",
         paper="prc",
+        items=lambda result: opened(result.ramp.jumps_items),
     ),
 )
 

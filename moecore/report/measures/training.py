@@ -1,6 +1,6 @@
 """What trainings came to: scores on the test split, curves, and how the routing settles."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from moecore.report.column import (
     key_of,
     limits_of,
     mean,
+    opened,
     title_of,
     unit_of,
 )
@@ -27,6 +28,7 @@ from moecore.report.training_figures import (
     class_maps,
     confusion_matrix,
     routing_agreement,
+    steps_to,
     training_curves,
 )
 from moecore.report.view import Block, Picture
@@ -48,6 +50,15 @@ def test_hits(model: Measured) -> np.ndarray | None:
     return trained.task.unpacked(found.scores, found.test_images).numpy()
 
 
+def top5_hits(model: Measured) -> np.ndarray | None:
+    """Of which test images (N,) the class is among the five largest."""
+    trained = model.of(Outcome)
+    found = model.of(calibration.Result)
+    if trained is None or found is None or found.top5 is None:
+        return None
+    return trained.task.unpacked(found.top5, found.test_images).numpy()
+
+
 def scored(seen: Seen) -> list[Column]:
     """The score on the test split; of classes also the loss."""
     score = seen.task.score
@@ -62,6 +73,7 @@ def scored(seen: Seen) -> list[Column]:
             score.form,
             NOTES.get(score.name, ""),
             hits=test_hits if share else None,
+            items=lambda result: opened(result.test_items),
             limits=limits_of(score),
         )
     ]
@@ -104,6 +116,27 @@ def overhead(seen: Seen) -> list[Column]:
     ]
 
 
+def convergence(seen: Seen) -> list[Column]:
+    """How soon the training loss is where the baseline's ends."""
+    if not seen.baseline:
+        return []
+
+    def read(result: Outcome) -> int | None:
+        return steps_to(result, seen.baseline_of(result))
+
+    return [
+        Column(
+            "steps_to_baseline_loss",
+            f"Steps to {seen.baseline}'s loss",
+            read,
+            "lower",
+            "count",
+            "until the training loss, a mean over an epoch, is its final one of the same seed "
+            "(TGR, figure S5)",
+        )
+    ]
+
+
 def halfway(result: Outcome) -> float | None:
     """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
     found = result.agreement_with_final
@@ -116,8 +149,13 @@ def last(result: Outcome) -> float | None:
     return found[-1] if found else None
 
 
+def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
+    """The items of an agreement over time; None where an older training kept none."""
+    return lambda result: opened(result.agreement_items.get(name))
+
+
 COLUMNS = (
-    Given(scored),
+    Given(scored, lambda ahead: [f"test_{ahead.score}", "test_loss"]),
     Column("parameters", "Parameters", lambda result: result.parameters, form="count"),
     Column(
         "active_parameters",
@@ -126,9 +164,10 @@ COLUMNS = (
         form="count",
         note="used for one token",
     ),
-    Given(throughput),
+    Given(throughput, lambda ahead: ["images_per_second"]),
     Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
-    Given(overhead),
+    Given(overhead, lambda ahead: ["training_overhead"]),
+    Given(convergence, lambda ahead: ["steps_to_baseline_loss"]),
     Column(
         "agreement_with_final",
         "Agreement with final model",
@@ -137,6 +176,7 @@ COLUMNS = (
         "share",
         "tokens, once half of training is done",
         "tgr",
+        items=agreeing("with_final_half"),
     ),
     Column(
         "agreement_consecutive",
@@ -146,6 +186,7 @@ COLUMNS = (
         "share",
         "tokens, between the last two epochs",
         "tgr",
+        items=agreeing("consecutive_last"),
     ),
     Column(
         "agreement_before_after",
@@ -155,6 +196,31 @@ COLUMNS = (
         "share",
         "tokens whose first expert survives fine-tuning",
         "tgr",
+        items=agreeing("before_after"),
+    ),
+    Column(
+        "training_step_ms",
+        "Training step, ms",
+        lambda result: result.training_step_ms,
+        note="views, losses and update; from the median images a second",
+        paper="cost",
+    ),
+    Column(
+        "training_memory_mb",
+        "Training memory, MB",
+        lambda result: result.training_memory_mb,
+        note="the most that a step holds: weights, gradients, the optimizer's state, activations",
+        paper="cost",
+    ),
+    Column(
+        "test_accuracy_top5",
+        "Top-5 accuracy",
+        lambda result: result.test_top5,
+        "higher",
+        "share",
+        "Acc@5: the class is among the five largest; none of five classes or fewer",
+        hits=top5_hits,
+        limits="wilson",
     ),
     *regions.COLUMNS,
 )

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.transfer import Cell, Result
-from moecore.report.audit import MARKS
+from moecore.report.attacks import MARKS
 from moecore.report.charts import Labels, heat_table
 from moecore.report.column import Columns, title_of
 from moecore.report.measured import Phase

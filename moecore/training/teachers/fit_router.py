@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from moecore.core.streams import seed_of
 from moecore.data.loader import OnDevice, OnDisk, batch_indices
 from moecore.data.views.views import identity_view
 from moecore.training.guide import Guide
@@ -26,13 +27,14 @@ def fit_routers(
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Train the guide's routers in place; yields (step, loss terms) now and then, and at the end.
 
-    Only the routers learn; ``seed`` draws the batches.
+    Only the routers learn; the batches are drawn apart from those of the student of ``seed``.
     """
+    drawn = seed_of("teacher_router", seed)
     guide.routers.requires_grad_(True)
     parameters = guide.routers.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
     for step in range(1, settings.steps + 1):
-        indices = batch_indices(len(train.labels), settings.batch, seed, step - 1)
+        indices = batch_indices(len(train.labels), settings.batch, drawn, step - 1)
         images, _ = train.take(indices)
         terms = teacher_router_terms(probs=guide(identity_view(images)).probs)
         loss = weights.load * terms["balance"] + weights.entropy * terms["entropy"]

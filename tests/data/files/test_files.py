@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, checksum
 from moecore.data.files import cifar_files
-from moecore.data.files.checksum import checksum
 from moecore.data.files.download import check_digest, fetch
 from moecore.data.files.idx import read_idx
 from moecore.data.sources import fashion_mnist

@@ -16,7 +16,7 @@ from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources import Source, bids
 from moecore.data.sources.bids import Bids, Dseg
 from moecore.data.sources.phantom import Phantom
-from tests.data.volume_files import SMALL, cohort, head, participants, save, visit
+from tests.data.making import SMALL, cohort, head, participants, save, visit
 
 
 def rows_of(root):

@@ -20,7 +20,7 @@ from moecore.data.volumes.volume_checks import flags, impossible
 from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
 from moecore.data.volumes.volumes import normalised, read_volume
 from moecore.tasks.regression import Regression
-from tests.data.volume_files import head, save
+from tests.data.making import head, save
 
 GRID = Grid(voxel_mm=6, size=(32, 32, 32))
 RAS = np.diag([6.0, 6, 6, 1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moecore.measure.costs.clock import LiveBytes, Quartiles, quartiles, timed
+from moecore.measure.costs.clock import Quartiles, quartiles, timed
 from moecore.measure.costs.passes import (
     flops_per_image,
     padding_of,
@@ -20,6 +20,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.layers.moe import MoE, MoELayer
 from moecore.tasks.classification import Classification
+from moecore.training.meter import LiveBytes
 
 CPU = torch.device("cpu")
 TOP2 = {"kind": "noisy_top_k", "k": 2}

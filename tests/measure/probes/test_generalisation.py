@@ -27,8 +27,7 @@ from moecore.measure.probes.generalisation import (
     routed,
     volumes,
 )
-from tests.cohort import write_cohort
-from tests.volumes import GREY, balls
+from tests.volumes import GREY, balls, write_cohort
 
 TISSUES = ("wm", "gm", "csf")
 SIZES = Sizes(batch=3, resamples=100)

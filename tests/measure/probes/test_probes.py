@@ -11,6 +11,7 @@ from torch import nn
 from moecore.core.files import UserError
 from moecore.core.records import ModelOutput
 from moecore.data.prepared import SPLITS, Prepared
+from moecore.measure.probes.linear_probe import PENALTIES, linear_probe, read_by_head
 from moecore.measure.probes.people import (
     People,
     aged,
@@ -22,18 +23,9 @@ from moecore.measure.probes.people import (
     scanned_again,
     sessions_again,
 )
-from moecore.measure.probes.tissues import (
-    PENALTIES,
-    VolumeErrors,
-    errors_of,
-    linear_probe,
-    order_of,
-    read_by_head,
-    seen,
-    summed,
-)
-from tests.cohort import write_cohort
+from moecore.measure.probes.tissues import VolumeErrors, errors_of, order_of, seen, summed
 from tests.measure.subjects import Brightness, Source
+from tests.volumes import write_cohort
 
 
 class Pooled(nn.Module):

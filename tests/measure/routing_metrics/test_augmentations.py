@@ -28,7 +28,7 @@ from moecore.measure.routing_metrics.watched import (
 )
 from moecore.nn.predict import predictions
 from moecore.nn.traces import trace
-from tests.measure.explored import images, moe, subject, volumes
+from tests.measure.subjects import images, moe, subject, volumes
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
 

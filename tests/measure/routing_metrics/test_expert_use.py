@@ -21,6 +21,7 @@ from moecore.measure.routing_metrics.expert_use import (
     normalised_entropy,
     token_entropy,
 )
+from moecore.measure.routing_metrics.layer_use import on_map
 from moecore.measure.routing_metrics.overlays import grid_of, overlays
 
 
@@ -183,3 +184,47 @@ def test_other_numbers_for_the_experts_change_no_metric_of_a_layer(seed, experts
 
     assert metrics(names) == pytest.approx(metrics(torch.arange(experts)))
     assert torch.equal(expert_counts(chosen[..., names]), expert_counts(chosen)[names])
+
+
+def shares(**at: float) -> torch.Tensor:
+    """16 experts on a map of 4 × 4: e5=0.3 gives the expert 5 a share of 0.3."""
+    found = torch.zeros(16, dtype=torch.float64)
+    for name, share in at.items():
+        found[int(name[1:])] = share
+    return found
+
+
+def test_places_on_the_map_by_hand():
+    # 0 3 12 15 are the corners; 5 6 9 10 lie inside
+    found = on_map(shares(e0=0.1, e3=0.2, e4=0.3, e10=0.4), shares(e5=0.5, e1=0.5))
+    expected = {
+        "border_load": 0.6,
+        "border_mass": 0.5,
+        "border_cells": 12 / 16,
+        "corner_load": 0.3,
+        "corner_mass": 0.0,
+        "corner_cells": 4 / 16,
+        "inner_load": 0.4,
+        "inner_mass": 0.5,
+        "inner_cells": 4 / 16,
+    }
+    assert found.model_dump() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("experts", "border", "corners"), [(32, 20 / 32, 4 / 32), (400, 76 / 400, 4 / 400)]
+)
+def test_even_routing_has_the_shares_of_the_cells(experts, border, corners):
+    even = torch.full((experts,), 1 / experts, dtype=torch.float64)
+    found = on_map(even, even)
+    assert found.border_load == found.border_mass == found.border_cells == pytest.approx(border)
+    assert found.corner_load == pytest.approx(corners)
+    assert found.inner_load == pytest.approx(1 - border)
+
+
+@pytest.mark.parametrize(("experts", "corners"), [(8, 4 / 8), (7, 2 / 7), (4, 1.0), (1, 1.0)])
+def test_a_narrow_map_is_all_border(experts, corners):
+    even = torch.full((experts,), 1 / experts, dtype=torch.float64)
+    found = on_map(even, even)
+    assert found.border_load == pytest.approx(1) and found.corner_cells == pytest.approx(corners)
+    assert found.inner_load is found.inner_mass is found.inner_cells is None

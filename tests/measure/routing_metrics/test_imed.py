@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.measure.routing_metrics.imed import mean_imed, metric, squared_imed
+from moecore.measure.routing_metrics.imed import (
+    imed_between,
+    mean_imed,
+    metric,
+    partners,
+    squared_imed,
+)
 from moecore.nn.expert_map import map_shape
 
 
@@ -116,3 +122,23 @@ def test_maps_that_cannot_be_compared_are_refused():
         mean_imed((), ())
     with pytest.raises(ValueError, match="shorter|longer"):
         mean_imed((torch.rand(1, 1, 4),), (torch.rand(1, 1, 4),) * 2)
+
+
+@given(st.integers(2, 60), st.integers(0, 10**6))
+def test_partners_are_other_images_each_once_and_on_one_circle(images, seed):
+    found = partners(images, seed).tolist()
+    assert sorted(found) == list(range(images))
+    place, seen = 0, []
+    for _ in range(images):
+        place = found[place]
+        seen.append(place)
+    assert sorted(seen) == list(range(images)) and seen[-1] == 0
+    assert found == partners(images, seed).tolist()
+
+
+def test_two_images_are_compared_with_each_other():
+    probs = torch.stack([one_hot(16, 0)[None], one_hot(16, 1)[None]])
+    adjacent = math.sqrt((1 - math.exp(-0.5)) / math.pi)
+    assert imed_between((probs,), 0).tolist() == pytest.approx([adjacent, adjacent])
+    with pytest.raises(ValueError, match="two are needed"):
+        partners(1, 0)

@@ -146,6 +146,7 @@ LOGITS, LABELS = (
     torch.tensor([0, 1, 1, 0]),
 )  # three of four are right
 TASK = Classification(classes=("a", "b"))
+SCORE = TASK.interval(TASK.scores(LOGITS, LABELS))
 SCORES = torch.tensor(
     [
         [[0.9, 0.6, 0.75, 0.1]],
@@ -171,7 +172,7 @@ SECOND = record(
 
 
 def test_without_a_threshold():
-    found = setting_values(LOGITS, LABELS, TASK, [FIRST, SECOND], k=2, threshold=None)
+    found = setting_values(SCORE, [FIRST, SECOND], k=2, threshold=None)
     assert (found.score, found.low, found.high) == wilson(3, 4)
     cv2 = [15 / 4 / (7 / 4) ** 2 - 1, 1.0]
     assert [layer.load_cv2 for layer in found.layers] == pytest.approx(
@@ -193,7 +194,7 @@ def test_without_a_threshold():
 
 
 def test_with_a_threshold():
-    found = setting_values(LOGITS, LABELS, TASK, [FIRST, FIRST], k=2, threshold=0.5)
+    found = setting_values(SCORE, [FIRST, FIRST], k=2, threshold=0.5)
     # Above 0.5: three, one, none and two scores.
     assert found.fallback == 0.25 and found.below_k == 0.5
     assert found.tail_mass == pytest.approx(
@@ -202,7 +203,7 @@ def test_with_a_threshold():
 
 
 def test_a_layer_without_eligible_experts_leaves_no_mean():
-    found = setting_values(LOGITS, LABELS, TASK, [FIRST, SECOND], k=2, threshold=0.5)
+    found = setting_values(SCORE, [FIRST, SECOND], k=2, threshold=0.5)
     assert (
         found.tail_mass is None
         and found.layers[0].tail_mass is not None

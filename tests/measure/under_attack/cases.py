@@ -5,7 +5,7 @@ import torch
 from moecore.attacks.target import Target
 from moecore.measure.under_attack.curves import Curve, Row
 from tests.attacks.models import CLASSES, YEARS
-from tests.attacks.test_real_targets import Regressor
+from tests.attacks.test_target import Regressor
 
 WEIGHT = torch.linspace(-3, 4, 8)
 

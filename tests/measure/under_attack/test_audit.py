@@ -18,7 +18,7 @@ from moecore.measure.under_attack.audit import (
 )
 from moecore.measure.under_attack.line import Line
 from tests.attacks.models import CLASSES, YEARS, Blind, Smooth, vit
-from tests.attacks.test_real_targets import Regressor
+from tests.attacks.test_target import Regressor
 from tests.measure.under_attack.cases import WEIGHT, curve, of_classes, of_years
 
 PGD = Pgd(steps=5)

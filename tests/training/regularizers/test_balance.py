@@ -16,7 +16,7 @@ from moecore.training.regularizers.entropy import Entropy, entropy
 from moecore.training.regularizers.importance import Importance, importance
 from moecore.training.regularizers.load import Load, load
 from moecore.training.regularizers.z_loss import ZLoss, z_loss
-from tests.training.regularizers.steps import record, step
+from tests.training.small import record, step
 
 
 def test_squared_cv_by_hand():

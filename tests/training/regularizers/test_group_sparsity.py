@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.nn.expert_map import map_shape
 from moecore.training.regularizers.group_sparsity import GroupSparsity, group_sparsity, window
-from tests.training.regularizers.steps import record, step
+from tests.training.small import record, step
 
 AVERAGE = math.inf
 BINARY = math.sqrt(

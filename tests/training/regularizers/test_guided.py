@@ -8,7 +8,7 @@ import torch
 from moecore.core.files import UserError
 from moecore.training.regularizers.router_kl import RouterKl, router_kl
 from moecore.training.regularizers.teacher_router import TeacherRouter, teacher_router_terms
-from tests.training.regularizers.steps import record, step
+from tests.training.small import record, step
 
 TEACHER = [[[0.5, 0.5], [1.0, 0.0]]]
 STUDENT = [[[0.25, 0.75], [0.25, 0.75]]]

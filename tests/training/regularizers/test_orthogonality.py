@@ -11,7 +11,7 @@ from moecore.nn.experts.eigen import Eigen
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.training.regularizers.orthogonality import Orthogonality, orthogonality
-from tests.training.regularizers.steps import step
+from tests.training.small import step
 
 
 def of_model(model):

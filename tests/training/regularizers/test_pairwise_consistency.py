@@ -13,7 +13,7 @@ from moecore.training.regularizers.pairwise_consistency import (
     PairwiseConsistency,
     pairwise_consistency,
 )
-from tests.training.regularizers.steps import record
+from tests.training.small import record
 
 ONE_HOT = torch.eye(8)
 SPREAD = torch.tensor(

@@ -1,0 +1,211 @@
+"""How well a frozen model's features tell classes from a few images each: a ridge on top of them.
+
+V-MoE's few-shot evaluator, whose 5-shot ERMoE's main paper reports too: features before the head,
+targets −1 and +1, the penalty λ among powers of two. V-MoE chooses λ on the test sets; here it is
+chosen by leaving one of the few images out, and the choice on the test set stands beside it.
+
+N few-shot images, M test images, D features, K classes.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.measure.base import Parts, Subject, kept, why_not_flat
+from moecore.measure.probes.linear_probe import Ridge, read_by_head, ridges
+from moecore.statistics.intervals import over_seeds
+
+EXPONENTS = tuple(range(-10, 20))  # λ = 2^i, V-MoE's
+BIAS = 100.0  # of the column appended to the features, V-MoE's: its weight is hardly penalised
+LEAST = 1e-5  # added to a feature's deviation, V-MoE's
+CHUNK = 4096  # test images whose scores under all penalties are in memory at once
+
+
+class FewShot(Config):
+    """How many images a class, and how often they are drawn."""
+
+    shots: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1, 5, 10, 25),
+        min_length=1,
+        description="Training images of each class; more than the smallest class has are skipped.",
+    )
+    draws: int = Field(5, ge=1, description="Draws of these images; every method sees the same.")
+    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+    seed: int = Field(0, ge=0, description="Of the draws.")
+
+
+class Shots(Config):
+    """The score on the test split with so many images a class: mean and 95 % limits over draws."""
+
+    shots: int
+    score: float
+    low: float | None  # None of one draw
+    high: float | None
+    scores: tuple[float, ...]  # of each draw
+    exponents: tuple[int, ...]  # log2 of the penalty that leaving one out chose, of each draw
+    leaky_score: float
+    """With the penalty, one for all draws, that is best on the test split itself: too good."""
+    leaky_low: float | None
+    leaky_high: float | None
+    leaky_exponent: int
+
+
+class TooFew(Config):
+    """A number of images a class that was not measured, and why."""
+
+    shots: int
+    why: str
+
+
+class Result(Config):
+    """One row a number of images a class."""
+
+    test_images: int
+    features: int  # of an image, without the bias
+    rows: tuple[Shots, ...]
+    skipped: tuple[TooFew, ...]
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: it needs flat images of one class each."""
+    return why_not_flat(subject, "shots")
+
+
+def measure(subject: Subject, settings: FewShot, parts: Parts) -> Result:
+    """Scores on the test split for every number of images that the smallest class has."""
+    train, test = subject.data.train, subject.data.test
+    least, name = smallest(subject)
+    fits = sorted({shots for shots in settings.shots if shots <= least})
+    wanted = [
+        drawn(subject, max(fits, default=0), settings.seed, draw) for draw in range(settings.draws)
+    ]
+    used = np.unique(np.concatenate([one.flatten() for one in wanted]))
+    known = Known(subject, features(subject, test.images, settings.batch))
+    few = features(subject, train.images[used], settings.batch) if fits else known.test[:0]
+
+    def row(shots: int) -> Shots:
+        tried = []
+        for one in wanted:
+            chosen = one[:, :shots].flatten()
+            tried.append(known.tried(few[np.searchsorted(used, chosen)], train.labels[chosen]))
+        return shots_of(shots, tried)
+
+    return Result(
+        test_images=len(test.images),
+        features=known.test.shape[1],
+        rows=[kept(parts, f"{n} shots", Shots, lambda n=n: row(n)) for n in fits],
+        skipped=[
+            TooFew(shots=n, why=f"the smallest class, {name}, has {least} training images")
+            for n in sorted(set(settings.shots) - set(fits))
+        ],
+    )
+
+
+def smallest(subject: Subject) -> tuple[int, str]:
+    """The fewest training images of a class, and its name."""
+    task = subject.data.task
+    return min(zip(task.counts(np.array(subject.data.train.labels)), task.classes, strict=True))
+
+
+def drawn(subject: Subject, shots: int, seed: int, draw: int) -> np.ndarray:
+    """Places in the training split of ``shots`` images of each class, (K, shots), class by class.
+
+    Each class is permuted and its first images are taken: fewer shots are a part of more, and all
+    methods get the same.
+    """
+    task = subject.data.task
+    members = task.by_class(torch.from_numpy(np.array(subject.data.train.labels)))
+    if members is None:
+        raise ValueError("the labels are no classes; `applies` says so")
+    rows, classes = (part.numpy() for part in members)
+    generator = np.random.default_rng([seed, draw])
+    places = [rows[classes == number] for number in range(task.outputs)]
+    return np.stack([generator.permutation(one)[:shots] for one in places])
+
+
+def features(subject: Subject, images: np.ndarray, batch: int) -> Tensor:
+    """What the model's head reads of each image, (N, D) fp64."""
+    return torch.from_numpy(read_by_head(subject.model, images, batch)[1])
+
+
+class Tried(NamedTuple):
+    """One draw under every penalty of EXPONENTS."""
+
+    scores: Tensor  # (30,), on the test split
+    chosen: int  # the exponent that leaving one out prefers
+
+
+class Known(NamedTuple):
+    """The model and the features (M, D) of its test split."""
+
+    subject: Subject
+    test: Tensor
+
+    def tried(self, few: Tensor, labels: np.ndarray) -> Tried:
+        """The ridges of a few images, features (N, D) and labels (N,), on the test split."""
+        task = self.subject.data.task
+        device = self.subject.device
+        mean = few.mean(dim=0)
+        scale = few.std(dim=0, correction=0) + LEAST
+        ridge = ridges(
+            with_bias((few - mean) / scale).to(device),
+            targets_of(torch.from_numpy(labels), task.outputs).to(device),
+        )
+        right = torch.zeros(len(EXPONENTS), dtype=torch.float64)
+        known = torch.from_numpy(np.array(self.subject.data.test.labels))
+        for part, own in zip(self.test.split(CHUNK), known.split(CHUNK), strict=True):
+            directions = with_bias((part - mean) / scale).to(device) @ ridge.basis
+            for place, exponent in enumerate(EXPONENTS):
+                said = (directions @ ridge.shrunk(2.0**exponent)).cpu()
+                right[place] += task.scores(said, own).sum()
+        return Tried(right / len(known), preferred(ridge))
+
+
+def with_bias(features: Tensor) -> Tensor:
+    """Features (N, D) and a column of BIAS."""
+    return torch.nn.functional.pad(features, (0, 1), value=BIAS)
+
+
+def targets_of(labels: Tensor, classes: int) -> Tensor:
+    """1 for the class of an image and −1 for the others; (N, K) fp64."""
+    return 2 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
+
+
+def preferred(ridge: Ridge) -> int:
+    """The exponent of the least squared error on images left out; of equal ones the largest.
+
+    The squared error, as accuracy has many ties. With one image a class the class of the image left
+    out is unknown to the others, so that the error tells only how far to shrink.
+    """
+    errors = {
+        exponent: float((ridge.left_out(2.0**exponent) - ridge.y).square().mean())
+        for exponent in EXPONENTS
+    }
+    return min(reversed(EXPONENTS), key=errors.__getitem__)
+
+
+def shots_of(shots: int, tried: Sequence[Tried]) -> Shots:
+    """The row of several draws."""
+    every = torch.stack([one.scores for one in tried])  # (draws, 30)
+    own = [float(one.scores[EXPONENTS.index(one.chosen)]) for one in tried]
+    means = every.mean(dim=0).tolist()
+    leaky = max(reversed(range(len(EXPONENTS))), key=means.__getitem__)
+    found = over_seeds(own)
+    best = over_seeds(every[:, leaky].tolist())
+    return Shots(
+        shots=shots,
+        score=found.value,
+        low=found.low,
+        high=found.high,
+        scores=own,
+        exponents=[one.chosen for one in tried],
+        leaky_score=best.value,
+        leaky_low=best.low,
+        leaky_high=best.high,
+        leaky_exponent=EXPONENTS[leaky],
+    )

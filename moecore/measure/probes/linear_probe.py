@@ -1,0 +1,118 @@
+"""What a frozen model's features tell of a target: a linear head fitted anew (linear probe).
+
+Alain & Bengio (2016), arXiv 1610.01644.
+
+N images, F features, K targets of an image.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.nn.backbones.model import Model
+from moecore.nn.predict import predictions
+
+if TYPE_CHECKING:
+    from sklearn.pipeline import Pipeline
+
+PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; beside features of deviation 1
+
+
+def read_by_head(
+    model: Model, images: np.ndarray | Tensor, batch: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Predictions (N,) of one number an image, and what ``model.head`` reads, (N, F); both fp64.
+
+    images and batch: as ``predictions`` takes them; the model is left as it was.
+    """
+    read: list[Tensor] = []
+    hook = model.head.register_forward_pre_hook(
+        lambda head, given: read.append(given[0].detach().cpu())
+    )
+    try:
+        predicted, _ = predictions(model, images, batch, routing=False)
+    finally:
+        hook.remove()
+    return predicted[:, 0].double().numpy(), torch.cat(read).double().numpy()
+
+
+def linear_probe(
+    train: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray]
+) -> tuple[Pipeline, float]:
+    """Ridge regression fitted on ``train``, features (N, F) and targets (N,), and its penalty.
+
+    The penalty is that of the least mean absolute error on ``validation``, the greatest of equal
+    ones. Features are standardised by the training split.  Raises UserError for numbers that are
+    not finite.
+    """
+    # Here: sklearn takes a second, and all stages import the table of measurements.
+    from sklearn.linear_model import Ridge
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    if not all(np.isfinite(part).all() for part in (*train, *validation)):
+        raise UserError("linear probe: a feature or a target is not a finite number")
+    fitted = {
+        penalty: make_pipeline(StandardScaler(), Ridge(alpha=penalty * len(train[1]))).fit(*train)
+        for penalty in PENALTIES
+    }
+    errors = {
+        penalty: float(np.abs(model.predict(validation[0]) - validation[1]).mean())
+        for penalty, model in fitted.items()
+    }
+    best = min(sorted(errors, reverse=True), key=errors.__getitem__)
+    return fitted[best], best
+
+
+class Ridge(NamedTuple):
+    """The ridges of all penalties at once: weights are B (C / (Λ + λ)).
+
+    With N ≥ F the eigenvectors V of XᵀX are B, and C = VᵀXᵀY; with N < F those of XXᵀ are Q,
+    B = XᵀQ and C = QᵀY. One eigendecomposition gives either.
+    """
+
+    eigenvalues: Tensor  # Λ, (R,) ≥ 0
+    basis: Tensor  # B, (F, R)
+    targets: Tensor  # C, (R, K)
+    own: Tensor  # (N, R): XB with N ≥ F, else Q
+    y: Tensor  # (N, K)
+
+    def weights(self, penalty: float) -> Tensor:
+        """(XᵀX + λI)⁻¹ XᵀY, (F, K)."""
+        return self.basis @ self.shrunk(penalty)
+
+    def shrunk(self, penalty: float) -> Tensor:
+        """C / (Λ + λ), (R, K)."""
+        return self.targets / (self.eigenvalues + penalty)[:, None]
+
+    def left_out(self, penalty: float) -> Tensor:
+        """What a ridge fitted without an image says of it, for every image; (N, K).
+
+        y − (y − ŷ)/(1 − h) with the leverage h; where N < F, y − z/G with z = (XXᵀ + λI)⁻¹y and G
+        that inverse's diagonal, which loses no digits where h is close to 1.
+        """
+        inverse = 1 / (self.eigenvalues + penalty)
+        fitted = self.own @ self.shrunk(penalty)
+        diagonal = (self.own.square() * inverse).sum(dim=1)[:, None]
+        if len(self.y) < len(self.basis):
+            return self.y - fitted / diagonal
+        return self.y - (self.y - fitted) / (1 - diagonal)
+
+
+def ridges(features: Tensor, targets: Tensor) -> Ridge:
+    """All ridges of features (N, F) on targets (N, K), fp64.
+
+    In fp64: the bias alone has an eigenvalue of about 10⁴·N, beside which fp32 loses λ = 2⁻¹⁰.
+    """
+    if len(features) < features.shape[1]:
+        eigenvalues, vectors = torch.linalg.eigh(features @ features.T)
+        basis = features.T @ vectors
+        return Ridge(eigenvalues.clamp_min(0), basis, vectors.T @ targets, vectors, targets)
+    eigenvalues, basis = torch.linalg.eigh(features.T @ features)
+    own = features @ basis
+    return Ridge(eigenvalues.clamp_min(0), basis, own.T @ targets, own, targets)

@@ -1,0 +1,120 @@
+"""Models of the sizes that the papers print, built without memory: parameters and FLOPs.
+
+On torch's meta device a tensor has a shape and no values, so a model of a billion parameters is
+built, and a forward pass through it counted, in a tenth of a second. Nothing is trained.
+"""
+
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+
+from moecore.core.config import Config
+from moecore.measure.costs.passes import flops_per_image
+from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.parameters import parameter_counts
+from moecore.tasks.classification import Classification
+from moecore.training.method import Method
+
+
+class Sized(Config):
+    """One model, as a paper describes it."""
+
+    name: str = Field(description="what it is called here; each once")
+    reported: str = Field(
+        default="",
+        description="its name in moecore/report/paper_figures.py, under cost; empty for none there",
+    )
+    model: Backbone | None = Field(
+        default=None, description="null for one that cannot be built here: see needs"
+    )
+    method: Method = Field(default=Method(), description="router, experts and blocks; {} is dense")
+    size: int = Field(default=224, ge=1, description="height and width of its images, pixels")
+    classes: int = Field(default=1000, ge=2, description="of its head")
+    teacher_width: int = Field(
+        default=0,
+        ge=0,
+        description="width of a teacher whose routers, without bias, are counted too; 0: none",
+    )
+    needs: str = Field(default="", description="what it would take to build it")
+    why: str = Field(default="", description="where ours differs from the paper's, in words")
+
+    @model_validator(mode="after")
+    def _built_or_why_not(self) -> Self:
+        if (self.model is None) != bool(self.needs):
+            raise ValueError(f"{self.name} has both of `model` and `needs`, or none; allowed: one")
+        return self
+
+
+class Sizes(Config):
+    """Which models are built."""
+
+    models: tuple[Sized, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _once(self) -> Self:
+        names = [one.name for one in self.models]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"models has {twice} twice; allowed: each name once")
+        return self
+
+
+class Row(Config):
+    """What one model came to; None where it cannot be built here."""
+
+    name: str
+    reported: str
+    parameters: int | None = None  # the routers of its teacher among them
+    active_parameters: int | None = None  # that a token uses
+    flops_per_image: float | None = None  # a multiplication and an addition count as two
+    routing_flops_per_layer: float | None = None  # of an image, in one MoE layer; the mean
+    needs: str = ""
+    why: str = ""
+
+
+class Result(Config):
+    """One row a model, in the order of the settings."""
+
+    rows: tuple[Row, ...]
+
+
+def measure(settings: Sizes) -> Result:
+    """Every model. Raises UserError where its sizes do not fit together."""
+    return Result(rows=tuple(counted(one) for one in settings.models))
+
+
+def counted(one: Sized) -> Row:
+    """The counts of one model; a teacher routes in training only, so its routers are not active."""
+    told = {"name": one.name, "reported": one.reported, "needs": one.needs, "why": one.why}
+    if one.model is None:
+        return Row(**told)
+    model = built(one)
+    found = parameter_counts(model)
+    layers = 0
+    if model.moe is not None:
+        layers = len(model.moe.indices(one.model.depth))
+        found["parameters"] += one.teacher_width * model.moe.experts.number * layers
+    pixels = torch.empty(1, model.image.channels, *model.image.shape, device="meta")
+    flops = flops_per_image(model, pixels)
+    return Row(
+        **told,
+        **found,
+        flops_per_image=flops.whole,
+        routing_flops_per_layer=flops.routing / layers if layers else None,
+    )
+
+
+def built(one: Sized) -> BackboneModel:
+    """The model on the meta device, for colour images."""
+    assert one.model is not None
+    image = ImageSpec(
+        channels=3,
+        size=one.size,
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+        task=Classification(classes=tuple(map(str, range(one.classes)))),
+    )
+    with torch.device("meta"):
+        return one.model.build(image, one.method.moe)

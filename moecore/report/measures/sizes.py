@@ -1,0 +1,172 @@
+"""Models of the papers' sizes: ours beside what the papers print."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from moecore.measure.sizes import Result, Row
+from moecore.report.column import Columns
+from moecore.report.drawing import GUIDE, PALETTE, new_figure, styled
+from moecore.report.paper_figures import REPORTED, Reported
+from moecore.report.shown import Figures
+from moecore.report.view import EMPTY, NONE, Block, Grid, Item, Line, Picture
+
+LIMIT = 0.01  # a difference beyond it is explained
+
+
+class Count(NamedTuple):
+    """One number of a model: where it stands in a row, and in what unit it is shown."""
+
+    metric: str  # of paper_figures and compare.json
+    label: str
+    field: str  # of Row
+    unit: float  # of the field; times it is the paper's
+    shown: float  # of the paper's; times it is what is shown
+    places: int  # decimals that are shown
+
+
+COUNTS = (
+    Count("parameters", "Parameters, M", "parameters", 1, 1e-6, 2),
+    Count("active_parameters", "Active, M", "active_parameters", 1, 1e-6, 2),
+    Count("gflops", "GFLOPs", "flops_per_image", 1e-9, 1, 1),
+    Count("routing_gflops", "Routing of a layer, GFLOPs", "routing_flops_per_layer", 1e-9, 1, 3),
+)
+TICKS = (-100, -10, -1, 0, 1, 10, 100)  # %
+# No method was trained, so there is no row of the methods' tables.
+COLUMNS: tuple[Columns, ...] = ()
+
+
+def figures(result: Result) -> Figures:
+    """How far every number is from the paper's."""
+    yield "difference_from_the_papers", differences(result)
+
+
+def section(result: Result) -> Iterator[Block]:
+    """The table, then the figure."""
+    yield Block("Ours beside the papers'", grids=[grid(result)])
+    drawn = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
+    yield Block("Difference from the papers' numbers", pictures=drawn)
+
+
+def told(result: Result) -> str:
+    """How many of the papers' numbers come out."""
+    found = [compared[name] for compared in flat(result).values() for name in compared]
+    near = sum(abs(one["difference"]) <= LIMIT for one in found)
+    unbuilt = sum(bool(row.needs) for row in result.rows)
+    words = f"{near} of {len(found)} printed numbers come out to within 1 %; the others have a word"
+    missing = f" Not built here: {unbuilt}." if unbuilt else ""
+    return f"{words} beside them.{missing} Built without memory, nothing is trained."
+
+
+def flat(result: Result) -> dict[str, dict[str, dict[str, float]]]:
+    """Model → metric → ours, the paper's, and the difference as a share of the paper's."""
+    found = {}
+    for row in result.rows:
+        paper = printed(row).values
+        found[row.name] = {
+            count.metric: compared(value, paper[count.metric])
+            for count in COUNTS
+            if (value := ours(row, count)) is not None and count.metric in paper
+        }
+    return found
+
+
+def compared(value: float, paper: float) -> dict[str, float]:
+    """One number beside the paper's."""
+    return {"ours": value, "paper": paper, "difference": value / paper - 1}
+
+
+def printed(row: Row) -> Reported:
+    """What the paper prints of the model. Raises ValueError for a name that it does not have."""
+    if not row.reported:
+        return Reported("cost", row.name, "", {})
+    for model in REPORTED:
+        if model.paper == "cost" and model.model == row.reported:
+            return model
+    raise ValueError(f"{row.reported} is not in moecore/report/paper_figures.py under cost")
+
+
+def ours(row: Row, count: Count) -> float | None:
+    """The number of a row in the paper's unit; None where the model was not built."""
+    value = getattr(row, count.field)
+    return None if value is None else value * count.unit
+
+
+def grid(result: Result) -> Grid:
+    """A row a model: each number, the paper's below it, and how far apart they are."""
+    lines = [
+        Line(
+            Item(row.name, note=printed(row).source.partition(":")[0]),
+            [cell(row, count) for count in COUNTS] + [reason(row)],
+        )
+        for row in result.rows
+    ]
+    return Grid(["", *(count.label for count in COUNTS), "Where they differ"], lines)
+
+
+def cell(row: Row, count: Count) -> Item:
+    """Ours; below it the paper's and the difference."""
+    value = ours(row, count)
+    paper = printed(row).values.get(count.metric)
+    if value is None:
+        return NONE if paper is None else Item("–", small=f"paper {number(paper, count)}")
+    if paper is None:
+        return Item(number(value, count), value=value)
+    apart = f"{100 * (value / paper - 1):+.1f}\u00a0%".replace("-", "−")
+    return Item(number(value, count), small=f"paper {number(paper, count)}, {apart}", value=value)
+
+
+def reason(row: Row) -> Item:
+    """Why it could not be built, or where it differs."""
+    words = f"Needs {row.needs}. {row.why}".strip() if row.needs else row.why
+    return Item(words, look="reason") if words else EMPTY
+
+
+def number(value: float, count: Count) -> str:
+    """A number of the paper's unit as it is shown."""
+    return f"{value * count.shown:,.{count.places}f}"
+
+
+@styled
+def differences(result: Result) -> Figure:
+    """Ours over the paper's − 1 for every model and number, a row a model."""
+    found: Mapping[str, Mapping[str, Any]] = {
+        name: numbers for name, numbers in flat(result).items() if numbers
+    }
+    names = list(found)[::-1]
+    figure = new_figure(8.2, 1.2 + 0.26 * len(names), "Ours over the paper's, less one.")
+    axes = figure.subplots()
+    for index, count in enumerate(COUNTS):
+        having = [name for name in names if count.metric in found[name]]
+        values = [100 * found[name][count.metric]["difference"] for name in having]
+        places = [names.index(name) for name in having]
+        look = {"linestyle": "", "marker": "osD^"[index], "color": PALETTE[index]}
+        axes.plot(values, places, label=count.label, **look)
+    axes.axvline(0, color=GUIDE, linewidth=0.9)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(-200, 200)
+    axes.set_xticks(
+        TICKS, [f"{tick:+d}".replace("-", "−") if tick else "0" for tick in TICKS], minor=False
+    )
+    axes.minorticks_off()
+    axes.set(xlabel="Difference in %, linear from −1 to 1", yticks=range(len(names)))
+    axes.set_yticklabels(names)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    return figure
+
+
+def table(compared: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Sequence[str]]:
+    """The entry ``sizes`` of compare.json as rows of text, the head first."""
+    rows: list[Sequence[str]] = [("model", *(count.label for count in COUNTS))]
+    for name, numbers in compared.items():
+        texts = []
+        for count in COUNTS:
+            one = numbers.get(count.metric)
+            if one is None:
+                texts.append("–")
+                continue
+            ends = (number(one["ours"], count), number(one["paper"], count))
+            texts.append(f"{ends[0]} / {ends[1]} ({100 * one['difference']:+.1f} %)")
+        rows.append((name, *texts))
+    return rows

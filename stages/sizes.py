@@ -1,0 +1,24 @@
+"""Models of the papers' sizes, built without memory and counted; no data and no training.
+
+python -m stages.sizes
+"""
+
+from moecore.core.config import Config
+from moecore.measure.sizes import Sizes, measure
+from moecore.run.history import record
+from moecore.run.stage import run_stage
+from moecore.study.params import read
+
+
+class Params(Config):
+    sizes: Sizes
+
+
+def sizes() -> None:
+    params = read(Params)
+    with record("sizes", params) as run:
+        run.result(measure(params.sizes))
+
+
+if __name__ == "__main__":
+    run_stage(sizes)
