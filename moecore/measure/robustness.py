@@ -22,12 +22,19 @@ from moecore.measure.routing_metrics.expert_use import (
     change_of_processing,
     iou_by_image,
 )
-from moecore.measure.routing_metrics.pictures import Picture, picture
 from moecore.measure.under_attack.audit import Audit, audit
-from moecore.measure.under_attack.curves import Curve, Curves, Left, Row, run_of, worst_case
-from moecore.measure.under_attack.line import Line
+from moecore.measure.under_attack.curves import (
+    Attacked,
+    Curve,
+    Left,
+    Row,
+    pictured,
+    run_of,
+    several,
+    worst_case,
+)
+from moecore.measure.under_attack.line import Line, Lines
 from moecore.statistics.crossed import kept_items
-from moecore.statistics.intervals import images_of
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
@@ -84,26 +91,6 @@ class Robustness(Config):
         if len({attack.name for attack in attacks}) < len(attacks):
             raise ValueError("the same attack is listed twice")
         return attacks
-
-
-class Lines(Config):
-    """The audit."""
-
-    lines: tuple[Line, ...]
-
-
-class AttackedRow(Config):
-    """A few images within one radius."""
-
-    epsilon: float
-    pictures: Picture  # (N, C, h, w)
-
-
-class Attacked(Config):
-    """A few images as the strongest attack made them (adversarial-moe, figure 5)."""
-
-    attack: str  # of all that were run the one that leaves the worst score at the largest radius
-    rows: tuple[AttackedRow, ...]  # in growing order of the radius; the first is clean
 
 
 class Result(Config):
@@ -168,28 +155,9 @@ def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
         attacks=curves,
         worst_case=worst_case(curves, task, len(labels), target.people),
         audit=lines,
-        attacked=pictured(target, settings, curves, epsilons),
+        attacked=pictured(target, settings.attacks, settings.pictures, curves),
         people=several(target.people),
     )
-
-
-def pictured(
-    target: Target, settings: Robustness, curves: Curves, epsilons: list[float]
-) -> Attacked | None:
-    """The first images of the target at each epsilon under the strongest of the attacks."""
-    left = {name: rows[-1].score for name, rows in run_of(curves).items()}
-    if not settings.pictures or not left or target.images.ndim != 4:
-        return None
-    sign = 1 if target.task.score.better == "higher" else -1
-    strongest = min(left, key=lambda name: sign * left[name])
-    attack = next(one for one in settings.attacks if one.name == strongest)
-    number = settings.pictures
-    few = target._replace(images=target.images[:number], labels=target.labels[:number], only=None)
-    rows = [
-        AttackedRow(epsilon=epsilon, pictures=picture(few.attacked(attack, epsilon)))
-        for epsilon in epsilons
-    ]
-    return Attacked(attack=strongest, rows=rows)
 
 
 def target_of(subject: Subject, settings: Robustness) -> Target:
@@ -206,13 +174,6 @@ def target_of(subject: Subject, settings: Robustness) -> Target:
         settings.precision,
         people=test.people_at(places),
     )
-
-
-def several(people: np.ndarray | None) -> tuple[int, ...] | None:
-    """Whose image each is, where anybody has several."""
-    if people is None or images_of(people) is None:
-        return None
-    return tuple(people.tolist())
 
 
 def refuse(settings: Robustness, task: Task) -> None:

@@ -38,8 +38,8 @@ from moecore.measure.routing_metrics.overlays import (
 from moecore.measure.routing_metrics.sweeps import Sample, Sweep, Sweeps, sweep
 from moecore.nn.backbones.model import Model
 from moecore.nn.correspondence import match_tokens, token_pairs
-from moecore.nn.predict import batches, predictions
-from moecore.training.guide import Guide
+from moecore.nn.predict import predictions
+from moecore.training.guide import teacher_probs
 
 PRESETS: tuple[Preset, ...] = (
     "noise",
@@ -232,17 +232,6 @@ def augmented(
         kept(parts, f"views {asked.name}", AugmentedRow, lambda asked=asked: row(asked))
         for asked in chosen
     )
-
-
-def teacher_probs(guide: Guide | None, images: np.ndarray, batch: int, device: str) -> list[Tensor]:
-    """The teacher's router on the images, (N, T, E) per MoE layer; [] where there is none."""
-    if guide is None or not guide.blocks:
-        return []
-    found = [
-        tuple(probs.cpu() for probs in guide.to(device)(pixels).probs)
-        for pixels in batches(images, batch, device)
-    ]
-    return [torch.cat(layer) for layer in zip(*found, strict=True)]
 
 
 def means(layers: list[RoutingLayer]) -> dict[str, Any]:

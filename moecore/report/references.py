@@ -1,8 +1,12 @@
-"""The methods that all others are compared with: the baseline MoE, and the dense model."""
+"""The methods that all others are compared with: the baseline MoE, and the dense model.
+
+And the columns that are relative to the baseline.
+"""
 
 from moecore.measure import routing
-from moecore.report.column import Seen
+from moecore.report.column import Column, Seen, mean
 from moecore.report.measured import Measured, Models, Phase, known
+from moecore.report.training_figures import steps_to
 from moecore.training.outcome import Outcome
 
 BASELINE = "vmoe"
@@ -54,3 +58,41 @@ def seen(phase: Phase, kind: type) -> Seen:
     ]
     known_pairs = [pair for pair in pairs if None not in pair]
     return Seen(phase.task, phase.results(kind), method, of(method), of(DENSE), known_pairs)
+
+
+def overhead(seen: Seen) -> list[Column]:
+    """Training time over the baseline's."""
+    if not seen.of_baseline:
+        return []
+    seconds = mean([result.seconds for result in seen.of_baseline])
+    if not seconds:
+        return []
+    return [
+        Column(
+            "training_overhead",
+            f"Training time / {seen.baseline}",
+            lambda result: result.seconds / seconds,
+            note=f"training time / mean training time of {seen.baseline}",
+        )
+    ]
+
+
+def convergence(seen: Seen) -> list[Column]:
+    """How soon the training loss is where the baseline's ends."""
+    if not seen.baseline:
+        return []
+
+    def read(result: Outcome) -> int | None:
+        return steps_to(result, seen.baseline_of(result))
+
+    return [
+        Column(
+            "steps_to_baseline_loss",
+            f"Steps to {seen.baseline}'s loss",
+            read,
+            "lower",
+            "count",
+            "until the training loss, a mean over an epoch, is its final one of the same seed "
+            "(TGR, figure S5)",
+        )
+    ]

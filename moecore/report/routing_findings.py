@@ -167,6 +167,38 @@ def swept_columns(setting: str, name: str, label: str, better: str, form: str) -
     return Each(values, column, foreseen)
 
 
+def layers_of(result: Result) -> list[str]:
+    """The MoE layers, from 1."""
+    return [str(place) for place, _ in enumerate(result.layers, 1)]
+
+
+def by_layer(
+    name: str, label: str, better: str, form: str, note: str, paper: str, detail: bool = True
+) -> Each:
+    """A column for each MoE layer that has the value, from 1."""
+
+    def column(layer: str, result: Result) -> Column:
+        def read(result: Result) -> float | None:
+            place = int(layer) - 1
+            return getattr(result.layers[place], name) if place < len(result.layers) else None
+
+        return Column(
+            f"{name}_layer_{layer}",
+            f"{label}, MoE {layer}",
+            read,
+            better,
+            form,
+            f"{note}; MoE layer {layer}",
+            paper,
+            detail=detail,
+        )
+
+    def foreseen(ahead: Ahead) -> list[str]:
+        return [f"{name}_layer_{layer}" for layer in ahead.layers]
+
+    return Each(layers_of, column, foreseen)
+
+
 def scores_over_k(seen: Seen) -> list[Column]:
     """The task's score with each k at test time."""
     score = seen.task.score

@@ -41,8 +41,10 @@ def in_order(
 
     found = foresee(path, home, also)
     run = found.study.run
-    seeds = ", ".join(map(str, run.seeds))
-    head = f"in order ({', '.join(run.methods)}; seeds {seeds})"
+    trained = "nothing is trained"
+    if run.methods:
+        trained = f"{', '.join(run.methods)}; seeds {', '.join(map(str, run.seeds))}"
+    head = f"in order ({trained})"
     says = "\n".join([head, *(f"  {note}" for note in found.notes)])
     seen = _facts(map(str, found.seen))
     write_json(memory, {"key": key, "seen": seen, "says": says})

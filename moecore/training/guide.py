@@ -1,5 +1,6 @@
 """The frozen teacher and its routers: what guides a student's routing (TGR-MoE, §3.2)."""
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -7,6 +8,7 @@ from torch.nn.functional import linear
 from moecore.core.files import UserError
 from moecore.core.records import Feature, Guidance, Layout, ModelOutput
 from moecore.nn.backbones.model import BackboneModel, Model
+from moecore.nn.predict import batches
 from moecore.training.method import Method
 
 
@@ -118,3 +120,14 @@ def build_guide(teacher: BackboneModel, method: Method, depth: int) -> Guide:
         return Guide(teacher, (), 0, method.teacher_router.features)
     blocks = aligned_blocks(moe.indices(depth), depth, teacher.depth)
     return Guide(teacher, blocks, moe.experts.number, method.teacher_router.features, method.joint)
+
+
+def teacher_probs(guide: Guide | None, images: np.ndarray, batch: int, device: str) -> list[Tensor]:
+    """The teacher's router on the images, (N, T, E) per MoE layer; [] where there is none."""
+    if guide is None or not guide.blocks:
+        return []
+    found = [
+        tuple(probs.cpu() for probs in guide.to(device)(pixels).probs)
+        for pixels in batches(images, batch, device)
+    ]
+    return [torch.cat(layer) for layer in zip(*found, strict=True)]

@@ -208,13 +208,13 @@ ON_AGES = Robustness(
         {"kind": "pgd", "steps": 2, "objective": "routing_change"},
     ),
 )
-SPARSE = MoE(
+AGE_SPARSE = MoE(
     router={"kind": "noisy_top_k", "k": 1},
     experts={"kind": "mlp", "number": 4, "hidden_ratio": 1},
     blocks=[0, 1],
 )
-MODELS = {"dense": None, "moe": SPARSE}
-LINES = [
+AGE_MODELS = {"dense": None, "moe": AGE_SPARSE}
+AGE_LINES = [
     "deterministic",
     "zero_gradients",
     "pgd_beats_fgsm",
@@ -229,7 +229,7 @@ LINES = [
 @pytest.fixture(scope="module")
 def aged(tmp_path_factory) -> dict[str, Subject]:
     data = write_cohort(tmp_path_factory.mktemp("ages") / "data")
-    return {name: Subject(trained(data, moe), data) for name, moe in MODELS.items()}
+    return {name: Subject(trained(data, moe), data) for name, moe in AGE_MODELS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def trained(data, moe) -> torch.nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", list(AGE_MODELS))
 def test_errors_under_attack(aged_results, name):
     found = aged_results[name]
     curves = run_of(found.attacks)
@@ -291,7 +291,7 @@ def test_the_audit_is_of_errors(aged_results):
     sparse, dense = (
         {line.name: line.holds for line in aged_results[name].audit} for name in ("moe", "dense")
     )
-    assert list(sparse) == LINES and None not in sparse.values()
+    assert list(sparse) == AGE_LINES and None not in sparse.values()
     assert sparse["deterministic"] is True and sparse["larger_epsilon"] is True
     assert dense["surrogate"] is None
 

@@ -12,8 +12,12 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
+from moecore.attacks import Attack
+from moecore.attacks.target import Target
 from moecore.core.config import Config
 from moecore.measure.base import Skipped
+from moecore.measure.routing_metrics.pictures import Picture, picture
+from moecore.statistics.intervals import images_of
 from moecore.tasks.base import Task
 
 
@@ -97,3 +101,45 @@ def unpacked(task: Task, row: Left, images: int) -> Tensor:
     else:
         kept = list(row.scores)
     return task.unpacked(kept, images)
+
+
+class AttackedRow(Config):
+    """A few images within one radius."""
+
+    epsilon: float
+    pictures: Picture  # (N, C, h, w)
+
+
+class Attacked(Config):
+    """A few images as the strongest attack made them (adversarial-moe, figure 5)."""
+
+    attack: str  # of all that were run the one that leaves the worst score at the largest radius
+    rows: tuple[AttackedRow, ...]  # in growing order of the radius; the first is clean
+
+
+def pictured(
+    target: Target, attacks: Sequence[Attack], number: int, curves: Curves
+) -> Attacked | None:
+    """The first ``number`` images of the target at each epsilon under the strongest attack.
+
+    None of volumes, and where no attack was run or no picture is wanted.
+    """
+    run = run_of(curves)
+    if not number or not run or target.images.ndim != 4:
+        return None
+    sign = 1 if target.task.score.better == "higher" else -1
+    strongest = min(run, key=lambda name: sign * run[name][-1].score)
+    attack = next(one for one in attacks if one.name == strongest)
+    few = target._replace(images=target.images[:number], labels=target.labels[:number], only=None)
+    rows = [
+        AttackedRow(epsilon=row.epsilon, pictures=picture(few.attacked(attack, row.epsilon)))
+        for row in run[strongest]
+    ]
+    return Attacked(attack=strongest, rows=rows)
+
+
+def several(people: np.ndarray | None) -> tuple[int, ...] | None:
+    """Whose image each is, where anybody has several."""
+    if people is None or images_of(people) is None:
+        return None
+    return tuple(people.tolist())

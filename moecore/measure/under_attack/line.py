@@ -55,3 +55,9 @@ def limits(found: Interval) -> tuple[float, float]:
     low = found.value if found.low is None else found.low
     high = found.value if found.high is None else found.high
     return low, high
+
+
+class Lines(Config):
+    """The audit."""
+
+    lines: tuple[Line, ...]

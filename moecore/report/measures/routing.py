@@ -11,6 +11,7 @@ from moecore.report.maps import corresponding_patches, expert_load, expert_overl
 from moecore.report.measured import Phase, known
 from moecore.report.routing_findings import (
     agreement_by_layer,
+    by_layer,
     neighbours,
     scores_ahead,
     scores_over_k,
@@ -105,38 +106,6 @@ def on_map(place: str) -> list[Columns]:
         if share != "cells":
             found.append(by_layer(*words, "moge"))
     return found
-
-
-def layers_of(result: Result) -> list[str]:
-    """The MoE layers, from 1."""
-    return [str(place) for place, _ in enumerate(result.layers, 1)]
-
-
-def by_layer(
-    name: str, label: str, better: str, form: str, note: str, paper: str, detail: bool = True
-) -> Each:
-    """A column for each MoE layer that has the value, from 1."""
-
-    def column(layer: str, result: Result) -> Column:
-        def read(result: Result) -> float | None:
-            place = int(layer) - 1
-            return getattr(result.layers[place], name) if place < len(result.layers) else None
-
-        return Column(
-            f"{name}_layer_{layer}",
-            f"{label}, MoE {layer}",
-            read,
-            better,
-            form,
-            f"{note}; MoE layer {layer}",
-            paper,
-            detail=detail,
-        )
-
-    def foreseen(ahead: Ahead) -> list[str]:
-        return [f"{name}_layer_{layer}" for layer in ahead.layers]
-
-    return Each(layers_of, column, foreseen)
 
 
 COLUMNS = (

@@ -20,6 +20,7 @@ from moecore.report.column import (
 )
 from moecore.report.confusions import confusion
 from moecore.report.measured import Measured, Phase, known
+from moecore.report.references import convergence, overhead
 from moecore.report.routing_findings import preferred
 from moecore.report.shown import Figures, each_method
 from moecore.report.training_figures import (
@@ -28,7 +29,6 @@ from moecore.report.training_figures import (
     class_maps,
     confusion_matrix,
     routing_agreement,
-    steps_to,
     training_curves,
 )
 from moecore.report.view import Block, Picture
@@ -95,44 +95,6 @@ def throughput(seen: Seen) -> list[Column]:
             lambda result: result.images_per_second,
             form="count",
             note="while training",
-        )
-    ]
-
-
-def overhead(seen: Seen) -> list[Column]:
-    """Training time over the baseline's."""
-    if not seen.of_baseline:
-        return []
-    seconds = mean([result.seconds for result in seen.of_baseline])
-    if not seconds:
-        return []
-    return [
-        Column(
-            "training_overhead",
-            f"Training time / {seen.baseline}",
-            lambda result: result.seconds / seconds,
-            note=f"training time / mean training time of {seen.baseline}",
-        )
-    ]
-
-
-def convergence(seen: Seen) -> list[Column]:
-    """How soon the training loss is where the baseline's ends."""
-    if not seen.baseline:
-        return []
-
-    def read(result: Outcome) -> int | None:
-        return steps_to(result, seen.baseline_of(result))
-
-    return [
-        Column(
-            "steps_to_baseline_loss",
-            f"Steps to {seen.baseline}'s loss",
-            read,
-            "lower",
-            "count",
-            "until the training loss, a mean over an epoch, is its final one of the same seed "
-            "(TGR, figure S5)",
         )
     ]
 
