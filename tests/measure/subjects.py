@@ -1,6 +1,4 @@
-"""Small untrained models on the digits, as measurements get them; a model of age and a simulation
-whose answers are known.
-"""
+"""Small untrained models on the digits, as measurements get them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A tiny task for tests of the training loop."""
+"""A tiny task for tests of the training loop, and steps with hand-made records."""
 
 import numpy as np
 import torch

@@ -1,8 +1,14 @@
-"""Smooth random fields and interpolation on the 64³ grid of the phantom."""
+"""Smooth random fields and interpolation on the 64³ grid of the phantom, and the scan they shade.
+
+A scan has its site's brightness and contrast, smooth shading, and Rician noise inside the head; it
+is zero outside (skull-stripped).
+"""
 
 import numpy as np
 from numpy.random import Generator
 from scipy import ndimage
+
+from moecore.data.phantom.numbers import BIAS, SCAN_LOG_SD, SITE_GAIN, SITE_GAMMA_LOG_SD, SITE_NOISE
 
 SIDE = 64  # voxels along each axis
 VOXEL_MM = 3.0
@@ -57,3 +63,25 @@ def sampled(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
     return ndimage.map_coordinates(
         volume, points, order=1, mode="nearest", prefilter=False, output=np.float32
     )
+
+
+def scanned(
+    brightness: np.ndarray, mask: np.ndarray, seed: int, scan: int, site: int
+) -> np.ndarray:
+    """One scan of a brain: float32 (D, H, W), positive inside ``mask`` and exactly 0 outside.
+
+    seed and scan: the person's and which of his scans; site: which scanner. The random streams do
+    not touch that of the anatomy.
+    """
+    random = np.random.default_rng([seed, 2, scan])
+    scanner = np.random.default_rng([site, 77])
+    gain = scanner.uniform(*SITE_GAIN)
+    gamma = float(np.exp(scanner.normal(0, SITE_GAMMA_LOG_SD)))
+    noise = scanner.uniform(*SITE_NOISE) * gain
+    shading = np.exp(BIAS * smooth_fields(random)[0] + random.normal(0, SCAN_LOG_SD))
+    inside = np.flatnonzero(mask)
+    real, imaginary = random.standard_normal((2, len(inside)), dtype=np.float32) * np.float32(noise)
+    signal = (np.clip(brightness, 0, None) ** gamma * shading * gain).ravel()[inside]
+    image = np.zeros(brightness.size, np.float32)
+    image[inside] = np.hypot(signal + real, imaginary)
+    return image.reshape(brightness.shape)

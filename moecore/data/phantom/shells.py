@@ -10,9 +10,8 @@ from functools import cache
 import numpy as np
 
 from moecore.data.phantom.anatomy import Anatomy
-from moecore.data.phantom.fields import SIDE, VOXEL_MM, grid_points
+from moecore.data.phantom.fields import SIDE, VOXEL_MM, grid_points, scanned
 from moecore.data.phantom.numbers import FLUID, GREY, WHITE
-from moecore.data.phantom.scanner import scanned
 from moecore.data.phantom.template import Template, completed, level_set
 from moecore.data.volumes.grids import BRAIN
 from moecore.data.volumes.volumes import Stored, stored

@@ -10,9 +10,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.data.phantom.anatomy import Anatomy
-from moecore.data.phantom.fields import SIDE, VOXEL_MM
+from moecore.data.phantom.fields import SIDE, VOXEL_MM, scanned
 from moecore.data.phantom.numbers import Preset
-from moecore.data.phantom.scanner import scanned
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
 from moecore.data.volumes.cohort_headers import of_ages

@@ -3,8 +3,6 @@
 N volumes, F features that the model's head reads; ages in years.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from itertools import pairwise
