@@ -175,8 +175,11 @@ def figures(result: Result) -> Figures:
 def part(phase: Phase) -> Iterator[Block]:
     """Tissues alone, ageing, rescans, region experts, and what could not be checked."""
     reasons: dict[str, str] = {}
-    for result in phase.first(Result).values():
+    each_mixture = []
+    for method, result in phase.first(Result).items():
         reasons |= result.reasons
+        if result.generalisation is not None:
+            each_mixture.append(mixtures(result.generalisation, method))
     grid = tissues(phase)
     probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
     tried = generalised(phase)
@@ -185,7 +188,7 @@ def part(phase: Phase) -> Iterator[Block]:
         yield Block(
             "Region experts where they were not taught",
             words=[f"Mixtures: of one model each.{phase.first_seed}"],
-            grids=[tried, *each_mixture(phase)],
+            grids=[tried, *each_mixture],
             folded=True,
             about="whole_over_chance",
         )
@@ -198,13 +201,6 @@ def part(phase: Phase) -> Iterator[Block]:
         folded=True,
         about="isolated_gm",
     )
-
-
-def each_mixture(phase: Phase) -> Iterator[Grid]:
-    """The mixtures of the first model of each method that has region experts."""
-    for method, result in phase.first(Result).items():
-        if result.generalisation is not None:
-            yield mixtures(result.generalisation, method)
 
 
 def tissues(phase: Phase) -> Grid | None:
