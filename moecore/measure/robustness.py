@@ -72,8 +72,8 @@ class Robustness(Config):
         3,
         ge=0,
         le=8,
-        description="The first of the attacked images, shown under the strongest attack; flat "
-        "images only.",
+        description="Of the attacked images, evenly spread, how many are shown under the "
+        "strongest attack; flat images only.",
     )
     audit: Audit = Field(
         Audit(),

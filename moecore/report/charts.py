@@ -122,14 +122,16 @@ def curves_chart(curves: Curves, look: Look, height: float = 3.5, caption: str =
 
 @styled
 def panels_chart(panels: Mapping[str, Curves], look: Look, caption: str = "") -> Figure:
-    """Panels of one scale, two beside each other, with the curves of one legend below them."""
-    down = (len(panels) + 1) // 2
-    figure = new_figure(4.8 if len(panels) == 1 else 7.0, 0.6 + 2.1 * down, caption)
-    every = figure.subplots(down, min(2, len(panels)), sharex=True, sharey=True, squeeze=False)
+    """Panels of one scale, up to three beside each other, with one legend below them."""
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure = new_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down, caption)
+    figure.suptitle(look.title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+    every = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     used = every.flatten()[: len(panels)]
     for axes, (title, curves) in zip(used, panels.items(), strict=True):
         draw_curves(axes, curves)
-        axes.set_title(f"{look.title}: {title}" if axes is used[0] else title)
+        axes.set_title(title, fontweight="normal")
     for axes in every.flatten()[len(panels) :]:
         axes.set_visible(False)
     used[0].set_ylim(bottom=0)
@@ -137,8 +139,9 @@ def panels_chart(panels: Mapping[str, Curves], look: Look, caption: str = "") ->
         axes.set_ylabel(look.y)
         if look.share:
             share_axis(axes, look.y)
-    for axes in used[-min(2, len(panels)) :]:
+    for axes in used[-across:]:  # the lowest of each column
         axes.set_xlabel(look.x)
+        axes.tick_params(labelbottom=True)
     legend_of(figure, used[0])
     return figure
 

@@ -15,7 +15,6 @@ from moecore.core.files import UserError
 from moecore.core.records import Batch, Layout
 from moecore.data.prepared import Prepared
 from moecore.data.sampling import send
-from moecore.data.volumes.isolate import isolate
 from moecore.training.method import Method
 
 # The region of a volume of which nothing is taken away, and of a token that belongs to no expert.
@@ -108,3 +107,10 @@ def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
         found = f"found {', '.join(lacking)}, but these data have {maps}"
         raise UserError(f"regions.experts: {found}; choose other data, or leave out regions")
     return tuple(there.index(name) for name in names)
+
+
+def isolate(volumes: Tensor, share: Tensor) -> Tensor:
+    """Volumes (B, C, D, H, W) in [0, 1] times the share (B, D, H, W) of a tissue, uint8 0 … 255 for
+    0 … 1, in the volumes' dtype.
+    """
+    return volumes * (share.unsqueeze(1).to(volumes.dtype) / 255)

@@ -8,7 +8,7 @@ from moecore.core.files import UserError
 from moecore.core.streams import seed_of
 from moecore.measure import robustness as module
 from moecore.measure.base import Skipped, Subject, at_once, read_result
-from moecore.measure.robustness import Result, Robustness, measure, refuse
+from moecore.measure.robustness import Result, Robustness, measure, refuse, target_of
 from moecore.measure.transfer import Transfer
 from moecore.measure.transfer import measure as measure_transfer
 from moecore.measure.under_attack.curves import run_of, unpacked, worst_case
@@ -63,6 +63,24 @@ def subjects(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(subjects) -> dict[str, Result]:
     return {name: measure(subject, SETTINGS, at_once) for name, subject in subjects[1].items()}
+
+
+def test_a_few_images_are_shown_under_the_strongest_attack(results, subjects):
+    for name, found in results.items():
+        shown = found.attacked
+        last = {one: rows[-1] for one, rows in run_of(found.attacks).items()}
+        assert last[shown.attack].score == min(row.score for row in last.values())
+        assert [row.epsilon for row in shown.rows] == [0, 0.05, 0.2]
+        clean, *moved = (row.pictures.array().astype(float) / 255 for row in shown.rows)
+        images = target_of(subjects[1][name], SETTINGS).images
+        assert np.array_equal(clean * 255, images[[0, 12, 24]])
+        for pictures, epsilon in zip(moved, (0.05, 0.2), strict=True):
+            assert 0 < np.abs(pictures - clean).max() <= epsilon + 1 / 255
+
+
+def test_no_pictures_where_none_are_wanted(subjects):
+    settings = SETTINGS.model_copy(update={"pictures": 0, "attacks": SETTINGS.attacks[:1]})
+    assert measure(subjects[1]["vit"], settings, at_once).attacked is None
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -5,16 +5,22 @@ import pytest
 import torch
 
 from moecore.core.packed import unpacked_values
-from moecore.core.records import RoutingRecord
+from moecore.core.records import Layout, RoutingRecord
 from moecore.core.streams import generator_for, seed_of
 from moecore.data.prepared import evenly_spread
 from moecore.data.views.views import make_views
 from moecore.measure import routing
 from moecore.measure.base import Subject, at_once
 from moecore.measure.routing import PRESETS, Routing
+from moecore.measure.routing_metrics.augmentations import two_views
 from moecore.measure.routing_metrics.consistency import match_ratios
 from moecore.measure.routing_metrics.layer_use import layer_use, use_by_image
-from moecore.measure.routing_metrics.overlays import spread_overlays
+from moecore.measure.routing_metrics.overlays import (
+    CROPS,
+    corresponding,
+    grid_of,
+    spread_overlays,
+)
 from moecore.measure.routing_metrics.sweeps import Sweeps
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.correspondence import paired
@@ -194,6 +200,29 @@ def test_no_overlays_where_none_are_wanted(models, images):
     found = spread_overlays(images, records, 0, models["vmoe"].layout)
     assert found.shape == (0, 1, 12, 12)
     assert found.grids == ()
+
+
+def test_two_crops_and_their_corresponding_patches(images):
+    layout = Layout(1, (4, 4), (12, 12))
+    found = corresponding(images[:8], layout, 3)
+    assert found == corresponding(images[:8], layout, 3)
+    first, second = (grid_of(rows).flatten().tolist() for rows in found.numbers)
+    assert found.views.shape == (2, 1, 12, 12)
+    shared = {number for number in first if number >= 0}
+    assert shared and shared == {number for number in second if number >= 0}
+    assert all(number in (-1, place) for place, number in enumerate(second))
+    views = two_views(images[:8], CROPS, 3)
+    shown = [
+        view
+        for view in range(8)
+        if np.array_equal(
+            sorted(found.views.array().tolist()),
+            sorted((views.images[[view, 8 + view]].numpy() * 255).round().tolist()),
+        )
+    ]
+    assert len(shown) == 1
+    assert corresponding(images, Layout(0, (1, 1), (12, 12)), 3) is None
+    assert corresponding(images[..., None], Layout(0, (2, 2, 1), (12, 12, 1)), 3) is None
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -336,6 +336,15 @@ def test_a_study_with_one_of_them(tmp_path, stages):
     assert "audit" not in text
 
 
+def test_the_schedule_of_sigma_where_a_method_has_one(whole):
+    sparse = "{router: {kind: noisy_top_k}, regularizers: [{kind: group_sparsity, sigma_end: 2}]}"
+    flat_filter = sparse.replace("sigma_end: 2", "filter: average")
+    text = page(whole._replace(settings=f"methods: {{vmoe: {sparse}, tgr: {flat_filter}}}"))
+    assert text.count("<summary>How the neighbourhood narrows") == 1
+    assert "σ from 10 to 2 as in vmoe" in text and "the schedule of vmoe" in text
+    assert "How the neighbourhood narrows" not in page(whole)
+
+
 def test_few_shots(tmp_path):
     found = study(tmp_path, stages=("few_shot",))
     row = table(found, found.phases["pretrain"]).cells["vmoe"]

@@ -7,11 +7,20 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from moecore.report import pictures
-from moecore.report.charts import Look, Point, curves_chart
+from moecore.report.charts import Look, Point, curves_chart, panels_chart
 from moecore.report.direct_labels import apart
 from moecore.report.drawing import INK, PALETTE, expert_colours, line_look, share_axis
 from moecore.report.maps import expert_load, expert_maps
-from moecore.report.training_figures import confusion_matrix, routing_agreement
+from moecore.report.training_figures import (
+    confusion_matrix,
+    loss_by_epoch,
+    routing_agreement,
+    sigma_schedule,
+    steps_to,
+)
+from moecore.training.outcome import Outcome
+from moecore.training.regularizers.group_sparsity import GroupSparsity
+from tests.report.generated import trained
 
 
 def shares(number: int) -> tuple[float, ...]:
@@ -148,3 +157,56 @@ def test_expert_maps_draws_a_tile_a_class_on_the_experts_grid():
 def test_expert_maps_shows_the_first_classes_of_many():
     figure = expert_maps({"MoE": np.full((40, 8), 0.125)}, [str(name) for name in range(40)])
     assert len(figure.axes[0].images) == 12
+
+
+def trained_with(losses: list[float], per_epoch: int) -> Outcome:
+    """Logged after every ten steps."""
+    curve = [
+        {"step": 10 * place, "epoch": 10 * place / per_epoch, "train_loss": loss}
+        for place, loss in enumerate(losses, start=1)
+    ]
+    return trained(0, 0, True, "pretrain").model_copy(update={"curve": tuple(curve)})
+
+
+def test_the_loss_of_the_last_epoch_by_hand():
+    # two logged points an epoch
+    found = loss_by_epoch(trained_with([4.0, 2.0, 1.0, 3.0], 20))
+    assert found == [(10, 4.0), (20, 3.0), (30, 1.5), (40, 2.0)]
+    # a short point counts for as many steps as it is of: 10 · 4 and 5 · 1
+    odd = trained_with([4.0], 15)
+    last = {"step": 15, "epoch": 1.0, "train_loss": 1.0}
+    odd = odd.model_copy(update={"curve": (*odd.curve, last)})
+    assert loss_by_epoch(odd)[-1] == (15, pytest.approx(3.0))
+
+
+def test_steps_to_the_loss_of_another_training():
+    slow, fast = (trained_with(losses, 10) for losses in ([4, 3, 2, 1], [3, 1, 0.5, 0.4]))
+    assert (steps_to(fast, slow), steps_to(slow, slow), steps_to(slow, fast)) == (20, 40, None)
+    assert steps_to(slow, None) is None
+    assert steps_to(slow, slow.model_copy(update={"curve": ()})) is None
+
+
+def test_the_schedule_of_sigma_is_that_of_the_regularizer():
+    settings = GroupSparsity(sigma_start=10, sigma_end=2, exponent=0.3)
+    figure = sigma_schedule(settings, "moge")
+    assert figure.caption.startswith("σ from 10 to 2 as in moge, whose γ is 0.3; T = 45,000")
+    lines = {line.get_label(): line.get_xydata() for line in figure.axes[0].lines}
+    assert {"γ = 0", "γ = 0.3", "γ = 1", "γ = 3"} <= set(lines)
+    for name, points in lines.items():
+        assert points[0][0] == 0 and points[-1][0] == 45_000
+        assert points[-1][1] == pytest.approx(2)
+        assert points[0][1] == (2 if name == "γ = 0" else 10)
+    # linear for γ = 1; early for γ < 1, late above
+    middle = {name: points[100][1] for name, points in lines.items()}
+    assert middle["γ = 1"] == pytest.approx(6)
+    assert middle["γ = 0.3"] == settings.sigma(0.5) < 6 < middle["γ = 3"]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_panels_have_one_scale_and_one_legend(layers):
+    points = [Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
+    panels = {f"MoE {number}": {"vmoe": points} for number in range(layers)}
+    figure = panels_chart(panels, Look("Change", "ε", "1 − IoU", share=True))
+    seen = [axes for axes in figure.axes if axes.get_visible()]
+    assert len(seen) == layers and len(figure.legends) == 1
+    assert {axes.get_ylim() for axes in seen} == {seen[0].get_ylim()}

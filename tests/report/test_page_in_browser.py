@@ -14,8 +14,12 @@ from tests.report.test_claims import claim
 HOSTILE = "<img src=x onerror=alert(1)>"
 METHODS = {"dense": False, "vmoe": True, "prc": True, "ermoe": True, "tgr": True, "moge": True}
 PHASES = ("pretrain", "finetune")
-STAGES = (*USUAL, "invariance", *NEW)
-SETTINGS = "methods: {dense: {}, vmoe: {router: {kind: noisy_top_k}}} # <script>alert(1)</script>\n"
+STAGES = (*USUAL, "invariance", "few_shot", *NEW)
+SETTINGS = (
+    "methods: {dense: {}, vmoe: {router: {kind: noisy_top_k}}, "
+    "moge: {router: {kind: noisy_top_k}, regularizers: [{kind: group_sparsity}]}} "
+    "# <script>alert(1)</script>\n"
+)
 HEIGHTS = {1400: 8000, 390: 12000}
 
 

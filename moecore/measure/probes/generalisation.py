@@ -20,7 +20,6 @@ from moecore.core.config import Config
 from moecore.data.phantom.fields import SIDE, VOXEL_MM
 from moecore.data.phantom.shells import drawn
 from moecore.data.prepared import Prepared, evenly_spread
-from moecore.data.volumes.isolate import isolate
 from moecore.data.volumes.volumes import REGIONS
 from moecore.data.workers import each
 from moecore.measure.probes.cubes import Agreement, Cubes, agreement, amounts, correlation
@@ -28,7 +27,7 @@ from moecore.measure.probes.people import PEOPLE, sex_of
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.statistics.estimate import Estimate
-from moecore.training.isolation import region_channels
+from moecore.training.isolation import isolate, region_channels
 
 OTHERS = 10**12  # seeds of the other generator's people begin here, above those of every cohort
 Share = Annotated[float, Field(gt=0, lt=1)]

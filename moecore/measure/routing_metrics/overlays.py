@@ -15,10 +15,13 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import Layout, RoutingRecord
 from moecore.data.prepared import evenly_spread
-from moecore.measure.routing_metrics.augmentations import PRESETS, two_views
+from moecore.data.views.views import Crop, ViewSettings
+from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
 from moecore.measure.routing_metrics.pictures import Picture, picture
 from moecore.nn.correspondence import partners
 
+# Stronger than in our trainings, so that the picture has patches without a partner.
+CROPS = Augmentation(name="crops", views=ViewSettings(crop=Crop(scale=(0.3, 0.8))))
 PREFIX = 2  # at most a class token and a distillation token stand before the patches
 
 
@@ -53,7 +56,7 @@ def corresponding(images: np.ndarray, layout: Layout, seed: int) -> Correspondin
     if images.ndim != 4 or math.prod(layout.grid) == 1:
         return None
     number = len(images)
-    views = two_views(images, PRESETS["crop"], seed)
+    views = two_views(images, CROPS, seed)
     pairs = partners(views.affines[:number], views.affines[number:], layout)
     enough = math.prod(layout.grid) // 2
     chosen = int(pairs.found.sum(dim=1).clamp(max=enough).numpy().argmax())

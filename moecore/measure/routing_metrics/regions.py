@@ -14,9 +14,9 @@ from torch.nn.functional import adaptive_max_pool3d
 
 from moecore.core.files import UserError
 from moecore.core.streams import seed_of
-from moecore.data.volumes.isolate import isolate
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
+from moecore.training.isolation import isolate
 from moecore.training.outcome import RegionRow
 
 BEST = 2  # experts named per tissue, as in figure S1

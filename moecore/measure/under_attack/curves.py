@@ -15,6 +15,7 @@ from torch import Tensor
 from moecore.attacks import Attack
 from moecore.attacks.target import Target
 from moecore.core.config import Config
+from moecore.data.prepared import evenly_spread
 from moecore.measure.base import Skipped
 from moecore.measure.routing_metrics.pictures import Picture, picture
 from moecore.statistics.intervals import images_of
@@ -120,17 +121,19 @@ class Attacked(Config):
 def pictured(
     target: Target, attacks: Sequence[Attack], number: int, curves: Curves
 ) -> Attacked | None:
-    """The first ``number`` images of the target at each epsilon under the strongest attack.
+    """``number`` images of the target, evenly spread, at each epsilon under the strongest attack.
 
-    None of volumes, and where no attack was run or no picture is wanted.
+    That is the one that leaves the worst score at the largest epsilon; of equal ones the loss
+    decides. None of volumes, and where no attack was run or no picture is wanted.
     """
     run = run_of(curves)
     if not number or not run or target.images.ndim != 4:
         return None
     sign = 1 if target.task.score.better == "higher" else -1
-    strongest = min(run, key=lambda name: sign * run[name][-1].score)
+    strongest = min(run, key=lambda name: (sign * run[name][-1].score, -run[name][-1].loss))
     attack = next(one for one in attacks if one.name == strongest)
-    few = target._replace(images=target.images[:number], labels=target.labels[:number], only=None)
+    where = evenly_spread(len(target.labels), number)
+    few = target._replace(images=target.images[where], labels=target.labels[where], only=None)
     rows = [
         AttackedRow(epsilon=row.epsilon, pictures=picture(few.attacked(attack, row.epsilon)))
         for row in run[strongest]

@@ -207,7 +207,7 @@ def part(phase: Phase) -> Iterator[Block]:
     drawn = [curve_of(phase, attack) for attack in attacks]
     if all(result.worst_case for result in results):
         drawn.append(curve_of(phase, WORST))
-    moved = [of(phase, attack) for attack in attacks for of in (moved_by, moved_by_layer)]
+    moved = [of(phase, attack) for of in (moved_by, moved_by_layer) for attack in attacks]
     every = [*drawn, *(one for one in moved if one is not None)]
     about = score_under(WORST if results[0].worst_case else attacks[-1], results[0]).name
     yield Block("Robustness", pictures=every, folded=True, about=about)
