@@ -9,8 +9,8 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.report.cells import Cell, as_json, cell
 from moecore.report.column import Metric
-from moecore.report.measured import Measured, Phase, Results
-from moecore.report.significance import LEVEL, differences
+from moecore.report.measured import Measured, Models, Phase, Results
+from moecore.report.significance import LEVEL
 from moecore.report.tables import table
 from moecore.statistics.crossed import Difference, crossed, paired_seeds
 from moecore.statistics.paired import holm
@@ -37,6 +37,21 @@ class Evaluated(NamedTuple):
     def smallest(self) -> float | None:
         """Of an open verdict, the smallest difference that this design could have seen."""
         return self.difference.smallest if self.verdict == "open" else None
+
+
+class Side(NamedTuple):
+    """One metric of one method, seed by seed."""
+
+    metric: Metric
+    seeds: Seeds
+
+    def items(self, seed: int) -> np.ndarray | None:
+        """One value an item, (N,); None where the metric has none."""
+        return self.metric.items(self.seeds[seed])
+
+    def number(self, seed: int) -> float:
+        """The value."""
+        return self.metric.number(self.seeds[seed])
 
 
 class Known(NamedTuple):
@@ -124,21 +139,22 @@ def p_of(difference: Difference, asked: Comparison) -> float | None:
     return p if p is None or apart > 0 else p / 2
 
 
-def difference_of(metric: Metric, ours: Seeds, theirs: Seeds, place: str) -> Difference:
-    """Ours minus theirs over items and seeds; over seeds alone where the metric has no items.
+def difference_of(ours: Side, theirs: Side, place: str) -> Difference:
+    """Ours minus theirs over items and seeds; over seeds alone where the metrics have no items.
 
-    Raises UserError where the two methods' items differ, or only some results keep theirs.
+    Raises UserError where the two sides' items differ, or only some results keep theirs.
     """
-    pairs = [(metric.items(ours[seed]), metric.items(theirs[seed])) for seed in ours]
+    pairs = [(ours.items(seed), theirs.items(seed)) for seed in ours.seeds]
     both = [(one, other) for one, other in pairs if one is not None and other is not None]
     if not both and all(one is None and other is None for one, other in pairs):
-        return paired_seeds(differences(metric, ours, theirs))
+        return paired_seeds([ours.number(seed) - theirs.number(seed) for seed in ours.seeds])
     again = "run the stage that measures it again for all methods"
+    names = " or ".join(dict.fromkeys((ours.metric.name, theirs.metric.name)))
     if len(both) < len(pairs):
-        raise UserError(f"{place}: only some results keep the items of {metric.name}; {again}")
+        raise UserError(f"{place}: only some results keep the items of {names}; {again}")
     numbers = sorted({len(values) for pair in both for values in pair})
     if len(numbers) > 1:
-        found = f"{metric.name} is of {' and of '.join(map(str, numbers))} items"
+        found = f"{names} is of {' and of '.join(map(str, numbers))} items"
         raise UserError(f"{place}: found {found}; allowed: the same items of all; {again}")
     return crossed(np.stack([one - other for one, other in both]))
 
@@ -185,27 +201,43 @@ def _entry(found: Evaluated) -> dict[str, Any]:
 
 def _evaluate(claim: Claim | Question, place: str, phases: Mapping[str, Known]) -> Evaluated:
     known = _among(phases, claim.phase, f"{place}.phase")
-    models = known.phase.models
     metric = _among(known.metrics, claim.metric, f"{place}.metric")
-    ours = _among(models, claim.method, f"{place}.method")
-    others = {name: found for name, found in models.items() if name != claim.method}
-    theirs = _among(others, claim.against, f"{place}.against")
-    cells = {name: cell(metric, list(seeds.values())) for name, seeds in models.items()}
-    having = {name: found for name, found in cells.items() if found is not None}
-    for key, name in (("method", claim.method), ("against", claim.against)):
-        if name not in having:
-            lacks = f"{name} has no {claim.metric}; allowed: {_listed(having)}"
-            raise UserError(f"{place}.{key}: {lacks}")
-    difference = difference_of(metric, ours, theirs, f"{place}.metric")
-    return Evaluated(
-        claim,
-        metric,
-        having[claim.method],
-        having[claim.against],
-        difference,
-        verdict(difference, claim),
-        p_of(difference, claim),
-    )
+    other = metric
+    if claim.against_metric:
+        other = _among(known.metrics, claim.against_metric, f"{place}.against_metric")
+        refuse_other_unit(metric, other, f"{place}.against_metric")
+    models = known.phase.models
+    ours = Side(metric, _among(models, claim.method, f"{place}.method"))
+    others = {
+        name: seeds
+        for name, seeds in models.items()
+        if claim.against_metric or name != claim.method
+    }
+    theirs = Side(other, _among(others, claim.against, f"{place}.against"))
+    # Whether both have their metric is seen before their difference is taken.
+    first = _cell_of(ours, models, f"{place}.method: {claim.method}")
+    second = _cell_of(theirs, models, f"{place}.against: {claim.against}")
+    difference = difference_of(ours, theirs, f"{place}.metric")
+    judged = verdict(difference, claim)
+    return Evaluated(claim, metric, first, second, difference, judged, p_of(difference, claim))
+
+
+def _cell_of(side: Side, models: Models, place: str) -> Cell:
+    found = cell(side.metric, list(side.seeds.values()))
+    if found is None:
+        name = side.metric.name
+        having = [one for one, seeds in models.items() if cell(side.metric, list(seeds.values()))]
+        raise UserError(f"{place} has no {name}; allowed: {_listed(having)}")
+    return found
+
+
+def refuse_other_unit(metric: Metric, other: Metric, place: str) -> None:
+    """Raise UserError where the difference of two metrics would be one of unlike things."""
+    ours = metric.column.form
+    theirs = other.column.form
+    if ours != theirs:
+        found = f"{other.name} is a {theirs}, and {metric.name} a {ours}"
+        raise UserError(f"{place}: found {found}; allowed: a metric of the same unit")
 
 
 def _among(allowed: Mapping[str, T], name: str, place: str) -> T:

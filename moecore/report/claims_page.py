@@ -126,7 +126,10 @@ def _answered(one: Answer) -> list[str]:
     cells = [interval_of(entry["method"]), interval_of(entry["against"])]
     places = decimals(cells, form)
     values = [shown(cell.value, form, places) for cell in cells]
-    here = f"{said}: `{claim.metric}` {claim.method} {values[0]}, {claim.against} {values[1]}"
+    other = f"`{claim.against_metric}` " if claim.against_metric else ""
+    here = (
+        f"{said}: `{claim.metric}` {claim.method} {values[0]}, {other}{claim.against} {values[1]}"
+    )
     return [here, _difference(entry, form), _verdict(one, form), command]
 
 

@@ -170,11 +170,11 @@ def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tup
     for section, asked in (("claims", study.claims), ("questions", study.questions)):
         for index, one in enumerate(asked):
             known = foreseen(study, stages, one.phase) if one.phase in study.data else []
-            if known and one.metric not in known:
-                hint = near(one.metric, known)
-                listed = ", ".join(known)
-                keys = (section, index, "metric")
-                yield keys, f"found {one.metric!r}{hint}; allowed in {one.phase}: {listed}"
+            for key, name in (("metric", one.metric), ("against_metric", one.against_metric)):
+                if known and name and name not in known:
+                    listed = ", ".join(known)
+                    text = f"found {name!r}{near(name, known)}; allowed in {one.phase}: {listed}"
+                    yield (section, index, key), text
 
 
 def foreseen(study: Study, stages: Collection[str], phase: PhaseName) -> list[str]:

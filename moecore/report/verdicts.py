@@ -8,7 +8,7 @@ from moecore.report.summary import ANSWERS
 from moecore.report.view import Block, Grid, Item, Line, Section
 from moecore.report.words import between, decimals, limits_of, shown, signed
 from moecore.statistics.crossed import BOTH, ITEMS, SEEDS
-from moecore.study.selection import Claim
+from moecore.study.selection import Claim, Question
 
 MARKS = {"holds": "✓ holds", "contradicted": "✗ contradicted", "open": "? open", "": "–"}
 HOW = (
@@ -85,7 +85,11 @@ def _line(found: Evaluated) -> Line:
             Item(shown(cell.interval.value, form, both), limits_of(cell, form, both), note=name)
             for name, cell in ((claim.method, found.ours), (claim.against, found.theirs))
         ),
-        Item(found.metric.column.label, f"{_said(found)}, {claim.phase}", note=claim.why),
+        Item(
+            found.metric.column.label,
+            f"{_said(found)}{_other(claim)}, {claim.phase}",
+            note=claim.why,
+        ),
     ]
     if isinstance(claim, Claim):
         return Line(Item(claim.paper, note=f"{claim.source}: {claim.says}"), items)
@@ -109,9 +113,14 @@ def _words(found: Evaluated) -> list[str]:
         f"{_value(found)}{limits}; {'; '.join(_notes(found))}",
         f"{claim.method}: {_plain(found.ours, form, both)}",
         f"{claim.against}: {_plain(found.theirs, form, both)}",
-        f"{label} (`{claim.metric}`), {_said(found)}{why}, {claim.phase}",
+        f"{label} (`{claim.metric}`){_other(claim)}, {_said(found)}{why}, {claim.phase}",
     ]
     return [word.replace("|", "\\|").replace("\n", " ") for word in words]
+
+
+def _other(claim: Claim | Question) -> str:
+    """The metric of the other side, where it is another one."""
+    return f" against {claim.against_metric}" if claim.against_metric else ""
 
 
 def _said(found: Evaluated) -> str:

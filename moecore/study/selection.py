@@ -54,11 +54,20 @@ class Selection(Config):
 
 
 class Comparison(Config):
-    """Two methods and one metric: which of them is said to have more of it, or that neither has."""
+    """Two methods and one metric: which of them is said to have more of it, or that neither has.
+
+    Or one method and two metrics of the same images and unit, such as accuracies under two attacks.
+    """
 
     metric: str = Field(description="A metric of reports/compare.json.")
     method: str = Field(description="The method that it is said of; one of run.methods.")
-    against: str = Field(description="The method that it is compared with; one of run.methods.")
+    against: str = Field(
+        description="The method that it is compared with; one of run.methods, and another one "
+        "unless against_metric is given."
+    )
+    against_metric: str = Field(
+        "", description="What is read of `against`, where that is not `metric`."
+    )
     better: Direction = Field(
         description="What is said of the metric of `method`: higher or lower than that of "
         "`against`, or equivalent, which is no further apart than `margin`."
@@ -79,6 +88,11 @@ class Comparison(Config):
                 "better is equivalent and margin is missing; allowed: margin, a number > 0 in the "
                 "unit of the metric"
             )
+        if self.against_metric == self.metric:
+            raise ValueError(
+                f"found against_metric {self.against_metric}, the metric itself; allowed: another "
+                "one, or none"
+            )
         if self.better != "equivalent" and self.margin is not None:
             raise ValueError(
                 f"found margin {self.margin:g} with better: {self.better}; allowed: a margin with "
@@ -90,6 +104,11 @@ class Comparison(Config):
     def words(self) -> str:
         """match_top1 of prc higher than of vmoe."""
         ours = f"{self.metric} of {self.method}"
+        if self.against_metric:
+            theirs = f"{self.against_metric} of {self.against}"
+            if self.better == "equivalent":
+                return f"{ours} within {self.margin:g} of {theirs}"
+            return f"{ours} {self.better} than {theirs}"
         if self.better == "equivalent":
             return f"{ours} within {self.margin:g} of that of {self.against}"
         return f"{ours} {self.better} than of {self.against}"

@@ -58,9 +58,11 @@ def _claims(whole: dict, run: dict) -> Found:
                 known = ", ".join(map(str, allowed))
                 text = f"found {found!r}{near(found, allowed)}; allowed: {known}, as in run"
                 yield (section, index, key), text
-        if one.get("method") is not None and one.get("method") == one.get("against"):
+        same = one.get("method") is not None and one.get("method") == one.get("against")
+        if same and not one.get("against_metric"):
             others = ", ".join(map(str, _list(run.get("methods"))))
-            text = f"found {one['against']!r}, the method itself; allowed: another of {others}"
+            allowed = f"another of {others}, or the same with against_metric"
+            text = f"found {one['against']!r}, the method itself; allowed: {allowed}"
             yield (section, index, "against"), text
     seeds = _list(run.get("seeds"))
     if len(seeds) == 1 and _list(whole.get("claims")):

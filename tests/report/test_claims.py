@@ -510,3 +510,36 @@ def test_the_rows_of_the_papers_say_what_they_need():
                 assert set(printed.methods) <= set(asked.run.methods), row.number
                 stages = stages_of(ROOT / "pipelines" / printed.study)
                 assert set(printed.metrics) <= set(foreseen(asked, stages, printed.phase))
+
+
+def test_one_method_is_judged_by_two_metrics():
+    shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.6, 0.3])
+    of_itself = {"against": "prc", "against_metric": "test_accuracy", "better": "lower"}
+    (one,) = evaluate([claim(**of_itself)], shown)
+    (other,) = evaluate(
+        [claim(metric="test_accuracy", against="prc", against_metric="match_top1")], shown
+    )
+    assert one.difference.value == pytest.approx(-other.difference.value)
+    means = (one.ours.interval.value, one.theirs.interval.value)
+    assert one.difference.value == pytest.approx(means[0] - means[1]) and means[0] != means[1]
+    assert one.verdict == other.verdict
+    (words,) = flat_claims([one])
+    assert words.endswith("match_top1 of prc lower than test_accuracy of prc")
+    assert "against test_accuracy" in claims_markdown([one])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"against_metric": "match_top1"}, "the metric itself"),
+    ],
+)
+def test_another_metric_is_another_one(changes, said):
+    with pytest.raises(ValidationError, match=said):
+        claim(**changes)
+
+
+def test_metrics_of_other_units_are_not_subtracted():
+    shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.6, 0.3])
+    with pytest.raises(UserError, match="parameters is a count, and match_top1 a share"):
+        evaluate([claim(against="prc", against_metric="parameters")], shown)
