@@ -208,11 +208,8 @@ def _evaluate(claim: Claim | Question, place: str, phases: Mapping[str, Known]) 
         refuse_other_unit(metric, other, f"{place}.against_metric")
     models = known.phase.models
     ours = Side(metric, _among(models, claim.method, f"{place}.method"))
-    others = {
-        name: seeds
-        for name, seeds in models.items()
-        if claim.against_metric or name != claim.method
-    }
+    itself = () if claim.against_metric else (claim.method,)
+    others = {name: seeds for name, seeds in models.items() if name not in itself}
     theirs = Side(other, _among(others, claim.against, f"{place}.against"))
     # Whether both have their metric is seen before their difference is taken.
     first = _cell_of(ours, models, f"{place}.method: {claim.method}")

@@ -516,9 +516,8 @@ def test_one_method_is_judged_by_two_metrics():
     shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.6, 0.3])
     of_itself = {"against": "prc", "against_metric": "test_accuracy", "better": "lower"}
     (one,) = evaluate([claim(**of_itself)], shown)
-    (other,) = evaluate(
-        [claim(metric="test_accuracy", against="prc", against_metric="match_top1")], shown
-    )
+    turned = {"metric": "test_accuracy", "against": "prc", "against_metric": "match_top1"}
+    (other,) = evaluate([claim(**turned)], shown)
     assert one.difference.value == pytest.approx(-other.difference.value)
     means = (one.ours.interval.value, one.theirs.interval.value)
     assert one.difference.value == pytest.approx(means[0] - means[1]) and means[0] != means[1]
