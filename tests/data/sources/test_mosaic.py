@@ -95,7 +95,9 @@ def test_every_cell_is_an_image_of_its_split_and_the_labels_are_theirs(folder):
     made = Prepared.open(folder / "mosaic", verify=True)
     source = Prepared.open(folder / "source")
     known = {
-        name: {image.tobytes(): label for image, label in zip(*getattr(source, name), strict=True)}
+        name: {
+            image.tobytes(): label for image, label in zip(*getattr(source, name)[:2], strict=True)
+        }
         for name in SPLITS
     }
     for name, number in (("train", 300), ("validation", 60), ("test", 70)):
