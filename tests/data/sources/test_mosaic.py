@@ -101,7 +101,7 @@ def test_every_cell_is_an_image_of_its_split_and_the_labels_are_theirs(folder):
         for name in SPLITS
     }
     for name, number in (("train", 300), ("validation", 60), ("test", 70)):
-        images, labels = getattr(made, name)
+        images, labels = getattr(made, name)[:2]
         assert (
             images.shape == (number, 1, 12, 12)
             and labels.shape == (number, 10)
