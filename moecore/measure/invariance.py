@@ -14,9 +14,8 @@ from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spread
 from moecore.data.views.transforms import TRANSFORMS, drawn_affines, transformed
 from moecore.measure.base import Number, Parts, Subject, kept, why_not_flat
-from moecore.measure.routing_metrics.class_maps import class_maps
 from moecore.measure.routing_metrics.expert_use import agreement
-from moecore.measure.routing_metrics.imed import imed_between, mean_imed
+from moecore.measure.routing_metrics.imed import class_maps, imed_between, mean_imed
 from moecore.nn.backbones.model import Model
 from moecore.nn.expert_map import map_shape
 from moecore.nn.predict import predictions

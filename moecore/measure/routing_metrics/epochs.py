@@ -15,9 +15,9 @@ from torch import Tensor
 from moecore.core.records import RoutingRecord
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
-from moecore.measure.routing_metrics.class_maps import class_maps
 from moecore.measure.routing_metrics.consistency import epoch_agreement, epoch_agreement_by_layer
 from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
+from moecore.measure.routing_metrics.imed import class_maps
 from moecore.measure.routing_metrics.region_probe import (
     keep_regions,
     kept_regions,

@@ -7,7 +7,7 @@ from torch import nn
 
 from moecore.core.files import UserError
 from moecore.core.records import Layout, ModelOutput, RoutingRecord
-from moecore.measure.routing_metrics.class_maps import class_maps
+from moecore.measure.routing_metrics.imed import class_maps
 from moecore.measure.routing_metrics.regions import region_routing, shuffled
 from moecore.training.isolation import isolate
 from tests.volumes import ball
