@@ -1,4 +1,4 @@
-"""Maps of experts: how far two lie apart when neighbours are similar (IMED), and a class's mean map.
+"""Maps of experts: how far two lie apart when neighbours count (IMED), and a class's mean map.
 
 E experts on a grid of r rows and c columns, row by row.
 """
