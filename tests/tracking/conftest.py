@@ -1,6 +1,7 @@
 """A repository with one study, an MLflow store for all tests, and runs to import."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,11 +86,17 @@ class Study:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=hears_interrupts,
         )
 
     def moecore(self, *words: str) -> subprocess.Popen:
         """``moecore words…`` in the study's folder."""
         return self.start("-c", "from moecore.pipeline.cli import app; app()", *words)
+
+
+def hears_interrupts() -> None:
+    """Ctrl-C reaches the process, also where a shell ran the tests as a job that ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
