@@ -13,7 +13,7 @@ from moecore.report.words import decimals
 from moecore.statistics.intervals import Interval
 
 HEADLINE = ("mce", "load_cv2", "active_parameters", "latency_ms")
-HEADLINE_OF_AGES = (
+COHORT_CHECKS = (
     "isolated_wm",
     "isolated_gm",
     "isolated_csf",
@@ -23,6 +23,9 @@ HEADLINE_OF_AGES = (
     "own_expert_gain",
     "monotone",
     "rescan",
+)
+HEADLINE_OF_AGES = (
+    *COHORT_CHECKS,
     "load_cv2",
     "active_parameters",
     "latency_ms",

@@ -10,25 +10,14 @@ from typing import Any
 
 from moecore.core.files import UserError, read_json
 from moecore.report.measures import sizes
+from moecore.report.quantities import COHORT_CHECKS
 from moecore.report.words import between, decimals, shown
 from moecore.statistics.intervals import Interval
 
 NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
 OLDER = "written by other code, over seeds alone: run the study again"
 ANSWERS = {"holds": "yes", "contradicted": "no"}  # to a question
-AGES = (
-    "mae_of_median",
-    "mae_pooled",
-    "isolated_wm",
-    "isolated_gm",
-    "isolated_csf",
-    "probe_wm",
-    "probe_gm",
-    "probe_csf",
-    "own_expert_gain",
-    "monotone",
-    "rescan",
-)
+AGES = ("mae_of_median", "mae_pooled", *COHORT_CHECKS)
 COLUMNS = {
     "ece_after": "number",
     "load_cv2": "number",
