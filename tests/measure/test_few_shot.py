@@ -168,3 +168,9 @@ def test_settings():
     assert isinstance(FewShot(), Config) and FewShot().shots == (1, 5, 10, 25)
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         FewShot(shots=(0,))
+
+
+def test_the_evaluators_constants_are_v_moes():
+    """2^−10 … 2^19, a bias column of 100, 1e-5 beside a deviation (google-research/vmoe)."""
+    assert EXPONENTS == tuple(range(-10, 20)) and LEAST == 1e-5
+    assert few_shot.with_bias(torch.zeros(1, 2)).tolist() == [[0, 0, 100]]
