@@ -18,6 +18,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.measure.base import Parts, Subject, kept, why_not_flat
 from moecore.measure.probes.linear_probe import Ridge, read_by_head, ridges
+from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import over_seeds
 
 EXPONENTS = tuple(range(-10, 20))  # λ = 2^i, V-MoE's
@@ -53,6 +54,9 @@ class Shots(Config):
     leaky_low: float | None
     leaky_high: float | None
     leaky_exponent: int
+    # The score of each test image, mean over the draws, as ``kept_items`` packs them: what claims
+    # are judged by. The draws are the same for every model.
+    items: str | None = None
 
 
 class TooFew(Config):
@@ -138,6 +142,7 @@ class Tried(NamedTuple):
 
     scores: Tensor  # (30,), on the test split
     chosen: int  # the exponent that leaving one out prefers
+    items: Tensor  # (M,) fp64, each test image's score under that one
 
 
 class Known(NamedTuple):
@@ -156,14 +161,19 @@ class Known(NamedTuple):
             with_bias((few - mean) / scale).to(device),
             targets_of(torch.from_numpy(labels), task.outputs).to(device),
         )
+        chosen = preferred(ridge)
         right = torch.zeros(len(EXPONENTS), dtype=torch.float64)
+        items = []
         known = torch.from_numpy(np.array(self.subject.data.test.labels))
         for part, own in zip(self.test.split(CHUNK), known.split(CHUNK), strict=True):
             directions = with_bias((part - mean) / scale).to(device) @ ridge.basis
             for place, exponent in enumerate(EXPONENTS):
                 said = (directions @ ridge.shrunk(2.0**exponent)).cpu()
-                right[place] += task.scores(said, own).sum()
-        return Tried(right / len(known), preferred(ridge))
+                scores = task.scores(said, own).double()
+                right[place] += scores.sum()
+                if exponent == chosen:
+                    items.append(scores)
+        return Tried(right / len(known), chosen, torch.cat(items))
 
 
 def with_bias(features: Tensor) -> Tensor:
@@ -208,4 +218,5 @@ def shots_of(shots: int, tried: Sequence[Tried]) -> Shots:
         leaky_low=best.low,
         leaky_high=best.high,
         leaky_exponent=EXPONENTS[leaky],
+        items=kept_items(torch.stack([one.items for one in tried]).mean(dim=0).numpy()),
     )

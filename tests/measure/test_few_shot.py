@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.config import Config
+from moecore.core.packed import unpacked_values
 from moecore.measure import few_shot
 from moecore.measure.base import Subject, at_once
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
@@ -103,6 +104,7 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
     labels = torch.from_numpy(np.array(data.train.labels))
     row = results["vit"].rows[1]
     assert row.shots == 3
+    hits = []
     for draw in range(3):
         generator = np.random.default_rng([2, draw])
         chosen = np.concatenate(
@@ -119,8 +121,13 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
         weights = refitted(ready(few), y, 2.0 ** row.exponents[draw])
         right = (ready(test) @ weights).argmax(1) == torch.from_numpy(np.array(data.test.labels))
         assert row.scores[draw] == pytest.approx(float(right.double().mean()))
+        hits.append(right.double().numpy())
     assert row.score == pytest.approx(np.mean(row.scores))
     assert row.low < row.score < row.high
+    # What claims are judged by: one number a test image, the mean over the draws.
+    items = unpacked_values(row.items)
+    assert items == pytest.approx(np.mean(hits, axis=0), abs=1e-3)
+    assert items.mean() == pytest.approx(row.score, abs=1e-5)
 
 
 def test_numbers_above_the_smallest_class_are_skipped_with_the_reason(results):

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from moecore.measure.few_shot import FewShot, Result, Shots
 from moecore.report.charts import Look, bands, curves_chart, over
-from moecore.report.column import Ahead, Column, Each
+from moecore.report.column import Ahead, Column, Each, opened
 from moecore.report.measured import Phase
 from moecore.report.shown import Figures
 from moecore.report.view import Block, Picture
@@ -29,6 +31,10 @@ def with_shots(shots: str, result: Result) -> Column:
         row = row_of(result, shots)
         return None if row is None else Interval(row.score, row.low, row.high)
 
+    def items(result: Result) -> np.ndarray | None:
+        row = row_of(result, shots)
+        return None if row is None else opened(row.items)
+
     return Column(
         f"few_shot_{shots}",
         f"{shots}-shot accuracy",
@@ -37,6 +43,7 @@ def with_shots(shots: str, result: Result) -> Column:
         "share",
         NOTE.format(shots),
         "ermoe",
+        items=items,
         limits="draws",
     )
 
