@@ -4,20 +4,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from moecore.core.files import UserError
 from moecore.report.cells import Cell, as_json, cell
 from moecore.report.column import Metric
-from moecore.report.measured import Measured, Models, Phase, Results
-from moecore.report.significance import LEVEL
+from moecore.report.measured import Models, Phase, Results
+from moecore.report.significance import LEVEL, Side, difference_of
 from moecore.report.tables import table
-from moecore.statistics.crossed import Difference, crossed, paired_seeds
+from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
 from moecore.study.selection import Claim, Comparison, Question
 
 T = TypeVar("T")
-Seeds = Mapping[int, Measured]
 
 
 class Evaluated(NamedTuple):
@@ -37,21 +34,6 @@ class Evaluated(NamedTuple):
     def smallest(self) -> float | None:
         """Of an open verdict, the smallest difference that this design could have seen."""
         return self.difference.smallest if self.verdict == "open" else None
-
-
-class Side(NamedTuple):
-    """One metric of one method, seed by seed."""
-
-    metric: Metric
-    seeds: Seeds
-
-    def items(self, seed: int) -> np.ndarray | None:
-        """One value an item, (N,); None where the metric has none."""
-        return self.metric.items(self.seeds[seed])
-
-    def number(self, seed: int) -> float:
-        """The value."""
-        return self.metric.number(self.seeds[seed])
 
 
 class Known(NamedTuple):
@@ -137,26 +119,6 @@ def p_of(difference: Difference, asked: Comparison) -> float | None:
     apart = abs(difference.value) - asked.margin
     p = difference.p_at(abs(apart))
     return p if p is None or apart > 0 else p / 2
-
-
-def difference_of(ours: Side, theirs: Side, place: str) -> Difference:
-    """Ours minus theirs over items and seeds; over seeds alone where the metrics have no items.
-
-    Raises UserError where the two sides' items differ, or only some results keep theirs.
-    """
-    pairs = [(ours.items(seed), theirs.items(seed)) for seed in ours.seeds]
-    both = [(one, other) for one, other in pairs if one is not None and other is not None]
-    if not both and all(one is None and other is None for one, other in pairs):
-        return paired_seeds([ours.number(seed) - theirs.number(seed) for seed in ours.seeds])
-    again = "run the stage that measures it again for all methods"
-    names = " or ".join(dict.fromkeys((ours.metric.name, theirs.metric.name)))
-    if len(both) < len(pairs):
-        raise UserError(f"{place}: only some results keep the items of {names}; {again}")
-    numbers = sorted({len(values) for pair in both for values in pair})
-    if len(numbers) > 1:
-        found = f"{names} is of {' and of '.join(map(str, numbers))} items"
-        raise UserError(f"{place}: found {found}; allowed: the same items of all; {again}")
-    return crossed(np.stack([one - other for one, other in both]))
 
 
 def flat_claims(evaluated: Sequence[Evaluated]) -> dict[str, Any]:

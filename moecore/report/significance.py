@@ -1,4 +1,4 @@
-"""Whether two methods differ: tests on the same images or over the same seeds, corrected."""
+"""Whether two methods differ: on the same items, over the same seeds, or both; corrected."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,15 +8,19 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.report.column import Metric
 from moecore.report.measured import Measured
-from moecore.statistics.intervals import Interval, over_seeds
-from moecore.statistics.paired import holm, mcnemar, paired_difference, paired_t, pairs
+from moecore.statistics.crossed import BOTH, SEEDS, Difference, crossed, paired_seeds
+from moecore.statistics.intervals import Interval
+from moecore.statistics.paired import holm, mcnemar, paired_difference, pairs
 
 LEVEL = 0.05
 Seeds = Mapping[int, Measured]
 WORDS = {
     "mcnemar": "shares of images by McNemar's exact test of what two methods get right on the same "
     "images, Holm's correction over the column",
-    "paired t": "by Student's paired test over the seeds, Holm's correction over the column",
+    BOTH: "over test items and seeds at once (docs/intervals.md), Holm's correction over the "
+    "column",
+    SEEDS: "where no items are kept, by Student's paired test over the seeds, with the same "
+    "correction",
     "intervals": "where there is no paired test, by intervals that do not overlap",
 }
 
@@ -27,7 +31,7 @@ class Tested(NamedTuple):
     difference: Interval
     p: float
     holm: float  # p, corrected for the family of tests that it is one of
-    test: str  # "mcnemar" or "paired t"
+    test: str  # "mcnemar", BOTH, SEEDS, or "" where several seeds leave no interval
     # Images that the first method alone gets right, and the second alone.
     only: tuple[int, int] | None = None
 
@@ -35,13 +39,14 @@ class Tested(NamedTuple):
 def possible_test(metric: Metric, methods: Sequence[Seeds]) -> str:
     """The test that can be made between these methods; "" where neither direction is better.
 
-    "paired t" for several seeds, "mcnemar" for one seed with hits, else "intervals".
+    Of several seeds BOTH where the results keep one value an item, else SEEDS; "mcnemar" for one
+    seed with hits, else "intervals".
     """
     if not metric.column.better:
         return ""
-    if all(len(seeds) > 1 for seeds in methods):
-        return "paired t"
     models = [model for seeds in methods for model in seeds.values()]
+    if all(len(seeds) > 1 for seeds in methods):
+        return BOTH if all(metric.items(model) is not None for model in models) else SEEDS
     known = all(metric.hits(model) is not None for model in models)
     return "mcnemar" if known else "intervals"
 
@@ -54,7 +59,7 @@ def against(metric: Metric, models: Mapping[str, Seeds], reference: str) -> dict
     """
     others = [method for method in models if method != reference]
     test = possible_test(metric, list(models.values()))
-    if reference not in models or not others or test not in ("mcnemar", "paired t"):
+    if reference not in models or not others or test not in ("mcnemar", BOTH, SEEDS):
         return {}
     compare = _by_images if test == "mcnemar" else _by_seeds
     found = [compare(metric, method, models[method], models[reference]) for method in others]
@@ -98,9 +103,39 @@ def as_json(tested: Tested) -> dict[str, Any]:
     return found
 
 
-def differences(metric: Metric, ours: Seeds, theirs: Seeds) -> list[float]:
-    """Ours minus theirs, seed by seed; both have the metric."""
-    return [metric.number(ours[seed]) - metric.number(theirs[seed]) for seed in ours]
+class Side(NamedTuple):
+    """One metric of one method, seed by seed."""
+
+    metric: Metric
+    seeds: Seeds
+
+    def items(self, seed: int) -> np.ndarray | None:
+        """One value an item, (N,); None where the metric has none."""
+        return self.metric.items(self.seeds[seed])
+
+    def number(self, seed: int) -> float:
+        """The value."""
+        return self.metric.number(self.seeds[seed])
+
+
+def difference_of(ours: Side, theirs: Side, place: str) -> Difference:
+    """Ours minus theirs over items and seeds; over seeds alone where the metrics have no items.
+
+    Raises UserError where the two sides' items differ, or only some results keep theirs.
+    """
+    pairs = [(ours.items(seed), theirs.items(seed)) for seed in ours.seeds]
+    both = [(one, other) for one, other in pairs if one is not None and other is not None]
+    if not both and all(one is None and other is None for one, other in pairs):
+        return paired_seeds([ours.number(seed) - theirs.number(seed) for seed in ours.seeds])
+    again = "run the stage that measures it again for all methods"
+    names = " or ".join(dict.fromkeys((ours.metric.name, theirs.metric.name)))
+    if len(both) < len(pairs):
+        raise UserError(f"{place}: only some results keep the items of {names}; {again}")
+    numbers = sorted({len(values) for pair in both for values in pair})
+    if len(numbers) > 1:
+        found = f"{names} is of {' and of '.join(map(str, numbers))} items"
+        raise UserError(f"{place}: found {found}; allowed: the same items of all; {again}")
+    return crossed(np.stack([one - other for one, other in both]))
 
 
 def _by_images(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested:
@@ -126,6 +161,7 @@ def _by_seeds(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested
     if ours.keys() != theirs.keys():
         seeds = f"seeds {list(ours)}, another method {list(theirs)}"
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")
-    found = differences(metric, ours, theirs)
-    p = paired_t(found)
-    return Tested(over_seeds(found), p, p, "paired t")
+    found = difference_of(Side(metric, ours), Side(metric, theirs), f"compare: {method}")
+    # Values that are all alike leave no interval, and nothing to tell the two apart by.
+    p = 1.0 if found.p is None else found.p
+    return Tested(found.interval(), p, p, found.kind)

@@ -161,7 +161,7 @@ def test_lower_errors_are_better(three):
     # The first method's MAE is 1 and 2 below the others' in every seed: a paired difference
     # without spread.
     found = flat(three)["dense"]["pretrain"]["test_mae"]["against"]["vmoe"]
-    assert found["difference"] == pytest.approx(-1) and found["test"] == "paired t"
+    assert found["difference"] == pytest.approx(-1) and found["test"] == "seeds"
     assert marked(three, "test_mae") == [True, False, False]
 
 

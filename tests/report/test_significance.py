@@ -128,7 +128,7 @@ def test_several_seeds_are_tested_pair_by_pair():
     models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8))
     found = against(VALUE, models, "b")["a"]
     assert (
-        found.test == "paired t"
+        found.test == "seeds"
         and found.difference.value == pytest.approx(0.1)
         and found.p == pytest.approx(1 - np.sqrt(300 / 302), rel=1e-6)
     )
@@ -207,7 +207,8 @@ def test_compare_json_has_the_tests(tmp_path):
     assert "against" not in one["ece_after"] and "against" not in one["parameters"]
     found = flat(results(tmp_path / "two", seeds=(0, 1, 2)))
     assert (
-        found["tgr"]["pretrain"]["load_cv2"]["against"]["vmoe"]["test"] == "paired t"
+        found["tgr"]["pretrain"]["load_cv2"]["against"]["vmoe"]["test"] == "seeds"
+        and found["tgr"]["pretrain"]["accuracy_fgsm"]["against"]["vmoe"]["test"] == "items × seeds"
         and "against" not in found["tgr"]["pretrain"]["parameters"]
     )
     assert (
@@ -223,7 +224,7 @@ def test_the_page_says_which_test_was_used(tmp_path):
     for name, found in (("one", one), ("many", many)):
         phase = found.phases["pretrain"]
         used[name] = used_tests(found, phase, table(found, phase).metrics)
-    assert used == {"one": {"mcnemar", "intervals"}, "many": {"paired t"}}
+    assert used == {"one": {"mcnemar", "intervals"}, "many": {"items × seeds", "seeds"}}
     assert "McNemar" in page(one)
     assert "paired test over the seeds" not in page(one)
     assert "McNemar" not in page(many)
