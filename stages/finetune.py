@@ -55,4 +55,4 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
 
 
 if __name__ == "__main__":
-    run_stage(finetune)
+    run_stage(finetune, trains=True)

@@ -55,4 +55,4 @@ def pretrain(method: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    run_stage(pretrain)
+    run_stage(pretrain, trains=True)

@@ -9,6 +9,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
+from moecore.core.ranks import only_first
 from moecore.core.streams import seed_of
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
@@ -37,6 +38,7 @@ def teacher(seed: int) -> None:
     data = Prepared.open("artifacts/data/pretrain")
     with training_run("teacher", params, data, [], __file__, seed=seed) as training:
         if isinstance(settings, NoTeacher):
+            only_first()
             with whole_folder(target) as folder:
                 write_json(folder / "absent.json", {"teacher": settings.kind})
             training.run.result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
@@ -45,7 +47,9 @@ def teacher(seed: int) -> None:
         model = settings.build(ImageSpec.from_card(data.card))
         schedule = settings.training
         found: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
-        if schedule is not None:
+        if schedule is None:
+            only_first()
+        else:
             objective = Objective((), schedule.label_smoothing)
             job = job_for(model, data, objective, training.runtime.device)
             training.train(job, schedule, drawn)
@@ -57,4 +61,4 @@ def teacher(seed: int) -> None:
 
 
 if __name__ == "__main__":
-    run_stage(teacher)
+    run_stage(teacher, trains=True)

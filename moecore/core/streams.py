@@ -7,9 +7,10 @@ place of the seed, and so shares no stream with the student of the same number, 
 """
 
 import hashlib
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from torch import Generator
+import torch
+from torch import Generator, Tensor
 
 # Purposes of a training step, (seed, step, purpose)
 VIEWS = 1
@@ -37,6 +38,43 @@ def generator_for(*words: int) -> Generator:
     """
     # SeedSequence takes (1, 5) and (1, 5, 0) for the same
     return Generator().manual_seed(_digest(*words))
+
+
+class Draws(NamedTuple):
+    """Random numbers of the images of a batch, or of some of them.
+
+    All numbers of the whole batch are drawn, whichever are wanted: an image's do not depend on how
+    many processes share the batch. generator: on the CPU. whole: images of the batch. rows: places
+    in it (B,) int64, ascending or not; None for all.
+    """
+
+    generator: Generator
+    whole: int
+    rows: Tensor | None = None
+
+    @classmethod
+    def of(cls, source: "Generator | Draws", images: int) -> "Draws":
+        """``source`` itself, or the draws of a whole batch of so many images."""
+        return source if isinstance(source, Draws) else cls(source, images)
+
+    @property
+    def images(self) -> int:
+        """Images that are drawn for."""
+        return self.whole if self.rows is None else len(self.rows)
+
+    def wanted(self, values: Tensor) -> Tensor:
+        """The rows of values (whole, …) of the whole batch."""
+        return values if self.rows is None else values[self.rows]
+
+    def rand(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """(B, *shape), uniform in [0, 1)."""
+        size = (self.whole, *shape)
+        return self.wanted(torch.rand(size, generator=self.generator, dtype=dtype))
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """(B, *shape) int64 from ``low`` to ``high`` − 1."""
+        size = (self.whole, *shape)
+        return self.wanted(torch.randint(low, high, size, generator=self.generator))
 
 
 def seed_of(who: Who, seed: int) -> int:

@@ -16,25 +16,48 @@ from moecore.study.remembered import in_order
 PR_SET_PDEATHSIG = 1
 
 
-def run_stage(function: Callable[..., None], arguments: list[str] | None = None) -> None:
+def run_stage(
+    function: Callable[..., None], arguments: list[str] | None = None, trains: bool = False
+) -> None:
     """Call ``function`` with the words of the command line, converted by its annotations.
 
     ``def pretrain(method: str, seed: int)`` runs as ``python -m stages.pretrain vmoe 0``. Exit
     codes: 1 for a UserError (its text is printed, without a traceback), 2 for wrong arguments. If
-    the parent (dvc) is killed, the stage ends too.
+    the parent (dvc) is killed, the stage ends too. trains: several ranks may share it; any other
+    stage is one process.
     """
     words = sys.argv[1:] if arguments is None else arguments
     values = _converted(function, words)
     end_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     try:
+        if not trains:
+            refuse_ranks()
         in_order(os.environ.get("MOECORE_PARAMS") or "params.yaml", Path(), metrics_named)
         function(**values)
     except UserError as error:
         several = "\n" in str(error)
         where = "" if several else f"{' '.join([function.__name__, *words])}: "
-        print(f"{where}{error}", file=sys.stderr)
+        if first_to_fail():
+            print(f"{where}{error}", file=sys.stderr)
         sys.exit(1)
+
+
+def refuse_ranks() -> None:
+    """Raise UserError where a launcher started several processes of a stage that is one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1:
+        shared = "teacher, pretrain, finetune and adversarial, which train, may be shared"
+        raise UserError(f"found {size} ranks; allowed of this stage: 1 ({shared})")
+
+
+def first_to_fail() -> bool:
+    """Whether to say what is wrong: once, where several ranks end at the same."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    from moecore.core import ranks  # imports torch
+
+    return ranks.first_to_fail() if ranks.joined() else os.environ.get("RANK") == "0"
 
 
 def metrics_named(study: Any, stages: Sequence[str]) -> Iterable[tuple[tuple, str]]:

@@ -1,10 +1,13 @@
 """The life of a stage that trains: a bar, a line of the history for every point, checkpoints."""
 
+import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from moecore.core.config import Config
+from moecore.core.ranks import join, only_first, ranks, refuse_unlike, same_text
 from moecore.data.prepared import Prepared
 from moecore.run.history import Run, record
 from moecore.run.history_file import points, read_lines, seconds
@@ -21,8 +24,9 @@ from moecore.training.settings import Training
 class TrainingRun:
     """A run whose checkpoint and history lie in ``work``, a folder that outlives the process."""
 
-    def __init__(self, run: Run, work: Path, title: str) -> None:
-        self.run = run
+    def __init__(self, run: Run | None, work: Path, title: str) -> None:
+        """``run``: None on every rank but the first, which alone writes."""
+        self.recorded = run
         self.work = work
         self.title = title
         self.runtime = tune()
@@ -36,18 +40,31 @@ class TrainingRun:
     ) -> None:
         """Train from the last checkpoint; ``each_epoch`` is told every epoch (from 1) that ends.
 
+        Of several ranks the first alone comes back.
+
         A point is in the history, and ``each_epoch`` done, before the training goes on: what a
         checkpoint counts as done is never looked at again.
         """
+        training = fit(job, settings, seed, self.runtime, Checkpoint(self.work))
+        if self.recorded is None:
+            deque(training, maxlen=0)
+            only_first()
         for name, value in self.runtime._asdict().items():
             self.run.tag(f"runtime.{name}", value)
-        training = fit(job, settings, seed, self.runtime, Checkpoint(self.work))
+        self.run.tag("runtime.ranks", ranks().size)
         with progress(self.title, total_steps(job, settings)) as bar:
             for metrics in training:
                 self.run.log(metrics.step, metrics.values | {"epoch": metrics.epoch})
                 if each_epoch is not None and metrics.epoch == int(metrics.epoch):
                     each_epoch(int(metrics.epoch))
                 bar.update(metrics.step, **_shown(metrics))
+        only_first()
+
+    @property
+    def run(self) -> Run:
+        """The record; of the first rank."""
+        assert self.recorded is not None, "only the first rank writes"
+        return self.recorded
 
     def log(self) -> Log:
         """All points, also those of before a kill."""
@@ -72,11 +89,17 @@ def training_run(
     """
     item = [str(word) for word in (method, seed) if word is not None]
     name = "/".join([stage, *item])
+    join()
+    refuse_unlike("params", json.dumps(params.model_dump(mode="json"), sort_keys=True))
+    if not ranks().first:
+        yield TrainingRun(None, Path(same_text("")), name.replace("/", " "))
+        return
     with (
         work_folder(name, params, [data.folder, *inputs], script) as work,
         record(stage, params, work=work, method=method, seed=seed) as run,
     ):
         run.dataset(data.card)
+        same_text(str(work.resolve()))
         yield TrainingRun(run, work, name.replace("/", " "))
 
 

@@ -5,11 +5,13 @@ Sources: Madry et al. (2018); adversarial-moe, §4.2.
 
 from typing import Literal
 
+import torch
 from pydantic import Field
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
+from moecore.core.ranks import RowsOfBatch, ranks
 from moecore.core.records import Batch
 from moecore.nn.predict import evaluating
 from moecore.tasks.base import Task
@@ -46,6 +48,26 @@ class Adversarial(Config):
         regularizers are not attacked. Labels and affines stay.
         """
         attack = Pgd(steps=self.steps, form=self.form)
+        own = own_generators(generator, batch.images)
         with evaluating(model):  # the attack itself turns autocast off
-            images = attack(model, task, batch.images, batch.labels, self.epsilon, generator)
+            images = attack(model, task, batch.images, batch.labels, self.epsilon, own)
         return batch._replace(images=images)
+
+
+def own_generators(generator: Generator, images: Tensor) -> Generator | list[Generator]:
+    """What draws the random start of each of ``images`` (views · b, …), this rank's part of a
+    batch: as it would be drawn with the whole of it.
+    """
+    here = ranks()
+    if here.size == 1:
+        return generator
+    states = []
+    for _ in range(len(images) * here.size):
+        states.append(generator.get_state())
+        torch.rand(images.shape[1:], generator=generator)
+    own = []
+    for place in RowsOfBatch.of(torch.arange(len(states))).tolist():
+        drawing = Generator()
+        drawing.set_state(states[place])
+        own.append(drawing)
+    return own

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from moecore.core.ranks import like, ranks, whole_of
 from moecore.core.tensors import read_tensors, write_tensors
 
 
@@ -27,8 +28,10 @@ class Checkpoint:
         with them.
         """
         tensors = {
-            f"model.{name}": value for name, value in model.state_dict().items()
+            f"model.{name}": whole_of(value) for name, value in model.state_dict().items()
         } | _optimizer_tensors(optimizer)
+        if not ranks().first:
+            return
         write_tensors(self.path, tensors, {"step": str(step), "note": json.dumps(note)})
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict]:
@@ -41,9 +44,10 @@ class Checkpoint:
         if not self.path.exists():
             return 0, {}
         tensors, metadata = read_tensors(self.path)
+        there = model.state_dict()
         model.load_state_dict(
             {
-                name.removeprefix("model."): value
+                name.removeprefix("model."): like(value, there[name.removeprefix("model.")])
                 for name, value in tensors.items()
                 if name.startswith("model.")
             }
@@ -55,7 +59,7 @@ class Checkpoint:
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     state = optimizer.state_dict()["state"]
     return {
-        f"optimizer.{index}.{name}": value
+        f"optimizer.{index}.{name}": whole_of(value)
         for index, values in state.items()
         for name, value in values.items()
     }
@@ -63,8 +67,12 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     whole = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, value in tensors.items():
         if name.startswith("optimizer."):
             _, index, field = name.split(".")
+            of = parameters[int(index)]
+            if value.shape == of.shape:
+                value = like(value, of.detach())
             whole["state"].setdefault(int(index), {})[field] = value
     optimizer.load_state_dict(whole)

@@ -12,7 +12,9 @@ from torch import Generator, Tensor
 from torch.nn.functional import adaptive_max_pool3d
 
 from moecore.core.files import UserError
+from moecore.core.ranks import joined
 from moecore.core.records import Batch, Layout
+from moecore.core.streams import Draws
 from moecore.data.prepared import Prepared
 from moecore.data.sampling import send
 from moecore.training.method import Method
@@ -32,19 +34,27 @@ class Isolation(NamedTuple):
     share: float  # afterwards, of the volumes
 
     def isolated(
-        self, volumes: Tensor, indices: Tensor, step: int, epoch: int, generator: Generator
+        self,
+        volumes: Tensor,
+        indices: Tensor,
+        step: int,
+        epoch: int,
+        source: Generator | Draws,
     ) -> tuple[Tensor, Tensor]:
         """The volumes (B, C, D, H, W) of ``indices`` (B,), some times the share of one tissue, and
         which region each keeps: (B,) int64, or WHOLE.
 
         Regions take turns within a batch and from step to step, so every expert learns at every
-        step. Outside ``alone`` one volume at least stays whole. generator: on the CPU, of the step.
+        step. Outside ``alone`` one volume at least stays whole. source: a generator on the CPU, of
+        the step, or the draws of these volumes.
         """
-        region = (torch.arange(len(indices)) + step) % len(self.channels)
+        draws = Draws.of(source, len(indices))
+        region = (torch.arange(draws.whole) + step) % len(self.channels)
         if epoch not in self.alone:
             share = self.share if epoch >= self.alone.stop else 0.0
-            left = torch.rand(len(indices), generator=generator)
+            left = torch.rand(draws.whole, generator=draws.generator)
             region = region.where((left < share) & (left < left.max()), WHOLE)
+        region = draws.wanted(region)
         kept = (region != WHOLE).nonzero()[:, 0]
         if not len(kept):
             return volumes, region
@@ -63,7 +73,8 @@ class Isolation(NamedTuple):
         they are unlike all that the model will be asked, and where they taught age as well some
         trainings stayed at the median age.
         """
-        if bool((region == WHOLE).all()):
+        # Of ranks one may have none where another has some, and all must compute the same terms.
+        if not joined() and bool((region == WHOLE).all()):
             return batch
         batch = batch._replace(belongs=self.belongs(batch.images, region, layout))
         if epoch in self.alone:

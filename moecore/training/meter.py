@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore.core.files import UserError
+from moecore.core.ranks import joined, of_all_ranks, own_part, ranks
 
 MEMORY = "memory_mb"  # of one step, among the values of the first logged point
 WEIGHED = 1  # the step, from 0, whose memory is taken: the first after the optimizer has its state
+
+
+NEVER = 2**53  # a step, from 0, that no training reaches
 
 
 class Peak(NamedTuple):
@@ -129,7 +133,7 @@ class Meter:
         self.images = 0
         self.count = 0
         self.begun = time.perf_counter()
-        self.first_bad = torch.full((), torch.iinfo(torch.int64).max, device=self.device)
+        self.first_bad = torch.full((), NEVER, device=self.device)
 
     def add(self, step: int, images: int, terms: dict[str, Tensor], score: Tensor) -> None:
         """The terms of one step, and the sum of the scores of its images."""
@@ -152,19 +156,35 @@ class Meter:
 
     def take(self, last_good: str) -> dict[str, float]:
         """The means since the last point. Raises UserError where a loss was not finite."""
-        sums = {name: float(value) for name, value in self.sums.items()}
+        size = ranks().size
+        # Read at once: the device is waited for a single time.
+        bad = self._bad()
+        *summed, first_bad = torch.stack([*self.sums.values(), bad]).tolist()
+        sums = dict(zip(self.sums, summed, strict=True))
         score = sums.pop("score")
-        means = {name: value / self.count for name, value in sums.items()}
-        if self.first_bad < torch.iinfo(torch.int64).max:
-            found = f"the loss is not finite since step {int(self.first_bad)} ({_shown(means)})"
+        means = {name: value / self.count / size for name, value in sums.items()}
+        if first_bad < NEVER:
+            found = f"the loss is not finite since step {int(first_bad)} ({_shown(means)})"
             raise UserError(f"{found}; {last_good}. Lower the learning rate or a weight")
         seconds = time.perf_counter() - self.begun
-        rate = self.images / seconds
-        values = means | {self.measure: score / self.images, "images_per_second": rate}
+        images = self.images * size
+        rate = images / seconds
+        values = means | {self.measure: score / images, "images_per_second": rate}
         if self.memory is not None:
             values[MEMORY] = self.memory / 1e6
             self.memory = None
         return values
+
+    def _bad(self) -> Tensor:
+        """The first bad step of any rank, fp64; the sums become those of all ranks."""
+        bad = self.first_bad.double()
+        if not joined():
+            return bad
+        summed = torch.stack(list(self.sums.values()))
+        distributed.all_reduce(summed)
+        self.sums = dict(zip(self.sums, summed, strict=True))
+        distributed.all_reduce(bad, distributed.ReduceOp.MIN)
+        return bad
 
 
 def taken(
@@ -176,8 +196,8 @@ def taken(
     such weights, and they must not become a checkpoint.
     """
     values = meter.take(last_good) | {"learning_rate": rate}
-    sums = torch.stack([parameter.detach().sum() for parameter in model.parameters()])
-    if not sums.isfinite().all():
+    sums = torch.stack([own_part(parameter.detach()).sum() for parameter in model.parameters()])
+    if not of_all_ranks(sums.isfinite().all()):
         found = f"the weights are not finite after step {step} ({_shown(values)})"
         raise UserError(f"{found}; {last_good}. Lower the learning rate or a weight")
     return values

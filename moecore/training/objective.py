@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
+from moecore.core.ranks import joined, total_over_ranks
 from moecore.core.records import Step
 from moecore.training.regularizers import Regularizer
 
@@ -31,7 +33,14 @@ class Objective(NamedTuple):
             prediction = prediction[step.batch.learned]
             labels = labels[step.batch.learned]
         task = step.model.image.task
-        terms = {"task": task.loss(prediction, labels, self.label_smoothing)}
+        if step.batch.learned is not None and joined():
+            # Ranks have unequally many images that teach the task.
+            losses = task.loss(prediction, labels, self.label_smoothing, reduction="none")
+            summed = torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])
+            total = total_over_ranks(summed)
+            terms = {"task": total[0] / total[1]}
+        else:
+            terms = {"task": task.loss(prediction, labels, self.label_smoothing)}
         if self.distillation:
             terms["distillation"] = hard_distillation(step)
         return terms | {regularizer.kind: regularizer(step) for regularizer in self.regularizers}

@@ -45,7 +45,9 @@ def tune(device: str | None = None) -> Runtime:
     """
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device = device or os.environ.get("MOECORE_DEVICE") or found
-    threads = int(os.environ.get("MOECORE_THREADS", 0)) or len(os.sched_getaffinity(0))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that share this machine's cores
+    given = int(os.environ.get("MOECORE_THREADS", 0))
+    threads = given or max(1, len(os.sched_getaffinity(0)) // ranks)
     torch.set_num_threads(threads)
     allocator = _keep_large_blocks() if device == "cpu" else "cuda caching"
     precision, error = _matmul_precision(device)

@@ -47,7 +47,9 @@ class Sgd(Config):
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
         """Of groups that have no decay."""
-        return torch.optim.SGD(groups, lr=rate, momentum=self.momentum, fused=True)
+        # torch's fused kernel takes no sharded parameters; Adam's do.
+        sharded = any(hasattr(one, "device_mesh") for group in groups for one in group["params"])
+        return torch.optim.SGD(groups, lr=rate, momentum=self.momentum, fused=not sharded)
 
 
 Optimizer = Annotated[Adam | Adamw | Sgd, Field(discriminator="kind")]
@@ -83,6 +85,12 @@ class Training(Config):
     mix: Mix | None = Field(default=None, description="mixup and cutmix; null for none")
     adversarial: Adversarial | None = Field(
         default=None, description="learn from attacked images; null for the images as they are"
+    )
+    shard: int = Field(
+        default=1,
+        ge=1,
+        description="ranks over which parameters and the optimizer's state are spread, where "
+        "several share the training; 1: each rank holds all",
     )
     precision: Precision = Field(
         default="auto", description="auto: bfloat16 where a probe finds it faster"

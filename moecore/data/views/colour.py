@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Generator, Tensor
+from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.streams import Draws
 from moecore.data.sampling import send
 from moecore.data.views import geometry
 
@@ -128,11 +129,11 @@ class DrawnJitter(NamedTuple):
     factors: Tensor
 
 
-def drawn_jitter(settings: ColourJitter, count: int, generator: Generator) -> DrawnJitter:
-    """The draws for ``count`` images, on the CPU."""
-    order = torch.rand(count, len(JITTERED), generator=generator).argsort(dim=1)
+def drawn_jitter(settings: ColourJitter, draws: Draws) -> DrawnJitter:
+    """The draws of each image, on the CPU."""
+    order = draws.rand(len(JITTERED)).argsort(dim=1)
     factors = [
-        geometry.uniform(count, max(0.0, 1 - value), 1 + value, generator)
+        geometry.uniform(draws, max(0.0, 1 - value), 1 + value)
         for value in (settings.brightness, settings.contrast, settings.saturation)
     ]
     return DrawnJitter(order, torch.stack(factors, dim=1))
@@ -154,15 +155,13 @@ def jitter(pixels: Tensor, drawn: DrawnJitter) -> Tensor:
     return pixels
 
 
-def erase(pixels: Tensor, probability: float, generator: Generator) -> Tensor:
+def erase(pixels: Tensor, probability: float, draws: Draws) -> Tensor:
     """Black out one rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area, sides
     0.3 to 3.3.
     """
-    count, _, height, width = pixels.shape
-    top, left, tall, wide = geometry.crop_window(
-        count, (height, width), (0.02, 1 / 3), (0.3, 3.3), generator
-    )
-    chosen = torch.rand(count, generator=generator) < probability
+    height, width = pixels.shape[-2:]
+    top, left, tall, wide = geometry.crop_window(draws, (height, width), (0.02, 1 / 3), (0.3, 3.3))
+    chosen = draws.rand() < probability
     rows = torch.arange(height) + 0.5
     columns = torch.arange(width) + 0.5
     in_rows = (rows >= top[:, None]) & (rows < (top + tall)[:, None]) & chosen[:, None]

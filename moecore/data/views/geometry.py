@@ -7,12 +7,14 @@ An affine maps a point (row, column, 1) of the original image to the view; pixel
 import math
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
+
+from moecore.core.streams import Draws
 
 
-def uniform(count: int, low: float, high: float, generator: Generator) -> Tensor:
-    """(count,) fp64, uniform in [low, high)."""
-    return low + (high - low) * torch.rand(count, generator=generator, dtype=torch.float64)
+def uniform(draws: Draws, low: float, high: float) -> Tensor:
+    """(B,) fp64, uniform in [low, high)."""
+    return low + (high - low) * draws.rand(dtype=torch.float64)
 
 
 def matrices(rows: tuple, columns: tuple, count: int) -> Tensor:
@@ -69,24 +71,23 @@ def about_centre(affines: Tensor, height: float, width: float) -> Tensor:
 
 
 def crop_window(
-    count: int,
+    draws: Draws,
     size: tuple[int, int],
     scale: tuple[float, float],
     ratio: tuple[float, float],
-    generator: Generator,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random windows as (top, left, height, width), each (count,) in pixels, fractions allowed.
+    """Random windows as (top, left, height, width), each (B,) in pixels, fractions allowed.
 
     Area uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a side
     longer than the image's is cut to it (our choice: Inception's rule draws again up to ten times).
     Position uniform among those that lie inside.
     """
-    area = uniform(count, *scale, generator) * (size[0] * size[1])
-    aspect = uniform(count, math.log(ratio[0]), math.log(ratio[1]), generator).exp()
+    area = uniform(draws, *scale) * (size[0] * size[1])
+    aspect = uniform(draws, math.log(ratio[0]), math.log(ratio[1])).exp()
     height = (area / aspect).sqrt().clamp(max=size[0])
     width = (area * aspect).sqrt().clamp(max=size[1])
-    top = (size[0] - height) * uniform(count, 0, 1, generator)
-    left = (size[1] - width) * uniform(count, 0, 1, generator)
+    top = (size[0] - height) * uniform(draws, 0, 1)
+    left = (size[1] - width) * uniform(draws, 0, 1)
     return top, left, height, width
 
 

@@ -2,6 +2,8 @@
 one.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import Generator, Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.streams import Draws
 from moecore.data.sampling import send
 from moecore.tasks import AnyTask
 
@@ -33,56 +36,74 @@ class Mix(Config):
 
 
 def mix(
-    images: Tensor, labels: Tensor, task: AnyTask, settings: Mix, generator: Generator
+    images: Tensor,
+    labels: Tensor,
+    task: AnyTask,
+    settings: Mix,
+    source: Generator | Draws,
+    others: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mix each image with a random partner of the batch: images (B, C, H, W), soft labels (B, K).
 
     images: fp32 (B, C, H, W) in [0, 1], as the mixed ones; labels: int64 (B,), the mixed ones fp32.
-    task: of the labels. generator: on the CPU. λ is drawn per image; CutMix's λ is the exact share
-    of pixels kept. Raises UserError for a task whose labels are not one class each: a share of
-    several labels has no meaning here, and real numbers have no classes to share.
+    task: of the labels. source: a generator on the CPU, or the draws of these images. others: the
+    images and labels at places (B,) of the whole batch, where these images are a part of it. λ is
+    drawn per image; CutMix's λ is the exact share of pixels kept. Raises UserError for a task whose
+    labels are not one class each: a share of several labels has no meaning here, and real numbers
+    have no classes to share.
     """
     if why := task.needs_classes("mix"):
         raise UserError(f"mix: found mixup or cutmix, but {why}; allowed: mix: null")
     hard = F.one_hot(labels, task.outputs).to(torch.float32)
     if not settings.active:
         return images, hard
-    count, _, height, width = images.shape
-    partner = send(torch.randperm(count, generator=generator), images.device)
-    shares, cut = _draw(settings, count, generator)
-    hidden = _boxes(shares, cut, height, width, generator)
-    shares = torch.where(cut, 1 - hidden.to(torch.float64).mean((1, 2)), shares).to(torch.float32)
+    draws = Draws.of(source, len(images))
+    height, width = images.shape[-2:]
+    partner = draws.wanted(torch.randperm(draws.whole, generator=draws.generator))
+    shares, cut = _draw(settings, draws)
+    rows, columns = _boxes(shares, cut, height, width, draws)
+    area = (rows.sum(1) * columns.sum(1)).to(torch.float64) / (height * width)
+    shares = torch.where(cut, 1 - area, shares).to(torch.float32)
+    # Boxes go to the device as their rows and columns: whole masks would be half of a step's bytes.
+    hidden = send(rows, images.device)[:, :, None] & send(columns, images.device)[:, None, :]
+    cut, shares = send(cut, images.device)[:, None], send(shares, images.device)[:, None]
     kept = 1 - hidden.to(torch.float32)
-    weights = torch.where(cut[:, None, None], kept, shares[:, None, None])
-    weights = send(weights[:, None], images.device)
-    shares = send(shares, images.device)[:, None]
-    mixed = torch.lerp(images[partner], images, weights)
-    return mixed, torch.lerp(hard[partner], hard, shares)
+    weights = torch.where(cut[:, None], kept, shares[:, None])[:, None]
+    if others is None:
+        where = send(partner, images.device)
+        return torch.lerp(images[where], images, weights), torch.lerp(hard[where], hard, shares)
+    other, labelled = others(partner)
+    known = F.one_hot(labelled, task.outputs).to(torch.float32)
+    return torch.lerp(other, images, weights), torch.lerp(known, hard, shares)
 
 
-def _draw(settings: Mix, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
+def _draw(settings: Mix, draws: Draws) -> tuple[Tensor, Tensor]:
     """λ (B,) fp64, 1 where an image is left alone, and whether it is cut (B,) rather than
     blended.
     """
     # torch draws no Beta from a generator, numpy does.
-    random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
-    coin = np.full(count, settings.cutmix > 0)
+    random = np.random.default_rng(int(torch.randint(2**62, (), generator=draws.generator)))
+    coin = np.full(draws.whole, settings.cutmix > 0)
     if settings.mixup and settings.cutmix:
-        coin = random.random(count) < 0.5
+        coin = random.random(draws.whole) < 0.5
     alphas = np.where(coin, settings.cutmix, settings.mixup)
-    shares = np.where(random.random(count) < settings.probability, random.beta(alphas, alphas), 1.0)
-    return torch.from_numpy(shares), torch.from_numpy(coin)
+    mixed = random.random(draws.whole) < settings.probability
+    shares = np.where(mixed, random.beta(alphas, alphas), 1.0)
+    return draws.wanted(torch.from_numpy(shares)), draws.wanted(torch.from_numpy(coin))
 
 
-def _boxes(shares: Tensor, cut: Tensor, height: int, width: int, generator: Generator) -> Tensor:
-    """Pixels (B, H, W) that come from the partner: a box of area 1 − λ around a random centre.
+def _boxes(
+    shares: Tensor, cut: Tensor, height: int, width: int, draws: Draws
+) -> tuple[Tensor, Tensor]:
+    """Rows (B, H) and columns (B, W) that come from the partner: a box of area 1 − λ around a
+    random centre.
 
     Cut at the border, whole pixels.
     """
-    centre = torch.rand(2, len(shares), generator=generator, dtype=torch.float64)
+    drawn = torch.rand(2, draws.whole, generator=draws.generator, dtype=torch.float64)
+    centre = [draws.wanted(values) for values in drawn]
     half = (1 - shares).sqrt() / 2 * cut
-    rows = _within(height, centre[0], half)
-    return rows[:, :, None] & _within(width, centre[1], half)[:, None, :]
+    return _within(height, centre[0], half), _within(width, centre[1], half)
 
 
 def _within(side: int, centre: Tensor, half: Tensor) -> Tensor:

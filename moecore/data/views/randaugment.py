@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from pydantic import Field
-from torch import Generator, Tensor
+from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.streams import Draws
 from moecore.data.sampling import send
 from moecore.data.views import colour, geometry
 
@@ -69,11 +70,10 @@ class Drawn(NamedTuple):
     levels: Tensor
 
 
-def draw(settings: RandAugment, count: int, generator: Generator) -> Drawn:
-    """Draw the operations of ``count`` images, on the CPU."""
-    shape = (count, settings.operations)
-    choices = torch.randint(len(settings.names), shape, generator=generator)
-    signs = torch.randint(2, shape, generator=generator) * 2 - 1
+def draw(settings: RandAugment, draws: Draws) -> Drawn:
+    """Draw the operations of each image, on the CPU."""
+    choices = draws.integers(0, len(settings.names), settings.operations)
+    signs = draws.integers(0, 2, settings.operations) * 2 - 1
     return Drawn(settings.names, choices, signs.to(torch.float64) * (settings.magnitude / 10))
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.core.streams import generator_for
+from moecore.core.streams import Draws, generator_for
 from moecore.data.sampling import warp
 from moecore.data.views import geometry
 
@@ -54,7 +54,7 @@ def drawn_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Te
     generator = generator_for(seed, *name.encode())
 
     def within(limit: float) -> Tensor:
-        return geometry.uniform(count, -limit, limit, generator)
+        return geometry.uniform(Draws(generator, count), -limit, limit)
 
     turn = within(settings.degrees).deg2rad()
     shear = within(settings.shear).deg2rad().tan()

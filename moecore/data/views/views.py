@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.streams import Draws
 from moecore.data.sampling import send, shift_and_flip, warp
 from moecore.data.views import colour, geometry, randaugment
 from moecore.data.views.colour import ColourJitter
@@ -142,31 +143,33 @@ class Views(NamedTuple):
     affines: Tensor
 
 
-def make_views(images: Tensor, settings: ViewSettings, generator: Generator) -> Views:
+def make_views(images: Tensor, settings: ViewSettings, source: Generator | Draws) -> Views:
     """One random view of each image.
 
     images: uint8 (B, C, H, W) on any device; volumes floating point (B, C, D, H, W) in [0, 1].
-    generator: on the CPU.  Raises UserError for settings that have no meaning for one or the other.
+    source: a generator on the CPU, or the draws of these images.  Raises UserError for settings
+    that have no meaning for one or the other.
     """
+    draws = Draws.of(source, len(images))
     if images.ndim == 5:
-        return Views(*make_volume_views(images, settings, generator))
+        return Views(*make_volume_views(images, settings, draws))
     if settings.intensity:
         raise UserError(
             "views: found intensity, which is for volumes; allowed for images: jitter, randaugment"
         )
     count, _, height, width = images.shape
     size = (settings.size or height, settings.size or width)
-    shifts = torch.randint(-settings.shift, settings.shift + 1, (count, 2), generator=generator)
-    frame = _frame(settings, (height, width), size, count, generator)
+    shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
+    frame = _frame(settings, (height, width), size, draws)
     # drawn whether or not it is used: a setting then changes no other draw
-    mirrored = torch.rand(count, generator=generator) < (0.5 if settings.flip else 0.0)
+    mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
     moved = geometry.translation(shifts[:, 0], shifts[:, 1], count)
     affines = geometry.flip(mirrored, size[1]) @ frame @ moved
     if settings.affine:
-        affines = _affine(settings.affine, size, count, generator) @ affines
+        affines = _affine(settings.affine, size, draws) @ affines
     drawn = None
     if settings.randaugment:
-        drawn = randaugment.draw(settings.randaugment, count, generator)
+        drawn = randaugment.draw(settings.randaugment, draws)
         if settings.randaugment.moves:
             affines = randaugment.affines(drawn, *size) @ affines
     if settings.on_grid:
@@ -176,10 +179,10 @@ def make_views(images: Tensor, settings: ViewSettings, generator: Generator) -> 
     if drawn:
         pixels = randaugment.recolour(pixels, drawn)
     if settings.jitter:
-        pixels = colour.jitter(pixels, colour.drawn_jitter(settings.jitter, count, generator))
+        pixels = colour.jitter(pixels, colour.drawn_jitter(settings.jitter, draws))
     pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
     if settings.erasing:
-        pixels = colour.erase(pixels, settings.erasing, generator)
+        pixels = colour.erase(pixels, settings.erasing, draws)
     return Views(pixels, send(affines.to(torch.float32), images.device))
 
 
@@ -202,27 +205,27 @@ def _frame(
     settings: ViewSettings,
     original: tuple[int, int],
     size: tuple[int, int],
-    count: int,
-    generator: Generator,
+    draws: Draws,
 ) -> Tensor:
     """From the original to the (cropped) view of ``size``."""
+    count = draws.images
     if settings.crop is None:
         return geometry.scaling(size[0] / original[0], size[1] / original[1], count)
     top, left, height, width = geometry.crop_window(
-        count, original, settings.crop.scale, settings.crop.ratio, generator
+        draws, original, settings.crop.scale, settings.crop.ratio
     )
     enlarged = geometry.scaling(size[0] / height, size[1] / width, count)
     return enlarged @ geometry.translation(-top, -left, count)
 
 
-def _affine(settings: Affine, size: tuple[int, int], count: int, generator: Generator) -> Tensor:
-    factor = geometry.uniform(count, *settings.scale, generator)
-    shear = geometry.uniform(count, -settings.shear, settings.shear, generator).deg2rad().tan()
-    degrees = geometry.uniform(count, -settings.degrees, settings.degrees, generator)
+def _affine(settings: Affine, size: tuple[int, int], draws: Draws) -> Tensor:
+    count = draws.images
+    factor = geometry.uniform(draws, *settings.scale)
+    shear = geometry.uniform(draws, -settings.shear, settings.shear).deg2rad().tan()
+    degrees = geometry.uniform(draws, -settings.degrees, settings.degrees)
     turn = geometry.rotation(degrees.deg2rad())
     down, right = (
-        geometry.uniform(count, -settings.translate, settings.translate, generator) * side
-        for side in size
+        geometry.uniform(draws, -settings.translate, settings.translate) * side for side in size
     )
     linear = turn @ geometry.shearing(0, shear, count) @ geometry.scaling(factor, factor, count)
     return geometry.about_centre(geometry.translation(down, right, count) @ linear, *size)

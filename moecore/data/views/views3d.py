@@ -6,35 +6,36 @@ passed in. All geometry is one trilinear sampling; shifts and flips alone keep e
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Tensor
 
 from moecore.core.files import UserError
+from moecore.core.streams import Draws
 from moecore.data.sampling import fold, inside, send
 from moecore.data.views import geometry3d
 from moecore.data.views.geometry import uniform
 
 
-def make_volume_views(volumes: Tensor, settings, generator: Generator) -> tuple[Tensor, Tensor]:
+def make_volume_views(volumes: Tensor, settings, draws: Draws) -> tuple[Tensor, Tensor]:
     """One random view of each volume, fp32 of the same shape, and their affines fp32 (B, 4, 4), on
     the volumes' device.
 
     volumes: floating point (B, C, D, H, W) in [0, 1] on any device; settings: ViewSettings;
-    generator: on the CPU.
+    draws: of these volumes.
     Raises UserError for settings that have no meaning for volumes.
     """
     _refuse(settings)
-    count, _, *size = volumes.shape
-    shifts = torch.randint(-settings.shift, settings.shift + 1, (count, 3), generator=generator)
-    mirrored = torch.rand(count, generator=generator) < (0.5 if settings.flip else 0.0)
+    size = list(volumes.shape[2:])
+    shifts = draws.integers(-settings.shift, settings.shift + 1, 3)
+    mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
     affines = geometry3d.flip(mirrored, size[0]) @ geometry3d.translation(shifts)
     if settings.affine:
-        affines = _affine(settings.affine, size, count, generator) @ affines
+        affines = _affine(settings.affine, size, draws) @ affines
         views = warp_volumes(volumes, affines, settings.fill)
     else:
         views = _shift_and_flip(volumes, shifts, mirrored, settings.fill)
     if settings.intensity:
         factors, powers = (
-            uniform(count, low, high, generator)
+            uniform(draws, low, high)
             for low, high in (settings.intensity.factor, settings.intensity.gamma)
         )
         factors, powers = (
@@ -90,19 +91,16 @@ def _refuse(settings) -> None:
         )
 
 
-def _affine(settings, size: list[int], count: int, generator: Generator) -> Tensor:
+def _affine(settings, size: list[int], draws: Draws) -> Tensor:
     """Scale, then turn about the three axes, then move; about the centre."""
     low, high = settings.scale
-    factors = uniform(count, low, high, generator)
+    factors = uniform(draws, low, high)
     turns = torch.stack(
-        [uniform(count, -settings.degrees, settings.degrees, generator).deg2rad() for _ in size],
+        [uniform(draws, -settings.degrees, settings.degrees).deg2rad() for _ in size],
         dim=1,
     )
     moves = torch.stack(
-        [
-            uniform(count, -settings.translate, settings.translate, generator) * side
-            for side in size
-        ],
+        [uniform(draws, -settings.translate, settings.translate) * side for side in size],
         dim=1,
     )
     return geometry3d.about_centre(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from moecore.core.ranks import bernoulli_like
 from moecore.core.records import RoutingContext
 from moecore.nn.layers.attention import Attention
 from moecore.nn.layers.mlp import FeedForward
@@ -36,7 +37,7 @@ class DropPath(nn.Module):
             return tokens
         keep = 1 - self.rate
         # fp32 under autocast too: bfloat16 would round 1 / keep, and bias every branch
-        kept = torch.empty(len(tokens), 1, 1, device=tokens.device).bernoulli_(keep)
+        kept = bernoulli_like(torch.empty(len(tokens), 1, 1, device=tokens.device), keep)
         return tokens * (kept / keep)
 
 

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from moecore.core.ranks import normal_like
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
@@ -88,7 +89,7 @@ class ExpertChoiceRouter(nn.Module):
             std = self.config.noise_std / logits.shape[-1]
         noisy = logits
         if std:
-            noisy = logits + torch.randn_like(logits) * std
+            noisy = logits + normal_like(logits) * std
         gates = torch.softmax(noisy, dim=-1)
         order = taken(
             gates.detach(),

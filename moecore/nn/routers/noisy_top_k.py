@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from moecore.core.ranks import normal_like
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.grouped import full_precision
@@ -111,7 +112,7 @@ class NoisyTopKRouter(nn.Module):
         experts = logits.shape[-1]
         std = self._noise()
         if std:
-            noisy = logits + torch.randn_like(logits) * std
+            noisy = logits + normal_like(logits) * std
         else:
             noisy = logits
         gates = torch.softmax(noisy, dim=-1)

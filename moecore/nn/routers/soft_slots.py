@@ -84,7 +84,8 @@ class SoftSlotsRouter(nn.Module):
         self.slots = nn.Parameter(
             nn.init.normal_(torch.empty(width, experts, config.slots), std=width**-0.5)
         )
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(1))  # of one number: a sharded model takes no scalars
+        self.register_load_state_dict_pre_hook(_with_axis)
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
@@ -103,6 +104,13 @@ class SoftSlotsRouter(nn.Module):
         probs = torch.softmax(logits, dim=-1)
         ones = torch.ones_like(logits)
         return plan, RoutingRecord(logits, probs, load=ones, chosen=ones.bool(), combine=probs)
+
+
+def _with_axis(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Files written before ``scale`` had an axis hold a scalar."""
+    name = f"{prefix}scale"
+    if name in state:
+        state[name] = state[name].reshape(1)
 
 
 def unit(vectors: Tensor, *, dim: int) -> Tensor:

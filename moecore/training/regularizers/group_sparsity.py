@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.ranks import total_over_ranks
 from moecore.core.records import RoutingRecord, Step
 from moecore.nn.expert_map import map_shape
 from moecore.training.regularizers.balance import sum_over_layers
@@ -106,9 +107,9 @@ def group_sparsity(
 ) -> Tensor:
     """Σ sqrt(F ∗ Z²) over positions, mean over tokens (MoGE, algorithm 1).
 
-    With ``reduction`` "authors" the sum over tokens of the mean over positions, divided by the
-    neighbourhood's number of experts h², as the authors' code has it (their repository MoGE, commit
-    c54f89c); the paper's text fixes neither.
+    With ``reduction`` "authors" the sum over the global batch's tokens of the mean over positions,
+    divided by the neighbourhood's number of experts h², as the authors' code has it (their
+    repository MoGE, commit c54f89c); the paper's text fixes neither.
 
     probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of ``map_shape``,
     row by row. F sums to 1 and is size × size experts, cut to the map's sides where those are
@@ -127,7 +128,7 @@ def group_sparsity(
         energy = _slide(energy, 2, window(wide, sigma), padding)
         found = (energy + EPSILON[reduction]).sqrt()
         if reduction == "authors":
-            return found.mean(dim=(1, 2)).sum() / (tall * wide)
+            return total_over_ranks(found.mean(dim=(1, 2)).sum()) / (tall * wide)
         return found.sum(dim=(1, 2)).mean()
 
 

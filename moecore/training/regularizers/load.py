@@ -6,9 +6,10 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.ranks import total_over_ranks
 from moecore.core.records import Step
 from moecore.statistics.variation import squared_cv
-from moecore.training.regularizers.balance import sum_over_layers, total_over_ranks
+from moecore.training.regularizers.balance import sum_over_layers
 
 
 class Load(Config):

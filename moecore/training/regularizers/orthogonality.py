@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.ranks import own_part, total_over_shards
 from moecore.core.records import Step
 
 
@@ -42,6 +43,8 @@ def orthogonality(*, basis: Tensor) -> Tensor:
     some 1e-3 off.
     """
     with torch.autocast(basis.device.type, enabled=False):
+        given = basis
+        basis = own_part(given)
         basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
         identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
-        return (basis.mT @ basis - identity).square().sum()
+        return total_over_shards((basis.mT @ basis - identity).square().sum(), given)

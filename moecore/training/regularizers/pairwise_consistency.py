@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.ranks import total_over_ranks
 from moecore.core.records import Step
-from moecore.training.regularizers.balance import total_over_ranks
 from moecore.training.regularizers.pairs import sum_over_paired_layers
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.ranks import total_over_ranks
 from moecore.core.records import Step
 
 
@@ -49,12 +50,14 @@ class RegionRouting(Config):
 
 
 def region_routing(*, scores: Tensor, belongs: Tensor, temperature: float) -> Tensor:
-    """Mean over the tokens that belong to an expert of −log softmax(scores / temperature) at that
-    expert, in nats; 0 where there is none.
+    """Mean over the tokens of the global batch that belong to an expert of
+    −log softmax(scores / temperature) at that expert, in nats; 0 where there is none.
 
     scores: (B, T, E), of all experts.  belongs: (B, T) int64, the expert of each token, or -1.
     """
     log = torch.log_softmax(scores / temperature, dim=-1)
     known = belongs >= 0
     found = log.gather(-1, belongs.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    return -found.where(known, 0).sum() / known.sum().clamp_min(1)
+    summed = torch.stack([found.where(known, 0).sum(), known.sum().to(found.dtype)])
+    total = total_over_ranks(summed)
+    return -total[0] / total[1].clamp_min(1)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.core.streams import generator_for
+from moecore.core.streams import Draws, generator_for
 from moecore.data.sampling import warp
 from moecore.data.views import geometry, randaugment
 from moecore.data.views.randaugment import Drawn, RandAugment
@@ -172,7 +172,9 @@ def test_inverse_and_crop_windows():
     assert torch.allclose(
         geometry.inverse(affines) @ affines, torch.eye(3, dtype=torch.float64).expand(50, 3, 3)
     )
-    top, left, height, width = geometry.crop_window(5000, (20, 30), (0.3, 0.6), (0.9, 1.1), random)
+    top, left, height, width = geometry.crop_window(
+        Draws(random, 5000), (20, 30), (0.3, 0.6), (0.9, 1.1)
+    )
     share = height * width / 600
     assert (
         share.min() >= 0.3 and share.max() <= 0.6 and share.mean() == pytest.approx(0.45, abs=0.01)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import distributed, multiprocessing
 
 from moecore.core.files import UserError
+from moecore.core.ranks import total_over_ranks
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.statistics.variation import squared_cv
-from moecore.training.regularizers.balance import total_over_ranks
 from moecore.training.regularizers.entropy import Entropy, entropy
 from moecore.training.regularizers.importance import Importance, importance
 from moecore.training.regularizers.load import Load, load

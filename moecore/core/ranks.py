@@ -1,0 +1,250 @@
+"""The processes that share one training: how many there are, which this is, and their sums.
+
+A launcher (torchrun, srun, ``python -m moecore.run.ranks``) sets RANK, WORLD_SIZE and where they
+meet; without them there is one process and nothing here does anything. Every rank sees the same
+random numbers, those of the whole batch, and takes its own rows: so the number of ranks changes a
+training by rounding alone.
+
+B images of the whole batch, b = B / ranks of one rank.
+"""
+
+import hashlib
+import os
+import sys
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, distributed
+from torch.autograd import Function
+
+from moecore.core.files import UserError
+
+PATIENCE = timedelta(hours=6)  # the others wait while the first looks at what was trained
+MEETING = "MOECORE_MEETING"  # a file where ranks of one machine meet, in place of a port
+
+
+class Ranks(NamedTuple):
+    """This process among all that train together."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes files."""
+        return self.rank == 0
+
+    def rows(self, batch: int) -> Tensor | None:
+        """Its places in a batch, (b,) int64; None for all. UserError where they cannot be equal."""
+        if self.size == 1:
+            return None
+        if batch % self.size:
+            allowed = f"a multiple of {self.size}, so that all ranks have as many images"
+            raise UserError(f"batch is {batch}, and {self.size} ranks share it; allowed: {allowed}")
+        own = batch // self.size
+        return torch.arange(self.rank * own, (self.rank + 1) * own)
+
+
+def launched() -> bool:
+    """Whether a launcher started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def joined() -> bool:
+    """Whether there is a process group."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def ranks() -> Ranks:
+    """This process; the only one where nothing was joined."""
+    return Ranks(distributed.get_rank(), distributed.get_world_size()) if joined() else Ranks()
+
+
+def join() -> None:
+    """Meet the other ranks, as the launcher's environment says; nothing without one.
+
+    On one machine they meet in a file, or, under torchrun, at its address; gloo and NCCL are bound
+    to the loopback where all ranks are on it.
+    """
+    if not launched() or joined():
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    backend = "gloo"
+    if torch.cuda.is_available() and os.environ.get("MOECORE_DEVICE", "cuda") != "cpu":
+        torch.cuda.set_device(local % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    meeting = os.environ.get(MEETING)
+    where = f"file://{meeting}" if meeting else "env://"
+    store, *_ = next(distributed.rendezvous(where, rank, size))
+    distributed.init_process_group(
+        backend, timeout=PATIENCE, world_size=size, rank=rank, store=store
+    )
+    _Met.store = store
+
+
+class _Met:
+    """Where the ranks met, and count what happened."""
+
+    store: distributed.Store | None = None
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has failed before; the one that says what is wrong."""
+    return _Met.store is None or _Met.store.add("failed", 1) == 1
+
+
+def refuse_unlike(what: str, text: str) -> None:
+    """Raise UserError, on every rank, where ``text`` is not the same on all of them."""
+    if not joined():
+        return
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    ends = torch.tensor([digest, -digest])
+    distributed.all_reduce(ends, distributed.ReduceOp.MAX)
+    if int(ends[0]) != -int(ends[1]):
+        mend = "start all of them in one folder, or in copies of the same state"
+        raise UserError(f"ranks: found {what} that differ between ranks; {mend}")
+
+
+def leave() -> None:
+    """End the process group, where there is one."""
+    if joined():
+        distributed.destroy_process_group()
+
+
+def only_first() -> None:
+    """End every rank but the first: what follows is done once. Nothing without ranks."""
+    if not ranks().first:
+        leave()
+        sys.exit(0)
+    leave()
+
+
+def total_over_ranks(values: Tensor) -> Tensor:
+    """The sum of ``values`` over ranks, with gradient: some losses are not linear in their
+    statistics.
+
+    Every rank then holds the same loss, and its gradient arrives times the number of ranks, which
+    the mean of all gradients takes out again.
+    """
+    return _AllReduce.apply(values) if joined() else values
+
+
+def of_all_ranks(holds: Tensor) -> bool:
+    """Whether a condition, a bool on the device, holds on every rank."""
+    if joined():
+        holds = holds.int()
+        distributed.all_reduce(holds, distributed.ReduceOp.MIN)
+    return bool(holds)
+
+
+def own_part(values: Tensor) -> Tensor:
+    """What this rank holds of a parameter that is sharded; all of one that is not."""
+    to_local = getattr(values, "to_local", None)
+    return values if to_local is None else to_local()
+
+
+def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
+    """The sum of what each rank found of its ``own_part`` of the parameter ``of``.
+
+    Its gradient is that of this rank's part, which no other rank has: it is not averaged.
+    """
+    mesh = getattr(of, "device_mesh", None)
+    if mesh is None:
+        return part
+    total = part.detach().clone()
+    distributed.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
+    return part + (total - part.detach())
+
+
+def whole_of(values: Tensor) -> Tensor:
+    """A sharded tensor's whole value, on every rank; the tensor itself where it is not sharded."""
+    full = getattr(values, "full_tensor", None)
+    return values if full is None else full()
+
+
+def like(value: Tensor, target: Tensor) -> Tensor:
+    """A whole tensor, the first rank's, as ``target`` holds it: sharded, or whole."""
+    mesh = getattr(target, "device_mesh", None)
+    if mesh is None:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # half a second, only where it is needed
+
+    placements = getattr(target, "placements", None)
+    return distribute_tensor(value.to(target.device), mesh, placements)
+
+
+def same_text(text: str) -> str:
+    """The first rank's text, on all of them."""
+    if not joined():
+        return text
+    encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    length = torch.tensor(len(encoded))
+    distributed.broadcast(length, 0)
+    if not ranks().first:
+        encoded = torch.empty(int(length), dtype=torch.uint8)
+    distributed.broadcast(encoded, 0)
+    return bytes(encoded.tolist()).decode()
+
+
+class RowsOfBatch:
+    """Which rows of the whole batch this rank's tokens are, while a step is computed.
+
+    A step has ``views`` views of each image, all first views before all second ones, so a rank's
+    part of a batch of two views is not one piece of it.
+    """
+
+    views = 1
+
+    @classmethod
+    def of(cls, whole: Tensor) -> Tensor:
+        """This rank's part (views · b, …) of the whole batch (views · B, …)."""
+        here = ranks()
+        if here.size == 1:
+            return whole
+        parted = whole.unflatten(0, (cls.views, here.size, -1))
+        return parted[:, here.rank].flatten(0, 1)
+
+
+def normal_like(values: Tensor) -> Tensor:
+    """Standard normal draws for ``values`` (views · b, …), fp32 or as they are, from the global
+    generator: this rank's part of those of the whole batch.
+    """
+    return RowsOfBatch.of(torch.randn_like(_whole(values)))
+
+
+def bernoulli_like(values: Tensor, probability: float) -> Tensor:
+    """0 or 1 for ``values`` (views · b, …), drawn as ``normal_like`` does."""
+    return RowsOfBatch.of(torch.empty_like(_whole(values)).bernoulli_(probability))
+
+
+def _whole(values: Tensor) -> Tensor:
+    """Something of the whole batch's shape, whose memory is never touched."""
+    size = ranks().size
+    if size == 1:
+        return values
+    return values.new_empty(()).expand(size * values.shape[0], *values.shape[1:])
+
+
+class _AllReduce(Function):
+    """The sum over ranks; its gradient is summed over ranks too (torch.distributed.nn's own is
+    deprecated).
+    """
+
+    @staticmethod
+    def forward(values: Tensor) -> Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> Tensor:
+        return _AllReduce.apply(*grads)

@@ -1,0 +1,83 @@
+"""Start one training as several ranks of this machine, which meet in a file: no port is opened.
+
+``python -m moecore.run.local_ranks 2 -m stages.pretrain vmoe 0``
+
+torchrun does the same, over a port that listens everywhere; a cluster's launcher starts ranks on
+several machines.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from moecore.run.stage import end_with_parent
+
+MEETING = "MOECORE_MEETING"
+POLL = 0.05  # seconds
+GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+
+
+def start(size: int, words: Sequence[str]) -> int:
+    """Run ``python WORDS`` as ``size`` ranks; the exit code of the first that fails, or 0.
+
+    Where one fails, or this process is told to end, all others are ended.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory() as folder:
+        shared = {
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            MEETING: str(Path(folder, "meeting")),
+        }
+        running = [
+            subprocess.Popen(
+                [sys.executable, *words],
+                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(size)
+        ]
+        try:
+            return first_failure(running)
+        finally:
+            end(running)
+
+
+def first_failure(running: Sequence[subprocess.Popen]) -> int:
+    """Wait until one has failed, or all have ended well: its exit code, or 0."""
+    while True:
+        codes = [one.poll() for one in running]
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        for rank, code in failed.items():
+            if code > 0:
+                return code
+            print(f"rank {rank} was ended by signal {-code}", file=sys.stderr)
+            return 128 - code
+        if None not in codes:
+            return 0
+        time.sleep(POLL)
+
+
+def end(running: Sequence[subprocess.Popen]) -> None:
+    """End what still runs: SIGTERM, and SIGKILL for what does not follow."""
+    for one in running:
+        one.terminate()
+    until = time.monotonic() + GRACE
+    for one in running:
+        try:
+            one.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            one.kill()
+            one.wait()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3 or not sys.argv[1].isdigit() or int(sys.argv[1]) < 1:
+        print("usage: python -m moecore.run.local_ranks N -m stages.STAGE …", file=sys.stderr)
+        sys.exit(2)
+    end_with_parent()
+    sys.exit(start(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,108 @@
+"""One training over several ranks: a replica of the model whose parameters are sharded.
+
+The ranks lie on a mesh (replicate, shard). With shard 1 every rank holds all parameters and the
+gradients are averaged (data parallelism); with replicate 1 parameters, gradients and the
+optimizer's state are spread over all ranks (FSDP2). Between steps the job's own model, which is
+whole on every rank, is brought up to date: it is validated, looked at and saved as ever.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from moecore.core.files import UserError
+from moecore.core.ranks import like, ranks, whole_of
+from moecore.nn.layers.block import Block
+from moecore.training.job import Job
+from moecore.training.settings import Training
+
+FEW = 8  # up to so many shards parameters stay whole between forward and backward
+
+
+class Spread:
+    """A job's training on this rank and all others."""
+
+    def __init__(self, job: Job, settings: Training, device: str) -> None:
+        """``job.model`` on every rank is the same, and stays whole.
+
+        Raises UserError where the ranks do not divide into so many shards, or images that share a
+        capacity would be of several ranks.
+        """
+        self.whole = job
+        refuse_split_groups(job.model, settings.batch)
+        shard = settings.shard
+        mesh = mesh_of(shard, device)
+        model = copy.deepcopy(job.model)
+        for module in model.modules():
+            if isinstance(module, Block):
+                fully_shard(module, mesh=mesh, reshard_after_forward=shard > FEW)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        self.job = job._replace(model=model)
+
+    def gather(self) -> None:
+        """Bring the whole model up to date, on every rank."""
+        state = self.job.model.state_dict()
+        self.whole.model.load_state_dict({name: whole_of(value) for name, value in state.items()})
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """Take over the first rank's whole model."""
+        state = self.whole.model.state_dict()
+        for name, value in self.job.model.state_dict().items():
+            value.copy_(like(state[name], value))
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+        """Average the gradients that are not sharded, clip all, and update."""
+        every = [one for group in optimizer.param_groups for one in group["params"]]
+        having = [parameter for parameter in every if parameter.grad is not None]
+        sharded = [parameter for parameter in having if isinstance(parameter, DTensor)]
+        others = [parameter for parameter in having if not isinstance(parameter, DTensor)]
+        for parameter in others:
+            distributed.all_reduce(gradient(parameter))
+            gradient(parameter).div_(ranks().size)
+        if clip is not None:
+            kinds = [kind for kind in (sharded, others) if kind]
+            grads = [[gradient(parameter) for parameter in kind] for kind in kinds]
+            norms = [whole_of(get_total_norm(kind, foreach=True)) for kind in grads]
+            total = torch.linalg.vector_norm(torch.stack(norms))
+            for kind in kinds:
+                clip_grads_with_norm_(kind, clip, total, foreach=True)
+        optimizer.step()
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    """Its gradient, which it has."""
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def mesh_of(shard: int, device: str) -> DeviceMesh:
+    """The mesh (replicate, shard) of all ranks."""
+    size = ranks().size
+    if size % shard:
+        allowed = ", ".join(str(one) for one in range(1, size + 1) if size % one == 0)
+        raise UserError(f"shard is {shard}, and there are {size} ranks; allowed: {allowed}")
+    shape = (size // shard, shard)
+    kind = torch.device(device).type
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def refuse_split_groups(model: nn.Module, batch: int) -> None:
+    """Raise UserError where ranks would have unequally many images, or images that share a capacity
+    would be of several ranks.
+    """
+    ranks().rows(batch)
+    size = ranks().size
+    for module in model.modules():
+        group = getattr(getattr(module, "config", None), "group_size", None)
+        limited = getattr(getattr(module, "config", None), "capacity_factor", None)
+        if group is not None and limited is not None and (batch // size) % group:
+            found = f"group_size is {group}, and each of {size} ranks has {batch // size} images"
+            raise UserError(
+                f"{found}; allowed: a divisor of these, or a batch that {group} divides"
+            )
