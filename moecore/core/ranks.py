@@ -170,7 +170,7 @@ def whole_of(values: Tensor) -> Tensor:
 def like(value: Tensor, target: Tensor) -> Tensor:
     """A whole tensor, the first rank's, as ``target`` holds it: sharded, or whole."""
     mesh = getattr(target, "device_mesh", None)
-    if mesh is None:
+    if mesh is None or hasattr(value, "device_mesh"):
         return value
     from torch.distributed.tensor import distribute_tensor  # half a second, only where it is needed
 

@@ -1,78 +1,195 @@
 """A training run that was killed goes on where it was.
 
-One safetensors file holds weights, optimiser and position; views, order and noise are functions of
-(seed, step), so nothing else is needed for a run that ends bit-equal to an uninterrupted one on
-CPU.
+Weights, optimiser and position are enough: views, order and noise are functions of (seed, step), so
+a run ends bit-equal to an uninterrupted one on CPU. Files are written by a thread while the
+training goes on, whole or not at all; none of them is a pickle.
+
+Where every rank holds all parameters, the first writes one safetensors file. Sharded parameters are
+written by torch.distributed.checkpoint, a safetensors file a rank. Both are read by any number of
+ranks.
 """
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from moecore.core.files import UserError, read_json, write_json
 from moecore.core.ranks import like, ranks, whole_of
 from moecore.core.tensors import read_tensors, write_tensors
+
+Tensors = dict[str, Tensor]
 
 
 class Checkpoint:
     """The checkpoint of one run, in a folder that outlives the process."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.path = folder / "checkpoint.safetensors"
+        self.pointer = folder / "sharded.json"  # names the folder of the last sharded one
+        self._writing: Thread | None = None
+        self._failed: BaseException | None = None
+        self._group: Any = None  # the saving thread's own, beside the training's
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, note: dict
     ) -> None:
-        """Replace the checkpoint atomically; ``step`` steps are done, ``note`` is small JSON kept
-        with them.
+        """Replace the checkpoint; ``step`` steps are done, ``note`` is small JSON kept with them.
+
+        Returns once all is copied; a thread writes. Raises UserError where the one before could not
+        be written.
         """
-        tensors = {
-            f"model.{name}": whole_of(value) for name, value in model.state_dict().items()
-        } | _optimizer_tensors(optimizer)
-        if not ranks().first:
+        self.wait()
+        tensors = state_of(model, optimizer)
+        if any(is_spread(value) for value in tensors.values()):
+            self._start(self._sharded(step, tensors, note))
             return
-        write_tensors(self.path, tensors, {"step": str(step), "note": json.dumps(note)})
+        copied = {name: whole_of(value).detach().cpu().clone() for name, value in tensors.items()}
+        if ranks().first:
+            about = {"step": str(step), "note": json.dumps(note)}
+            self._start(lambda: write_tensors(self.path, copied, about))
+
+    def wait(self) -> None:
+        """Until what ``save`` began is written. Raises UserError where it could not be."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict]:
         """Restore model and optimiser; returns (steps done, note), or (0, {}) where there is no
         checkpoint.
 
-        Raises UserError where the file is damaged (it is written atomically, so only a failing disk
-        does that).
+        Raises UserError where a file is damaged (they are written atomically, so only a failing
+        disk does that).
         """
-        if not self.path.exists():
+        there = state_of(model, optimizer)
+        if self.pointer.exists():
+            found = read_json(self.pointer)
+            tensors = read_sharded(self.folder / found["folder"], model, optimizer)
+        elif self.path.exists():
+            tensors, found = read_tensors(self.path)
+        else:
             return 0, {}
-        tensors, metadata = read_tensors(self.path)
-        there = model.state_dict()
+        weights = {name: value for name, value in tensors.items() if name.startswith("model.")}
         model.load_state_dict(
-            {
-                name.removeprefix("model."): like(value, there[name.removeprefix("model.")])
-                for name, value in tensors.items()
-                if name.startswith("model.")
-            }
+            {name.removeprefix("model."): like(weights[name], there[name]) for name in weights}
         )
         _restore_optimizer(optimizer, tensors)
-        return int(metadata["step"]), json.loads(metadata["note"])
+        return int(found["step"]), json.loads(found["note"])
+
+    def _start(self, write: Callable[[], None]) -> None:
+        def kept() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self._failed = error
+
+        self._writing = Thread(target=kept, name="checkpoint")
+        self._writing.start()
+
+    def _sharded(self, step: int, tensors: Tensors, note: dict) -> Callable[[], None]:
+        """What writes the shards of all ranks, and then the pointer to them."""
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        if self._group is None:
+            self._group = distributed.new_group(backend="gloo")
+        target = self.folder / f"sharded-{step}"
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        copied: Any = stager.stage({name: _axis(value) for name, value in tensors.items()})
+        stager.close()
+
+        def write() -> None:
+            writer = HuggingFaceStorageWriter(str(target), save_distributed=True)
+            try:
+                save(copied, storage_writer=writer, process_group=self._group)
+            except Exception as error:
+                again = "what was there before is untouched. Free some space and start again"
+                raise UserError(f"{target}: could not be written ({error}); {again}") from error
+            if not ranks().first:
+                return
+            about = {"folder": target.name, "step": str(step), "note": json.dumps(note)}
+            write_json(self.pointer, about)
+            for old in self.folder.glob("sharded-*"):
+                if old != target:
+                    shutil.rmtree(old)
+
+        return write
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Weights as ``model.<name>`` and the optimizer's state as ``optimizer.<number>.<field>``."""
     state = optimizer.state_dict()["state"]
-    return {
-        f"optimizer.{index}.{name}": whole_of(value)
+    return {f"model.{name}": value for name, value in model.state_dict().items()} | {
+        f"optimizer.{index}.{name}": value
         for index, values in state.items()
         for name, value in values.items()
     }
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def is_spread(value: Tensor) -> bool:
+    """Whether no rank holds all of it."""
+    mesh = getattr(value, "device_mesh", None)
+    return mesh is not None and mesh.size(mesh.ndim - 1) > 1
+
+
+def read_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """What all ranks wrote, as this process holds it: sharded anew, or whole.
+
+    Raises UserError where a file is damaged.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = HuggingFaceStorageReader(str(folder))
+    parameters = _parameters(optimizer)
+    there = model.state_dict()
+    try:
+        found = {}
+        about = reader.read_metadata().state_dict_metadata
+        for name, value in about.items():
+            kind, _, rest = name.partition(".")
+            of = there[rest] if kind == "model" else parameters[int(rest.split(".")[0])].detach()
+            assert isinstance(value, TensorStorageMetadata)  # the files hold nothing else
+            if value.size == _axis(of).shape:
+                found[name] = torch.zeros_like(_axis(of))
+            else:
+                found[name] = torch.zeros(value.size, dtype=value.properties.dtype)
+        load(found, storage_reader=HuggingFaceStorageReader(str(folder)))
+    except Exception as error:
+        mend = "delete it and start the stage again"
+        raise UserError(f"{folder}: no readable checkpoint ({error}); {mend}") from error
+    return found
+
+
+def _axis(value: Tensor) -> Tensor:
+    """Scalars with an axis: slices of a file have one."""
+    return value if value.ndim else value.reshape(1)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
     whole = optimizer.state_dict()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters(optimizer)
     for name, value in tensors.items():
         if name.startswith("optimizer."):
             _, index, field = name.split(".")
-            of = parameters[int(index)]
-            if value.shape == of.shape:
-                value = like(value, of.detach())
+            of = parameters[int(index)].detach()
+            if field == "step":
+                value = value.reshape(())
+            elif not is_spread(value):
+                value = like(value, of)
             whole["state"].setdefault(int(index), {})[field] = value
     optimizer.load_state_dict(whole)

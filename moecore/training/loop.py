@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moecore.core.files import UserError
 from moecore.core.ranks import RowsOfBatch, joined, ranks, same_text
 from moecore.core.records import Batch, Step
 from moecore.core.streams import NOISE, generator_for
@@ -68,6 +69,9 @@ def fit(
 
         spread = Spread(job, settings, runtime.device)
         job = spread.job
+    elif settings.shard > 1:
+        one = "there is one rank; allowed: 1, or more ranks"
+        raise UserError(f"shard is {settings.shard}, and {one}")
     model = job.model
     learners = job.learners
     optimizer = build_optimizer(model, settings, job.routers)
@@ -109,6 +113,8 @@ def fit(
             checkpoint.save(after, learners, optimizer, {"dtype": name})
             saved = after
         meter.start()
+    if checkpoint:
+        checkpoint.wait()
 
 
 def total_steps(job: Job, settings: Training) -> int:

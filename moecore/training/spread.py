@@ -75,7 +75,7 @@ class Spread:
         optimizer.step()
 
 
-def gradient(parameter: nn.Parameter) -> Tensor:
+def gradient(parameter: Tensor) -> Tensor:
     """Its gradient, which it has."""
     assert parameter.grad is not None
     return parameter.grad

@@ -85,9 +85,12 @@ def test_the_draws_of_some_images_are_those_of_the_whole_batch():
     assert (whole.images, part.images) == (6, 2)
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    exact = PARAMS.replace("{epochs: 2, batch: 64,", "{precision: float32, epochs: 2, batch: 64,")
+@pytest.fixture(scope="module", params=[1, 2], ids=["replicated", "sharded"])
+def project(request, tmp_path_factory):
+    exact = PARAMS.replace(
+        "  {epochs: 2, batch: 64,",
+        f"  {{precision: float32, shard: {request.param}, epochs: 2, batch: 64,",
+    )
     found = Project(tmp_path_factory.mktemp("project"), exact)
     found.stage("prepare", "pretrain")
     found.stage("teacher", "0")
@@ -111,7 +114,8 @@ def killed(project: Project, everyone: bool, wait: float) -> None:
     """Start two ranks, let them make a checkpoint and go on for a while, and SIGKILL one or all."""
     process = launched(["stages.pretrain", "vmoe", "0"], project.folder)
     begun = project.folder / ".state/pretrain/vmoe/0"
-    while not list(begun.glob("*/checkpoint.safetensors")) and process.poll() is None:
+    kept = ("*/checkpoint.safetensors", "*/sharded.json")
+    while not any(list(begun.glob(name)) for name in kept) and process.poll() is None:
         time.sleep(0.002)
     time.sleep(wait)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -126,13 +130,19 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(project):
     whole = trained(project)
     history = (project.folder / HISTORY).read_text()
     assert history.count('"status": "FINISHED"') == 1
-    alone = Project.at(project.folder)
     random.seed(0)
     for everyone in (False, True):
         killed(project, everyone, random.uniform(0, 0.3))
         assert same(trained(project), whole)
     killed(project, True, 0.1)
-    alone.stage("pretrain", "vmoe", "0")
+    if "shard: 2" in (project.folder / "params.yaml").read_text():
+        done = project.attempt_stage("pretrain", "vmoe", "0")
+        assert done.returncode == 1
+        assert done.stderr.strip() == (
+            "pretrain vmoe 0: shard is 2, and there is one rank; allowed: 1, or more ranks"
+        )
+        return
+    project.stage("pretrain", "vmoe", "0")
     found = read_tensors(project.folder / MODEL)[0]
     for name, value in whole.items():
         np.testing.assert_allclose(found[name], value, atol=1e-4, err_msg=name)
