@@ -14,7 +14,7 @@ from moecore.pipeline import closures
 from moecore.pipeline.client import SOCKET
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.plan import HASHING, asked, changed_by_code, plan
-from moecore.run.lock_file import locked
+from moecore.run.history_file import locked
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,8 +11,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.statistics.estimate import Estimate
-from moecore.statistics.intervals import Interval, reflected
+from moecore.statistics.intervals import Estimate, Interval, reflected
 from moecore.tasks.errors import age_fit
 
 

@@ -10,8 +10,7 @@ from moecore.brain.measured_ages import Result, measured
 from moecore.brain.model_card import model_card
 from moecore.brain.prediction_table import prediction_rows, write_predictions
 from moecore.brain.reference import beyond_ages, reference_of, unlike
-from moecore.core.files import whole_folder, write_json
-from moecore.core.plain import plain
+from moecore.core.files import plain, whole_folder, write_json
 from moecore.data.prepared import SPLITS
 from moecore.measure import calibration
 from moecore.measure.base import Subject

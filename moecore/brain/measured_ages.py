@@ -18,8 +18,7 @@ from moecore.brain.reference import AgeInterval
 from moecore.core.config import Config
 from moecore.measure.calibrators.linear import FitOn, FittedLinear
 from moecore.statistics.crossed import kept_items
-from moecore.statistics.estimate import Estimate
-from moecore.statistics.intervals import share
+from moecore.statistics.intervals import Estimate, share
 from moecore.tasks.errors import median_mae
 from moecore.tasks.regression import Regression
 

@@ -6,7 +6,7 @@ from typing import Any
 from moecore.brain.age_errors import AgeErrors
 from moecore.brain.measured_ages import Result
 from moecore.brain.reference import AgeInterval
-from moecore.statistics.estimate import Estimate
+from moecore.statistics.intervals import Estimate
 
 SIMULATED = """\
 **The volumes are SIMULATED.** They show that the software works: that it finds an effect of age \

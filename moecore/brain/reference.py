@@ -12,7 +12,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
-from moecore.statistics.estimate import Estimate
+from moecore.statistics.intervals import Estimate
 from moecore.tasks.regression import Regression
 
 

@@ -11,7 +11,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones.model import Model
-from moecore.statistics.estimate import Estimate as Estimate
+from moecore.statistics.intervals import Estimate as Estimate
 from moecore.training.guide import Guide
 
 R = TypeVar("R", bound=Config)

@@ -18,8 +18,7 @@ from moecore.measure.base import Subject
 from moecore.measure.calibrators import Calibrator
 from moecore.measure.calibrators.temperature import Temperature
 from moecore.nn.predict import predictions
-from moecore.statistics.estimate import Estimate
-from moecore.statistics.intervals import bootstrap
+from moecore.statistics.intervals import Estimate, bootstrap
 from moecore.tasks.base import Task
 from moecore.tasks.class_scores import Bins, brier, confidence, ece, reliability
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from moecore.core.files import UserError
 from moecore.pipeline.client import SOCKET
 from moecore.pipeline.plan import asked, changed_by_code, plan
+from moecore.run.launch import CLUSTER
 
 # DVC's words where two processes meet at a path
 SHARED = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
@@ -115,13 +116,26 @@ def pending() -> dict[str, set[str]]:
 
 
 def devices(jobs: int) -> list[dict[str, str]]:
-    """The environment of each of ``jobs`` processes: a GPU, or else its share of the cores."""
-    import torch
-
-    if cards := torch.cuda.device_count():
-        return [{"CUDA_VISIBLE_DEVICES": str(job % cards)} for job in range(jobs)]
+    """The environment of each of ``jobs`` processes: a GPU, or else its share of the cores; nothing
+    where a cluster's launcher gives them.
+    """
+    if CLUSTER in os.environ:
+        return [{} for _ in range(jobs)]
+    if given := cards():
+        return [{"CUDA_VISIBLE_DEVICES": given[job % len(given)]} for job in range(jobs)]
     threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
     return [dict.fromkeys(THREADS, threads) for _ in range(jobs)]
+
+
+def cards() -> list[str]:
+    """The GPUs of this machine that may be used, as CUDA_VISIBLE_DEVICES has them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return [str(card) for card in range(count)]
+    return [card.strip() for card in given.split(",")][:count]
 
 
 def _all_cores(environment: Mapping[str, str]) -> dict[str, str]:
@@ -132,7 +146,8 @@ def with_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
     """The same with a server of stages, where stages may be forked; see forked.py."""
     import torch
 
-    if sys.platform != "linux" or torch.cuda.device_count() or SOCKET in os.environ:
+    elsewhere = CLUSTER in os.environ or SOCKET in os.environ
+    if sys.platform != "linux" or torch.cuda.device_count() or elsewhere:
         return environments
     from moecore.pipeline.forked import start_server
 

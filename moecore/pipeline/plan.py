@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, read_json
 from moecore.core.sources import CODE, ROOT
 from moecore.pipeline.code_hashes import code_files
-from moecore.run.history_file import NAME, read_lines
-from moecore.run.lock_file import locked
+from moecore.run.history_file import NAME, locked, read_lines
 from moecore.run.progress import clock
 from moecore.study.document import load
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, whole_file, whole_folder, write_json
-from moecore.core.plain import plain
+from moecore.core.files import UserError, plain, whole_file, whole_folder, write_json
 from moecore.run.header import item, new_header
 from moecore.run.history_file import (
     NAME,

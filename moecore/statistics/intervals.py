@@ -5,10 +5,12 @@ everything else.
 import math
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from scipy.special import stdtrit
+
+from moecore.core.config import Config
 
 
 class Interval(NamedTuple):
@@ -147,3 +149,20 @@ def reflected(
     return Interval(
         value, *(min(highest, max(lowest, 2 * value - float(edge))) for edge in (high, low))
     )
+
+
+class Estimate(Config):
+    """A value and its 95 % limits, which are None where one measurement gives none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def interval(self) -> Interval:
+        """The same as a tuple."""
+        return Interval(self.value, self.low, self.high)
+
+    @classmethod
+    def of(cls, interval: Interval) -> Self:
+        return cls(**interval._asdict())

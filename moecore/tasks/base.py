@@ -10,8 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.statistics.estimate import Estimate
-from moecore.statistics.intervals import Interval
+from moecore.statistics.intervals import Estimate, Interval
 
 Reduction = Literal["mean", "none"]
 

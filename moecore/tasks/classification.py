@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.statistics.estimate import Estimate
-from moecore.statistics.intervals import Interval, images_of, share
+from moecore.statistics.intervals import Estimate, Interval, images_of, share
 from moecore.statistics.paired import paired_bootstrap, paired_difference, pairs
 from moecore.tasks.base import Details, Reduction, Score
 from moecore.tasks.class_scores import confusion, correct, nll, within

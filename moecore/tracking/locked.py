@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from moecore.run.lock_file import locked
+from moecore.run.history_file import locked
 
 Stamp = tuple[int, int] | None  # size and time of change of a file; None where there is none
 

@@ -13,7 +13,7 @@ from moecore.nn.parameters import parameter_counts
 from moecore.nn.predict import device_of, predictions
 from moecore.nn.traces import Trace
 from moecore.statistics.crossed import kept_items
-from moecore.statistics.estimate import Estimate
+from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Details
 from moecore.training.meter import MEMORY, counted_as

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from moecore.brain.age_errors import age_table, decade, drawn_weights, errors_by, statistics
 from moecore.brain.conformal import conformal_radius, one_each
 from moecore.core.files import UserError
-from moecore.statistics.estimate import Estimate
+from moecore.statistics.intervals import Estimate
 
 
 def drawn(n: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray, list[str]]:

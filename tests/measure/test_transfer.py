@@ -12,7 +12,7 @@ from moecore.data.prepared import Prepared, Split
 from moecore.measure import transfer as module
 from moecore.measure.base import at_once, read_result
 from moecore.measure.transfer import Result, Transfer, beyond_chance, cells_of, measure, reading
-from moecore.statistics.estimate import Estimate
+from moecore.statistics.intervals import Estimate
 from moecore.statistics.paired import paired_difference, pairs
 from stages import transfer as stage
 from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit

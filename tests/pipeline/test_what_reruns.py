@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moecore.run.lock_file import locked
+from moecore.run.history_file import locked
 from tests import forked
 from tests.project import Project
 

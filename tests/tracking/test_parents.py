@@ -13,7 +13,7 @@ from moecore.measure.base import Skipped
 from moecore.measure.calibration import Quality, Result
 from moecore.report.drawing import INK, line_look
 from moecore.run.history import record
-from moecore.statistics.estimate import Estimate
+from moecore.statistics.intervals import Estimate
 from moecore.tasks.class_scores import reliability
 from moecore.tracking import figures
 from moecore.tracking import sync as module

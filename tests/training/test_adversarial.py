@@ -15,11 +15,10 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import evaluating, predictions
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.adversarial import Adversarial
-from moecore.training.batches import step_batch, training_batch
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import build_guide
 from moecore.training.job import Job
-from moecore.training.loop import fit
+from moecore.training.loop import fit, step_batch, training_batch
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import AdversarialFinetuning, Training

@@ -14,8 +14,7 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.measure.probes.people import rank_correlations
-from moecore.statistics.estimate import Estimate
-from moecore.statistics.intervals import bootstrap_mean
+from moecore.statistics.intervals import Estimate, bootstrap_mean
 
 NONE = -1  # the tissue of a cube that holds none
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.records import Step
-from moecore.training.regularizers.balance import sum_over_layers
+from moecore.training.regularizers.pairs import sum_over_layers
 
 
 class Entropy(Config):

@@ -9,7 +9,7 @@ from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.records import Step
 from moecore.statistics.variation import squared_cv
-from moecore.training.regularizers.balance import sum_over_layers
+from moecore.training.regularizers.pairs import sum_over_layers
 
 
 class Load(Config):

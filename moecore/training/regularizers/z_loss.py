@@ -7,7 +7,7 @@ from torch import Tensor, logsumexp
 
 from moecore.core.config import Config
 from moecore.core.records import Step
-from moecore.training.regularizers.balance import sum_over_layers
+from moecore.training.regularizers.pairs import sum_over_layers
 
 
 class ZLoss(Config):
