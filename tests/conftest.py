@@ -17,6 +17,8 @@ LONGEST = (
     "pipeline/test_kill_and_resume.py",
     "pipeline/test_brain_age.py",
     "house/test_additions.py",
+    "training/test_ranks.py",
+    "run/test_launch.py",
     "pipeline/test_paper_methods.py",
     "pipeline/test_several_labels.py",
     "pipeline/test_presets.py",

@@ -91,7 +91,9 @@ class GradientAttack(AttackBase):
                 part = slice(start, start + size)
                 goal = goal_of(self.objective, self.weight, model, task, centre[part], labels[part])
                 drawn = None if each is None else each[part]
-                made.append(self._moved(slope(model, goal), centre[part], epsilon, drawn))
+                at = SlopeOf(model, goal)
+                made.append(self._moved(at, centre[part], epsilon, drawn))
+                at.refuse()
         return torch.cat(made)
 
     def _moved(
@@ -118,36 +120,51 @@ class GradientAttack(AttackBase):
         raise NotImplementedError(f"{type(self).__name__} defines no attack")
 
 
-def slope(model: nn.Module, goal: Goal) -> Slope:
-    """The objective of each image (B,) and the gradient (B, C, H, W) of their *sum*.
+class SlopeOf:
+    """Called with images: the objective of each (B,) and the gradient (B, C, H, W) of their *sum*.
 
     Of the sum, so that an image's does not depend on its batch. In fp32 (a model may round inside,
     see moecore.attacks.target). The parameters, their ``grad`` and the model's mode stay as they
-    are. Raises UserError where the gradient is not finite: its sign would be meaningless.
+    are. Whether all was finite is asked once, at the end: the device is not waited for before.
     """
 
-    def at(images: Tensor) -> tuple[Tensor, Tensor]:
+    def __init__(self, model: nn.Module, goal: Goal) -> None:
+        self.model = model
+        self.goal = goal
+        self.finite: Tensor | None = None
+        self.value = torch.zeros(())  # the summed objective when it was finite no more
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
             leaf = images.detach().float().requires_grad_(True)
-            output = model(leaf)
-            values = goal(output._replace(prediction=output.prediction.float()))
+            output = self.model(leaf)
+            values = self.goal(output._replace(prediction=output.prediction.float()))
             (gradient,) = torch.autograd.grad(values.sum(), leaf)
-        if not torch.isfinite(gradient).all():
-            value = float(values.detach().sum())
-            raise UserError(
-                f"attack: the loss ({value:.4g}) has a gradient that is not finite; look for NaN "
-                "or infinity in the model's weights"
-            )
-        return values.detach(), gradient
+        values = values.detach()
+        before = self.finite
+        finite = torch.isfinite(gradient).all()
+        if before is None:
+            self.finite, self.value = finite, values.sum()
+        else:
+            self.finite, self.value = before & finite, values.sum().where(before, self.value)
+        return values, gradient
 
-    return at
+    def refuse(self) -> None:
+        """Raise UserError where a gradient was not finite: its sign was meaningless."""
+        if self.finite is not None and not self.finite:
+            raise UserError(
+                f"attack: the loss ({float(self.value):.4g}) has a gradient that is not finite; "
+                "look for NaN or infinity in the model's weights"
+            )
 
 
 def image_gradient(model: nn.Module, task: Task, images: Tensor, labels: Tensor) -> Tensor:
-    """Gradient (B, C, H, W) of the summed task loss, in fp32; see ``slope``."""
+    """Gradient (B, C, H, W) of the summed task loss, in fp32; see ``SlopeOf``."""
     with frozen_parameters(model):
-        at = slope(model, lambda output: task.attack_loss(output.prediction, labels))
-        return at(images)[1]
+        at = SlopeOf(model, lambda output: task.attack_loss(output.prediction, labels))
+        _, gradient = at(images)
+        at.refuse()
+    return gradient
 
 
 @contextmanager

@@ -4,7 +4,8 @@ Order, views, mixing and router noise are functions of (seed, step). So a run is
 weights, optimiser and a step number alone, and the same seed gives the same run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,10 +86,12 @@ def fit(
     dtype = getattr(torch, name)
     meter = Meter(torch.device(runtime.device), f"train_{job.task.logged}")
     saved = done
+    make = partial(training_batch, job, settings, seed)
+    taken_for = Ahead(make, range(done, steps)) if runtime.device != "cpu" else make
     for step in range(done, steps):
         model.train()
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
-        batch = step_batch(job, settings, seed, step)
+        batch = attacked(job, settings, seed, step, taken_for(step))
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
         update = partial(
             train_step, job, settings, optimizer, batch, rate, dtype, step / steps, spread
@@ -244,8 +247,36 @@ def step_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
 
     The attack's draws are functions of (seed, step).
     """
-    batch = training_batch(job, settings, seed, step)
+    return attacked(job, settings, seed, step, training_batch(job, settings, seed, step))
+
+
+def attacked(job: Job, settings: Training, seed: int, step: int, batch: Batch) -> Batch:
+    """The batch of a step as the model is to learn from it; see ``step_batch``."""
     if settings.adversarial is None:
         return batch
     model = standing_alone(job.model, job.guide)
     return settings.adversarial.attacked(model, job.task, batch, generator_for(seed, step, ATTACK))
+
+
+class Ahead:
+    """``make(step)`` for ``steps`` in their order, made by a thread while the device computes.
+
+    What a step draws is a function of its number, so it may be drawn early. Errors of ``make`` are
+    raised where the step's turn is.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], steps: range, depth: int = 2) -> None:
+        """depth: steps that are made before their turn."""
+        card = torch.cuda.current_device() if torch.cuda.is_available() else None
+        chosen = (torch.cuda.set_device, (card,)) if card is not None else (None, ())
+        self.pool = ThreadPoolExecutor(1, "batches", *chosen)  # a thread begins with the first card
+        self.make = make
+        self.steps = steps
+        self.depth = depth
+        self.waiting: dict[int, Future[Batch]] = {}
+
+    def __call__(self, step: int) -> Batch:
+        for later in range(step, min(step + self.depth + 1, self.steps.stop)):
+            if later not in self.waiting:
+                self.waiting[later] = self.pool.submit(self.make, later)
+        return self.waiting.pop(step).result()

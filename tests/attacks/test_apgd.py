@@ -10,7 +10,7 @@ from pyautoattack.square import SquareAttack
 from moecore.attacks.apgd import Apgd, checkpoints, climb, random_start
 from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.draws import generators
-from moecore.attacks.gradient import slope
+from moecore.attacks.gradient import SlopeOf
 from moecore.attacks.objectives import goal_of
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.square import Square, _Drawn
@@ -58,7 +58,7 @@ def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
     theirs.init_hyperparam(images)
     best, _, values, _ = theirs.attack_single_run(images, labels, x_init=start)
     ours = climb(
-        slope(
+        SlopeOf(
             model,
             goal_of({"ce": "cross_entropy"}.get(loss, loss), 0, model, CLASSES, images, labels),
         ),
@@ -97,7 +97,7 @@ def test_step_sizes_are_two_epsilon_halved_and_change_at_checkpoints_only():
     images, labels = case(16, seed=1)
     model, epsilon = Curved(16), 0.15
     found = climb(
-        slope(model, lambda output: CLASSES.attack_loss(output.prediction, labels)),
+        SlopeOf(model, lambda output: CLASSES.attack_loss(output.prediction, labels)),
         images,
         images,
         epsilon,
@@ -137,7 +137,7 @@ def test_a_halved_step_starts_from_the_best_image():
 def test_returns_the_best_image_of_all():
     images, labels = case(10, seed=2)
     model = Curved(16)
-    at = slope(model, lambda output: CLASSES.attack_loss(output.prediction, labels))
+    at = SlopeOf(model, lambda output: CLASSES.attack_loss(output.prediction, labels))
     found = climb(at, images, images, 0.3, 15)
     assert torch.allclose(at(found.images)[0], found.values, atol=1e-5)
     assert torch.equal(found.values, torch.maximum(found.history.max(dim=0).values, at(images)[0]))

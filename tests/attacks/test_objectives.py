@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.gradient import slope
+from moecore.attacks.gradient import SlopeOf
 from moecore.attacks.objectives import balance, dlr, goal_of, routing_change
 from moecore.attacks.pgd import Pgd
 from moecore.core.files import UserError
@@ -89,7 +89,9 @@ def test_the_balance_losses_count_as_often_as_there_are_images(images):
         output.routing
     )
     (expected,) = torch.autograd.grad(paper, leaf)
-    values, gradient = slope(model, goal_of("balance", 0.3, model, CLASSES, pixels, labels))(pixels)
+    values, gradient = SlopeOf(model, goal_of("balance", 0.3, model, CLASSES, pixels, labels))(
+        pixels
+    )
     assert torch.allclose(gradient, images * expected, rtol=1e-4, atol=1e-6)
     assert float(values.mean()) == pytest.approx(float(paper.detach()), rel=1e-5)
     (plain,) = torch.autograd.grad(

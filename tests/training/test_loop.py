@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
+from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import job_for
-from moecore.training.loop import fit, total_steps, training_batch
+from moecore.training.loop import Ahead, fit, total_steps, training_batch
 from moecore.training.meter import MEMORY
 from moecore.training.method import Method
 from moecore.training.objective import Objective
@@ -211,3 +212,23 @@ def test_an_outcome_tells_what_a_step_costs(tmp_path):
     assert found.memory_counted_as == "live tensors"
     resumed = outcome(model, data, SETTINGS, Log(points[1:], 3.0))  # told before the kill
     assert (resumed.training_memory_mb, resumed.memory_counted_as) == (None, None)
+
+
+def test_batches_that_a_thread_makes_early_are_the_same():
+    made, settings = task(), SETTINGS.model_copy(update={"views": ViewSettings(shift=2, flip=True)})
+    asked = []
+
+    def make(step):
+        asked.append(step)
+        return training_batch(made, settings, 3, step)
+
+    ahead = Ahead(make, range(4, 9))
+    for step in range(4, 9):
+        ours, theirs = ahead(step), training_batch(made, settings, 3, step)
+        assert torch.equal(ours.images, theirs.images) and torch.equal(ours.labels, theirs.labels)
+    assert asked == [4, 5, 6, 7, 8], "each once, in order, none after the last"
+    failing = Ahead(lambda step: 1 // (step - 1), range(3), depth=1)
+    assert failing(0) == -1
+    with pytest.raises(ZeroDivisionError):
+        failing(1)
+    assert failing(2) == 1
