@@ -9,7 +9,6 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
-from moecore.core.ranks import only_first
 from moecore.core.streams import seed_of
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
@@ -36,24 +35,21 @@ def teacher(seed: int) -> None:
     target = Path("artifacts/teacher", str(seed))
     drawn = seed_of("teacher", seed)
     data = Prepared.open("artifacts/data/pretrain")
-    with training_run("teacher", params, data, [], __file__, seed=seed) as training:
+    trains = getattr(settings, "training", None) is not None
+    with training_run("teacher", params, data, [], __file__, None, seed, trains) as training:
         if isinstance(settings, NoTeacher):
-            only_first()
             with whole_folder(target) as folder:
                 write_json(folder / "absent.json", {"teacher": settings.kind})
             training.run.result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
             return
         torch.manual_seed(drawn)
         model = settings.build(ImageSpec.from_card(data.card))
-        schedule = settings.training
         found: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
-        if schedule is None:
-            only_first()
-        else:
-            objective = Objective((), schedule.label_smoothing)
+        if settings.training is not None:
+            objective = Objective((), settings.training.label_smoothing)
             job = job_for(model, data, objective, training.runtime.device)
-            training.train(job, schedule, drawn)
-            found = outcome(model, data, schedule, training.log())
+            training.train(job, settings.training, drawn)
+            found = outcome(model, data, settings.training, training.log())
         with whole_folder(target) as folder:
             save_model(folder, model)
         training.run.result(found)

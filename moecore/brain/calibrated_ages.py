@@ -10,7 +10,8 @@ from moecore.brain.measured_ages import Result, measured
 from moecore.brain.model_card import model_card
 from moecore.brain.prediction_table import prediction_rows, write_predictions
 from moecore.brain.reference import beyond_ages, reference_of, unlike
-from moecore.core.files import plain, whole_folder, write_json
+from moecore.core.files import whole_folder, write_json
+from moecore.core.packed import plain
 from moecore.data.prepared import SPLITS
 from moecore.measure import calibration
 from moecore.measure.base import Subject

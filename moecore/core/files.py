@@ -3,15 +3,12 @@
 import errno
 import hashlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel
 
 
 class UserError(Exception):
@@ -133,24 +130,3 @@ def checksum(path: str | Path, algorithm: str = "sha256") -> str:
     """
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, algorithm).hexdigest()
-
-
-def plain(value: Any) -> Any:
-    """JSON's types: settings, arrays, tensors and paths become dicts, lists, numbers and text;
-    not-finite numbers null.
-    """
-    if isinstance(value, BaseModel):
-        return plain(value.model_dump(mode="json"))
-    if hasattr(value, "_asdict"):
-        return plain(value._asdict())
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (str, int, bool)):
-        return value
-    return str(value)

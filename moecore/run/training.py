@@ -1,6 +1,8 @@
 """The life of a stage that trains: a bar, a line of the history for every point, checkpoints."""
 
 import json
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,15 +83,19 @@ def training_run(
     script: str,
     method: str | None = None,
     seed: int | None = None,
+    trains: bool = True,
 ) -> Iterator[TrainingRun]:
     """A recorded run of a training stage on ``data``; killed at any moment, it is resumed.
 
     inputs: what else the result depends on, files and folders of artifacts. script: the stage's
-    file.
+    file. trains: several ranks may share it; where nothing is trained the first does the work.
     """
     item = [str(word) for word in (method, seed) if word is not None]
     name = "/".join([stage, *item])
-    join()
+    if trains:
+        join()
+    elif os.environ.get("RANK", "0") != "0":
+        sys.exit(0)
     refuse_unlike("params", json.dumps(params.model_dump(mode="json"), sort_keys=True))
     if not ranks().first:
         yield TrainingRun(None, Path(same_text("")), name.replace("/", " "))

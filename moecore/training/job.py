@@ -1,18 +1,30 @@
-"""One training: a model, the images that it learns from, and what it learns of them."""
+"""One training: a model, the images that it learns from, and what it learns of them.
 
+B images of a step's whole batch; of several ranks each makes the pixels of its own images, and of
+those that are mixed into them, but draws for all.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from moecore.core.streams import PERMUTED
-from moecore.data.loader import OnDevice, OnDisk, to_device
+from moecore.core.ranks import ranks
+from moecore.core.records import Batch
+from moecore.core.streams import ATTACK, PERMUTED, VIEWS, Draws, generator_for
+from moecore.data.loader import OnDevice, OnDisk, batch_indices, steps_per_epoch, to_device
 from moecore.data.prepared import Prepared, Split
+from moecore.data.views.mix import mix
+from moecore.data.views.views import make_views
 from moecore.nn.backbones.model import BackboneModel
 from moecore.tasks import AnyTask
-from moecore.training.guide import Guide
+from moecore.training.guide import Guide, standing_alone
 from moecore.training.isolation import Isolation
 from moecore.training.objective import Objective
+from moecore.training.settings import Training
 
 
 class Job(NamedTuple):
@@ -74,3 +86,95 @@ def job_for(
     learned = to_device(train, device)
     validation = to_device(data.validation, device)
     return Job(model, learned, validation, objective, guide, views, isolation)
+
+
+def training_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
+    """The augmented batch of a step: a function of (seed, step) alone.
+
+    With mixing the labels are (B, K) shares, else as the data set has them. Two views of each image
+    are never mixed with other images: a patch would lose its partner (PRC, §IV).
+    """
+    made = rendered(job, settings, seed, step, ranks().rows(settings.batch))
+    views, labels = made.images, made.labels
+    if settings.mix is not None and job.views == 1:
+
+        def others(places: Tensor) -> tuple[Tensor, Tensor]:
+            partners = rendered(job, settings, seed, step, places)
+            return partners.images, partners.labels
+
+        # Of a whole batch the partners are there already.
+        look = None if made.draws.rows is None else others
+        views, labels = mix(views, labels, job.task, settings.mix, made.draws, look)
+    batch = Batch(views, labels, made.affines, job.views)
+    if job.isolation is None or made.region is None:
+        return batch
+    return job.isolation.marked(batch, made.region, made.epoch, job.model.layout)
+
+
+class Rendered(NamedTuple):
+    """Views of some images of a step's batch; the first views of all come before the second."""
+
+    images: Tensor
+    affines: Tensor
+    labels: Tensor
+    region: Tensor | None  # which tissue each keeps
+    epoch: int
+    draws: Draws  # whose generator has drawn the views
+
+
+def rendered(job: Job, settings: Training, seed: int, step: int, places: Tensor | None) -> Rendered:
+    """The views of the images at ``places`` of the batch; None for all of them."""
+    draws = Draws(generator_for(seed, step, VIEWS), settings.batch, places)
+    indices = draws.wanted(batch_indices(len(job.train.labels), settings.batch, seed, step))
+    images, labels = job.train.take(indices)
+    epoch = step // steps_per_epoch(len(job.train.labels), settings.batch)
+    region = None
+    if job.isolation is not None:
+        images, region = job.isolation.isolated(images, indices, step, epoch, draws)
+        region = region.repeat(job.views)
+    made = [make_views(images, settings.views, draws) for _ in range(job.views)]
+    views, affines = made[0]
+    if job.views > 1:
+        views = torch.cat([images for images, _ in made])
+        affines = torch.cat([affines for _, affines in made])
+    return Rendered(views, affines, torch.cat([labels] * job.views), region, epoch, draws)
+
+
+def step_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
+    """What a step learns from: the augmented batch, attacked where training is adversarial.
+
+    The attack's draws are functions of (seed, step).
+    """
+    return attacked(job, settings, seed, step, training_batch(job, settings, seed, step))
+
+
+def attacked(job: Job, settings: Training, seed: int, step: int, batch: Batch) -> Batch:
+    """The batch of a step as the model is to learn from it; see ``step_batch``."""
+    if settings.adversarial is None:
+        return batch
+    model = standing_alone(job.model, job.guide)
+    return settings.adversarial.attacked(model, job.task, batch, generator_for(seed, step, ATTACK))
+
+
+class Ahead:
+    """``make(step)`` for ``steps`` in their order, made by a thread while the device computes.
+
+    What a step draws is a function of its number, so it may be drawn early. Errors of ``make`` are
+    raised where the step's turn is.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], steps: range, depth: int = 2) -> None:
+        """depth: steps that are made before their turn."""
+        card = torch.cuda.current_device() if torch.cuda.is_available() else None
+        chosen = (torch.cuda.set_device, (card,)) if card is not None else (None, ())
+        self.pool = ThreadPoolExecutor(1, "batches", *chosen)  # a thread begins with the first card
+        self.make = make
+        self.steps = steps
+        self.depth = depth
+        self.waiting: dict[int, Future[Batch]] = {}
+
+    def __call__(self, step: int) -> Batch:
+        for later in range(step, min(step + self.depth + 1, self.steps.stop)):
+            if later not in self.waiting:
+                self.waiting[later] = self.pool.submit(self.make, later)
+        return self.waiting.pop(step).result()

@@ -235,7 +235,8 @@ def test_nothing_is_done_at_import(file):
     """No loops, calls or context managers at module level, but for constants, the main guard and a
     logged model's code.
     """
-    if file.name == "pyfunc.py":  # MLflow's set_model
+    # MLflow's set_model; and what hands a stage over to a cluster before torch is imported
+    if relative(file) in ("moecore/tracking/pyfunc.py", "stages/__init__.py"):
         return
     for node in tree_of(file).body:
         main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)

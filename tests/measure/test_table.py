@@ -3,7 +3,8 @@
 import pytest
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, plain, write_json
+from moecore.core.files import UserError, write_json
+from moecore.core.packed import plain
 from moecore.measure import MEASUREMENTS, routing
 from moecore.measure.base import Skipped, Subject, at_once, read_result
 from moecore.nn.backbones.single_layer import SingleLayer

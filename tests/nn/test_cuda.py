@@ -7,8 +7,8 @@ from moecore.core.sources import ROOT
 from moecore.nn.backbones.vit import Vit
 from moecore.study.document import load
 from moecore.training.guide import build_guide, standing_alone
-from moecore.training.job import Job
-from moecore.training.loop import fit, train_step, training_batch
+from moecore.training.job import Job, training_batch
+from moecore.training.loop import fit, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
 from tests.training.small import CPU, IMAGE, SETTINGS, task

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from moecore.core.config import Config
-from moecore.core.files import plain, write_json
+from moecore.core.files import write_json
+from moecore.core.packed import plain
 from moecore.core.records import Layout, RoutingRecord
 from moecore.measure import (
     calibration,

@@ -246,17 +246,13 @@ def nodes():
 
 
 @pytest.fixture
-def project(tmp_path, nodes):
+def project(tmp_path, nodes, monkeypatch):
     small = PARAMS.replace("[dense, vmoe, tgr]", "[vmoe]").replace(
         "measurements: [invariance, corruptions, stability, lipschitz, cost]",
         "measurements: [stability]",
     )
-    Project.forked = False
-    try:
-        found = Project(tmp_path, small.replace("  {epochs: 2, batch: 64,", FP32)).with_dvc()
-    finally:
-        del Project.forked
-    found.forked = False
+    monkeypatch.setattr(Project, "forked", False)
+    found = Project(tmp_path, small.replace("  {epochs: 2, batch: 64,", FP32)).with_dvc()
     text = f'launch: "{SRUN}"\nstages: {{pretrain: {{nodes: 2, cores: 1}}}}\n'
     folder = str(Path(PYTHON).parent)
     own = {"MOECORE_CLUSTER": written(tmp_path, text), "GLOO_SOCKET_IFNAME": "lo"}

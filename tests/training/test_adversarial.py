@@ -17,8 +17,8 @@ from moecore.tasks.multi_label import MultiLabel
 from moecore.training.adversarial import Adversarial
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import build_guide
-from moecore.training.job import Job
-from moecore.training.loop import fit, step_batch, training_batch
+from moecore.training.job import Job, step_batch, training_batch
+from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import AdversarialFinetuning, Training

@@ -13,8 +13,8 @@ from moecore.data.views.views import ViewSettings
 from moecore.measure.routing_metrics.regions import region_routing
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.training.isolation import WHOLE, Isolation, isolation, region_channels
-from moecore.training.job import Job
-from moecore.training.loop import fit, training_batch
+from moecore.training.job import Job, training_batch
+from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training

@@ -17,8 +17,8 @@ from moecore.data.views.mix import Mix, mix
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.adversarial import Adversarial
-from moecore.training.job import Job
-from moecore.training.loop import fit, training_batch, validate
+from moecore.training.job import Job, training_batch
+from moecore.training.loop import fit, validate
 from moecore.training.meter import Meter
 from moecore.training.method import Method
 from moecore.training.objective import Objective, hard_distillation

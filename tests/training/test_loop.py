@@ -5,8 +5,8 @@ from moecore.core.files import UserError
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import job_for
-from moecore.training.loop import Ahead, fit, total_steps, training_batch
+from moecore.training.job import Ahead, job_for, training_batch
+from moecore.training.loop import fit, total_steps
 from moecore.training.meter import MEMORY
 from moecore.training.method import Method
 from moecore.training.objective import Objective

@@ -9,7 +9,8 @@ import torch
 from moecore.core.files import UserError
 from moecore.core.records import Batch, Guidance, ModelOutput, Step
 from moecore.nn.backbones.vit import Vit
-from moecore.training.loop import fit, training_batch
+from moecore.training.job import training_batch
+from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, task

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from moecore.core.streams import generator_for
+from moecore.core.streams import Draws, generator_for
 from moecore.data.views import colour
 from moecore.data.views.randaugment import OPERATIONS, Drawn, RandAugment, draw, recolour
 from moecore.data.views.views import ViewSettings, identity_view, make_views
@@ -113,7 +113,7 @@ def test_values_at_magnitude_10_and_limits_beyond():
 
 
 def test_all_names_are_drawn_and_both_signs():
-    drawn = draw(RandAugment(operations=2, magnitude=5), 2000, generator_for(0))
+    drawn = draw(RandAugment(operations=2, magnitude=5), Draws(generator_for(0), 2000))
     assert set(drawn.choices.unique().tolist()) == set(range(14)) and set(
         drawn.levels.unique().tolist()
     ) == {-0.5, 0.5}
@@ -165,7 +165,7 @@ def jittered_by_torchvision(images, drawn):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_jitter_equals_torchvisions_to_a_grey_level(channels):
     images = torch.randint(0, 256, (64, channels, 12, 9), generator=generator_for(0))
-    drawn = colour.drawn_jitter(JITTER, 64, generator_for(1))
+    drawn = colour.drawn_jitter(JITTER, Draws(generator_for(1), 64))
     ours = colour.jitter(images.float(), drawn) / 255
     theirs = jittered_by_torchvision(images / 255, drawn)
     assert (ours - theirs).abs().max() < 1 / 255
@@ -174,7 +174,7 @@ def test_jitter_equals_torchvisions_to_a_grey_level(channels):
 
 def test_jitter_draws_every_order_and_factors_within_their_ranges():
     settings = colour.ColourJitter(brightness=0.12, contrast=1.5)
-    order, factors = colour.drawn_jitter(settings, 6000, generator_for(0))
+    order, factors = colour.drawn_jitter(settings, Draws(generator_for(0), 6000))
     _, times = order.unique(dim=0, return_counts=True)
     assert len(times) == 6 and times.min() > 850  # 1000 each, standard error 29
     low, high = factors.aminmax(dim=0)

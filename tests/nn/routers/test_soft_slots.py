@@ -45,7 +45,9 @@ def slow_score(router, token, slot):
     """The cosine of a token (d,) and a slot (d,), with 1e-6 beside both squared lengths, times the
     scale.
     """
-    return router.scale * (token @ slot) / torch.sqrt((token @ token + 1e-6) * (slot @ slot + 1e-6))
+    return (
+        router.scale[0] * (token @ slot) / torch.sqrt((token @ token + 1e-6) * (slot @ slot + 1e-6))
+    )
 
 
 def slow_layer(layer, tokens, number):
@@ -156,3 +158,10 @@ def test_settings():
     assert router.slots.shape == (6, 4, 3) and router.scale.item() == 1
     with pytest.raises(ValidationError):
         SoftSlots(slots=0)
+
+
+def test_files_of_before_the_scale_had_an_axis_are_read():
+    router = SoftSlots().build(8, 2)
+    state = router.state_dict() | {"scale": torch.tensor(3.0)}
+    router.load_state_dict(state)
+    assert router.scale.tolist() == [3.0]
