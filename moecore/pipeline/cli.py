@@ -51,11 +51,29 @@ def check(params: Params = HERE) -> None:
     typer.echo(in_order(params, also=metrics_named))
 
 
-def plan() -> None:
+def plan(
+    scale: Annotated[
+        bool, typer.Option("--scale", help="what pretraining needs on 1, 8 and 64 GPUs, on paper")
+    ] = False,
+    flops: Annotated[float, typer.Option(min=1e-3, help="of a GPU, TFLOP/s; --scale")] = 495,
+    memory: Annotated[float, typer.Option(min=1e-3, help="of a GPU, GB/s; --scale")] = 3350,
+    links: Annotated[float, typer.Option(min=1e-3, help="in a machine, GB/s; --scale")] = 450,
+    network: Annotated[float, typer.Option(min=1e-3, help="a GPU, GB/s; --scale")] = 50,
+) -> None:
     """Which stages would run, why, and how long they took the last time."""
-    from moecore.pipeline.plan import main
+    if not scale:
+        from moecore.pipeline.plan import main
 
-    main()
+        main()
+        return
+    from moecore.pipeline.scale import Peaks, table
+    from moecore.study.document import load
+    from moecore.study.params import validate_whole
+    from moecore.study.study import Study
+
+    study = validate_whole(Study, load(str(HERE)))
+    for line in table(study, Peaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)):
+        typer.echo(line)
 
 
 def run(jobs: Jobs = None, sets: Sets = None) -> None:

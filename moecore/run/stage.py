@@ -14,6 +14,8 @@ from moecore.core.files import UserError
 from moecore.study.remembered import in_order
 
 PR_SET_PDEATHSIG = 1
+ENDED = 143  # the exit code of what was ended from outside
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
 
 
 def run_stage(
@@ -41,6 +43,13 @@ def run_stage(
         if first_to_fail():
             print(f"{where}{error}", file=sys.stderr)
         sys.exit(1)
+    except RuntimeError as error:
+        if not any(said in str(error) for said in GONE) or not several_ranks():
+            raise
+        if first_to_fail():
+            told = "another rank has ended; what was trained is in the checkpoint"
+            print(f"{' '.join([function.__name__, *words])}: {told}", file=sys.stderr)
+        sys.exit(ENDED)
 
 
 def refuse_ranks() -> None:
@@ -51,9 +60,14 @@ def refuse_ranks() -> None:
         raise UserError(f"found {size} ranks; allowed of this stage: 1 ({shared})")
 
 
+def several_ranks() -> bool:
+    """Whether a launcher started several ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def first_to_fail() -> bool:
     """Whether to say what is wrong: once, where several ranks end at the same."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not several_ranks():
         return True
     from moecore.core import ranks  # imports torch
 
@@ -77,11 +91,11 @@ def end_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it died in between
-        sys.exit(143)
+        sys.exit(ENDED)
 
 
 def _terminate(*_: Any) -> None:
-    sys.exit(143)
+    sys.exit(ENDED)
 
 
 def _converted(function: Callable[..., None], words: list[str]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moecore.core.config import Config
-from moecore.core.ranks import join, only_first, ranks, refuse_unlike, same_text
+from moecore.core.ranks import join, joined, only_first, ranks, refuse_unlike, same_text
+from moecore.core.sources import own_code
 from moecore.data.prepared import Prepared
 from moecore.run.history import Run, record
 from moecore.run.history_file import points, read_lines, seconds
@@ -97,6 +98,7 @@ def training_run(
     elif os.environ.get("RANK", "0") != "0":
         sys.exit(0)
     refuse_unlike("params", json.dumps(params.model_dump(mode="json"), sort_keys=True))
+    refuse_unlike("sources", own_code() if joined() else "")
     if not ranks().first:
         yield TrainingRun(None, Path(same_text("")), name.replace("/", " "))
         return

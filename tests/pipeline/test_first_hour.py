@@ -15,8 +15,8 @@ import pytest
 import yaml
 from nbclient import NotebookClient
 
-from tests.pictures import COLOURS, write_classes
 from tests.project import PARAMS, ROOT, Project
+from tests.volumes import COLOURS, write_classes
 
 SMALL = {
     "run": {

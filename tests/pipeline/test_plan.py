@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from dvc.repo import Repo
 
 from moecore.core.files import UserError, write_json
 from moecore.core.sources import CODE
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.vit import Vit
 from moecore.pipeline.code_hashes import code_files
 from moecore.pipeline.plan import (
     Pipeline,
@@ -18,8 +21,13 @@ from moecore.pipeline.plan import (
     past_seconds,
     plan,
 )
+from moecore.pipeline.scale import Model, Peaks, step, table
 from moecore.run.history import record
-from moecore.study.document import parse
+from moecore.study.document import load, parse
+from moecore.study.params import validate_whole
+from moecore.study.study import Study
+from moecore.tasks.classification import Classification
+from tests import project
 
 EDGES = [
     ("prepare", "train@a"),
@@ -127,3 +135,40 @@ def test_dvcs_own_words_where_there_is_no_pipeline(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="dvc: you are not inside of a DVC repository"):
         asked()
+
+
+def test_a_step_on_paper_by_hand():
+    model = Model(parameters=1000, active=500, flops=2e6, kept=100.0)
+    peaks = Peaks(flops=1e9, memory=1e6, links=1e6, network=1e3)
+    # 8 images: 3 · 8 · 2e6 / 1e9 s of products, 28 · 1000 / 1e6 s of AdamW; nothing is sent.
+    assert step(model, 8, 1, 1, peaks) == (1, 8, 16_000 + 800, 0.0, pytest.approx(0.048 + 0.028))
+    # Two ranks: 4000 bytes of gradients each way in the ring, hidden behind 2 · 4 · 2e6 / 1e9 s.
+    two = step(model, 8, 2, 1, peaks)
+    assert two == (2, 4, 16_000 + 4000 + 400, 4000.0, pytest.approx(0.024 + 0.028))
+    # Sharded by two: half of what the optimizer holds; over the network nothing hides all of it.
+    many = step(model, 16, 16, 2, peaks)
+    sent = 2 * 15 / 16 * 4000
+    assert many.memory == 8000 + 4000 + 100
+    assert many.seconds == pytest.approx(0.006 + 0.014 + sent / 1e3 - 0.004)
+
+
+def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):
+    (tmp_path / "params.yaml").write_text(project.PARAMS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    study = validate_whole(Study, load("params.yaml"))
+    rows = [line.split(" | ") for line in table(study, Peaks())]
+    assert [row[0].strip("| ") for row in rows[2:]] == [
+        name for name in ("dense", "vmoe", "tgr") for _ in (1, 8, 64)
+    ]
+    assert [row[4] for row in rows[2:5]] == ["64", "8", "1"]
+    torch.manual_seed(0)
+    real = Vit(patch=8, width=32, depth=4, heads=2, mlp_ratio=2).build(
+        ImageSpec(
+            channels=1,
+            size=16,
+            mean=(0.5,),
+            std=(0.5,),
+            task=Classification(classes=tuple("0123456789")),
+        )
+    )
+    assert rows[2][1] == f"{sum(one.numel() for one in real.parameters()):,}"

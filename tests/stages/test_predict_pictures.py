@@ -27,7 +27,7 @@ from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from stages.predict import main
 from tests.browser import LOOKS, clipped, opened
-from tests.pictures import write_classes
+from tests.volumes import write_classes
 
 ROOT = Path(__file__).resolve().parents[2]
 NASTY = "<img src=x onerror=alert(1)>"

@@ -1,0 +1,117 @@
+"""What a training would need and take on more GPUs, on paper: nothing is trained.
+
+Models are built on torch's meta device. Memory: 16 bytes a parameter (fp32 weights, gradients and
+Adam's two moments) over ``shard`` ranks, the whole copy of the weights that every rank keeps for
+validation, and what a forward pass in fp32 keeps for the backward pass. Traffic: the gradients'
+ring (2 (W − 1)/W · 4 bytes a parameter). Time: a lower limit, 3 forward passes of FLOPs at the
+given peak, the optimizer's 28 bytes a parameter at the memory's bandwidth, and the part of the
+traffic that the backward pass does not hide. A teacher is not counted.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from moecore.core.files import UserError
+from moecore.measure.costs.passes import flops_per_image
+from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.parameters import parameter_counts
+from moecore.report.words import shown
+from moecore.study.data_rules import previews_of
+from moecore.study.model_rules import image_of, weightless
+from moecore.study.study import Study
+from moecore.training.meter import LiveBytes
+
+SIZES = (1, 8, 64)
+MACHINE = 8  # GPUs that share fast links
+
+
+class Peaks(NamedTuple):
+    """What one GPU can do; the defaults are an H100's data sheet, half of its dense bf16 peak."""
+
+    flops: float = 495e12  # a second
+    memory: float = 3.35e12  # bytes a second
+    links: float = 450e9  # bytes a second between the GPUs of a machine
+    network: float = 50e9  # bytes a second of each GPU between machines
+
+
+class Model(NamedTuple):
+    """One method's model, counted."""
+
+    parameters: int
+    active: int
+    flops: float  # forward, an image
+    kept: float  # bytes that a forward pass of one image keeps
+
+
+class Step(NamedTuple):
+    """One rank's part of a step."""
+
+    ranks: int
+    images: int
+    memory: float  # bytes
+    traffic: float  # bytes
+    seconds: float
+
+
+def counted(model: BackboneModel, views: int = 1) -> Model:
+    """A model on the meta device, with so many views of each image."""
+    image = model.image
+    one, two = (torch.empty(n, image.channels, *image.shape, device="meta") for n in (1, 2))
+    counts = parameter_counts(model)
+    kept = _kept(model, two) - _kept(model, one)
+    flops = flops_per_image(model, one).whole
+    size = counts["parameters"], counts["active_parameters"]
+    return Model(*size, views * flops, views * kept)
+
+
+def _kept(model: BackboneModel, images: torch.Tensor) -> int:
+    """Bytes that a forward pass in training holds at its end."""
+    model.train()
+    with LiveBytes() as live:
+        output = model(images)
+        held = live.now
+    del output
+    return held
+
+
+def step(model: Model, batch: int, ranks: int, shard: int, peaks: Peaks) -> Step:
+    """A step of ``batch`` images on so many ranks."""
+    images = batch // ranks
+    shard = min(shard, ranks)
+    whole = 4 * model.parameters if ranks > 1 else 0
+    memory = 16 * model.parameters / shard + whole + images * model.kept
+    traffic = 2 * (ranks - 1) / ranks * 4 * model.parameters
+    forward = images * model.flops / peaks.flops
+    speed = peaks.links if ranks <= MACHINE else peaks.network
+    open_traffic = max(0.0, traffic / speed - 2 * forward)
+    optimizer = 28 * model.parameters / shard / peaks.memory
+    return Step(ranks, images, memory, traffic, 3 * forward + optimizer + open_traffic)
+
+
+def table(study: Study, peaks: Peaks) -> Iterator[str]:
+    """Lines of a Markdown table: every method of run.methods at SIZES. Raises UserError where a
+    model cannot be built.
+    """
+    if study.model is None or study.pretrain is None:
+        raise UserError("plan --scale: found no model or no pretrain; both are needed")
+    preview = previews_of(study)["pretrain"]
+    names = "method", "parameters", "active", "ranks", "images a rank", "memory", "traffic"
+    yield f"| {' | '.join(names)} | step, limit |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    for name in study.run.methods:
+        method = study.methods[name]
+        with weightless():
+            model = method.sized(study.model).build(image_of(preview), method.moe)
+            found = counted(model, method.views)
+        for ranks in SIZES:
+            batch = study.pretrain.batch
+            if batch % ranks:
+                yield f"| {name} | | | {ranks} | batch {batch} does not divide | | | |"
+                continue
+            one = step(found, batch, ranks, study.pretrain.shard, peaks)
+            numbers = (f"{found.parameters:,}", f"{found.active:,}", ranks, one.images)
+            amounts = (shown(one.memory, "bytes"), shown(one.traffic, "bytes"))
+            cells = [name, *map(str, numbers), *amounts, f"{1000 * one.seconds:.3g} ms"]
+            yield f"| {' | '.join(cells)} |"
