@@ -124,7 +124,7 @@ def hand_over() -> None:
     started, say which rank it is, and go on.
     """
     if LAUNCHED in os.environ:
-        os.environ.update(rank_by_slurm(os.environ))
+        os.environ.update(rank_by_slurm(os.environ) | threads_by_slurm(os.environ))
         return
     words = sys.orig_argv[1:]
     if words[:1] != ["-m"] or not words[1].startswith("stages.") or words[1] == "stages.server":
@@ -179,6 +179,16 @@ def rank_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": environment[LAUNCHED],
     }
+
+
+def threads_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """As many threads as the task has cores, where nothing else is said: not every cluster binds
+    tasks to their cores.
+    """
+    cores = environment.get("SLURM_CPUS_PER_TASK")
+    if cores is None or "MOECORE_THREADS" in environment:
+        return {}
+    return {"MOECORE_THREADS": cores, "OMP_NUM_THREADS": cores}
 
 
 def _end_with_this() -> None:

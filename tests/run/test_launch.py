@@ -24,7 +24,15 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.tensors import read_tensors
 from moecore.pipeline import parallel
-from moecore.run.launch import Cluster, command, rank_by_slurm, read_cluster, run, stage_of
+from moecore.run.launch import (
+    Cluster,
+    command,
+    rank_by_slurm,
+    read_cluster,
+    run,
+    stage_of,
+    threads_by_slurm,
+)
 from tests.project import COMMAND, PARAMS, Project
 
 CONFIG = """\
@@ -203,6 +211,10 @@ def test_a_task_of_slurm_knows_its_rank():
     }
     assert rank_by_slurm(task | {"SLURM_NTASKS": "1"}) == {}
     assert rank_by_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
+    assert threads_by_slurm(task) == {}
+    four = {"MOECORE_THREADS": "4", "OMP_NUM_THREADS": "4"}
+    assert threads_by_slurm(task | {"SLURM_CPUS_PER_TASK": "4"}) == four
+    assert threads_by_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
 
 
 def test_only_what_is_ended_from_outside_is_started_again(tmp_path, monkeypatch, capfd):
@@ -253,7 +265,7 @@ def project(tmp_path, nodes, monkeypatch):
     )
     monkeypatch.setattr(Project, "forked", False)
     found = Project(tmp_path, small.replace("  {epochs: 2, batch: 64,", FP32)).with_dvc()
-    text = f'launch: "{SRUN}"\nstages: {{pretrain: {{nodes: 2, cores: 1}}}}\n'
+    text = f'launch: "{SRUN}"\ndefault: {{cores: 1}}\nstages: {{pretrain: {{nodes: 2}}}}\n'
     folder = str(Path(PYTHON).parent)
     own = {"MOECORE_CLUSTER": written(tmp_path, text), "GLOO_SOCKET_IFNAME": "lo"}
     found.given = nodes | own | {"PATH": os.pathsep.join([folder, nodes["PATH"]])}

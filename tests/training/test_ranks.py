@@ -253,11 +253,11 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(project):
     history = (project.folder / HISTORY).read_text()
     assert history.count('"status": "FINISHED"') == 1
     random.seed(0)
-    for everyone in (False, True):
-        killed(project, everyone, random.uniform(0, 0.3))
-        assert same(trained(project), whole)
-    killed(project, True, 0.1)
-    if "shard: 2" in (project.folder / "params.yaml").read_text():
+    sharded = "shard: 2" in (project.folder / "params.yaml").read_text()
+    killed(project, sharded, random.uniform(0, 0.3))  # all of them, or one
+    assert same(trained(project), whole)
+    killed(project, not sharded, 0.1)
+    if sharded:
         done = project.attempt_stage("pretrain", "vmoe", "0")
         assert done.returncode == 1
         assert done.stderr.strip() == (
