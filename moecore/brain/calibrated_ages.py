@@ -11,7 +11,7 @@ from moecore.brain.model_card import model_card
 from moecore.brain.prediction_table import prediction_rows, write_predictions
 from moecore.brain.reference import beyond_ages, reference_of, unlike
 from moecore.core.files import whole_folder, write_json
-from moecore.core.packed import plain
+from moecore.core.plain import plain
 from moecore.data.prepared import SPLITS
 from moecore.measure import calibration
 from moecore.measure.base import Subject

@@ -1,13 +1,9 @@
-"""Arrays and results as short text and JSON."""
+"""Arrays as short text, for results that hold many small numbers."""
 
 import base64
-import math
 import zlib
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 
 
 def packed(*arrays: np.ndarray) -> str:
@@ -45,24 +41,3 @@ def unpacked_values(text: str) -> np.ndarray:
 
 def _bytes(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
-
-
-def plain(value: Any) -> Any:
-    """JSON's types: settings, arrays, tensors and paths become dicts, lists, numbers and text;
-    not-finite numbers null.
-    """
-    if isinstance(value, BaseModel):
-        return plain(value.model_dump(mode="json"))
-    if hasattr(value, "_asdict"):
-        return plain(value._asdict())
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (str, int, bool)):
-        return value
-    return str(value)

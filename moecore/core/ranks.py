@@ -11,6 +11,7 @@ B images of the whole batch, b = B / ranks of one rank.
 import hashlib
 import os
 import sys
+import time
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -106,8 +107,18 @@ def refuse_unlike(what: str, text: str) -> None:
     ends = torch.tensor([digest, -digest])
     distributed.all_reduce(ends, distributed.ReduceOp.MAX)
     if int(ends[0]) != -int(ends[1]):
+        _all_know()
         mend = "start all of them in one folder, or in copies of the same state"
         raise UserError(f"ranks: found {what} that differ between ranks; {mend}")
+
+
+def _all_know(wait: float = 10.0) -> None:
+    """Until every rank is here: one that ends earlier would break off another's last sum."""
+    if _Met.store is not None:
+        _Met.store.add("know", 1)
+        until = time.monotonic() + wait
+        while _Met.store.add("know", 0) < ranks().size and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def leave() -> None:
@@ -189,45 +200,6 @@ def same_text(text: str) -> str:
         encoded = torch.empty(int(length), dtype=torch.uint8)
     distributed.broadcast(encoded, 0)
     return bytes(encoded.tolist()).decode()
-
-
-class RowsOfBatch:
-    """Which rows of the whole batch this rank's tokens are, while a step is computed.
-
-    A step has ``views`` views of each image, all first views before all second ones, so a rank's
-    part of a batch of two views is not one piece of it.
-    """
-
-    views = 1
-
-    @classmethod
-    def of(cls, whole: Tensor) -> Tensor:
-        """This rank's part (views · b, …) of the whole batch (views · B, …)."""
-        here = ranks()
-        if here.size == 1:
-            return whole
-        parted = whole.unflatten(0, (cls.views, here.size, -1))
-        return parted[:, here.rank].flatten(0, 1)
-
-
-def normal_like(values: Tensor) -> Tensor:
-    """Standard normal draws for ``values`` (views · b, …), fp32 or as they are, from the global
-    generator: this rank's part of those of the whole batch.
-    """
-    return RowsOfBatch.of(torch.randn_like(_whole(values)))
-
-
-def bernoulli_like(values: Tensor, probability: float) -> Tensor:
-    """0 or 1 for ``values`` (views · b, …), drawn as ``normal_like`` does."""
-    return RowsOfBatch.of(torch.empty_like(_whole(values)).bernoulli_(probability))
-
-
-def _whole(values: Tensor) -> Tensor:
-    """Something of the whole batch's shape, whose memory is never touched."""
-    size = ranks().size
-    if size == 1:
-        return values
-    return values.new_empty(()).expand(size * values.shape[0], *values.shape[1:])
 
 
 class _AllReduce(Function):

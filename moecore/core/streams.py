@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from moecore.core.ranks import ranks
+
 # Purposes of a training step, (seed, step, purpose)
 VIEWS = 1
 NOISE = 2
@@ -75,6 +77,45 @@ class Draws(NamedTuple):
         """(B, *shape) int64 from ``low`` to ``high`` − 1."""
         size = (self.whole, *shape)
         return self.wanted(torch.randint(low, high, size, generator=self.generator))
+
+
+class RowsOfBatch:
+    """Which rows of the whole batch this rank's tokens are, while a step is computed.
+
+    A step has ``views`` views of each image, all first views before all second ones, so a rank's
+    part of a batch of two views is not one piece of it.
+    """
+
+    views = 1
+
+    @classmethod
+    def of(cls, whole: Tensor) -> Tensor:
+        """This rank's part (views · b, …) of the whole batch (views · B, …)."""
+        here = ranks()
+        if here.size == 1:
+            return whole
+        parted = whole.unflatten(0, (cls.views, here.size, -1))
+        return parted[:, here.rank].flatten(0, 1)
+
+
+def normal_like(values: Tensor) -> Tensor:
+    """Standard normal draws for ``values`` (views · b, …), fp32 or as they are, from the global
+    generator: this rank's part of those of the whole batch.
+    """
+    return RowsOfBatch.of(torch.randn_like(_whole(values)))
+
+
+def bernoulli_like(values: Tensor, probability: float) -> Tensor:
+    """0 or 1 for ``values`` (views · b, …), drawn as ``normal_like`` does."""
+    return RowsOfBatch.of(torch.empty_like(_whole(values)).bernoulli_(probability))
+
+
+def _whole(values: Tensor) -> Tensor:
+    """Something of the whole batch's shape, whose memory is never touched."""
+    size = ranks().size
+    if size == 1:
+        return values
+    return values.new_empty(()).expand(size * values.shape[0], *values.shape[1:])
 
 
 def seed_of(who: Who, seed: int) -> int:

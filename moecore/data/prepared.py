@@ -20,9 +20,9 @@ from pydantic import ValidationError
 
 from moecore.core.files import UserError, checksum, read_json
 from moecore.data.arrays import check_array
+from moecore.data.preview import read_task
 from moecore.data.volumes.subjects import read_subjects, sex_counts
 from moecore.tasks import AnyTask
-from moecore.tasks.read import read_task
 
 SPLITS = ("train", "validation", "test")
 CARD_KEYS = (

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from moecore.core.files import UserError
 from moecore.tasks import AnyTask
-from moecore.tasks.read import read_task
 
 
 class Preview(NamedTuple):
@@ -103,3 +103,8 @@ def class_counts(
             allowed = "every class needs one in every split (see validation, limits)"
             raise UserError(f"{name}: {missing}; {allowed}")
     return counts
+
+
+def read_task(settings: Any) -> AnyTask:
+    """The task that a card's ``task`` describes. Raises pydantic.ValidationError."""
+    return TypeAdapter(AnyTask).validate_python(settings)

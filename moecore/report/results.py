@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
+from moecore.data.preview import read_task
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
@@ -20,7 +21,6 @@ from moecore.report.shown import Shown
 from moecore.study.selection import Phase as PhaseName
 from moecore.study.selection import Selection
 from moecore.tasks.base import Task
-from moecore.tasks.read import read_task
 
 USUAL = ("calibrate", "robustness", "routing")
 MEASURED = Path("artifacts/measured")

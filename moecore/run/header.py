@@ -11,7 +11,7 @@ import uuid
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.packed import plain
+from moecore.core.plain import plain
 from moecore.run.history_file import flatten
 
 SOURCES = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"

@@ -42,14 +42,20 @@ def run_stage(
         where = "" if several else f"{' '.join([function.__name__, *words])}: "
         if first_to_fail():
             print(f"{where}{error}", file=sys.stderr)
-        sys.exit(1)
+        _exit(1)
     except RuntimeError as error:
         if not any(said in str(error) for said in GONE) or not several_ranks():
             raise
         if first_to_fail():
             told = "another rank has ended; what was trained is in the checkpoint"
             print(f"{' '.join([function.__name__, *words])}: {told}", file=sys.stderr)
-        sys.exit(ENDED)
+        _exit(ENDED)
+
+
+def _exit(code: int) -> None:
+    """Exit; SIGTERM, such as a launcher's when one rank has failed, changes nothing any more."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def refuse_ranks() -> None:

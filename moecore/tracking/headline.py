@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
+from moecore.data.preview import read_task
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
@@ -20,7 +21,6 @@ from moecore.report.references import DENSE
 from moecore.report.tables import metrics_of
 from moecore.study.document import parse
 from moecore.tasks.base import Task
-from moecore.tasks.read import read_task
 from moecore.tracking.names import PHASES, Numbers, clean
 
 

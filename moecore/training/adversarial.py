@@ -11,8 +11,9 @@ from torch import Generator, Tensor, nn
 
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
-from moecore.core.ranks import RowsOfBatch, ranks
+from moecore.core.ranks import ranks
 from moecore.core.records import Batch
+from moecore.core.streams import RowsOfBatch
 from moecore.nn.predict import evaluating
 from moecore.tasks.base import Task
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.ranks import RowsOfBatch, joined, ranks, same_text
+from moecore.core.ranks import joined, ranks, same_text
 from moecore.core.records import Batch, Step
-from moecore.core.streams import NOISE, generator_for
+from moecore.core.streams import NOISE, RowsOfBatch, generator_for
 from moecore.data.loader import OnDevice, OnDisk, steps_per_epoch
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions

@@ -4,7 +4,7 @@ import pytest
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_json
-from moecore.core.packed import plain
+from moecore.core.plain import plain
 from moecore.measure import MEASUREMENTS, routing
 from moecore.measure.base import Skipped, Subject, at_once, read_result
 from moecore.nn.backbones.single_layer import SingleLayer

@@ -12,7 +12,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import write_json
-from moecore.core.packed import plain
+from moecore.core.plain import plain
 from moecore.core.records import Layout, RoutingRecord
 from moecore.measure import (
     calibration,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
+from moecore.data.preview import read_task
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
-from moecore.tasks.read import read_task
 from moecore.tasks.regression import Regression
 
 ONE = Classification(classes=("a", "b", "c"))

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from moecore.core.ranks import bernoulli_like
 from moecore.core.records import RoutingContext
+from moecore.core.streams import bernoulli_like
 from moecore.nn.layers.attention import Attention
 from moecore.nn.layers.mlp import FeedForward
 

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core.ranks import normal_like
 from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.core.streams import normal_like
 from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.decision import router_logits

@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moecore.core.ranks import normal_like
 from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.core.streams import normal_like
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
