@@ -1,9 +1,9 @@
 """The processes that share one training: how many there are, which this is, and their sums.
 
-A launcher (torchrun, srun, ``python -m moecore.run.ranks``) sets RANK, WORLD_SIZE and where they
-meet; without them there is one process and nothing here does anything. Every rank sees the same
-random numbers, those of the whole batch, and takes its own rows: so the number of ranks changes a
-training by rounding alone.
+A launcher (torchrun, srun, ``python -m moecore.run.local_ranks``) sets RANK, WORLD_SIZE and where
+they meet; without them there is one process and nothing here does anything. Every rank sees the
+same random numbers, those of the whole batch, and takes its own rows: so the number of ranks
+changes a training by rounding alone.
 
 B images of the whole batch, b = B / ranks of one rank.
 """

@@ -21,13 +21,13 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.run.local_ranks import MEETING
 from moecore.run.stage import PR_SET_PDEATHSIG, end_with_parent
 from moecore.study.document import load
 from moecore.study.params import validate_whole
 
 CLUSTER = "MOECORE_CLUSTER"
 LAUNCHED = "MOECORE_LAUNCHED"  # tasks a machine; set for what a launcher started
-MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
 TRAINING = ("teacher", "pretrain", "finetune", "adversarial")
 FINAL = (0, 1, 2)  # exit codes that a second try would not change: done, an error, wrong words
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moecore.run.stage import end_with_parent
 
-MEETING = "MOECORE_MEETING"
+MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
 POLL = 0.05  # seconds
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
