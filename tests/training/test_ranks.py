@@ -80,8 +80,15 @@ def cases():
     model = dropping.build(IMAGE, METHODS["vmoe"].moe)
     yield "drop_path", made(METHODS["vmoe"])._replace(model=model), SETTINGS
     with tempfile.TemporaryDirectory() as folder:
-        job = test_isolation.task(balls(Path(folder)))
-        yield "regions", job, test_isolation.SETTINGS.model_copy(update={"log_every": 1})
+        data = balls(Path(folder))
+        settings = test_isolation.SETTINGS.model_copy(update={"log_every": 1})
+        yield "regions", test_isolation.task(data), settings
+        # Half of the volumes teach no age after the first epoch: unequally many of each rank's.
+        half = test_isolation.METHOD.regions.model_copy(
+            update={"warm_start_epochs": 1, "isolated": 0.5}
+        )
+        method = test_isolation.METHOD.model_copy(update={"regions": half})
+        yield "isolated", test_isolation.task(data, method), settings
 
 
 def computed(job: Job, settings: Training) -> dict:
@@ -142,7 +149,7 @@ def main(target: str, shards: str) -> None:
         Path(target).write_text(json.dumps({"found": found, "refused": refused}))
 
 
-CASES = [*METHODS, *MORE, "drop_path", "regions"]
+CASES = [*METHODS, *MORE, "drop_path", "regions", "isolated"]
 MODEL = "artifacts/pretrain/vmoe/0/model.safetensors"
 HISTORY = "artifacts/history/pretrain/vmoe/0/history.jsonl"
 
