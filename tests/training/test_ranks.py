@@ -321,6 +321,29 @@ def killed(project: Project, everyone: bool, wait: float) -> None:
     assert not any(Path(f"/proc/{child}").exists() for child in children), "all have ended"
 
 
+def full(project: Project) -> None:
+    """A limit on a file's size stands in for the full disk; what was there before stays."""
+    pointer = next(project.folder.glob(".state/pretrain/vmoe/0/*/sharded.json"))
+    before = pointer.read_text()
+    limit = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+        "sys.argv = sys.argv[1:]; runpy.run_module('moecore.run.local_ranks', run_name='__main__')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", limit, "local_ranks", "2", "-m", "stages.pretrain", "vmoe", "0"],
+        cwd=project.folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    (said,) = [line for line in ended.stderr.splitlines() if "could not be written" in line]
+    assert "(rank 0: [Errno 27] File too large; rank 1: [Errno 27] File too large)" in said
+    assert "what was there before is untouched. Free some space and start again" in said
+    assert pointer.read_text() == before
+
+
 def test_killed_and_resumed_it_ends_with_the_same_bits(project):
     whole = trained(project)
     history = (project.folder / HISTORY).read_text()
@@ -331,6 +354,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(project):
     assert same(trained(project), whole)
     killed(project, not sharded, 0.1)
     if sharded:
+        full(project)
         done = project.attempt_stage("pretrain", "vmoe", "0")
         assert done.returncode == 1
         assert done.stderr.strip() == (
