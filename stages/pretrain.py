@@ -33,7 +33,7 @@ class Params(Config):
 def pretrain(method: str, seed: int) -> None:
     """Train ``method`` on artifacts/data/pretrain, guided by its teacher where it has one."""
     params = read(Params, method=method)
-    settings = params.pretrain
+    settings = params.method.pretrained(params.pretrain)
     names = params.method.expert_names
     guide = Path("artifacts/teacher_router", method, str(seed))
     target = Path("artifacts/pretrain", method, str(seed))

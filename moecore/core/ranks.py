@@ -153,6 +153,15 @@ def of_all_ranks(holds: Tensor) -> bool:
     return bool(holds)
 
 
+def rows_of_all(own: Tensor) -> Tensor:
+    """The rows (B, …) of the whole batch, of which this rank has (b, …); without gradient."""
+    if not joined():
+        return own
+    parts = [own.new_empty(own.shape) for _ in range(ranks().size)]
+    distributed.all_gather(parts, own.contiguous())
+    return torch.cat(parts)
+
+
 def own_part(values: Tensor) -> Tensor:
     """What this rank holds of a parameter that is sharded; all of one that is not."""
     to_local = getattr(values, "to_local", None)

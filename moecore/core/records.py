@@ -61,11 +61,12 @@ class ModelOutput(NamedTuple):
 class Batch(NamedTuple):
     """What one step learns from, or one pass looks at.
 
-    images: in [0, 1], (B, C, H, W), or volumes (B, C, D, H, W). labels: as the task stores them;
-    with mixed images the shares of the classes, fp32 (B, K). affines: (B, A+1, A+1) over A axes;
-    each maps a point (row, column, 1) of the original image to the view, (first, second, third
-    axis, 1) of a volume; pixel centres are at +0.5. With two ``views`` the second half of the batch
-    are other views of the images of the first half, in the same order.
+    images: in [0, 1], (B, C, H, W), or volumes (B, C, D, H, W), or word numbers (B, C, M) of text.
+    labels: as the task stores them; with mixed images the shares of the classes, fp32 (B, K).
+    affines: (B, A+1, A+1) over A axes; each maps a point (row, column, 1) of the original image to
+    the view, (first, second, third axis, 1) of a volume; none of text. Pixel centres are at +0.5.
+    With two ``views`` the second half of the batch are other views of the images of the first half,
+    in the same order.
     """
 
     images: Tensor
@@ -76,6 +77,7 @@ class Batch(NamedTuple):
     # tokens; None where no volume is isolated
     belongs: Tensor | None = None
     learned: Tensor | None = None  # (M,) int64: the images that the task learns from; None for all
+    anew: bool = False  # text: its streams begin here, so nothing is remembered
 
 
 class Guidance(NamedTuple):

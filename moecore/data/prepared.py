@@ -7,6 +7,10 @@ Volumes are float16 (N, 1, D, H, W) in [0, 1] with a background of exactly 0; ``
 tissue shares × 255, uint8 (N, R, D, H, W), where the card lists ``regions``, ``…_subjects.csv`` has
 a row a volume, and counts are by sex.
 
+Text is ``{train,validation,test}_tokens.npy``, int32 (n,), and ``vocabulary.txt``; a split's images
+are blocks of M tokens with those that are read before them, int32 (N, C, M), and the labels are the
+next tokens (N, M): see moecore/data/text/words.py.
+
 The card says everything about the set: name, kind, task, channels, size, images and counts of each
 split, mean and std of the training images, seed, licence, source, sha256 of each file, and the
 settings that made it.
@@ -21,6 +25,7 @@ from pydantic import ValidationError
 from moecore.core.files import UserError, checksum, read_json
 from moecore.data.arrays import check_array
 from moecore.data.preview import read_task
+from moecore.data.text.words import windows
 from moecore.data.volumes.subjects import read_subjects, sex_counts
 from moecore.tasks import AnyTask
 
@@ -107,6 +112,10 @@ class Prepared(NamedTuple):
         """
         return read_subjects(self.folder / f"{split}_subjects.csv")
 
+    def tokens(self, split: str) -> np.ndarray:
+        """All tokens of a split of text, int32 (n,), memory-mapped."""
+        return np.load(self.folder / f"{split}_tokens.npy", mmap_mode="r", allow_pickle=False)
+
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Prepared":
         """Open a prepared folder and hold every file against the card.
@@ -116,12 +125,10 @@ class Prepared(NamedTuple):
         """
         folder = Path(folder)
         card = read_json(folder / "card.json")
-        # Volumes have three sizes, images one.
-        of_volumes = isinstance(card.get("size"), list)
-        if of_volumes:
-            wanted = CARD_KEYS + VOLUME_KEYS
-        else:
-            wanted = CARD_KEYS
+        # Volumes have three sizes, images one, and text one in a list.
+        sizes = card.get("size")
+        axes = len(sizes) if isinstance(sizes, list) else 2
+        wanted = CARD_KEYS + VOLUME_KEYS if axes == 3 else CARD_KEYS
         if lacking := [key for key in wanted if key not in card]:
             raise UserError(f"{folder / 'card.json'}: lacks {', '.join(lacking)}; {AGAIN}")
         try:
@@ -131,7 +138,7 @@ class Prepared(NamedTuple):
             raise UserError(f"{folder / 'card.json'}: task: {found}; {AGAIN}") from error
         if verify:
             _verify(folder, card)
-        open_split = _open_volumes if of_volumes else _open_images
+        open_split = {1: _open_text, 2: _open_images, 3: _open_volumes}[axes]
         train, validation, test = (open_split(folder, card, task, split) for split in SPLITS)
         return Prepared(card, train, validation, test, folder)
 
@@ -168,6 +175,14 @@ def _open_volumes(folder: Path, card: dict[str, Any], task: AnyTask, split: str)
     names = np.array([row["participant_id"] for row in subjects], dtype=str)
     _, people = np.unique(names, return_inverse=True)
     return Split(images, labels, people)
+
+
+def _open_text(folder: Path, card: dict[str, Any], task: AnyTask, split: str) -> Split:
+    path = folder / f"{split}_tokens.npy"
+    tokens = _checked(path, (card["tokens"][split],), np.int32)
+    images, labels = windows(tokens, card["size"][0], card["channels"] - 1)
+    task.check(labels, f"{path}: tokens")
+    return Split(images, labels)
 
 
 def _labels(folder: Path, task: AnyTask, split: str, number: int) -> np.ndarray:

@@ -16,7 +16,7 @@ class Preview(NamedTuple):
 
     name: str
     channels: int
-    size: int | tuple[int, int, int]
+    size: int | tuple[int, int, int] | tuple[int]
     task: AnyTask | None  # None: its classes are not known yet
     # split → images of each class, or the one number of all where labels are no single classes
     counts: Mapping[str, tuple[int, ...]] = {}  # {}: not known yet

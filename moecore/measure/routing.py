@@ -3,6 +3,7 @@
 Load, entropy, confidence, matches, sweeps over the router's settings, patches with their experts.
 """
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -21,7 +22,6 @@ from moecore.measure.routing_metrics.layer_use import LayerUse, Use, layer_use, 
 from moecore.measure.routing_metrics.matching import (
     AugmentedRow,
     Chance,
-    LayerMatching,
     Matching,
     augmented_row,
     chance,
@@ -137,7 +137,7 @@ def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
     where = evenly_spread(len(test.images), settings.images)
     images = test.images[where]
     labels = test.labels[where]
-    _, records = predictions(model, images, settings.batch)
+    _, records = predictions(model, images, settings.batch, prediction=False)
     people = test.people_at(where)
     layers, by_image = layers_of(subject, records, images, settings)
 
@@ -153,7 +153,9 @@ def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
         items=packed_means(by_image, people),
         **means(layers),
         layers=layers,
-        overlays=spread_overlays(images, records, settings.overlays, model.layout),
+        overlays=spread_overlays(
+            images, records, 0 if of_text(images) else settings.overlays, model.layout
+        ),
         corresponding=corresponding(images[:CROPPED], model.layout, settings.seed),
         chance=chance(moe.experts.number, getattr(moe.router, "k", None)),
         augmentations=augmented(model, images, settings, parts, people),
@@ -177,7 +179,8 @@ def layers_of(
         asked = (getattr(router, "threshold", None), getattr(router, "k", None))
         use = layer_use(record, *asked)
         items = use_by_image(record, *asked) | matched
-        layer = RoutingLayer(**use.model_dump(), **matching.model_dump(exclude={"confidence"}))
+        shared = matching.model_dump(include=set(Matching.model_fields))
+        layer = RoutingLayer(**use.model_dump(), **shared)
         if teacher:
             theirs = match_tokens(teacher[place], record.probs.shape)
             same = agreement(record.probs, theirs)
@@ -190,11 +193,14 @@ def layers_of(
 
 def matchings(
     model: Model, images: np.ndarray, settings: Routing
-) -> list[tuple[LayerMatching, dict[str, Tensor]]]:
+) -> Sequence[tuple[Matching, dict[str, Tensor]]]:
     """How often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4).
 
-    And the match ratios as one value an image, (N,).
+    And the match ratios as one value an image, (N,). Text has none.
     """
+    if of_text(images):
+        layers = len(model.experts_and_router.indices(model.config.depth))
+        return [(Matching(), {})] * layers
     asked = Augmentation(name="views", views=settings.views)
     views = two_views(images, asked, settings.seed)
     _, records = predictions(model, views.images, settings.batch)
@@ -206,6 +212,11 @@ def matchings(
         )
         for record in records
     ]
+
+
+def of_text(images: np.ndarray) -> bool:
+    """Whether these are blocks of text, (N, C, M)."""
+    return images.ndim == 3
 
 
 def augmented(
@@ -227,6 +238,8 @@ def augmented(
         views = two_views(images, asked, settings.seed, *asked.name.encode())
         return augmented_row(asked.name, model, views, settings.batch, whose)
 
+    if of_text(images):
+        return ()
     chosen = [resolved(preset, images.ndim == 5) for preset in settings.augmentations]
     return tuple(
         kept(parts, f"views {asked.name}", AugmentedRow, lambda asked=asked: row(asked))

@@ -14,17 +14,20 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
+from moecore.nn.backbones.model import Model
 
+NUMBERS = 2**26  # of a batch's predictions, where they are many
 VOXELS = 2**24  # of a batch of volumes: 64 of 64³, 64 MiB in fp32
 
 
 def predictions(
-    model: nn.Module, images, batch: int, routing: bool = True
+    model: nn.Module, images, batch: int, routing: bool = True, prediction: bool = True
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Logits and routing records of a model over all images, in evaluation mode, in fp32.
 
     images: (N, C, H, W) or (N, C, D, H, W), uint8 (array, memory map or tensor) or floating point
     in [0, 1].  batch: images a forward pass.
+    prediction: false where nobody looks at it; it is then empty, as those of a text are gigabytes.
     Returns logits (N, K), or (N, 1) in the target's unit, and one record of fields (N, T, E) per
     MoE layer, on the CPU; no records with ``routing=False``. The result does not depend on
     ``batch``, which is rounded to whole groups where the model couples images. The mode of every
@@ -39,10 +42,26 @@ def predictions(
     with evaluating(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
         for pixels in batches(images, batch, device_of(model)):
             output = model(pixels)
-            logits.append(output.prediction.float().cpu())
+            if prediction:
+                logits.append(output.prediction.float().cpu())
             kept = output.routing if routing else ()
             records.append(tuple(RoutingRecord(*(f.cpu() for f in record)) for record in kept))
-    return torch.cat(logits), joined(records)
+    return torch.cat(logits) if prediction else torch.empty(0), joined(records)
+
+
+def scores_of_blocks(model: Model, images, labels: Tensor) -> Tensor:
+    """The task's score of each item, (N,) fp64, of predictions that are not kept; in evaluation
+    mode, in fp32. images, labels: (N, …), of a split.
+    """
+    task = model.image.task
+    size = max(1, NUMBERS // (task.outputs * math.prod(images.shape[1:])))
+    found = []
+    with evaluating(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
+        for words, right in zip(
+            batches(images, size, device_of(model)), labels.split(size), strict=True
+        ):
+            found.append(task.scores(model(words).prediction.float(), right.to(words.device)).cpu())
+    return torch.cat(found)
 
 
 def batches(images, size: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
@@ -58,6 +77,9 @@ def batches(images, size: int, device: torch.device | str = "cpu") -> Iterator[T
         part = images[start : start + size]
         if not isinstance(part, Tensor):
             part = torch.from_numpy(np.array(part))
+        if part.dtype in (torch.int32, torch.int64):
+            yield part.to(device)  # words
+            continue
         pixels = part.to(device).float()
         # divided where the model is: a byte a pixel is what crosses to the device
         yield pixels / 255 if part.dtype == torch.uint8 else pixels

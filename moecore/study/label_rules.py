@@ -6,6 +6,7 @@ Every source says which task its labels are of; the task says why it cannot do w
 from collections.abc import Iterator
 from typing import Any
 
+from moecore.data.views.views import ViewSettings
 from moecore.study.study import Study
 
 Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
@@ -30,6 +31,30 @@ def label_rules(study: Study) -> Found:
         yield from _attacks(study)
     yield from _calibrator(study)
     yield from _measurements(study, numbers, volumes)
+    yield from _text(study)
+
+
+def _text(study: Study) -> Found:
+    """What text does not have: views, pixels that an attack could change, a teacher."""
+    tasks = _tasks(study)
+    for keys, phase, training in trainings(study):
+        if phase not in tasks or _kind(tasks[phase]) != "next_token":
+            continue
+        for key, usual in (("views", ViewSettings()), ("adversarial", None)):
+            found = getattr(training, key)
+            if found != usual:
+                yield (*keys, key), f"found {short(found)}, but data.{phase} is text; leave it out"
+    if "pretrain" not in tasks or _kind(tasks["pretrain"]) != "next_token":
+        return
+    for section in ("robustness", "transfer", "finetune"):
+        if getattr(study, section) is not None:
+            yield (section,), "data.pretrain is text, which this stage does not take; leave it out"
+    for name in study.run.methods:
+        method = study.methods[name]
+        for needs, what in ((method.views == 2, "two views"), (method.guided, "a teacher")):
+            if needs:
+                text = f"the method needs {what}, and data.pretrain is text; take another method"
+                yield ("methods", name), text
 
 
 def trainings(study: Study) -> Iterator[tuple[tuple, str, Any]]:
@@ -123,9 +148,8 @@ def _calibrator(study: Study) -> Found:
     kinds = {phase: _kind(tasks[phase]) for phase in study.run.phases if phase in tasks}
     for phase, kind in kinds.items():
         if kind not in CALIBRATORS:
-            reason = (
-                f"data.{phase} has several labels for each image, which calibrate does not take"
-            )
+            has = "several labels for each image" if kind == "multi_label" else "words to predict"
+            reason = f"data.{phase} has {has}, which calibrate does not take"
             where = ("run", "phases", study.run.phases.index(phase))
             yield where, f"{reason}; leave out the phase or the stage"
     misfits = [kind for kind in kinds.values() if CALIBRATORS.get(kind, found) != found]

@@ -47,13 +47,17 @@ def _regularizers(study: Study, name: str, method: Method) -> Found:
 
 
 def _size(study: Study, name: str, method: Method) -> Found:
-    """Whether the section ``model`` takes what a method changes of it."""
-    if study.model is None:
-        return
-    try:
-        method.sized(study.model)
-    except UserError as error:
-        yield ("methods", name, "model"), str(error)
+    """Whether the sections ``model`` and ``pretrain`` take what a method changes of them."""
+    for key, change, section in (
+        ("model", method.sized, study.model),
+        ("pretrain", method.pretrained, study.pretrain),
+    ):
+        if section is None:
+            continue
+        try:
+            change(section)
+        except UserError as error:
+            yield ("methods", name, key), str(error)
 
 
 def _teacher_keys(study: Study, name: str, method: Method) -> Found:

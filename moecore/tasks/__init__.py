@@ -6,6 +6,9 @@ from pydantic import Field
 
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
+from moecore.tasks.next_token import NextToken
 from moecore.tasks.regression import Regression
 
-AnyTask = Annotated[Classification | MultiLabel | Regression, Field(discriminator="kind")]
+AnyTask = Annotated[
+    Classification | MultiLabel | Regression | NextToken, Field(discriminator="kind")
+]

@@ -33,6 +33,8 @@ class Details(Config):
     confusion: tuple[tuple[int, ...], ...] | None = None  # by (true class, predicted class)
     false_discovery_rate: float | None = None  # 1 − precision at 1
     median_mae: float | None = None  # of answering always with the median of the training labels
+    ppl: float | None = None  # as papers count it: training's streams, from nothing, whole blocks
+    ppl_all: float | None = None  # every token once, in one stream
     test_corr: float | None = None  # of ŷ − y with y
     test_slope: float | None = None  # b of the least squares ŷ = a + b·y
     test_intercept: float | None = None  # a
@@ -64,6 +66,13 @@ class Task(Protocol):
     @property
     def score(self) -> Score:
         """How ``scores`` are called and shown."""
+        ...
+
+    @property
+    def long(self) -> bool:
+        """Whether the predictions of a split are too long to be kept: they are scored as they
+        come.
+        """
         ...
 
     @property

@@ -39,6 +39,10 @@ class Classification(Config):
         return Score("accuracy", "accuracy", "", "share", "higher")
 
     @property
+    def long(self) -> bool:
+        return False
+
+    @property
     def logged(self) -> str:
         return "accuracy"
 

@@ -49,6 +49,10 @@ class Regression(Config):
         return Score("mae", "mean absolute error", self.unit, "number", "lower")
 
     @property
+    def long(self) -> bool:
+        return False
+
+    @property
     def logged(self) -> str:
         return "mae"
 

@@ -17,7 +17,7 @@ from moecore.nn.layers.positions import Interpolation, resize_positions
 from moecore.training.guide import Guide, Guided
 
 GUIDE = "guide"
-Size = int | tuple[int, int, int]  # of an ImageSpec
+Size = int | tuple[int, int, int] | tuple[int]  # of an ImageSpec
 
 
 class ModelCard(Config):
@@ -48,6 +48,8 @@ def save_model(folder: str | Path, model: Model) -> None:
     if isinstance(model, Guided):
         save_guide(folder / GUIDE, model.guide)
         model = model.model
+    if isinstance(model, BackboneModel):
+        model.remember(0)  # what a training's streams left is no part of the model
     write_tensors(folder / "model.safetensors", model.state_dict())
     write_json(folder / "model.json", card.model_dump(mode="json"))
 

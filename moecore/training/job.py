@@ -17,6 +17,7 @@ from moecore.core.records import Batch
 from moecore.core.streams import ATTACK, PERMUTED, VIEWS, Draws, generator_for
 from moecore.data.loader import OnDevice, OnDisk, batch_indices, steps_per_epoch, to_device
 from moecore.data.prepared import Prepared, Split
+from moecore.data.text.stream import Stream
 from moecore.data.views.mix import mix
 from moecore.data.views.views import make_views
 from moecore.nn.backbones.model import BackboneModel
@@ -31,7 +32,7 @@ class Job(NamedTuple):
     """A model and what it learns from."""
 
     model: BackboneModel
-    train: OnDevice | OnDisk
+    train: OnDevice | OnDisk | Stream
     validation: OnDevice | OnDisk
     objective: Objective
     guide: Guide | None = None  # a frozen teacher, for the losses that need one
@@ -42,6 +43,14 @@ class Job(NamedTuple):
     def task(self) -> AnyTask:
         """What the model predicts."""
         return self.model.image.task
+
+    def updates(self, settings: Training) -> int:
+        """Updates of an epoch: as ``settings`` say, or once over all that there is."""
+        if settings.updates is not None:
+            return settings.updates
+        if isinstance(self.train, Stream):
+            return self.train.steps(settings.batch)
+        return steps_per_epoch(len(self.train.labels), settings.batch)
 
     @property
     def routers(self) -> list[nn.Parameter]:
@@ -83,7 +92,10 @@ def job_for(
         train = Split(train.images, places.permutation(train.labels))
     if guide is not None:
         guide = guide.to(device)
-    learned = to_device(train, device)
+    learned: OnDevice | OnDisk | Stream = to_device(train, device)
+    if "tokens" in data.card:
+        tokens = torch.from_numpy(np.array(data.tokens("train")))
+        learned = Stream(tokens.to(device), *data.card["size"])
     validation = to_device(data.validation, device)
     return Job(model, learned, validation, objective, guide, views, isolation)
 
@@ -94,7 +106,11 @@ def training_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
     With mixing the labels are (B, K) shares, else as the data set has them. Two views of each image
     are never mixed with other images: a patch would lose its partner (PRC, §IV).
     """
-    made = rendered(job, settings, seed, step, ranks().rows(settings.batch))
+    rows = ranks().rows(settings.batch)
+    if isinstance(job.train, Stream):
+        words, following, anew = job.train.take(settings.batch, seed, step, rows)
+        return Batch(words, following, torch.empty(0), anew=anew)
+    made = rendered(job, settings, seed, step, rows)
     views, labels = made.images, made.labels
     if settings.mix is not None and job.views == 1:
 
@@ -126,8 +142,9 @@ def rendered(job: Job, settings: Training, seed: int, step: int, places: Tensor 
     """The views of the images at ``places`` of the batch; None for all of them."""
     draws = Draws(generator_for(seed, step, VIEWS), settings.batch, places)
     indices = draws.wanted(batch_indices(len(job.train.labels), settings.batch, seed, step))
+    assert not isinstance(job.train, Stream)
     images, labels = job.train.take(indices)
-    epoch = step // steps_per_epoch(len(job.train.labels), settings.batch)
+    epoch = step // job.updates(settings)
     region = None
     if job.isolation is not None:
         images, region = job.isolation.isolated(images, indices, step, epoch, draws)

@@ -15,9 +15,9 @@ from moecore.core.files import UserError
 from moecore.core.ranks import joined, ranks, same_text
 from moecore.core.records import Batch, Step
 from moecore.core.streams import NOISE, RowsOfBatch, generator_for
-from moecore.data.loader import OnDevice, OnDisk, steps_per_epoch
+from moecore.data.loader import OnDevice, OnDisk
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predictions, scores_of_blocks
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import standing_alone
 from moecore.training.job import Ahead, Job, attacked, training_batch
@@ -63,7 +63,7 @@ def fit(
     spread = over_ranks(job, settings, runtime.device)
     whole, job = job, job if spread is None else spread.job
     optimizer = build_optimizer(job.model, settings, job.routers)
-    per_epoch = steps_per_epoch(len(job.train.labels), settings.batch)
+    per_epoch = job.updates(settings)
     steps = total_steps(job, settings)
     saved, note = checkpoint.load(job.learners, optimizer) if checkpoint else (0, {})
     precision = precision_of(note, settings, runtime)
@@ -130,7 +130,7 @@ def batches(
 
 def total_steps(job: Job, settings: Training) -> int:
     """Steps of the whole training; the incomplete batch at the end of an epoch is dropped."""
-    return settings.epochs * steps_per_epoch(len(job.train.labels), settings.batch)
+    return settings.epochs * job.updates(settings)
 
 
 def end_epoch(model: nn.Module, spread: "Spread | None" = None) -> None:
@@ -165,6 +165,8 @@ def train_step(
     """
     job.model.train()
     RowsOfBatch.views = batch.views
+    if batch.anew:
+        job.model.begin()
     for group in optimizer.param_groups:
         group["lr"] = rate
     with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype != torch.float32):
@@ -190,9 +192,12 @@ def train_step(
 
 def validate(model: Model, split: OnDevice | OnDisk) -> dict[str, float]:
     """Mean score and mean loss on a split, in fp32 and evaluation mode."""
-    prediction, _ = predictions(model, split.images, batch=500, routing=False)
     labels = split.labels.cpu()
     task = model.image.task
+    if task.long:
+        mean = float(scores_of_blocks(model, split.images, labels).mean())
+        return {f"validation_{task.logged}": mean, "validation_loss": mean}
+    prediction, _ = predictions(model, split.images, batch=500, routing=False)
     return {
         f"validation_{task.logged}": task.mean_score(prediction, labels),
         "validation_loss": float(task.loss(prediction, labels)),

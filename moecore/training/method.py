@@ -1,6 +1,7 @@
 """One entry under ``methods:``: who routes, to which experts, under which losses."""
 
-from typing import Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -84,7 +85,8 @@ class Method(Config):
     router: Router | None = None
     experts: Experts | None = None
     blocks: Blocks = Field(
-        default="last_2", description="blocks that hold experts: every_2, last_2, or indices from 0"
+        default="last_2",
+        description="blocks that hold experts: every_2, last_2, all, or indices from 0",
     )
     regularizers: tuple[Regularizer, ...] = ()
     teacher_router: TeacherRouter = TeacherRouter()
@@ -112,10 +114,16 @@ class Method(Config):
         default=False,
         description="null control: the training labels are permuted among the training images",
     )
-    model: dict[str, int | float] = Field(
+    model: dict[str, int | float | str] = Field(
         default={},
         description="settings of the section `model` that are other ones for this method: "
         "{width: 128}",
+    )
+
+    pretrain: dict[str, int | float] = Field(
+        default={},
+        description="settings of the section `pretrain` that are other ones for this method: "
+        "{learning_rate: 7.0e-4}",
     )
 
     @model_validator(mode="after")
@@ -162,13 +170,14 @@ class Method(Config):
 
         Raises UserError, naming the key, where it does not take them.
         """
-        try:
-            return model.__class__.model_validate(model.model_dump() | self.model)
-        except ValidationError as error:
-            found = error.errors()[0]
-            key = ".".join(map(str, found["loc"]))
-            said = f"{found['msg']} (found {found['input']!r})"
-            raise UserError(f"model.{key}: {said}") from None
+        return _changed("model", model, self.model)
+
+    def pretrained(self, settings: AnyModel) -> AnyModel:
+        """The section ``pretrain`` with this method's own settings in it.
+
+        Raises UserError, naming the key, where it does not take them.
+        """
+        return _changed("pretrain", settings, self.pretrain)
 
     @property
     def moe(self) -> MoE | None:
@@ -248,3 +257,13 @@ class Method(Config):
                 "regions": None,
             }
         )
+
+
+def _changed(section: str, settings: AnyModel, changes: Mapping[str, Any]) -> AnyModel:
+    try:
+        return settings.__class__.model_validate(settings.model_dump() | dict(changes))
+    except ValidationError as error:
+        found = error.errors()[0]
+        key = ".".join(map(str, found["loc"]))
+        said = f"{found['msg']} (found {found['input']!r})"
+        raise UserError(f"{section}.{key}: {said}") from None

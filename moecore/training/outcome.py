@@ -8,9 +8,9 @@ import torch
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared, Split
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.model import BackboneModel, Model
 from moecore.nn.parameters import parameter_counts
-from moecore.nn.predict import device_of, predictions
+from moecore.nn.predict import device_of, evaluating, predictions, scores_of_blocks
 from moecore.nn.traces import Trace
 from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import Estimate
@@ -110,26 +110,21 @@ def outcome(model: Model, data: Prepared, settings: Training, log: Log) -> Outco
     Raises UserError where predictions are no numbers.
     """
     task = model.image.task
-    prediction, labels = _predicted(model, data.test)
-    # A loss is reported in the unit of the training, which a target's deviation sets.
-    _, deviation = task.head
-    loss = float(task.test_loss(prediction, labels).mean()) / deviation
-    details = task.details(prediction, labels, _labels(data.train))
-    score = task.scores(prediction, labels)
-    validation = task.scores(*_predicted(model, data.validation))
+    test = of_text(model, data, settings) if task.long else of_images(model, data)
+    score = test.scores
     parameters = parameter_counts(model)
     rate = float(np.median([values["images_per_second"] for _, values in log.points]))
     memory = [values[MEMORY] for _, values in log.points if MEMORY in values]
     return Outcome(
-        **details.model_dump(),
+        **test.details.model_dump(),
         parameters=parameters["parameters"],
         active_parameters=parameters["active_parameters"],
         task=task,
         test_score=Estimate.of(task.interval(score, data.test.people)),
         test_items=kept_items(score.double().numpy(), data.test.people),
-        validation_score=Estimate.of(task.interval(validation, data.validation.people)),
-        test_loss=loss,
-        test_count=len(labels),
+        validation_score=Estimate.of(task.interval(test.validation, data.validation.people)),
+        test_loss=test.loss,
+        test_count=len(score),
         epochs=settings.epochs,
         images_per_second=rate,
         seconds=log.seconds,
@@ -140,6 +135,43 @@ def outcome(model: Model, data: Prepared, settings: Training, log: Log) -> Outco
             {"step": step, "train_loss": values["task"], **values} for step, values in log.points
         ],
     )
+
+
+class Evaluated(NamedTuple):
+    """What a model does on data: scores (N,) of the test and the validation split, and the mean
+    loss of the test split, in the unit of the training.
+    """
+
+    scores: torch.Tensor
+    validation: torch.Tensor
+    loss: float
+    details: Details
+
+
+def of_images(model: Model, data: Prepared) -> Evaluated:
+    """Of predictions that fit into memory."""
+    task = model.image.task
+    prediction, labels = _predicted(model, data.test)
+    # A loss is reported in the unit of the training, which a target's deviation sets.
+    _, deviation = task.head
+    return Evaluated(
+        task.scores(prediction, labels),
+        task.scores(*_predicted(model, data.validation)),
+        float(task.test_loss(prediction, labels).mean()) / deviation,
+        task.details(prediction, labels, _labels(data.train)),
+    )
+
+
+def of_text(model: Model, data: Prepared, settings: Training) -> Evaluated:
+    """Of text: blocks are scored as they are read, and perplexity is that of whole streams."""
+    scores = scores_of_blocks(model, data.test.images, _labels(data.test))
+    validation = scores_of_blocks(model, data.validation.images, _labels(data.validation))
+    tokens = torch.from_numpy(np.array(data.tokens("test")))
+    assert isinstance(model, BackboneModel)
+    with evaluating(model):
+        printed = model.perplexity(tokens, settings.batch)
+        every = model.perplexity(tokens, 1, whole=False)
+    return Evaluated(scores, validation, float(scores.mean()), Details(ppl=printed, ppl_all=every))
 
 
 def _predicted(model: Model, split: Split) -> tuple[torch.Tensor, torch.Tensor]:

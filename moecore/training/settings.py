@@ -86,6 +86,11 @@ class Training(Config):
     adversarial: Adversarial | None = Field(
         default=None, description="learn from attacked images; null for the images as they are"
     )
+    updates: int | None = Field(
+        default=None,
+        ge=1,
+        description="updates of an epoch; null: as many as go once over the training data",
+    )
     shard: int = Field(
         default=1,
         ge=1,

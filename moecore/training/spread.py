@@ -21,6 +21,7 @@ from moecore.core.files import UserError
 from moecore.core.ranks import like, ranks, whole_of
 from moecore.nn.expert_parallel import PartedExperts
 from moecore.nn.layers.block import Block
+from moecore.nn.layers.language_block import LanguageBlock
 from moecore.nn.layers.moe import MoELayer
 from moecore.training.job import Job
 from moecore.training.settings import Training
@@ -45,7 +46,7 @@ class Spread:
         model = copy.deepcopy(job.model)
         apart = parted(model, mesh) if settings.expert_parallel > 1 else set()
         for module in model.modules():
-            if isinstance(module, Block):
+            if isinstance(module, Block | LanguageBlock):
                 fully_shard(
                     module, mesh=mesh, reshard_after_forward=shard > FEW, ignored_params=apart
                 )

@@ -37,7 +37,7 @@ from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.settings import Training
 from tests.project import PARAMS, Project
-from tests.training import test_isolation
+from tests.training import test_isolation, test_text
 from tests.training.small import CPU, IMAGE, task
 from tests.volumes import balls
 
@@ -61,8 +61,19 @@ MORE = {  # settings that draw, or compute, over the whole batch; all with V-MoE
 }
 
 
-CASES = [*METHODS, *MORE, "bases", "drop_path", "regions", "isolated"]
-FOUR = ["bases", "vmoe", "ermoe", "moge", "soft_moe", "expert_choice", "capacity", "clip", "mix"]
+CASES = [*METHODS, *MORE, "bases", "text", "drop_path", "regions", "isolated"]
+FOUR = [
+    "bases",
+    "text",
+    "vmoe",
+    "ermoe",
+    "moge",
+    "soft_moe",
+    "expert_choice",
+    "capacity",
+    "clip",
+    "mix",
+]
 FIVE_EXPERTS = ("regions", "isolated")
 
 
@@ -87,6 +98,8 @@ def cases():
         if name.endswith("basis"):  # at an orthonormal one the penalty has no gradient
             parameter.data *= 1.2
     yield "bases", job, SETTINGS
+    settings = test_text.SETTINGS.model_copy(update={"epochs": 2, "updates": 3})
+    yield "text", test_text.text(settings=settings), settings
     torch.manual_seed(0)
     dropping = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.4)
     model = dropping.build(IMAGE, METHODS["vmoe"].moe)

@@ -51,7 +51,7 @@ class Watch(NamedTuple):
             return
         images = self.data.validation.images[:IMAGES]
         labels = torch.from_numpy(np.array(self.data.validation.labels[:IMAGES]))
-        _, records = predictions(self.model, images, batch=250)
+        _, records = predictions(self.model, images, batch=250, prediction=False)
         first = torch.stack([record.probs.argmax(dim=-1) for record in records], dim=1)
         kept = {"first": first.to(torch.int16)}  # (N, layers, T)
         maps = maps_of(records, labels, self.data)
@@ -60,7 +60,7 @@ class Watch(NamedTuple):
         write_tensors(_path(self.folder, epoch), kept)
         if epoch in probed_epochs(self.epochs):
             keep_regions(self.folder, epoch, self.model, self.data, self.experts, self.seed)
-        if epoch in watched_epochs(self.epochs):
+        if epoch in watched_epochs(self.epochs) and not self.data.task.long:
             keep_trace(self.folder, epoch, self.model, self.data)
 
     def settled(self) -> Settling:
@@ -85,7 +85,7 @@ class Watch(NamedTuple):
             ),
             class_maps={str(epoch): _rounded(kept[epoch - 1]["maps"]) for epoch in mapped},
             region_routing=kept_regions(self.folder, self.data, self.epochs),
-            watched=kept_traces(self.folder, self.data, self.epochs),
+            watched=() if self.data.task.long else kept_traces(self.folder, self.data, self.epochs),
         )
 
 

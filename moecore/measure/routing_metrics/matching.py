@@ -32,14 +32,16 @@ NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
 
 
 class Matching(Config):
-    """What corresponding patches of two views share, and the same by chance."""
+    """What corresponding patches of two views share, and the same by chance; None of text, which
+    has no views.
+    """
 
-    match_top1: float  # share of pairs with the same best expert
-    match_top2_ordered: float  # the same two best in this order
-    match_top2_sets: float  # the same two best
-    independent_top1: float  # match_top1 of draws with the experts' own popularity
-    chosen_iou: float  # of the chosen sets
-    chance_iou: float  # of even draws of as many
+    match_top1: float | None = None  # share of pairs with the same best expert
+    match_top2_ordered: float | None = None  # the same two best in this order
+    match_top2_sets: float | None = None  # the same two best
+    independent_top1: float | None = None  # match_top1 of draws with the experts' own popularity
+    chosen_iou: float | None = None  # of the chosen sets
+    chance_iou: float | None = None  # of even draws of as many
 
 
 class LayerMatching(Matching):

@@ -4,8 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 
-Backbone = Annotated[SingleLayer | Vit | Vit3d, Field(discriminator="kind")]
+Backbone = Annotated[SingleLayer | Vit | Vit3d | LanguageModel, Field(discriminator="kind")]

@@ -12,8 +12,9 @@ class ImageSpec(Config):
     """Shape, task and normalisation of the images or volumes that a model is built for."""
 
     channels: int = Field(ge=1)
-    size: int | tuple[int, int, int] = Field(
-        description="height and width of images, pixels; or depth, height and width, voxels"
+    size: int | tuple[int, int, int] | tuple[int] = Field(
+        description="height and width of images, pixels; or depth, height and width, voxels; or "
+        "tokens of a block of text, whose channels are the blocks that are read"
     )
     mean: tuple[float, ...] = Field(description="per channel, of images in [0, 1]")
     std: tuple[float, ...] = Field(description="per channel, of images in [0, 1]")
@@ -35,7 +36,7 @@ class ImageSpec(Config):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Pixels along each axis: two axes for images, three for volumes."""
+        """Pixels along each axis: two axes for images, three for volumes, one for text."""
         if isinstance(self.size, int):
             return (self.size, self.size)
         return self.size

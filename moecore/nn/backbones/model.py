@@ -71,6 +71,19 @@ class BackboneModel(Model):
     ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
         """Images to (final tokens, routing records, features of each of ``blocks``)."""
 
+    def remember(self, streams: int) -> None:
+        """Keep what so many streams leave behind from step to step, in training; 0: nothing more.
+
+        Images leave nothing.
+        """
+
+    def begin(self) -> None:
+        """Streams begin anew: forget what they left."""
+
+    def perplexity(self, tokens: Tensor, streams: int, whole: bool = True) -> float:
+        """Of text; images have none."""
+        raise NotImplementedError
+
     @abstractmethod
     def predict(self, tokens: Tensor) -> Tensor:
         """Final tokens to outputs (B, K)."""

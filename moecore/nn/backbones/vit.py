@@ -61,7 +61,7 @@ class Vit(Config):
         if len(image.shape) != 2:
             raise UserError(
                 f"model.kind: found vit, but the images have {len(image.shape)} axes; allowed: "
-                "vit3d"
+                f"{'language_model' if len(image.shape) == 1 else 'vit3d'}"
             )
         check_sizes(image, self.patch, self.width, self.heads)
         return VisionTransformer(self, image, moe)

@@ -78,7 +78,7 @@ class Vit3d(Config):
         if len(image.shape) != 3:
             raise UserError(
                 f"model.kind: found vit3d, but the images have {len(image.shape)} axes; allowed: "
-                "vit"
+                f"{'language_model' if len(image.shape) == 1 else 'vit'}"
             )
         check_sizes(image, self.patch, self.width, self.heads)
         if self.stem == "pooled" and self.patch % self.pool:

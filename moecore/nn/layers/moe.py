@@ -16,7 +16,7 @@ from moecore.nn.routers import Router
 if TYPE_CHECKING:
     from moecore.nn.expert_parallel import PartedExperts
 
-Blocks = Literal["every_2", "last_2"] | tuple[int, ...]
+Blocks = Literal["every_2", "last_2", "all"] | tuple[int, ...]
 
 
 class MoE(Config):
@@ -25,7 +25,8 @@ class MoE(Config):
     router: Router
     experts: Experts
     blocks: Blocks = Field(
-        default="last_2", description="blocks that hold experts: every_2, last_2, or indices from 0"
+        default="last_2",
+        description="blocks that hold experts: every_2, last_2, all, or indices from 0",
     )
 
     @property
@@ -49,10 +50,12 @@ class MoE(Config):
     def indices(self, depth: int) -> tuple[int, ...]:
         """The blocks (from 0, ascending) of a model of ``depth`` blocks that hold experts.
 
-        every_2: the odd ones (the papers' even blocks, which count from 1).  last_2: the last two
-        odd ones.
+        all: every one.  every_2: the odd ones (the papers' even blocks, which count from 1).
+        last_2: the last two odd ones.
         Raises UserError where ``depth`` has no such blocks.
         """
+        if self.blocks == "all":
+            return tuple(range(depth))
         odd = tuple(range(1, depth, 2))
         if self.blocks == "every_2" and odd:
             return odd

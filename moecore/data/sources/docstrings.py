@@ -1,0 +1,135 @@
+"""The prose in docstrings of installed packages: English text that needs no download.
+
+Files are read with ``ast`` and never imported.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from moecore.core.files import UserError
+from moecore.data.preview import Preview
+from moecore.data.text.words import (
+    SPLITS,
+    TextSettings,
+    lowered,
+    numbered,
+    rarer_unknown,
+    write_text,
+)
+from moecore.tasks.next_token import NextToken
+
+PACKAGES = (
+    "matplotlib",
+    "networkx",
+    "numpy",
+    "pandas",
+    "scikit-learn",
+    "scipy",
+    "sympy",
+    "timm",
+)
+CODE = (">>>", "---", "===", "::")  # what prose does not have
+LEAST_WORDS = 8  # of a paragraph
+LEAST_LETTERS = 0.7  # share of its characters
+
+
+class Docstrings(TextSettings):
+    """Paragraphs of prose, each once, in the order of packages and files; a line each.
+
+    A file's split is decided by the sha256 of its path in the package, so a new release of one
+    package moves no file of another. Words that the training split has fewer than ``least`` times
+    are ``<unk>``.
+    """
+
+    kind: Literal["docstrings"] = "docstrings"
+    packages: tuple[str, ...] = Field(
+        PACKAGES, min_length=1, description="installed distributions whose docstrings are read"
+    )
+    least: int = Field(3, ge=1, description="times that a word of the vocabulary occurs")
+    validation: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
+    test: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card. Raises UserError where a
+        package is not installed.
+        """
+        lines: dict[str, list[list[str]]] = {split: [] for split in SPLITS}
+        seen: set[str] = set()
+        versions = {name: found(name).version for name in self.packages}
+        for name in sorted(self.packages):
+            for path, text in modules(name):
+                for paragraph in prose(text):
+                    if paragraph not in seen:
+                        seen.add(paragraph)
+                        lines[self._split(path)].append(lowered(paragraph))
+        vocabulary = rarer_unknown(lines["train"], self.least)
+        numbers = {word: number for number, word in enumerate(vocabulary)}
+        tokens = {split: numbered(part, numbers) for split, part in lines.items()}
+        about = {
+            "name": "Docstrings",
+            "licence": "BSD and MIT; matplotlib: its own, Apache-2.0: timm",
+            "source": "docstrings of installed packages",
+            "packages": versions,
+            "lines": {split: len(part) for split, part in lines.items()},
+        }
+        return write_text(folder, self, tokens, vocabulary, about)
+
+    def preview(self) -> Preview:
+        """What ``prepare`` would write; how many words there are is not known before."""
+        task = NextToken(words=2)
+        known = Preview("Docstrings", self.context + 1, self.size, task)
+        return known.completed(self._look)
+
+    def _look(self) -> dict[str, Any]:
+        for name in self.packages:
+            found(name)
+        return {}
+
+    def _split(self, path: str) -> str:
+        place = int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) / 2**32
+        if place < self.test:
+            return "test"
+        return "validation" if place < self.test + self.validation else "train"
+
+
+def found(name: str):
+    """An installed distribution. Raises UserError where there is none of this name."""
+    try:
+        return distribution(name)
+    except PackageNotFoundError as error:
+        mend = f"allowed: installed distributions, such as {', '.join(PACKAGES)}"
+        raise UserError(f"packages: found {name}, which is not installed; {mend}") from error
+
+
+def modules(name: str) -> Iterator[tuple[str, str]]:
+    """Path and text of every Python file of a distribution but its tests, in the order of paths."""
+    package = found(name)
+    paths = sorted(str(path) for path in package.files or () if str(path).endswith(".py"))
+    for path in paths:
+        if "tests" in Path(path).parts or ".." in Path(path).parts:
+            continue
+        file = Path(str(package.locate_file(path)))
+        try:
+            yield path, file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: found {error}; allowed: UTF-8") from error
+
+
+def prose(source: str) -> Iterator[str]:
+    """The paragraphs of a Python file's docstrings that are prose, blanks joined to one."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
+            text = " ".join(paragraph.split())
+            letters = sum(map(str.isalpha, text))
+            plain = letters > LEAST_LETTERS * len(text)
+            coded = any(mark in text for mark in CODE)
+            if plain and not coded and len(text.split()) >= LEAST_WORDS:
+                yield text

@@ -1,0 +1,108 @@
+"""WikiText (Merity et al. 2016), or any text in its form: a file of words a split.
+
+Counted as Transformer-XL's and MomentumSMoE's code does: a line's words and ``<eos>``, an empty
+line ``<eos>`` alone, the vocabulary of all three files in the order of appearance.
+"""
+
+from array import array
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from moecore.core.files import UserError, checksum, places
+from moecore.data.preview import Preview
+from moecore.data.text.words import END, SPLITS, UNKNOWN, TextSettings, write_text
+from moecore.tasks.next_token import NextToken
+
+FILES = {
+    "train": ("wiki.train.tokens", "train.txt"),
+    "validation": ("wiki.valid.tokens", "valid.txt"),
+    "test": ("wiki.test.tokens", "test.txt"),
+}
+# words of the vocabulary, tokens of the training split
+KNOWN = {"wikitext-103": (267_735, 103_227_021)}
+
+
+class Wikitext(TextSettings):
+    """``root/wiki.{train,valid,test}.tokens``, or ``root/{train,valid,test}.txt``; UTF-8, words
+    apart by blanks.
+    """
+
+    kind: Literal["wikitext"] = "wikitext"
+    root: str = Field(description="folder with the three files")
+    name: str = Field(
+        "wikitext", description="wikitext-103: refused unless it has as many words and tokens"
+    )
+    licence: str = Field("CC BY-SA 3.0", description="licence of the text, for the card")
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card. Raises UserError where a
+        file is missing or empty, is not UTF-8, or is not what ``name`` says.
+        """
+        files = self._files()
+        numbers: dict[str, int] = {}
+        tokens = {split: read_tokens(files[split], numbers) for split in SPLITS}
+        if self.name in KNOWN:
+            self._as_printed(len(numbers), len(tokens["train"]))
+        vocabulary = list(numbers)
+        if UNKNOWN not in numbers:
+            vocabulary.append(UNKNOWN)
+        sources = {path.name: checksum(path) for path in files.values()}
+        about = {
+            "name": self.name,
+            "licence": self.licence,
+            "source": self.root,
+            "read": sources,
+        }
+        return write_text(folder, self, tokens, vocabulary, about)
+
+    def preview(self) -> Preview:
+        """What ``prepare`` would write; words are counted only then."""
+        words = KNOWN.get(self.name, (2, 0))[0]
+        task = NextToken(words=words)
+        known = Preview(self.name, self.context + 1, self.size, task, seen=tuple(places(self.root)))
+        return known.completed(self._look)
+
+    def _look(self) -> dict[str, Any]:
+        return {"seen": tuple(self._files().values())}
+
+    def _files(self) -> dict[str, Path]:
+        for root in places(self.root):
+            found = {
+                split: next((root / name for name in names if (root / name).is_file()), None)
+                for split, names in FILES.items()
+            }
+            if all(found.values()):
+                return {split: path for split, path in found.items() if path is not None}
+        tried = ", ".join(map(str, places(self.root)))
+        allowed = "a folder with wiki.{train,valid,test}.tokens or {train,valid,test}.txt"
+        raise UserError(f"root: found {tried}, where a file is missing; allowed: {allowed}")
+
+    def _as_printed(self, words: int, tokens: int) -> None:
+        wanted, long = KNOWN[self.name]
+        if (words, tokens) != (wanted, long):
+            found = f"found {words:,} words and {tokens:,} training tokens"
+            allowed = f"allowed with name {self.name}: {wanted:,} and {long:,}"
+            raise UserError(f"{self.root}: {found}; {allowed}, or another name")
+
+
+def read_tokens(path: Path, numbers: dict[str, int]) -> np.ndarray:
+    """Token numbers (n,) int32 of a file; words that are new are added to ``numbers``.
+
+    Raises UserError where it is empty or not UTF-8.
+    """
+    found = array("i")
+    lines = 0
+    try:
+        with open(path, encoding="utf-8", newline="\n") as file:
+            for text in file:
+                lines += 1
+                words = [*text.split(), END]
+                found.extend([numbers.setdefault(word, len(numbers)) for word in words])
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: after line {lines}: found {error}; allowed: UTF-8") from error
+    if not lines:
+        raise UserError(f"{path}: found no line; allowed: the words of a text")
+    return np.frombuffer(found, np.int32)

@@ -1,0 +1,1 @@
+"""Text: words, tokens and the streams that a language model is trained on."""

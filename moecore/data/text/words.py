@@ -1,0 +1,152 @@
+"""Words, vocabularies and the prepared layout of text.
+
+``{train,validation,test}_tokens.npy`` are int32 (n,), ``vocabulary.txt`` has a word a line, in the
+order of the token numbers. A split's items are blocks of M tokens, each read with the C − 1 blocks
+before it: see ``windows``.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, checksum, write_json
+from moecore.tasks.next_token import NextToken
+
+END = "<eos>"
+UNKNOWN = "<unk>"
+SPLITS = ("train", "validation", "test")
+WORD = re.compile(r"[^\W_]+(?:['\-_][^\W_]+)*|[^\w\s]|_")
+NONE = -1  # the token before a text's first
+
+
+class TextSettings(Config):
+    """Fields that every source of text shares."""
+
+    task: ClassVar[type[NextToken]] = NextToken  # of what ``prepare`` writes
+
+    block: int = Field(64, ge=1, description="tokens of a block, M: an item of every table")
+    context: int = Field(
+        3,
+        ge=0,
+        description="blocks that a block is read with where a model starts anew; with "
+        "model.depth · model.span / block of them as if it had read all of the text",
+    )
+    seed: int = Field(0, ge=0, description="not used: nothing of text is drawn")
+
+    @property
+    def size(self) -> tuple[int]:
+        """What a model is built for: blocks of M tokens."""
+        return (self.block,)
+
+
+def lowered(text: str) -> list[str]:
+    """The words of a text in lower case, punctuation apart."""
+    return WORD.findall(text.lower())
+
+
+def rarer_unknown(train: Iterable[Sequence[str]], least: int) -> list[str]:
+    """The vocabulary of training lines: ``<eos>``, ``<unk>``, and every word that occurs at least
+    ``least`` times, most frequent first, ties by the alphabet.
+    """
+    counts = Counter(word for line in train for word in line)
+    kept = sorted((word for word, n in counts.items() if n >= least), key=lambda w: (-counts[w], w))
+    return [END, UNKNOWN, *(word for word in kept if word not in (END, UNKNOWN))]
+
+
+def numbered(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
+    """Token numbers (n,) int32 of lines, each closed by ``<eos>``; a word that is not in the
+    vocabulary is ``<unk>``.
+    """
+    unknown, end = numbers[UNKNOWN], numbers[END]
+
+    def every() -> Iterator[int]:
+        for line in lines:
+            for word in line:
+                yield numbers.get(word, unknown)
+            yield end
+
+    return np.fromiter(every(), np.int32)
+
+
+def windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks with what is read before them, and the words after each token.
+
+    tokens: (n,). Returns (N, C, M) with C = context + 1, whose last M tokens are the block and of
+    which those before the text's start are −1, and (N, M); N = (n − 1) // M, the incomplete block
+    at the end is left out. Both are views of one array, C·M tokens longer than the text at most.
+    """
+    number = (len(tokens) - 1) // block
+    before = np.full(context * block, NONE, tokens.dtype)
+    padded = np.concatenate([before, tokens]) if context else tokens
+    step = padded.strides[0]
+    shape, strides = (number, context + 1, block), (block * step, block * step, step)
+    images = np.lib.stride_tricks.as_strided(padded, shape, strides, writeable=False)
+    labels = tokens[1 : number * block + 1].reshape(number, block)
+    return images, labels
+
+
+def write_text(
+    folder: Path,
+    settings: TextSettings,
+    tokens: Mapping[str, np.ndarray],
+    vocabulary: Sequence[str],
+    about: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write the prepared layout to ``folder`` and return its card.
+
+    about: name, licence and source of the text, and what else the card is to say. Raises UserError
+    where a split has no full block.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        if len(tokens[split]) <= settings.block:
+            found = f"the split {split} has {len(tokens[split])} tokens"
+            raise UserError(f"{about['name']}: {found}; a block of {settings.block} needs more")
+        np.save(folder / f"{split}_tokens.npy", tokens[split], allow_pickle=False)
+    text = "".join(f"{word}\n" for word in vocabulary)
+    (folder / "vocabulary.txt").write_text(text, encoding="utf-8")
+    unknown = list(vocabulary).index(UNKNOWN)
+    channels = settings.context + 1
+    card = {
+        **about,
+        "kind": settings.model_dump()["kind"],
+        "task": NextToken(words=len(vocabulary)).model_dump(mode="json"),
+        "channels": channels,
+        "size": [settings.block],
+        "images": {split: (len(tokens[split]) - 1) // settings.block for split in SPLITS},
+        "tokens": {split: len(tokens[split]) for split in SPLITS},
+        "counts": {
+            split: {"<unk>": int((tokens[split] == unknown).sum()), "tokens": len(tokens[split])}
+            for split in SPLITS
+        },
+        "mean": [0.0] * channels,
+        "std": [1.0] * channels,
+        "seed": settings.seed,
+        "files": {name: checksum(folder / name) for name in file_names()},
+        "settings": settings.model_dump(mode="json"),
+    }
+    write_json(folder / "card.json", card)
+    return card
+
+
+def file_names() -> list[str]:
+    """Names of the files of a prepared text, but the card."""
+    return [*(f"{split}_tokens.npy" for split in SPLITS), "vocabulary.txt"]
+
+
+def read_vocabulary(folder: Path) -> list[str]:
+    """The words of a prepared text, in the order of their numbers. Raises UserError where the file
+    is missing or not UTF-8.
+    """
+    path = folder / "vocabulary.txt"
+    try:
+        return path.read_text(encoding="utf-8").split("\n")[:-1]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}; run the stage `prepare` again") from error

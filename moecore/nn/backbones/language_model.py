@@ -1,0 +1,264 @@
+"""Language models with experts: SMoE, MomentumSMoE and AdamSMoE (MoGE, §3.2, table 10), in the form
+of MomentumSMoE's code.
+
+B streams or windows, C blocks of M tokens each, L tokens of the span, d width, V words.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.ranks import ranks, rows_of_all
+from moecore.core.records import (
+    Feature,
+    Guidance,
+    Layout,
+    ModelOutput,
+    RoutingContext,
+    RoutingRecord,
+)
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.layers.language_block import (
+    AdamBlock,
+    LanguageBlock,
+    MomentumBlock,
+    ReluMlp,
+    Through,
+)
+from moecore.nn.layers.mlp import FeedForward
+from moecore.nn.layers.moe import MoE
+
+AT_ONCE = 8  # streams whose logits are there at a time
+KINDS = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock}
+
+
+class LanguageModel(Config):
+    """Settings of a language model with span attention and a cache of what came before."""
+
+    kind: Literal["language_model"] = "language_model"
+    width: int = Field(default=128, ge=1, description="width of a token, d")
+    depth: int = Field(default=3, ge=1, description="number of blocks")
+    heads: int = Field(default=8, ge=1, description="attention heads; they divide the width")
+    span: int = Field(
+        default=256, ge=1, description="tokens before it that a token attends to, L, in each block"
+    )
+    layers: Literal["smoe", "momentum", "adam"] = Field(
+        default="smoe",
+        description="how a feed-forward's change is added: as it is, with the momentum of the "
+        "blocks before, or that after a first block of Adam",
+    )
+    mlp_ratio: float = Field(
+        default=1.0, gt=0, description="hidden width of a dense feed-forward over d"
+    )
+    dropout: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="in training: on attention, on the output of feed-forwards and inside dense "
+        "ones; that inside experts is theirs",
+    )
+
+    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+        """Tokens of a block."""
+        return tuple(image.shape)
+
+    def build(self, image: ImageSpec, moe: MoE | None = None) -> "LanguageTransformer":
+        """The model for such text; raises UserError where sizes do not fit, for images, and for
+        routers that look at what a text does not have.
+        """
+        if len(image.shape) != 1:
+            found = f"model.kind: found language_model, but the data have {len(image.shape)} axes"
+            raise UserError(f"{found}; allowed: text (docstrings, wikitext), or another model")
+        if self.width % self.heads:
+            allowed = f"a divisor of model.width = {self.width}"
+            raise UserError(f"model.heads: found {self.heads}; allowed: {allowed}")
+        lacking = sorted(moe.router.wants & {"patches", "teacher"}) if moe is not None else []
+        if moe is not None and lacking:
+            reads = f"the router {moe.router.kind} reads {', '.join(lacking)}"
+            raise UserError(f"model.kind: language_model has none, but {reads}; choose another")
+        return LanguageTransformer(self, image, moe)
+
+
+class Memory(nn.Module):
+    """What all blocks got as input at the last L tokens of every stream of the whole batch,
+    (depth, B, L, d) fp32: a part of a training's state. Zeros where a stream begins.
+    """
+
+    states: Tensor
+
+    def __init__(self, depth: int, streams: int, span: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("states", torch.zeros(depth, streams, span, width))
+
+    def clear(self) -> None:
+        """All streams begin anew."""
+        self.states.zero_()
+
+    def own(self) -> Tensor:
+        """Those of this rank's streams, (depth, b, L, d)."""
+        rows = ranks().rows(self.states.shape[1])
+        return self.states if rows is None else self.states[:, rows.to(self.states.device)]
+
+    def keep(self, own: Tensor) -> None:
+        """Take over what this rank's streams have become, and those of all others."""
+        self.states = rows_of_all(own.transpose(0, 1)).transpose(0, 1).contiguous()
+
+
+class LanguageTransformer(BackboneModel):
+    """``model(tokens)`` with word numbers (B, C, M) gives ModelOutput(prediction (B, M, V) for the
+    last block, routing of fields (B, M, E), heads).
+
+    The blocks before the last one are read for their cache; −1 is the token before a text's first.
+    Where the model remembers (``remember``), and is in training, the cache goes on from step to
+    step and every stream is one block.
+    """
+
+    def __init__(self, config: LanguageModel, image: ImageSpec, moe: MoE | None = None) -> None:
+        super().__init__(config, image, moe)
+        width = config.width
+        self.embedding = nn.Embedding(image.outputs, width)
+        self.positions = nn.Parameter(torch.randn(width // config.heads, config.span))
+        kinds = [KINDS[config.layers]] * config.depth
+        if config.layers == "adam":
+            kinds[0] = AdamBlock
+        self.blocks = nn.ModuleList(
+            kind(width, config.heads, mlp, config.dropout)
+            for kind, mlp in zip(kinds, self._feed_forwards(), strict=True)
+        )
+        self.head = nn.Linear(width, image.outputs)
+        self.memory: Memory | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The tokens of a block, in their order."""
+        return Layout(0, self.config.grid(self.image), self.image.shape)
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    def remember(self, streams: int) -> None:
+        """Keep a cache for so many streams, from zeros; 0 for none."""
+        config = self.config
+        self.memory = None
+        if streams:
+            with self.positions.device:
+                self.memory = Memory(config.depth, streams, config.span, config.width)
+
+    def begin(self) -> None:
+        """All streams begin anew."""
+        if self.memory is not None:
+            self.memory.clear()
+
+    def forward(
+        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
+    ) -> ModelOutput:
+        """progress: share of the training that is done."""
+        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
+        heads = self.heads(tokens)
+        return ModelOutput(heads[0], records, heads)
+
+    def encode(
+        self,
+        images: Tensor,
+        at: Feature | None = None,
+        blocks: tuple[int, ...] = (),
+        guidance: Guidance | None = None,
+        progress: float = 1.0,
+    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
+        """Word numbers (B, C, M) to (final tokens (B, M, d), routing records, features (B, M, d)
+        of each of ``blocks``), all of the last block of tokens.
+        """
+        if self.training and self.memory is not None:
+            last, states = self.read(images[:, -1], self.memory.own(), progress, at, blocks)
+            self.memory.keep(states)
+            return last
+        states = self.nothing(len(images), images.device)
+        with torch.no_grad():
+            for block in images[:, :-1].unbind(1):
+                _, states = self.read(block, states, progress)
+        return self.read(images[:, -1], states, progress, at, blocks)[0]
+
+    @torch.no_grad()
+    def perplexity(self, tokens: Tensor, streams: int, whole: bool = True) -> float:
+        """exp of the mean nats of the next tokens of a text (n,), in evaluation mode.
+
+        The text is cut into so many streams of one length, which are read block after block from
+        an empty cache; with ``whole`` a last incomplete block is left out, as papers do.
+        """
+        length = len(tokens) // streams
+        rows = tokens[: streams * length].view(streams, length).to(self.positions.device)
+        block = self.image.shape[0]
+        states = self.nothing(streams, rows.device)
+        total, count = torch.zeros((), dtype=torch.float64, device=rows.device), 0
+        for start in range(0, length - 1, block):
+            part = rows[:, start : start + block + 1]
+            if whole and part.shape[1] <= block:
+                break
+            (final, _, _), states = self.read(part[:, :-1], states)
+            for found, right in zip(final.split(AT_ONCE), part[:, 1:].split(AT_ONCE), strict=True):
+                total += self.image.task.loss(self.predict(found), right).double() * right.numel()
+            count += part[:, 1:].numel()
+        return float((total / count).exp())
+
+    def nothing(self, streams: int, device: torch.device) -> Tensor:
+        """The cache of streams that begin, (depth, B, L, d): zeros."""
+        config = self.config
+        return torch.zeros(config.depth, streams, config.span, config.width, device=device)
+
+    def read(
+        self,
+        words: Tensor,
+        states: Tensor,
+        progress: float = 1.0,
+        at: Feature | None = None,
+        blocks: tuple[int, ...] = (),
+    ) -> tuple[tuple[Tensor, tuple, tuple[Tensor, ...]], Tensor]:
+        """One block of tokens (B, M) after the cache ``states`` (depth, B, L, d).
+
+        Returns (final tokens, records, features) as ``encode`` does, and the cache after it,
+        without gradient.
+        """
+        words = words.long()
+        there = (words >= 0).unsqueeze(-1)
+        through = Through(self.embedding(words.clamp_min(0)))
+        context = RoutingContext(progress=progress)
+        records: tuple[RoutingRecord, ...] = ()
+        found: dict[int, Tensor] = {}
+        after = []
+        for index, block in enumerate(self.blocks):
+            before = states[index]
+            kept = torch.cat([before, (through.tokens * there).detach().float()], dim=1)
+            after.append(kept[:, -self.config.span :])
+            through, entering, record = block(through, before, self.positions, context)
+            records += record
+            if index in blocks:
+                found[index] = entering if at == "mlp_input" else through.tokens
+        tokens = through.tokens
+        features = tuple(tokens if at == "final" else found[index] for index in blocks)
+        return (tokens, records, features), torch.stack(after)
+
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Final tokens (B, M, d) to the logits (B, M, V) of the only head."""
+        return (self.head(tokens),)
+
+    def predict(self, tokens: Tensor) -> Tensor:
+        """Final tokens (B, M, d) to logits (B, M, V)."""
+        return self.heads(tokens)[0]
+
+    def _feed_forwards(self) -> list[FeedForward]:
+        config = self.config
+        sparse = () if self.moe is None else self.moe.indices(config.depth)
+        hidden = max(1, round(config.mlp_ratio * config.width))
+        return [
+            self.moe.build(config.width)
+            if self.moe is not None and index in sparse
+            else ReluMlp(config.width, hidden, config.dropout)
+            for index in range(config.depth)
+        ]

@@ -1,0 +1,184 @@
+"""The next word of a text: labels int64 (N, M), the word after each of a block's M tokens;
+predictions (N, M, V), logits over the vocabulary.
+
+An item is a block of M consecutive tokens: neighbours are not independent, so intervals are over
+blocks.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.statistics.intervals import Interval, bootstrap_mean
+from moecore.statistics.paired import paired_bootstrap
+from moecore.tasks.base import Details, Reduction, Score
+
+ROWS = 2**26  # numbers of logits that are taken to float64 at a time
+
+
+class NextToken(Config):
+    """Softmax cross-entropy in nats a token; its exponential is the perplexity."""
+
+    kind: Literal["next_token"] = "next_token"
+    words: int = Field(ge=2, description="of the vocabulary")
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """None that a table could list."""
+        return ()
+
+    @property
+    def outputs(self) -> int:
+        return self.words
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return (f"next of {self.words} words",)
+
+    @property
+    def score(self) -> Score:
+        return Score("nats", "cross-entropy", "nats a token", "number", "lower")
+
+    @property
+    def long(self) -> bool:
+        return True
+
+    @property
+    def logged(self) -> str:
+        return "nats"
+
+    @property
+    def head(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def predict(self, output: Tensor) -> Tensor:
+        """Logits, as they are."""
+        return output
+
+    def loss(
+        self,
+        prediction: Tensor,
+        labels: Tensor,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Softmax cross-entropy, mean over tokens; (B,) means of blocks with ``reduction``
+        "none".
+        """
+        self._fit(prediction, labels)
+        each = cross_entropy(
+            prediction.float().flatten(0, 1),
+            labels.flatten().long(),
+            label_smoothing=label_smoothing,
+            reduction="mean" if reduction == "mean" else "none",
+        )
+        return each if reduction == "mean" else each.view(labels.shape).mean(dim=1)
+
+    def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of each block, (B,)."""
+        return self.loss(prediction, labels, reduction="none").to(prediction.dtype)
+
+    def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Mean nats of each block, (N,) fp64; few logits at a time are in fp64."""
+        self._fit(prediction, labels)
+        at_once = max(1, ROWS // (prediction.shape[1] * prediction.shape[2]))
+        found = [
+            self.token_loss(part, right).mean(dim=1)
+            for part, right in zip(prediction.split(at_once), labels.split(at_once), strict=True)
+        ]
+        return torch.cat(found)
+
+    def token_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Nats of each token, (N, M) fp64."""
+        self._fit(prediction, labels)
+        logits = prediction.double()
+        right = logits.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
+        return torch.logsumexp(logits, dim=-1) - right
+
+    def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Mean nats of each block, (N,) fp64."""
+        return self.test_loss(prediction, labels)
+
+    def top5(self, prediction: Tensor, labels: Tensor) -> None:
+        """Not reported of words."""
+        return None
+
+    def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
+        return self.loss(prediction, labels) * len(labels)
+
+    def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
+        return float(self.scores(prediction, labels).mean())
+
+    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
+        """The mean with its bootstrap interval over blocks."""
+        return bootstrap_mean(scores.double().numpy(), people=people)
+
+    def worst(self, one: Tensor, other: Tensor) -> Tensor:
+        return torch.maximum(one, other)
+
+    def difference(
+        self,
+        one: Tensor,
+        other: Tensor,
+        level: float = 0.95,
+        people: np.ndarray | None = None,
+    ) -> Interval:
+        """The bootstrap over blocks, which stay paired; more resamples for limits far out."""
+        resamples = max(1000, round(50 / (1 - level)))
+        return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
+
+    def guess(self, labels: Tensor) -> float:
+        """Nats a token of the labels' own frequencies: the entropy of their words."""
+        counts = torch.bincount(labels.flatten().long()).double()
+        shares = counts[counts > 0] / counts.sum()
+        return float(-(shares * shares.log()).sum())
+
+    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
+        """Perplexity is of whole streams, not of blocks: see the model."""
+        return Details()
+
+    def packed(self, scores: Tensor) -> list[float]:
+        return scores.double().tolist()
+
+    def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
+        if isinstance(kept, str) or len(kept) != images:
+            raise ValueError(f"{images} scores are needed, one a block")
+        return torch.tensor(kept, dtype=torch.float64)
+
+    def by_class(self, labels: Tensor) -> None:
+        return None
+
+    def counts(self, labels: np.ndarray) -> list[int]:
+        return []
+
+    def stored(self, images: int) -> tuple[tuple[int, ...], type]:
+        """Text is stored as tokens; this is what a split shows of it."""
+        return (images,), np.int32
+
+    def check(self, labels: np.ndarray, what: str) -> None:
+        """Raise UserError unless the labels are words, 0 … V−1."""
+        if len(labels) and not 0 <= labels.min() <= labels.max() < self.words:
+            found = f"run from {labels.min()} to {labels.max()}"
+            raise UserError(f"{what} {found}; allowed: 0 to {self.words - 1}")
+
+    @classmethod
+    def needs_classes(cls, what: str) -> str | None:
+        if what == "label_smoothing":
+            return None
+        if what == "share":
+            return "a block of words is never simply right"
+        if what in ("distillation", "decision"):
+            return "an answer is a word at every token, no class of a picture"
+        return "the labels are the words of a text"
+
+    def _fit(self, prediction: Tensor, labels: Tensor) -> None:
+        if prediction.shape != (*labels.shape, self.words):
+            found = f"predictions {tuple(prediction.shape)} and labels {tuple(labels.shape)}"
+            raise ValueError(f"next_token: {found}; (N, M, {self.words}) and (N, M) are needed")

@@ -1,0 +1,158 @@
+"""Words, vocabularies, windows, streams, and the sources of text."""
+
+import numpy as np
+import pytest
+import torch
+
+from moecore.core.files import UserError
+from moecore.data.prepared import Prepared
+from moecore.data.sources import docstrings, wikitext
+from moecore.data.sources.docstrings import Docstrings, prose
+from moecore.data.sources.wikitext import Wikitext
+from moecore.data.text.stream import Stream
+from moecore.data.text.words import lowered, numbered, rarer_unknown, read_vocabulary, windows
+
+SOURCE = '''
+"""Read a file and give its lines back, one after the other."""
+
+class Reader:
+    """Too short.
+
+    A reader holds a file open, and it closes the file when it is no longer used.
+
+    >>> Reader("x") reads the words of the file x and gives them back to you
+
+    Parameters
+    ----------
+    name : the name of the file that is to be read, which must exist already
+    """
+
+    def read(self):
+        "Give back what is left of the file as a list of all of its lines."
+        return """No docstring, however long the words of this string may become in the end."""
+'''
+
+
+def test_words_are_lower_case_and_apart_from_punctuation():
+    assert lowered("The user's (x_1, y) isn't well-known.") == [
+        *["the", "user's", "(", "x_1", ",", "y", ")", "isn't", "well-known", "."]
+    ]
+
+
+def test_rare_words_are_unknown():
+    lines = [["b", "a", "b"], ["c", "a", "b"]]
+    words = rarer_unknown(lines, 2)
+    assert words == ["<eos>", "<unk>", "b", "a"]
+    numbers = {word: number for number, word in enumerate(words)}
+    assert numbered([["a", "c"], []], numbers).tolist() == [3, 1, 0, 0]
+
+
+def test_only_prose_is_taken_and_nothing_is_imported():
+    assert list(prose(SOURCE)) == [
+        "Read a file and give its lines back, one after the other.",
+        "A reader holds a file open, and it closes the file when it is no longer used.",
+        "Give back what is left of the file as a list of all of its lines.",
+    ]
+
+
+def test_windows_are_blocks_with_what_is_before_them():
+    tokens = np.arange(1, 12, dtype=np.int32)
+    images, labels = windows(tokens, 3, 2)
+    assert images.shape == (3, 3, 3) and labels.shape == (3, 3)
+    assert images[0].tolist() == [[-1] * 3, [-1] * 3, [1, 2, 3]]
+    assert images[2].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert labels.tolist() == [[2, 3, 4], [5, 6, 7], [8, 9, 10]]
+    plain, _ = windows(tokens, 3, 0)
+    assert plain[:, 0].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def test_streams_are_read_block_after_block_and_again_from_elsewhere():
+    text = Stream(torch.arange(43, dtype=torch.int32), 4)
+    assert text.length(2) == 21 and text.steps(2) == 5
+    first = [text.take(2, 0, step) for step in range(5)]
+    assert [anew for _, _, anew in first] == [True, False, False, False, False]
+    assert first[0][0].tolist() == [[[0, 1, 2, 3]], [[21, 22, 23, 24]]]
+    assert first[0][1].tolist() == [[1, 2, 3, 4], [22, 23, 24, 25]]
+    assert first[4][1][0].tolist() == [17, 18, 19, 20]
+    starts = set()
+    for seed in range(8):
+        words, _, anew = text.take(2, seed, 5)
+        assert anew
+        starts.add(int(words[0, 0, 0]))
+    assert len(starts) > 1 and starts <= set(range(4))
+    own, following, _ = text.take(2, 3, 7, torch.tensor([1]))
+    words, labels, _ = text.take(2, 3, 7)
+    assert torch.equal(own, words[1:]) and torch.equal(following, labels[1:])
+
+
+def test_a_batch_that_leaves_no_block_is_refused():
+    text = Stream(torch.arange(43), 4)
+    said = "batch is 5, and the text has 43 training tokens; allowed: 1 to 4 streams"
+    with pytest.raises(UserError, match=said):
+        text.length(5)
+
+
+def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):
+    source = Docstrings(packages=("networkx",), block=8, context=1)
+    card = source.prepare(tmp_path / "one")
+    assert source.prepare(tmp_path / "two")["files"] == card["files"]
+    data = Prepared.open(tmp_path / "one", verify=True)
+    words = read_vocabulary(tmp_path / "one")
+    assert len(words) == data.task.outputs == len(set(words))
+    train = data.tokens("train")
+    assert card["tokens"]["train"] == len(train) and 10_000 < len(train)
+    counts = np.bincount(train, minlength=len(words))
+    assert counts[2:].min() >= 3 and (np.diff(counts[2:]) <= 0).all()
+    assert data.test.images.shape == (card["images"]["test"], 2, 8)
+    assert np.array_equal(data.test.images[1:, 0], data.test.images[:-1, 1])
+    assert card["packages"].keys() == {"networkx"}
+    seen = {path for path, _ in docstrings.modules("networkx")}
+    assert seen and not any("tests" in path.split("/") for path in seen)
+
+
+def test_a_package_that_is_not_installed_is_named():
+    with pytest.raises(UserError, match="packages: found no-such-thing, which is not installed"):
+        Docstrings(packages=("no-such-thing",)).prepare("nowhere")
+    assert "no-such-thing" in Docstrings(packages=("no-such-thing",)).preview().problem
+
+
+def written(folder, train="the cat\n\n the cat sat\n", valid="a cat\n", test="the end\n"):
+    folder.mkdir()
+    for name, text in (("train", train), ("valid", valid), ("test", test)):
+        data = text if isinstance(text, bytes) else text.encode()
+        (folder / f"wiki.{name}.tokens").write_bytes(data)
+    return Wikitext(root=str(folder), block=2, context=1)
+
+
+def test_wikitext_is_counted_as_papers_count_it(tmp_path):
+    source = written(tmp_path / "raw")
+    card = source.prepare(tmp_path / "out")
+    assert read_vocabulary(tmp_path / "out") == [
+        *["the", "cat", "<eos>", "sat", "a", "end", "<unk>"]
+    ]
+    train = np.load(tmp_path / "out/train_tokens.npy")
+    assert train.tolist() == [0, 1, 2, 2, 0, 1, 3, 2], "an empty line is <eos> alone"
+    assert card["tokens"] == {"train": 8, "validation": 3, "test": 3}
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"train": b"the caf\xe9\n"}, "wiki.train.tokens: after line 0: found 'utf-8' codec"),
+        ({"test": ""}, "wiki.test.tokens: found no line; allowed: the words of a text"),
+        ({"valid": "a"}, "the split validation has 2 tokens; a block of 2 needs more"),
+    ],
+)
+def test_damaged_text_is_refused(tmp_path, files, said):
+    with pytest.raises(UserError, match=said):
+        written(tmp_path / "raw", **files).prepare(tmp_path / "out")
+
+
+def test_wikitext_103_must_have_its_words(tmp_path):
+    source = written(tmp_path / "raw").model_copy(update={"name": "wikitext-103"})
+    said = "found 6 words and 8 training tokens; allowed with name wikitext-103: 267,735 and"
+    with pytest.raises(UserError, match=said):
+        source.prepare(tmp_path / "out")
+    assert wikitext.KNOWN["wikitext-103"] == (267_735, 103_227_021)
+    missing = Wikitext(root=str(tmp_path / "nowhere"))
+    assert "where a file is missing" in missing.preview().problem

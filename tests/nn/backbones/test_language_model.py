@@ -1,0 +1,229 @@
+"""Span attention, the three kinds of blocks, the cache: against slow references, and what a token
+may see.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm
+
+from moecore.core.files import UserError
+from moecore.core.records import RoutingContext
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.language_model import LanguageModel
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.language_block import AdamBlock, LanguageBlock, MomentumBlock, Through
+from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.span_attention import SpanAttention, slant, upright
+from moecore.nn.parameters import parameter_counts
+from moecore.nn.routers.teacher_routed import TeacherRouted
+from moecore.nn.routers.top_k_softmax import TopKSoftmax
+from moecore.tasks.classification import Classification
+from moecore.tasks.next_token import NextToken
+
+WORDS = 11
+MOE = MoE(router=TopKSoftmax(k=2), experts=Mlp(number=4, hidden_ratio=1.0), blocks="all")
+
+
+def text(block=4, context=3):
+    channels = context + 1
+    return ImageSpec(
+        channels=channels,
+        size=(block,),
+        mean=(0.0,) * channels,
+        std=(1.0,) * channels,
+        task=NextToken(words=WORDS),
+    )
+
+
+def model(moe=MOE, block=4, context=3, **settings):
+    torch.manual_seed(0)
+    given = {"width": 8, "depth": 3, "heads": 2, "span": 4, "dropout": 0.0} | settings
+    return LanguageModel(**given).build(text(block, context), moe).eval()
+
+
+def stream(length, seed=0):
+    return torch.randint(WORDS, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def read_on(made, tokens, block):
+    """Final tokens (n, d) of one stream, block after block, with its cache."""
+    states = made.nothing(1, tokens.device)
+    found = []
+    for start in range(0, len(tokens), block):
+        (final, _, _), states = made.read(tokens[None, start : start + block], states)
+        found.append(final[0])
+    return torch.cat(found)
+
+
+def test_the_slant_is_undone():
+    values = torch.randn(2, 3, 5, 7)
+    assert torch.equal(upright(slant(values)), values)
+    row = slant(values)[0, 0, 2]
+    assert torch.equal(row[2:9], values[0, 0, 2]) and not row[:2].any() and not row[9:].any()
+
+
+def test_attention_is_that_of_the_loop():
+    torch.manual_seed(0)
+    attention = SpanAttention(8, 2)
+    tokens, before, positions = torch.randn(2, 5, 8), torch.randn(2, 3, 8), torch.randn(4, 3)
+    found, weights = attention(tokens, before, positions, weights=True)
+    every = torch.cat([before, tokens], dim=1)
+    query, key, value = attention.query(tokens), attention.key(every), attention.value(every)
+    for stream in range(2):
+        for token in range(5):
+            heads = []
+            for head in range(2):
+                part = slice(4 * head, 4 * head + 4)
+                q = query[stream, token, part]
+                logits = [
+                    (q @ key[stream, token + j, part] + q @ positions[:, j]) / 2 for j in range(3)
+                ]
+                share = torch.stack(logits).softmax(0)
+                seen = value[stream, token : token + 3, part]
+                heads.append(share @ seen)
+            wanted = attention.proj(torch.cat(heads))
+            torch.testing.assert_close(found[stream, token], wanted)
+    assert weights.shape == (2, 5, 5)
+    torch.testing.assert_close(weights[:, 3:].sum(-1), torch.ones(2, 2), msg="all in the block")
+    assert not weights.triu().any(), "neither itself nor what follows"
+
+
+@pytest.mark.parametrize("layers", ["smoe", "momentum", "adam"])
+def test_a_token_sees_itself_only_by_its_own_word_and_nothing_later(layers):
+    made = model(layers=layers)
+    tokens = stream(16)
+    plain = read_on(made, tokens, 4)
+    for place in (1, 6, 11):
+        other = tokens.clone()
+        other[place] = (other[place] + 1) % WORDS
+        changed = (read_on(made, other, 4) != plain).any(dim=1)
+        assert not changed[:place].any() and changed[place]
+        reach = min(16, place + 3 * 4 + 1)
+        assert not changed[reach:].any(), "depth · span tokens on nothing is left of it"
+
+
+def test_with_enough_blocks_before_it_a_window_is_read_as_in_the_stream():
+    made = model()
+    tokens = stream(40)
+    whole = read_on(made, tokens, 4)
+    windows = torch.stack([tokens[start : start + 16].view(4, 4) for start in range(0, 24, 4)])
+    final, records, _ = made.encode(windows)
+    torch.testing.assert_close(final.flatten(0, 1), whole[12:36])
+    assert records[0].probs.shape == (6, 4, 4)
+    fewer, _, _ = model(context=1).encode(windows[:, 2:])
+    assert not torch.allclose(fewer.flatten(0, 1), whole[12:36])
+
+
+def test_blocks_of_any_length_give_the_same():
+    made = model()
+    tokens = stream(24)
+    torch.testing.assert_close(read_on(made, tokens, 4), read_on(made, tokens, 8))
+    torch.testing.assert_close(read_on(made, tokens, 4), read_on(made, tokens, 24))
+
+
+def test_before_a_text_begins_there_is_nothing():
+    made = model()
+    tokens = stream(8)
+    window = torch.cat([torch.full((8,), -1), tokens]).view(1, 4, 4)
+    torch.testing.assert_close(made.encode(window)[0][0], read_on(made, tokens, 4)[4:])
+
+
+def test_in_training_the_cache_goes_on():
+    made = model().train()
+    made.remember(2)
+    tokens = stream(32).view(2, 16)
+    steps = [made(tokens[:, None, start : start + 4]).prediction for start in range(0, 16, 4)]
+    for row in range(2):
+        wanted = made.predict(read_on(made.eval(), tokens[row], 4))
+        torch.testing.assert_close(torch.cat([step[row] for step in steps]), wanted)
+    assert not made.memory.states.requires_grad
+    made.memory.clear()
+    again = made.train()(tokens[:, None, :4]).prediction
+    torch.testing.assert_close(again, steps[0])
+    made.remember(0)
+    assert not any("memory" in name for name in made.state_dict())
+
+
+@pytest.mark.parametrize("kind", [LanguageBlock, MomentumBlock, AdamBlock])
+def test_the_residuals_are_those_of_the_definition(kind):
+    torch.manual_seed(0)
+    made = model(moe=None)
+    block = kind(8, 2, made.blocks[0].mlp, 0.0)
+    h, before, m = torch.randn(1, 4, 8), torch.randn(1, 4, 8), torch.randn(1, 4, 8)
+    positions = torch.randn(4, 4)
+    given = None if kind is LanguageBlock else m
+    out, entering, _ = block(Through(h, given), before, positions, RoutingContext())
+    h = layer_norm(h + block.attn(h, before, positions)[0], (8,))
+    assert torch.allclose(entering, h)
+    f = block.mlp(h)[0]
+    if kind is LanguageBlock:
+        s, momentum = layer_norm(h + f, (8,)), None
+    elif kind is MomentumBlock:
+        momentum = 0.7 * m + f
+        s = layer_norm(h - momentum, (8,))
+    else:
+        momentum = 0.7 * m + f
+        p, v = 0.1 * f, 0.001 * f**2
+        s = layer_norm(h - (p / (v + 1e-8).sqrt() + h), (8,))
+    torch.testing.assert_close(out.tokens, layer_norm(h + s, (8,)))
+    if momentum is not None:
+        torch.testing.assert_close(out.momentum, momentum)
+
+
+def test_momentum_is_carried_through_the_blocks_of_a_model():
+    made = model(layers="momentum")
+    states = made.nothing(1, torch.device("cpu"))
+    seen = []
+    for block in made.blocks:
+        block.register_forward_hook(lambda _, given, out: seen.append((given[0], out[0])))
+    made.read(stream(4)[None], states)
+    assert seen[0][0].momentum is None
+    assert torch.equal(seen[1][0].momentum, seen[0][1].momentum)
+    assert [type(block) for block in model(layers="adam").blocks] == [
+        AdamBlock,
+        MomentumBlock,
+        MomentumBlock,
+    ]
+
+
+def test_parameters_are_as_many_as_printed():
+    """MoGE's table 10: 70.6 M and 215.7 M."""
+    for wanted, width, depth, span, block in (
+        (70.6e6, 128, 3, 256, 256),
+        (215.7e6, 352, 6, 1024, 512),
+    ):
+        spec = text(block).model_copy(update={"task": NextToken(words=267_735)})
+        moe = MoE(router=TopKSoftmax(k=2), experts=Mlp(number=16, hidden_ratio=1.0), blocks="all")
+        with torch.device("meta"):
+            made = LanguageModel(width=width, depth=depth, heads=8, span=span).build(spec, moe)
+        assert math.isclose(parameter_counts(made)["parameters"], wanted, rel_tol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "moe", "said"),
+    [
+        ({"heads": 3}, MOE, "model.heads: found 3; allowed: a divisor of model.width = 8"),
+        (
+            {},
+            MoE(router=TeacherRouted(k=1), experts=Mlp(number=4), blocks="all"),
+            "model.kind: language_model has none, but the router teacher_routed reads teacher",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings, moe, said):
+    with pytest.raises(UserError, match=said):
+        model(moe=moe, **settings)
+
+
+def test_images_are_refused_and_so_is_text_by_others():
+    image = ImageSpec(
+        channels=1,
+        size=8,
+        mean=(0.0,),
+        std=(1.0,),
+        task=Classification(classes=("a", "b")),
+    )
+    with pytest.raises(UserError, match="found language_model, but the data have 2 axes"):
+        LanguageModel().build(image)
