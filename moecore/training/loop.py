@@ -6,6 +6,7 @@ weights, optimiser and a step number alone, and the same seed gives the same run
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from moecore.training.meter import WEIGHED, Meter, held_in_training, taken
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
+from moecore.training.speed import CompiledBlocks, part, traced
 
 if TYPE_CHECKING:
     from moecore.training.spread import Spread
@@ -50,6 +52,7 @@ def fit(
     seed: int,
     runtime: Runtime,
     checkpoint: Checkpoint | None = None,
+    trace: Path | None = None,
 ) -> Iterator[Metrics]:
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and after every epoch.
 
@@ -58,6 +61,7 @@ def fit(
 
     With a ``checkpoint`` the run goes on where it was killed. A checkpoint is written after the
     caller has taken the metrics of its step, so a caller that logs them never loses or repeats one.
+    trace: where a trace of a few steps is written, if anywhere.
     Raises UserError at a non-finite loss.
     """
     spread = over_ranks(job, settings, runtime.device)
@@ -69,14 +73,17 @@ def fit(
     precision = precision_of(note, settings, runtime)
     meter = Meter(torch.device(runtime.device), f"train_{job.task.logged}")
     batch_of = batches(job, settings, seed, range(saved, steps), runtime.device)
-    for step in range(saved, steps):
+    blocks = CompiledBlocks([job.model, job.guide], runtime.compile, steps - saved)
+    for step in traced(range(saved, steps), trace, runtime.device):
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
-        batch = attacked(job, settings, seed, step, batch_of(step))
+        with part("batch"):
+            batch = attacked(job, settings, seed, step, batch_of(step))
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
         given = (job, settings, optimizer, batch, rate, getattr(torch, precision), step / steps)
         held = held_in_training((job.learners, job.guide), optimizer, batch)
         weigh = spread is None and step == min(WEIGHED, steps - 1)
-        terms, score = meter.weighed(partial(train_step, *given, spread), held, weigh)
+        with blocks.inside(step == saved):
+            terms, score = meter.weighed(partial(train_step, *given, spread), held, weigh)
         meter.add(step, len(batch.images) // batch.views, terms, score)
         after = step + 1
         if after % per_epoch == 0:
@@ -167,20 +174,25 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype != torch.float32):
-        guidance = job.guide(batch.images) if job.guide is not None else None
-        output = job.model(batch.images, guidance, progress)
-    terms = job.objective.terms(Step(batch, output, job.model, guidance, progress))
-    loss = job.objective.total(terms)
+        with part("teacher"):
+            guidance = job.guide(batch.images) if job.guide is not None else None
+        with part("forward"):
+            output = job.model(batch.images, guidance, progress)
+    with part("losses"):
+        terms = job.objective.terms(Step(batch, output, job.model, guidance, progress))
+        loss = job.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    if spread is not None:
-        spread.step(optimizer, settings.clip)
-    else:
-        if settings.clip is not None:
-            groups = optimizer.param_groups
-            parameters = [parameter for group in groups for parameter in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, settings.clip, foreach=True)
-        optimizer.step()
+    with part("backward"):
+        loss.backward()
+    with part("optimizer"):
+        if spread is not None:
+            spread.step(optimizer, settings.clip)
+        else:
+            if settings.clip is not None:
+                groups = optimizer.param_groups
+                parameters = [parameter for group in groups for parameter in group["params"]]
+                nn.utils.clip_grad_norm_(parameters, settings.clip, foreach=True)
+            optimizer.step()
     # Unchecked, and left on the device: a loss that is not finite is found at the next point.
     score = job.task.running(output.prediction.detach(), batch.labels, batch.learned)
     detached = {name: term.detach() for name, term in terms.items()}
