@@ -76,15 +76,11 @@ def fit(
     blocks = CompiledBlocks([job.model, job.guide], runtime.compile, steps - saved)
     for step in traced(range(saved, steps), trace, runtime.device):
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
-        with part("batch"):
-            batch = attacked(job, settings, seed, step, batch_of(step))
+        batch = batch_of(step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
         given = (job, settings, optimizer, batch, rate, getattr(torch, precision), step / steps)
-        held = held_in_training((job.learners, job.guide), optimizer, batch)
-        weigh = spread is None and step == min(WEIGHED, steps - 1)
-        with blocks.inside(step == saved):
-            terms, score = meter.weighed(partial(train_step, *given, spread), held, weigh)
-        meter.add(step, len(batch.images) // batch.views, terms, score)
+        with blocks.inside():
+            metered(meter, step, partial(train_step, *given, spread), min(WEIGHED, steps - 1))
         after = step + 1
         if after % per_epoch == 0:
             end_epoch(whole.model, spread)
@@ -100,6 +96,16 @@ def fit(
         meter.start()
     if checkpoint:
         checkpoint.wait()
+
+
+def metered(meter: Meter, step: int, update: partial, weighed: int) -> None:
+    """Do the update, a ``train_step``; the ``meter`` takes note of what it returns and, in the step
+    ``weighed`` of a single process, of the memory that it takes.
+    """
+    job, _, optimizer, batch, *_, spread = update.args
+    held = held_in_training((job.learners, job.guide), optimizer, batch)
+    terms, score = meter.weighed(update, held, spread is None and step == weighed)
+    meter.add(step, len(batch.images) // batch.views, terms, score)
 
 
 def over_ranks(job: Job, settings: Training, device: str) -> "Spread | None":
@@ -129,9 +135,15 @@ def precision_of(note: dict, settings: Training, runtime: Runtime) -> str:
 def batches(
     job: Job, settings: Training, seed: int, steps: range, device: str
 ) -> Callable[[int], Batch]:
-    """What makes the batch of a step; beside a GPU, a thread that is ahead of it."""
+    """What makes the batch of a step; beside a GPU, with a thread that is ahead of it."""
     make = partial(training_batch, job, settings, seed)
-    return make if device == "cpu" else Ahead(make, steps)
+    made = make if device == "cpu" else Ahead(make, steps)
+
+    def batch_of(step: int) -> Batch:
+        with part("batch"):
+            return attacked(job, settings, seed, step, made(step))
+
+    return batch_of
 
 
 def total_steps(job: Job, settings: Training) -> int:

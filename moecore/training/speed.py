@@ -67,6 +67,7 @@ class CompiledBlocks:
         inductor.
         """
         self.strict = compile == "required"
+        self.begun = False
         self.blocks: list[Block] = []
         self.ready: list[Callable] = []
         if compile == "off" or (compile == "tried" and steps < LONG):
@@ -82,9 +83,10 @@ class CompiledBlocks:
             self.ready.append(self._guarded(compiled, block.forward))
 
     @contextmanager
-    def inside(self, first: bool) -> Iterator[None]:
-        """While a step is computed; the ``first`` one is not compiled."""
-        blocks = [] if first else self.blocks
+    def inside(self) -> Iterator[None]:
+        """While a step is computed; the first time nothing is compiled."""
+        blocks = self.blocks if self.begun else []
+        self.begun = True
         for block, forward in zip(blocks, self.ready, strict=False):
             block.forward = forward
         try:

@@ -1,8 +1,17 @@
-"""Blocks that are compiled learn the same; a trace of a training names the parts of its steps."""
+"""Blocks that are compiled learn the same; a trace of a training names the parts of its steps.
+
+``python -m moecore.run.local_ranks 2 -m tests.training.test_speed FILE`` writes how far two ranks
+that compile are from two that do not.
+"""
 
 import copy
 import gzip
 import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +19,14 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moecore.core.files import UserError
+from moecore.core.ranks import join, leave, ranks
 from moecore.core.sources import ROOT
 from moecore.nn import grouped
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.block import Block
 from moecore.nn.predict import predictions
 from moecore.study.document import load
+from moecore.training import loop
 from moecore.training.guide import build_guide
 from moecore.training.job import Job, step_batch
 from moecore.training.loop import fit, train_step
@@ -60,12 +71,20 @@ def made(method: Method) -> Job:
     return task(method, guide=guide)
 
 
-def learned(job: Job, blocks: CompiledBlocks, step: int, first: bool, dtype=torch.float32):
+def compiled(job: Job, how="required", steps=LONG, backend="eager") -> CompiledBlocks:
+    """The job's blocks after a first step, which is not compiled."""
+    torch._dynamo.reset()
+    blocks = CompiledBlocks([job.model, job.guide], how, steps, backend)
+    learned(job, blocks, 0)
+    return blocks
+
+
+def learned(job: Job, blocks: CompiledBlocks | None, step: int, dtype=torch.float32):
     """The loss terms and all gradients of a step, whose rate is 0."""
     optimizer = build_optimizer(job.model, SETTINGS, job.routers)
     batch = step_batch(job, SETTINGS, 0, step)
     torch.manual_seed(step)
-    with blocks.inside(first):
+    with blocks.inside() if blocks else nullcontext():
         terms, _ = train_step(job, SETTINGS, optimizer, batch, 0.0, dtype, step / 4)
     gradients = {
         name: parameter.grad
@@ -77,14 +96,14 @@ def learned(job: Job, blocks: CompiledBlocks, step: int, first: bool, dtype=torc
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_block_is_one_graph_and_learns_the_same(name):
-    torch._dynamo.reset()
     job = made(CASES[name])
     graphs = CompileCounterWithBackend("aot_eager")
-    blocks = CompiledBlocks([job.model, job.guide], "required", 9, graphs)
+    blocks = compiled(job, backend=graphs)
+    assert graphs.frame_count == 0
     counts = []
     for step in range(4):
-        plain = learned(job, blocks, step, first=True)
-        ours = learned(job, blocks, step, first=False)
+        plain = learned(job, None, step)
+        ours = learned(job, blocks, step)
         assert set(ours) == set(plain)
         for key, expected in plain.items():
             assert (ours[key] - expected).norm() <= 1e-6 * max(1, expected.norm()), key
@@ -96,23 +115,20 @@ def test_every_kind_of_block_is_one_graph_and_learns_the_same(name):
 
 
 def test_a_graph_in_bf16_has_grouped_products(monkeypatch):
-    torch._dynamo.reset()
     monkeypatch.setattr(grouped, "_LOOPED_ROWS", -1)  # without a graph too
     job = made(VMOE)
-    blocks = CompiledBlocks([job.model], "required", 9, CompileCounterWithBackend("aot_eager"))
-    plain = learned(job, blocks, 0, first=True, dtype=torch.bfloat16)
-    ours = learned(job, blocks, 0, first=False, dtype=torch.bfloat16)
+    plain = learned(job, None, 0, torch.bfloat16)
+    ours = learned(job, compiled(job, backend="aot_eager"), 0, torch.bfloat16)
     for key, expected in plain.items():
         assert (ours[key] - expected).norm() <= 0.02 * max(0.1, expected.norm()), key
 
 
 def test_only_a_step_is_compiled_and_names_stay():
-    torch._dynamo.reset()
     job = made(VMOE)
     graphs = CompileCounterWithBackend("eager")
     names = list(job.model.state_dict())
-    blocks = CompiledBlocks([job.model], "required", 9, graphs)
-    with blocks.inside(first=False):
+    blocks = compiled(job, backend=graphs)
+    with blocks.inside():
         assert list(job.model.state_dict()) == names
         assert all("forward" in vars(block) for block in blocks.blocks)
     predictions(copy.deepcopy(job.model), job.validation.images, batch=8)
@@ -129,18 +145,17 @@ class Waits(Block):
 
 
 def test_what_cannot_be_compiled_ends_the_training_or_goes_on_without(capsys):
-    torch._dynamo.reset()
     job = made(VMOE)
     job.model.blocks[0].__class__ = Waits
-    plain = learned(job, CompiledBlocks([job.model], "off", 9), 1, first=False)
-    strict = CompiledBlocks([job.model], "required", LONG, "eager")
+    plain = learned(job, None, 1)
     with pytest.raises(UserError, match=f"^{COMPILE}: a block cannot be compiled: .*; allowed: f"):
-        learned(job, strict, 1, first=False)
-    tried = CompiledBlocks([job.model], "tried", LONG, "eager")
-    ours = learned(job, tried, 1, first=False)
+        learned(job, compiled(job), 1)
+    assert "forward" not in vars(job.model.blocks[0])
+    ours = learned(job, compiled(job, "tried"), 1)
     assert all(torch.equal(ours[key], plain[key]) for key in plain)
     assert capsys.readouterr().err.count("training goes on without") == 1
-    assert not CompiledBlocks([job.model], "tried", LONG - 1).blocks  # too short to be won back
+    assert not compiled(job, "tried", LONG - 1).blocks  # too short to be won back
+    assert not compiled(job, "off").blocks
 
 
 @pytest.mark.parametrize(
@@ -190,3 +205,39 @@ def test_all_steps_come_whatever_is_traced(tmp_path, steps):
     assert list(traced(steps, file, "cpu")) == list(steps)
     assert file.exists() == bool(steps)
     assert list(traced(steps, None, "cpu")) == list(steps)
+
+
+def main(target: str) -> None:
+    """What each of two ranks does, with data parallelism and with sharded parameters."""
+    join()
+    loop.CompiledBlocks = partial(CompiledBlocks, backend="aot_eager")
+    apart = {}
+    for name, shard in {"vmoe": 1, "ermoe": 2}.items():
+        settings = SETTINGS.model_copy(update={"shard": shard, "epochs": 1})
+        weights = []
+        for compile in ("off", "required"):
+            job = made(METHODS[name])
+            list(fit(job, settings, 0, CPU._replace(compile=compile)))
+            weights.append(torch.cat([each.flatten() for each in job.learners.parameters()]))
+        apart[name] = float((weights[1] - weights[0]).abs().max())
+    if ranks().first:
+        with open(target, "w", encoding="utf-8") as file:
+            json.dump(apart, file)
+    leave()
+
+
+def test_two_ranks_compile_their_blocks_and_learn_the_same(tmp_path):
+    words = [sys.executable, "-m", "moecore.run.local_ranks", "2"]
+    target = tmp_path / "apart.json"
+    subprocess.run(
+        [*words, "-m", "tests.training.test_speed", str(target)],
+        cwd=ROOT,
+        env=os.environ | {"MOECORE_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    apart = json.loads(target.read_text(encoding="utf-8"))
+    assert len(apart) == 2 and max(apart.values()) < 1e-4, apart
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
