@@ -17,7 +17,7 @@ from moecore.measure.base import Number, Parts, Subject, kept, why_not_flat
 from moecore.measure.routing_metrics.expert_use import agreement
 from moecore.measure.routing_metrics.imed import class_maps, imed_between, mean_imed
 from moecore.nn.backbones.model import Model
-from moecore.nn.expert_map import map_shape
+from moecore.nn.experts.base import map_shape
 from moecore.nn.predict import predictions
 from moecore.nn.routers import Router
 from moecore.statistics.crossed import kept_items

@@ -1,9 +1,9 @@
 """``dvc repro`` with several stages at a time.
 
 Small models leave cores idle: two processes of one thread each train them faster than one process
-of two threads. With GPUs every job has one of its own. Each job is a ``dvc repro --single-item`` of
-a few stages that follow each other, so cache, lock file and run cache are DVC's own; stages still
-share nothing but files.
+of two threads. With GPUs every job has one of its own, or as many as a cluster file says. Each job
+is a ``dvc repro --single-item`` of a few stages that follow each other, so cache, lock file and run
+cache are DVC's own; stages still share nothing but files.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from moecore.core.files import UserError
 from moecore.pipeline.client import SOCKET
 from moecore.pipeline.plan import asked, changed_by_code, plan
-from moecore.run.launch import CLUSTER
+from moecore.run.launch import CLUSTER, read_cluster
 
 # DVC's words where two processes meet at a path
 SHARED = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
@@ -26,6 +26,7 @@ ADVICE = ("To track the changes", "\tgit add", "To enable auto", "\tdvc config",
 TRIES = 5
 # On all cores: everything waits for the code, the data and a single teacher; `cost` measures time
 ALONE = ("code", "prepare", "teacher", "cost", "measure@cost")
+CARDS = "CUDA_VISIBLE_DEVICES"
 THREADS = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: of BLAS under numpy and scipy
 # Guided methods of a seed wait for the first two; the third looks at all models in one process
 FIRST = ("teacher", "teacher_router", "transfer")
@@ -116,15 +117,63 @@ def pending() -> dict[str, set[str]]:
 
 
 def devices(jobs: int) -> list[dict[str, str]]:
-    """The environment of each of ``jobs`` processes: a GPU, or else its share of the cores; nothing
-    where a cluster's launcher gives them.
+    """The environments of ``jobs`` processes: a GPU each, and more where one stage wants more; or
+    else a share of the cores; nothing where a cluster's launcher gives them. Raises UserError where
+    a stage wants more GPUs than there are.
     """
-    if CLUSTER in os.environ:
+    elsewhere = CLUSTER in os.environ
+    if elsewhere and read_cluster(os.environ[CLUSTER]).gives_gpus:
         return [{} for _ in range(jobs)]
     if given := cards():
-        return [{"CUDA_VISIBLE_DEVICES": given[job % len(given)]} for job in range(jobs)]
+        places = max(jobs, most_gpus(given))
+        return [{CARDS: given[place % len(given)]} for place in range(places)]
+    if elsewhere:
+        return [{} for _ in range(jobs)]
     threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
     return [dict.fromkeys(THREADS, threads) for _ in range(jobs)]
+
+
+def most_gpus(given: Sequence[str]) -> int:
+    """How many GPUs the stage wants that wants most of those ``given``; 1 without a cluster file.
+
+    Raises UserError where that is more than there are.
+    """
+    path = os.environ.get(CLUSTER)
+    wanted = {"default": 1} if path is None else read_cluster(path).gpus
+    for stage, gpus in wanted.items():
+        if gpus > len(given):
+            found = f"{path}: {stage}.gpus: found {gpus}"
+            raise UserError(f"{found}; this machine may use {len(given)}: {', '.join(given)}")
+    return max(wanted.values())
+
+
+def gpus_of(job: Job) -> int:
+    """How many GPUs of this machine a job wants: one, or what the cluster file says."""
+    if CLUSTER not in os.environ:
+        return 1
+    cluster = read_cluster(os.environ[CLUSTER])
+    return max(1, *(cluster.needs(_kind(stage)).gpus for stage in job.stages))
+
+
+def places_for(job: Job, free: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]] | None:
+    """Those of the ``free`` places that a job takes: one, or so many that their GPUs are enough.
+    None where too few are free.
+    """
+    if not free:
+        return None
+    by_card = {place[CARDS]: place for place in reversed(free) if CARDS in place}
+    if not by_card:
+        return [free[-1]]
+    wanted = gpus_of(job)
+    return list(by_card.values())[:wanted] if len(by_card) >= wanted else None
+
+
+def together(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The environment of a job that has all of these places."""
+    found = dict(places[0])
+    if CARDS in found:
+        found[CARDS] = ",".join(place[CARDS] for place in places)
+    return found
 
 
 def cards() -> list[str]:
@@ -132,7 +181,7 @@ def cards() -> list[str]:
     import torch
 
     count = torch.cuda.device_count()
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    given = os.environ.get(CARDS)
     if given is None:
         return [str(card) for card in range(count)]
     return [card.strip() for card in given.split(",")][:count]
@@ -189,32 +238,38 @@ def run_job(job: Job, environment: Mapping[str, str], started: list[subprocess.P
 
 
 def run(
-    above: Mapping[str, Collection[str]], environments: Sequence[Mapping[str, str]]
+    above: Mapping[str, Collection[str]], environments: Sequence[Mapping[str, str]], jobs: int
 ) -> list[str]:
-    """Run all stages, as many at a time as there are ``environments``.
+    """Run all stages in the ``environments``, ``jobs`` at a time.
 
     Returns those that were not finished: nothing new starts after a failure.
     """
     done: set[str] = set()
     taken: set[str] = set()
     free = list(environments)
-    running: dict[Future, tuple[Job, Mapping[str, str]]] = {}
+    running: dict[Future, tuple[Job, list[Mapping[str, str]]]] = {}
     started: list[subprocess.Popen] = []
     failed = False
-    with ThreadPoolExecutor(len(environments)) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         try:
             while True:
-                while free and not failed and (job := next_job(above, done, taken)):
+                while len(running) < jobs and not failed and (job := next_job(above, done, taken)):
+                    places = places_for(job, free)
+                    if places is None:
+                        break
                     taken |= set(job.stages)
-                    place = free.pop()
-                    given = _all_cores(place) if _alone(job.stages[0], above) else place
-                    running[pool.submit(run_job, job, given, started)] = (job, place)
+                    for place in places:
+                        free.remove(place)
+                    given = together(places)
+                    if _alone(job.stages[0], above):
+                        given = _all_cores(given)
+                    running[pool.submit(run_job, job, given, started)] = (job, places)
                 if not running:
                     return [stage for stage in above if stage not in done]
                 finished: set[Future] = wait(running, return_when=FIRST_COMPLETED).done
                 for future in finished:
-                    job, place = running.pop(future)
-                    free.append(place)
+                    job, places = running.pop(future)
+                    free.extend(places)
                     failed = failed or future.result() != 0
                     done |= set(job.stages) if future.result() == 0 else set()
         except BaseException:
@@ -233,7 +288,8 @@ def reproduce(jobs: int | None = None) -> None:
     if not stages:
         print("Nothing to do: everything is up to date.")
         return
-    left = run(stages, with_server(devices(jobs or usual_jobs())))
+    jobs = jobs or usual_jobs()
+    left = run(stages, with_server(devices(jobs)), jobs)
     if left:
         named = ", ".join(left[:5]) + (" …" if left[5:] else "")
         found = f"{len(left)} of {len(stages)} stages are not done: {named}"

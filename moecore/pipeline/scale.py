@@ -3,12 +3,14 @@
 Models are built on torch's meta device. Memory: 16 bytes a parameter (fp32 weights, gradients and
 Adam's two moments) over ``shard`` ranks, the whole copy of the weights that every rank keeps for
 validation, and what a forward pass in fp32 keeps for the backward pass. Traffic: the gradients'
-ring (2 (W − 1)/W · 4 bytes a parameter). Time: a lower limit, 3 forward passes of FLOPs at the
-given peak, the optimizer's 28 bytes a parameter at the memory's bandwidth, and the part of the
-traffic that the backward pass does not hide. A teacher is not counted.
+ring (2 (W − 1)/W · 4 bytes a parameter); with experts apart theirs goes around the ranks that hold
+the same ones only, and the rows of tokens travel to the experts and back, in bf16, forward and
+backward. Time: a lower limit, 3 forward passes of FLOPs at the given peak, the optimizer's 28 bytes
+a parameter at the memory's bandwidth, the part of the gradients' traffic that the backward pass
+does not hide, and that of the rows. A teacher is not counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from moecore.core.files import UserError
 from moecore.measure.costs.passes import flops_per_image
 from moecore.nn.backbones.model import BackboneModel, parameter_counts
+from moecore.nn.layers.moe import MoELayer
 from moecore.report.words import shown
 from moecore.study.data_rules import previews_of
 from moecore.study.model_rules import image_of, weightless
@@ -42,6 +45,8 @@ class Model(NamedTuple):
     active: int
     flops: float  # forward, an image
     kept: float  # bytes that a forward pass of one image keeps
+    experts: int = 0  # parameters of experts
+    sent: float = 0.0  # numbers that one image's tokens bring to experts, over all layers
 
 
 class Step(NamedTuple):
@@ -62,7 +67,25 @@ def counted(model: BackboneModel, views: int = 1) -> Model:
     kept = _kept(model, two) - _kept(model, one)
     flops = flops_per_image(model, one).whole
     size = counts["parameters"], counts["active_parameters"]
-    return Model(*size, views * flops, views * kept)
+    layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
+    experts = sum(one.numel() for layer in layers for one in layer.experts.parameters())
+    sent = _sent(model, layers, one)
+    return Model(*size, views * flops, views * kept, experts, views * sent)
+
+
+def _sent(model: BackboneModel, layers: Sequence[MoELayer], image: torch.Tensor) -> int:
+    """Numbers in the rows that the experts of all layers get of an image."""
+    found = []
+    hooks = [
+        layer.experts.register_forward_pre_hook(
+            lambda _, given: found.append(given[0].values.numel())
+        )
+        for layer in layers
+    ]
+    model(image)
+    for hook in hooks:
+        hook.remove()
+    return sum(found)
 
 
 def _kept(model: BackboneModel, images: torch.Tensor) -> int:
@@ -75,18 +98,30 @@ def _kept(model: BackboneModel, images: torch.Tensor) -> int:
     return held
 
 
-def step(model: Model, batch: int, ranks: int, shard: int, peaks: Peaks) -> Step:
+def step(
+    model: Model, batch: int, ranks: int, shard: int, peaks: Peaks, expert_parallel: int = 1
+) -> Step:
     """A step of ``batch`` images on so many ranks."""
     images = batch // ranks
     shard = min(shard, ranks)
+    apart = min(expert_parallel, ranks)
     whole = 4 * model.parameters if ranks > 1 else 0
     memory = 16 * model.parameters / shard + whole + images * model.kept
-    traffic = 2 * (ranks - 1) / ranks * 4 * model.parameters
+    gradients = _ring(model.parameters - model.experts, ranks)
+    gradients += _ring(model.experts / apart, ranks // apart)
+    rows = 4 * 2 * images * model.sent * (apart - 1) / apart
     forward = images * model.flops / peaks.flops
     speed = peaks.links if ranks <= MACHINE else peaks.network
-    open_traffic = max(0.0, traffic / speed - 2 * forward)
+    open_traffic = max(0.0, gradients / speed - 2 * forward)
+    open_traffic += rows / (peaks.links if apart <= MACHINE else peaks.network)
     optimizer = 28 * model.parameters / shard / peaks.memory
-    return Step(ranks, images, memory, traffic, 3 * forward + optimizer + open_traffic)
+    seconds = 3 * forward + optimizer + open_traffic
+    return Step(ranks, images, memory, gradients + rows, seconds)
+
+
+def _ring(parameters: float, ranks: int) -> float:
+    """Bytes that a rank sends to sum fp32 gradients over so many."""
+    return 2 * (ranks - 1) / ranks * 4 * parameters
 
 
 def table(study: Study, peaks: Peaks) -> Iterator[str]:
@@ -109,7 +144,8 @@ def table(study: Study, peaks: Peaks) -> Iterator[str]:
             if batch % ranks:
                 yield f"| {name} | | | {ranks} | batch {batch} does not divide | | | |"
                 continue
-            one = step(found, batch, ranks, study.pretrain.shard, peaks)
+            settings = study.pretrain
+            one = step(found, batch, ranks, settings.shard, peaks, settings.expert_parallel)
             numbers = (f"{found.parameters:,}", f"{found.active:,}", ranks, one.images)
             amounts = (shown(one.memory, "bytes"), shown(one.traffic, "bytes"))
             cells = [name, *map(str, numbers), *amounts, f"{1000 * one.seconds:.3g} ms"]

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.routing_metrics.overlays import Corresponding, Overlays, grid_of
-from moecore.nn.expert_map import map_shape
+from moecore.nn.experts.base import map_shape
 from moecore.report.drawing import PALETTE, expert_colours, new_figure, share_axis, styled
 from moecore.report.sheets import Frame, Tile, heat, picture, sheet, tints
 

@@ -75,6 +75,17 @@ class Cluster(Config):
         return found.model_copy(update={"nodes": 1, "ranks": 1})
 
     @property
+    def gives_gpus(self) -> bool:
+        """Whether the launcher does; else ``moecore run`` gives those of this machine."""
+        return "gpus" in self.fields
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """How many every stage that is named wants, and ``default``."""
+        named = {f"stages.{stage}": self.needs(stage).gpus for stage in self.stages}
+        return {"default": self.default.gpus} | named
+
+    @property
     def fields(self) -> set[str]:
         """The names that ``launch`` fills in."""
         return {name for _, name, _, _ in string.Formatter().parse(self.launch) if name is not None}

@@ -99,6 +99,7 @@ class Checkpoint:
     def _sharded(self, step: int, tensors: Tensors, note: dict) -> Callable[[], None]:
         """What writes the shards of all ranks, and then the pointer to them."""
         from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+        from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         if self._group is None:
@@ -112,9 +113,10 @@ class Checkpoint:
             writer = HuggingFaceStorageWriter(str(target), save_distributed=True)
             try:
                 save(copied, storage_writer=writer, process_group=self._group)
-            except Exception as error:
+            except (Exception, CheckpointException) as error:
                 again = "what was there before is untouched. Free some space and start again"
-                raise UserError(f"{target}: could not be written ({error}); {again}") from error
+                why = in_short(error)
+                raise UserError(f"{target}: could not be written ({why}); {again}") from error
             if not ranks().first:
                 return
             about = {"folder": target.name, "step": str(step), "note": json.dumps(note)}
@@ -148,6 +150,7 @@ def read_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     Raises UserError where a file is damaged.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = HuggingFaceStorageReader(str(folder))
@@ -165,10 +168,17 @@ def read_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
             else:
                 found[name] = torch.zeros(value.size, dtype=value.properties.dtype)
         load(found, storage_reader=HuggingFaceStorageReader(str(folder)))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         mend = "delete it and start the stage again"
-        raise UserError(f"{folder}: no readable checkpoint ({error}); {mend}") from error
+        raise UserError(f"{folder}: no readable checkpoint ({in_short(error)}); {mend}") from error
     return found
+
+
+def in_short(error: BaseException) -> str:
+    """What is wrong, in a line: torch's own error holds the tracebacks of all ranks."""
+    failures = getattr(error, "failures", {})
+    each = {rank: str(failure) for rank, (failure, _) in failures.items()}
+    return "; ".join(f"rank {rank}: {each[rank]}" for rank in sorted(each)) or str(error)
 
 
 def _axis(value: Tensor) -> Tensor:

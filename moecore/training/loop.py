@@ -118,9 +118,10 @@ def over_ranks(job: Job, settings: Training, device: str) -> "Spread | None":
         from moecore.training.spread import Spread  # half a second, for several ranks only
 
         return Spread(job, settings, device)
-    if settings.shard > 1:
-        one = "there is one rank; allowed: 1, or more ranks"
-        raise UserError(f"shard is {settings.shard}, and {one}")
+    for key in ("shard", "expert_parallel"):
+        if getattr(settings, key) > 1:
+            one = "there is one rank; allowed: 1, or more ranks"
+            raise UserError(f"{key} is {getattr(settings, key)}, and {one}")
     return None
 
 

@@ -92,6 +92,12 @@ class Training(Config):
         description="ranks over which parameters and the optimizer's state are spread, where "
         "several share the training; 1: each rank holds all",
     )
+    expert_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="ranks over which whole experts are spread and tokens travel to them: 1, or "
+        "what shard is; 1: every rank computes all experts for its own tokens",
+    )
     precision: Precision = Field(
         default="auto", description="auto: bfloat16 where a probe finds it faster"
     )

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from moecore.core.files import UserError
 from moecore.core.ranks import ranks
 from moecore.nn.layers.block import Block
+from moecore.nn.layers.moe import MoELayer
 
 COMPILE = "MOECORE_COMPILE"
 TRACE = "MOECORE_TRACE"  # names the folder of the trace
@@ -50,7 +51,8 @@ class CompiledBlocks:
     their names, and the hooks of a sharded block stay outside of its graph. The first step is not
     compiled: in it parts draw what they keep (hash.py). Shapes are static, so each kind of block is
     compiled once, and once more for another phase of its router. Random numbers are torch's own, so
-    a step draws the same ones as without.
+    a step draws the same ones as without. Blocks whose experts lie on several ranks stay as they
+    are: what is sent depends on the tokens.
 
     A block that cannot be compiled ends the training where that is ``required``; where it is
     ``tried`` one line tells so, and the training goes on without.
@@ -77,7 +79,7 @@ class CompiledBlocks:
         if backend is not None:
             how = {"backend": backend}
         every = [module for model in models if model is not None for module in model.modules()]
-        self.blocks = [module for module in every if isinstance(module, Block)]
+        self.blocks = [module for module in every if isinstance(module, Block) and whole(module)]
         for block in self.blocks:
             compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, **how)
             self.ready.append(self._guarded(compiled, block.forward))
@@ -116,6 +118,11 @@ class CompiledBlocks:
             raise UserError(f"{told}; allowed: false, or auto, which goes on without") from error
         print(f"{told}; training goes on without", file=sys.stderr)
         self.blocks = []
+
+
+def whole(block: Block) -> bool:
+    """Whether all that the block computes with is on this rank."""
+    return not isinstance(block.mlp, MoELayer) or block.mlp.parted is None
 
 
 def part(name: str) -> AbstractContextManager:

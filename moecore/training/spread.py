@@ -2,8 +2,10 @@
 
 The ranks lie on a mesh (replicate, shard). With shard 1 every rank holds all parameters and the
 gradients are averaged (data parallelism); with replicate 1 parameters, gradients and the
-optimizer's state are spread over all ranks (FSDP2). Between steps the job's own model, which is
-whole on every rank, is brought up to date: it is validated, looked at and saved as ever.
+optimizer's state are spread over all ranks (FSDP2). With ``expert_parallel`` the experts among them
+are not gathered for a step: tokens travel to the ranks that hold them. Between steps the job's own
+model, which is whole on every rank, is brought up to date: it is validated, looked at and saved as
+ever.
 """
 
 import copy
@@ -12,12 +14,14 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moecore.core.files import UserError
 from moecore.core.ranks import like, ranks, whole_of
+from moecore.nn.expert_parallel import PartedExperts
 from moecore.nn.layers.block import Block
+from moecore.nn.layers.moe import MoELayer
 from moecore.training.job import Job
 from moecore.training.settings import Training
 
@@ -36,12 +40,16 @@ class Spread:
         self.whole = job
         refuse_split_groups(job.model, settings.batch)
         shard = settings.shard
+        refuse_parted(job.model, settings)
         mesh = mesh_of(shard, device)
         model = copy.deepcopy(job.model)
+        apart = parted(model, mesh) if settings.expert_parallel > 1 else set()
         for module in model.modules():
             if isinstance(module, Block):
-                fully_shard(module, mesh=mesh, reshard_after_forward=shard > FEW)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+                fully_shard(
+                    module, mesh=mesh, reshard_after_forward=shard > FEW, ignored_params=apart
+                )
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=apart)
         self.job = job._replace(model=model)
 
     def gather(self) -> None:
@@ -90,6 +98,36 @@ def mesh_of(shard: int, device: str) -> DeviceMesh:
     shape = (size // shard, shard)
     kind = torch.device(device).type
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def parted(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Spread the experts of all layers over ``mesh``, whole experts on a rank; their parameters."""
+    found = set()
+    for layer in model.modules():
+        if not isinstance(layer, MoELayer):
+            continue
+        experts = layer.experts
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            spread = distribute_tensor(parameter.detach(), mesh, [Replicate(), Shard(0)])
+            setattr(experts, name, nn.Parameter(spread, parameter.requires_grad))
+        found |= set(experts.parameters())
+        layer.parted = PartedExperts(experts, mesh)
+    return found
+
+
+def refuse_parted(model: nn.Module, settings: Training) -> None:
+    """Raise UserError where experts cannot be spread as asked."""
+    number = settings.expert_parallel
+    if number == 1:
+        return
+    if number != settings.shard:
+        found = f"expert_parallel is {number}, and shard is {settings.shard}"
+        raise UserError(f"{found}; allowed: 1, or both the same")
+    for layer in model.modules():
+        experts = len(next(layer.experts.parameters())) if isinstance(layer, MoELayer) else 0
+        if experts % number:
+            found = f"expert_parallel is {number}, and a layer has {experts} experts"
+            raise UserError(f"{found}; allowed: 1, or a divisor of these")
 
 
 def refuse_split_groups(model: nn.Module, batch: int) -> None:

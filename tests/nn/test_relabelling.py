@@ -13,7 +13,7 @@ from moecore.measure.routing_metrics.imed import mean_imed
 from moecore.measure.routing_metrics.layer_use import OnMap, layer_use
 from moecore.measure.routing_metrics.matching import augmented_row
 from moecore.measure.routing_metrics.sweeps import Sample, Sweeps, sweep
-from moecore.nn.expert_map import map_shape
+from moecore.nn.experts.base import map_shape
 from moecore.nn.predict import predictions
 from moecore.tasks.classification import Classification
 from tests.routed import KINDS, METHODS, relabelled, tiny

@@ -103,7 +103,7 @@ def test_all_cores_are_for_what_runs_alone(monkeypatch):
     monkeypatch.setattr("moecore.pipeline.parallel.run_job", fake)
     above = ABOVE | {"measure@cost-finetune-vmoe-0": {"finetune@vmoe-0"}}
     one = {"MOECORE_THREADS": "1"}
-    assert run(above, [one, one]) == []
+    assert run(above, [one, one], 2) == []
     assert {stage for stage, environment in given.items() if not environment} == {
         "code",
         "prepare@pretrain",
@@ -141,7 +141,7 @@ def test_nothing_starts_after_a_failure(monkeypatch):
 
     monkeypatch.setattr("moecore.pipeline.parallel.run_job", fake)
     place = {"PLACE": "only"}
-    left = run(ABOVE, [place])
+    left = run(ABOVE, [place], 1)
     assert ran == [(("code",), place), (("prepare@pretrain",), place), (("teacher@0",), place)]
     assert left == [stage for stage in ABOVE if stage not in ("code", "prepare@pretrain")]
 

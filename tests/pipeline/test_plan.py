@@ -150,6 +150,12 @@ def test_a_step_on_paper_by_hand():
     sent = 2 * 15 / 16 * 4000
     assert many.memory == 8000 + 4000 + 100
     assert many.seconds == pytest.approx(0.006 + 0.014 + sent / 1e3 - 0.004)
+    # 600 of the parameters are of experts, which lie apart on two of four ranks: 400 go around
+    # four, 300 around two; of 50 numbers an image half travel, there and back and twice again.
+    apart = step(model._replace(experts=600, sent=50.0), 8, 4, 2, peaks, 2)
+    gradients, rows = 2 * 3 / 4 * 1600 + 2 * 1 / 2 * 1200, 4 * 2 * 2 * 50 / 2
+    assert apart.traffic == gradients + rows
+    assert apart.seconds == pytest.approx(0.012 + 0.014 + rows / 1e6)
 
 
 def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):

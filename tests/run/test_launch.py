@@ -245,7 +245,27 @@ def test_jobs_take_the_cards_that_were_given(monkeypatch):
     assert given == ["4", "5", "4"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert [place["CUDA_VISIBLE_DEVICES"] for place in parallel.devices(2)] == ["0", "1"]
-    monkeypatch.setenv("MOECORE_CLUSTER", "cluster.yaml")
+
+
+def test_a_job_takes_as_many_cards_as_its_stage_wants(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    text = "launch: env\ndefault: {gpus: 1}\nstages: {pretrain: {ranks: 2, gpus: 2}}\n"
+    monkeypatch.setenv("MOECORE_CLUSTER", written(tmp_path, text))
+    training = parallel.Job(("pretrain@vmoe-0", "finetune@vmoe-0"))
+    places = parallel.devices(3)
+    chosen = parallel.places_for(training, places)
+    assert parallel.together(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
+    left = [place for place in places if place not in chosen]
+    assert parallel.places_for(training, left) is None, "it waits for a second one"
+    assert parallel.places_for(parallel.Job(("compare",)), left) == left
+    assert len(parallel.devices(1)) == 2, "one job at a time has both"
+    path = written(tmp_path, text.replace("gpus: 2", "gpus: 4"))
+    with pytest.raises(UserError) as caught:
+        parallel.devices(3)
+    said = f"{path}: stages.pretrain.gpus: found 4; this machine may use 3: 2, 5, 7"
+    assert str(caught.value) == said
+    written(tmp_path, "launch: 'env GPUS={gpus}'\ndefault: {gpus: 4}\n")
     assert parallel.devices(64) == [{}] * 64, "the launcher gives them"
 
 

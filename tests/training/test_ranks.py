@@ -1,7 +1,8 @@
 """Two ranks train what one process trains: every method, both meshes; killed and resumed.
 
-``python -m moecore.run.local_ranks 2 -m tests.training.test_ranks FILE 1,2`` writes how far two
-ranks are from one process: each first trains alone, on whole batches, then its half of them.
+``python -m moecore.run.local_ranks 2 -m tests.training.test_ranks FILE 1 2 2e`` writes how far two
+ranks are from one process: each first trains alone, on whole batches, then its half of them. What
+follows FILE is the meshes: their ``shard``, and ``e`` where experts are spread too.
 """
 
 import json
@@ -21,7 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecore.core.files import UserError
-from moecore.core.ranks import Ranks, join, leave, ranks, whole_of
+from moecore.core.ranks import Ranks, join, leave, whole_of
 from moecore.core.sources import ROOT
 from moecore.core.streams import Draws, generator_for
 from moecore.core.tensors import read_tensors
@@ -60,6 +61,11 @@ MORE = {  # settings that draw, or compute, over the whole batch; all with V-MoE
 }
 
 
+CASES = [*METHODS, *MORE, "bases", "drop_path", "regions", "isolated"]
+FOUR = ["bases", "vmoe", "ermoe", "moge", "soft_moe", "expert_choice", "capacity", "clip", "mix"]
+FIVE_EXPERTS = ("regions", "isolated")
+
+
 def made(method: Method) -> Job:
     torch.manual_seed(0)
     guide = None
@@ -75,6 +81,12 @@ def cases():
     for name, changed in MORE.items():
         settings = Training.model_validate(SETTINGS.model_dump() | changed)
         yield name, made(METHODS["vmoe"]), settings
+    entry = ENTRIES["ermoe"] | {"regularizers": [{"kind": "orthogonality", "weight": 0.1}]}
+    job = made(Method.model_validate(entry))
+    for name, parameter in job.model.named_parameters():
+        if name.endswith("basis"):  # at an orthonormal one the penalty has no gradient
+            parameter.data *= 1.2
+    yield "bases", job, SETTINGS
     torch.manual_seed(0)
     dropping = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.4)
     model = dropping.build(IMAGE, METHODS["vmoe"].moe)
@@ -91,8 +103,8 @@ def cases():
         yield "isolated", test_isolation.task(data, method), settings
 
 
-def computed(job: Job, settings: Training) -> dict:
-    """The first gradient, all loss terms of the first step, and the weights at the end."""
+def computed(job: Job, settings: Training, epochs: int) -> dict:
+    """The first gradient, all loss terms of the first step, and the weights after every epoch."""
     gradients = []
 
     def keep(optimizer, *_):
@@ -102,7 +114,15 @@ def computed(job: Job, settings: Training) -> dict:
             gradients.append(torch.cat([one.double() for one in found]))
 
     hook = register_optimizer_step_pre_hook(keep)
-    points = [metrics.values for metrics in fit(job, settings, 0, CPU)]
+    points = []
+    weights = []
+    for metrics in fit(job, settings, 0, CPU):
+        points.append(metrics.values)
+        if metrics.epoch == len(weights) + 1:
+            every = [one.detach().double().flatten() for one in job.learners.parameters()]
+            weights.append(torch.cat(every))
+        if len(weights) == epochs:
+            break
     hook.remove()
     terms = {
         name: value
@@ -110,87 +130,132 @@ def computed(job: Job, settings: Training) -> dict:
         if name not in ("images_per_second", "learning_rate", "memory_mb")
         and not name.startswith("validation")
     }
-    weights = torch.cat([one.detach().double().flatten() for one in job.learners.parameters()])
     return {"gradient": gradients[0], "terms": terms, "weights": weights}
 
 
-def main(target: str, shards: str) -> None:
-    """What each of two ranks does."""
-    torch.manual_seed(0)
-    alone = {name: computed(job, settings) for name, job, settings in cases()}
+def main(target: str, *meshes: str) -> None:
+    """What each of several ranks does. Each compares its share of the cases with one process."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    names = CASES if size == 2 else FOUR
+    alone = {
+        name: computed(job, settings, settings.epochs)
+        for name, job, settings in cases()
+        if name in names[rank::size]
+    }
     join()
     found: dict[str, dict] = {}
-    for shard in map(int, shards.split(",")):
+    for mesh in meshes:
+        shard = int(mesh.removesuffix("e"))
+        apart = shard if mesh.endswith("e") else 1
         for name, job, settings in cases():
-            both = computed(job, settings.model_copy(update={"shard": shard}))
-            one = alone[name]
-            away = (both["gradient"] - one["gradient"]).norm() / one["gradient"].norm()
-            found[f"{name} {ranks().size // shard}×{shard}"] = {
-                "gradient": float(away),
-                "terms": {
-                    term: abs(both["terms"][term] - value) / max(1.0, abs(value))
-                    for term, value in one["terms"].items()
-                },
-                "weights": float((both["weights"] - one["weights"]).abs().max()),
-            }
-    refused = {}
+            if name not in names or (apart > 1 and name in FIVE_EXPERTS):
+                continue
+            settings = settings.model_copy(update={"shard": shard, "expert_parallel": apart})
+            both = computed(job, settings, settings.epochs if shard == 1 else 1)
+            if name in alone:
+                found[f"{name} {size // shard}×{mesh}"] = differences(both, alone[name])
+    refused = refusals() if size == 2 else {}
+    leave()
+    Path(f"{target}.{rank}").write_text(json.dumps({"found": found, "refused": refused}))
+
+
+def differences(both: dict, one: dict) -> dict:
+    """How far two trainings are apart; of weights at the end of the shorter one."""
+    last = len(both["weights"]) - 1
+    return {
+        "gradient": float((both["gradient"] - one["gradient"]).norm() / one["gradient"].norm()),
+        "terms": {
+            term: abs(both["terms"][term] - value) / max(1.0, abs(value))
+            for term, value in one["terms"].items()
+        },
+        "weights": float((both["weights"][last] - one["weights"][last]).abs().max()),
+    }
+
+
+def refusals() -> dict[str, str]:
+    """What is said of settings that ranks cannot share."""
+    found = {}
     for name, settings in {
         "batch": {"batch": 15},
         "shard": {"shard": 3},
         "group": {"batch": 10},
+        "apart": {"expert_parallel": 2},
+        "experts": {"shard": 3, "expert_parallel": 3},
     }.items():
         try:
             next(fit(made(METHODS["capacity"]), SETTINGS.model_copy(update=settings), 0, CPU))
         except UserError as error:
-            refused[name] = str(error)
-    first = ranks().first
-    leave()
-    if first:
-        Path(target).write_text(json.dumps({"found": found, "refused": refused}))
+            found[name] = str(error)
+    return found
 
 
-CASES = [*METHODS, *MORE, "drop_path", "regions", "isolated"]
 MODEL = "artifacts/pretrain/vmoe/0/model.safetensors"
 HISTORY = "artifacts/history/pretrain/vmoe/0/history.jsonl"
 
 
-def launched(words: list[str], folder: Path, env: dict[str, str] | None = None):
-    """``local_ranks`` with two ranks, in a session of its own."""
+def launched(words: list[str], folder: Path, size: int = 2):
+    """``local_ranks`` with so many ranks."""
     return subprocess.Popen(
-        [sys.executable, "-m", "moecore.run.local_ranks", "2", "-m", *words],
+        [sys.executable, "-m", "moecore.run.local_ranks", str(size), "-m", *words],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (env or {}),
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory):
-    target = tmp_path_factory.mktemp("ranks") / "found.json"
-    process = launched(["tests.training.test_ranks", str(target), "1,2"], ROOT)
+def compared(folder: Path, size: int, *meshes: str) -> dict:
+    """What ``main`` finds, of all ranks."""
+    target = str(folder / "found.json")
+    process = launched(["tests.training.test_ranks", target, *meshes], ROOT, size=size)
     said, _ = process.communicate()
     assert process.returncode == 0, said
-    return json.loads(target.read_text())
+    each = [json.loads(Path(f"{target}.{rank}").read_text()) for rank in range(size)]
+    found = {name: one for part in each for name, one in part["found"].items()}
+    return {"found": found, "refused": each[0]["refused"]}
 
 
-@pytest.mark.parametrize("mesh", ["2×1", "1×2"])
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_compute_what_one_computes(compared, case, mesh):
-    found = compared["found"][f"{case} {mesh}"]
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return compared(tmp_path_factory.mktemp("two"), 2, "1", "2", "2e")
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return compared(tmp_path_factory.mktemp("four"), 4, "2", "2e")
+
+
+def close(found: dict) -> None:
     assert found["gradient"] < 1e-6
     assert all(away < 1e-6 for away in found["terms"].values()), found["terms"]
     assert found["weights"] < 1e-4, "after all steps"
 
 
-def test_what_ranks_cannot_share_is_refused(compared):
-    assert compared["refused"] == {
+@pytest.mark.parametrize("mesh", ["2×1", "1×2", "1×2e"])
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_what_one_computes(two, case, mesh):
+    if case in FIVE_EXPERTS and mesh == "1×2e":
+        return
+    close(two["found"][f"{case} {mesh}"])
+
+
+@pytest.mark.parametrize("mesh", ["2×2", "2×2e"])
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks_compute_what_one_computes(four, case, mesh):
+    close(four["found"][f"{case} {mesh}"])
+
+
+def test_what_ranks_cannot_share_is_refused(two):
+    assert two["refused"] == {
         "batch": "batch is 15, and 2 ranks share it; allowed: a multiple of 2, so that all ranks "
         "have as many images",
         "shard": "shard is 3, and there are 2 ranks; allowed: 1, 2",
         "group": "group_size is 4, and each of 2 ranks has 5 images; allowed: a divisor of "
         "these, or a batch that 4 divides",
+        "apart": "expert_parallel is 2, and shard is 1; allowed: 1, or both the same",
+        "experts": "expert_parallel is 3, and a layer has 4 experts; allowed: 1, or a divisor of "
+        "these",
     }
 
 
@@ -217,7 +282,8 @@ def test_the_draws_of_some_images_are_those_of_the_whole_batch():
 def project(request, tmp_path_factory):
     exact = PARAMS.replace(
         "  {epochs: 2, batch: 64,",
-        f"  {{precision: float32, shard: {request.param}, epochs: 2, batch: 64,",
+        f"  {{precision: float32, shard: {request.param}, expert_parallel: {request.param}, "
+        "epochs: 2, batch: 64,",
     )
     found = Project(tmp_path_factory.mktemp("project"), exact)
     found.stage("prepare", "pretrain")
@@ -255,6 +321,29 @@ def killed(project: Project, everyone: bool, wait: float) -> None:
     assert not any(Path(f"/proc/{child}").exists() for child in children), "all have ended"
 
 
+def full(project: Project) -> None:
+    """A limit on a file's size stands in for the full disk; what was there before stays."""
+    pointer = next(project.folder.glob(".state/pretrain/vmoe/0/*/sharded.json"))
+    before = pointer.read_text()
+    limit = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+        "sys.argv = sys.argv[1:]; runpy.run_module('moecore.run.local_ranks', run_name='__main__')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", limit, "local_ranks", "2", "-m", "stages.pretrain", "vmoe", "0"],
+        cwd=project.folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    (said,) = [line for line in ended.stderr.splitlines() if "could not be written" in line]
+    assert "(rank 0: [Errno 27] File too large; rank 1: [Errno 27] File too large)" in said
+    assert "what was there before is untouched. Free some space and start again" in said
+    assert pointer.read_text() == before
+
+
 def test_killed_and_resumed_it_ends_with_the_same_bits(project):
     whole = trained(project)
     history = (project.folder / HISTORY).read_text()
@@ -265,6 +354,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(project):
     assert same(trained(project), whole)
     killed(project, not sharded, 0.1)
     if sharded:
+        full(project)
         done = project.attempt_stage("pretrain", "vmoe", "0")
         assert done.returncode == 1
         assert done.stderr.strip() == (

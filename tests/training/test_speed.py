@@ -24,6 +24,7 @@ from moecore.core.sources import ROOT
 from moecore.nn import grouped
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.block import Block
+from moecore.nn.layers.moe import MoELayer
 from moecore.nn.predict import predictions
 from moecore.study.document import load
 from moecore.training import loop
@@ -135,6 +136,14 @@ def test_only_a_step_is_compiled_and_names_stay():
     predictions(job.model, job.validation.images, batch=8)
     assert graphs.frame_count == 0 and list(job.model.state_dict()) == names
     assert not any("forward" in vars(block) for block in blocks.blocks)
+
+
+def test_blocks_whose_experts_lie_on_several_ranks_stay_as_they_are():
+    job = made(VMOE)
+    sparse = [block for block in job.model.blocks if isinstance(block.mlp, MoELayer)]
+    sparse[0].mlp.parted = torch.nn.Identity()
+    blocks = CompiledBlocks([job.model, None], "required", 9, "eager").blocks
+    assert blocks == [block for block in job.model.blocks if block is not sparse[0]]
 
 
 class Waits(Block):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
-from moecore.nn.expert_map import map_shape
+from moecore.nn.experts.base import map_shape
 
 SIGMA = 1.0  # of Wang, Zhang & Feng (2005), which MoGE's table 1 uses
 

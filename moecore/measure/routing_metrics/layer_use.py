@@ -30,7 +30,7 @@ from moecore.measure.routing_metrics.expert_use import (
     normalised_entropy,
     token_entropy,
 )
-from moecore.nn.expert_map import map_shape
+from moecore.nn.experts.base import map_shape
 from moecore.statistics.crossed import of_ratio
 
 

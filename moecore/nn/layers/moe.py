@@ -1,6 +1,6 @@
 """The mixture-of-experts layer that takes the place of a block's feed-forward."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from moecore.nn.experts import Experts
 from moecore.nn.experts.base import ExpertsModule
 from moecore.nn.layers.mlp import FeedForward
 from moecore.nn.routers import Router
+
+if TYPE_CHECKING:
+    from moecore.nn.expert_parallel import PartedExperts
 
 Blocks = Literal["every_2", "last_2"] | tuple[int, ...]
 
@@ -90,11 +93,13 @@ class MoELayer(FeedForward):
         self.experts = experts
         self.wants = wants
         self.shares_basis = "basis" in wants & lends
+        self.parted: PartedExperts | None = None  # in place of ``experts``, which other ranks share
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[Tensor, tuple[RoutingRecord]]:
+        experts = self.experts if self.parted is None else self.parted
         if self.shares_basis:
-            context = context._replace(basis=self.experts.lent_basis())
+            context = context._replace(basis=experts.lent_basis())
         plan, record = self.router(tokens, context)
-        return plan.combine(self.experts(plan.dispatch(tokens))), (record,)
+        return plan.combine(experts(plan.dispatch(tokens))), (record,)

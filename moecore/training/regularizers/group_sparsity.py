@@ -12,7 +12,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.records import RoutingRecord, Step
-from moecore.nn.expert_map import map_shape
+from moecore.nn.experts.base import map_shape
 from moecore.training.regularizers.pairs import sum_over_layers
 
 Reduction = Literal["mean", "authors"]

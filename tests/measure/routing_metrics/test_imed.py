@@ -14,7 +14,7 @@ from moecore.measure.routing_metrics.imed import (
     partners,
     squared_imed,
 )
-from moecore.nn.expert_map import map_shape
+from moecore.nn.experts.base import map_shape
 
 
 def one_hot(experts: int, where: int) -> torch.Tensor:

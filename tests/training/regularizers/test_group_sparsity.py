@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.nn.expert_map import map_shape
+from moecore.nn.experts.base import map_shape
 from moecore.training.regularizers.group_sparsity import GroupSparsity, group_sparsity, window
 from tests.training.small import record, step
 
