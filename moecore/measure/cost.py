@@ -19,7 +19,7 @@ from moecore.measure.costs.passes import (
     watched_times,
 )
 from moecore.measure.routing_metrics.sweeps import Experts, with_experts
-from moecore.nn.parameters import parameter_counts
+from moecore.nn.backbones.model import parameter_counts
 from moecore.nn.predict import batches
 from moecore.training.runtime import device_name
 

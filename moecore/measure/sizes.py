@@ -13,8 +13,7 @@ from moecore.core.config import Config
 from moecore.measure.costs.passes import flops_per_image
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel
-from moecore.nn.parameters import parameter_counts
+from moecore.nn.backbones.model import BackboneModel, parameter_counts
 from moecore.tasks.classification import Classification
 from moecore.training.method import Method
 

@@ -38,6 +38,7 @@ class SparsePlan(NamedTuple):
     """
 
     order: Tensor  # (R,) the pair token·k + choice of each row; 0 for padding
+    tokens: Tensor  # (R,) the token of each row
     rows: Tensor  # (N·k,) the row of each pair
     offsets: Tensor  # (E,) int32, where each expert's rows end
     weights: Tensor  # (B, T, k) combine weights; 0 = not processed
@@ -52,26 +53,30 @@ class SparsePlan(NamedTuple):
         None where all are.
         """
         # stable: within an expert the tokens keep their order, so sums do not depend on the sort
-        by_expert, pairs = torch.sort(experts.flatten(), stable=True)
-        numbers = torch.arange(number, dtype=experts.dtype, device=experts.device)
+        by_expert, pairs = torch.sort(_sortable(experts.flatten(), number), stable=True)
+        numbers = torch.arange(number, dtype=by_expert.dtype, device=experts.device)
         ends = torch.searchsorted(by_expert, numbers, right=True)
         step = padding(len(pairs), number, experts.device.type)
-        total = (len(pairs) + number * (step - 1)) // step * step
-        padded = (
-            (ends.diff(prepend=ends.new_zeros(1)) + step - 1)
-            .div(step, rounding_mode="floor")
-            .mul(step)
-            .cumsum(0)
-        )
-        # how far padding before an expert shifts its rows
-        moved = torch.cat([ends.new_zeros(1), (padded - ends)[:-1]])
-        places = torch.arange(len(pairs), device=experts.device) + moved.index_select(0, by_expert)
+        places = torch.arange(len(pairs), device=experts.device)
+        order, offsets = pairs, ends
+        if step > 1:
+            total = (len(pairs) + number * (step - 1)) // step * step
+            offsets = (
+                (ends.diff(prepend=ends.new_zeros(1)) + step - 1)
+                .div(step, rounding_mode="floor")
+                .mul(step)
+                .cumsum(0)
+            )
+            # how far padding before an expert shifts its rows
+            moved = torch.cat([ends.new_zeros(1), (offsets - ends)[:-1]])
+            places = places + moved.index_select(0, by_expert)
+            order = pairs.new_zeros(total).scatter_(0, places, pairs)
+            offsets[-1] = total
         rows = torch.empty_like(pairs).scatter_(0, pairs, places)
-        order = pairs.new_zeros(total).scatter_(0, places, pairs)
-        padded[-1] = total
         if kept is not None:
             weights = torch.where(kept, weights, 0)
-        return cls(order, rows, padded.int(), weights)
+        k = weights.shape[-1]
+        return cls(order, order // k if k > 1 else order, rows, offsets.int(), weights)
 
     def dispatch(self, tokens: Tensor) -> Rows:
         """Tokens (B, T, d) to rows (R, d) sorted by expert; within an expert they keep the tokens'
@@ -80,14 +85,14 @@ class SparsePlan(NamedTuple):
         Under autocast the rows have its dtype: to round N tokens is cheaper than to round R rows.
         """
         flat = to_autocast(tokens).flatten(0, 1)
-        values = _Gather.apply(flat, self.order, self.rows, self.weights.shape[-1])
+        values = _Gather.apply(flat, self.tokens, self.rows, self.weights.shape[-1])
         return Rows(values, self.offsets)
 
     def combine(self, rows: Tensor) -> Tensor:
         """Rows (R, d) to tokens (B, T, d) in the rows' dtype; the weighted sum over choices is
         taken in the weights' (fp32).
         """
-        tokens = _Combine.apply(rows, self.weights.flatten(0, 1), self.order, self.rows)
+        tokens = _Combine.apply(rows, self.weights.flatten(0, 1), self.tokens, self.rows)
         return tokens.view(*self.weights.shape[:2], rows.shape[-1])
 
 
@@ -109,8 +114,8 @@ class _Gather(Function):
     """tokens (N, d) -> rows (R, d); the gradient of a token is the sum over its k rows."""
 
     @staticmethod
-    def forward(tokens: Tensor, order: Tensor, rows: Tensor, k: int) -> Tensor:
-        return tokens.index_select(0, order // k)
+    def forward(tokens: Tensor, sources: Tensor, rows: Tensor, k: int) -> Tensor:
+        return tokens.index_select(0, sources)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -131,7 +136,7 @@ class _Combine(Function):
     """
 
     @staticmethod
-    def forward(values: Tensor, weights: Tensor, order: Tensor, rows: Tensor) -> Tensor:
+    def forward(values: Tensor, weights: Tensor, sources: Tensor, rows: Tensor) -> Tensor:
         k = weights.shape[1]
         total = values.index_select(0, rows[::k]) * weights[:, :1]
         for choice in range(1, k):
@@ -145,19 +150,30 @@ class _Combine(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (grad,) = grads
-        values, weights, order, rows = ctx.saved_tensors
-        by_row = weights.new_zeros(len(order)).scatter_(0, rows, weights.flatten()).unsqueeze(-1)
+        values, weights, sources, rows = ctx.saved_tensors
+        by_row = weights.new_zeros(len(sources)).scatter_(0, rows, weights.flatten()).unsqueeze(-1)
         chunk = rows_at_once(values)
         scaled = []
         products = []
         for part, scale, tokens in zip(
-            values.split(chunk),
-            by_row.split(chunk),
-            (order // weights.shape[1]).split(chunk),
-            strict=True,
+            values.split(chunk), by_row.split(chunk), sources.split(chunk), strict=True
         ):
             gathered = grad.index_select(0, tokens).to(weights.dtype)
             scaled.append((gathered * scale).to(values.dtype))
             products.append((gathered * part).sum(dim=-1))
-        to_weights = torch.cat(products).index_select(0, rows).view_as(weights)
-        return torch.cat(scaled), to_weights, None, None
+        to_weights = whole(products).index_select(0, rows).view_as(weights)
+        return whole(scaled), to_weights, None, None
+
+
+def whole(pieces: list[Tensor]) -> Tensor:
+    """The pieces one after the other; a single one as it is, without a copy."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _sortable(experts: Tensor, number: int) -> Tensor:
+    """The ids in as few bytes as hold them on CUDA, where each byte of a key is one more pass of
+    the sort; elsewhere as they are.
+    """
+    if not experts.is_cuda or number > 2**15:
+        return experts
+    return experts.to(torch.uint8 if number <= 2**8 else torch.int16)

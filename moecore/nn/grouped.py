@@ -14,6 +14,7 @@ from torch.nn.functional import grouped_mm
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from moecore.nn.expert_loop import ExpertLoop
+from moecore.nn.tiles import TiledProduct
 
 _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
 _ALIGNMENT = 16  # bytes, of every stride and of the start of the data
@@ -27,41 +28,53 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
     rows: (R, i), sorted by expert.  weight: (E, i, o).  bias: (E, o) or None.  offsets: (E,) int32,
     where each expert's rows end; the last is R, because grouped_mm leaves rows past it
     uninitialised.  Returns (R, o), in the autocast dtype where autocast is on.  An expert without
-    rows gets a gradient of zeros.  Only the loop over experts waits for the device: it is used
-    where grouped_mm does not take the tensors (``can_group``), and on CPU where experts have few
-    rows.
+    rows gets a gradient of zeros.  Nothing waits for the device: where grouped_mm does not take the
+    tensors (``can_group``) they are cut into tiles; on CPU, and only there, experts are looped
+    over, in particular where they have few rows.
     """
     rows = to_autocast(rows)
     if rows.is_meta:
         return torch.mm(rows, weight[0].to(rows.dtype))  # every row sees one map, whichever
-    if rows.device.type == "cpu" and len(rows) <= _LOOPED_ROWS * len(weight):
+    looped = can_loop(rows)
+    if looped and len(rows) <= _LOOPED_ROWS * len(weight):
         return ExpertLoop.apply(rows, weight, bias, offsets)
     weight = to_autocast(weight)
     if bias is not None:
         bias = to_autocast(bias)
     if not can_group(rows, weight):
-        return ExpertLoop.apply(rows, weight, bias, offsets)
+        if looped:
+            return ExpertLoop.apply(rows, weight, bias, offsets)
+        added = None if bias is None else bias.to(rows.dtype)
+        return TiledProduct.apply(rows, weight.to(rows.dtype), added, offsets)
     values = grouped_mm(rows.contiguous(), weight.contiguous(), offs=offsets)
     if bias is None:
         return _DenseGradient.apply(values)
     return _AddBias.apply(values, bias, offsets)
 
 
+def can_loop(rows: Tensor) -> bool:
+    """Whether experts may be looped over: their numbers of rows are asked for, which is a wait on
+    CUDA and not possible in a compiled graph.
+    """
+    return rows.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped_mm takes these (R, i) rows and (E, i, o) weights; otherwise experts
-    are looped over.
+    """Whether torch's grouped_mm takes these (R, i) rows and (E, i, o) weights.
 
     CPU: fp32 and bf16 since torch 2.11. CUDA: bf16 from compute capability 9.0. Rows must exist,
     and every row of both tensors must start at a multiple of 16 bytes.
     """
     if not len(rows) or rows.dtype != weight.dtype or rows.device != weight.device:
         return False
-    if any(
-        size * rows.element_size() % _ALIGNMENT
-        for size in (*weight.shape[1:], rows.storage_offset(), weight.storage_offset())
-    ):
+    places = list(weight.shape[1:])
+    if not torch.compiler.is_compiling():  # there every tensor has a start of its own
+        places += [rows.storage_offset(), weight.storage_offset()]
+    if any(size * rows.element_size() % _ALIGNMENT for size in places):
         return False
     if rows.device.type == "cpu":
+        if torch.compiler.is_compiling():  # the shape function of grouped_mm refuses fp32
+            return rows.dtype == torch.bfloat16
         known = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= _CPU_SINCE
         return known and rows.dtype in (torch.float32, torch.bfloat16)
     return (

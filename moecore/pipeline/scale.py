@@ -17,9 +17,8 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.measure.costs.passes import flops_per_image
-from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.model import BackboneModel, parameter_counts
 from moecore.nn.layers.moe import MoELayer
-from moecore.nn.parameters import parameter_counts
 from moecore.report.words import shown
 from moecore.study.data_rules import previews_of
 from moecore.study.model_rules import image_of, weightless

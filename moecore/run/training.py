@@ -22,6 +22,7 @@ from moecore.training.loop import Metrics, fit, total_steps
 from moecore.training.outcome import Log
 from moecore.training.runtime import tune
 from moecore.training.settings import Training
+from moecore.training.speed import trace_file
 
 
 class TrainingRun:
@@ -48,7 +49,8 @@ class TrainingRun:
         A point is in the history, and ``each_epoch`` done, before the training goes on: what a
         checkpoint counts as done is never looked at again.
         """
-        training = fit(job, settings, seed, self.runtime, Checkpoint(self.work))
+        checkpoint = Checkpoint(self.work)
+        training = fit(job, settings, seed, self.runtime, checkpoint, trace_file(self.title))
         if self.recorded is None:
             deque(training, maxlen=0)
             only_first()

@@ -6,6 +6,7 @@ weights, optimiser and a step number alone, and the same seed gives the same run
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from moecore.training.meter import WEIGHED, Meter, held_in_training, taken
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
+from moecore.training.speed import CompiledBlocks, part, traced
 
 if TYPE_CHECKING:
     from moecore.training.spread import Spread
@@ -50,6 +52,7 @@ def fit(
     seed: int,
     runtime: Runtime,
     checkpoint: Checkpoint | None = None,
+    trace: Path | None = None,
 ) -> Iterator[Metrics]:
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and after every epoch.
 
@@ -58,6 +61,7 @@ def fit(
 
     With a ``checkpoint`` the run goes on where it was killed. A checkpoint is written after the
     caller has taken the metrics of its step, so a caller that logs them never loses or repeats one.
+    trace: where a trace of a few steps is written, if anywhere.
     Raises UserError at a non-finite loss.
     """
     spread = over_ranks(job, settings, runtime.device)
@@ -69,15 +73,14 @@ def fit(
     precision = precision_of(note, settings, runtime)
     meter = Meter(torch.device(runtime.device), f"train_{job.task.logged}")
     batch_of = batches(job, settings, seed, range(saved, steps), runtime.device)
-    for step in range(saved, steps):
+    blocks = CompiledBlocks([job.model, job.guide], runtime.compile, steps - saved)
+    for step in traced(range(saved, steps), trace, runtime.device):
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
-        batch = attacked(job, settings, seed, step, batch_of(step))
+        batch = batch_of(step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
         given = (job, settings, optimizer, batch, rate, getattr(torch, precision), step / steps)
-        held = held_in_training((job.learners, job.guide), optimizer, batch)
-        weigh = spread is None and step == min(WEIGHED, steps - 1)
-        terms, score = meter.weighed(partial(train_step, *given, spread), held, weigh)
-        meter.add(step, len(batch.images) // batch.views, terms, score)
+        with blocks.inside():
+            metered(meter, step, partial(train_step, *given, spread), min(WEIGHED, steps - 1))
         after = step + 1
         if after % per_epoch == 0:
             end_epoch(whole.model, spread)
@@ -93,6 +96,16 @@ def fit(
         meter.start()
     if checkpoint:
         checkpoint.wait()
+
+
+def metered(meter: Meter, step: int, update: partial, weighed: int) -> None:
+    """Do the update, a ``train_step``; the ``meter`` takes note of what it returns and, in the step
+    ``weighed`` of a single process, of the memory that it takes.
+    """
+    job, _, optimizer, batch, *_, spread = update.args
+    held = held_in_training((job.learners, job.guide), optimizer, batch)
+    terms, score = meter.weighed(update, held, spread is None and step == weighed)
+    meter.add(step, len(batch.images) // batch.views, terms, score)
 
 
 def over_ranks(job: Job, settings: Training, device: str) -> "Spread | None":
@@ -123,9 +136,15 @@ def precision_of(note: dict, settings: Training, runtime: Runtime) -> str:
 def batches(
     job: Job, settings: Training, seed: int, steps: range, device: str
 ) -> Callable[[int], Batch]:
-    """What makes the batch of a step; beside a GPU, a thread that is ahead of it."""
+    """What makes the batch of a step; beside a GPU, with a thread that is ahead of it."""
     make = partial(training_batch, job, settings, seed)
-    return make if device == "cpu" else Ahead(make, steps)
+    made = make if device == "cpu" else Ahead(make, steps)
+
+    def batch_of(step: int) -> Batch:
+        with part("batch"):
+            return attacked(job, settings, seed, step, made(step))
+
+    return batch_of
 
 
 def total_steps(job: Job, settings: Training) -> int:
@@ -170,20 +189,25 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype != torch.float32):
-        guidance = job.guide(batch.images) if job.guide is not None else None
-        output = job.model(batch.images, guidance, progress)
-    terms = job.objective.terms(Step(batch, output, job.model, guidance, progress))
-    loss = job.objective.total(terms)
+        with part("teacher"):
+            guidance = job.guide(batch.images) if job.guide is not None else None
+        with part("forward"):
+            output = job.model(batch.images, guidance, progress)
+    with part("losses"):
+        terms = job.objective.terms(Step(batch, output, job.model, guidance, progress))
+        loss = job.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    if spread is not None:
-        spread.step(optimizer, settings.clip)
-    else:
-        if settings.clip is not None:
-            groups = optimizer.param_groups
-            parameters = [parameter for group in groups for parameter in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, settings.clip, foreach=True)
-        optimizer.step()
+    with part("backward"):
+        loss.backward()
+    with part("optimizer"):
+        if spread is not None:
+            spread.step(optimizer, settings.clip)
+        else:
+            if settings.clip is not None:
+                groups = optimizer.param_groups
+                parameters = [parameter for group in groups for parameter in group["params"]]
+                nn.utils.clip_grad_norm_(parameters, settings.clip, foreach=True)
+            optimizer.step()
     # Unchecked, and left on the device: a loss that is not finite is found at the next point.
     score = job.task.running(output.prediction.detach(), batch.labels, batch.learned)
     detached = {name: term.detach() for name, term in terms.items()}

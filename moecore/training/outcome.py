@@ -8,8 +8,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared, Split
-from moecore.nn.backbones.model import BackboneModel, Model
-from moecore.nn.parameters import parameter_counts
+from moecore.nn.backbones.model import BackboneModel, Model, parameter_counts
 from moecore.nn.predict import device_of, evaluating, predictions, scores_of_blocks
 from moecore.nn.traces import Trace
 from moecore.statistics.crossed import kept_items

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from moecore.core.files import read_json, write_json
+from moecore.training.speed import Compile, compile_asked
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -30,6 +31,7 @@ class Runtime(NamedTuple):
     matmul_precision: str
     matmul_error: float  # largest relative error of an fp32 product under that precision
     bf16_speedup: float  # time of an fp32 product / time of the same in bf16
+    compile: Compile = "off"  # of the transformer's blocks
 
     def dtype(self, precision: Precision = "auto") -> torch.dtype:
         """The autocast dtype: bf16 where it was measured at least 1.3 times faster than fp32."""
@@ -41,7 +43,8 @@ class Runtime(NamedTuple):
 def tune(device: str | None = None) -> Runtime:
     """Set allocator, threads and matmul precision for this process and probe bf16.
 
-    Device: env MOECORE_DEVICE, else CUDA, else CPU.
+    Device: env MOECORE_DEVICE, else CUDA, else CPU. Whether blocks are compiled: see
+    ``compile_asked``.
     """
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device = device or os.environ.get("MOECORE_DEVICE") or found
@@ -53,7 +56,8 @@ def tune(device: str | None = None) -> Runtime:
     precision, error = _matmul_precision(device)
     name = device_name(device)
     speedup = _remembered_speedup(device, name)
-    return Runtime(device, name, threads, allocator, precision, error, speedup)
+    compiled = compile_asked(device)
+    return Runtime(device, name, threads, allocator, precision, error, speedup, compiled)
 
 
 def device_name(device: str) -> str:

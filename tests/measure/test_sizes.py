@@ -8,7 +8,7 @@ from moecore.core.files import UserError
 from moecore.core.sources import ROOT
 from moecore.measure.costs.passes import flops_per_image
 from moecore.measure.sizes import Result, Row, Sized, Sizes, built, counted, measure
-from moecore.nn.parameters import parameter_counts
+from moecore.nn.backbones.model import parameter_counts
 from moecore.report.measured import Results
 from moecore.report.measures import sizes
 from moecore.report.page import page

@@ -1,19 +1,30 @@
 """The GPU computes what the CPU computes; skipped where there is no GPU."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
+from moecore.attacks.apgd import climb
+from moecore.attacks.gradient import SlopeOf, frozen_parameters
+from moecore.attacks.pgd import Pgd
 from moecore.core.sources import ROOT
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.grouped import grouped_linear
 from moecore.study.document import load
 from moecore.training.guide import build_guide, standing_alone
 from moecore.training.job import Job, training_batch
 from moecore.training.loop import fit, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
+from moecore.training.speed import CompiledBlocks
 from tests.training.small import CPU, IMAGE, SETTINGS, task
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
 METHODS = {
     name: Method.model_validate(entry)
     for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
@@ -54,27 +65,111 @@ def test_prediction_routing_and_gradient_agree_in_fp32(name):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["vmoe", "prc", "ermoe", "tgr", "moge"])
-def test_a_step_in_bf16_never_waits_for_the_device(name):
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip(
-            "grouped products in bf16 need compute capability 9.0; older devices loop over experts"
-        )
-    given = made(METHODS[name])
+@contextmanager
+def no_waits():
+    """An error where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def on_cuda(method: Method) -> Job:
+    given = made(method)
     split = given.train._replace(images=given.train.images.cuda(), labels=given.train.labels.cuda())
-    given = given._replace(
-        model=given.model.cuda(), guide=given.guide and given.guide.cuda(), train=split
-    )
-    settings = SETTINGS.model_copy(update={"views": type(SETTINGS.views)(shift=1)})
-    optimizer = build_optimizer(given.model, settings)
+    guide = given.guide and given.guide.cuda()
+    return given._replace(model=given.model.cuda(), guide=guide, train=split)
+
+
+SHIFTED = SETTINGS.model_copy(update={"views": type(SETTINGS.views)(shift=1)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_never_waits_for_the_device(name, dtype):
+    given = on_cuda(METHODS[name])
+    optimizer = build_optimizer(given.model, SHIFTED)
     for step in range(3):
-        batch = training_batch(given, settings, 0, step)
-        if step == 2:  # the first steps may load libraries
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            train_step(given, settings, optimizer, batch, 1e-3, torch.bfloat16, 0.5)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        batch = training_batch(given, SHIFTED, 0, step)
+        arguments = (given, SHIFTED, optimizer, batch, 1e-3, dtype, 0.5)
+        if step < 2:  # the first steps may load libraries
+            train_step(*arguments)
+            continue
+        with no_waits():
+            train_step(*arguments)
+
+
+@pytest.mark.parametrize("name", ["vmoe", "moge", "ermoe", "stable_moe", "expert_choice"])
+def test_a_compiled_step_never_waits_and_learns_the_same(name):
+    given = on_cuda(METHODS[name])
+    optimizer = build_optimizer(given.model, SHIFTED)
+    blocks = CompiledBlocks([given.model, given.guide], "required", 9)
+    batch = training_batch(given, SHIFTED, 0, 0)
+    arguments = (given, SHIFTED, optimizer, batch, 0.0, torch.float32, 0.5)
+    found = []
+    for _ in range(3):  # as it is, compiling, compiled
+        torch.manual_seed(0)
+        with blocks.inside():
+            train_step(*arguments)
+        gradients = [parameter.grad for parameter in given.model.parameters()]
+        found.append([gradient for gradient in gradients if gradient is not None])
+    for ours, theirs in zip(found[2], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    with no_waits(), blocks.inside():
+        train_step(*arguments)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_evaluation_and_attacks_in_fp32_never_wait_inside(name):
+    given = on_cuda(METHODS[name])
+    model = standing_alone(given.model, given.guide).cuda().eval()
+    images = torch.rand(6, 1, 8, 8, device="cuda")
+    labels = torch.arange(6, device="cuda") % 2
+    at = SlopeOf(model, lambda output: given.task.attack_loss(output.prediction, labels))
+
+    def attacked() -> None:
+        with torch.no_grad():
+            model(images)
+        with frozen_parameters(model):
+            Pgd(steps=3).perturbed(at, images, 0.03, None)
+            climb(at, images, images, 0.03, 4)
+
+    attacked()  # may load libraries
+    with no_waits():
+        attacked()
+    at.refuse()
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("width, outputs", [(256, 128), (100, 36)])  # grouped_mm takes the first
+def test_grouped_products_are_exact_and_their_gradients_too(dtype, error, width, outputs):
+    torch.set_float32_matmul_precision("highest")
+    sizes = torch.tensor([700, 0, 90, 1300])
+    draw = torch.Generator().manual_seed(0)
+    rows, weight, bias, towards = (
+        torch.randn(shape, generator=draw).to(dtype)
+        for shape in ((2090, width), (4, width, outputs), (4, outputs), (2090, outputs))
+    )
+    found = []
+    for device, kind in (("cuda", dtype), ("cpu", torch.float64)):
+        leaves = [each.to(device, kind).requires_grad_() for each in (rows, weight, bias)]
+        values = grouped_linear(*leaves, sizes.cumsum(0).int().to(device))
+        found.append((values, *torch.autograd.grad(values, leaves, towards.to(values))))
+    for ours, exact in zip(*found, strict=True):
+        assert (ours.cpu().double() - exact).norm() <= error * exact.norm()
+
+
+@pytest.mark.parametrize("number", [8, 256, 400, 2**15])
+def test_the_plan_is_the_one_of_the_cpu_without_padding(number):
+    experts = torch.randint(0, number, (4, 300, 2))
+    weights = torch.rand(4, 300, 2)
+    plan = SparsePlan.build(experts.cuda(), weights.cuda(), None, number)
+    order = experts.flatten().sort(stable=True).indices
+    assert torch.equal(plan.order.cpu(), order) and torch.equal(plan.tokens.cpu(), order // 2)
+    assert torch.equal(plan.rows.cpu(), order.argsort())
+    ends = torch.bincount(experts.flatten(), minlength=number).cumsum(0).int()
+    assert torch.equal(plan.offsets.cpu(), ends)
 
 
 def test_training_on_the_gpu_learns():

@@ -1,5 +1,7 @@
 """grouped_linear against one product per row."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,14 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.nn import grouped
 from moecore.nn.grouped import can_group, experts_of_rows, grouped_linear, register_flop_formulas
+from moecore.nn.tiles import Tiles, height_for, number
 
 
-@pytest.fixture(autouse=True, params=["loop", "grouped_mm"])
+@pytest.fixture(autouse=True, params=["loop", "grouped_mm", "tiles"])
 def way(request, monkeypatch):
-    """Both ways that a CPU computes: one expert at a time where experts have few rows, grouped_mm
-    where they have many.
+    """Both ways that a CPU computes, one expert at a time where experts have few rows and
+    grouped_mm where they have many, and what CUDA and compiled graphs do where grouped_mm cannot.
     """
     monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if request.param == "loop" else -1)
+    if request.param == "tiles":
+        monkeypatch.setattr(grouped, "can_loop", lambda rows: False)
+        monkeypatch.setattr(grouped, "can_group", lambda rows, weight: False)
+    return request.param
 
 
 def inputs(sizes, width=8, outputs=4, dtype=torch.float32, seed=0):
@@ -111,7 +118,7 @@ def test_each_of_rows_weight_and_bias_gets_its_gradient_when_the_others_are_froz
             assert torch.equal(gradient, expected)
 
 
-def test_second_derivatives_of_the_loop(monkeypatch):
+def test_second_derivatives_of_the_loop_and_of_tiles(monkeypatch):
     monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9)
     rows, weight, bias, offsets = inputs((2, 0, 3), 4, 4)
     found = []
@@ -193,7 +200,9 @@ def test_every_row_belongs_to_the_expert_whose_segment_holds_it(sizes):
     assert experts_of_rows(offsets, sum(sizes)).tolist() == expected
 
 
-def test_flops_are_counted_once_the_formula_is_registered():
+def test_flops_are_counted_once_the_formula_is_registered(way):
+    if way == "tiles":
+        pytest.skip("empty places are multiplied too")
     register_flop_formulas()
     register_flop_formulas()
     rows, weight, _, offsets = inputs((3, 0, 2))
@@ -201,3 +210,43 @@ def test_flops_are_counted_once_the_formula_is_registered():
         grouped_linear(rows, weight, None, offsets).square().sum().backward()
     # forward, rows' gradient, weights' gradient: 2·R·i·o each
     assert counter.get_total_flops() == 3 * 2 * 5 * 8 * 4
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([1, 4, 8, 32]))
+@settings(max_examples=80, deadline=None)
+def test_every_row_has_one_place_in_a_tile_of_its_expert(sizes, height):
+    rows = sum(sizes)
+    tiles = Tiles.of(torch.tensor(sizes).cumsum(0).to(torch.int32), rows, height)
+    experts = torch.tensor([expert for expert, size in enumerate(sizes) for _ in range(size)])
+    assert len(tiles.experts) == number(rows, len(sizes), height)
+    assert len(tiles.rows) == height * len(tiles.experts)
+    assert torch.equal(tiles.rows[tiles.places], torch.arange(rows))
+    assert tiles.there[tiles.places].all() and int(tiles.there.sum()) == rows
+    assert torch.equal(tiles.experts[tiles.places // height], experts.long())
+    values = torch.randn(rows, 3)
+    assert torch.equal(tiles.emptied(tiles.filled(values)), values)
+    summed = tiles.summed(tiles.filled(values).sum(dim=1), len(sizes))
+    for expert, part in enumerate(values.split(sizes)):
+        torch.testing.assert_close(summed[expert], part.sum(dim=0), atol=1e-5, rtol=1e-5)
+
+
+def test_a_tile_is_a_power_of_two_near_the_least_waste():
+    assert height_for(131_072, 8) == 1024 and height_for(200, 400) == 8 and height_for(0, 3) == 8
+    for rows, experts in ((131_072, 64), (65_536, 128), (4096, 16)):
+        each = rows / experts
+        wasted = {2**power: 2**power / (2 * each) + 67 / 2**power for power in range(3, 11)}
+        best = min(wasted, key=wasted.__getitem__)
+        assert abs(math.log2(height_for(rows, experts) / best)) <= 1
+
+
+def test_fp32_is_as_exact_in_tiles_as_products_in_fp32_are(way):
+    rows, weight, bias, offsets = inputs((700, 0, 90, 1300), 256, 128, torch.float64)
+    towards = torch.randn(2090, 128, dtype=torch.float64)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in (rows, weight, bias)]
+        outputs = grouped_linear(*leaves, offsets)
+        found.append((outputs, *torch.autograd.grad(outputs, leaves, towards.to(dtype))))
+    for ours, exact in zip(*found, strict=True):
+        assert (ours.double() - exact).norm() <= 1e-6 * exact.norm()
+        assert (ours.double() - exact).abs().max() <= 2e-6 * exact.abs().max()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moecore.nn.backbones.model import Model
-from moecore.nn.jacobians import frozen_copy, row_jacobians
+from moecore.nn.layers.smooth import frozen_copy, row_jacobians
 from moecore.nn.predict import batches, device_of, evaluating
 
 LEAST = 1e-3  # of the radius: pairs that are nearer to each other do not count

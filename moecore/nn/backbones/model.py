@@ -1,4 +1,4 @@
-"""What the models of all backbones have."""
+"""What the models of all backbones have, and how large they are."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -91,3 +91,18 @@ class BackboneModel(Model):
     def normalised(self, images: Tensor) -> Tensor:
         """Images in [0, 1] to the scale that the model was trained at."""
         return (images - self.pixel_mean) / self.pixel_std
+
+
+def parameter_counts(model: Model) -> dict[str, int]:
+    """All parameters, and those that one token uses: of E experts only the k that are chosen."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    moe = model.moe
+    if moe is None:
+        return {"parameters": total, "active_parameters": total}
+    experts = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name
+    )
+    return {
+        "parameters": total,
+        "active_parameters": total - round(experts * (1 - moe.active_share)),
+    }

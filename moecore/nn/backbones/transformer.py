@@ -199,7 +199,7 @@ class Transformer(BackboneModel):
             return {}
         wants = self.moe.router.wants
         layers = self.moe.indices(self.config.depth)
-        shared = RoutingContext(progress=progress)
+        shared = RoutingContext(progress=self.moe.router.phase(progress))
         if "patches" in wants:
             pixels = cut(images, self.config.patch)
             # special tokens have no pixels: zeros

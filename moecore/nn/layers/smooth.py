@@ -5,13 +5,14 @@ n tokens, E experts, d token width. All norms of matrices are spectral (ℓ2 →
 with d outputs.
 """
 
-from typing import NamedTuple
+import copy
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from moecore.nn.dispatch import Rows
-from moecore.nn.jacobians import frozen_copy, row_jacobians
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.routers.decision import router_logits
 
@@ -28,6 +29,9 @@ _UNDEFINED = {
     "teacher_routed": "the teacher's features decide, no linear map of the token",
 }
 _NUMBERS = 2**24  # of the experts' Jacobians at a time
+
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Lemma1(NamedTuple):
@@ -125,3 +129,24 @@ def _terms(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma1:
         (probs.T * slopes).sum(dim=0),
         torch.linalg.matrix_norm(pulls, ord=2),
     )
+
+
+def frozen_copy(module: M) -> M:
+    """The module in fp64 and evaluation mode, without gradients of parameters; the module itself is
+    untouched.
+    """
+    return copy.deepcopy(module).double().eval().requires_grad_(False)
+
+
+def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Jacobian of each row of a function whose row b depends on row b of its input only: inputs
+    (B, …) and outputs (B, K) to (B, K, P).
+
+    One backward pass an output: the grouped products and the dispatch have no forward-mode
+    derivatives.
+    """
+    with torch.enable_grad():
+        leaf = inputs.detach().clone().requires_grad_(True)
+        outputs = function(leaf).sum(dim=0)
+        rows = [torch.autograd.grad(output, leaf, retain_graph=True)[0] for output in outputs]
+    return torch.stack(rows, dim=1).flatten(2)

@@ -31,6 +31,12 @@ class RouterConfig(Config):
         """The fields of RoutingContext that it reads."""
         return frozenset()
 
+    def phase(self, progress: float) -> float:
+        """The share of the training that is done, as far as the router looks at it: a compiled
+        block is compiled again for every other number.
+        """
+        return 1.0
+
     def with_k(self, k: int) -> Self:
         """The same router with another number of experts per token.
 

@@ -1,26 +1,30 @@
 """How many tokens an expert takes, and which choices lie within that capacity (V-MoE, §2, §4)."""
 
-import math
 from fractions import Fraction
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 
-def capacity(tokens: int, k: int, factor: float, experts: int) -> int:
+def as_written(factor: float) -> Fraction:
+    """The decimal that was written: 160 · 1.1 / 4 is 44, not 44.000000000000007."""
+    return Fraction(str(factor))
+
+
+def share_of(tokens: int, factor: Fraction, experts: int) -> int:
+    """ceil(tokens · factor / experts), in whole numbers: a compiled graph takes no fractions."""
+    return -(-tokens * factor.numerator // (experts * factor.denominator))
+
+
+def capacity(tokens: int, k: int, factor: Fraction, experts: int) -> int:
     """Tokens per expert of a group of ``tokens``: ceil(tokens·k·factor/experts), rounded up to a
     multiple of 4.
-
-    The factor is taken as the decimal that was written: 160 · 1.1 / 4 is 44, not 44.000000000000007
-    and so 48.
     """
-    share = math.ceil(tokens * k * Fraction(str(factor)) / experts)
-    return -(-share // 4) * 4
+    return -(-share_of(tokens * k, factor, experts) // 4) * 4
 
 
 def within_capacity(
-    experts: Tensor, priority: Tensor | None, number: int, factor: float, group_size: int
+    experts: Tensor, priority: Tensor | None, number: int, factor: Fraction, group_size: int
 ) -> Tensor:
     """Which choices lie within their expert's capacity: all first choices before any second one.
 
@@ -39,7 +43,7 @@ def within_capacity(
         if priority is not None:
             ranks = _ranks(priority[part].unflatten(0, (-1, images)).flatten(1, 2))
         most = capacity(groups.shape[1], experts.shape[2], factor, number)
-        kept.append((_positions(groups, ranks, number) < most).reshape(experts[part].shape))
+        kept.append((_positions(groups, ranks) < most).reshape(experts[part].shape))
     return torch.cat(kept)
 
 
@@ -48,14 +52,18 @@ def _ranks(priority: Tensor) -> Tensor:
     return priority.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
 
 
-def _positions(experts: Tensor, ranks: Tensor | None, number: int) -> Tensor:
+def _positions(experts: Tensor, ranks: Tensor | None) -> Tensor:
     """(G, S, k) experts to how many choices of the same expert are served earlier."""
     queue = experts
     if ranks is not None:
         places = ranks.unsqueeze(-1).expand_as(experts)
         queue = torch.zeros_like(experts).scatter_(1, places, experts)
     flat = queue.transpose(1, 2).flatten(1)  # (G, k·S): choice by choice
-    before = one_hot(flat, number).cumsum(dim=1).gather(2, flat.unsqueeze(-1)).squeeze(-1) - 1
+    sorted_flat, places = flat.sort(dim=1, stable=True)
+    numbers = torch.arange(flat.shape[1], device=flat.device)
+    # how far each is behind the first of its expert
+    behind = numbers - torch.searchsorted(sorted_flat, sorted_flat)
+    before = torch.empty_like(flat).scatter_(1, places, behind)
     positions = before.unflatten(1, (experts.shape[2], -1)).transpose(1, 2)
     if ranks is None:
         return positions

@@ -4,7 +4,6 @@ B images, T tokens per image, E experts, G groups of S tokens, C tokens taken by
 group, d width.
 """
 
-import math
 from fractions import Fraction
 from typing import Literal
 
@@ -16,6 +15,7 @@ from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.capacity import as_written, share_of
 from moecore.nn.routers.decision import router_logits
 from moecore.nn.routers.expert_plan import ExpertPlan
 
@@ -73,6 +73,7 @@ class ExpertChoiceRouter(nn.Module):
     def __init__(self, config: ExpertChoice, width: int, experts: int) -> None:
         super().__init__()
         self.config = config
+        self.share = config.k * as_written(config.capacity_factor)
         # as the ViT's other linears
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
 
@@ -93,7 +94,7 @@ class ExpertChoiceRouter(nn.Module):
         gates = torch.softmax(noisy, dim=-1)
         order = taken(
             gates.detach(),
-            self.config.k * Fraction(str(self.config.capacity_factor)),
+            self.share,
             self.config.group_size if self.training else 1,
         )
         by_expert = gates.flatten(0, 1).t()
@@ -109,7 +110,7 @@ class ExpertChoiceRouter(nn.Module):
         )
 
 
-def taken(gates: Tensor, share: Fraction | float, group_size: int) -> Tensor:
+def taken(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
     """The tokens that each expert takes: in each group those with its C largest gates.
 
     C = min(S, ceil(S · share / E)), for groups of S tokens.
@@ -126,12 +127,12 @@ def taken(gates: Tensor, share: Fraction | float, group_size: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _taken_in_groups(gates: Tensor, share: Fraction | float, images: int) -> Tensor:
+def _taken_in_groups(gates: Tensor, share: Fraction, images: int) -> Tensor:
     """``taken`` where all groups hold as many ``images``."""
     batch, tokens, experts = gates.shape
     groups = batch // images
     size = images * tokens
-    most = min(size, math.ceil(size * share / experts))
+    most = min(size, share_of(size, share, experts))
     by_expert = gates.reshape(groups, size, experts).transpose(1, 2).contiguous()
     ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
     best = ranked[..., :most].sort(dim=-1).values

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from moecore.nn.dispatch import Rows
+from moecore.nn.dispatch import Rows, whole
 from moecore.nn.grouped import rows_at_once, to_autocast
 
 
@@ -107,4 +107,4 @@ class _Combine(Function):
             gathered = grad.index_select(0, tokens).to(weights.dtype)
             scaled.append((gathered * scale.unsqueeze(-1)).to(rows.dtype))
             products.append((gathered * part).sum(dim=-1))
-        return torch.cat(scaled), torch.cat(products).view_as(weights), None, None
+        return whole(scaled), whole(products).view_as(weights), None, None

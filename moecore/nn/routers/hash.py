@@ -59,12 +59,20 @@ class HashRouter(nn.Module):
 
     ``probs`` is 1/k for the chosen and 0 elsewhere; ``logits`` is its logarithm, where 0 counts as
     the smallest normal number.
+
+    What it hashes with is drawn at the first call and kept, in no file: a compiled graph draws
+    nothing by itself, so the first call must not be compiled.
     """
+
+    lines: Tensor | None  # (pixels, E)
+    places: Tensor | None  # (T,)
 
     def __init__(self, config: Hash, experts: int) -> None:
         super().__init__()
         self.config = config
         self.experts = experts
+        self.register_buffer("lines", None, persistent=False)
+        self.register_buffer("places", None, persistent=False)
 
     @torch.no_grad()
     def forward(
@@ -86,7 +94,10 @@ class HashRouter(nn.Module):
 
     def _by_position(self, tokens: Tensor) -> Tensor:
         """(B, T, k): the expert of the position, and the ones after it in a circle."""
-        first = positions(self.config.seed, tokens.shape[1], self.experts, tokens.device)
+        first = self.places
+        if first is None or len(first) != tokens.shape[1] or first.device != tokens.device:
+            first = positions(self.config.seed, tokens.shape[1], self.experts, tokens.device)
+            self.places = first
         following = torch.arange(self.config.k, device=tokens.device)
         places = (first.unsqueeze(-1) + following) % self.experts
         return places.expand(len(tokens), -1, -1)
@@ -101,7 +112,10 @@ class HashRouter(nn.Module):
                 "model of images, or by: position"
             )
         pixels = patches.to(torch.promote_types(patches.dtype, torch.float32))
-        lines = directions(self.config.seed, pixels.shape[-1], self.experts, pixels.device)
+        lines = self.lines
+        if lines is None or len(lines) != pixels.shape[-1] or lines.device != pixels.device:
+            lines = directions(self.config.seed, pixels.shape[-1], self.experts, pixels.device)
+            self.lines = lines
         # lines have no mean either; this keeps rounding small
         scores = (pixels - pixels.mean(dim=-1, keepdim=True)) @ lines.to(pixels.dtype)
         # special tokens too, which have zeros

@@ -14,7 +14,7 @@ from moecore.core.streams import normal_like
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
-from moecore.nn.routers.capacity import within_capacity
+from moecore.nn.routers.capacity import as_written, within_capacity
 from moecore.nn.routers.decision import decision, router_logits, top_k
 
 
@@ -93,6 +93,9 @@ class NoisyTopKRouter(nn.Module):
     def __init__(self, config: NoisyTopK, width: int, experts: int) -> None:
         super().__init__()
         self.config = config
+        factors = (config.eval_capacity_factor, config.capacity_factor)
+        # evaluation's, training's
+        self.factors = tuple(None if factor is None else as_written(factor) for factor in factors)
         # as the ViT's other linears
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
 
@@ -150,7 +153,7 @@ class NoisyTopKRouter(nn.Module):
 
     def _kept(self, chosen: Tensor, gates: Tensor) -> Tensor | None:
         settings = self.config
-        factor = settings.capacity_factor if self.training else settings.eval_capacity_factor
+        factor = self.factors[self.training]
         if factor is None:
             return None
         priority = None

@@ -25,9 +25,8 @@ from moecore.measure.theory.slopes import (
 )
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.jacobians import row_jacobians
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.smooth import Lemma1, lemma_1, smooth, why_undefined
+from moecore.nn.layers.smooth import Lemma1, lemma_1, row_jacobians, smooth, why_undefined
 from moecore.tasks.classification import Classification
 
 IMAGE = ImageSpec(

@@ -1,4 +1,6 @@
-"""The noisy top-k router: what it records, who gets a seat."""
+"""The noisy top-k router: what it records, who gets a seat; and the one with a softmax over the
+chosen.
+"""
 
 import math
 
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.nn.routers.capacity import capacity, within_capacity
+from moecore.nn.routers.capacity import _positions, as_written, capacity, within_capacity
 from moecore.nn.routers.noisy_top_k import NoisyTopK, top_k
+from moecore.nn.routers.top_k_softmax import TopKSoftmax
+from tests.nn.routers import reference
 
 
 def router_of(width=6, experts=4, seed=0, **settings):
@@ -186,7 +190,8 @@ def test_seats_agree_with_seating_one_by_one(
         (torch.randint(0, 4, (batch, tokens), generator=generator) / 4) if prioritised else None
     )
     expected = slow_seats(experts, priority, number, factor, group_size)
-    assert torch.equal(within_capacity(experts, priority, number, factor, group_size), expected)
+    kept = within_capacity(experts, priority, number, as_written(factor), group_size)
+    assert torch.equal(kept, expected)
 
 
 def test_first_choices_sit_before_second_ones():
@@ -195,7 +200,7 @@ def test_first_choices_sit_before_second_ones():
     # Expert 0: first choices of 2..5 fill its four seats, so the second choices of 0 and 1 find
     # none, though those tokens come first.
     experts = torch.tensor([[[1, 0], [1, 0], [0, 1], [0, 1], [0, 1], [0, 1]]])
-    kept = within_capacity(experts, None, 2, 0.5, 8)
+    kept = within_capacity(experts, None, 2, as_written(0.5), 8)
     assert kept[0, :, 0].all()
     assert kept[0, :, 1].tolist() == [False, False, True, True, False, False]
 
@@ -205,14 +210,27 @@ def test_priority_decides_who_of_the_first_choices_sits():
     # the largest gates.
     experts = torch.zeros(1, 6, 1, dtype=torch.int64)
     rising = torch.arange(6.0)[None]
-    assert within_capacity(experts, None, 2, 1.0, 8)[0, :, 0].tolist() == [True] * 4 + [False] * 2
-    assert within_capacity(experts, rising, 2, 1.0, 8)[0, :, 0].tolist() == [False] * 2 + [True] * 4
+    kept = within_capacity(experts, None, 2, as_written(1.0), 8)
+    assert kept[0, :, 0].tolist() == [True] * 4 + [False] * 2
+    kept = within_capacity(experts, rising, 2, as_written(1.0), 8)
+    assert kept[0, :, 0].tolist() == [False] * 2 + [True] * 4
+
+
+@given(st.integers(1, 3), st.integers(1, 20), st.integers(1, 9), st.integers(0, 999))
+@settings(max_examples=80, deadline=None)
+def test_positions_count_who_is_served_earlier(groups, size, number, seed):
+    generator = torch.Generator().manual_seed(seed)
+    experts = torch.randint(0, number, (groups, size, 2), generator=generator)
+    flat = experts.transpose(1, 2).flatten(1)
+    counted = torch.nn.functional.one_hot(flat, number).cumsum(dim=1)  # the slow way
+    expected = counted.gather(2, flat.unsqueeze(-1)).squeeze(-1) - 1
+    assert torch.equal(_positions(experts, None), expected.unflatten(1, (2, -1)).transpose(1, 2))
 
 
 def test_seats_are_a_multiple_of_four_and_exact_in_decimals():
-    assert capacity(8 * 197, 2, 1.05, 8) == 416  # 413.7 -> 414 -> 416
-    assert capacity(160, 1, 1.1, 4) == 44  # binary 160·1.1/4 is 44.000000000000007
-    assert capacity(1, 1, 0.01, 8) == 4
+    assert capacity(8 * 197, 2, as_written(1.05), 8) == 416  # 413.7 -> 414 -> 416
+    assert capacity(160, 1, as_written(1.1), 4) == 44  # binary 160·1.1/4 is 44.000000000000007
+    assert capacity(1, 1, as_written(0.01), 8) == 4
 
 
 @pytest.mark.parametrize("prioritised", [True, False])
@@ -224,7 +242,7 @@ def test_a_dropped_choice_has_weight_0_in_training_and_none_is_dropped_in_evalua
     assert record.chosen.sum() == 3 * 10 * 2  # before capacity
     assert (processed & ~record.chosen).sum() == 0
     assert 0 < processed.sum() < record.chosen.sum()
-    assert processed[:2].sum(dim=(0, 1)).max() <= capacity(20, 2, 0.5, 4)
+    assert processed[:2].sum(dim=(0, 1)).max() <= capacity(20, 2, as_written(0.5), 4)
     assert torch.equal((plan.weights > 0).sum(-1), processed.sum(-1))
     assert torch.equal(router.eval()(tokens)[1].combine > 0, router(tokens)[1].chosen)
 
@@ -280,3 +298,131 @@ def test_capacity_holds_in_evaluation_where_it_is_asked_for():
     assert (asked.train()(tokens)[1].combine > 0).sum() == 100  # training has a factor of its own
     # Groups of two images: the others of the batch play no part.
     torch.testing.assert_close(asked.eval()(tokens[2:4])[1].combine, in_evaluation[2:4])
+
+
+# `top_k_softmax`: top-k first, then a softmax over the chosen
+
+
+def test_softmax_over_the_chosen_evaluation_by_hand():
+    # Token (ln 4, ln 2, 0, 0) by the identity, plus bias (0, 0, ln 8, 0): logits (ln 4, ln 2, ln 8,
+    # 0), probs (4, 2, 8, 1)/15. k = 2 takes experts 2 and 0; over these alone 8/12 and 4/12. τ = ln
+    # 4, σ = 1/4:
+    # load = Φ(4·ln(4/4)), Φ(4·ln(2/4)), Φ(4·ln(8/4)), Φ(4·ln(1/4)).
+    router = TopKSoftmax().build(4, 4).eval()
+    router.weight.data = torch.eye(4)
+    router.bias.data = torch.tensor([0, 0, math.log(8), 0])
+    plan, record = router(torch.tensor([4.0, 2, 1, 1]).log().view(1, 1, 4))
+    torch.testing.assert_close(record.logits.flatten(), torch.tensor([4.0, 2, 8, 1]).log())
+    torch.testing.assert_close(record.probs.flatten(), torch.tensor([4.0, 2, 8, 1]) / 15)
+    torch.testing.assert_close(plan.weights.flatten(), torch.tensor([2 / 3, 1 / 3]))
+    torch.testing.assert_close(record.combine.flatten(), torch.tensor([1 / 3, 0, 2 / 3, 0]))
+    assert record.chosen.flatten().tolist() == [True, False, True, False]
+    torch.testing.assert_close(
+        record.load.flatten(),
+        torch.tensor([0.5, phi(-4 * math.log(2)), phi(4 * math.log(2)), phi(-8 * math.log(2))]),
+    )
+
+
+def test_softmax_over_the_chosen_training_noise_decides_and_losses_see_clean_probs():
+    layer = reference.layer_of(TopKSoftmax(noise_std=3.0)).train()
+    tokens = torch.randn(3, 5, 8)
+    torch.manual_seed(7)
+    _, record = layer.router(tokens)
+    torch.manual_seed(7)
+    logits = tokens @ layer.router.weight.t() + layer.router.bias
+    noisy = logits + torch.randn_like(logits) * 3 / 4  # σ = noise_std / E
+    best, order = noisy.sort(dim=-1, descending=True)
+    torch.testing.assert_close(record.logits, logits)
+    torch.testing.assert_close(record.probs, logits.softmax(-1))
+    torch.testing.assert_close(
+        record.combine,
+        torch.zeros_like(logits).scatter(-1, order[..., :2], best[..., :2].softmax(-1)),
+    )
+    torch.testing.assert_close(
+        record.load, torch.distributions.Normal(0, 0.75).cdf(logits - best[..., 1:2])
+    )
+
+
+@pytest.mark.parametrize("training, noise_std", [(True, 0.0), (False, 3.0)])
+def test_softmax_over_the_chosen_without_noise_nothing_is_drawn(training, noise_std):
+    layer = reference.layer_of(TopKSoftmax(noise_std=noise_std)).train(training)
+    tokens = torch.randn(3, 5, 8)
+    before = torch.random.get_rng_state()
+    _, record = layer.router(tokens)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    reference.assert_well_formed(record, tokens, 4)
+    torch.testing.assert_close(record.combine.sum(-1), torch.ones(3, 5))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("width", [8, 6])
+def test_softmax_over_the_chosen_outputs_and_all_gradients_agree_with_every_expert_on_every_token(
+    k, width
+):
+    layer = reference.layer_of(TopKSoftmax(k=k, noise_std=1.0), width).train()
+    tokens = torch.randn(3, 7, width, requires_grad=True)
+
+    def slow(values):
+        logits = values @ layer.router.weight.t() + layer.router.bias
+        noisy = logits + torch.randn_like(logits) / 4
+        kept = torch.where(
+            noisy >= noisy.sort(dim=-1, descending=True).values[..., k - 1 : k], noisy, -torch.inf
+        )
+        return reference.weighted_sum(layer, values, kept.softmax(-1))
+
+    reference.assert_like(layer, tokens, slow)
+
+
+def test_softmax_over_one_chosen_has_weight_1_and_gives_the_router_no_task_gradient():
+    layer = reference.layer_of(TopKSoftmax(k=1)).train()
+    outputs, (record,) = layer(torch.randn(3, 7, 8))
+    assert torch.equal(record.combine, record.chosen.float())
+    for gradient in torch.autograd.grad(
+        outputs.square().sum(), list(layer.router.parameters()), retain_graph=True
+    ):
+        assert not gradient.any()
+    # what regularizers look at still teaches it
+    for loss in (record.probs.square().sum(), record.load.square().sum()):
+        assert all(
+            gradient.any()
+            for gradient in torch.autograd.grad(
+                loss, list(layer.router.parameters()), retain_graph=True
+            )
+        )
+
+
+def test_softmax_over_the_chosen_two_experts_per_token_give_it_one():
+    layer = reference.layer_of(TopKSoftmax(k=2)).train()
+    for gradient in torch.autograd.grad(
+        layer(torch.randn(3, 7, 8))[0].square().sum(), list(layer.router.parameters())
+    ):
+        assert gradient.norm() > 1e-3
+
+
+def test_softmax_over_the_chosen_padding_takes_no_part():
+    layer = reference.layer_of(TopKSoftmax(k=2)).train()
+    reference.assert_padding_takes_no_part(layer, torch.randn(3, 61, 8, requires_grad=True))
+
+
+def test_softmax_over_the_chosen_invariances():
+    layer = reference.layer_of(TopKSoftmax())
+    tokens = torch.randn(3, 9, 8)
+    reference.assert_relabelling_changes_nothing(layer, tokens, {"weight": 0, "bias": 0})
+    reference.assert_permuted_tokens_give_permuted_outputs(layer, tokens)
+    reference.assert_one_image_alone_is_predicted_alike(layer, tokens)
+    reference.assert_autocast_keeps_the_record(layer, tokens)
+
+
+def test_softmax_over_the_chosen_ties_go_to_the_lowest_index():
+    router = TopKSoftmax(k=2).build(4, 4).eval()
+    assert router(torch.zeros(1, 1, 4))[1].chosen.flatten().tolist() == [True, True, False, False]
+
+
+def test_softmax_over_the_chosen_settings():
+    assert TopKSoftmax().provides == {"load"} and TopKSoftmax().active(8) == 2
+    router = TopKSoftmax().build(6, 4)
+    assert router.weight.shape == (4, 6) and not router.bias.any()
+    with pytest.raises(UserError, match="k is 5, but there are 4 experts"):
+        TopKSoftmax(k=5).build(6, 4)
+    with pytest.raises(ValidationError):
+        TopKSoftmax(noise_std=-1)

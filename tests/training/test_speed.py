@@ -1,0 +1,252 @@
+"""Blocks that are compiled learn the same; a trace of a training names the parts of its steps.
+
+``python -m moecore.run.local_ranks 2 -m tests.training.test_speed FILE`` writes how far two ranks
+that compile are from two that do not.
+"""
+
+import copy
+import gzip
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from moecore.core.files import UserError
+from moecore.core.ranks import join, leave, ranks
+from moecore.core.sources import ROOT
+from moecore.nn import grouped
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.layers.block import Block
+from moecore.nn.layers.moe import MoELayer
+from moecore.nn.predict import predictions
+from moecore.study.document import load
+from moecore.training import loop
+from moecore.training.guide import build_guide
+from moecore.training.job import Job, step_batch
+from moecore.training.loop import fit, train_step
+from moecore.training.method import Method
+from moecore.training.optimizer import build_optimizer
+from moecore.training.speed import (
+    COMPILE,
+    LONG,
+    TRACE,
+    CompiledBlocks,
+    compile_asked,
+    trace_file,
+    traced,
+)
+from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, task
+
+METHODS = {
+    name: Method.model_validate(entry)
+    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
+}
+# methods that differ only in what they learn from share their blocks
+DISTINCT = {(method.moe, method.guided): name for name, method in METHODS.items()}
+TOP_K = {"kind": "noisy_top_k", "k": 2, "capacity_factor": 0.7}
+ROUTERS = {
+    "capacity": TOP_K,
+    "capacity by gates": {**TOP_K, "k": 1, "batch_priority": True, "group_size": 3},
+    "groups": {"kind": "expert_choice", "capacity_factor": 1.1, "group_size": 3},
+    "softmax over the chosen": {"kind": "top_k_softmax"},
+    "positions": {"kind": "hash", "k": 2, "by": "position"},
+}
+CASES = {name: METHODS[name] for name in DISTINCT.values()} | {
+    name: Method(router=router, experts={"kind": "mlp", "number": 4})
+    for name, router in ROUTERS.items()
+}
+
+
+def made(method: Method) -> Job:
+    torch.manual_seed(0)
+    guide = None
+    if method.guided:
+        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, 4)
+    return task(method, guide=guide)
+
+
+def compiled(job: Job, how="required", steps=LONG, backend="eager") -> CompiledBlocks:
+    """The job's blocks after a first step, which is not compiled."""
+    torch._dynamo.reset()
+    blocks = CompiledBlocks([job.model, job.guide], how, steps, backend)
+    learned(job, blocks, 0)
+    return blocks
+
+
+def learned(job: Job, blocks: CompiledBlocks | None, step: int, dtype=torch.float32):
+    """The loss terms and all gradients of a step, whose rate is 0."""
+    optimizer = build_optimizer(job.model, SETTINGS, job.routers)
+    batch = step_batch(job, SETTINGS, 0, step)
+    torch.manual_seed(step)
+    with blocks.inside() if blocks else nullcontext():
+        terms, _ = train_step(job, SETTINGS, optimizer, batch, 0.0, dtype, step / 4)
+    gradients = {
+        name: parameter.grad
+        for name, parameter in job.learners.named_parameters()
+        if parameter.grad is not None
+    }
+    return terms | gradients
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_block_is_one_graph_and_learns_the_same(name):
+    job = made(CASES[name])
+    graphs = CompileCounterWithBackend("aot_eager")
+    blocks = compiled(job, backend=graphs)
+    assert graphs.frame_count == 0
+    counts = []
+    for step in range(4):
+        plain = learned(job, None, step)
+        ours = learned(job, blocks, step)
+        assert set(ours) == set(plain)
+        for key, expected in plain.items():
+            assert (ours[key] - expected).norm() <= 1e-6 * max(1, expected.norm()), key
+        counts.append(graphs.frame_count)
+    # The dense block, the one with experts and the teacher's; stable_moe's once more when frozen.
+    kinds = 1 + (job.model.moe is not None) + (job.guide is not None)
+    later = kinds + (name == "stable_moe")
+    assert counts == [kinds, kinds, later, later]
+
+
+def test_a_graph_in_bf16_has_grouped_products(monkeypatch):
+    monkeypatch.setattr(grouped, "_LOOPED_ROWS", -1)  # without a graph too
+    job = made(VMOE)
+    plain = learned(job, None, 0, torch.bfloat16)
+    ours = learned(job, compiled(job, backend="aot_eager"), 0, torch.bfloat16)
+    for key, expected in plain.items():
+        assert (ours[key] - expected).norm() <= 0.02 * max(0.1, expected.norm()), key
+
+
+def test_only_a_step_is_compiled_and_names_stay():
+    job = made(VMOE)
+    graphs = CompileCounterWithBackend("eager")
+    names = list(job.model.state_dict())
+    blocks = compiled(job, backend=graphs)
+    with blocks.inside():
+        assert list(job.model.state_dict()) == names
+        assert all("forward" in vars(block) for block in blocks.blocks)
+    predictions(copy.deepcopy(job.model), job.validation.images, batch=8)
+    predictions(job.model, job.validation.images, batch=8)
+    assert graphs.frame_count == 0 and list(job.model.state_dict()) == names
+    assert not any("forward" in vars(block) for block in blocks.blocks)
+
+
+def test_blocks_whose_experts_lie_on_several_ranks_stay_as_they_are():
+    job = made(VMOE)
+    sparse = [block for block in job.model.blocks if isinstance(block.mlp, MoELayer)]
+    sparse[0].mlp.parted = torch.nn.Identity()
+    blocks = CompiledBlocks([job.model, None], "required", 9, "eager").blocks
+    assert blocks == [block for block in job.model.blocks if block is not sparse[0]]
+
+
+class Waits(Block):
+    """A part of a user's own that asks for a number."""
+
+    def forward(self, tokens, *rest):
+        return super().forward(tokens * (1 if float(tokens.detach().sum()) > 0 else 1), *rest)
+
+
+def test_what_cannot_be_compiled_ends_the_training_or_goes_on_without(capsys):
+    job = made(VMOE)
+    job.model.blocks[0].__class__ = Waits
+    plain = learned(job, None, 1)
+    with pytest.raises(UserError, match=f"^{COMPILE}: a block cannot be compiled: .*; allowed: f"):
+        learned(job, compiled(job), 1)
+    assert "forward" not in vars(job.model.blocks[0])
+    ours = learned(job, compiled(job, "tried"), 1)
+    assert all(torch.equal(ours[key], plain[key]) for key in plain)
+    assert capsys.readouterr().err.count("training goes on without") == 1
+    assert not compiled(job, "tried", LONG - 1).blocks  # too short to be won back
+    assert not compiled(job, "off").blocks
+
+
+@pytest.mark.parametrize(
+    "word, device, expected",
+    [
+        (None, "cuda", "tried"),
+        (None, "cpu", "off"),
+        ("auto", "cuda:1", "tried"),
+        ("true", "cpu", "required"),
+        ("false", "cuda", "off"),
+    ],
+)
+def test_the_environment_decides(monkeypatch, word, device, expected):
+    monkeypatch.delenv(COMPILE, raising=False)
+    if word is not None:
+        monkeypatch.setenv(COMPILE, word)
+    assert compile_asked(device) == expected
+    monkeypatch.setenv(COMPILE, "1")
+    with pytest.raises(UserError, match="found '1'; allowed: auto, true, false"):
+        compile_asked(device)
+
+
+def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):
+    monkeypatch.setenv(TRACE, str(tmp_path / "traces"))
+    file = trace_file("pretrain vmoe 0")
+    plain = [metrics.values["loss"] for metrics in fit(task(), SETTINGS, 0, CPU)]
+    seen = [metrics.values["loss"] for metrics in fit(task(), SETTINGS, 0, CPU, trace=file)]
+    assert seen == plain
+    assert file == tmp_path / "traces/pretrain_vmoe_0.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
+    for name in ("batch", "forward", "losses", "backward", "optimizer"):
+        assert names.count(name) == 4, name
+    assert [name for name in names if name.startswith("step ")] == [
+        f"step {n}" for n in range(4, 8)
+    ]
+    assert any(event.get("name") == "aten::mm" for event in events)
+    monkeypatch.delenv(TRACE)
+    assert trace_file("pretrain vmoe 0") is None
+
+
+@pytest.mark.parametrize(
+    "steps", [range(0), range(5, 5), range(2), range(7, 9), range(6), range(20)]
+)
+def test_all_steps_come_whatever_is_traced(tmp_path, steps):
+    file = tmp_path / "trace.json.gz"
+    assert list(traced(steps, file, "cpu")) == list(steps)
+    assert file.exists() == bool(steps)
+    assert list(traced(steps, None, "cpu")) == list(steps)
+
+
+def main(target: str) -> None:
+    """What each of two ranks does, with data parallelism and with sharded parameters."""
+    join()
+    loop.CompiledBlocks = partial(CompiledBlocks, backend="aot_eager")
+    apart = {}
+    for name, shard in {"vmoe": 1, "ermoe": 2}.items():
+        settings = SETTINGS.model_copy(update={"shard": shard, "epochs": 1})
+        weights = []
+        for compile in ("off", "required"):
+            job = made(METHODS[name])
+            list(fit(job, settings, 0, CPU._replace(compile=compile)))
+            weights.append(torch.cat([each.flatten() for each in job.learners.parameters()]))
+        apart[name] = float((weights[1] - weights[0]).abs().max())
+    if ranks().first:
+        with open(target, "w", encoding="utf-8") as file:
+            json.dump(apart, file)
+    leave()
+
+
+def test_two_ranks_compile_their_blocks_and_learn_the_same(tmp_path):
+    words = [sys.executable, "-m", "moecore.run.local_ranks", "2"]
+    target = tmp_path / "apart.json"
+    subprocess.run(
+        [*words, "-m", "tests.training.test_speed", str(target)],
+        cwd=ROOT,
+        env=os.environ | {"MOECORE_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    apart = json.loads(target.read_text(encoding="utf-8"))
+    assert len(apart) == 2 and max(apart.values()) < 1e-4, apart
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
