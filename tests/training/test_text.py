@@ -85,11 +85,13 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path, stop):
     for _ in fit(whole, SETTINGS, 0, CPU):
         pass
     killed = text()
-    running = fit(killed, SETTINGS, 0, CPU, Checkpoint(tmp_path))
+    begun = Checkpoint(tmp_path)
+    running = fit(killed, SETTINGS, 0, CPU, begun)
     for point in running:
         if point.step == stop:
             break
     running.close()
+    begun.wait()
     kept = Checkpoint(tmp_path)
     again = text()
     points = [point.step for point in fit(again, SETTINGS, 0, CPU, kept)]
