@@ -22,8 +22,7 @@ from rich.console import Console
 
 from benchmarks import layers, training_step
 from benchmarks.layers import Size, step
-from benchmarks.limit import limit, weight_traffic
-from benchmarks.machine import Peaks, described, peaks, versions
+from benchmarks.limit import Peaks, described, limit, peaks, versions, weight_traffic
 from benchmarks.peers import PEERS, Peer, Unfit, leave_group, torch_dtype
 from benchmarks.timing import LEAST, Ratio, Run, take_turns
 from moecore.core.records import Guidance
