@@ -95,7 +95,9 @@ class ExpertMlp(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:  # nobody wants the gradient of the outputs
+            return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
             return _twice_differentiable(_mlp, ctx, grads[0])
         rows, up, up_bias, down, down_bias, offsets, *kept = ctx.saved_tensors
