@@ -27,7 +27,7 @@ class ExpertLoop(Function):
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
         plan = Plan(offsets, weight)
-        maps = _Maps(weight, bias, rows.dtype)
+        maps = _Maps(weight, bias, _Room(rows.dtype))
         outputs = rows.new_empty(len(rows), weight.shape[2])
         with _no_autocast(rows):
             for group in plan.groups:
@@ -47,7 +47,7 @@ class ExpertLoop(Function):
         grad = grads[0].contiguous()
         wants_rows, wants_weight, wants_bias, _ = ctx.needs_input_grad
         plan = Plan(offsets, weight)
-        maps = _Maps(weight, bias, rows.dtype)
+        maps = _Maps(weight, bias, _Room(rows.dtype))
         to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
         found = _Gradients(maps, plan, wants_weight, wants_bias)
         with _no_autocast(rows):
@@ -75,8 +75,9 @@ class ExpertMlp(Function):
         rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, offsets: Tensor
     ) -> tuple[Tensor, ...]:
         plan = Plan(offsets, up)
-        first = _Maps(up, up_bias, rows.dtype)
-        second = _Maps(down, down_bias, rows.dtype)
+        room = _Room(rows.dtype)
+        first = _Maps(up, up_bias, room)
+        second = _Maps(down, down_bias, room)
         outputs = rows.new_empty(len(rows), down.shape[2])
         kept = []
         with _no_autocast(rows):
@@ -104,8 +105,9 @@ class ExpertMlp(Function):
         grad = grads[0].contiguous()
         wants_rows, wants_up, wants_up_bias, wants_down, wants_down_bias, _ = ctx.needs_input_grad
         plan = Plan(offsets, up)
-        first = _Maps(up, up_bias, rows.dtype)
-        second = _Maps(down, down_bias, rows.dtype)
+        room = _Room(rows.dtype)
+        first = _Maps(up, up_bias, room)
+        second = _Maps(down, down_bias, room)
         to_first = _Gradients(first, plan, wants_up, wants_up_bias)
         to_second = _Gradients(second, plan, wants_down, wants_down_bias)
         to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -124,15 +126,30 @@ class ExpertMlp(Function):
         return to_rows, to_first.weight, to_first.bias, to_second.weight, to_second.bias, None
 
 
+class _Room:
+    """One buffer for the weights and gradients of one group after the other in the dtype of the
+    products: two would push each other out of a core's cache.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._held: Tensor | None = None
+
+    def __call__(self, like: Tensor) -> Tensor:
+        if self._held is None or self._held.numel() < like.numel():
+            self._held = like.new_empty(like.numel(), dtype=self.dtype)
+        return self._held[: like.numel()].view(like.shape)
+
+
 class _Maps:
     """The linear maps of all experts, in the dtype of the product that is asked for."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, room: "_Room") -> None:
         self.weight = weight
         self.bias = bias
+        self.room = room
         if bias is not None:
-            self.rounded = bias.to(dtype)
-        self._room: Tensor | None = None
+            self.rounded = bias.to(room.dtype)
 
     def __call__(self, rows: Tensor, group: Group, into: Tensor | None) -> Tensor:
         """The rows' outputs: (S, o) of one expert, written ``into`` where it is given, or
@@ -150,17 +167,11 @@ class _Maps:
         """The rows' gradient from that of their outputs, in the same way."""
         return _product(grad, self._in(grad.dtype, group).mT, into)
 
-    def room(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A buffer as large as these weights: the same one for every group."""
-        if self._room is None or self._room.numel() < like.numel():
-            self._room = like.new_empty(like.numel(), dtype=dtype)
-        return self._room[: like.numel()].view(like.shape)
-
     def _in(self, dtype: torch.dtype, group: Group) -> Tensor:
         weight = self.weight[group.experts]
         if weight.dtype == dtype:
             return weight
-        return self.room(weight, dtype).copy_(weight)
+        return self.room(weight).copy_(weight)
 
 
 class _Gradients:
@@ -187,7 +198,7 @@ class _Gradients:
             elif into.dtype == grad.dtype:
                 _product(rows.mT, grad, into)
             else:
-                into.copy_(_product(rows.mT, grad, self.maps.room(into, grad.dtype)))
+                into.copy_(_product(rows.mT, grad, self.maps.room(into)))
         if self.bias is not None:
             self.bias[group.experts] = grad.sum(dim=-2)  # sums of bf16 are taken in fp32
 
