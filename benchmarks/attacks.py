@@ -24,7 +24,7 @@ from benchmarks.training_step import bench, sizes
 from moecore.attacks import Attack
 from moecore.attacks.apgd import Apgd
 from moecore.attacks.apgd_reference import ApgdReference
-from moecore.attacks.draws import generators
+from moecore.attacks.base import generators
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.target import rounded
 from moecore.nn.predict import evaluating

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.draws import uniform
+from moecore.attacks.base import uniform
 from moecore.attacks.gradient import GradientAttack, Slope, project
 
 MOMENTUM = 0.75  # share of the new step; the rest is the step before it

@@ -11,8 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.attacks.base import AttackBase
-from moecore.attacks.draws import Generators, one_each
+from moecore.attacks.base import AttackBase, Generators, one_each
 from moecore.attacks.objectives import Goal, Objective, goal_of, refusal
 from moecore.core.files import UserError
 from moecore.tasks.base import Task

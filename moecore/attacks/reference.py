@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from moecore.attacks.base import AttackBase
-from moecore.attacks.draws import Generators, one_each
+from moecore.attacks.base import AttackBase, Generators, one_each
 from moecore.attacks.gradient import clean, frozen_parameters
 from moecore.core.files import UserError
 from moecore.tasks.base import Task

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attacks import Attack
-from moecore.attacks.draws import generators
+from moecore.attacks.base import generators
 from moecore.core.records import ModelOutput, RoutingRecord
 from moecore.core.streams import seed_of
 from moecore.nn.predict import (

@@ -1,18 +1,23 @@
-"""One linear map per expert, one expert after the other: what grouped_mm does not take.
+"""The linear maps, and the MLPs, of one expert or one group of experts after the other: what
+grouped_mm does not take, and what is faster on CPU.
 
-E experts, R rows, i inputs, o outputs.
+E experts, R rows, i inputs, h hidden width, o outputs.
 """
 
-from itertools import compress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.functional import gelu
+
+from moecore.nn.expert_groups import Group, Plan
 
 
 class ExpertLoop(Function):
-    """grouped_linear one expert at a time, for rows in the dtype of the product and weights in any.
+    """grouped_linear for rows in the dtype of the product and weights in any.
 
     A weight is cast just before its product and its gradient just after, while they are in the
     CPU's cache: with 128 experts of a ViT-S in bf16 a cast of all of them before (and of all
@@ -21,120 +26,218 @@ class ExpertLoop(Function):
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        sizes, busy = _sizes(offsets)
+        plan = Plan(offsets, weight)
+        maps = _Maps(weight, bias, _Room(rows.dtype))
         outputs = rows.new_empty(len(rows), weight.shape[2])
-        cast = _Cast(weight, rows.dtype)
-        pieces = rows.split(busy), compress(weight.unbind(), sizes), outputs.split(busy)
-        if bias is None:
-            for part, w, output in zip(*pieces, strict=True):
-                torch.mm(part, cast(w), out=output)
-        else:
-            for part, w, output, b in zip(
-                *pieces, compress(bias.to(rows.dtype).unbind(), sizes), strict=True
-            ):
-                torch.addmm(b, part, cast(w), out=output)
+        with _no_autocast(rows):
+            for group in plan.groups:
+                part = plan.seated(rows, group, weight.dtype)
+                plan.back(maps(part, group, plan.place(outputs, group)), group, outputs)
         return outputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        rows, weight, bias, offsets = inputs
-        ctx.save_for_backward(rows, weight, offsets)
-        ctx.bias = None if bias is None else bias.dtype
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        rows, weight, offsets = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # a gradient of this gradient is wanted too: plain operations, slower
-            return *_loop_gradients(rows, weight, grad, offsets, ctx.bias), None
-        sizes, busy = _sizes(offsets)
-        grad = grad.contiguous()
-        parts = rows.split(busy)
-        grads = grad.split(busy)
+            return _twice_differentiable(_linear, ctx, grads[0])
+        rows, weight, bias, offsets = ctx.saved_tensors
+        grad = grads[0].contiguous()
         wants_rows, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        to_rows = to_weight = to_bias = None
-        if wants_rows:
-            to_rows = _rows_gradient(rows, weight, grads, sizes, busy)
-        if wants_weight:
-            to_weight = _weight_gradient(weight, parts, grads, sizes)
-        if wants_bias:
-            empty = grad.new_zeros(len(weight), grad.shape[1], dtype=ctx.bias)
-            to_bias = _bias_gradient(empty, grads, sizes)
-        return to_rows, to_weight, to_bias, None
+        plan = Plan(offsets, weight)
+        maps = _Maps(weight, bias, _Room(rows.dtype))
+        to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        found = _Gradients(maps, plan, wants_weight, wants_bias)
+        with _no_autocast(rows):
+            for group in plan.groups:
+                part = plan.seated(grad, group, weight.dtype)
+                if wants_rows:
+                    plan.back(
+                        maps.backward(part, group, plan.place(to_rows, group)), group, to_rows
+                    )
+                found.add(plan.seated(rows, group, weight.dtype), part, group)
+        return to_rows if wants_rows else None, found.weight, found.bias, None
 
 
-def _rows_gradient(
-    rows: Tensor, weight: Tensor, grads: tuple[Tensor, ...], sizes: list[int], busy: list[int]
-) -> Tensor:
-    gradient = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    cast = _Cast(weight, rows.dtype)
-    for grad, w, output in zip(
-        grads, compress(weight.unbind(), sizes), gradient.split(busy), strict=True
-    ):
-        torch.mm(grad, cast(w).t(), out=output)
-    return gradient
+class ExpertMlp(Function):
+    """Both maps of MLP experts with GELU (erf form) between them: all steps of a group while its
+    rows are in the CPU's cache, where two calls of grouped_linear would take all rows through each
+    step.
 
-
-def _weight_gradient(
-    weight: Tensor, parts: tuple[Tensor, ...], grads: tuple[Tensor, ...], sizes: list[int]
-) -> Tensor:
-    gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    if grads:
-        room = _Cast(weight, grads[0].dtype).held
-    else:
-        room = None
-    each = gradient.unbind()
-    for output in compress(each, (not size for size in sizes)):
-        output.zero_()
-    for part, grad, output in zip(parts, grads, compress(each, sizes), strict=True):
-        if len(part) == 1:
-            # at hundreds of experts most have one row: a product of two vectors is cheaper so
-            torch.mul(part.t(), grad, out=output)
-        elif room is None:
-            torch.mm(part.t(), grad, out=output)
-        else:
-            output.copy_(torch.mm(part.t(), grad, out=room))
-    return gradient
-
-
-def _bias_gradient(gradient: Tensor, grads: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
-    for grad, output in zip(grads, compress(gradient.unbind(), sizes), strict=True):
-        output.copy_(grad.sum(dim=0))  # sums of bf16 are taken in fp32
-    return gradient
-
-
-class _Cast:
-    """The weights (i, o) of one expert after the other in ``dtype``, always in the same buffer; as
-    they are where they have it already.
+    Returns the outputs (R, o) and then, without gradients, what the backward pass needs of every
+    group: its hidden values before and after GELU.
     """
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    @staticmethod
+    def forward(
+        rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, ...]:
+        plan = Plan(offsets, up)
+        room = _Room(rows.dtype)
+        first = _Maps(up, up_bias, room)
+        second = _Maps(down, down_bias, room)
+        outputs = rows.new_empty(len(rows), down.shape[2])
+        kept = []
+        with _no_autocast(rows):
+            for group in plan.groups:
+                inner = first(plan.seated(rows, group, up.dtype), group, None)
+                hidden = gelu(inner)
+                plan.back(second(hidden, group, plan.place(outputs, group)), group, outputs)
+                kept += [inner, hidden]
+        return outputs, *kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        kept = output[1:]
+        ctx.save_for_backward(*inputs, *kept)
+        ctx.mark_non_differentiable(*kept)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:  # nobody wants the gradient of the outputs
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled():
+            return _twice_differentiable(_mlp, ctx, grads[0])
+        rows, up, up_bias, down, down_bias, offsets, *kept = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        wants_rows, wants_up, wants_up_bias, wants_down, wants_down_bias, _ = ctx.needs_input_grad
+        plan = Plan(offsets, up)
+        room = _Room(rows.dtype)
+        first = _Maps(up, up_bias, room)
+        second = _Maps(down, down_bias, room)
+        to_first = _Gradients(first, plan, wants_up, wants_up_bias)
+        to_second = _Gradients(second, plan, wants_down, wants_down_bias)
+        to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        with _no_autocast(rows):
+            for group, inner, hidden in zip(plan.groups, kept[::2], kept[1::2], strict=True):
+                part = plan.seated(grad, group, up.dtype)
+                to_second.add(hidden, part, group)
+                to_inner = second.backward(part, group, None)
+                torch.ops.aten.gelu_backward.grad_input(to_inner, inner, grad_input=to_inner)
+                to_first.add(plan.seated(rows, group, up.dtype), to_inner, group)
+                if wants_rows:
+                    place = plan.place(to_rows, group)
+                    plan.back(first.backward(to_inner, group, place), group, to_rows)
+        if not wants_rows:
+            to_rows = None
+        return to_rows, to_first.weight, to_first.bias, to_second.weight, to_second.bias, None
+
+
+class _Room:
+    """One buffer for the weights and gradients of one group after the other in the dtype of the
+    products: two would push each other out of a core's cache.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._held: Tensor | None = None
+
+    def __call__(self, like: Tensor) -> Tensor:
+        if self._held is None or self._held.numel() < like.numel():
+            self._held = like.new_empty(like.numel(), dtype=self.dtype)
+        return self._held[: like.numel()].view(like.shape)
+
+
+class _Maps:
+    """The linear maps of all experts, in the dtype of the product that is asked for."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, room: "_Room") -> None:
+        self.weight = weight
+        self.bias = bias
+        self.room = room
+        if bias is not None:
+            self.rounded = bias.to(room.dtype)
+
+    def __call__(self, rows: Tensor, group: Group, into: Tensor | None) -> Tensor:
+        """The rows' outputs: (S, o) of one expert, written ``into`` where it is given, or
+        (experts, S, o).
+        """
+        weight = self._in(rows.dtype, group)
+        if self.bias is None:
+            return _product(rows, weight, into)
+        bias = self.bias if self.bias.dtype == rows.dtype else self.rounded
+        if group.alone:
+            return torch.addmm(bias[group.experts], rows, weight, out=into)
+        return torch.bmm(rows, weight).add_(bias[group.experts].unsqueeze(1))
+
+    def backward(self, grad: Tensor, group: Group, into: Tensor | None) -> Tensor:
+        """The rows' gradient from that of their outputs, in the same way."""
+        return _product(grad, self._in(grad.dtype, group).mT, into)
+
+    def _in(self, dtype: torch.dtype, group: Group) -> Tensor:
+        weight = self.weight[group.experts]
         if weight.dtype == dtype:
-            self.held = None
-        else:
-            self.held = weight.new_empty(weight.shape[1:], dtype=dtype)
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        if self.held is None:
             return weight
-        return self.held.copy_(weight)
+        return self.room(weight).copy_(weight)
 
 
-def _sizes(offsets: Tensor) -> tuple[list[int], list[int]]:
-    """Every expert's number of rows, and those that are not 0."""
+class _Gradients:
+    """The gradients of the weights and biases of all experts, None where nobody wants them."""
+
+    def __init__(self, maps: _Maps, plan: Plan, weight: bool, bias: bool) -> None:
+        self.maps = maps
+        self.weight = None
+        self.bias = None
+        if weight:
+            self.weight = torch.empty_like(maps.weight, memory_format=torch.contiguous_format)
+            for expert in plan.idle:
+                self.weight[expert].zero_()
+        if bias and maps.bias is not None:
+            self.bias = torch.zeros_like(maps.bias)
+
+    def add(self, rows: Tensor, grad: Tensor, group: Group) -> None:
+        """What the group's rows and the gradient of their outputs give."""
+        if self.weight is not None:
+            into = self.weight[group.experts]
+            if group.seats == 1:
+                # a product of two vectors is cheaper so
+                torch.mul(rows.mT, grad, out=into)
+            elif into.dtype == grad.dtype:
+                _product(rows.mT, grad, into)
+            else:
+                into.copy_(_product(rows.mT, grad, self.maps.room(into)))
+        if self.bias is not None:
+            self.bias[group.experts] = grad.sum(dim=-2)  # sums of bf16 are taken in fp32
+
+
+def _product(left: Tensor, right: Tensor, into: Tensor | None) -> Tensor:
+    if left.dim() == 2:
+        return torch.mm(left, right, out=into)
+    return torch.bmm(left, right, out=into)
+
+
+def _no_autocast(rows: Tensor) -> AbstractContextManager:
+    return torch.autocast(rows.device.type, enabled=False)
+
+
+def _twice_differentiable(
+    plain: Callable[..., Tensor], ctx: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a Function's inputs, of which a gradient is wanted too: those of ``plain``,
+    which computes the same by operations that have second derivatives; slower.
+    """
+    inputs = ctx.saved_tensors[: len(ctx.needs_input_grad)]
+    wanted = [tensor for tensor, wants in zip(inputs, ctx.needs_input_grad, strict=True) if wants]
+    with _no_autocast(grad):
+        found = iter(torch.autograd.grad(plain(*inputs), wanted, grad, create_graph=True))
+    return tuple(next(found) if wants else None for wants in ctx.needs_input_grad)
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
-    return sizes, [size for size in sizes if size]
+    products = [
+        part @ w.to(part.dtype) for part, w in zip(rows.split(sizes), weight.unbind(), strict=True)
+    ]
+    if bias is not None:
+        added = bias.to(rows.dtype).unbind()
+        products = [product + b for product, b in zip(products, added, strict=True)]
+    return torch.cat(products)
 
 
-def _loop_gradients(
-    rows: Tensor, weight: Tensor, grad: Tensor, offsets: Tensor, bias: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of rows, weight and bias by operations that have gradients themselves."""
-    sizes, _ = _sizes(offsets)
-    parts = list(zip(rows.split(sizes), weight.unbind(), grad.split(sizes), strict=True))
-    to_rows = torch.cat([g @ w.to(g.dtype).t() for _, w, g in parts])
-    to_weight = torch.stack([(part.t() @ g).to(weight.dtype) for part, _, g in parts])
-    if bias is None:
-        return to_rows, to_weight, None
-    return to_rows, to_weight, torch.stack([g.sum(dim=0).to(bias) for _, _, g in parts])
+def _mlp(
+    rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, offsets: Tensor
+) -> Tensor:
+    return _linear(gelu(_linear(rows, up, up_bias, offsets)), down, down_bias, offsets)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.packed import packed
+from moecore.core.plain import packed
 from moecore.core.records import RoutingRecord
 from moecore.tasks.base import Task
 

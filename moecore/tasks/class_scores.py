@@ -1,14 +1,13 @@
 """Classification metrics of logits against labels; all sums are in fp64.
 
 logits: (N, K) before the softmax; labels: (N,) in 0 … K−1. N images, K classes. ``correct`` and
-``nll`` also take the labels (N, K) of images with several classes each, of 0 and 1 (label_sets.py).
+``nll`` also take the labels (N, K) of images with several classes each, of 0 and 1.
 """
 
 import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.tasks.label_sets import precise, sigmoid_nll
 
 BINS = 15  # equal widths, as in Guo et al. (2017)
 
@@ -112,3 +111,23 @@ def confusion(logits: Tensor, labels: Tensor) -> Tensor:
 def _bin(confidences: Tensor, bins: int) -> Tensor:
     """Index of the bin (low, high] of each confidence; 0 belongs to the first."""
     return (confidences.double() * bins).ceil().long().sub(1).clamp(0, bins - 1)
+
+
+def precise(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether the class with the largest logit is among the image's labels; (N,) bool.
+
+    Its mean is precision at 1 (adversarial-moe, eq. 18).
+    """
+    return labels.gather(1, logits.argmax(dim=1, keepdim=True))[:, 0] > 0
+
+
+def false_discovery_rate(logits: Tensor, labels: Tensor) -> float:
+    """1 − precision at 1 (adversarial-moe, appendix); with one label an image, the error rate."""
+    return 1 - float(precise(logits, labels).double().mean())
+
+
+def sigmoid_nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sigmoid cross-entropy of each image in nats, summed over the classes; (N,) fp64."""
+    logits = logits.double()
+    # −y ln σ(z) − (1 − y) ln(1 − σ(z)), which is finite for every z in this form
+    return (torch.nn.functional.softplus(logits) - labels * logits).sum(dim=1)

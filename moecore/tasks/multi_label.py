@@ -10,9 +10,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from moecore.core.files import UserError
 from moecore.tasks.base import Details, Reduction, Score
-from moecore.tasks.class_scores import correct, nll
+from moecore.tasks.class_scores import correct, false_discovery_rate, nll
 from moecore.tasks.classification import Classification
-from moecore.tasks.label_sets import false_discovery_rate
 
 
 class MultiLabel(Classification):

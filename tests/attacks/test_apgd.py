@@ -9,7 +9,7 @@ from pyautoattack.square import SquareAttack
 
 from moecore.attacks.apgd import Apgd, checkpoints, climb, random_start
 from moecore.attacks.apgd_reference import ApgdReference
-from moecore.attacks.draws import generators
+from moecore.attacks.base import generators
 from moecore.attacks.gradient import SlopeOf
 from moecore.attacks.objectives import goal_of
 from moecore.attacks.pgd import Pgd

@@ -7,7 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 from moecore.attacks import Attack
 from moecore.attacks.apgd import Apgd
 from moecore.attacks.apgd_reference import ApgdReference
-from moecore.attacks.draws import generators
+from moecore.attacks.base import generators
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import frozen_parameters, image_gradient
 from moecore.attacks.pgd import Pgd

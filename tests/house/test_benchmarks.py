@@ -8,8 +8,7 @@ from torch.nn.functional import silu
 
 from benchmarks import layers, race, table, training_step
 from benchmarks.layers import Size, prediction, step, tokens_of
-from benchmarks.limit import limit, weight_traffic
-from benchmarks.machine import Peaks
+from benchmarks.limit import Peaks, limit, weight_traffic
 from benchmarks.peers import PEERS, Unfit, leave_group
 from benchmarks.timing import Ratio, take_turns
 from moecore.nn.dispatch import Rows

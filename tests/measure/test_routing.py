@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.packed import unpacked_values
+from moecore.core.plain import unpacked_values
 from moecore.core.records import Layout, RoutingRecord
 from moecore.core.streams import generator_for, seed_of
 from moecore.data.prepared import evenly_spread

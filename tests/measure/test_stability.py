@@ -10,7 +10,7 @@ from moecore.data.corruptions.draws import directions, with_noise
 from moecore.data.prepared import evenly_spread
 from moecore.measure import stability
 from moecore.measure.base import Subject, at_once
-from moecore.measure.noisy.ramp import Ramp, ramp, ramp_probs
+from moecore.measure.noisy.noise import Ramp, ramp, ramp_probs
 from moecore.measure.routing_metrics.expert_use import agreement, change_of_choice
 from moecore.measure.routing_metrics.overlays import grid_of
 from moecore.measure.stability import Stability

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.core.packed import unpacked_values
+from moecore.core.plain import unpacked_values
 from moecore.core.records import Layout, RoutingRecord
 from moecore.data.prepared import Prepared, evenly_spread
 from moecore.data.views.views import Affine, ViewSettings

@@ -6,20 +6,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear
 from torch.utils.flop_counter import FlopCounterMode
 
-from moecore.nn import grouped
-from moecore.nn.grouped import can_group, experts_of_rows, grouped_linear, register_flop_formulas
+from moecore.nn import expert_groups, grouped
+from moecore.nn.expert_groups import Group, Plan
+from moecore.nn.grouped import (
+    can_group,
+    experts_of_rows,
+    grouped_linear,
+    grouped_mlp,
+    register_flop_formulas,
+)
 from moecore.nn.tiles import Tiles, height_for, number
 
 
-@pytest.fixture(autouse=True, params=["loop", "grouped_mm", "tiles"])
+@pytest.fixture(autouse=True, params=["loop", "groups", "grouped_mm", "tiles"])
 def way(request, monkeypatch):
-    """Both ways that a CPU computes, one expert at a time where experts have few rows and
-    grouped_mm where they have many, and what CUDA and compiled graphs do where grouped_mm cannot.
+    """The ways that a CPU computes: one expert at a time where experts have few rows, a group of
+    them where they are many too, grouped_mm where they have many rows. And what CUDA and compiled
+    graphs do where grouped_mm cannot.
     """
-    monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if request.param == "loop" else -1)
+    looped = request.param in ("loop", "groups")
+    monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if looped else -1)
+    monkeypatch.setattr(expert_groups, "MANY_EXPERTS", 1 if request.param == "groups" else 10**9)
     if request.param == "tiles":
         monkeypatch.setattr(grouped, "can_loop", lambda rows: False)
         monkeypatch.setattr(grouped, "can_group", lambda rows, weight: False)
@@ -192,6 +202,58 @@ def test_bias_gradient_in_bf16_does_not_stall_over_many_rows():
     assert torch.equal(bias.grad[:, 0], torch.tensor([4096, 64], dtype=torch.bfloat16))
 
 
+def mlp_inputs(sizes, dtype=torch.float32):
+    """Leaves (rows, up, up_bias, down, down_bias) of width 8 with hidden width 4, and offsets."""
+    rows, up, up_bias, offsets = inputs(sizes, 8, 4, dtype)
+    _, down, down_bias, _ = inputs(sizes, 4, 8, dtype, seed=1)
+    return rows, up, up_bias, down, down_bias, offsets
+
+
+def slow_mlp(rows, up, up_bias, down, down_bias, offsets):
+    return slow(gelu(slow(rows, up, up_bias, offsets)), down, down_bias, offsets)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 7), (40, 36, 0), (1,)])
+@pytest.mark.parametrize("low", [False, True])
+def test_an_mlp_at_once_is_two_maps_with_gelu_between(sizes, low):
+    *leaves, offsets = mlp_inputs(sizes)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+        actual = grouped_mlp(*leaves, offsets)
+    expected = slow_mlp(*leaves, offsets)
+    towards = torch.randn(sum(sizes), 8)
+    found = torch.autograd.grad(actual, leaves, towards.to(actual.dtype), retain_graph=True)
+    for ours, theirs in zip(
+        (actual, *found), (expected, *torch.autograd.grad(expected, leaves, towards)), strict=True
+    ):
+        assert (ours - theirs).norm() <= (0.02 if low else 1e-6) * theirs.norm()
+    for leaf, whole in zip(leaves, found, strict=True):  # the others are frozen
+        alone = [each if each is leaf else each.detach() for each in leaves]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+            outputs = grouped_mlp(*alone, offsets)
+        (gradient,) = torch.autograd.grad(outputs, leaf, towards.to(outputs.dtype))
+        assert torch.equal(gradient, whole)
+
+
+def test_second_derivatives_of_an_mlp():
+    *leaves, offsets = mlp_inputs((2, 0, 3), torch.float64)
+    assert torch.autograd.gradgradcheck(lambda *each: grouped_mlp(*each, offsets), leaves)
+
+
+def test_groups_by_hand(monkeypatch):
+    # Groups of two of eight inputs. Of the first both have rows: they share 2 seats each. The third
+    # and fourth have 33 and none: too many for seats that cost nothing. The last have none.
+    monkeypatch.setattr(expert_groups, "MANY_EXPERTS", 1)
+    monkeypatch.setattr(expert_groups, "GROUP", 16)
+    plan = Plan(torch.tensor([2, 3, 36, 36, 36, 36]), torch.zeros(6, 8, 1))
+    assert plan.groups == [Group(slice(0, 2), slice(0, 3), 2), Group(2, slice(3, 36), 33)]
+    assert plan.idle == [3, 4, 5]
+    rows = torch.arange(1.0, 37).unsqueeze(1)
+    seated = plan.seated(rows, plan.groups[0], rows.dtype)
+    assert seated.flatten().tolist() == [1, 2, 3, 0]
+    plan.back(10 * seated, plan.groups[0], rows)
+    assert rows[:4].flatten().tolist() == [10, 20, 30, 4]
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
 @settings(max_examples=50, deadline=None)
 def test_every_row_belongs_to_the_expert_whose_segment_holds_it(sizes):
@@ -208,8 +270,9 @@ def test_flops_are_counted_once_the_formula_is_registered(way):
     rows, weight, _, offsets = inputs((3, 0, 2))
     with FlopCounterMode(display=False) as counter:
         grouped_linear(rows, weight, None, offsets).square().sum().backward()
-    # forward, rows' gradient, weights' gradient: 2·R·i·o each
-    assert counter.get_total_flops() == 3 * 2 * 5 * 8 * 4
+    # forward, rows' gradient, weights' gradient: 2·R·i·o each; a group has free seats, 3·3 in all
+    computed = 9 if way == "groups" else 5
+    assert counter.get_total_flops() == 3 * 2 * computed * 8 * 4
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([1, 4, 8, 32]))

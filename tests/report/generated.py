@@ -26,7 +26,7 @@ from moecore.measure import (
     stability,
 )
 from moecore.measure.base import Estimate, Skipped
-from moecore.measure.noisy.ramp import Curve, Ramp
+from moecore.measure.noisy.noise import Curve, Ramp
 from moecore.measure.routing_metrics.expert_use import confidence as router_confidence
 from moecore.measure.routing_metrics.expert_use import expert_counts, load_cv2, normalised_entropy
 from moecore.measure.routing_metrics.overlays import Overlays, corresponding, overlays

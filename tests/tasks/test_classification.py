@@ -14,12 +14,14 @@ from moecore.tasks.class_scores import (
     confusion,
     correct,
     ece,
+    false_discovery_rate,
     nll,
+    precise,
     reliability,
+    sigmoid_nll,
     within,
 )
 from moecore.tasks.classification import Classification
-from moecore.tasks.label_sets import false_discovery_rate, precise, sigmoid_nll
 from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.regression import Regression
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from moecore.core.config import Config
-from moecore.core.packed import packed, unpacked
+from moecore.core.plain import packed, unpacked
 from moecore.core.records import Layout
 
 SIDE = 96  # pixels: larger images are shown smaller

@@ -15,7 +15,7 @@ from moecore.core.files import UserError
 from moecore.nn.bases import default_rank, drawn_bases, positive_qr
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import ExpertsConfig, ExpertsModule
-from moecore.nn.grouped import grouped_linear
+from moecore.nn.grouped import grouped_linear, grouped_mlp
 
 _STD = 0.02  # of the entries of both maps at the start, as the plain `mlp` experts have them
 
@@ -95,12 +95,12 @@ class EigenExperts(ExpertsModule):
         values = rows.values
         if not rows.projected:
             values = grouped_linear(values, self.basis, None, offsets)
-        # U diag(s) has no name, so that its memory is free again before the next product.
-        values = gelu(
-            grouped_linear(values, self.scale.unsqueeze(-1) * self.up, self.up_bias, offsets)
-        )
-        if self.down_inner is not None:
-            values = grouped_linear(values, self.down_inner, None, offsets)
+        up = self.scale.unsqueeze(-1) * self.up
+        if self.down_inner is None:
+            return grouped_mlp(values, up, self.up_bias, self.down, self.down_bias, offsets)
+        values = gelu(grouped_linear(values, up, self.up_bias, offsets))
+        del up  # its memory is free again before the next product
+        values = grouped_linear(values, self.down_inner, None, offsets)
         return grouped_linear(values, self.down, self.down_bias, offsets)
 
     @torch.no_grad()

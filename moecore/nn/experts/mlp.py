@@ -5,11 +5,10 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import ExpertsConfig, ExpertsModule
-from moecore.nn.grouped import grouped_linear
+from moecore.nn.grouped import grouped_mlp
 
 
 class Mlp(ExpertsConfig):
@@ -39,8 +38,9 @@ class MlpExperts(ExpertsModule):
         self.down, self.down_bias = _linears(config, hidden, width)
 
     def forward(self, rows: Rows) -> Tensor:
-        hidden = gelu(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
-        return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
+        return grouped_mlp(
+            rows.values, self.up, self.up_bias, self.down, self.down_bias, rows.offsets
+        )
 
 
 def _linears(config: Mlp, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -1,0 +1,109 @@
+"""Where jobs run: the environments of their processes, with GPUs or shares of the cores."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from moecore.core.files import UserError
+from moecore.pipeline.client import SOCKET
+from moecore.run.launch import CLUSTER, read_cluster
+
+CARDS = "CUDA_VISIBLE_DEVICES"
+THREADS = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: of BLAS under numpy and scipy
+
+
+def devices(jobs: int) -> list[dict[str, str]]:
+    """The environments of ``jobs`` processes: a GPU each, and more where one stage wants more; or
+    else a share of the cores; nothing where a cluster's launcher gives them. Raises UserError where
+    a stage wants more GPUs than there are.
+    """
+    elsewhere = CLUSTER in os.environ
+    if elsewhere and read_cluster(os.environ[CLUSTER]).gives_gpus:
+        return [{} for _ in range(jobs)]
+    if given := cards():
+        places = max(jobs, most_gpus(given))
+        return [{CARDS: given[place % len(given)]} for place in range(places)]
+    if elsewhere:
+        return [{} for _ in range(jobs)]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+    return [dict.fromkeys(THREADS, threads) for _ in range(jobs)]
+
+
+def most_gpus(given: Sequence[str]) -> int:
+    """How many GPUs the stage wants that wants most of those ``given``; 1 without a cluster file.
+
+    Raises UserError where that is more than there are.
+    """
+    path = os.environ.get(CLUSTER)
+    wanted = {"default": 1} if path is None else read_cluster(path).gpus
+    for stage, gpus in wanted.items():
+        if gpus > len(given):
+            found = f"{path}: {stage}.gpus: found {gpus}"
+            raise UserError(f"{found}; this machine may use {len(given)}: {', '.join(given)}")
+    return max(wanted.values())
+
+
+def gpus_of(stages: Sequence[str]) -> int:
+    """How many GPUs of this machine stages of one job want: one, or what the cluster file says."""
+    if CLUSTER not in os.environ:
+        return 1
+    cluster = read_cluster(os.environ[CLUSTER])
+    return max(1, *(cluster.needs(stage.partition("@")[0]).gpus for stage in stages))
+
+
+def places_for(
+    stages: Sequence[str], free: Sequence[Mapping[str, str]]
+) -> list[Mapping[str, str]] | None:
+    """Those of the ``free`` places that stages of a job take: one, or as many as they want GPUs.
+    None where too few are free.
+    """
+    if not free:
+        return None
+    by_card = {place[CARDS]: place for place in reversed(free) if CARDS in place}
+    if not by_card:
+        return [free[-1]]
+    wanted = gpus_of(stages)
+    return list(by_card.values())[:wanted] if len(by_card) >= wanted else None
+
+
+def together(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The environment of a job that has all of these places."""
+    found = dict(places[0])
+    if CARDS in found:
+        found[CARDS] = ",".join(place[CARDS] for place in places)
+    return found
+
+
+def cards() -> list[str]:
+    """The GPUs of this machine that may be used, as CUDA_VISIBLE_DEVICES has them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    given = os.environ.get(CARDS)
+    if given is None:
+        return [str(card) for card in range(count)]
+    return [card.strip() for card in given.split(",")][:count]
+
+
+def all_cores(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in THREADS}
+
+
+def with_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The same with a server of stages, where stages may be forked; see forked.py."""
+    import torch
+
+    elsewhere = CLUSTER in os.environ or SOCKET in os.environ
+    if sys.platform != "linux" or torch.cuda.device_count() or elsewhere:
+        return environments
+    from moecore.pipeline.forked import start_server
+
+    forking = start_server().environment()
+    return [environment | forking for environment in environments]
+
+
+def usual_jobs() -> int:
+    """As many as there are GPUs; without one, as many as cores, at most 4."""
+    import torch
+
+    return torch.cuda.device_count() or min(4, len(os.sched_getaffinity(0)))
