@@ -15,6 +15,15 @@ from torch.autograd import Function
 from moecore.nn.grouped import rows_at_once, to_autocast
 
 
+class Pairs(NamedTuple):
+    """Which pair of token and choice each row stands for: order (R,), of B · T · k; shape
+    (B, T, k).
+    """
+
+    order: Tensor
+    shape: tuple[int, ...]
+
+
 class Rows(NamedTuple):
     """What experts compute on: values (R, d) sorted by expert, and offsets (E,) int32, where each
     expert's rows end.
@@ -26,6 +35,7 @@ class Rows(NamedTuple):
     values: Tensor
     offsets: Tensor
     projected: bool = False
+    pairs: Pairs | None = None  # None: rows are no pairs
 
 
 class SparsePlan(NamedTuple):
@@ -86,7 +96,7 @@ class SparsePlan(NamedTuple):
         """
         flat = to_autocast(tokens).flatten(0, 1)
         values = _Gather.apply(flat, self.tokens, self.rows, self.weights.shape[-1])
-        return Rows(values, self.offsets)
+        return Rows(values, self.offsets, pairs=Pairs(self.order, tuple(self.weights.shape)))
 
     def combine(self, rows: Tensor) -> Tensor:
         """Rows (R, d) to tokens (B, T, d) in the rows' dtype; the weighted sum over choices is

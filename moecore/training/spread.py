@@ -129,6 +129,10 @@ def refuse_parted(model: nn.Module, settings: Training) -> None:
         if experts % number:
             found = f"expert_parallel is {number}, and a layer has {experts} experts"
             raise UserError(f"{found}; allowed: 1, or a divisor of these")
+        dropout = getattr(getattr(layer, "experts", None), "dropout", 0)
+        if dropout:
+            found = f"expert_parallel is {number}, and experts.dropout {dropout}"
+            raise UserError(f"{found}; allowed: 1, or experts without dropout")
 
 
 def refuse_split_groups(model: nn.Module, batch: int) -> None:

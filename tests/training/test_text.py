@@ -33,7 +33,14 @@ SPEC = ImageSpec(
 )
 SMOE = Method(
     router={"kind": "top_k_softmax", "k": 2},
-    experts={"kind": "mlp", "number": 4, "hidden_ratio": 1},
+    experts={
+        "kind": "mlp",
+        "number": 4,
+        "hidden_ratio": 1,
+        "activation": "relu",
+        "init": "flat",
+        "dropout": 0.1,
+    },
     blocks="all",
     regularizers=[{"kind": "group_sparsity", "weight": 1e-2}, {"kind": "load"}],
 )

@@ -5,22 +5,31 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.functional import gelu, relu
 
+from moecore.core.files import UserError
+from moecore.core.streams import bernoulli_like
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import ExpertsConfig, ExpertsModule
-from moecore.nn.grouped import grouped_mlp
+from moecore.nn.grouped import grouped_linear, grouped_mlp
 
 
 class Mlp(ExpertsConfig):
-    """Each expert is Linear(d, h), GELU, Linear(h, d), with biases."""
+    """Each expert is Linear(d, h), GELU or ReLU, Linear(h, d), with biases."""
 
     kind: Literal["mlp"] = "mlp"
     number: int = Field(default=8, ge=2, description="experts")
     hidden_ratio: float = Field(
         default=4.0, gt=0, description="hidden width h of one expert over the token width d"
     )
-    init: Literal["independent", "identical"] = Field(
-        default="independent", description="experts start apart, or all the same (as V-MoE)"
+    init: Literal["independent", "identical", "flat"] = Field(
+        default="independent",
+        description="experts start apart, or all the same (as V-MoE), with timm's weights of a "
+        "ViT; flat: apart, uniform within 1 / √(d·h), as SMoE language models start",
+    )
+    activation: Literal["gelu", "relu"] = "gelu"
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="in training: share of hidden numbers that are 0"
     )
 
     def build(self, width: int) -> "MlpExperts":
@@ -34,19 +43,39 @@ class MlpExperts(ExpertsModule):
     def __init__(self, config: Mlp, width: int) -> None:
         super().__init__()
         hidden = max(1, round(config.hidden_ratio * width))
+        self.activation = config.activation
+        self.dropout = config.dropout
         self.up, self.up_bias = _linears(config, width, hidden)
         self.down, self.down_bias = _linears(config, hidden, width)
 
     def forward(self, rows: Rows) -> Tensor:
-        return grouped_mlp(
-            rows.values, self.up, self.up_bias, self.down, self.down_bias, rows.offsets
-        )
+        maps = (self.up, self.up_bias, self.down, self.down_bias)
+        if self.activation == "gelu" and not self.dropout:
+            return grouped_mlp(rows.values, *maps, rows.offsets)
+        active = gelu if self.activation == "gelu" else relu
+        hidden = active(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
+        hidden = self._dropped(hidden, rows)
+        return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
+
+    def _dropped(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Hidden values (R, h) after dropout, which is drawn for the whole batch, pair by pair."""
+        rate = self.dropout
+        if not self.training or not rate:
+            return hidden
+        if rows.pairs is None:
+            raise UserError("experts.dropout: the router's rows are no pairs; allowed: 0")
+        kept = bernoulli_like(hidden.new_empty(*rows.pairs.shape, hidden.shape[1]), 1 - rate)
+        return hidden * (kept.flatten(0, 2).index_select(0, rows.pairs.order) / (1 - rate))
 
 
 def _linears(config: Mlp, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:
     """Weights (E, inputs, outputs), truncated normal with std 0.02, and zero biases (E, outputs):
-    timm's start of a ViT.
+    timm's start of a ViT; or uniform (see ``init``).
     """
+    if config.init == "flat":
+        bound = (inputs * outputs) ** -0.5
+        weights = nn.init.uniform_(torch.empty(config.number, inputs, outputs), -bound, bound)
+        return nn.Parameter(weights), nn.Parameter(torch.zeros(config.number, outputs))
     drawn = config.number if config.init == "independent" else 1
     weight = nn.init.trunc_normal_(torch.empty(drawn, inputs, outputs), std=0.02)
     weights = nn.Parameter(weight.expand(config.number, -1, -1).contiguous())

@@ -39,6 +39,10 @@ class MoE(Config):
 
         Raises UserError where router and experts do not fit together.
         """
+        dropout = getattr(self.experts, "dropout", 0)
+        if dropout and "k" not in type(self.router).model_fields:
+            whole = f"the router {self.router.kind} gives experts no single choices of tokens"
+            raise UserError(f"experts.dropout: found {dropout}, but {whole}; allowed: 0")
         experts = self.experts.build(width)
         return MoELayer(
             self.router.build(width, self.experts.number, experts.lent_basis()),
