@@ -5,12 +5,12 @@ The paper's own numbers stand in the heads of the columns, and below the table w
 
 from collections.abc import Collection, Sequence
 
-from moecore.report.cells import Cells
 from moecore.report.column import Column
 from moecore.report.paper_figures import NOTES, PAPERS, SHORT, Reported, reported
 from moecore.report.rows import by_method
 from moecore.report.rows import reported as printed
 from moecore.report.view import Block, Grid, Item, Line
+from moecore.report.words import Cells
 
 # What stands beside a table's own columns: the score, and for the cost what it is of.
 BESIDE = {

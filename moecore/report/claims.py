@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from moecore.core.files import UserError
-from moecore.report.cells import Cell, as_json, cell
 from moecore.report.column import Metric
 from moecore.report.measured import Models, Phase, Results
 from moecore.report.significance import LEVEL, Side, difference_of
 from moecore.report.tables import table
+from moecore.report.words import Cell, as_json, cell
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
 from moecore.study.selection import Claim, Comparison, Question

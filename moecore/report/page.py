@@ -11,7 +11,6 @@ from moecore.report import overview
 from moecore.report.answer import answer, answer_of_claims
 from moecore.report.cards import card_facts
 from moecore.report.claims import Evaluated
-from moecore.report.glossary import WORDS
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes
 from moecore.report.pictures import environment
@@ -19,6 +18,7 @@ from moecore.report.quantities import Quantities, quantities
 from moecore.report.references import routed
 from moecore.report.sections import counted, listed, section_of, title_of
 from moecore.report.tables import table
+from moecore.report.texts import WORDS
 from moecore.report.verdicts import claims_section
 from moecore.report.view import Grid, Overview, Page, Section
 

@@ -4,12 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from moecore.measure.robustness import Result as Robustness
-from moecore.report.cells import Cell, Cells
 from moecore.report.column import Column
 from moecore.report.measured import Phase
 from moecore.report.measures.robustness import WORST, attack_title, attacks_of, strongest
 from moecore.report.tables import Table
-from moecore.report.words import decimals
+from moecore.report.words import Cell, Cells, decimals
 from moecore.statistics.intervals import Interval
 
 HEADLINE = ("mce", "load_cv2", "active_parameters", "latency_ms")

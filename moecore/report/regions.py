@@ -10,13 +10,12 @@ from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.measure.probes.generalisation import Generalised
-from moecore.report.cells import cell
 from moecore.report.charts import Labels, heat_table, texts_of
 from moecore.report.column import Column, Metric, mean
 from moecore.report.measured import Phase
 from moecore.report.rows import alike
 from moecore.report.view import NONE, Block, Grid, Item, Line, Picture
-from moecore.report.words import shown
+from moecore.report.words import cell, shown
 from moecore.training.outcome import Outcome, Probed, RegionRow
 
 # What region experts are named after.

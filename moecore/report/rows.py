@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from moecore.report.cells import Cell, Cells
 from moecore.report.column import Column
-from moecore.report.glossary import word_of
 from moecore.report.paper_figures import PAPERS
+from moecore.report.texts import word_of
 from moecore.report.view import EMPTY, NONE, Grid, Head, Item, Line
-from moecore.report.words import decimals, limits_of, shown
+from moecore.report.words import Cell, Cells, decimals, limits_of, shown
 
 Notes = Callable[[Column], Sequence[str]]
 

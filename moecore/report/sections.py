@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 
 from moecore.report.by_paper import by_paper
-from moecore.report.cells import Cells
 from moecore.report.column import Column, slug
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, transfer
@@ -14,7 +13,7 @@ from moecore.report.significance import WORDS
 from moecore.report.tables import Table, used_tests
 from moecore.report.training_figures import sigma_schedule
 from moecore.report.view import Block, Picture, Section, without_empty
-from moecore.report.words import between, decimals, shown, unbroken
+from moecore.report.words import Cells, between, decimals, shown, unbroken
 
 TITLES = {
     "pretrain": "Pretrained",

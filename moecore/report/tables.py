@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from moecore.measure.sizes import Result as Sizes
 from moecore.report import significance
-from moecore.report.cells import Cell, as_json, cell
 from moecore.report.column import Ahead, Metric
 from moecore.report.measured import Models, Phase, Results
 from moecore.report.measures import SHOWN, sizes
 from moecore.report.paper_figures import PAPERS
 from moecore.report.references import references, seen
+from moecore.report.words import Cell, as_json, cell
 from moecore.study.document import near
 from moecore.study.selection import Phase as PhaseName
 from moecore.study.study import Study

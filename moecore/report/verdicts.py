@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from moecore.report.cells import Cell
 from moecore.report.claims import Evaluated, claims_of, questions_of
 from moecore.report.summary import ANSWERS
 from moecore.report.view import Block, Grid, Item, Line, Section
-from moecore.report.words import between, decimals, limits_of, shown, signed
+from moecore.report.words import Cell, between, decimals, limits_of, shown, signed
 from moecore.statistics.crossed import BOTH, ITEMS, SEEDS
 from moecore.study.selection import Claim, Question
 

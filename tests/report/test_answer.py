@@ -9,12 +9,12 @@ import torch
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.answer import answer, answer_of_claims
 from moecore.report.claims import evaluate
-from moecore.report.glossary import WORDS, word_of
 from moecore.report.measured import Results
 from moecore.report.overview import hold, pictures
 from moecore.report.page import page_of
 from moecore.report.quantities import quantities
 from moecore.report.tables import table
+from moecore.report.texts import WORDS, word_of
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
 from tests.report.generated import TASK, changed

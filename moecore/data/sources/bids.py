@@ -12,8 +12,13 @@ from moecore.core.files import UserError, places
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
 from moecore.data.volumes.bids_table import Problem, Table, read_table
-from moecore.data.volumes.cohort_headers import listed, look_at_cohort, of_ages
-from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
+from moecore.data.volumes.cohort_splits import (
+    CohortSplits,
+    listed,
+    look_at_cohort,
+    of_ages,
+    split_cohort,
+)
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.subjects import Subject, the_one
 from moecore.data.volumes.volume_cache import VolumeCache

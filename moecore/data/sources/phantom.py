@@ -14,8 +14,7 @@ from moecore.data.phantom.fields import SIDE, VOXEL_MM, scanned
 from moecore.data.phantom.numbers import Preset
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
-from moecore.data.volumes.cohort_headers import of_ages
-from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
+from moecore.data.volumes.cohort_splits import CohortSplits, of_ages, split_cohort
 from moecore.data.volumes.grids import BRAIN
 from moecore.data.volumes.subjects import Subject
 from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes

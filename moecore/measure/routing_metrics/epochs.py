@@ -18,7 +18,7 @@ from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.consistency import epoch_agreement, epoch_agreement_by_layer
 from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
 from moecore.measure.routing_metrics.imed import class_maps
-from moecore.measure.routing_metrics.region_probe import (
+from moecore.measure.routing_metrics.regions import (
     keep_regions,
     kept_regions,
     probed_epochs,

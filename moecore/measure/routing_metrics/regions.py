@@ -6,18 +6,20 @@ N volumes, R tissues, D × H × W voxels, T tokens, E experts.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_max_pool3d
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, read_json, write_json
 from moecore.core.streams import seed_of
+from moecore.data.prepared import Prepared, evenly_spread
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.training.isolation import isolate
-from moecore.training.outcome import RegionRow
+from moecore.training.outcome import Probed, RegionRow
 
 BEST = 2  # experts named per tissue, as in figure S1
 
@@ -90,3 +92,50 @@ def _row(name: str, model: Model, volumes: Tensor, experts: Sequence[str], batch
         experts=[(experts[index], float(scores[index])) for index in best],
         share=dict(zip(experts, share.tolist(), strict=True)),
     )
+
+
+VOLUMES = 24  # of the validation split, evenly spread over it
+
+
+def probed_epochs(epochs: int) -> tuple[int, ...]:
+    """The first, the middle and the last of ``epochs``, from 1; fewer if they are the same."""
+    return tuple(sorted({1, (epochs + 1) // 2, epochs}))
+
+
+def keep_regions(
+    folder: Path,
+    epoch: int,
+    model: Model,
+    data: Prepared,
+    experts: tuple[str, ...],
+    seed: int,
+) -> None:
+    """Write into ``folder`` what the experts do on single tissues after ``epoch``.
+
+    Nothing for data without tissue maps. model: as it is used, on its device. seed: of the random
+    control, the same at all epochs.
+    """
+    regions = data.card.get("regions")
+    if not regions:
+        return
+    chosen = evenly_spread(len(data.validation.labels), VOLUMES)
+    volumes = np.array(data.validation.images[chosen])
+    maps = np.array(data.regions("validation")[chosen])
+    rows = region_routing(model, volumes, maps, regions, experts, seed)
+    probed = Probed(epoch=epoch, rows=rows)
+    write_json(_path(folder, epoch), probed.model_dump(mode="json"))
+
+
+def kept_regions(folder: Path, data: Prepared, epochs: int) -> tuple[Probed, ...]:
+    """What was kept in ``folder``; () for data without tissue maps.
+
+    Raises UserError, naming the file, where an epoch is missing.
+    """
+    if not data.card.get("regions"):
+        return ()
+    kept = [read_json(_path(folder, epoch)) for epoch in probed_epochs(epochs)]
+    return tuple(Probed.model_validate(probed) for probed in kept)
+
+
+def _path(folder: Path, epoch: int) -> Path:
+    return folder / "regions" / f"{epoch:04d}.json"

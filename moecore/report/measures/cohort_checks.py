@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
-from moecore.report.cells import cell
 from moecore.report.column import Column, Metric, opened
 from moecore.report.drawing import GUIDE, legend_of, line_look, new_figure, styled
 from moecore.report.measured import Phase
@@ -17,6 +16,7 @@ from moecore.report.regions import GENERALISATION, TISSUES, generalised, mixture
 from moecore.report.rows import alike
 from moecore.report.shown import Figures, each_method
 from moecore.report.view import Block, Grid, Item, Line
+from moecore.report.words import cell
 from moecore.statistics.intervals import Interval
 
 ORDER = {

@@ -14,9 +14,16 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.model import parameter_counts
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.language_block import AdamBlock, LanguageBlock, MomentumBlock, Through
+from moecore.nn.layers.language_block import (
+    AdamBlock,
+    LanguageBlock,
+    MomentumBlock,
+    SpanAttention,
+    Through,
+    slant,
+    upright,
+)
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.span_attention import SpanAttention, slant, upright
 from moecore.nn.routers.teacher_routed import TeacherRouted
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.tasks.classification import Classification
