@@ -16,6 +16,10 @@ from moecore.data.prepared import Split
 from moecore.data.sampling import send
 from moecore.tasks import AnyTask
 
+# Of a GPU's free memory, for the images of one split: the rest is for the model and its step.
+SHARE = 0.4
+IN_MEMORY = 8 << 30  # bytes of a split, beside the CPU
+
 
 @lru_cache(maxsize=2)
 def _order(n: int, seed: int, epoch: int) -> Tensor:
@@ -75,18 +79,33 @@ class OnDisk(NamedTuple):
         """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of
         CPU indices (B,), on the labels' device.
         """
-        batch = torch.from_numpy(np.take(self.images, indices.numpy(), axis=0))
-        return send(batch, self.labels.device), self.labels.index_select(
-            0, send(indices, self.labels.device)
-        )
+        device = self.labels.device
+        shape = (len(indices), *self.images.shape[1:])
+        kind = torch.from_numpy(self.images[:0].copy()).dtype
+        batch = torch.empty(shape, dtype=kind, pin_memory=device.type == "cuda")
+        # "clip" writes into ``batch`` itself; another mode would copy once more.
+        np.take(self.images, indices.numpy(), axis=0, out=batch.numpy(), mode="clip")
+        return send(batch, device), self.labels.index_select(0, send(indices, device))
+
+
+def room(device: torch.device | str) -> int:
+    """Bytes that the images of one split may take on a device: 8 GiB beside the CPU, SHARE of what
+    is free on a GPU now.
+    """
+    if torch.device(device).type != "cuda":
+        return IN_MEMORY
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(SHARE * free)
 
 
 def to_device(
-    split: Split, device: torch.device | str, limit_bytes: int = 8 << 30
+    split: Split, device: torch.device | str, limit_bytes: int | None = None
 ) -> OnDevice | OnDisk:
-    """Put a split's images on the device where they take at most ``limit_bytes`` there; else leave
-    them on disk.
+    """Put a split's images on the device where they take at most ``limit_bytes`` there (``room`` of
+    it where that is None); else leave them on disk.
     """
+    if limit_bytes is None:
+        limit_bytes = room(device)
     labels = torch.from_numpy(np.array(split.labels)).to(device)
     if split.images.nbytes > limit_bytes:
         return OnDisk(split.images, labels)

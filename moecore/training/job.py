@@ -159,6 +159,8 @@ def attacked(job: Job, settings: Training, seed: int, step: int, batch: Batch) -
 class Ahead:
     """``make(step)`` for ``steps`` in their order, made by a thread while the device computes.
 
+    Beside a GPU it copies and draws on a stream of its own, so that neither waits for the model.
+
     What a step draws is a function of its number, so it may be drawn early. Errors of ``make`` are
     raised where the step's turn is.
     """
@@ -171,10 +173,27 @@ class Ahead:
         self.make = make
         self.steps = steps
         self.depth = depth
-        self.waiting: dict[int, Future[Batch]] = {}
+        self.waiting: dict[int, Future] = {}
+        self.stream = None
+        if card is not None:
+            self.stream = torch.cuda.Stream(card)
+            self.stream.wait_stream(torch.cuda.current_stream())  # the data on the device are whole
 
     def __call__(self, step: int) -> Batch:
         for later in range(step, min(step + self.depth + 1, self.steps.stop)):
             if later not in self.waiting:
-                self.waiting[later] = self.pool.submit(self.make, later)
-        return self.waiting.pop(step).result()
+                self.waiting[later] = self.pool.submit(self._made, later)
+        batch, done = self.waiting.pop(step).result()
+        if done is not None:
+            reader = torch.cuda.current_stream()
+            reader.wait_event(done)
+            for value in batch:
+                if isinstance(value, Tensor) and value.is_cuda:
+                    value.record_stream(reader)  # not to be overwritten before it was read
+        return batch
+
+    def _made(self, step: int) -> tuple[Batch, torch.Event | None]:
+        if self.stream is None:
+            return self.make(step), None
+        with torch.cuda.stream(self.stream):
+            return self.make(step), self.stream.record_event()

@@ -1,13 +1,16 @@
 """The GPU computes what the CPU computes; skipped where there is no GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from moecore.core.sources import ROOT
+from moecore.data.loader import OnDevice, OnDisk
 from moecore.nn.backbones.vit import Vit
 from moecore.study.document import load
 from moecore.training.guide import build_guide, standing_alone
-from moecore.training.job import Job, training_batch
+from moecore.training.job import Ahead, Job, training_batch
 from moecore.training.loop import fit, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
@@ -75,6 +78,26 @@ def test_a_step_in_bf16_never_waits_for_the_device(name):
             train_step(given, settings, optimizer, batch, 1e-3, torch.bfloat16, 0.5)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_batches_made_on_a_stream_of_their_own_are_the_same():
+    job = task()
+    labels = job.train.labels.cuda()
+    for train in (OnDevice(job.train.images.cuda(), labels), OnDisk(numpy_of(job), labels)):
+        held = job._replace(train=train)
+        make = partial(training_batch, held, SETTINGS, 3)
+        ahead = Ahead(make, range(20))
+        for step in range(20):
+            ours = ahead(step)
+            torch.rand(2000, 2000, device="cuda").inverse()  # something to overlap with
+            theirs = training_batch(job, SETTINGS, 3, step)
+            assert torch.equal(ours.images.cpu(), theirs.images)
+            assert torch.equal(ours.labels.cpu(), theirs.labels)
+
+
+def numpy_of(job: Job):
+    """Its images as they lie on disk."""
+    return job.train.images.numpy()
 
 
 def test_training_on_the_gpu_learns():
