@@ -14,7 +14,8 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, checksum, write_json
-from moecore.data.arrays import check_array
+from moecore.data.arrays import check_array, jpeg_files
+from moecore.data.files.decode import Packing
 from moecore.data.prepared import SPLITS
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
@@ -32,15 +33,25 @@ class Facts(NamedTuple):
     settings: Config  # the source's own, with a kind and a seed
 
 
+class JpegFile(NamedTuple):
+    """A finished file of N JPEG files, one after the other, that is taken over."""
+
+    path: Path
+    lengths: np.ndarray  # int64 (N,), bytes
+    extents: np.ndarray  # int64 (N, 2), height and width
+    histogram: np.ndarray  # int64 (C, 256) of all pixels before they were compressed
+    packing: Packing
+
+
 class Part(NamedTuple):
     """One split to write: its labels, as the task stores them, and the images in the same order.
 
-    images: chunks uint8 (n, C, H, W) whose n add up to N, or the path of a finished .npy file that
-    is taken over.
+    images: chunks uint8 (n, C, H, W) whose n add up to N, or a finished .npy or JPEG file that is
+    taken over.
     """
 
     labels: np.ndarray
-    images: Iterable[np.ndarray] | Path
+    images: Iterable[np.ndarray] | Path | JpegFile
 
 
 def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dict[str, Any]:
@@ -52,12 +63,20 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     counts = {split: _counts(facts, split, parts[split].labels) for split in SPLITS}
+    packed = parts["train"].images
     for split in SPLITS:
         labels = parts[split].labels
-        _write_images(folder / f"{split}_images.npy", facts, parts[split])
+        images = parts[split].images
+        if isinstance(images, JpegFile):
+            _write_jpegs(folder, split, len(labels), images)
+        else:
+            _write_images(folder / f"{split}_images.npy", facts, len(labels), images)
         _, dtype = facts.task.stored(len(labels))
         np.save(folder / f"{split}_labels.npy", labels.astype(dtype), allow_pickle=False)
-    mean, std = moments(np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False))
+    if isinstance(packed, JpegFile):
+        mean, std = _moments_of(packed.histogram)
+    else:
+        mean, std = moments(np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False))
     settings = facts.settings.model_dump(mode="json")
     card = {
         "name": facts.name,
@@ -72,16 +91,30 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
         "seed": settings["seed"],
         "licence": facts.licence,
         "source": facts.source,
-        "files": {name: checksum(folder / name) for name in file_names()},
+        "files": {name: checksum(folder / name) for name in file_names(parts)},
         "settings": settings,
     }
+    if isinstance(packed, JpegFile):
+        card["jpeg"] = {
+            "side": packed.packing.size,
+            "whole": packed.packing.whole,
+            "quality": packed.packing.quality,
+            "bytes": int(packed.lengths.sum()),
+        }
     write_json(folder / "card.json", card)
     return card
 
 
-def file_names() -> list[str]:
-    """Names of the six array files of a prepared folder."""
-    return [f"{split}_{what}.npy" for split in SPLITS for what in ("images", "labels")]
+def file_names(parts: Mapping[str, Part]) -> list[str]:
+    """Names of the files of a prepared folder: two arrays a split, or four where JPEG is stored."""
+    names = []
+    for split in SPLITS:
+        if isinstance(parts[split].images, JpegFile):
+            names += jpeg_files(split)
+        else:
+            names.append(f"{split}_images.npy")
+        names.append(f"{split}_labels.npy")
+    return names
 
 
 def moments(images: np.ndarray, chunk: int = 8192) -> tuple[list[float], list[float]]:
@@ -94,6 +127,10 @@ def moments(images: np.ndarray, chunk: int = 8192) -> tuple[list[float], list[fl
         block = images[start : start + chunk]
         for channel in range(images.shape[1]):
             histogram[channel] += np.bincount(block[:, channel].ravel(), minlength=256)
+    return _moments_of(histogram)
+
+
+def _moments_of(histogram: np.ndarray) -> tuple[list[float], list[float]]:
     values = np.arange(256) / 255
     share = histogram / histogram.sum(1, keepdims=True)
     mean = share @ values
@@ -113,14 +150,25 @@ def _counts(facts: Facts, split: str, labels: np.ndarray) -> dict[str, int]:
     return counts
 
 
-def _write_images(path: Path, facts: Facts, part: Part) -> None:
-    shape = (len(part.labels), facts.channels, facts.size, facts.size)
-    if isinstance(part.images, Path):
-        _take_over(part.images, path)
+def _write_jpegs(folder: Path, split: str, labels: int, found: JpegFile) -> None:
+    if len(found.lengths) != labels:
+        raise UserError(f"{split}: {len(found.lengths)} images for {labels} labels")
+    content, offsets, extents = (folder / name for name in jpeg_files(split))
+    _take_over(found.path, content)
+    np.save(offsets, np.concatenate([[0], found.lengths.cumsum()]), allow_pickle=False)
+    np.save(extents, found.extents, allow_pickle=False)
+
+
+def _write_images(
+    path: Path, facts: Facts, labels: int, images: Iterable[np.ndarray] | Path
+) -> None:
+    shape = (labels, facts.channels, facts.size, facts.size)
+    if isinstance(images, Path):
+        _take_over(images, path)
         return check_array(path, shape, np.uint8)
     out = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
     row = 0
-    for chunk in part.images:
+    for chunk in images:
         if chunk.dtype != np.uint8 or chunk.shape[1:] != shape[1:] or row + len(chunk) > shape[0]:
             found = f"images {row} on are {chunk.dtype} {chunk.shape}"
             raise UserError(f"{path.name}: {found}; expected uint8 {shape} in all")

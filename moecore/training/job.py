@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moecore.core.ranks import ranks
 from moecore.core.records import Batch
 from moecore.core.streams import ATTACK, PERMUTED, VIEWS, Draws, generator_for
-from moecore.data.loader import OnDevice, OnDisk, batch_indices, steps_per_epoch, to_device
+from moecore.data.loader import Loaded, batch_indices, steps_per_epoch, to_device
 from moecore.data.prepared import Prepared, Split
 from moecore.data.views.mix import mix
 from moecore.data.views.views import make_views
@@ -31,8 +31,8 @@ class Job(NamedTuple):
     """A model and what it learns from."""
 
     model: BackboneModel
-    train: OnDevice | OnDisk
-    validation: OnDevice | OnDisk
+    train: Loaded
+    validation: Loaded
     objective: Objective
     guide: Guide | None = None  # a frozen teacher, for the losses that need one
     views: int = 1  # of each image
@@ -129,7 +129,7 @@ def rendered(job: Job, settings: Training, seed: int, step: int, places: Tensor 
     images, labels = job.train.take(indices)
     epoch = step // steps_per_epoch(len(job.train.labels), settings.batch)
     region = None
-    if job.isolation is not None:
+    if job.isolation is not None and isinstance(images, Tensor):
         images, region = job.isolation.isolated(images, indices, step, epoch, draws)
         region = region.repeat(job.views)
     made = [make_views(images, settings.views, draws) for _ in range(job.views)]
