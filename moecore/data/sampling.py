@@ -72,8 +72,18 @@ class Uneven:
 def warp_each(images: Uneven, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
     """As ``warp``, of images of different shapes; on their device.
 
-    What the views reach of each image is cut out first, with what ``fill`` puts around it, and that
-    alone is sent to the device.
+    What the views reach of each image is cut out first, and that alone is sent to the device.
+    """
+    parts, moved = cut_out(images, affines, size, fill)
+    pixels = send(parts, images.device).permute(0, 3, 1, 2).contiguous()
+    return warp(pixels, moved, size, "zeros")
+
+
+def cut_out(
+    images: Uneven, affines: Tensor, size: tuple[int, int], fill: str
+) -> tuple[Tensor, Tensor]:
+    """What views of ``size`` reach of each image, with what ``fill`` puts around it, uint8
+    (B, H, W, C) on the CPU, pinned beside a GPU; and the affines (B, 3, 3) from there to the views.
     """
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
     reached = (inverse(affines) @ corners.to(torch.float64))[:, :2]
@@ -87,9 +97,7 @@ def warp_each(images: Uneven, affines: Tensor, size: tuple[int, int], fill: str)
         images.images, cut.numpy(), low.tolist(), high.tolist(), strict=True
     ):
         _cut(image, place, first, last, fill)
-    moved = affines @ translation(low[:, 0], low[:, 1], len(images))
-    pixels = send(cut, images.device).permute(0, 3, 1, 2).contiguous()
-    return warp(pixels, moved, size, "zeros")
+    return cut, affines @ translation(low[:, 0], low[:, 1], len(images))
 
 
 def _cut(

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, checksum, write_json
 from moecore.data.arrays import check_array, jpeg_files
 from moecore.data.files.decode import Packing
 from moecore.data.prepared import SPLITS
+from moecore.data.workers import each
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 
@@ -117,16 +119,21 @@ def file_names(parts: Mapping[str, Part]) -> list[str]:
     return names
 
 
-def moments(images: np.ndarray, chunk: int = 8192) -> tuple[list[float], list[float]]:
+def moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
     """Mean and population standard deviation per channel of images uint8 (N, C, H, W), in [0, 1].
 
-    Exact, from histograms.
+    Exact, from histograms, which PIL counts several times as quickly as numpy.
     """
-    histogram = np.zeros((images.shape[1], 256), np.int64)
-    for start in range(0, len(images), chunk):
+    channels, width = images.shape[1], images.shape[-1]
+
+    def counted(start: int) -> np.ndarray:
         block = images[start : start + chunk]
-        for channel in range(images.shape[1]):
-            histogram[channel] += np.bincount(block[:, channel].ravel(), minlength=256)
+        planes = [block[:, channel].reshape(-1, width) for channel in range(channels)]
+        return np.array([Image.fromarray(plane).histogram() for plane in planes], np.int64)
+
+    histogram = np.zeros((channels, 256), np.int64)
+    for counts in each(counted, range(0, len(images), chunk)):
+        histogram += counts
     return _moments_of(histogram)
 
 
