@@ -2,6 +2,7 @@
 one grid_sample.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +68,16 @@ class Uneven:
         """Their largest centre squares, resized: uint8 (B, C, size, size) on the device."""
         found = [square(Image.fromarray(one.squeeze()), self.size) for one in self.images]
         return send(torch.from_numpy(np.stack(found)), self.device).permute(0, 3, 1, 2)
+
+
+def shapes(
+    images: Tensor | Uneven, side: int | None
+) -> tuple[Sequence[int] | tuple[Tensor, Tensor], tuple[int, int]]:
+    """Heights and widths of the images, and of their views, which ``side`` may name."""
+    if isinstance(images, Uneven):
+        return images.extents, (side or images.size, side or images.size)
+    height, width = images.shape[2:]
+    return (height, width), (side or height, side or width)
 
 
 def warp_each(images: Uneven, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:

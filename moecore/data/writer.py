@@ -44,6 +44,15 @@ class JpegFile(NamedTuple):
     histogram: np.ndarray  # int64 (C, 256) of all pixels before they were compressed
     packing: Packing
 
+    def described(self) -> dict[str, int | bool]:
+        """What the card says of it."""
+        return {
+            "side": self.packing.size,
+            "whole": self.packing.whole,
+            "quality": self.packing.quality,
+            "bytes": int(self.lengths.sum()),
+        }
+
 
 class Part(NamedTuple):
     """One split to write: its labels, as the task stores them, and the images in the same order.
@@ -65,7 +74,6 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     counts = {split: _counts(facts, split, parts[split].labels) for split in SPLITS}
-    packed = parts["train"].images
     for split in SPLITS:
         labels = parts[split].labels
         images = parts[split].images
@@ -75,10 +83,13 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
             _write_images(folder / f"{split}_images.npy", facts, len(labels), images)
         _, dtype = facts.task.stored(len(labels))
         np.save(folder / f"{split}_labels.npy", labels.astype(dtype), allow_pickle=False)
+    packed = parts["train"].images
     if isinstance(packed, JpegFile):
         mean, std = _moments_of(packed.histogram)
+        jpeg = {"jpeg": packed.described()}
     else:
         mean, std = moments(np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False))
+        jpeg = {}
     settings = facts.settings.model_dump(mode="json")
     card = {
         "name": facts.name,
@@ -95,14 +106,8 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
         "source": facts.source,
         "files": {name: checksum(folder / name) for name in file_names(parts)},
         "settings": settings,
+        **jpeg,
     }
-    if isinstance(packed, JpegFile):
-        card["jpeg"] = {
-            "side": packed.packing.size,
-            "whole": packed.packing.whole,
-            "quality": packed.packing.quality,
-            "bytes": int(packed.lengths.sum()),
-        }
     write_json(folder / "card.json", card)
     return card
 

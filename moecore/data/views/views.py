@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import Draws
-from moecore.data.sampling import Uneven, send, shift_and_flip, warp, warp_each
+from moecore.data.sampling import Uneven, send, shapes, shift_and_flip, warp, warp_each
 from moecore.data.views import colour, geometry, randaugment
 from moecore.data.views.colour import ColourJitter
 from moecore.data.views.randaugment import RandAugment
@@ -161,14 +161,9 @@ def make_views(images: Tensor | Uneven, settings: ViewSettings, source: Generato
             "views: found intensity, which is for volumes; allowed for images: jitter, randaugment"
         )
     count = len(images)
-    if isinstance(images, Uneven):
-        if settings.crop is None:
-            raise UserError(f"views: found crop: null, but {UNEVEN}")
-        original = images.extents
-        size = (settings.size or images.size,) * 2
-    else:
-        original = images.shape[2:]
-        size = (settings.size or original[0], settings.size or original[1])
+    if isinstance(images, Uneven) and settings.crop is None:
+        raise UserError(f"views: found crop: null, but {UNEVEN}")
+    original, size = shapes(images, settings.size)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
     frame = _frame(settings, original, size, draws)
     # drawn whether or not it is used: a setting then changes no other draw
