@@ -12,9 +12,14 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import FEW_SHOT, generator_for
+from moecore.data.arrays import Jpegs
 from moecore.data.prepared import Split
-from moecore.data.sampling import send
+from moecore.data.sampling import Uneven, send
 from moecore.tasks import AnyTask
+
+# Of a GPU's free memory, for the images of one split: the rest is for the model and its step.
+SHARE = 0.4
+IN_MEMORY = 8 << 30  # bytes of a split, beside the CPU
 
 
 @lru_cache(maxsize=2)
@@ -75,19 +80,55 @@ class OnDisk(NamedTuple):
         """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of
         CPU indices (B,), on the labels' device.
         """
-        batch = torch.from_numpy(np.take(self.images, indices.numpy(), axis=0))
-        return send(batch, self.labels.device), self.labels.index_select(
-            0, send(indices, self.labels.device)
-        )
+        device = self.labels.device
+        shape = (len(indices), *self.images.shape[1:])
+        kind = torch.from_numpy(self.images[:0].copy()).dtype
+        batch = torch.empty(shape, dtype=kind, pin_memory=device.type == "cuda")
+        # "clip" writes into ``batch`` itself; another mode would copy once more.
+        np.take(self.images, indices.numpy(), axis=0, out=batch.numpy(), mode="clip")
+        return send(batch, device), self.labels.index_select(0, send(indices, device))
 
 
-def to_device(
-    split: Split, device: torch.device | str, limit_bytes: int = 8 << 30
-) -> OnDevice | OnDisk:
-    """Put a split's images on the device where they take at most ``limit_bytes`` there; else leave
-    them on disk.
+class Encoded(NamedTuple):
+    """A split whose images stay JPEG files on disk; those of each batch are decoded, in threads."""
+
+    images: Jpegs
+    labels: Tensor
+
+    def take(self, indices: Tensor) -> tuple[Tensor | Uneven, Tensor]:
+        """Images uint8 (B, C, H, W), or of different shapes where they are kept whole, and labels
+        (B,) or (B, K) of CPU indices (B,).
+        """
+        device = self.labels.device
+        labels = self.labels.index_select(0, send(indices, device))
+        if self.images.uneven:
+            whole = self.images.whole(indices.numpy())
+            return Uneven(whole, self.images.size, device), labels
+        return send(torch.from_numpy(np.asarray(self.images[indices.numpy()])), device), labels
+
+
+Loaded = OnDevice | OnDisk | Encoded
+
+
+def room(device: torch.device | str) -> int:
+    """Bytes that the images of one split may take on a device: 8 GiB beside the CPU, SHARE of what
+    is free on a GPU now.
+    """
+    if torch.device(device).type != "cuda":
+        return IN_MEMORY
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(SHARE * free)
+
+
+def to_device(split: Split, device: torch.device | str, limit_bytes: int | None = None) -> Loaded:
+    """Put a split's images on the device where they take at most ``limit_bytes`` there (``room`` of
+    it where that is None); else, and where they are JPEG files, leave them on disk.
     """
     labels = torch.from_numpy(np.array(split.labels)).to(device)
+    if isinstance(split.images, Jpegs):
+        return Encoded(split.images, labels)
+    if limit_bytes is None:
+        limit_bytes = room(device)
     if split.images.nbytes > limit_bytes:
         return OnDisk(split.images, labels)
     return OnDevice(torch.from_numpy(np.array(split.images)).to(device), labels)

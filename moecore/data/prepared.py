@@ -11,6 +11,9 @@ Text is ``{train,validation,test}_tokens.npy``, int32 (n,), and ``vocabulary.txt
 are blocks of M tokens with those that are read before them, int32 (N, C, M), and the labels are the
 next tokens (N, M): see moecore/data/text/words.py.
 
+Training images may be JPEG files in one, where the card says ``jpeg``: ``train_images.bin``,
+``train_offsets.npy`` int64 (N + 1,), ``train_extents.npy`` int64 (N, 2), height and width.
+
 The card says everything about the set: name, kind, task, channels, size, images and counts of each
 split, mean and std of the training images, seed, licence, source, sha256 of each file, and the
 settings that made it.
@@ -23,7 +26,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, checksum, read_json
-from moecore.data.arrays import check_array
+from moecore.data.arrays import Jpegs, check_array
 from moecore.data.preview import read_task
 from moecore.data.text.words import windows
 from moecore.data.volumes.subjects import read_subjects, sex_counts
@@ -64,7 +67,7 @@ class Split(NamedTuple):
     a number for each participant of the split; None where nothing says so.
     """
 
-    images: np.ndarray
+    images: np.ndarray | Jpegs
     labels: np.ndarray
     people: np.ndarray | None = None
 
@@ -146,7 +149,10 @@ class Prepared(NamedTuple):
 def _open_images(folder: Path, card: dict[str, Any], task: AnyTask, split: str) -> Split:
     number = card["images"][split]
     shape = (number, card["channels"], card["size"], card["size"])
-    images = _checked(folder / f"{split}_images.npy", shape, np.uint8)
+    if split == "train" and "jpeg" in card:
+        images = Jpegs.open(folder, split, number, card)
+    else:
+        images = _checked(folder / f"{split}_images.npy", shape, np.uint8)
     labels = _labels(folder, task, split, number)
     counts = card["counts"][split]
     if task.counts(labels) != [counts[name] for name in task.classes]:

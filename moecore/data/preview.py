@@ -22,6 +22,7 @@ class Preview(NamedTuple):
     counts: Mapping[str, tuple[int, ...]] = {}  # {}: not known yet
     regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known
     seen: tuple[Path, ...] = ()  # files and folders whose change may change this
+    short_side: int | None = None  # of training images that are kept whole; None: squares of size
     note: str | None = None  # what is worth knowing and no problem, such as a download
     problem: str | None = None  # why ``prepare`` would fail
 
@@ -72,6 +73,7 @@ def preview_of_card(card: Mapping[str, Any], path: Path) -> Preview:
     """
     size = card["size"]
     task = read_task(card["task"])
+    jpeg = card.get("jpeg", {})
     counts = {split: tuple(numbers.values()) for split, numbers in card["counts"].items()}
     if task.needs_classes("one_class"):
         counts = {split: (number,) for split, number in card["images"].items()}
@@ -83,6 +85,7 @@ def preview_of_card(card: Mapping[str, Any], path: Path) -> Preview:
         counts,
         tuple(card.get("regions") or ()),
         (path,),
+        jpeg.get("side") if jpeg.get("whole") else None,
     )
 
 

@@ -2,11 +2,17 @@
 one grid_sample.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
-from moecore.data.views.geometry import inverse
+from moecore.data.files.decode import square
+from moecore.data.views.geometry import inverse, translation
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
@@ -39,6 +45,89 @@ def warp(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> T
     return F.grid_sample(
         images.to(torch.float32), grid, mode="bilinear", padding_mode=fill, align_corners=False
     )
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Images of different shapes, uint8 (H, W, C) each, that are still on the CPU."""
+
+    images: list[np.ndarray]
+    size: int  # height and width of a view whose settings name none
+    device: torch.device  # of the views
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def extents(self) -> tuple[Tensor, Tensor]:
+        """Heights and widths, fp64 (B,) each."""
+        found = torch.tensor([image.shape[:2] for image in self.images], dtype=torch.float64)
+        return found[:, 0], found[:, 1]
+
+    def squares(self) -> Tensor:
+        """Their largest centre squares, resized: uint8 (B, C, size, size) on the device."""
+        found = [square(Image.fromarray(one.squeeze()), self.size) for one in self.images]
+        return send(torch.from_numpy(np.stack(found)), self.device).permute(0, 3, 1, 2)
+
+
+def shapes(
+    images: Tensor | Uneven, side: int | None
+) -> tuple[Sequence[int] | tuple[Tensor, Tensor], tuple[int, int]]:
+    """Heights and widths of the images, and of their views, which ``side`` may name."""
+    if isinstance(images, Uneven):
+        return images.extents, (side or images.size, side or images.size)
+    height, width = images.shape[2:]
+    return (height, width), (side or height, side or width)
+
+
+def warp_each(images: Uneven, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
+    """As ``warp``, of images of different shapes; on their device.
+
+    What the views reach of each image is cut out first, and that alone is sent to the device.
+    """
+    parts, moved = cut_out(images, affines, size, fill)
+    pixels = send(parts, images.device).permute(0, 3, 1, 2).contiguous()
+    return warp(pixels, moved, size, "zeros")
+
+
+def cut_out(
+    images: Uneven, affines: Tensor, size: tuple[int, int], fill: str
+) -> tuple[Tensor, Tensor]:
+    """What views of ``size`` reach of each image, with what ``fill`` puts around it, uint8
+    (B, H, W, C) on the CPU, pinned beside a GPU; and the affines (B, 3, 3) from there to the views.
+    """
+    corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
+    reached = (inverse(affines) @ corners.to(torch.float64))[:, :2]
+    low = reached.amin(-1).floor().to(torch.int64) - 1  # a pixel more, for the interpolation
+    high = reached.amax(-1).ceil().to(torch.int64) + 1
+    tall, wide = (high - low).amax(0).tolist()
+    channels = images.images[0].shape[-1]
+    pinned = images.device.type == "cuda"
+    cut = torch.zeros(len(images), tall, wide, channels, dtype=torch.uint8, pin_memory=pinned)
+    for image, place, first, last in zip(
+        images.images, cut.numpy(), low.tolist(), high.tolist(), strict=True
+    ):
+        _cut(image, place, first, last, fill)
+    return cut, affines @ translation(low[:, 0], low[:, 1], len(images))
+
+
+def _cut(
+    image: np.ndarray, place: np.ndarray, first: list[int], last: list[int], fill: str
+) -> None:
+    """Rows and columns from ``first`` to ``last`` of an image (H, W, C), into ``place`` from its
+    corner on.
+    """
+    if fill == "zeros":
+        begin = np.clip(first, 0, image.shape[:2])
+        end = np.clip(last, 0, image.shape[:2])
+        to = [slice(a - f, b - f) for a, b, f in zip(begin, end, first, strict=True)]
+        place[to[0], to[1]] = image[begin[0] : end[0], begin[1] : end[1]]
+        return
+    rows, columns = (
+        fold(torch.arange(a, b), length, fill).numpy()
+        for a, b, length in zip(first, last, image.shape[:2], strict=True)
+    )
+    place[: len(rows), : len(columns)] = image[rows][:, columns]
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:

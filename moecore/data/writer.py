@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, checksum, write_json
-from moecore.data.arrays import check_array
+from moecore.data.arrays import check_array, jpeg_files
+from moecore.data.files.decode import Packing
 from moecore.data.prepared import SPLITS
+from moecore.data.workers import each
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 
@@ -32,15 +35,34 @@ class Facts(NamedTuple):
     settings: Config  # the source's own, with a kind and a seed
 
 
+class JpegFile(NamedTuple):
+    """A finished file of N JPEG files, one after the other, that is taken over."""
+
+    path: Path
+    lengths: np.ndarray  # int64 (N,), bytes
+    extents: np.ndarray  # int64 (N, 2), height and width
+    histogram: np.ndarray  # int64 (C, 256) of all pixels before they were compressed
+    packing: Packing
+
+    def described(self) -> dict[str, int | bool]:
+        """What the card says of it."""
+        return {
+            "side": self.packing.size,
+            "whole": self.packing.whole,
+            "quality": self.packing.quality,
+            "bytes": int(self.lengths.sum()),
+        }
+
+
 class Part(NamedTuple):
     """One split to write: its labels, as the task stores them, and the images in the same order.
 
-    images: chunks uint8 (n, C, H, W) whose n add up to N, or the path of a finished .npy file that
-    is taken over.
+    images: chunks uint8 (n, C, H, W) whose n add up to N, or a finished .npy or JPEG file that is
+    taken over.
     """
 
     labels: np.ndarray
-    images: Iterable[np.ndarray] | Path
+    images: Iterable[np.ndarray] | Path | JpegFile
 
 
 def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dict[str, Any]:
@@ -54,10 +76,20 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
     counts = {split: _counts(facts, split, parts[split].labels) for split in SPLITS}
     for split in SPLITS:
         labels = parts[split].labels
-        _write_images(folder / f"{split}_images.npy", facts, parts[split])
+        images = parts[split].images
+        if isinstance(images, JpegFile):
+            _write_jpegs(folder, split, len(labels), images)
+        else:
+            _write_images(folder / f"{split}_images.npy", facts, len(labels), images)
         _, dtype = facts.task.stored(len(labels))
         np.save(folder / f"{split}_labels.npy", labels.astype(dtype), allow_pickle=False)
-    mean, std = moments(np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False))
+    packed = parts["train"].images
+    if isinstance(packed, JpegFile):
+        mean, std = _moments_of(packed.histogram)
+        jpeg = {"jpeg": packed.described()}
+    else:
+        mean, std = moments(np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False))
+        jpeg = {}
     settings = facts.settings.model_dump(mode="json")
     card = {
         "name": facts.name,
@@ -72,28 +104,45 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
         "seed": settings["seed"],
         "licence": facts.licence,
         "source": facts.source,
-        "files": {name: checksum(folder / name) for name in file_names()},
+        "files": {name: checksum(folder / name) for name in file_names(parts)},
         "settings": settings,
+        **jpeg,
     }
     write_json(folder / "card.json", card)
     return card
 
 
-def file_names() -> list[str]:
-    """Names of the six array files of a prepared folder."""
-    return [f"{split}_{what}.npy" for split in SPLITS for what in ("images", "labels")]
+def file_names(parts: Mapping[str, Part]) -> list[str]:
+    """Names of the files of a prepared folder: two arrays a split, or four where JPEG is stored."""
+    names = []
+    for split in SPLITS:
+        if isinstance(parts[split].images, JpegFile):
+            names += jpeg_files(split)
+        else:
+            names.append(f"{split}_images.npy")
+        names.append(f"{split}_labels.npy")
+    return names
 
 
-def moments(images: np.ndarray, chunk: int = 8192) -> tuple[list[float], list[float]]:
+def moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
     """Mean and population standard deviation per channel of images uint8 (N, C, H, W), in [0, 1].
 
-    Exact, from histograms.
+    Exact, from histograms, which PIL counts several times as quickly as numpy.
     """
-    histogram = np.zeros((images.shape[1], 256), np.int64)
-    for start in range(0, len(images), chunk):
+    channels, width = images.shape[1], images.shape[-1]
+
+    def counted(start: int) -> np.ndarray:
         block = images[start : start + chunk]
-        for channel in range(images.shape[1]):
-            histogram[channel] += np.bincount(block[:, channel].ravel(), minlength=256)
+        planes = [block[:, channel].reshape(-1, width) for channel in range(channels)]
+        return np.array([Image.fromarray(plane).histogram() for plane in planes], np.int64)
+
+    histogram = np.zeros((channels, 256), np.int64)
+    for counts in each(counted, range(0, len(images), chunk)):
+        histogram += counts
+    return _moments_of(histogram)
+
+
+def _moments_of(histogram: np.ndarray) -> tuple[list[float], list[float]]:
     values = np.arange(256) / 255
     share = histogram / histogram.sum(1, keepdims=True)
     mean = share @ values
@@ -113,14 +162,25 @@ def _counts(facts: Facts, split: str, labels: np.ndarray) -> dict[str, int]:
     return counts
 
 
-def _write_images(path: Path, facts: Facts, part: Part) -> None:
-    shape = (len(part.labels), facts.channels, facts.size, facts.size)
-    if isinstance(part.images, Path):
-        _take_over(part.images, path)
+def _write_jpegs(folder: Path, split: str, labels: int, found: JpegFile) -> None:
+    if len(found.lengths) != labels:
+        raise UserError(f"{split}: {len(found.lengths)} images for {labels} labels")
+    content, offsets, extents = (folder / name for name in jpeg_files(split))
+    _take_over(found.path, content)
+    np.save(offsets, np.concatenate([[0], found.lengths.cumsum()]), allow_pickle=False)
+    np.save(extents, found.extents, allow_pickle=False)
+
+
+def _write_images(
+    path: Path, facts: Facts, labels: int, images: Iterable[np.ndarray] | Path
+) -> None:
+    shape = (labels, facts.channels, facts.size, facts.size)
+    if isinstance(images, Path):
+        _take_over(images, path)
         return check_array(path, shape, np.uint8)
     out = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
     row = 0
-    for chunk in part.images:
+    for chunk in images:
         if chunk.dtype != np.uint8 or chunk.shape[1:] != shape[1:] or row + len(chunk) > shape[0]:
             found = f"images {row} on are {chunk.dtype} {chunk.shape}"
             raise UserError(f"{path.name}: {found}; expected uint8 {shape} in all")

@@ -89,8 +89,10 @@ def measure(subject: Subject, settings: FewShot, parts: Parts) -> Result:
         drawn(subject, max(fits, default=0), settings.seed, draw) for draw in range(settings.draws)
     ]
     used = np.unique(np.concatenate([one.flatten() for one in wanted]))
-    known = Known(subject, features(subject, test.images, settings.batch))
-    few = features(subject, train.images[used], settings.batch) if fits else known.test[:0]
+    known = Known(subject, features(subject, np.asarray(test.images), settings.batch))
+    few = known.test[:0]
+    if fits:
+        few = features(subject, np.asarray(train.images[used]), settings.batch)
 
     def row(shots: int) -> Shots:
         tried = []

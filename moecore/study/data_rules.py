@@ -99,7 +99,8 @@ def _prepared(card: Path, source: Any) -> Preview | None:
         return None
     try:
         found = read_json(card)
-        if found["settings"] == source.model_dump(mode="json"):
+        # Settings that are younger than the card have their defaults in it.
+        if type(source).model_validate(found["settings"]) == source:
             return preview_of_card(found, card)
     except (UserError, KeyError, TypeError, ValidationError):
         return None  # damaged, or of other code: `prepare` writes it anew

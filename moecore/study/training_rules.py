@@ -9,6 +9,7 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.data.preview import Preview
+from moecore.data.views.views import UNEVEN
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
 from moecore.study.label_rules import trainings
@@ -101,8 +102,11 @@ def schedule_rules(study: Study) -> Found:
 def size_rules(study: Study, previews: Mapping[str, Preview]) -> Found:
     """Batches and shots that the training images of a phase do not give."""
     for keys, phase, training in trainings(study):
-        if (preview := previews.get(phase)) and preview.counts:
+        preview = previews.get(phase)
+        if preview and preview.counts:
             yield from _training(keys, phase, training, preview)
+        if preview and preview.short_side is not None:
+            yield from _whole_images((*keys, "views"), phase, training.views, preview.short_side)
     preview = previews.get("pretrain")
     if preview is not None and preview.counts and _fits_routers(study):
         yield from _batch(
@@ -125,6 +129,15 @@ def _training(keys: tuple, phase: str, training: Any, preview: Preview) -> Found
         images = shots * len(numbers)
         why = f"{shots} shots of {len(numbers)} classes"
     yield from _batch((*keys, "batch"), training, images, why)
+
+
+def _whole_images(keys: tuple, phase: str, views: Any, short_side: int) -> Found:
+    """What views of images that are kept whole must have, and have no more of."""
+    if views.crop is None:
+        yield (*keys, "crop"), f"found null, but in data.{phase} {UNEVEN}"
+    if views.size is not None and views.size > short_side:
+        found = f"found {views.size}, but data.{phase} keeps images with a short side of "
+        yield (*keys, "size"), f"{found}{short_side}; allowed: at most that, or null"
 
 
 def _batch(keys: tuple, settings: Any, images: int, why: str) -> Found:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moecore.core.ranks import ranks
 from moecore.core.records import Batch
 from moecore.core.streams import ATTACK, PERMUTED, VIEWS, Draws, generator_for
-from moecore.data.loader import OnDevice, OnDisk, batch_indices, steps_per_epoch, to_device
+from moecore.data.loader import Loaded, batch_indices, steps_per_epoch, to_device
 from moecore.data.prepared import Prepared, Split
 from moecore.data.text.stream import Stream
 from moecore.data.views.mix import mix
@@ -32,8 +32,8 @@ class Job(NamedTuple):
     """A model and what it learns from."""
 
     model: BackboneModel
-    train: OnDevice | OnDisk | Stream
-    validation: OnDevice | OnDisk
+    train: Loaded | Stream
+    validation: Loaded
     objective: Objective
     guide: Guide | None = None  # a frozen teacher, for the losses that need one
     views: int = 1  # of each image
@@ -92,7 +92,7 @@ def job_for(
         train = Split(train.images, places.permutation(train.labels))
     if guide is not None:
         guide = guide.to(device)
-    learned: OnDevice | OnDisk | Stream = to_device(train, device)
+    learned: Loaded | Stream = to_device(train, device)
     if "tokens" in data.card:
         tokens = torch.from_numpy(np.array(data.tokens("train")))
         learned = Stream(tokens.to(device), *data.card["size"])
@@ -146,7 +146,7 @@ def rendered(job: Job, settings: Training, seed: int, step: int, places: Tensor 
     images, labels = job.train.take(indices)
     epoch = step // job.updates(settings)
     region = None
-    if job.isolation is not None:
+    if job.isolation is not None and isinstance(images, Tensor):
         images, region = job.isolation.isolated(images, indices, step, epoch, draws)
         region = region.repeat(job.views)
     made = [make_views(images, settings.views, draws) for _ in range(job.views)]
@@ -176,6 +176,8 @@ def attacked(job: Job, settings: Training, seed: int, step: int, batch: Batch) -
 class Ahead:
     """``make(step)`` for ``steps`` in their order, made by a thread while the device computes.
 
+    Beside a GPU it copies and draws on a stream of its own, so that neither waits for the model.
+
     What a step draws is a function of its number, so it may be drawn early. Errors of ``make`` are
     raised where the step's turn is.
     """
@@ -188,10 +190,27 @@ class Ahead:
         self.make = make
         self.steps = steps
         self.depth = depth
-        self.waiting: dict[int, Future[Batch]] = {}
+        self.waiting: dict[int, Future] = {}
+        self.stream = None
+        if card is not None:
+            self.stream = torch.cuda.Stream(card)
+            self.stream.wait_stream(torch.cuda.current_stream())  # the data on the device are whole
 
     def __call__(self, step: int) -> Batch:
         for later in range(step, min(step + self.depth + 1, self.steps.stop)):
             if later not in self.waiting:
-                self.waiting[later] = self.pool.submit(self.make, later)
-        return self.waiting.pop(step).result()
+                self.waiting[later] = self.pool.submit(self._made, later)
+        batch, done = self.waiting.pop(step).result()
+        if done is not None:
+            reader = torch.cuda.current_stream()
+            reader.wait_event(done)
+            for value in batch:
+                if isinstance(value, Tensor) and value.is_cuda:
+                    value.record_stream(reader)  # not to be overwritten before it was read
+        return batch
+
+    def _made(self, step: int) -> tuple[Batch, torch.Event | None]:
+        if self.stream is None:
+            return self.make(step), None
+        with torch.cuda.stream(self.stream):
+            return self.make(step), self.stream.record_event()

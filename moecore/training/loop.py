@@ -16,7 +16,7 @@ from moecore.core.files import UserError
 from moecore.core.ranks import joined, ranks, same_text
 from moecore.core.records import Batch, Step
 from moecore.core.streams import NOISE, RowsOfBatch, generator_for
-from moecore.data.loader import OnDevice, OnDisk
+from moecore.data.loader import Loaded
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions, scores_of_blocks
 from moecore.training.checkpoint import Checkpoint
@@ -214,7 +214,7 @@ def train_step(
     return {"loss": loss.detach()} | detached, score / batch.views
 
 
-def validate(model: Model, split: OnDevice | OnDisk) -> dict[str, float]:
+def validate(model: Model, split: Loaded) -> dict[str, float]:
     """Mean score and mean loss on a split, in fp32 and evaluation mode."""
     labels = split.labels.cpu()
     task = model.image.task

@@ -66,6 +66,24 @@ def image_classes(
             Image.fromarray(pixels).convert(mode).save(folder / name / f"{i:03}{suffix}")
 
 
+def photo(width: int, height: int, random: np.random.Generator) -> Image.Image:
+    """A smooth coloured picture with a little noise, as JPEG likes them."""
+    coarse = random.integers(0, 256, (max(2, height // 12), max(2, width // 12), 3), np.uint8)
+    smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    noisy = np.asarray(smooth) + random.normal(0, 4, (height, width, 3))
+    return Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
+
+
+def photo_classes(folder: Path, classes: dict[str, int], sides: tuple[int, int] = (40, 90)) -> None:
+    """Class folders of JPEG files whose heights and widths differ, from ``sides``."""
+    random = np.random.default_rng(len(classes))
+    for name, number in classes.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for i in range(number):
+            width, height = random.integers(*sides, 2).tolist()
+            photo(width, height, random).save(folder / name / f"{i:03}.JPEG", quality=92)
+
+
 SIDE = 32
 SMALL = {"voxel_mm": 6.0, "size": (32, 32, 32), "age_groups": 2}
 

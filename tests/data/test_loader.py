@@ -30,6 +30,7 @@ from moecore.data.loader import (
     batch_indices,
     epoch_order,
     few_shot,
+    room,
     steps_per_epoch,
     to_device,
 )
@@ -86,6 +87,11 @@ def test_on_device_and_on_disk_agree(tmp_path):
             and labels.tolist() == [7, 0, 7]
             and seen.dtype == torch.uint8
         )
+
+
+def test_a_gpu_holds_a_share_of_what_is_free_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 << 30, 141 << 30))
+    assert room("cuda") == 40 << 30 and room("cpu") == 8 << 30
 
 
 def test_few_shot():

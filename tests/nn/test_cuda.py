@@ -1,6 +1,7 @@
 """The GPU computes what the CPU computes; skipped where there is no GPU."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from moecore.attacks.apgd import climb
 from moecore.attacks.gradient import SlopeOf, frozen_parameters
 from moecore.attacks.pgd import Pgd
 from moecore.core.sources import ROOT
+from moecore.data.loader import OnDevice, OnDisk
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.grouped import grouped_linear
 from moecore.study.document import load
 from moecore.training.guide import build_guide, standing_alone
-from moecore.training.job import Job, training_batch
+from moecore.training.job import Ahead, Job, training_batch
 from moecore.training.loop import fit, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
@@ -170,6 +172,26 @@ def test_the_plan_is_the_one_of_the_cpu_without_padding(number):
     assert torch.equal(plan.rows.cpu(), order.argsort())
     ends = torch.bincount(experts.flatten(), minlength=number).cumsum(0).int()
     assert torch.equal(plan.offsets.cpu(), ends)
+
+
+def test_batches_made_on_a_stream_of_their_own_are_the_same():
+    job = task()
+    labels = job.train.labels.cuda()
+    for train in (OnDevice(job.train.images.cuda(), labels), OnDisk(numpy_of(job), labels)):
+        held = job._replace(train=train)
+        make = partial(training_batch, held, SETTINGS, 3)
+        ahead = Ahead(make, range(20))
+        for step in range(20):
+            ours = ahead(step)
+            torch.rand(2000, 2000, device="cuda").inverse()  # something to overlap with
+            theirs = training_batch(job, SETTINGS, 3, step)
+            assert torch.equal(ours.images.cpu(), theirs.images)
+            assert torch.equal(ours.labels.cpu(), theirs.labels)
+
+
+def numpy_of(job: Job):
+    """Its images as they lie on disk."""
+    return job.train.images.numpy()
 
 
 def test_training_on_the_gpu_learns():

@@ -6,11 +6,13 @@ import hashlib
 import json
 import random
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.data.making import photo_classes
 from tests.project import PARAMS, Project
 
 STAGES = {
@@ -51,21 +53,32 @@ def untimed(values: dict) -> dict:
 def outcome(project: Project, stage: str) -> tuple[str, dict, list]:
     """What must not depend on a kill: weights, results and logged points, all without times."""
     item = item_of(stage)
-    weights = (project.folder / STAGES[stage][1] / "model.safetensors").read_bytes()
     results = json.loads((project.folder / f"artifacts/measured/{item}.json").read_text())
     results["curve"] = [untimed(point) for point in results["curve"]]
+    weights, points = weights_and_points(project, item)
+    return weights, untimed(results), points
+
+
+def weights_and_points(project: Project, item: str) -> tuple[str, list]:
+    """The weights' digest, and the logged points without times."""
+    weights = (project.folder / "artifacts" / item / "model.safetensors").read_bytes()
     history = (project.folder / "artifacts/history" / item / "history.jsonl").read_text()
     points = [
         (line["step"], untimed(line["values"]))
         for line in map(json.loads, history.splitlines())
         if "values" in line
     ]
-    return hashlib.sha256(weights).hexdigest(), untimed(results), points
+    return hashlib.sha256(weights).hexdigest(), points
 
 
 def logged(project: Project, stage: str) -> int:
     """The last step in the history of the run under way; 0 before the first."""
-    files = list((project.folder / ".state" / item_of(stage)).glob("*/history/history.jsonl"))
+    return last_step(project, item_of(stage))
+
+
+def last_step(project: Project, item: str) -> int:
+    """The same of a run that is named."""
+    files = list((project.folder / ".state" / item).glob("*/history/history.jsonl"))
     steps = re.findall(r'"step": (\d+)', files[0].read_text()) if files else []
     return int(steps[-1]) if steps else 0
 
@@ -115,6 +128,47 @@ def test_nothing_of_the_run_stays_behind(project):
             for path in (project.folder / ".state" / item_of(stage)).iterdir()
             if path.is_dir() and not path.name.isdigit()
         ], stage
+
+
+def test_a_training_on_jpeg_files_of_all_shapes_ends_bit_equal_too(tmp_path):
+    photo_classes(tmp_path / "photos/train", {"n00000001": 60, "n00000002": 60})
+    photo_classes(tmp_path / "photos/val", {"n00000001": 6, "n00000002": 6})
+    kind = "kind: imagenet, root: photos, validation: 8, size: 32"
+    params = PARAMS
+    views = "views: {crop: {scale: [0.08, 1.0]}, flip: true}"
+    for old, new in (
+        ("{kind: digits, size: 16}", f"{{{kind}, store: jpeg, short_side: 40}}"),
+        ("{kind: digits, size: 24, seed: 1}", f"{{{kind}}}"),
+        ("log_every: 5, checkpoint_every: 5}\nteacher_router", f"{views}}}\nteacher_router"),
+        ("{epochs: 2, batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 5,\n", ""),
+        (
+            "  views: {shift: 1, flip: true}}",
+            "  {epochs: 8, batch: 16, learning_rate: 0.001, log_every: 3, checkpoint_every: 3, "
+            f"{views}}}",
+        ),
+    ):
+        assert params.count(old) == 1
+        params = params.replace(old, new)
+    project = Project(tmp_path, params)
+    trained = ("pretrain", "tgr", "0")
+    for words in (("prepare", "pretrain"), ("teacher", "0"), ("teacher_router", "tgr", "0")):
+        project.stage(*words)
+    project.stage(*trained)
+    item = "pretrain/tgr/0"
+    undisturbed = weights_and_points(project, item)
+    assert undisturbed[1][-1][0] == 8 * (112 // 16)
+    shutil.rmtree(tmp_path / "artifacts/pretrain")
+    for moment in (10, 31):
+        assert project.killed(
+            *trained, when=lambda moment=moment: last_step(project, item) >= moment
+        )
+    project.stage(*trained)
+    assert weights_and_points(project, item) == undisturbed
+    project.edit(f"checkpoint_every: 3, {views}", "checkpoint_every: 3, views: {flip: true}")
+    done = project.attempt_stage(*trained)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "params.yaml:" in done.stderr and "pretrain.views.crop: found null" in done.stderr
+    assert "in data.pretrain the images are kept whole" in done.stderr
 
 
 def test_other_params_do_not_continue_a_killed_run(project):

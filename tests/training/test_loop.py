@@ -227,8 +227,8 @@ def test_batches_that_a_thread_makes_early_are_the_same():
         ours, theirs = ahead(step), training_batch(made, settings, 3, step)
         assert torch.equal(ours.images, theirs.images) and torch.equal(ours.labels, theirs.labels)
     assert asked == [4, 5, 6, 7, 8], "each once, in order, none after the last"
-    failing = Ahead(lambda step: 1 // (step - 1), range(3), depth=1)
-    assert failing(0) == -1
+    failing = Ahead(lambda step: (1 // (step - 1),), range(3), depth=1)
+    assert failing(0) == (-1,)
     with pytest.raises(ZeroDivisionError):
         failing(1)
-    assert failing(2) == 1
+    assert failing(2) == (1,)

@@ -1,12 +1,62 @@
-"""Folders of images, one folder a class."""
+"""Folders of images, one folder a class, and how their images are kept."""
 
 from pathlib import Path
+from typing import Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
-from moecore.data.files.decode import SUFFIXES
+from moecore.data.files.decode import SUFFIXES, Packing
 from moecore.data.files.decode_cache import Files
+from moecore.data.splits import SplitSettings
+
+SMALLEST = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
+
+
+class KeptSettings(SplitSettings):
+    """Fields of the sources whose images are files of different shapes."""
+
+    store: Literal["raw", "jpeg"] = Field(
+        "raw",
+        description=(
+            "How training images are kept: raw, a byte a pixel and channel; jpeg, compressed and "
+            "decoded whenever they are seen. Validation and test images are raw"
+        ),
+    )
+    short_side: int | None = Field(
+        None,
+        ge=4,
+        le=1024,
+        description=(
+            "Keep training images whole, with a short side of this, so that views.crop chooses "
+            "from all of them; null: their centre square of `size`. Needs store: jpeg"
+        ),
+    )
+    quality: int = Field(95, ge=50, le=100, description="Of the JPEG files, where they are kept")
+
+    @model_validator(mode="after")
+    def _stored(self) -> Self:
+        size = getattr(self, "size", SMALLEST)
+        if self.store == "jpeg" and size < SMALLEST:
+            raise ValueError(f"store is jpeg, size {size}; allowed: {SMALLEST} or more, or raw")
+        if self.store == "raw" and "quality" in self.model_fields_set:
+            raise ValueError("quality is of JPEG files, store is raw; allowed: store: jpeg")
+        if self.short_side is None:
+            return self
+        if self.store == "raw":
+            found = f"short_side is {self.short_side}, store raw, which has one shape for all"
+            raise ValueError(f"{found}; allowed: short_side: null, or store: jpeg")
+        if self.short_side < size:
+            found = f"short_side is {self.short_side}, size {size}"
+            raise ValueError(f"{found}; allowed: {size} or more, or null")
+        return self
+
+    def packing(self, size: int, channels: int) -> Packing | None:
+        """How training images become JPEG files; None where they stay raw."""
+        if self.store == "raw":
+            return None
+        return Packing(self.short_side or size, self.short_side is not None, channels, self.quality)
 
 
 def class_names(folder: Path) -> tuple[str, ...]:

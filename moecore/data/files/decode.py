@@ -1,6 +1,10 @@
-"""One image file to one square of uint8."""
+"""One image file to one square of uint8, or to a smaller JPEG file."""
 
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -28,11 +32,68 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
     never below twice ``size``. Of several pictures in a file the first is taken.
     Raises Unreadable on damaged, truncated and enormous files, and on 32 bits a channel.
     """
+    with _reasons():
+        return square(_opened(path, size, channels), size).transpose(2, 0, 1)
+
+
+class Packing(NamedTuple):
+    """How images become the JPEG files of a store."""
+
+    size: int  # the side of centre squares, or the short side of whole images
+    whole: bool  # keep the aspect, and everything to the border
+    channels: int
+    quality: int
+
+
+class Packed(NamedTuple):
+    """A JPEG file, its height and width, and its pixels' histogram before compression, int64
+    (C, 256).
+    """
+
+    content: bytes
+    extent: tuple[int, int]
+    histogram: np.ndarray
+
+
+def pack_image(path: str | Path, packing: Packing) -> Packed:
+    """Decode an image file as ``decode_image`` does and encode it as JPEG.
+
+    Colours have half the resolution of brightness (4:2:0), as in cameras' files. Raises Unreadable
+    as ``decode_image`` does.
+    """
+    with _reasons():
+        image = _opened(path, packing.size, packing.channels)
+        if packing.whole:
+            small = image.resize(_short_side(image.size, packing.size), Image.Resampling.BILINEAR)
+        else:
+            small = Image.fromarray(square(image, packing.size).squeeze())
+        file = io.BytesIO()
+        small.save(file, "JPEG", quality=packing.quality, subsampling="4:2:0")
+    histogram = np.array(small.histogram(), np.int64).reshape(packing.channels, 256)
+    return Packed(file.getvalue(), (small.height, small.width), histogram)
+
+
+def unpack_image(content: bytes, channels: int) -> Image.Image:
+    """The pixels of a JPEG file that ``pack_image`` made. Raises Unreadable where it is damaged."""
+    with _reasons():
+        image = Image.open(io.BytesIO(content), formats=["JPEG"])
+        image.load()
+    if image.mode != MODES[channels]:
+        raise Unreadable(of_mode(image.mode))
+    return image
+
+
+def _opened(path: str | Path, size: int, channels: int) -> Image.Image:
+    with Image.open(path) as image:
+        image.draft(MODES[channels], (2 * size, 2 * size))
+        return _plain(ImageOps.exif_transpose(image)).convert(MODES[channels])
+
+
+@contextmanager
+def _reasons() -> Iterator[None]:
+    """All that PIL raises on bad content becomes Unreadable."""
     try:
-        with Image.open(path) as image:
-            image.draft(MODES[channels], (2 * size, 2 * size))
-            plain = _plain(ImageOps.exif_transpose(image)).convert(MODES[channels])
-            return _square(plain, size).reshape(size, size, channels).transpose(2, 0, 1)
+        yield
     except UnidentifiedImageError as error:
         raise Unreadable("cannot identify image file: not a picture, or damaged") from error
     except (
@@ -40,7 +101,7 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
         SyntaxError,
         ValueError,
         Image.DecompressionBombError,
-    ) as error:  # all that PIL raises on bad content
+    ) as error:
         raise Unreadable(str(error) or type(error).__name__) from error
 
 
@@ -73,16 +134,22 @@ def _plain(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", clear.size, BACKGROUND), clear)
 
 
-def _square(image: Image.Image, size: int) -> np.ndarray:
-    """The largest centred square of the image, resized to (size, size): equal to resizing the short
-    side and cropping.
+def square(image: Image.Image, size: int) -> np.ndarray:
+    """The largest centred square of the image, resized to uint8 (size, size, C): equal to resizing
+    the short side and cropping.
     """
     width, height = image.size
     side = min(width, height)
     left = (width - side) / 2
     top = (height - side) / 2
-    return np.asarray(
-        image.resize(
-            (size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side)
-        )
+    small = image.resize(
+        (size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side)
     )
+    return np.asarray(small).reshape(size, size, -1)
+
+
+def _short_side(extent: tuple[int, int], size: int) -> tuple[int, int]:
+    """Width and height with a short side of ``size`` and the same aspect, to the nearest pixel."""
+    short = min(extent)
+    width, height = (max(size, round(side * size / short)) for side in extent)
+    return width, height

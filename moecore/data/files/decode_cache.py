@@ -1,22 +1,24 @@
-"""Decode many image files into one memory-mapped array, in parallel, and go on where a killed run
-stopped.
+"""Decode many image files into one memory-mapped array, or into one file of smaller JPEG files, in
+parallel, and go on where a killed run stopped.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from moecore.core.files import UserError, write_json
-from moecore.data.files.decode import Unreadable, decode_image
-from moecore.data.writer import Part
+from moecore.data.files.decode import Packed, Packing, Unreadable, decode_image, pack_image
+from moecore.data.writer import JpegFile, Part
 
 CHUNK = 1024
+Result = TypeVar("Result")
 
 
 class Files(NamedTuple):
@@ -39,8 +41,8 @@ class DecodeCache(NamedTuple):
         """Decode all ``paths``: the array's path, uint8 (N, C, size, size), and {row: reason} of
         the unreadable ones.
 
-        State is saved every 1,024 files; another file list, file length, size or number of channels
-        starts afresh.
+        State is saved every 1,024 files, while the next ones are decoded; another file list, file
+        length, size or number of channels starts afresh.
         """
         array = self.folder / f"{split}.npy"
         progress = self.folder / f"{split}.json"
@@ -48,16 +50,57 @@ class DecodeCache(NamedTuple):
         shape = (len(paths), self.channels, self.size, self.size)
         mode = "r+" if state["done"] else "w+"
         out = np.lib.format.open_memmap(array, mode=mode, dtype=np.uint8, shape=shape)
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for start in range(state["done"], len(paths), CHUNK):
-                rows = range(start, min(start + CHUNK, len(paths)))
-                reasons = pool.map(lambda row: self._fill(out, row, paths[row]), rows)
-                state["failures"] |= {
-                    str(row): reason for row, reason in zip(rows, reasons, strict=True) if reason
-                }
-                out.flush()
-                write_json(progress, state | {"done": rows.stop})
+        begun = range(state["done"], len(paths))
+        for rows, reasons in _chunks(begun, lambda row: self._fill(out, row, paths[row])):
+            state["failures"] |= {
+                str(row): reason for row, reason in zip(rows, reasons, strict=True) if reason
+            }
+            out.flush()
+            write_json(progress, state | {"done": rows.stop})
         return array, {int(row): reason for row, reason in state["failures"].items()}
+
+    def pack(
+        self, split: str, paths: list[Path], packing: Packing
+    ) -> tuple[JpegFile, dict[int, str]]:
+        """Encode all ``paths`` into ``{split}.bin``: the file, with nothing of the unreadable ones,
+        and {row: reason} of those.
+
+        State is saved as by ``decode``; another packing starts afresh too.
+        """
+        file = self.folder / f"{split}.bin"
+        progress = self.folder / f"{split}.json"
+        state = self._resume(file, progress, f"{packing} {self._key(paths)}")
+        # length, height and width of each
+        table = np.lib.format.open_memmap(
+            self.folder / f"{split}_files.npy",
+            mode="r+" if state["done"] else "w+",
+            dtype=np.int64,
+            shape=(len(paths), 3),
+        )
+        histogram = np.array(
+            state.get("histogram", np.zeros((packing.channels, 256))), dtype=np.int64
+        )
+        begun = range(state["done"], len(paths))
+        with open(file, "r+b" if state["done"] else "wb") as out:
+            out.truncate(int(table[: state["done"], 0].sum()))
+            out.seek(0, os.SEEK_END)
+            for rows, found in _chunks(begun, lambda row: _packed(paths[row], packing)):
+                for row, one in zip(rows, found, strict=True):
+                    if isinstance(one, str):
+                        state["failures"][str(row)] = one
+                        table[row] = 0
+                        continue
+                    out.write(one.content)
+                    table[row] = (len(one.content), *one.extent)
+                    histogram += one.histogram
+                out.flush()
+                os.fsync(out.fileno())
+                table.flush()
+                state |= {"done": rows.stop, "histogram": histogram.tolist()}
+                write_json(progress, state)
+        bad = {int(row): reason for row, reason in state["failures"].items()}
+        whole = np.delete(table, sorted(bad), axis=0)
+        return JpegFile(file, whole[:, 0], whole[:, 1:], histogram, packing), bad
 
     def _fill(self, out: np.ndarray, row: int, path: Path) -> str | None:
         try:
@@ -66,9 +109,9 @@ class DecodeCache(NamedTuple):
             return str(error)
         return None
 
-    def _resume(self, array: Path, progress: Path, key: str) -> dict[str, Any]:
+    def _resume(self, file: Path, progress: Path, key: str) -> dict[str, Any]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        if array.is_file() and progress.is_file():
+        if file.is_file() and progress.is_file():
             state = json.loads(progress.read_text(encoding="utf-8"))
             if state["key"] == key:
                 return state
@@ -79,15 +122,48 @@ class DecodeCache(NamedTuple):
         return hashlib.sha256(f"{self.size} {self.channels}\n{listing}".encode()).hexdigest()
 
 
-def decoded_parts(
-    cache: DecodeCache, splits: Mapping[str, Files], on_error: Literal["stop", "skip"]
-) -> dict[str, Part]:
-    """Decode every split; the parts take the cache's arrays over.
+def _chunks(rows: range, work: Callable[[int], Result]) -> Iterator[tuple[range, Iterator[Result]]]:
+    """Pieces of ``rows`` with what ``work`` makes of each, by a thread a core; the next piece is
+    begun before one is handed out, so that it is worked on while that is written.
+    """
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    begun: deque[tuple[range, Iterator[Result]]] = deque()
+    try:
+        for start in range(rows.start, rows.stop, CHUNK):
+            piece = range(start, min(start + CHUNK, rows.stop))
+            begun.append((piece, pool.map(work, piece)))
+            if len(begun) > 1:
+                yield begun.popleft()
+        yield from begun
+    finally:
+        pool.shutdown(cancel_futures=True)
 
+
+def _packed(path: Path, packing: Packing) -> Packed | str:
+    try:
+        return pack_image(path, packing)
+    except Unreadable as error:
+        return str(error)
+
+
+def decoded_parts(
+    cache: DecodeCache,
+    splits: Mapping[str, Files],
+    on_error: Literal["stop", "skip"],
+    packing: Packing | None = None,
+) -> dict[str, Part]:
+    """Decode every split; the parts take the cache's files over.
+
+    packing: what the training images are stored as; None for arrays as those of the other splits.
     Raises UserError that lists every unreadable file with its reason, unless ``on_error`` is
     ``skip``: then they are left out.
     """
-    decoded = {split: cache.decode(split, files.paths) for split, files in splits.items()}
+    decoded: dict[str, tuple[Path | JpegFile, dict[int, str]]] = {}
+    for split, files in splits.items():
+        if packing is not None and split == "train":
+            decoded[split] = cache.pack(split, files.paths, packing)
+        else:
+            decoded[split] = cache.decode(split, files.paths)
     bad = [
         f"{splits[split].paths[row]}: {why}"
         for split, (_, reasons) in decoded.items()
@@ -102,11 +178,13 @@ def decoded_parts(
     }
 
 
-def _part(files: Files, array: Path, reasons: dict[int, str]) -> Part:
+def _part(files: Files, images: Path | JpegFile, reasons: dict[int, str]) -> Part:
     if not reasons:
-        return Part(files.labels, array)
+        return Part(files.labels, images)
     kept = np.setdiff1d(np.arange(len(files.paths)), list(reasons))
-    return Part(files.labels[kept], _rows(array, kept))
+    if isinstance(images, JpegFile):
+        return Part(files.labels[kept], images)
+    return Part(files.labels[kept], _rows(images, kept))
 
 
 def _rows(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:

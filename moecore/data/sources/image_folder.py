@@ -7,16 +7,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError, places
-from moecore.data.files.class_folders import class_names, list_images, subset
+from moecore.data.files.class_folders import KeptSettings, class_names, list_images, subset
 from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
 from moecore.data.files.image_headers import look_at_folders
 from moecore.data.preview import Preview
-from moecore.data.splits import SplitSettings, carve, limited, split_train
+from moecore.data.splits import carve, limited, split_train
 from moecore.data.writer import Facts, write_prepared
 from moecore.tasks.classification import Classification
 
 
-class ImageFolder(SplitSettings):
+class ImageFolder(KeptSettings):
     """``root/{train,validation|val,test}/<class>/*.png``, or ``root/<class>/*.png`` split by the
     seed.
 
@@ -54,7 +54,9 @@ class ImageFolder(SplitSettings):
         root = self._root()
         classes, splits = self._splits(root)
         scratch = Path(folder) / ".decoded"
-        parts = decoded_parts(DecodeCache(scratch, self.size, self.channels), splits, self.on_error)
+        kept = DecodeCache(scratch, self.size, self.channels)
+        packing = self.packing(self.size, self.channels)
+        parts = decoded_parts(kept, splits, self.on_error, packing)
         facts = Facts(
             self._name(root),
             Classification(classes=classes),
@@ -78,7 +80,8 @@ class ImageFolder(SplitSettings):
         root = self._root()
         classes, splits = self._splits(root)
         found = look_at_folders(self._name(root), root, classes, splits, self.on_error)
-        return found | {"task": Classification(classes=classes)}
+        known = {"task": Classification(classes=classes), "short_side": self.short_side}
+        return found | known
 
     def _name(self, root: Path) -> str:
         return self.name or root.resolve().name

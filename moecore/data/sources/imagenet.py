@@ -8,18 +8,18 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError, places
-from moecore.data.files.class_folders import class_names, list_images, subset
+from moecore.data.files.class_folders import KeptSettings, class_names, list_images, subset
 from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
 from moecore.data.files.image_headers import look_at_folders
 from moecore.data.preview import Preview
-from moecore.data.splits import SplitSettings, limited, split_train
+from moecore.data.splits import limited, split_train
 from moecore.data.writer import Facts, write_prepared
 from moecore.tasks.classification import Classification
 
 WNID = re.compile(r"n\d{8}")
 
 
-class Imagenet(SplitSettings):
+class Imagenet(KeptSettings):
     """``root/train/<wnid>/`` and ``root/val/<wnid>/``; the authors' validation set is the test
     split here.
 
@@ -57,7 +57,9 @@ class Imagenet(SplitSettings):
         classes = class_names(root / "train")
         splits = self._splits(root, classes)
         cache = next((path for path in places(self.cache) if path.is_dir()), Path(self.cache))
-        parts = decoded_parts(DecodeCache(cache, self.size, 3), splits, self.on_error)
+        kept = DecodeCache(cache, self.size, 3)
+        packing = self.packing(self.size, 3)
+        parts = decoded_parts(kept, splits, self.on_error, packing)
         licence = "non-commercial research and education only (terms at image-net.org)"
         facts = Facts(
             "ImageNet",
@@ -82,7 +84,8 @@ class Imagenet(SplitSettings):
         classes = class_names(root / "train")
         splits = self._splits(root, classes)
         found = look_at_folders("ImageNet", root, classes, splits, self.on_error)
-        return found | {"task": Classification(classes=classes)}
+        known = {"task": Classification(classes=classes), "short_side": self.short_side}
+        return found | known
 
     def _splits(self, root: Path, classes: tuple[str, ...]) -> dict[str, Files]:
         train = list_images(root / "train", classes)

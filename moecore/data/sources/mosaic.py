@@ -96,7 +96,8 @@ class Mosaic(Config):
             name,
         )
         return Part(
-            multi_hot_labels(split.labels[cells], classes), _chunks(split.images, cells, self.grid)
+            multi_hot_labels(split.labels[cells], classes),
+            _chunks(np.asarray(split.images), cells, self.grid),
         )
 
 

@@ -5,6 +5,7 @@ An affine maps a point (row, column, 1) of the original image to the view; pixel
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -72,11 +73,13 @@ def about_centre(affines: Tensor, height: float, width: float) -> Tensor:
 
 def crop_window(
     draws: Draws,
-    size: tuple[int, int],
+    size: Sequence[int] | tuple[Tensor, Tensor],
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Random windows as (top, left, height, width), each (B,) in pixels, fractions allowed.
+
+    size: height and width of all images, or fp64 (B,) of each.
 
     Area uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a side
     longer than the image's is cut to it (our choice: Inception's rule draws again up to ten times).

@@ -6,6 +6,7 @@ is passed in, so a view is a function of (seed, step) on every device.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Self, TypeVar
 
 import torch
@@ -15,13 +16,14 @@ from torch import Generator, Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import Draws
-from moecore.data.sampling import send, shift_and_flip, warp
+from moecore.data.sampling import Uneven, send, shapes, shift_and_flip, warp, warp_each
 from moecore.data.views import colour, geometry, randaugment
 from moecore.data.views.colour import ColourJitter
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views3d import make_volume_views
 
 C = TypeVar("C", bound=Config)
+UNEVEN = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
 
 
 class Crop(Config):
@@ -143,24 +145,27 @@ class Views(NamedTuple):
     affines: Tensor
 
 
-def make_views(images: Tensor, settings: ViewSettings, source: Generator | Draws) -> Views:
+def make_views(images: Tensor | Uneven, settings: ViewSettings, source: Generator | Draws) -> Views:
     """One random view of each image.
 
-    images: uint8 (B, C, H, W) on any device; volumes floating point (B, C, D, H, W) in [0, 1].
+    images: uint8 (B, C, H, W) on any device; volumes floating point (B, C, D, H, W) in [0, 1];
+    images of different shapes, of which there must be a crop.
     source: a generator on the CPU, or the draws of these images.  Raises UserError for settings
     that have no meaning for one or the other.
     """
     draws = Draws.of(source, len(images))
-    if images.ndim == 5:
+    if isinstance(images, Tensor) and images.ndim == 5:
         return Views(*make_volume_views(images, settings, draws))
     if settings.intensity:
         raise UserError(
             "views: found intensity, which is for volumes; allowed for images: jitter, randaugment"
         )
-    count, _, height, width = images.shape
-    size = (settings.size or height, settings.size or width)
+    count = len(images)
+    if isinstance(images, Uneven) and settings.crop is None:
+        raise UserError(f"views: found crop: null, but {UNEVEN}")
+    original, size = shapes(images, settings.size)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
-    frame = _frame(settings, (height, width), size, draws)
+    frame = _frame(settings, original, size, draws)
     # drawn whether or not it is used: a setting then changes no other draw
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
     moved = geometry.translation(shifts[:, 0], shifts[:, 1], count)
@@ -172,7 +177,9 @@ def make_views(images: Tensor, settings: ViewSettings, source: Generator | Draws
         drawn = randaugment.draw(settings.randaugment, draws)
         if settings.randaugment.moves:
             affines = randaugment.affines(drawn, *size) @ affines
-    if settings.on_grid:
+    if isinstance(images, Uneven):
+        pixels = warp_each(images, affines, size, settings.fill)
+    elif settings.on_grid:
         pixels = shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
     else:
         pixels = warp(images, affines, size, settings.fill)
@@ -186,10 +193,12 @@ def make_views(images: Tensor, settings: ViewSettings, source: Generator | Draws
     return Views(pixels, send(affines.to(torch.float32), images.device))
 
 
-def identity_view(images: Tensor) -> Tensor:
+def identity_view(images: Tensor | Uneven) -> Tensor:
     """The images as they are, for evaluation: uint8 (B, C, H, W), or floating point in [0, 1], to
-    fp32 in [0, 1].
+    fp32 in [0, 1]; the centre squares of images of different shapes.
     """
+    if isinstance(images, Uneven):
+        images = images.squares()
     if images.is_floating_point():
         return images.to(torch.float32)
     return images.to(torch.float32).mul_(1 / 255)
@@ -203,7 +212,7 @@ def identity_affines(images: Tensor) -> Tensor:
 
 def _frame(
     settings: ViewSettings,
-    original: tuple[int, int],
+    original: Sequence[int] | tuple[Tensor, Tensor],
     size: tuple[int, int],
     draws: Draws,
 ) -> Tensor:

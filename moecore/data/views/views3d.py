@@ -113,20 +113,25 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
     """Views fp32 moved by whole voxels, shifts (B, 3) int64, then mirrored along the first axis
     where (B,) says so.
     """
-    views = torch.empty(volumes.shape, dtype=torch.float32, device=volumes.device)
-    for view, volume, moves, turned in zip(
-        views, volumes, shifts.tolist(), mirrored.tolist(), strict=True
-    ):
-        for axis, (move, length) in enumerate(zip(moves, volume.shape[1:], strict=True), start=1):
-            if move == 0 and not (axis == 1 and turned):
-                continue
-            places = torch.arange(length)
-            if axis == 1 and turned:
-                places = places.flip(0)
-            places = places - move
-            volume = volume.index_select(axis, send(fold(places, length, fill), volume.device))
-            if fill == "zeros" and move:
-                seen = send(inside(places, length), volume.device)
-                volume = volume * seen.view(-1, *[1] * (3 - axis))
-        view.copy_(volume)
-    return views
+    count, channels, *size = volumes.shape
+    depth, height, width = size
+    places = [
+        torch.arange(length) - move[:, None] for length, move in zip(size, shifts.T, strict=True)
+    ]
+    turned = torch.arange(depth).flip(0) - shifts[:, :1]
+    places[0] = torch.where(mirrored[:, None], turned, places[0])
+    first, second, third = (
+        send(fold(where, length, fill), volumes.device)
+        for where, length in zip(places, size, strict=True)
+    )
+    # Whole lines of the last axis are copied; the lines' numbers are made on the device.
+    pages = torch.arange(count * channels, device=volumes.device).view(count, channels, 1)
+    lines = (pages * depth + first[:, None])[..., None] * height + second[:, None, None]
+    views = volumes.reshape(-1, width).index_select(0, lines.flatten()).view(volumes.shape)
+    if shifts[:, 2].any():
+        views = views.gather(4, third[:, None, None, None].expand(views.shape))
+    if fill == "zeros" and shifts.any():
+        for axis, (where, length) in enumerate(zip(places, size, strict=True)):
+            seen = send(inside(where, length), volumes.device)
+            views.mul_(seen.view(count, *[1] * (axis + 1), length, *[1] * (2 - axis)))
+    return views.to(torch.float32)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from moecore.core.streams import seed_of
-from moecore.data.loader import OnDevice, OnDisk, batch_indices
+from moecore.data.loader import Loaded, batch_indices
 from moecore.data.views.views import identity_view
 from moecore.training.guide import Guide
 from moecore.training.method import TeacherRouter
@@ -20,7 +20,7 @@ LOG_EVERY = 20
 
 def fit_routers(
     guide: Guide,
-    train: OnDevice | OnDisk,
+    train: Loaded,
     weights: TeacherRouter,
     settings: TeacherRouterFit,
     seed: int,

@@ -2,13 +2,18 @@
 mass.
 """
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from moecore.core.files import UserError
 from moecore.core.streams import generator_for
+from moecore.data.sampling import Uneven
 from moecore.data.views.mix import Mix, mix
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views import (
@@ -49,6 +54,54 @@ def test_same_generator_same_views_and_global_state_untouched():
         and first.images.dtype == torch.float32
         and first.affines.shape == (32, 3, 3)
     )
+
+
+@pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
+def test_images_one_by_one_have_the_views_of_a_batch(fill):
+    """Where they happen to have one shape; what is cut out changes the rounding alone."""
+    rows = [image.permute(1, 2, 0).numpy() for image in IMAGES]
+    moving = FULL.model_copy(update={"fill": fill, "shift": 9, "erasing": 0.0})
+    together = make_views(IMAGES, moving, generator_for(1))
+    apart = make_views(Uneven(rows, 20, torch.device("cpu")), moving, generator_for(1))
+    assert torch.equal(together.affines, apart.affines)
+    assert (together.images - apart.images).abs().mean() < 1e-5
+    torch.testing.assert_close(together.images, apart.images, atol=1 / 255, rtol=0)
+
+
+def test_a_view_of_images_of_different_shapes_is_each_ones_own():
+    random = generator_for(3)
+    rows = [
+        torch.randint(0, 256, (height, width, 3), generator=random, dtype=torch.uint8).numpy()
+        for height, width in ((20, 50), (33, 21), (20, 20), (64, 24))
+    ]
+    settings = ViewSettings(crop=Crop(scale=(0.05, 1.0)), flip=True)
+    views = make_views(Uneven(rows, 16, torch.device("cpu")), settings, generator_for(7))
+    assert views.images.shape == (4, 3, 16, 16)
+    # by hand: where each pixel of a view comes from, with the nearest four of the original
+    back = torch.linalg.inv(views.affines.double())
+    for place in (0, 7, 15):
+        for index, image in enumerate(rows):
+            row, column, _ = (back[index] @ torch.tensor([place + 0.5, 3.5, 1.0]).double()).tolist()
+            assert 0 <= row <= image.shape[0] and 0 <= column <= image.shape[1], "inside"
+            expected = bilinear(image, row - 0.5, column - 0.5)
+            assert torch.allclose(views.images[index, :, place, 3] * 255, expected, atol=0.05)
+
+
+def bilinear(image, row: float, column: float) -> torch.Tensor:
+    """Of an image (H, W, C) with nothing around it, at a place counted from the first pixel."""
+    padded = F.pad(torch.from_numpy(image).double(), (0, 0, 1, 2, 1, 2))
+    top, left = math.floor(row) + 1, math.floor(column) + 1
+    down, right = row + 1 - top, column + 1 - left
+    upper = padded[top, left] * (1 - right) + padded[top, left + 1] * right
+    lower = padded[top + 1, left] * (1 - right) + padded[top + 1, left + 1] * right
+    return (upper * (1 - down) + lower * down).float()
+
+
+def test_images_that_are_kept_whole_need_a_crop():
+    whole = Uneven([IMAGES[0].permute(1, 2, 0).numpy()] * 2, 16, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"views: found crop: null, but .* allowed: a crop"):
+        make_views(whole, ViewSettings(flip=True), generator_for(0))
+    assert identity_view(whole).shape == (2, 3, 16, 16)
 
 
 def test_the_default_changes_nothing():

@@ -9,6 +9,7 @@ from scipy.ndimage import map_coordinates
 from moecore.core.files import UserError
 from moecore.core.records import Layout
 from moecore.core.streams import generator_for
+from moecore.data.sampling import fold, inside
 from moecore.data.views import geometry3d
 from moecore.data.views.views import (
     Affine,
@@ -65,6 +66,35 @@ def test_a_view_does_not_depend_on_the_other_volumes():
         make_views(VOLUMES, FULL, generator_for(1)).images[0],
         make_views(alone, FULL, generator_for(1)).images[0],
     )
+
+
+def one_by_one(volumes, shifts, mirrored, fill):
+    """The definition of a shifted and mirrored volume: axis after axis of one volume at a time."""
+    for volume, moves, turned in zip(volumes, shifts.tolist(), mirrored.tolist(), strict=True):
+        for axis, move in enumerate(moves, start=1):
+            length = volume.shape[axis]
+            places = torch.arange(length)
+            if axis == 1 and turned:
+                places = places.flip(0)
+            volume = volume.index_select(axis, fold(places - move, length, fill))
+            volume = volume.clone()
+            if fill == "zeros":
+                volume.movedim(axis, 0)[~inside(places - move, length)] = 0
+        yield volume.float()
+
+
+@pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_batch_has_the_bits_of_its_volumes_one_by_one(fill, kind, channels):
+    volumes = torch.rand(9, channels, *SIZE, generator=generator_for(2)).to(kind)
+    before = volumes.clone()
+    draws = generator_for(4)
+    shifts = torch.randint(-3, 4, (9, 3), generator=draws)
+    mirrored = torch.rand(9, generator=draws) < 0.5
+    views = make_views(volumes, ViewSettings(shift=3, flip=True, fill=fill), generator_for(4))
+    assert torch.equal(views.images, torch.stack([*one_by_one(volumes, shifts, mirrored, fill)]))
+    assert torch.equal(volumes, before) and mirrored.any() and not mirrored.all()
 
 
 def test_flips_mirror_the_first_axis_half_of_the_time():
