@@ -1,4 +1,4 @@
-"""How fast images are read: ``python -m benchmarks.feeding``, and what all of ImageNet would take."""
+"""``python -m benchmarks.feeding``: how fast images are read, and what all of ImageNet takes."""
 
 import hashlib
 import tempfile
