@@ -54,6 +54,8 @@ PRESETS: tuple[Preset, ...] = (
 )
 CROPPED = 8  # images of which one is shown in two crops
 
+TEXT = 3  # axes of blocks of text, (N, C, M): it has neither views nor pictures
+
 
 class Routing(Config):
     """Which test images the routing is measured on, and what is done to them and to the router."""
@@ -154,7 +156,7 @@ def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
         **means(layers),
         layers=layers,
         overlays=spread_overlays(
-            images, records, 0 if of_text(images) else settings.overlays, model.layout
+            images, records, 0 if images.ndim == TEXT else settings.overlays, model.layout
         ),
         corresponding=corresponding(images[:CROPPED], model.layout, settings.seed),
         chance=chance(moe.experts.number, getattr(moe.router, "k", None)),
@@ -198,7 +200,7 @@ def matchings(
 
     And the match ratios as one value an image, (N,). Text has none.
     """
-    if of_text(images):
+    if images.ndim == TEXT:
         layers = len(model.experts_and_router.indices(model.config.depth))
         return [(Matching(), {})] * layers
     asked = Augmentation(name="views", views=settings.views)
@@ -212,11 +214,6 @@ def matchings(
         )
         for record in records
     ]
-
-
-def of_text(images: np.ndarray) -> bool:
-    """Whether these are blocks of text, (N, C, M)."""
-    return images.ndim == 3
 
 
 def augmented(
@@ -238,7 +235,7 @@ def augmented(
         views = two_views(images, asked, settings.seed, *asked.name.encode())
         return augmented_row(asked.name, model, views, settings.batch, whose)
 
-    if of_text(images):
+    if images.ndim == TEXT:
         return ()
     chosen = [resolved(preset, images.ndim == 5) for preset in settings.augmentations]
     return tuple(

@@ -1,12 +1,10 @@
 """One entry under ``methods:``: who routes, to which experts, under which losses."""
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
 from moecore.core.records import Feature
 from moecore.nn.experts import Experts
 from moecore.nn.layers.moe import Blocks, MoE
@@ -14,8 +12,7 @@ from moecore.nn.routers import Router
 from moecore.training.regularizers import Regularizer
 from moecore.training.regularizers.region_routing import RegionRouting
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
-
-AnyModel = TypeVar("AnyModel", bound=Config)
+from moecore.training.settings import AnySettings, changed
 
 
 class TeacherRouter(Config):
@@ -165,19 +162,16 @@ class Method(Config):
         free = range(len(self.regions.experts), number)
         return (*self.regions.experts, *(f"free_{index}" for index in free))
 
-    def sized(self, model: AnyModel) -> AnyModel:
+    def sized(self, model: AnySettings) -> AnySettings:
         """The section ``model`` with this method's own settings in it.
 
         Raises UserError, naming the key, where it does not take them.
         """
-        return _changed("model", model, self.model)
+        return changed("model", model, self.model)
 
-    def pretrained(self, settings: AnyModel) -> AnyModel:
-        """The section ``pretrain`` with this method's own settings in it.
-
-        Raises UserError, naming the key, where it does not take them.
-        """
-        return _changed("pretrain", settings, self.pretrain)
+    def pretrained(self, settings: AnySettings) -> AnySettings:
+        """The section ``pretrain``, likewise."""
+        return changed("pretrain", settings, self.pretrain)
 
     @property
     def moe(self) -> MoE | None:
@@ -257,13 +251,3 @@ class Method(Config):
                 "regions": None,
             }
         )
-
-
-def _changed(section: str, settings: AnyModel, changes: Mapping[str, Any]) -> AnyModel:
-    try:
-        return settings.__class__.model_validate(settings.model_dump() | dict(changes))
-    except ValidationError as error:
-        found = error.errors()[0]
-        key = ".".join(map(str, found["loc"]))
-        said = f"{found['msg']} (found {found['input']!r})"
-        raise UserError(f"{section}.{key}: {said}") from None

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.ranks import ranks, rows_of_all
 from moecore.core.records import (
     Feature,
     Guidance,
@@ -26,6 +25,7 @@ from moecore.nn.backbones.model import BackboneModel
 from moecore.nn.layers.language_block import (
     AdamBlock,
     LanguageBlock,
+    Memory,
     MomentumBlock,
     ReluMlp,
     Through,
@@ -82,31 +82,6 @@ class LanguageModel(Config):
             reads = f"the router {moe.router.kind} reads {', '.join(lacking)}"
             raise UserError(f"model.kind: language_model has none, but {reads}; choose another")
         return LanguageTransformer(self, image, moe)
-
-
-class Memory(nn.Module):
-    """What all blocks got as input at the last L tokens of every stream of the whole batch,
-    (depth, B, L, d) fp32: a part of a training's state. Zeros where a stream begins.
-    """
-
-    states: Tensor
-
-    def __init__(self, depth: int, streams: int, span: int, width: int) -> None:
-        super().__init__()
-        self.register_buffer("states", torch.zeros(depth, streams, span, width))
-
-    def clear(self) -> None:
-        """All streams begin anew."""
-        self.states.zero_()
-
-    def own(self) -> Tensor:
-        """Those of this rank's streams, (depth, b, L, d)."""
-        rows = ranks().rows(self.states.shape[1])
-        return self.states if rows is None else self.states[:, rows.to(self.states.device)]
-
-    def keep(self, own: Tensor) -> None:
-        """Take over what this rank's streams have become, and those of all others."""
-        self.states = rows_of_all(own.transpose(0, 1)).transpose(0, 1).contiguous()
 
 
 class LanguageTransformer(BackboneModel):

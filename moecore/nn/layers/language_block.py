@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
+from moecore.core.ranks import ranks, rows_of_all
 from moecore.core.records import RoutingContext
 from moecore.core.streams import bernoulli_like
 from moecore.nn.layers.mlp import FeedForward
@@ -182,3 +183,28 @@ class AdamBlock(MomentumBlock):
         first = (1 - BETAS[0]) * change
         second = (1 - BETAS[1]) * change.float().square()
         return -GAMMA_1 * first / torch.sqrt(second + EPS), momentum
+
+
+class Memory(nn.Module):
+    """What all blocks got as input at the last L tokens of every stream of the whole batch,
+    (depth, B, L, d) fp32: a part of a training's state. Zeros where a stream begins.
+    """
+
+    states: Tensor
+
+    def __init__(self, depth: int, streams: int, span: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("states", torch.zeros(depth, streams, span, width))
+
+    def clear(self) -> None:
+        """All streams begin anew."""
+        self.states.zero_()
+
+    def own(self) -> Tensor:
+        """Those of this rank's streams, (depth, b, L, d)."""
+        rows = ranks().rows(self.states.shape[1])
+        return self.states if rows is None else self.states[:, rows.to(self.states.device)]
+
+    def keep(self, own: Tensor) -> None:
+        """Take over what this rank's streams have become, and those of all others."""
+        self.states = rows_of_all(own.transpose(0, 1)).transpose(0, 1).contiguous()
