@@ -11,7 +11,7 @@ from moecore.attacks import Attack
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.target import Target
 from moecore.core.config import Config
-from moecore.core.plain import packed
+from moecore.core.tensors import packed
 from moecore.data.prepared import evenly_spread
 from moecore.measure.base import Parts, Subject, kept
 from moecore.measure.routing_metrics import variants

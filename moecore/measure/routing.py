@@ -53,7 +53,6 @@ PRESETS: tuple[Preset, ...] = (
     "randaugment",
 )
 CROPPED = 8  # images of which one is shown in two crops
-
 TEXT = 3  # axes of blocks of text, (N, C, M): it has neither views nor pictures
 
 
@@ -150,14 +149,13 @@ def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
         return sweep(model, sample, settings.sweeps, settings.batch)
 
     moe = model.experts_and_router
+    pictured = 0 if images.ndim == TEXT else settings.overlays
     return Result(
         images=len(images),
         items=packed_means(by_image, people),
         **means(layers),
         layers=layers,
-        overlays=spread_overlays(
-            images, records, 0 if images.ndim == TEXT else settings.overlays, model.layout
-        ),
+        overlays=spread_overlays(images, records, pictured, model.layout),
         corresponding=corresponding(images[:CROPPED], model.layout, settings.seed),
         chance=chance(moe.experts.number, getattr(moe.router, "k", None)),
         augmentations=augmented(model, images, settings, parts, people),
@@ -223,10 +221,7 @@ def augmented(
     parts: Parts,
     people: np.ndarray | None = None,
 ) -> tuple[AugmentedRow, ...]:
-    """The matches under each augmentation; its draws do not depend on the others in the list.
-
-    people: (N,), whose image each is, or None.
-    """
+    """The matches under each augmentation; its draws do not depend on the others in the list."""
     few = evenly_spread(len(images), settings.augmentation_images)
     images = images[few]
     whose = None if people is None else people[few]

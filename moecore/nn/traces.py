@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.plain import packed
 from moecore.core.records import RoutingRecord
+from moecore.core.tensors import packed
 from moecore.tasks.base import Task
 
 KEPT = 8  # experts of a token: all of eight, the first eight of more

@@ -8,7 +8,7 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.plain import unpacked_values
+from moecore.core.tensors import unpacked_values
 from moecore.measure.base import Estimate
 from moecore.report.measured import Measured
 from moecore.statistics.intervals import Interval

@@ -18,9 +18,9 @@ from moecore.report.quantities import Quantities, quantities
 from moecore.report.references import routed
 from moecore.report.sections import counted, listed, section_of, title_of
 from moecore.report.tables import table
-from moecore.report.texts import WORDS
 from moecore.report.verdicts import claims_section
 from moecore.report.view import Grid, Overview, Page, Section
+from moecore.report.words import WORDS
 
 
 def page(results: Results, evaluated: Sequence[Evaluated] = (), explorer: str | None = None) -> str:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from moecore.report.column import Column
 from moecore.report.paper_figures import PAPERS
-from moecore.report.texts import word_of
 from moecore.report.view import EMPTY, NONE, Grid, Head, Item, Line
-from moecore.report.words import Cell, Cells, decimals, limits_of, shown
+from moecore.report.words import Cell, Cells, decimals, limits_of, shown, word_of
 
 Notes = Callable[[Column], Sequence[str]]
 

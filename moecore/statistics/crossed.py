@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from moecore.core.plain import packed_values
+from moecore.core.tensors import packed_values
 from moecore.statistics.intervals import Interval, images_of
 
 LEVEL = 0.95

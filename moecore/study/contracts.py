@@ -56,7 +56,7 @@ CONTRACTS = {
         },
         values={
             name: f"a property {name}"
-            for name in ("outputs", "answers", "score", "logged", "head", "classes")
+            for name in ("outputs", "answers", "score", "logged", "long", "head", "classes")
         },
     ),
     "nn/routers": Contract(

@@ -113,14 +113,11 @@ class Method(Config):
     )
     model: dict[str, int | float | str] = Field(
         default={},
-        description="settings of the section `model` that are other ones for this method: "
-        "{width: 128}",
+        description="settings of the section `model` that are other ones here: {width: 128}",
     )
-
     pretrain: dict[str, int | float] = Field(
         default={},
-        description="settings of the section `pretrain` that are other ones for this method: "
-        "{learning_rate: 7.0e-4}",
+        description="the same of the section `pretrain`: {learning_rate: 7.0e-4}",
     )
 
     @model_validator(mode="after")

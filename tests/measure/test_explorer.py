@@ -6,7 +6,7 @@ import torch
 
 from moecore.attacks.target import Target
 from moecore.core.files import UserError
-from moecore.core.plain import unpacked
+from moecore.core.tensors import unpacked
 from moecore.data.corruptions.draws import directions, with_noise
 from moecore.measure import explorer
 from moecore.measure.base import at_once

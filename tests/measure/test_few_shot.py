@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.config import Config
-from moecore.core.plain import unpacked_values
+from moecore.core.tensors import unpacked_values
 from moecore.measure import few_shot
 from moecore.measure.base import Subject, at_once
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.plain import unpacked_values
+from moecore.core.tensors import unpacked_values
 from moecore.data.prepared import evenly_spread
 from moecore.data.views.transforms import TRANSFORMS, drawn_affines
 from moecore.measure import invariance

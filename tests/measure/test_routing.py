@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.plain import unpacked_values
 from moecore.core.records import Layout, RoutingRecord
 from moecore.core.streams import generator_for, seed_of
+from moecore.core.tensors import unpacked_values
 from moecore.data.prepared import evenly_spread
 from moecore.data.views.views import make_views
 from moecore.measure import routing

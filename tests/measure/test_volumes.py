@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.core.plain import unpacked_values
 from moecore.core.records import Layout, RoutingRecord
+from moecore.core.tensors import unpacked_values
 from moecore.data.prepared import Prepared, evenly_spread
 from moecore.data.views.views import Affine, ViewSettings
 from moecore.measure import MEASUREMENTS, cost, routing

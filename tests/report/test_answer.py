@@ -14,7 +14,7 @@ from moecore.report.overview import hold, pictures
 from moecore.report.page import page_of
 from moecore.report.quantities import quantities
 from moecore.report.tables import table
-from moecore.report.texts import WORDS, word_of
+from moecore.report.words import WORDS, word_of
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
 from tests.report.generated import TASK, changed

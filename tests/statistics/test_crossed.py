@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import ttest_1samp
 
 from benchmarks import coverage
-from moecore.core.plain import packed_values, unpacked_values
+from moecore.core.tensors import packed_values, unpacked_values
 from moecore.statistics.crossed import (
     BOTH,
     ITEMS,

@@ -69,9 +69,7 @@ class Bids(CohortSplits, Grid):
 
     kind: Literal["bids"] = "bids"
     root: str = Field(description="Folder with participants.tsv; derivatives may lie below it")
-    t1: str = Field(
-        "{folder}/anat/{prefix}*_T1w.nii*", description=f"The T1-weighted volume: {PLACE}"
-    )
+    t1: str = Field("{folder}/anat/{prefix}*_T1w.nii*", description=f"The T1w volume: {PLACE}")
     mask: str | None = Field(
         None,
         description=(

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from moecore.core.config import Config
-from moecore.core.plain import packed, unpacked
 from moecore.core.records import Layout
+from moecore.core.tensors import packed, unpacked
 
 SIDE = 96  # pixels: larger images are shown smaller
 CROP = 24  # the same of a patch with what is around it
