@@ -146,7 +146,7 @@ def test_a_task(addition):
         ("classification", "Classification"),
         ("graded", "Graded"),
         before="multi_label",
-        into=("[Classification | MultiLabel", "[Classification | Graded | MultiLabel"),
+        into=("    Classification | MultiLabel", "    Classification | Graded | MultiLabel"),
     )
     assert len(addition.cost()) == 1
     source(addition, graded)
@@ -311,7 +311,7 @@ def source(addition: Addition, rename: Callable[[str], str] = str) -> None:
         ("digits", "Digits"),
         ("numerals", "Numerals"),
         before="phantom",
-        into=(" Phantom |", " Numerals | Phantom |"),
+        into=("    | Phantom\n", "    | Numerals\n    | Phantom\n"),
         rename=rename,
     )
     addition.project.edit("pretrain: {kind: digits", "pretrain: {kind: numerals")
