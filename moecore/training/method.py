@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from moecore.core.config import Config
+from moecore.core.config import AnySettings, Config, changed
 from moecore.core.records import Feature
 from moecore.nn.experts import Experts
 from moecore.nn.layers.moe import Blocks, MoE
@@ -12,7 +12,6 @@ from moecore.nn.routers import Router
 from moecore.training.regularizers import Regularizer
 from moecore.training.regularizers.region_routing import RegionRouting
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
-from moecore.training.settings import AnySettings, changed
 
 
 class TeacherRouter(Config):

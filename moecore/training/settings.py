@@ -1,13 +1,12 @@
 """The settings of a training run."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
 from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
 from moecore.nn.layers.positions import Interpolation
@@ -15,8 +14,6 @@ from moecore.training.adversarial import Adversarial
 from moecore.training.runtime import Precision
 
 Groups = list[dict[str, Any]]  # of parameters, as torch's optimizers take them
-
-AnySettings = TypeVar("AnySettings", bound=Config)
 
 
 class Adamw(Config):
@@ -161,14 +158,3 @@ class TeacherRouterFit(Config):
     steps: Annotated[int, Field(ge=1)] = 300
     batch: Annotated[int, Field(ge=1)] = 256
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-
-
-def changed(section: str, settings: AnySettings, changes: Mapping[str, Any]) -> AnySettings:
-    """Settings with some other values, checked anew. Raises UserError, naming the key."""
-    try:
-        return settings.__class__.model_validate(settings.model_dump() | dict(changes))
-    except ValidationError as error:
-        found = error.errors()[0]
-        key = ".".join(map(str, found["loc"]))
-        said = f"{found['msg']} (found {found['input']!r})"
-        raise UserError(f"{section}.{key}: {said}") from None

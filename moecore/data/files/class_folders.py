@@ -12,6 +12,7 @@ from moecore.data.files.decode_cache import Files
 from moecore.data.splits import SplitSettings
 
 SMALLEST = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
+QUALITY = 95
 
 
 class KeptSettings(SplitSettings):
@@ -33,15 +34,18 @@ class KeptSettings(SplitSettings):
             "from all of them; null: their centre square of `size`. Needs store: jpeg"
         ),
     )
-    quality: int = Field(95, ge=50, le=100, description="Of the JPEG files, where they are kept")
+    quality: int = Field(
+        QUALITY, ge=50, le=100, description="Of the JPEG files, where they are kept"
+    )
 
     @model_validator(mode="after")
     def _stored(self) -> Self:
         size = getattr(self, "size", SMALLEST)
         if self.store == "jpeg" and size < SMALLEST:
             raise ValueError(f"store is jpeg, size {size}; allowed: {SMALLEST} or more, or raw")
-        if self.store == "raw" and "quality" in self.model_fields_set:
-            raise ValueError("quality is of JPEG files, store is raw; allowed: store: jpeg")
+        if self.store == "raw" and self.quality != QUALITY:
+            found = f"quality is {self.quality}, of JPEG files, and store is raw"
+            raise ValueError(f"{found}; allowed: {QUALITY}, or store: jpeg")
         if self.short_side is None:
             return self
         if self.store == "raw":

@@ -288,7 +288,7 @@ def test_a_damaged_jpeg_store_is_named(tmp_path):
         ({"short_side": 256}, "short_side is 256, store raw"),
         ({"store": "jpeg", "short_side": 48}, "short_side is 48, size 64; allowed: 64 or more"),
         ({"store": "jpeg", "size": 28}, "store is jpeg, size 28; allowed: 32 or more, or raw"),
-        ({"quality": 90}, "quality is of JPEG files, store is raw"),
+        ({"quality": 90}, "quality is 90, of JPEG files, and store is raw; allowed: 95, or"),
         ({"store": "webp"}, "'raw' or 'jpeg'"),
     ],
 )
