@@ -83,6 +83,9 @@ def said(preview: Preview) -> str:
     """A data set in a line."""
     size = "×".join(map(str, (preview.channels, *preview.shape)))
     words = [preview.name, f"images of {size}"]
+    if len(preview.shape) == 1:
+        before = preview.channels - 1
+        words[1] = f"blocks of {preview.shape[0]} tokens, each read after {before} others"
     if preview.counts:
         numbers = [f"{preview.images[split]:,} {split}" for split in SPLITS]
         words.append(", ".join(numbers))

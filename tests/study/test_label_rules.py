@@ -8,6 +8,7 @@ import yaml
 from moecore.core.files import UserError
 from moecore.study.checks import cross_checks
 from moecore.study.document import parse
+from moecore.study.foreseen import foresee
 from moecore.study.params import validate_whole
 from moecore.study.study import Study
 from moecore.study.whole import check
@@ -211,3 +212,78 @@ def test_the_check_as_a_whole_names_file_and_line(tmp_path):
         UserError, match=rf"params.yaml:{line}:\d+: calibrate.calibrator.kind: found temperature"
     ):
         check(folder / "params.yaml")
+
+
+TEXT = """\
+run: {methods: [smoe], seeds: [0], phases: [pretrain]}
+data: {pretrain: {kind: docstrings, packages: [networkx]}}
+model: {kind: language_model, width: 32, heads: 2, span: 16}
+methods:
+  smoe:
+    router: {kind: top_k_softmax, k: 2}
+    experts: {kind: mlp, number: 4, hidden_ratio: 1, activation: relu, init: flat, dropout: 0.1}
+    blocks: all
+    pretrain: {learning_rate: 7.0e-4}
+teacher: {kind: no_teacher}
+pretrain: {epochs: 1, updates: 10, batch: 8, learning_rate: 0.001}
+"""
+
+
+def of_text(edit) -> list[str]:
+    data = yaml.safe_load(TEXT)
+    edit(data)
+    document = parse(yaml.safe_dump(data, sort_keys=False), "params.yaml")
+    return list(cross_checks(document, validate_whole(Study, document)))
+
+
+def test_a_study_of_text_is_in_order():
+    assert of_text(lambda data: None) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "says"),
+    [
+        ("pretrain.views", {"shift": 1}, "but data.pretrain is text; leave it out"),
+        ("pretrain.mix", {"mixup": 0.8}, "the labels are the words of a text (data.pretrain)"),
+        ("pretrain.adversarial", {"steps": 1}, "but data.pretrain is text; leave it out"),
+        (
+            "methods.smoe.regularizers",
+            [{"kind": "pairwise_consistency"}],
+            "the method needs two views, and data.pretrain is text; take another method",
+        ),
+        ("methods.smoe.pretrain", {"rate": 1}, "pretrain.rate: Extra inputs are not permitted"),
+        (
+            "robustness",
+            {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "fgsm"}]},
+            "data.pretrain is text, which this stage does not take; leave it out",
+        ),
+        (
+            "calibrate",
+            {"calibrator": {"kind": "temperature"}},
+            "data.pretrain has words to predict, which calibrate does not take",
+        ),
+    ],
+)
+def test_what_text_does_not_have_is_refused(keys, value, says):
+    assert any(says in line for line in of_text(put(keys, value))), of_text(put(keys, value))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "says"),
+    [
+        ("model", {"kind": "vit"}, "but the images have 1 axes; allowed: language_model"),
+        ("model.heads", 5, "model.heads: found 5; allowed: a divisor of model.width = 32"),
+        ("data.pretrain.packages", ["nowhere"], "found nowhere, which is not installed"),
+    ],
+)
+def test_models_and_data_of_text_are_looked_at_before_anything_runs(tmp_path, keys, value, says):
+    data = yaml.safe_load(TEXT)
+    put(keys, value)(data)
+    file = tmp_path / "params.yaml"
+    file.write_text(TEXT, encoding="utf-8")
+    blocks = "blocks of 64 tokens, each read after 3 others"
+    assert foresee(file).notes[0].startswith(f"data.pretrain: Docstrings; {blocks}")
+    file.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    with pytest.raises(UserError) as refused:
+        foresee(file)
+    assert says in str(refused.value)
