@@ -69,14 +69,3 @@ def alone(picture: Picture) -> str:
     """The picture as a file of its own."""
     text = svg(picture.figure, picture.label)
     return text.replace("<svg", f'<svg color="{INK}"', 1)
-
-
-# How the names of columns begin or end → the word that explains them.
-BEGINNINGS = {
-    "agreement_": "agreement",
-    "teacher_agreement": "agreement",
-    "imed": "IMED",
-    "load_cv2": "load CV²",
-    "mce": "mCE",
-}
-ENDINGS = {"_worst_case": "worst case"}

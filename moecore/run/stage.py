@@ -53,9 +53,17 @@ def run_stage(
 
 
 def _exit(code: int) -> None:
-    """Exit; SIGTERM, such as a launcher's when one rank has failed, changes nothing any more."""
+    """Exit; SIGTERM, such as a launcher's when one rank has failed, changes nothing any more.
+
+    A rank ends at once, past the interpreter's own end: the store where ranks met counts out there
+    who has left, and aborts where its file has gone in between, which would hide the code.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(code)
+    if not several_ranks():
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def refuse_ranks() -> None:
