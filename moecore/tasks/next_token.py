@@ -5,7 +5,6 @@ An item is a block of M consecutive tokens: neighbours are not independent, so i
 blocks.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -14,25 +13,18 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.statistics.intervals import Interval, bootstrap_mean
-from moecore.statistics.paired import paired_bootstrap
 from moecore.tasks.base import Details, Reduction, Score
+from moecore.tasks.errors import Errors
 
 ROWS = 2**26  # numbers of logits that are taken to float64 at a time
 
 
-class NextToken(Config):
+class NextToken(Errors):
     """Softmax cross-entropy in nats a token; its exponential is the perplexity."""
 
     kind: Literal["next_token"] = "next_token"
     words: int = Field(ge=2, description="of the vocabulary")
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """None that a table could list."""
-        return ()
 
     @property
     def outputs(self) -> int:
@@ -106,33 +98,11 @@ class NextToken(Config):
         """Mean nats of each block, (N,) fp64."""
         return self.test_loss(prediction, labels)
 
-    def top5(self, prediction: Tensor, labels: Tensor) -> None:
-        """Not reported of words."""
-        return None
-
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         return self.loss(prediction, labels) * len(labels)
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
         return float(self.scores(prediction, labels).mean())
-
-    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
-        """The mean with its bootstrap interval over blocks."""
-        return bootstrap_mean(scores.double().numpy(), people=people)
-
-    def worst(self, one: Tensor, other: Tensor) -> Tensor:
-        return torch.maximum(one, other)
-
-    def difference(
-        self,
-        one: Tensor,
-        other: Tensor,
-        level: float = 0.95,
-        people: np.ndarray | None = None,
-    ) -> Interval:
-        """The bootstrap over blocks, which stay paired; more resamples for limits far out."""
-        resamples = max(1000, round(50 / (1 - level)))
-        return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
 
     def guess(self, labels: Tensor) -> float:
         """Nats a token of the labels' own frequencies: the entropy of their words."""
@@ -143,20 +113,6 @@ class NextToken(Config):
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
         """Perplexity is of whole streams, not of blocks: see the model."""
         return Details()
-
-    def packed(self, scores: Tensor) -> list[float]:
-        return scores.double().tolist()
-
-    def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
-        if isinstance(kept, str) or len(kept) != images:
-            raise ValueError(f"{images} scores are needed, one a block")
-        return torch.tensor(kept, dtype=torch.float64)
-
-    def by_class(self, labels: Tensor) -> None:
-        return None
-
-    def counts(self, labels: np.ndarray) -> list[int]:
-        return []
 
     def stored(self, images: int) -> tuple[tuple[int, ...], type]:
         """Text is stored as tokens; this is what a split shows of it."""

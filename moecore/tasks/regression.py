@@ -2,24 +2,19 @@
 1) in the same unit.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import l1_loss
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.statistics.intervals import Interval, bootstrap_mean
-from moecore.statistics.paired import paired_bootstrap
 from moecore.tasks.base import Details, Reduction, Score
-from moecore.tasks.errors import absolute_error, age_fit, mae, median_mae
+from moecore.tasks.errors import Errors, absolute_error, age_fit, mae, median_mae
 
 
-class Regression(Config):
+class Regression(Errors):
     """The mean absolute error: in deviations of the training labels where it is learned from, in
     the target's unit where it is shown.
     """
@@ -31,10 +26,6 @@ class Regression(Config):
     deviation: float = Field(
         1.0, gt=0, description="of the training labels: one unit of the head's output"
     )
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return ()
 
     @property
     def outputs(self) -> int:
@@ -106,10 +97,6 @@ class Regression(Config):
         """|ŷ − y| of each image in the target's unit; (N,) fp64."""
         return absolute_error(prediction, labels)
 
-    def top5(self, prediction: Tensor, labels: Tensor) -> None:
-        """Not defined: there is one answer."""
-        return None
-
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         errors = (prediction[:, 0].float() - labels).abs()
         if learned is not None:
@@ -118,24 +105,6 @@ class Regression(Config):
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
         return mae(prediction, labels)
-
-    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
-        """The mean with its bootstrap interval over images, or people."""
-        return bootstrap_mean(scores.double().numpy(), people=people)
-
-    def worst(self, one: Tensor, other: Tensor) -> Tensor:
-        return torch.maximum(one, other)
-
-    def difference(
-        self,
-        one: Tensor,
-        other: Tensor,
-        level: float = 0.95,
-        people: np.ndarray | None = None,
-    ) -> Interval:
-        """The bootstrap over images, which stay paired; more resamples for limits far out."""
-        resamples = max(1000, round(50 / (1 - level)))
-        return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
 
     def guess(self, labels: Tensor) -> float:
         """The mean absolute error of the labels' own median (the mean of the two middle ones)."""
@@ -151,20 +120,6 @@ class Regression(Config):
             test_slope=fit["slope"],
             test_intercept=fit["intercept"],
         )
-
-    def packed(self, scores: Tensor) -> list[float]:
-        return scores.double().tolist()
-
-    def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
-        if isinstance(kept, str) or len(kept) != images:
-            raise ValueError(f"{images} errors are needed, one an image")
-        return torch.tensor(kept, dtype=torch.float64)
-
-    def by_class(self, labels: Tensor) -> None:
-        return None
-
-    def counts(self, labels: np.ndarray) -> list[int]:
-        return []
 
     def stored(self, images: int) -> tuple[tuple[int, ...], type]:
         return (images,), np.float32
