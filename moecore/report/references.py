@@ -93,6 +93,6 @@ def convergence(seen: Seen) -> list[Column]:
             "lower",
             "count",
             "until the training loss, a mean over an epoch, is its final one of the same seed "
-            "(TGR, figure S5)",
+            "(TGR, figure S5); one epoch after the end where it never is, which is too early",
         )
     ]

@@ -102,14 +102,18 @@ def loss_by_epoch(result: Outcome) -> list[tuple[int, float]]:
 def steps_to(result: Outcome, baseline: Outcome | None) -> int | None:
     """The first logged step at which the training loss is down to the baseline's final one.
 
-    Both are means over an epoch (TGR, figure S5). None where it never is, nothing was logged, or
+    Both are means over an epoch (TGR, figure S5). A training that never is there counts as if it
+    were one epoch after its end, the earliest that is possible. None where nothing was logged, or
     there is no baseline.
     """
     known = [] if baseline is None else loss_by_epoch(baseline)
-    if not known:
+    own = loss_by_epoch(result)
+    if not known or not own:
         return None
     final = known[-1][1]
-    return next((step for step, loss in loss_by_epoch(result) if loss <= final), None)
+    last = result.curve[-1]
+    after = round(last["step"] * (1 + 1 / last["epoch"]))
+    return next((step for step, loss in own if loss <= final), after)
 
 
 @styled
