@@ -26,7 +26,7 @@ from moecore.core.records import Batch, Guidance, RoutingContext, Step
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts
-from moecore.nn.layers import attention, moe, patch_embed
+from moecore.nn.layers import block, moe, patch_embed
 from moecore.nn.layers.moe import MoE
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.study.params import read
@@ -160,7 +160,7 @@ def go_stock() -> None:
 
     There is no way back: only for a process of its own.
     """
-    attention.attend = scaled_dot_product_attention
+    block.attend = scaled_dot_product_attention
     moe.MoELayer.forward = masked_experts
     patch_embed.PatchEmbed.forward = lambda self, images: (
         conv2d(images, self.proj.weight, self.proj.bias, stride=self.patch)

@@ -11,7 +11,7 @@ from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure import MEASUREMENTS
 from moecore.measure.base import Skipped, Subject
-from moecore.run.kept import resumable
+from moecore.run.resume import resumable
 from moecore.run.stage import run_stage
 from moecore.study.params import Key, read, read_section
 from moecore.study.selection import Phase

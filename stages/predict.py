@@ -1,16 +1,16 @@
 """Predict what the files of a folder show, with a trained model. No stage: a tool for users.
 
     moecore predict artifacts/finetune/vmoe/0 FOLDER --out predictions.csv
+    moecore predict artifacts/pretrain/smoe/0 --prompt prompt.txt --out continued.html
 
 MODEL is the folder of a trained model, or models:/study.method.phase.seed@current of MLflow's
-registry. FOLDER holds pictures of any size and mode, in subfolders too; for a model of volumes it
-is in BIDS form, or holds .nii.gz files, and participants.tsv may give sex and age. Beside the table
-comes a page, OUT.html, that shows every picture with its answer and the experts of its patches.
+registry. FOLDER holds pictures of any size and mode, or volumes (BIDS, or .nii.gz files), in
+subfolders too. Beside the table a page, OUT.html, shows each with its answer and its experts. A
+language model continues the text of --prompt: a page shows which word went to which expert.
 
-Probabilities are calibrated where the stage `calibrate` has run for this model; --calibrator names
-another folder with calibrator.json. A file that cannot be read keeps a line with the reason.
-Exit: 0 all files have a prediction; 3 some have none, all others are written; 1 nothing is written.
-Of ages, read MODEL_CARD.md first: it says what the numbers may not be used for.
+Probabilities are calibrated where the stage `calibrate` has run for this model. A file that cannot
+be read keeps a line with the reason. Exit: 0 all files have a prediction; 3 some have none, all
+others are written; 1 nothing is written. Of ages, read MODEL_CARD.md first.
 """
 
 import argparse
@@ -20,22 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moecore.core.files import UserError
-from moecore.run.predictions import predict_folder
+from moecore.run.continued import sampling_words, say
+from moecore.run.predictions import folder_words, predict_folder
 from moecore.tracking.model import SCHEME, model_folder
 
 
 def parser() -> argparse.ArgumentParser:
-    words = argparse.ArgumentParser(
-        prog="moecore predict",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = words.add_argument
-    add("model", metavar="MODEL", help="artifacts/<phase>/<method>/<seed>, or models:/…")
-    add("folder", metavar="FOLDER", type=Path, help="folder of the files to predict")
-    add("--out", type=Path, default=Path("predictions.csv"), help="the table to write")
-    add("--calibrator", type=Path, help="folder with calibrator.json; default: that of the model")
-    add("--batch", type=int, default=64, help="files a forward pass")
+    shape = argparse.RawDescriptionHelpFormatter
+    words = argparse.ArgumentParser("moecore predict", None, __doc__, formatter_class=shape)
+    words.add_argument("model", metavar="MODEL", help="the folder of a model, or models:/…")
+    folder_words(words)
+    sampling_words(words)
     return words
 
 
@@ -43,13 +38,18 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
     # One line each, without our own source.
     warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
+    failed = 0
     try:
         model = Path(given.model)
         if given.model.startswith(SCHEME):
             model = model_folder(given.model)
-        failed = predict_folder(
-            model, given.folder, given.out, given.calibrator, max(1, given.batch)
-        )
+        if (given.prompt is None) == (given.folder is None):
+            raise UserError("predict: allowed: either FOLDER, or --prompt for a model of text")
+        if given.prompt is not None:
+            say(model, given)
+        else:
+            table = given.out or Path("predictions.csv")
+            failed = predict_folder(model, given.folder, table, given.calibrator, given.batch)
     except UserError as error:
         sys.exit(str(error))
     if failed:

@@ -15,7 +15,7 @@ from moecore.nn.backbones import Backbone
 from moecore.run.stage import run_stage
 from moecore.run.training import training_run
 from moecore.study.params import Key, read
-from moecore.training.artifacts import GUIDE, save_guide, save_model
+from moecore.training.artifacts import GUIDE, save_guide, save_model, save_words
 from moecore.training.method import Method
 from moecore.training.outcome import outcome
 from moecore.training.recipes import pretraining
@@ -45,6 +45,7 @@ def pretrain(method: str, seed: int) -> None:
         training.train(recipe.job, settings, seed, watch.look)
         with whole_folder(target) as folder:
             save_model(folder, recipe.model)
+            save_words(folder, data)
             # A model that routes by its teacher holds it already.
             learned = recipe.job.guide
             if params.method.joint and learned is not None and recipe.model is recipe.job.model:

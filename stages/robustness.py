@@ -11,9 +11,9 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Subject
 from moecore.measure.robustness import Robustness, measure, refuse
-from moecore.measure.under_attack.line import Line
-from moecore.run.kept import resumable
+from moecore.measure.under_attack.curves import Line
 from moecore.run.progress import progress
+from moecore.run.resume import resumable
 from moecore.run.stage import run_stage
 from moecore.study.params import read
 from moecore.study.selection import Phase

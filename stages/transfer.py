@@ -11,9 +11,8 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer import Transfer, measure
 from moecore.run.history import record
-from moecore.run.kept import Kept
 from moecore.run.progress import progress
-from moecore.run.resume import work_folder
+from moecore.run.resume import Kept, work_folder
 from moecore.run.stage import run_stage
 from moecore.study.params import Key, read
 from moecore.study.selection import Phase

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.records import ModelOutput, RoutingRecord
-from moecore.statistics.variation import squared_cv
+from moecore.statistics.intervals import squared_cv
 from moecore.tasks.base import Task
 
 Objective = Literal["task", "cross_entropy", "dlr", "balance", "routing_change"]

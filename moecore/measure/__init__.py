@@ -10,6 +10,7 @@ from moecore.measure import (
     lipschitz,
     routing,
     stability,
+    word_swaps,
 )
 from moecore.measure.base import Measurement
 
@@ -19,6 +20,7 @@ MEASUREMENTS = {
     "corruptions": Measurement.of(corruptions, corruptions.Corruptions),
     "stability": Measurement.of(stability, stability.Stability),
     "few_shot": Measurement.of(few_shot, few_shot.FewShot),
+    "word_swaps": Measurement.of(word_swaps, word_swaps.WordSwaps),
     "lipschitz": Measurement.of(lipschitz, lipschitz.Lipschitz),
     "cost": Measurement.of(cost, cost.Cost),
     "explorer": Measurement.of(explorer, explorer.Explorer),

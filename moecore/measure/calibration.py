@@ -1,4 +1,4 @@
-"""Calibration of a trained model, and how sure it is of its classes before and after.
+"""Calibration of a trained model, and how sure it is of its classes, or words, before and after.
 
 N images, K classes. Ages are calibrated by moecore.brain.calibrated_ages.
 """
@@ -16,7 +16,9 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, whole_file
 from moecore.measure.base import Subject
 from moecore.measure.calibrators import Calibrator
-from moecore.measure.calibrators.temperature import Temperature
+from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
+from moecore.measure.word_confidence import FITTED, Answers, tokens_of
+from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import predictions
 from moecore.statistics.intervals import Estimate, bootstrap
 from moecore.tasks.base import Task
@@ -98,16 +100,17 @@ def refuse(settings: Calibrate, task: Task, phase: str) -> None:
 
 def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:
     """One temperature from the validation split, written to ``files.out``."""
+    # The stage chose this function by the calibrator's kind.
+    calibrator = cast(Temperature, settings.calibrator)
+    if subject.data.task.long:
+        return _of_words(subject, settings, calibrator, files)
     data = subject.data
     said = {
         name: predictions(subject.model, split.images, settings.batch, routing=False)[0]
         for name, split in (("validation", data.validation), ("test", data.test))
     }
-    # The stage chose this function by the calibrator's kind.
-    calibrator = cast(Temperature, settings.calibrator)
     fitted = calibrator.fit(said["validation"], labels_of(data.validation.labels))
-    with whole_file(files.out / "calibrator.json") as path:
-        path.write_text(fitted.to_json() + "\n", encoding="utf-8")
+    _write(fitted, files)
     labels = labels_of(data.test.labels)
     task = data.task
     among = task.top5(said["test"], labels)
@@ -123,25 +126,59 @@ def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:
     )
 
 
+def _of_words(
+    subject: Subject, settings: Calibrate, calibrator: Temperature, files: Files
+) -> Result:
+    """The same of the next words of a text: an item is a block, and intervals are over blocks."""
+    data = subject.data
+    model = cast(LanguageTransformer, subject.model)
+    known = tokens_of(model, data.validation, settings.batch, FITTED)
+    fitted = calibrator.fit_slope(known.slope, close=1e-5)
+    _write(fitted, files)
+    test = tokens_of(model, data.test, settings.batch)
+    before, after = (test.answers(one) for one in (1.0, fitted.temperature))
+    return Result(
+        temperature=fitted.temperature,
+        at_limit=fitted.at_limit,
+        validation_images=len(known.labels),
+        test_images=len(test.labels),
+        scores=data.task.packed(before.nats.mean(dim=1)),
+        before=qualities(data.task, before.nats.mean(dim=1), before, settings.resamples),
+        after=qualities(data.task, after.nats.mean(dim=1), after, settings.resamples),
+    )
+
+
+def _write(fitted: FittedTemperature, files: Files) -> None:
+    with whole_file(files.out / "calibrator.json") as path:
+        path.write_text(fitted.to_json() + "\n", encoding="utf-8")
+
+
 def quality(task: Task, logits: Tensor, labels: Tensor, resamples: int) -> Quality:
     """Score, NLL, Brier and ECE with their intervals, and the reliability bins.
 
     logits: (N, K); labels: (N,) classes.
     """
     hits = task.scores(logits, labels)
-    sure = confidence(logits)
-    losses = task.test_loss(logits, labels).numpy()
-    squares = brier(logits, labels).numpy()
+    answers = Answers(
+        task.test_loss(logits, labels), brier(logits, labels), confidence(logits), hits
+    )
+    return qualities(task, hits, answers, resamples)
+
+
+def qualities(task: Task, scores: Tensor, answers: Answers, resamples: int) -> Quality:
+    """The same of what the answers to each of N items are worth. scores: (N,)."""
+    losses, squares = answers.nats.numpy(), answers.squares.numpy()
+    sure, hits = answers.sure, answers.hits
 
     def resampled(statistic: Callable[[np.ndarray], float]) -> Estimate:
-        return Estimate.of(bootstrap(statistic, len(labels), resamples, lowest=0.0))
+        return Estimate.of(bootstrap(statistic, len(scores), resamples, lowest=0.0))
 
     return Quality(
-        score=Estimate.of(task.interval(hits)),
+        score=Estimate.of(task.interval(scores)),
         nll=resampled(lambda chosen: float(losses[chosen].mean())),
         brier=resampled(lambda chosen: float(squares[chosen].mean())),
-        ece=resampled(lambda chosen: ece(sure[chosen], hits[chosen])),
-        bins=reliability(sure, hits),
+        ece=resampled(lambda chosen: ece(sure[chosen].flatten(), hits[chosen].flatten())),
+        bins=reliability(sure.flatten(), hits.flatten()),
     )
 
 

@@ -14,11 +14,11 @@ from moecore.core.config import Config
 from moecore.core.tensors import packed
 from moecore.data.prepared import evenly_spread
 from moecore.measure.base import Parts, Subject, kept
-from moecore.measure.routing_metrics import variants
+from moecore.measure.routing_metrics import sweeps
 from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolved
 from moecore.measure.routing_metrics.favourites import Gallery, LayerExperts, layer_experts
-from moecore.measure.routing_metrics.pictures import Picture, picture
-from moecore.measure.routing_metrics.variants import Variant
+from moecore.measure.routing_metrics.overlays import Picture, picture
+from moecore.measure.routing_metrics.sweeps import Variant
 from moecore.measure.routing_metrics.watched import IMAGES, VOLUMES, explored_places
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
@@ -68,7 +68,7 @@ class Explorer(Config):
 class Shown(Config):
     """The images, changed in one way."""
 
-    kind: variants.Kind
+    kind: sweeps.Kind
     label: str
     picture: Picture | None  # None: of volumes only the clean ones are kept
     origins: str | None  # packed uint16 (N, P): the clean image's patch, 65535 for none
@@ -124,9 +124,9 @@ def measure(subject: Subject, settings: Explorer, parts: Parts) -> Result:
 
     changed: dict[str, Callable[[], Iterable[Variant]]] = {
         "clean": lambda: [Variant("clean", "clean", clean)],
-        "noise": lambda: variants.with_noise(clean, places, settings.sigmas, settings.seed),
-        "attack": lambda: variants.attacked(target, settings.attack, settings.epsilons),
-        "augmentations": lambda: variants.augmented(images, asked, layout, settings.seed),
+        "noise": lambda: sweeps.with_noise(clean, places, settings.sigmas, settings.seed),
+        "attack": lambda: sweeps.attacked(target, settings.attack, settings.epsilons),
+        "augmentations": lambda: sweeps.augmented(images, asked, layout, settings.seed),
     }
 
     def part(name: str) -> Part:

@@ -27,13 +27,14 @@ from moecore.measure.under_attack.curves import (
     Attacked,
     Curve,
     Left,
+    Line,
+    Lines,
     Row,
     pictured,
     run_of,
     several,
     worst_case,
 )
-from moecore.measure.under_attack.line import Line, Lines
 from moecore.statistics.crossed import kept_items
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task

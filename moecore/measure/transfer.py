@@ -21,7 +21,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Parts, kept
-from moecore.measure.under_attack.line import Line, no_better, not_judged
+from moecore.measure.under_attack.curves import Line, no_better, not_judged
 from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task

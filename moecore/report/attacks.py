@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from moecore.measure.base import Skipped
 from moecore.measure.robustness import Result
 from moecore.measure.under_attack.curves import Left, Row, run_of
-from moecore.measure.under_attack.line import Line as Audited
+from moecore.measure.under_attack.curves import Line as Audited
 from moecore.report.charts import Look, bands, curves_chart, over, panels_chart
 from moecore.report.column import mean
 from moecore.report.measured import Phase

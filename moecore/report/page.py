@@ -9,13 +9,13 @@ from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
 from moecore.report import overview
 from moecore.report.answer import answer, answer_of_claims
-from moecore.report.cards import card_facts
 from moecore.report.claims import Evaluated
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes
 from moecore.report.pictures import environment
 from moecore.report.quantities import Quantities, quantities
 from moecore.report.references import routed
+from moecore.report.runs import card_facts
 from moecore.report.sections import counted, listed, section_of, title_of
 from moecore.report.tables import table
 from moecore.report.verdicts import claims_section

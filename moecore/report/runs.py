@@ -1,7 +1,8 @@
 """The headline numbers of every run, a file each, for ``dvc metrics show`` and experiments."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import Metric
@@ -9,6 +10,7 @@ from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import sizes
 from moecore.report.quantities import attacked_names
 from moecore.report.tables import metrics_of
+from moecore.report.view import Item, Line
 
 MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones
@@ -66,3 +68,49 @@ def numbers_of(model: Measured, metrics: Sequence[Metric]) -> dict[str, float]:
 def rounded(value: float) -> float:
     """The value with ``DIGITS`` significant digits; counts stay whole."""
     return int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
+
+
+NAMED = 20  # classes: of more only their number is told
+
+
+def card_facts(phase: Phase) -> list[Line]:
+    """One row a fact."""
+    card = phase.card
+    own = cohort(card) if phase.task.kind == "regression" else images(card, phase.task.answers)
+    facts = own | {
+        "Licence": card["licence"],
+        "Source": card["source"],
+        "Split seed": str(card["seed"]),
+    }
+    return [Line(Item(name), [Item(words, look="words")]) for name, words in facts.items()]
+
+
+def images(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, str]:
+    """Of pictures with classes."""
+    splits = card["images"].items()
+    return {
+        "Images": ", ".join(f"{split} {count:,}" for split, count in splits),
+        "Classes": ", ".join(classes) if len(classes) <= NAMED else str(len(classes)),
+        "Shape": f"{card['channels']} × {card['size']} × {card['size']}",
+    }
+
+
+def cohort(card: Mapping[str, Any]) -> dict[str, str]:
+    """Of volumes with ages."""
+    low, high = card["target_range"]
+    unit = card["task"]["unit"]
+    edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
+    return {
+        "Data": "SIMULATED" if card["simulated"] else "scans of people",
+        "Volumes": "; ".join(volumes(card, split) for split in card["counts"]),
+        "Ages in training": f"{low:.1f} to {high:.1f} {unit}",
+        "Shape": f"{' × '.join(map(str, card['size']))} voxels of {edges} mm",
+        "Tissue maps": ", ".join(card["regions"]) or "none",
+        "Left out": str(len(card["skipped"])),
+    }
+
+
+def volumes(card: Mapping[str, Any], split: str) -> str:
+    """train 60 (F 30, M 30)."""
+    sexes = ", ".join(f"{name} {number}" for name, number in card["counts"][split].items())
+    return f"{split} {card['images'][split]:,} ({sexes})"

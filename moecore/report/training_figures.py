@@ -111,8 +111,8 @@ def steps_to(result: Outcome, baseline: Outcome | None) -> int | None:
     if not known or not own:
         return None
     final = known[-1][1]
-    last = result.curve[-1]
-    after = round(last["step"] * (1 + 1 / last["epoch"]))
+    steps, epochs = result.curve[-1]["step"], result.curve[-1]["epoch"]
+    after = round(steps * (1 + 1 / epochs)) if steps and epochs else None
     return next((step for step, loss in own if loss <= final), after)
 
 

@@ -4,6 +4,7 @@ What a folder may hold depends on the model: pictures here, volumes in ``moecore
 A file that cannot be read keeps its row, which says why.
 """
 
+import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,15 @@ NEEDED = ("model.json", "model.safetensors")
 TRAINED = "artifacts/{pretrain,finetune,adversarial}/<method>/<seed>"
 
 
+def folder_words(words: argparse.ArgumentParser) -> None:
+    """What a command line says of the folder and the table."""
+    add = words.add_argument
+    add("folder", metavar="FOLDER", type=Path, nargs="?", help="folder of the files to predict")
+    add("--out", type=Path, help="the table to write, predictions.csv; of a text continued.html")
+    add("--calibrator", type=Path, help="folder with calibrator.json; default: that of the model")
+    add("--batch", type=int, default=64, help="files a forward pass")
+
+
 def predict_folder(
     model: Path, folder: Path, out: Path, calibrator: Path | None, batch: int
 ) -> int:
@@ -27,7 +37,10 @@ def predict_folder(
     Says on stdout what was written, on stderr which files have no prediction. Raises UserError
     before anything is computed where the model, the folder or the table cannot be used.
     """
+    batch = max(1, batch)
     card = model_card(model)
+    if card.image.task.long:
+        raise UserError(f"{model}: found a model of text; it takes --prompt FILE and no FOLDER")
     beside = out.with_suffix(".html")
     if beside == out:
         raise UserError(f"{out}: the page beside the table has this name; --out predictions.csv")

@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 from scipy.special import stdtrit
+from torch import Tensor
 
 from moecore.core.config import Config
 
@@ -166,3 +167,12 @@ class Estimate(Config):
     @classmethod
     def of(cls, interval: Interval) -> Self:
         return cls(**interval._asdict())
+
+
+def squared_cv(values: Tensor) -> Tensor:
+    """Squared coefficient of variation var/mean² of (E,) values, one per expert; 0 where all are
+    equal, E − 1 where one has all.
+
+    Population variance, never ``torch.std``, whose gradient is infinite at balance.
+    """
+    return values.var(correction=0) / values.mean().square()

@@ -13,8 +13,12 @@ Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 # Of Training, with the value that switches each off.
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
-CALIBRATORS = {"classification": "temperature", "regression": "linear"}  # by the kind of task
-WORDS = {"classification": "classes", "regression": "real numbers"}
+CALIBRATORS = {  # by the kind of task
+    "classification": "temperature",
+    "next_token": "temperature",
+    "regression": "linear",
+}
+WORDS = {"classification": "classes", "next_token": "words", "regression": "real numbers"}
 FLAT_WITH_CLASSES = ("invariance", "corruptions", "stability", "few_shot", "lipschitz")
 
 
@@ -148,8 +152,9 @@ def _calibrator(study: Study) -> Found:
     kinds = {phase: _kind(tasks[phase]) for phase in study.run.phases if phase in tasks}
     for phase, kind in kinds.items():
         if kind not in CALIBRATORS:
-            has = "several labels for each image" if kind == "multi_label" else "words to predict"
-            reason = f"data.{phase} has {has}, which calibrate does not take"
+            reason = (
+                f"data.{phase} has several labels for each image, which calibrate does not take"
+            )
             where = ("run", "phases", study.run.phases.index(phase))
             yield where, f"{reason}; leave out the phase or the stage"
     misfits = [kind for kind in kinds.values() if CALIBRATORS.get(kind, found) != found]
@@ -169,6 +174,13 @@ def _measurements(study: Study, numbers: set[str], volumes: set[str]) -> Found:
         if flat and phase in numbers | volumes:
             text = f"measure flat images with classes, which data.{phase} has not"
             yield where, f"{', '.join(flat)} {text}; allowed: phases without {phase}"
+        if (
+            "word_swaps" in asked
+            and phase in study.data
+            and _kind(study.data[phase].task) != "next_token"
+        ):
+            text = f"data.{phase} is no text, and word_swaps swaps words"
+            yield where, f"{text}; allowed: kind: docstrings or wikitext"
         if "cohort_checks" in asked and phase in study.data and phase not in numbers:
             text = f"data.{phase} has classes, and cohort_checks needs ages"
             yield where, f"{text}; allowed: kind: phantom or bids"

@@ -17,8 +17,7 @@ from moecore.nn.backbones.transformer import Transformer
 from moecore.nn.layers.moe import MoELayer
 from moecore.study.contracts import takes
 from moecore.study.mistakes import REFUSED, placed
-from moecore.study.sections import PHASES
-from moecore.study.study import Study
+from moecore.study.study import PHASES, Study
 from moecore.study.training_rules import building_rules, guiding_rules, upcycling_rules
 from moecore.tasks.classification import Classification
 from moecore.training.method import Method

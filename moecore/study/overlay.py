@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError
 from moecore.measure import MEASUREMENTS
 from moecore.study.document import Document, load, near
-from moecore.study.sections import PHASES, SECTIONS, needed
-from moecore.study.study import Study
+from moecore.study.study import PHASES, SECTIONS, Study, needed
 
 OVERLAY = "overlay.yaml"
 PRESETS = "presets.yaml"

@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 from moecore.study.document import near
 from moecore.study.problems import unlisted
-from moecore.study.sections import MEASURED
 from moecore.study.selection import Phase
+from moecore.study.study import MEASURED
 
 Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 

@@ -10,9 +10,8 @@ from moecore.study.checks import cross_checks, not_finite
 from moecore.study.document import Document, load
 from moecore.study.overlay import stages_of
 from moecore.study.params import validate_whole
-from moecore.study.sections import OPTIONAL, PHASES, SECTIONS, needed
 from moecore.study.slots import Slot, describe
-from moecore.study.study import Study
+from moecore.study.study import OPTIONAL, PHASES, SECTIONS, Study, needed
 
 PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
 

@@ -5,11 +5,16 @@ Its page of charts makes a section of what stands before the last slash of a nam
 given or counted (numbers of images, of parameters) is a param: a chart of it would be one flat bar.
 """
 
+import json
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
 from moecore.run.history_file import points
+from moecore.tracking.store import home, uri
 
 PHASES = ("pretrain", "finetune", "adversarial")  # in the order of training
 TRAININGS = ("teacher", *PHASES)
@@ -85,3 +90,58 @@ def _metric(stage: str, name: str) -> str:
                 return clean(f"{own}/{words.removeprefix(f'{own}_')}")
         return clean(f"train/{words} overall")
     return clean(f"{group}/{words}")
+
+
+# Names and versions as MLflow 3 has them; one that it does not know changes nothing.
+CHOSEN = {
+    "mlflow.telemetry.info.alert.dismissed_v1": True,
+    "mlflow.settings.telemetry.enabled_v1": False,
+    "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": True,
+    "_mlflow_model_registry_promo_modal_dismissed_v1": True,
+    "mlflow.workflowType_v1": "machine_learning",
+}
+SCRIPT = """<script>
+for (const [name, value] of Object.entries(%s)) {
+  if (localStorage.getItem(name) === null) localStorage.setItem(name, JSON.stringify(value));
+}
+</script>"""
+PARENTS = "tags.level = 'method' and tags.`dvc.current` = 'true'"
+
+
+def charts(server: str, experiment: str | None) -> str:
+    """The address of the charts that compare an experiment's methods; without one, of the list."""
+    words = {"workflowType": "machine_learning"}
+    if experiment is None:
+        return f"{server}/#/experiments?{urlencode(words)}"
+    words |= {
+        "searchFilter": PARENTS,
+        "orderByKey": "attributes.start_time",
+        "orderByAsc": "true",
+        "compareRunsMode": "CHART",
+    }
+    return f"{server}/#/experiments/{experiment}/runs?{urlencode(words)}"
+
+
+def app() -> Any:
+    """The application that uvicorn serves (``--factory``): MLflow's own, but for its first page."""
+    from mlflow import server
+
+    os.environ |= {
+        server.BACKEND_STORE_URI_ENV_VAR: uri(),
+        server.ARTIFACT_ROOT_ENV_VAR: "mlflow-artifacts:/",
+        server.ARTIFACTS_DESTINATION_ENV_VAR: str(home() / "mlartifacts"),
+        server.SERVE_ARTIFACTS_ENV_VAR: "true",
+    }
+    from mlflow.server.fastapi_app import app as pages
+    from starlette.responses import HTMLResponse
+
+    first = Path(str(server.app.static_folder), "index.html").read_text(encoding="utf-8")
+    answer = HTMLResponse(first.replace("<script", SCRIPT % json.dumps(CHOSEN) + "<script", 1))
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == "/":
+            await answer(scope, receive, send)
+        else:
+            await pages(scope, receive, send)
+
+    return served

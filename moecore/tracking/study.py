@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 from moecore.run.history_file import NAME, Growing, read_lines
 from moecore.tracking.figures import Drawings
 from moecore.tracking.known import COLOUR, COMPLETE, PARENT, TOLD, UID, Known, known_runs
-from moecore.tracking.locked import Locked, Stamp, stamp
 from moecore.tracking.mirror import Mirror
 from moecore.tracking.model import point_to
 from moecore.tracking.parents import Child, Parents
-from moecore.tracking.store import experiment, experiment_name
+from moecore.tracking.store import Locked, Stamp, experiment, experiment_name, stamp
 
 PLACES = ("artifacts/history", ".state")  # published histories, and those of runs under way
 

@@ -10,8 +10,7 @@ from typing import Any
 from moecore.core.files import UserError, read_json, write_json
 from moecore.run.history_file import NAME
 from moecore.tracking.figures import Drawings, drawings
-from moecore.tracking.locked import stamp
-from moecore.tracking.store import alone, connect, home, uri
+from moecore.tracking.store import alone, connect, home, stamp, uri
 from moecore.tracking.study import Counts, Study, histories
 
 # What an import reads beside the histories.

@@ -12,7 +12,7 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.run.stage import end_with_parent
-from moecore.tracking.pages import charts
+from moecore.tracking.names import charts
 from moecore.tracking.store import (
     SILENT,
     connect,
@@ -80,7 +80,7 @@ def _check_free(port: int) -> None:
 
 
 def _serve(port: int) -> subprocess.Popen:
-    command = [sys.executable, "-m", "uvicorn", "--factory", "moecore.tracking.pages:app"]
+    command = [sys.executable, "-m", "uvicorn", "--factory", "moecore.tracking.names:app"]
     command += ["--host", HOST, "--port", str(port), "--log-level", "warning"]
     # A group of its own: Ctrl-C ends it through `_stop`, with all that it started.
     return subprocess.Popen(

@@ -1,5 +1,6 @@
 """A trained model in a folder: weights as safetensors beside the settings that rebuild it."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -8,15 +9,17 @@ from pydantic import ValidationError
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json, write_json
 from moecore.core.tensors import read_tensors, write_tensors
+from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel, Model
 from moecore.nn.backbones.transformer import Transformer
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.positions import Interpolation, resize_positions
+from moecore.nn.layers.patch_embed import Interpolation, resize_positions
 from moecore.training.guide import Guide, Guided
 
 GUIDE = "guide"
+VOCABULARY = "vocabulary.txt"
 Size = int | tuple[int, int, int] | tuple[int]  # of an ImageSpec
 
 
@@ -52,6 +55,15 @@ def save_model(folder: str | Path, model: Model) -> None:
         model.remember(0)  # what a training's streams left is no part of the model
     write_tensors(folder / "model.safetensors", model.state_dict())
     write_json(folder / "model.json", card.model_dump(mode="json"))
+
+
+def save_words(folder: Path, data: Prepared) -> None:
+    """Of a model of text, write what its numbers mean: ``vocabulary.txt``, and how a text is read
+    into words, ``text.json``. Nothing for other data.
+    """
+    if data.task.long:
+        shutil.copyfile(data.folder / VOCABULARY, folder / VOCABULARY)
+        write_json(folder / "text.json", {"reading": data.card["reading"]})
 
 
 def load_card(folder: str | Path) -> ModelCard:

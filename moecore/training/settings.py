@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from moecore.core.config import Config
 from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
-from moecore.nn.layers.positions import Interpolation
+from moecore.nn.layers.patch_embed import Interpolation
 from moecore.training.adversarial import Adversarial
 from moecore.training.runtime import Precision
 

@@ -11,7 +11,7 @@ from moecore.nn.backbones.transformer import Transformer
 from moecore.nn.experts.base import ExpertsModule
 from moecore.nn.experts.mlp import MlpExperts
 from moecore.nn.layers.moe import MoELayer
-from moecore.nn.layers.positions import resize_positions
+from moecore.nn.layers.patch_embed import resize_positions
 
 
 @torch.no_grad()

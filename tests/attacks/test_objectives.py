@@ -12,7 +12,7 @@ from moecore.attacks.pgd import Pgd
 from moecore.core.files import UserError
 from moecore.core.records import ModelOutput, RoutingRecord
 from moecore.measure.routing_metrics.expert_use import change_of_choice
-from moecore.statistics.variation import squared_cv
+from moecore.statistics.intervals import squared_cv
 from tests.attacks.models import CLASSES, SETS, Linear, Smooth, vit
 from tests.attacks.test_attacks import case, run
 

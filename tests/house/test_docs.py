@@ -240,7 +240,7 @@ def test_the_stock_layer_computes_the_same(monkeypatch):
     images = torch.rand(2, 3, 8, 8)
     expected = model(images).prediction
     for place, name in (
-        (training_step.attention, "attend"),
+        (training_step.block, "attend"),
         (training_step.moe.MoELayer, "forward"),
         (training_step.patch_embed.PatchEmbed, "forward"),
     ):

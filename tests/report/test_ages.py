@@ -9,7 +9,6 @@ from moecore.core.files import UserError
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.report.charts import attack_points
 from moecore.report.claims import evaluate, flat_claims
-from moecore.report.curves import robustness_csv, table_s1_csv, training_csv
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.cohort_checks import tissues
 from moecore.report.measures.robustness import Result as Robustness
@@ -19,6 +18,7 @@ from moecore.report.regions import generalised, mixtures
 from moecore.report.results import read_results
 from moecore.report.summary import rows
 from moecore.report.tables import data_facts, flat, table, used_tests
+from moecore.report.texts import robustness_csv, table_s1_csv, training_csv
 from moecore.report.words import shown
 from moecore.study.selection import Claim, Selection
 from tests.report.ages import STAGES, write_ages

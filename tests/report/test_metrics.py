@@ -11,7 +11,6 @@ from moecore.core.files import UserError
 from moecore.data.views import transforms
 from moecore.measure.routing import Result as Routing
 from moecore.report.column import Ahead, slug
-from moecore.report.curves import robustness_csv
 from moecore.report.drawing import PALETTE
 from moecore.report.measures.training import halfway
 from moecore.report.page import page
@@ -19,6 +18,7 @@ from moecore.report.paper_figures import PAPERS, REPORTED, reported
 from moecore.report.results import USUAL, read_results, study_stages
 from moecore.report.summary import rows
 from moecore.report.tables import flat, foreseen, metrics_of, table, unknown_metrics
+from moecore.report.texts import robustness_csv
 from moecore.report.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.study.params import check as check_text
 from moecore.study.selection import Selection

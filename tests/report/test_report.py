@@ -9,11 +9,11 @@ from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, Metric
-from moecore.report.curves import robustness_csv, training_csv
 from moecore.report.page import page
 from moecore.report.results import USUAL, read_results
 from moecore.report.rows import alike
 from moecore.report.tables import apart, flat, table
+from moecore.report.texts import robustness_csv, training_csv
 from moecore.report.words import Cell, between, decimals, epsilon, shown, with_named_epsilons
 from moecore.statistics.intervals import Interval
 from moecore.study.selection import Selection

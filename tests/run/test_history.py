@@ -32,8 +32,8 @@ from moecore.run.history_file import (
     scalars,
     seconds,
 )
-from moecore.run.kept import Kept
 from moecore.run.progress import clock
+from moecore.run.resume import Kept
 
 
 class Params(Config):

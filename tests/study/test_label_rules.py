@@ -259,8 +259,8 @@ def test_a_study_of_text_is_in_order():
         ),
         (
             "calibrate",
-            {"calibrator": {"kind": "temperature"}},
-            "data.pretrain has words to predict, which calibrate does not take",
+            {"calibrator": {"kind": "linear"}},
+            "found linear, but the labels are words; allowed: temperature",
         ),
     ],
 )

@@ -16,9 +16,8 @@ from moecore.core.files import UserError
 from moecore.core.sources import ROOT
 from moecore.study.document import parse
 from moecore.study.params import Key, check, keys, read
-from moecore.study.sections import MEASURED, SECTIONS
 from moecore.study.slots import Slot, resolve
-from moecore.study.study import Study
+from moecore.study.study import MEASURED, SECTIONS, Study
 
 
 class NoisyTopK(Config):

@@ -22,7 +22,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.run.history import record
 from moecore.tasks.classification import Classification
 from moecore.tracking.model import model_folder
-from moecore.tracking.pages import charts
+from moecore.tracking.names import charts
 from moecore.tracking.sync import Importer
 from moecore.training.artifacts import load_model, save_model
 from tests.browser import opened

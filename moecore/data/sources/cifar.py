@@ -10,7 +10,7 @@ from pydantic import Field
 
 from moecore.core.files import UserError, places
 from moecore.data.files.cifar_files import SETS, check_lengths, fetch_archive, read_binary
-from moecore.data.files.resize import resized
+from moecore.data.files.decode import resized
 from moecore.data.preview import Preview, class_counts
 from moecore.data.splits import SplitSettings, limited, split_train
 from moecore.data.writer import Facts, Part, write_prepared

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.data.files.resize import resized
+from moecore.data.files.decode import resized
 from moecore.data.preview import Preview, class_counts
 from moecore.data.splits import SplitSettings, carve, limited, split_train
 from moecore.data.writer import Facts, Part, write_prepared

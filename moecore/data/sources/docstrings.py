@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ from moecore.core.files import UserError
 from moecore.data.preview import Preview
 from moecore.data.text.words import (
     SPLITS,
+    Reading,
     TextSettings,
     lowered,
     numbered,
@@ -46,6 +47,8 @@ class Docstrings(TextSettings):
     package moves no file of another. Words that the training split has fewer than ``least`` times
     are ``<unk>``.
     """
+
+    reading: ClassVar[Reading] = "prose"
 
     kind: Literal["docstrings"] = "docstrings"
     packages: tuple[str, ...] = Field(

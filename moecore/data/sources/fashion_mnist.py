@@ -8,9 +8,9 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError, places
+from moecore.data.files.decode import resized
 from moecore.data.files.download import fetch
 from moecore.data.files.idx import idx_shape, read_idx
-from moecore.data.files.resize import resized
 from moecore.data.preview import Preview, class_counts
 from moecore.data.splits import SplitSettings, limited, split_train
 from moecore.data.writer import Facts, Part, write_prepared

@@ -6,14 +6,14 @@ line ``<eos>`` alone, the vocabulary of all three files in the order of appearan
 
 from array import array
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError, checksum, places
 from moecore.data.preview import Preview
-from moecore.data.text.words import END, SPLITS, UNKNOWN, TextSettings, write_text
+from moecore.data.text.words import END, SPLITS, UNKNOWN, Reading, TextSettings, write_text
 from moecore.tasks.next_token import NextToken
 
 FILES = {
@@ -29,6 +29,8 @@ class Wikitext(TextSettings):
     """``root/wiki.{train,valid,test}.tokens``, or ``root/{train,valid,test}.txt``; UTF-8, words
     apart by blanks.
     """
+
+    reading: ClassVar[Reading] = "blanks"
 
     kind: Literal["wikitext"] = "wikitext"
     root: str = Field(description="folder with the three files")

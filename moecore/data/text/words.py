@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -23,12 +23,15 @@ UNKNOWN = "<unk>"
 SPLITS = ("train", "validation", "test")
 WORD = re.compile(r"[^\W_]+(?:['\-_][^\W_]+)*|[^\w\s]|_")
 NONE = -1  # the token before a text's first
+# How a text becomes words: in lower case with punctuation apart, or apart by blanks as it is.
+Reading = Literal["prose", "blanks"]
 
 
 class TextSettings(Config):
     """Fields that every source of text shares."""
 
     task: ClassVar[type[NextToken]] = NextToken  # of what ``prepare`` writes
+    reading: ClassVar[Reading]
 
     block: int = Field(64, ge=1, description="tokens of a block, M: an item of every table")
     context: int = Field(
@@ -48,6 +51,17 @@ class TextSettings(Config):
 def lowered(text: str) -> list[str]:
     """The words of a text in lower case, punctuation apart."""
     return WORD.findall(text.lower())
+
+
+def words_of(text: str, reading: Reading) -> list[str]:
+    """The words of a text that somebody wrote, as a source with this reading would have them:
+    ``<eos>`` before it and between its paragraphs (prose) or lines (blanks), none at its end.
+    """
+    if reading == "prose":
+        parts = [lowered(part) for part in re.split(r"\n\s*\n", text.strip())]
+    else:
+        parts = [line.split() for line in text.strip().split("\n")]
+    return [word for part in parts for word in (END, *part)]
 
 
 def rarer_unknown(train: Iterable[Sequence[str]], least: int) -> list[str]:
@@ -117,6 +131,7 @@ def write_text(
     card = {
         **about,
         "kind": settings.model_dump()["kind"],
+        "reading": settings.reading,
         "task": NextToken(words=len(vocabulary)).model_dump(mode="json"),
         "channels": channels,
         "size": [settings.block],

@@ -4,6 +4,7 @@ N images, K classes. Source: Guo et al. (2017).
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.tasks.base import Task
+
+Slope = Callable[[float], tuple[float, float]]  # β → dNLL/dβ, d²NLL/dβ²
 
 
 class FittedTemperature(Config):
@@ -60,8 +63,8 @@ class Temperature(Config):
     )
 
     def calibrates(self, task: Task) -> bool:
-        """Whether predictions of this task are logits of one class an image."""
-        return task.kind == "classification"
+        """Whether predictions of this task are logits of one class an image, or a token."""
+        return task.kind in ("classification", "next_token")
 
     @property
     def needs_out_of_fold(self) -> bool:
@@ -80,13 +83,19 @@ class Temperature(Config):
         _check(logits, labels)
         logits = logits.detach().double().cpu()
         labels = labels.long().cpu()
+        return self.fit_slope(lambda beta: slope(logits, labels, beta))
+
+    def fit_slope(self, at: Slope, close: float = 1e-12) -> FittedTemperature:
+        """The same of an NLL that is given by its derivatives in β = 1/T: of predictions that are
+        too many to be there at once. close: relative step at which Newton's are at their end.
+        """
         low = 1 / self.highest
         high = 1 / self.lowest
-        if _slope(logits, labels, low)[0] >= 0:
+        if at(low)[0] >= 0:
             return FittedTemperature(temperature=self.highest, at_limit=True)
-        if _slope(logits, labels, high)[0] <= 0:
+        if at(high)[0] <= 0:
             return FittedTemperature(temperature=self.lowest, at_limit=True)
-        return FittedTemperature(temperature=1 / _root(logits, labels, low, high))
+        return FittedTemperature(temperature=1 / _root(at, low, high, close))
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:
@@ -111,14 +120,14 @@ def _check(logits: Tensor, labels: Tensor) -> None:
         )
 
 
-def _root(logits: Tensor, labels: Tensor, low: float, high: float) -> float:
+def _root(at: Slope, low: float, high: float, close: float) -> float:
     """β = 1/T at the NLL's minimum.
 
     The NLL is convex in β: the slope's sign keeps the bracket, Newton finds the root in it.
     """
     beta = 1.0
     for _ in range(200):
-        slope, curvature = _slope(logits, labels, beta)
+        slope, curvature = at(beta)
         if slope < 0:
             low = beta
         else:
@@ -131,13 +140,13 @@ def _root(logits: Tensor, labels: Tensor, low: float, high: float) -> float:
             following = newton
         else:
             following = math.sqrt(low * high)
-        if abs(following - beta) <= 1e-12 * beta:
+        if abs(following - beta) <= close * beta:
             return following
         beta = following
     return beta
 
 
-def _slope(logits: Tensor, labels: Tensor, beta: float) -> tuple[float, float]:
+def slope(logits: Tensor, labels: Tensor, beta: float) -> tuple[float, float]:
     """First and second derivative of the mean NLL in β: E[z̄ − z_label] and E[Var z].
 
     Both under softmax(βz).

@@ -23,8 +23,8 @@ from moecore.measure.under_attack.compared_curves import (
     pgd_beats_fgsm,
     square_only,
 )
-from moecore.measure.under_attack.curves import Curves
-from moecore.measure.under_attack.line import (
+from moecore.measure.under_attack.curves import (
+    Curves,
     Line,
     is_share,
     limits,

@@ -5,8 +5,16 @@ from itertools import pairwise
 
 from moecore.attacks import Attack
 from moecore.measure.base import Skipped
-from moecore.measure.under_attack.curves import Curves, Row, worst_of
-from moecore.measure.under_attack.line import Line, is_share, no_better, not_judged, shown
+from moecore.measure.under_attack.curves import (
+    Curves,
+    Line,
+    Row,
+    is_share,
+    no_better,
+    not_judged,
+    shown,
+    worst_of,
+)
 from moecore.tasks.base import Task
 
 BOTH = "are not both among the attacks"

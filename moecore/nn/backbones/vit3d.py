@@ -15,8 +15,7 @@ from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.transformer import Transformer, check_sizes
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, PooledStem
-from moecore.nn.layers.positions import waves
+from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, PooledStem, waves
 
 
 class Vit3d(Config):

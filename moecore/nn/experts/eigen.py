@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from moecore.core.files import UserError
-from moecore.nn.bases import default_rank, drawn_bases, positive_qr
 from moecore.nn.dispatch import Rows
-from moecore.nn.experts.base import ExpertsConfig, ExpertsModule
+from moecore.nn.experts.base import (
+    ExpertsConfig,
+    ExpertsModule,
+    default_rank,
+    drawn_bases,
+    positive_qr,
+)
 from moecore.nn.grouped import grouped_linear, grouped_mlp
 
 _STD = 0.02  # of the entries of both maps at the start, as the plain `mlp` experts have them

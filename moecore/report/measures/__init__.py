@@ -12,6 +12,7 @@ from moecore.measure.lipschitz import Result as Lipschitz
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
 from moecore.measure.stability import Result as Stability
+from moecore.measure.word_swaps import Result as WordSwaps
 from moecore.report.measures import (
     ages,
     calibration,
@@ -26,6 +27,7 @@ from moecore.report.measures import (
     routing,
     stability,
     training,
+    word_swaps,
 )
 from moecore.report.shown import Shown
 from moecore.training.outcome import Outcome
@@ -67,6 +69,14 @@ SHOWN = (
         stability.COLUMNS,
         stability.figures,
         stability.part,
+    ),
+    Shown(
+        "word_swaps",
+        "swapped words",
+        WordSwaps,
+        word_swaps.COLUMNS,
+        word_swaps.figures,
+        word_swaps.part,
     ),
     Shown("few_shot", "few shots", FewShot, few_shot.COLUMNS, few_shot.figures, few_shot.part),
     Shown(

@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.records import Step
-from moecore.statistics.variation import squared_cv
+from moecore.statistics.intervals import squared_cv
 from moecore.training.regularizers.pairs import sum_over_layers
 
 

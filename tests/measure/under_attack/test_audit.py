@@ -16,7 +16,7 @@ from moecore.measure.under_attack.audit import (
     surrogate,
     zero_gradients,
 )
-from moecore.measure.under_attack.line import Line
+from moecore.measure.under_attack.curves import Line
 from tests.attacks.models import CLASSES, YEARS, Blind, Smooth, vit
 from tests.attacks.test_target import Regressor
 from tests.measure.under_attack.cases import WEIGHT, curve, of_classes, of_years

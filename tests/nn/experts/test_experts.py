@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu, linear, relu
 
 from moecore.core.files import UserError
-from moecore.nn.bases import default_rank
 from moecore.nn.dispatch import Rows, SparsePlan
+from moecore.nn.experts.base import default_rank
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoE

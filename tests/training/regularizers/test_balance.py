@@ -11,7 +11,7 @@ from torch import distributed, multiprocessing
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.statistics.variation import squared_cv
+from moecore.statistics.intervals import squared_cv
 from moecore.training.regularizers.entropy import Entropy, entropy
 from moecore.training.regularizers.importance import Importance, importance
 from moecore.training.regularizers.load import Load, load

@@ -1,0 +1,86 @@
+"""How sure a language model is of the next words: logits over the vocabulary are made of few tokens
+at a time, as those of a whole text are gigabytes.
+
+N blocks of M tokens, d width, V words.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.data.prepared import Split, evenly_spread
+from moecore.nn.backbones.language_model import LanguageTransformer
+from moecore.nn.predict import batches, device_of, evaluating
+
+NUMBERS = 2**24  # of logits that are there at a time
+FITTED = 2**14  # tokens of the validation text that the temperature, one number, is fitted to
+
+
+class Tokens(NamedTuple):
+    """Final tokens (N, M, d) of blocks, on the model's device, and the words after them (N, M)."""
+
+    model: LanguageTransformer
+    final: Tensor
+    labels: Tensor
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits (n, V) fp32 of some tokens after the other, and their labels (n,)."""
+        rows = max(1, NUMBERS // self.model.image.task.outputs)
+        final, labels = self.final.flatten(0, 1).split(rows), self.labels.flatten().split(rows)
+        with torch.no_grad():
+            for some, right in zip(final, labels, strict=True):
+                yield self.model.predict(some[None])[0].float(), right
+
+    def slope(self, beta: float) -> tuple[float, float]:
+        """First and second derivative of the mean nats in β = 1/T, see temperature.slope."""
+        first, second = 0.0, 0.0
+        for logits, right in self.parts():
+            probs = torch.softmax(beta * logits, dim=1)
+            mean = (probs * logits).sum(dim=1)
+            spread = (probs * (logits - mean[:, None]).square()).sum(dim=1)
+            chosen = logits.gather(1, right[:, None])[:, 0]
+            first += float((mean - chosen).double().sum())
+            second += float(spread.double().sum())
+        return first / self.labels.numel(), second / self.labels.numel()
+
+    def answers(self, temperature: float) -> "Answers":
+        """What the logits over this temperature are worth."""
+        found: list[tuple[Tensor, ...]] = []
+        for logits, right in self.parts():
+            scaled = (logits / temperature).log_softmax(dim=1)
+            own = scaled.gather(1, right[:, None])[:, 0]
+            best, place = scaled.max(dim=1)
+            squares = scaled.exp_().square().sum(dim=1) - 2 * own.exp() + 1
+            found.append((-own, squares, best.exp(), place == right))
+        every = [torch.cat(one).cpu().view(self.labels.shape) for one in zip(*found, strict=True)]
+        nats, squares, sure, hits = every
+        return Answers(nats.double(), squares.double(), sure.double(), hits)
+
+
+class Answers(NamedTuple):
+    """Of every token, (N, M); of an image, (N,)."""
+
+    nats: Tensor
+    squares: Tensor  # Brier's distance from the right word
+    sure: Tensor  # the largest probability
+    hits: Tensor  # bool, whether that is the right word
+
+
+def tokens_of(
+    model: LanguageTransformer, split: Split, batch: int, most: int | None = None
+) -> Tokens:
+    """The final tokens of a split, in evaluation mode and fp32; of blocks evenly spread over it
+    with ``most`` tokens together.
+    """
+    block = split.labels.shape[1]
+    where = evenly_spread(len(split.labels), most and max(1, most // block))
+    device = device_of(model)
+    found = []
+    with evaluating(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        for words in batches(np.array(split.images[where]), batch, device):
+            found.append(model.encode(words)[0].float())
+    labels = torch.from_numpy(np.array(split.labels[where])).long().to(device)
+    return Tokens(model, torch.cat(found), labels)

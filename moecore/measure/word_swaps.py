@@ -1,0 +1,165 @@
+"""What a few swapped words change: the nats of the words that follow, and the choice of experts.
+
+The word swap of TextAttack, by which MomentumSMoE and robust attention are judged: words, stop
+words spared, become "AAA", which no vocabulary has, so that ``<unk>`` is read in their place. There
+what is to be foretold is swapped too; here it stays, so that both texts have the same answers.
+
+N blocks of M tokens each.
+"""
+
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import RoutingRecord
+from moecore.data.prepared import evenly_spread
+from moecore.data.text.words import END, UNKNOWN, read_vocabulary, windows
+from moecore.measure.base import Estimate, Parts, Subject, kept
+from moecore.measure.noisy.noise import changes_by_image
+from moecore.measure.routing_metrics.expert_use import agreement_by_image
+from moecore.nn.predict import predictions, scores_of_blocks
+from moecore.statistics.crossed import kept_items
+from moecore.statistics.intervals import bootstrap_mean
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class WordSwaps(Config):
+    """How many words are swapped, and of which blocks it is measured."""
+
+    images: int | None = Field(
+        None,
+        ge=1,
+        description="Blocks of the test text, evenly spread over it, the same for every method; "
+        "null takes all.",
+    )
+    shares: tuple[Share, ...] = Field(
+        (0.015, 0.15),
+        min_length=1,
+        description="Of the words of the text that become <unk>; fewer are a part of more.",
+    )
+    batch: int = Field(64, ge=1, description="Blocks a forward pass; no result depends on it.")
+    seed: int = Field(0, ge=0, description="Of the words; every method sees the same.")
+
+
+class Swapped(Config):
+    """The text with so many words swapped; lists have a value per MoE layer, none for a dense
+    model.
+    """
+
+    share: float
+    words: int  # swapped, of the whole text
+    nats: Estimate  # a token, mean over blocks
+    perplexity: float  # exp of it
+    selection_change: tuple[Estimate, ...]  # 1 − IoU of the experts chosen
+    agreement: float | None  # share of tokens with the same best expert; mean over layers
+    items: dict[str, str]  # of nats, lost (nats above the clean text's) and selection_change
+
+
+class Result(Config):
+    """The clean text, and a row a share of words."""
+
+    blocks: int
+    candidates: int  # words of the text that may be swapped
+    nats: Estimate
+    perplexity: float
+    rows: tuple[Swapped, ...]
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: it needs a text."""
+    return None if subject.data.task.long else "the data is no text, and words are swapped"
+
+
+def measure(subject: Subject, settings: WordSwaps, parts: Parts) -> Result:
+    """Nats and routing of the test text, clean and with words swapped."""
+    test = subject.data.test
+    where = evenly_spread(len(test.labels), settings.images)
+    labels = torch.from_numpy(np.array(test.labels[where]))
+    tokens = np.array(subject.data.tokens("test"))
+    vocabulary = read_vocabulary(subject.data.folder)
+    unknown = vocabulary.index(UNKNOWN)
+    places = candidates(tokens, vocabulary)
+    order = np.random.default_rng(settings.seed).permutation(places)
+    clean, routed = read(subject, np.array(test.images[where]), labels, settings.batch)
+
+    def row(share: float) -> Swapped:
+        chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
+        other = tokens.copy()
+        other[chosen] = unknown
+        context, block = test.images.shape[1] - 1, test.images.shape[2]
+        images = np.array(windows(other, block, context)[0][where])
+        nats, records = read(subject, images, labels, settings.batch)
+        return swapped(share, len(chosen), nats, nats - clean, routed, records)
+
+    found = mean_of(clean)
+    return Result(
+        blocks=len(where),
+        candidates=len(places),
+        nats=found,
+        perplexity=float(np.exp(found.value)),
+        rows=[
+            kept(parts, f"share {share}", Swapped, lambda share=share: row(share))
+            for share in sorted(settings.shares)
+        ],
+    )
+
+
+def candidates(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
+    """Places of the words of a text (n,) that may be swapped, in their order: no stop words
+    (scikit-learn's English list), no punctuation, not what is unknown anyway.
+    """
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # slow to import
+
+    spared = {END, UNKNOWN, *ENGLISH_STOP_WORDS}
+    may = np.array(
+        [word.lower() not in spared and any(map(str.isalnum, word)) for word in vocabulary]
+    )
+    return np.flatnonzero(may[tokens])
+
+
+def read(
+    subject: Subject, images: np.ndarray, labels: Tensor, batch: int
+) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+    """Mean nats of each block, (N,) fp64, and the routing of their tokens."""
+    nats = scores_of_blocks(subject.model, images, labels)
+    _, records = predictions(subject.model, images, batch, prediction=False)
+    return nats, records
+
+
+def swapped(
+    share: float,
+    words: int,
+    nats: Tensor,
+    lost: Tensor,
+    clean: tuple[RoutingRecord, ...],
+    other: tuple[RoutingRecord, ...],
+) -> Swapped:
+    """The row of a share. nats, lost: (N,) fp64; clean, other: a record a layer."""
+    items = {"nats": nats, "lost": lost}
+    moved = changes_by_image(clean, other)
+    same = None
+    if moved:
+        pairs = zip(clean, other, strict=True)
+        alike = torch.stack([agreement_by_image(a.probs, b.probs) for a, b in pairs])
+        same = float(alike.mean())
+        items["selection_change"] = torch.stack(moved).mean(dim=0)
+    found = mean_of(nats)
+    return Swapped(
+        share=share,
+        words=words,
+        nats=found,
+        perplexity=float(np.exp(found.value)),
+        selection_change=[mean_of(layer) for layer in moved],
+        agreement=same,
+        items={name: kept_items(values.numpy()) for name, values in items.items()},
+    )
+
+
+def mean_of(values: Tensor) -> Estimate:
+    """Mean of one value a block, (N,), with its 95 % bootstrap interval."""
+    return Estimate.of(bootstrap_mean(values.double().numpy()))
