@@ -17,7 +17,7 @@ from moecore.core.files import UserError
 from moecore.tasks.base import Details, Reduction, Score
 from moecore.tasks.errors import Errors
 
-ROWS = 2**26  # numbers of logits that are taken to float64 at a time
+ROWS = 2**24  # numbers of logits that are taken to float64 at a time
 
 
 class NextToken(Errors):
@@ -78,21 +78,21 @@ class NextToken(Errors):
         return self.loss(prediction, labels, reduction="none").to(prediction.dtype)
 
     def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Mean nats of each block, (N,) fp64; few logits at a time are in fp64."""
-        self._fit(prediction, labels)
-        at_once = max(1, ROWS // (prediction.shape[1] * prediction.shape[2]))
-        found = [
-            self.token_loss(part, right).mean(dim=1)
-            for part, right in zip(prediction.split(at_once), labels.split(at_once), strict=True)
-        ]
-        return torch.cat(found)
+        """Mean nats of each block, (N,) fp64."""
+        return self.token_loss(prediction, labels).mean(dim=1)
 
     def token_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Nats of each token, (N, M) fp64."""
+        """Nats of each token, (N, M) fp64; the logits of few tokens at a time are in fp64."""
         self._fit(prediction, labels)
-        logits = prediction.double()
-        right = logits.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
-        return torch.logsumexp(logits, dim=-1) - right
+        rows = max(1, ROWS // self.words)
+        found = []
+        for some, right in zip(
+            prediction.flatten(0, 1).split(rows), labels.flatten().long().split(rows), strict=True
+        ):
+            logits = some.double()
+            own = logits.gather(1, right[:, None])[:, 0]
+            found.append(torch.logsumexp(logits, dim=1) - own)
+        return torch.cat(found).view(labels.shape)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """Mean nats of each block, (N,) fp64."""

@@ -33,7 +33,7 @@ from moecore.nn.layers.language_block import (
 from moecore.nn.layers.mlp import FeedForward
 from moecore.nn.layers.moe import MoE
 
-AT_ONCE = 8  # streams whose logits are there at a time
+NUMBERS = 2**24  # of logits that are there at a time where a text is read
 KINDS = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock}
 
 
@@ -168,18 +168,23 @@ class LanguageTransformer(BackboneModel):
         an empty cache; with ``whole`` a last incomplete block is left out, as papers do.
         """
         length = len(tokens) // streams
-        rows = tokens[: streams * length].view(streams, length).to(self.positions.device)
+        text = tokens[: streams * length].view(streams, length).to(self.positions.device)
         block = self.image.shape[0]
-        states = self.nothing(streams, rows.device)
-        total, count = torch.zeros((), dtype=torch.float64, device=rows.device), 0
+        rows = max(1, NUMBERS // self.image.outputs)
+        states = self.nothing(streams, text.device)
+        total, count = torch.zeros((), dtype=torch.float64, device=text.device), 0
         for start in range(0, length - 1, block):
-            part = rows[:, start : start + block + 1]
+            part = text[:, start : start + block + 1]
             if whole and part.shape[1] <= block:
                 break
             (final, _, _), states = self.read(part[:, :-1], states)
-            for found, right in zip(final.split(AT_ONCE), part[:, 1:].split(AT_ONCE), strict=True):
-                total += self.image.task.loss(self.predict(found), right).double() * right.numel()
-            count += part[:, 1:].numel()
+            labels = part[:, 1:].flatten()
+            for some, right in zip(
+                final.flatten(0, 1).split(rows), labels.split(rows), strict=True
+            ):
+                mean = self.image.task.loss(self.predict(some[None]), right[None])
+                total += mean.double() * len(right)
+            count += len(labels)
         return float((total / count).exp())
 
     def nothing(self, streams: int, device: torch.device) -> Tensor:
