@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from moecore.report.by_paper import by_paper
 from moecore.report.column import Column, slug
+from moecore.report.cross_table import by_paper
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, transfer
 from moecore.report.quantities import headline, of_column

@@ -17,12 +17,13 @@ from typing import Any
 from moecore.core.config import Config
 from moecore.core.files import UserError, whole_file, whole_folder, write_json
 from moecore.core.plain import plain
-from moecore.run.header import item, new_header
 from moecore.run.history_file import (
     NAME,
     before,
     encode,
     flatten,
+    item,
+    new_header,
     number,
     points,
     read_lines,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.run.header import item
+from moecore.run.history_file import item
 from moecore.run.stage import end_with_parent
 from moecore.tracking.names import TRAININGS
 

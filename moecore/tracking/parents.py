@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.tracking.known import COLOUR, LEVEL, PARENT, Known
-from moecore.tracking.mirror import state
+from moecore.tracking.mirror import Sender, state
 from moecore.tracking.names import PHASES, curves
-from moecore.tracking.sender import Sender
 
 FAMILY = "moecore.family"  # of a parent: "vmoe/0", or SHARED
 SHARED = "shared"

@@ -10,7 +10,7 @@ from moecore.data.prepared import evenly_spread
 from moecore.measure import corruptions
 from moecore.measure.base import Subject, at_once
 from moecore.measure.corruptions import Corruptions, Name
-from moecore.measure.noisy.corruption_error import mean_corruption_error
+from moecore.measure.noisy.noise import mean_corruption_error
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE

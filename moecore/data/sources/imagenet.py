@@ -8,9 +8,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError, places
-from moecore.data.files.class_folders import KeptSettings, class_names, list_images, subset
+from moecore.data.files.class_folders import (
+    KeptSettings,
+    class_names,
+    list_images,
+    look_at_folders,
+    subset,
+)
 from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
-from moecore.data.files.image_headers import look_at_folders
 from moecore.data.preview import Preview
 from moecore.data.splits import limited, split_train
 from moecore.data.writer import Facts, write_prepared

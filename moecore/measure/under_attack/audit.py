@@ -34,7 +34,7 @@ from moecore.measure.under_attack.curves import (
     with_limits,
     worse_limit,
 )
-from moecore.nn.layers.soft import softened
+from moecore.nn.layers.smooth import softened
 from moecore.nn.predict import batches, device_of, evaluating
 from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks.base import Task

@@ -22,6 +22,7 @@ from moecore.core.records import (
 )
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.layers.block import FeedForward
 from moecore.nn.layers.language_block import (
     AdamBlock,
     LanguageBlock,
@@ -30,7 +31,6 @@ from moecore.nn.layers.language_block import (
     ReluMlp,
     Through,
 )
-from moecore.nn.layers.mlp import FeedForward
 from moecore.nn.layers.moe import MoE
 
 NUMBERS = 2**24  # of logits that are there at a time where a text is read

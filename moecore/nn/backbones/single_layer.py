@@ -17,7 +17,7 @@ from moecore.core.records import Feature, Guidance, Layout, ModelOutput, Routing
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
 from moecore.nn.correspondence import match_tokens
-from moecore.nn.layers.mlp import Mlp, linear
+from moecore.nn.layers.block import Mlp, linear
 from moecore.nn.layers.moe import MoE
 
 

@@ -23,8 +23,7 @@ from moecore.core.records import (
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
 from moecore.nn.correspondence import match_tokens
-from moecore.nn.layers.block import Block, drop_rates
-from moecore.nn.layers.mlp import FeedForward, Mlp, linear
+from moecore.nn.layers.block import Block, FeedForward, Mlp, drop_rates, linear
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import cut
 

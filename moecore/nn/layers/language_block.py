@@ -14,7 +14,7 @@ from torch.nn.functional import pad, relu
 from moecore.core.ranks import ranks, rows_of_all
 from moecore.core.records import RoutingContext
 from moecore.core.streams import bernoulli_like
-from moecore.nn.layers.mlp import FeedForward
+from moecore.nn.layers.block import FeedForward
 
 
 class Dropout(nn.Module):

@@ -10,7 +10,7 @@ from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.experts import Experts
 from moecore.nn.experts.base import ExpertsModule
-from moecore.nn.layers.mlp import FeedForward
+from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers import Router
 
 if TYPE_CHECKING:

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
-from moecore.measure.noisy.corruption_error import (
+from moecore.measure.noisy.noise import (
+    changes_by_image,
     mean_corruption_error,
+    ramp_steps,
     relative_corruption_error,
+    true_probability,
 )
-from moecore.measure.noisy.noise import changes_by_image, ramp_steps, true_probability
 from moecore.measure.routing_metrics.expert_use import change_of_choice
 
 

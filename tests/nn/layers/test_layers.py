@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from moecore.nn.layers.block import Attention, Block, DropPath, attend, drop_rates
-from moecore.nn.layers.mlp import Mlp
+from moecore.nn.layers.block import Attention, Block, DropPath, Mlp, attend, drop_rates
 from moecore.nn.layers.patch_embed import resize_positions
-from moecore.nn.layers.soft import softened
+from moecore.nn.layers.smooth import softened
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 from tests.attacks.models import vit
 
