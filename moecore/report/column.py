@@ -53,7 +53,7 @@ class Ahead(NamedTuple):
     """What is known of a phase before anything has run."""
 
     study: Any  # the whole of params.yaml
-    score: str  # as in the names of columns: "accuracy" or "mae"
+    score: str  # as in the names of columns: "accuracy", "mae" or "nats"
 
     @property
     def layers(self) -> range:

@@ -177,10 +177,13 @@ def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tup
                     yield (section, index, key), text
 
 
+SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
+
+
 def foreseen(study: Study, stages: Collection[str], phase: PhaseName) -> list[str]:
     """The metrics that a phase will have, before anything has run."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
-    ahead = Ahead(study, "accuracy" if task.needs_classes("share") is None else "mae")
+    ahead = Ahead(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
     measured = set(stages) | set(study.run.measurements if "measure" in stages else ())
     names = [
         name

@@ -194,6 +194,7 @@ class Task(Protocol):
         """Why ``what`` cannot be done with such labels, in words for the user; None where it can.
 
         what: "label_smoothing", "shots", "mix", "distillation", "decision" (one right class),
-        "share" (an image is right or wrong), "classes" (there are any), "one_class" (one an image).
+        "share" (an image is right or wrong), "classes" (there are any), "one_class" (one an image),
+        "confidence" (an answer has a probability).
         """
         ...

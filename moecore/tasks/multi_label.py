@@ -100,7 +100,7 @@ class MultiLabel(Classification):
 
     @classmethod
     def needs_classes(cls, what: str) -> str | None:
-        if what in ("share", "classes", "class_maps"):
+        if what in ("share", "classes", "class_maps", "confidence"):
             return None
         if what in ("distillation", "decision"):
             return "these images have several labels each, and a decision is one class"

@@ -126,7 +126,7 @@ class NextToken(Errors):
 
     @classmethod
     def needs_classes(cls, what: str) -> str | None:
-        if what == "label_smoothing":
+        if what in ("label_smoothing", "confidence"):
             return None
         if what == "share":
             return "a block of words is never simply right"

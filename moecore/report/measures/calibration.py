@@ -26,7 +26,7 @@ from moecore.tasks.class_scores import Bins
 
 def applies(task: Task) -> bool:
     """Ages are calibrated in another way."""
-    return task.long or task.needs_classes("share") is None
+    return task.needs_classes("confidence") is None
 
 
 def quality(when: str, name: str) -> Callable[[Result], Estimate]:

@@ -79,6 +79,8 @@ def matched_under(match: str) -> Each:
 
     def foreseen(ahead: Ahead) -> list[str]:
         volumes = ahead.score == "mae"
+        if ahead.score == "nats":
+            return []  # a text has no augmentations
         asked = [resolved(one, volumes) for one in ahead.study.routing.augmentations]
         return [f"{match}_{slug(one.name)}" for one in asked]
 

@@ -20,6 +20,7 @@ from moecore.report.column import (
 )
 from moecore.report.confusions import confusion
 from moecore.report.measured import Measured, Phase, known
+from moecore.report.measures.word_swaps import perplexities
 from moecore.report.references import convergence, overhead
 from moecore.report.routing_findings import preferred
 from moecore.report.shown import Figures, each_method
@@ -38,7 +39,11 @@ LOSS = {
     "classification": "mean cross-entropy in nats",
     "multi_label": "mean over images of the sigmoids' cross-entropy in nats, summed over classes",
 }
-NOTES = {"precision_at_1": "1 − false discovery rate", "mae": "mean |predicted − known age|"}
+NOTES = {
+    "precision_at_1": "1 − false discovery rate",
+    "mae": "mean |predicted − known age|",
+    "nats": "mean over blocks of words, each read with those before it",
+}
 
 
 def test_hits(model: Measured) -> np.ndarray | None:
@@ -86,8 +91,10 @@ def scored(seen: Seen) -> list[Column]:
 
 
 def throughput(seen: Seen) -> list[Column]:
-    """Images, or volumes, a second."""
+    """Images, volumes, or blocks of words, a second."""
     what = "Images" if seen.task.score.form == "share" else "Volumes"
+    if seen.task.long:
+        what = "Blocks"
     return [
         Column(
             "images_per_second",
@@ -118,6 +125,7 @@ def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
 
 COLUMNS = (
     Given(scored, lambda ahead: [f"test_{ahead.score}", "test_loss"]),
+    Given(perplexities, lambda ahead: ["ppl", "ppl_all"] if ahead.score == "nats" else []),
     Column("parameters", "Parameters", lambda result: result.parameters, form="count"),
     Column(
         "active_parameters",

@@ -1,4 +1,6 @@
-"""What a few swapped words change (TextAttack's word swap, as MomentumSMoE reports it)."""
+"""Of text: its perplexity, and what a few swapped words change (TextAttack's word swap, as
+MomentumSMoE reports it).
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -7,13 +9,36 @@ import numpy as np
 from moecore.measure.base import Estimate
 from moecore.measure.word_swaps import Result, Swapped, WordSwaps
 from moecore.report.charts import Look, bands, curves_chart, over
-from moecore.report.column import Ahead, Column, Each, mean, opened
+from moecore.report.column import Ahead, Column, Each, Seen, mean, opened
 from moecore.report.measured import Phase
 from moecore.report.shown import Figures
 from moecore.report.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 KINDS = ("swapped_nats", "swapped_ppl", "swapped_lost", "swapped_change")
+
+PERPLEXITIES = (
+    Column(
+        "ppl",
+        "Perplexity",
+        lambda result: result.ppl,
+        "lower",
+        note="as papers count it: whole blocks of the training's number of streams, from an empty "
+        "cache (MoGE, table 3)",
+    ),
+    Column(
+        "ppl_all",
+        "Perplexity, all",
+        lambda result: result.ppl_all,
+        "lower",
+        note="every word once, in one stream",
+    ),
+)
+
+
+def perplexities(seen: Seen) -> list[Column]:
+    """Of text."""
+    return list(PERPLEXITIES) if seen.task.long else []
 
 
 def key_of(share: float) -> str:
@@ -106,7 +131,7 @@ def part(phase: Phase) -> Iterator[Block]:
     seeds = phase.of(Result)
     drawn = []
     for title, label, read in (
-        ("Perplexity with swapped words", "Perplexity", perplexities),
+        ("Perplexity with swapped words", "Perplexity", by_share),
         ("Routing change with swapped words", "1 − IoU of experts", changes),
     ):
         curves = {
@@ -121,7 +146,7 @@ def part(phase: Phase) -> Iterator[Block]:
     yield Block("Swapped words", pictures=drawn, folded=True, about=about)
 
 
-def perplexities(result: Result) -> dict[float, float]:
+def by_share(result: Result) -> dict[float, float]:
     """By the percentage of words, from the clean text on."""
     return {0.0: result.perplexity} | {100 * row.share: row.perplexity for row in result.rows}
 

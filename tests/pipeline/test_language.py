@@ -1,0 +1,134 @@
+"""The studies of language models: as table 10 prints them, and twenty updates on files in the form
+of WikiText.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from moecore.core.sources import ROOT
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import parameter_counts
+from moecore.study.overlay import resolve
+from moecore.study.study import Study
+from moecore.study.whole import check
+from moecore.study.written import write_params
+from moecore.tasks.next_token import NextToken
+
+STUDY = ROOT / "pipelines/language_wikitext103"
+WORDS = 267_735
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "pipelines" / STUDY.name
+    shutil.copytree(STUDY, place, ignore=shutil.ignore_patterns("artifacts", ".state", "reports"))
+    return place
+
+
+def settings_of(place, names=()) -> Study:
+    list(write_params(place, ROOT, names))
+    return check(place / "params.yaml")
+
+
+# table 10; millions of parameters by arithmetic, from the shapes of MomentumSMoE's code
+@pytest.mark.parametrize(
+    ("names", "depth", "width", "block", "span", "dropout", "batch", "epochs", "warm", "millions"),
+    [
+        ((), 3, 128, 256, 256, 0.7, 96, 60, 3, 70.6),
+        (("medium",), 6, 352, 512, 1024, 0.1, 48, 80, 4, 215.7),
+    ],
+)
+def test_sizes_are_those_of_table_10(
+    folder, names, depth, width, block, span, dropout, batch, epochs, warm, millions
+):
+    study = settings_of(folder, names)
+    model, training = study.model, study.pretrain
+    assert (model.depth, model.width, model.heads) == (depth, width, 8)
+    assert (model.span, model.dropout) == (span, dropout)
+    assert (training.batch, training.epochs, training.warmup_epochs) == (batch, epochs, warm)
+    assert training.updates * warm == 1000 * warm == {3: 3000, 4: 4000}[warm]
+    assert batch * block == 24_576
+    source = study.data["pretrain"]
+    assert source.size == (block,) and source.context * block >= depth * span
+    channels = source.context + 1
+    image = ImageSpec(
+        channels=channels,
+        size=source.size,
+        mean=(0.0,) * channels,
+        std=(1.0,) * channels,
+        task=NextToken(words=WORDS),
+    )
+    for name in study.run.methods:
+        method = study.methods[name]
+        assert method.experts.number == 16 and method.experts.dropout == dropout
+        with torch.device("meta"):
+            made = method.sized(model).build(image, method.moe)
+        found = parameter_counts(made)["parameters"]
+        assert found / 1e6 == pytest.approx(millions, abs=0.05)
+        # embedding, head with bias, one position table, and blocks of attention, three norms, a
+        # gate with bias and sixteen experts of two layers
+        experts = 16 * 2 * (width * width + width)
+        one = 4 * width**2 + 3 * 2 * width + 16 * (width + 1) + experts
+        assert found == 2 * WORDS * width + WORDS + width // 8 * span + depth * one
+
+
+def test_weights_of_the_regularizer_are_those_of_a_gpu_without_h_squared():
+    for study, tokens in (("language", 32 * 64), ("language_wikitext103", 96 * 256)):
+        data = resolve(ROOT / "pipelines" / study, ROOT, ()).document.data
+        weight = data["methods"]["smoge"]["regularizers"][0]["weight"]
+        assert weight * tokens / 9 == pytest.approx(1e-6 * 3072)
+
+
+def write_words(folder):
+    """Files in WikiText's form: headings, empty lines, words apart by blanks."""
+    folder.mkdir(parents=True)
+    draws = np.random.default_rng(0)
+    words = [f"w{number}" for number in range(300)]
+    for name, lines in (("train", 400), ("valid", 100), ("test", 100)):
+        text = [" ", " = Heading = ", " "]
+        for _ in range(lines):
+            # every word is followed by one of three
+            place = int(draws.integers(300))
+            line = []
+            for _ in range(40):
+                line.append(words[place])
+                place = (3 * place + int(draws.integers(3))) % 300
+            text += [f" {' '.join(line)} ", " "]
+        path = folder / f"wiki.{name}.tokens"
+        path.write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def test_twenty_updates(folder, tmp_path):
+    write_words(tmp_path / "words")
+    settings_of(folder)
+    path = folder / "params.yaml"
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    data["data"]["pretrain"] |= {"root": str(tmp_path / "words"), "name": "wikitext"}
+    data["pretrain"] |= {"epochs": 2, "updates": 10, "batch": 4, "warmup_epochs": 0, "log_every": 5}
+    path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    for words in (
+        "code",
+        "prepare pretrain",
+        "teacher_router momentum_moge 0",
+        "pretrain momentum_moge 0",
+    ):
+        command = [sys.executable, "-m", *f"stages.{words}".split()]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    result = json.loads(
+        (folder / "artifacts/measured/pretrain/momentum_moge/0.json").read_text(encoding="utf-8")
+    )
+    card = json.loads((folder / "artifacts/data/pretrain/card.json").read_text(encoding="utf-8"))
+    assert card["task"]["words"] == 304  # with =, Heading, <eos> and <unk>
+    assert card["tokens"]["train"] == 3 + 3 + 400 * 42
+    assert [row["step"] for row in result["curve"]] == [5, 10, 15, 20]
+    assert result["ppl"] < 300
