@@ -15,6 +15,7 @@ from moecore.report.results import read_results, study_stages
 from moecore.report.tables import data_facts, flat
 from moecore.report.texts import texts
 from moecore.run.stage import run_stage
+from moecore.study.document import load
 from moecore.study.params import read
 from moecore.study.selection import Claim, Question, Selection
 
@@ -32,10 +33,11 @@ class Params(Config):
 def compare() -> None:
     params = read(Params)
     path = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
+    document = load(str(path))
     stages = study_stages(path, params.run)
     results = read_results(params.run, path.read_text(encoding="utf-8"), stages=stages)
     evaluated = evaluate([*params.claims, *params.questions], results)
-    compared = flat(results) | data_facts(results) | flat_evaluated(evaluated)
+    compared = flat(results) | data_facts(results) | flat_evaluated(evaluated, document.data)
     folder = Path("reports")
     write_json(
         folder / "compare.json", compared

@@ -20,7 +20,7 @@ from moecore.report.words import decimals, shown
 from moecore.statistics.intervals import Interval
 from moecore.study.document import load
 from moecore.study.params import validate
-from moecore.study.selection import Claim, Question, Selection
+from moecore.study.selection import Claim, Question, Selection, settings_of
 
 TABLES = Path(__file__).with_name("paper_tables.yaml")
 SHARES = ("accuracy_", "noise_accuracy", "test_accuracy", "match_", "error_")
@@ -82,6 +82,7 @@ class Study(NamedTuple):
     name: str
     asked: Asked
     compared: Mapping[str, Any]
+    settings: Mapping[str, Any]  # params.yaml as plain data
 
 
 class Answer(NamedTuple):
@@ -91,6 +92,12 @@ class Answer(NamedTuple):
     claim: Claim | Question
     entry: Mapping[str, Any] | None
     older: bool = False  # written by code that looked at seeds alone
+
+    @property
+    def changed(self) -> bool:
+        """Whether settings were changed since; of older answers that is not known."""
+        known = None if self.entry is None else self.entry.get("settings")
+        return known is not None and known != settings_of(self.study.settings, self.claim)
 
     @property
     def verdict(self) -> str:
@@ -113,7 +120,8 @@ def found_studies(root: Path) -> Iterator[Study]:
         compared = read_json(path) if path.is_file() else {}
         if not isinstance(compared, dict):
             raise UserError(f"{path}: found no mapping; run `moecore study run {folder}` again")
-        yield Study(folder.name, validate(Asked, load(str(folder / "params.yaml"))), compared)
+        document = load(str(folder / "params.yaml"))
+        yield Study(folder.name, validate(Asked, document), compared, document.data)
 
 
 def answers_of(study: Study) -> list[Answer]:

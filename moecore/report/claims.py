@@ -12,7 +12,7 @@ from moecore.report.tables import table
 from moecore.report.words import Cell, as_json, cell
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
-from moecore.study.selection import Claim, Comparison, Question
+from moecore.study.selection import Claim, Comparison, Question, settings_of
 
 T = TypeVar("T")
 
@@ -121,19 +121,26 @@ def p_of(difference: Difference, asked: Comparison) -> float | None:
     return p if p is None or apart > 0 else p / 2
 
 
-def flat_claims(evaluated: Sequence[Evaluated]) -> dict[str, Any]:
-    """An entry ``claims`` or ``questions`` of compare.json: what is said → values, verdict.
-
-    {} without any.
+def flat_claims(
+    evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """An entry ``claims`` or ``questions`` of compare.json: what is said → values, verdict, and of
+    which settings; {} without any. study: params.yaml as plain data.
     """
-    return {f"{i}: {_words(found.claim)}": _entry(found) for i, found in enumerate(evaluated)}
+    entries = {}
+    for number, found in enumerate(evaluated):
+        behind = {} if study is None else {"settings": settings_of(study, found.claim)}
+        entries[f"{number}: {_words(found.claim)}"] = _entry(found) | behind
+    return entries
 
 
-def flat_evaluated(evaluated: Sequence[Evaluated]) -> dict[str, Any]:
+def flat_evaluated(
+    evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The entries ``claims`` and ``questions`` of compare.json that there are."""
     found = {
-        "claims": flat_claims(claims_of(evaluated)),
-        "questions": flat_claims(questions_of(evaluated)),
+        "claims": flat_claims(claims_of(evaluated), study),
+        "questions": flat_claims(questions_of(evaluated), study),
     }
     return {name: entries for name, entries in found.items() if entries}
 

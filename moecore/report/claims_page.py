@@ -84,6 +84,8 @@ def _opening(states: Sequence[Status], claims: Sequence[Answer]) -> list[str]:
             f"Of these verdicts {older} (marked †) were written by other code than this, with "
             "intervals over seeds alone, which are too narrow: the study is to be run again."
         )
+    if changed := sum(one.changed for one in claims):
+        lines.append(f"Since {changed} of them (marked ‡) settings of the study were changed.")
     lines += [
         "",
         "*difference*: the claimed method minus the other with its 95 % interval, and what that is"
@@ -154,7 +156,7 @@ def _verdict(one: Answer, form: str) -> str:
         words.append(f"could have seen {smallest}")
     if entry.get("verdict_holm", entry.get("verdict")) != entry.get("verdict"):
         words.append(f"{entry['verdict_holm']} with Holm's correction")
-    return "; ".join(words) + (" †" if one.older else "")
+    return "; ".join(words) + (" †" if one.older else "") + (" ‡" if one.changed else "")
 
 
 def _others(papers: Mapping[str, Sequence[Row]], claims: Sequence[Answer]) -> list[str]:

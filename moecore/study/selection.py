@@ -1,6 +1,9 @@
 """The sections ``run``, ``claims`` and ``questions`` of params.yaml: what is run and judged."""
 
-from typing import Literal, Self
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -129,3 +132,14 @@ class Question(Comparison):
 
     asks: str = Field(min_length=1, description="The question in plain words.")
     paper: str = Field("", description="Whose method it is about; left out: nobody's.")
+
+
+def settings_of(study: Mapping[str, Any], asked: Comparison) -> str:
+    """A digest of the settings that an answer stands on, of a whole params.yaml as plain data: of
+    methods those of the two alone; which runs, claims and questions there are does not matter.
+    """
+    left_out = ("run", "claims", "questions", "methods")
+    kept = {name: section for name, section in study.items() if name not in left_out}
+    methods = study.get("methods") or {}
+    kept["methods"] = {name: methods.get(name) for name in (asked.method, asked.against)}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

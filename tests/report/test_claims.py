@@ -425,8 +425,8 @@ def test_the_page_of_all_claims_is_fresh():
     assert written == claims_page.page(ROOT), "run `moecore claims write`"
 
 
-def small_project(root, compared: dict | None) -> str:
-    """The page over one study of two claims and a question, with these numbers."""
+def small_project(root, compared: dict | None, **settings) -> str:
+    """The page over one study of two claims and a question, with these numbers and settings."""
     asked = claim(metric="match_top1").model_dump(mode="json", exclude_none=True)
     alike = claim(source="table 3", better="equivalent", margin=0.1)
     odd = claim(paper="Someone", source="a letter")
@@ -438,6 +438,7 @@ def small_project(root, compared: dict | None) -> str:
             odd.model_dump(mode="json", exclude_none=True),
         ],
         "questions": [question().model_dump(mode="json", exclude_none=True)],
+        **settings,
     }
     folder = root / "pipelines/one"
     folder.mkdir(parents=True)
@@ -473,6 +474,33 @@ def test_a_study_that_was_run(tmp_path):
     assert "not run yet with this claim" in text, "the one of a letter was not asked then"
     other = question(better="lower")
     assert other.asks not in text.split("## What no paper claims")[0]
+
+
+def test_answers_whose_settings_were_changed_are_marked(tmp_path):
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
+    methods = {"vmoe": {}, "prc": {"k": 2}, "tgr": {}}
+    then = {"pretrain": {"epochs": 3}, "methods": methods}
+    compared = json.loads(
+        json.dumps(flat(shown) | flat_evaluated(evaluate([claim()], shown), then))
+    )
+    (entry,) = compared["claims"].values()
+    assert len(entry["settings"]) == 16
+    other = {"vmoe": {}, "prc": {"k": 1}, "tgr": {}}
+    for number, (now, marked) in enumerate(
+        [
+            (then, False),
+            (
+                then | {"methods": methods | {"tgr": {"k": 1}}},
+                False,
+            ),  # not asked
+            (then | {"pretrain": {"epochs": 4}}, True),
+            (then | {"methods": other}, True),
+        ]
+    ):
+        text = small_project(tmp_path / str(number), compared, **now)
+        assert ("‡" in row_of(text, "table 4")) == marked
+        words = "Since 1 of them (marked ‡) settings of the study were changed."
+        assert (words in text) == marked
 
 
 def test_numbers_of_older_code_are_marked(tmp_path):
