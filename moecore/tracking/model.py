@@ -62,6 +62,10 @@ def _signature(image: "ImageSpec") -> "ModelSignature":
     from mlflow.types import Schema, TensorSpec
 
     single = numpy.dtype("float32")
+    if image.task.long:
+        words = TensorSpec(numpy.dtype("int64"), (-1, image.channels, *image.shape), "words")
+        scores = TensorSpec(single, (-1, *image.shape, image.task.outputs), "scores")
+        return ModelSignature(Schema([words]), Schema([scores]))
     name = image.task.answers[0] if image.task.outputs == 1 else "scores"
     images = TensorSpec(single, (-1, image.channels, *image.shape), "images")
     answers = TensorSpec(single, (-1, image.task.outputs), name)

@@ -18,9 +18,11 @@ from playwright.sync_api import expect
 
 from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit import Vit
 from moecore.run.history import record
 from moecore.tasks.classification import Classification
+from moecore.tasks.next_token import NextToken
 from moecore.tracking.model import model_folder
 from moecore.tracking.names import charts
 from moecore.tracking.sync import Importer
@@ -61,6 +63,37 @@ def test_a_model_is_logged_with_its_signature_and_loads(study):
     assert "(-1, 1, 8, 8)" in done.stdout
     with torch.inference_mode():
         expected = load_model("artifacts/pretrain/dense/0")(torch.ones(3, 1, 8, 8)).prediction
+    scores = numpy.load("scores.npy", allow_pickle=False)
+    numpy.testing.assert_allclose(scores, expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+OF_TEXT = """
+import sys, mlflow.pyfunc, numpy
+model = mlflow.pyfunc.load_model(sys.argv[1])
+print(model.metadata.signature)
+numpy.save(sys.argv[2], model.predict({"words": numpy.arange(12).reshape(1, 3, 4) % 11}))
+"""
+
+
+def test_a_model_of_text_takes_words(study):
+    spec = {"channels": 3, "size": (4,), "mean": (0.0,) * 3, "std": (1.0,) * 3}
+    image = ImageSpec(task=NextToken(words=11), **spec)
+    model = LanguageModel(width=8, depth=1, heads=2, span=4).build(image).eval()
+    with record("pretrain", None, method="smoe", seed=0) as run:
+        save_model("artifacts/pretrain/smoe/0", model)
+        run.model("artifacts/pretrain/smoe/0")
+    Importer().update()
+    [stored] = study.runs()
+    [logged] = study.client.search_logged_models([stored.info.experiment_id])
+    folder = logged.artifact_location.removeprefix("file://")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", OF_TEXT, folder, "scores.npy"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "'words': Tensor('int64', (-1, 3, 4))" in done.stdout
+    assert "'scores': Tensor('float32', (-1, 4, 11))" in done.stdout
+    with torch.inference_mode():
+        expected = model(torch.arange(12).view(1, 3, 4) % 11).prediction
     scores = numpy.load("scores.npy", allow_pickle=False)
     numpy.testing.assert_allclose(scores, expected.numpy(), rtol=1e-5, atol=1e-6)
 
