@@ -21,7 +21,7 @@ from moecore.data.text.words import END, UNKNOWN, read_vocabulary, windows
 from moecore.measure.base import Estimate, Parts, Subject, kept
 from moecore.measure.noisy.noise import changes_by_image
 from moecore.measure.routing_metrics.expert_use import agreement_by_image
-from moecore.nn.predict import predictions, scores_of_blocks
+from moecore.nn.predict import blocks_read
 from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import bootstrap_mean
 
@@ -42,7 +42,6 @@ class WordSwaps(Config):
         min_length=1,
         description="Of the words of the text that become <unk>; fewer are a part of more.",
     )
-    batch: int = Field(64, ge=1, description="Blocks a forward pass; no result depends on it.")
     seed: int = Field(0, ge=0, description="Of the words; every method sees the same.")
 
 
@@ -85,7 +84,7 @@ def measure(subject: Subject, settings: WordSwaps, parts: Parts) -> Result:
     unknown = vocabulary.index(UNKNOWN)
     places = candidates(tokens, vocabulary)
     order = np.random.default_rng(settings.seed).permutation(places)
-    clean, routed = read(subject, np.array(test.images[where]), labels, settings.batch)
+    clean, routed = blocks_read(subject.model, np.array(test.images[where]), labels)
 
     def row(share: float) -> Swapped:
         chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
@@ -93,7 +92,7 @@ def measure(subject: Subject, settings: WordSwaps, parts: Parts) -> Result:
         other[chosen] = unknown
         context, block = test.images.shape[1] - 1, test.images.shape[2]
         images = np.array(windows(other, block, context)[0][where])
-        nats, records = read(subject, images, labels, settings.batch)
+        nats, records = blocks_read(subject.model, images, labels)
         return swapped(share, len(chosen), nats, nats - clean, routed, records)
 
     found = mean_of(clean)
@@ -120,15 +119,6 @@ def candidates(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
         [word.lower() not in spared and any(map(str.isalnum, word)) for word in vocabulary]
     )
     return np.flatnonzero(may[tokens])
-
-
-def read(
-    subject: Subject, images: np.ndarray, labels: Tensor, batch: int
-) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-    """Mean nats of each block, (N,) fp64, and the routing of their tokens."""
-    nats = scores_of_blocks(subject.model, images, labels)
-    _, records = predictions(subject.model, images, batch, prediction=False)
-    return nats, records
 
 
 def swapped(

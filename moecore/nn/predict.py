@@ -53,15 +53,27 @@ def scores_of_blocks(model: Model, images, labels: Tensor) -> Tensor:
     """The task's score of each item, (N,) fp64, of predictions that are not kept; in evaluation
     mode, in fp32. images, labels: (N, …), of a split.
     """
+    return torch.cat([scores for scores, _ in _block_by_block(model, images, labels)])
+
+
+def blocks_read(model: Model, images, labels: Tensor) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+    """The same, and one record of fields (N, T, E) per MoE layer, on the CPU."""
+    read = list(_block_by_block(model, images, labels))
+    records = [tuple(RoutingRecord(*(f.cpu() for f in layer)) for layer in own) for _, own in read]
+    return torch.cat([scores for scores, _ in read]), joined(records)
+
+
+def _block_by_block(
+    model: Model, images, labels: Tensor
+) -> Iterator[tuple[Tensor, tuple[RoutingRecord, ...]]]:
     task = model.image.task
     size = max(1, NUMBERS // (task.outputs * math.prod(images.shape[1:])))
-    found = []
     with evaluating(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
         for words, right in zip(
             batches(images, size, device_of(model)), labels.split(size), strict=True
         ):
-            found.append(task.scores(model(words).prediction.float(), right.to(words.device)).cpu())
-    return torch.cat(found)
+            said = model(words)
+            yield task.scores(said.prediction.float(), right.to(words.device)).cpu(), said.routing
 
 
 def batches(images, size: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:

@@ -190,10 +190,10 @@ def key_of(score: Score) -> str:
 
 
 def title_of(score: Score) -> str:
-    """The score as a column's words begin: Accuracy, Precision at 1, MAE."""
-    if score.form == "share":
-        return score.label.capitalize()
-    return score.name.upper()
+    """The score as a column's words begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
+    if score.name == "mae":
+        return score.name.upper()
+    return score.label.capitalize()
 
 
 def unit_of(score: Score) -> str:

@@ -1,6 +1,7 @@
 """The methods of a phase in a picture: score, score under attack, steadiness of routing, cost."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -17,13 +18,14 @@ from moecore.report.words import decimals, shown
 from moecore.statistics.intervals import Interval
 
 NAMED = 12  # points that have their names; more have numbers, which stand with the names of rows
+WIDE = 18  # letters of a panel's title in one line
 ROOM = 0.12  # of what an axis holds, beyond it on both sides
 BEST = {"higher": "upper right", "lower": "lower left"}
 TITLES = {
     "noise_selection_change": "Routing: overlap\nunder noise",
     "match_top1": "Routing: match of\ntwo views",
     "agreement_with_final": "Routing: agreement\nwith the end",
-    "gflops": "Cost: million\nFLOPs an image",
+    "gflops": "Cost: million\nFLOPs an input",
     "active_parameters": "Cost: million\nactive parameters",
 }
 Looks = Mapping[str, Mapping[str, Any]]
@@ -165,7 +167,9 @@ def title_of(quantity: Quantity) -> str:
     name = quantity.column.name
     if name.startswith("routing_change"):
         return "Routing: overlap\nunder attack"
-    return TITLES.get(name, quantity.column.label)
+    if name.startswith("swapped_change"):
+        return "Routing: overlap,\nwords swapped"
+    return TITLES.get(name) or fill(quantity.column.label, WIDE)
 
 
 def hold(

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from moecore.measure.robustness import Result as Robustness
-from moecore.report.column import Column
+from moecore.report.column import Column, key_of
 from moecore.report.measured import Phase
 from moecore.report.measures.robustness import WORST, attack_title, attacks_of, strongest
 from moecore.report.tables import Table
@@ -23,6 +23,8 @@ COHORT_CHECKS = (
     "monotone",
     "rescan",
 )
+OF_TEXT = ("ppl", "test_nats", "ece_after")
+SWAPPED = "swapped_change_"
 HEADLINE_OF_AGES = (
     *COHORT_CHECKS,
     "load_cv2",
@@ -82,9 +84,12 @@ class Quantities(NamedTuple):
     attacked: Quantity | None
     steady: Quantity | None
     cost: Quantity | None
+    text: bool = False  # which nothing attacks
 
     def missing(self, routed: bool) -> list[str]:
         """What the stages did not measure, and which of them would."""
+        if self.text:
+            return []
         wanted = {"the score under attack": (self.attacked, "robustness")}
         if routed:
             wanted["how steady the routing is"] = (self.steady, "robustness")
@@ -121,17 +126,22 @@ def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Qu
         unit = phase.task.score.unit if words in SCORED else ""
         return Quantity(words, column, having, remains, unit) if having else None
 
-    score = "test_accuracy" if phase.task.score.form == "share" else "test_mae"
     under, moved = attacked_names(phase)
     words = f"an attack ({last_attack(phase)}) leaves {{}} of its choice of experts in place"
     steady = named(moved, words, remains=True)
+    swaps = [name for name in columns if name.startswith(SWAPPED)]
+    if swaps:  # of most words
+        part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
+        words = f"{part} swapped leave {{}} of its choice of experts in place"
+        steady = steady or named(swaps[-1], words, remains=True)
     for name, (words, remains) in STEADY.items():
         steady = steady or named(name, words, remains)
     return Quantities(
-        named(score, SCORED[0]),
+        named(f"test_{key_of(phase.task.score)}", SCORED[0]),
         named(under, SCORED[1] if under.endswith(WORST) else SCORED[2]),
         steady,
         named("gflops", "GFLOPs") or named("active_parameters", "active parameters"),
+        phase.task.long,
     )
 
 
@@ -179,7 +189,14 @@ def headline(phase: Phase, columns: Sequence[Column]) -> list[Column]:
     """
     share = phase.task.score.form == "share"
     score, moved = attacked_names(phase)
-    if share:
+    if phase.task.long:
+        most = {  # of each kind of column about swapped words the last, of most words
+            column.name.split("_")[1]: column.name
+            for column in columns
+            if column.name.startswith(("swapped_ppl", SWAPPED))
+        }
+        names = (*OF_TEXT, *most.values(), *HEADLINE)
+    elif share:
         names = ("test_accuracy", "ece_after", score, moved, *HEADLINE)
     else:
         names = ("test_mae", "median_mae", "mae_of_median", "mae_pooled", score, *HEADLINE_OF_AGES)

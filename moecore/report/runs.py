@@ -17,12 +17,15 @@ DIGITS = 5  # significant ones
 NAMES = (
     "test_accuracy",
     "test_mae",
+    "test_nats",
+    "ppl",
     "mae_pooled",
     "ece_after",
     "mce",
     "imed",
     "match_top1",
     "noise_selection_change",
+    "swapped_change_1_5",
     "own_expert_gain",
     "load_cv2",
     "entropy",
@@ -54,7 +57,7 @@ def run_files(results: Results) -> dict[str, str]:
 def wanted(phase: Phase) -> list[Metric]:
     """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
     metrics = {metric.name: metric for metric in metrics_of(phase)}
-    first = [name for name in NAMES[:2] if name in metrics]
+    first = [name for name in NAMES[:4] if name in metrics]
     names = dict.fromkeys([*first, *attacked_names(phase), *NAMES])
     return [metrics[name] for name in names if name in metrics][:MOST]
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from moecore.report.charts import (
     AROUND,
@@ -41,10 +42,13 @@ NUMBERED = 20  # classes: with more, a matrix has colours only
 
 @styled
 def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
-    """Loss in training and the score on the validation split over epochs, a line a seed."""
+    """Loss in training and the score on the validation split over epochs, a line a seed; of text
+    the perplexities (MoGE, figures 12 to 16).
+    """
     figure = new_figure(4.8, 4.8)
     loss, below = figure.subplots(2, 1, sharex=True)
-    score = next(iter(trained.values()))[0].task.score
+    task = next(iter(trained.values()))[0].task
+    score = task.score
     ends = []
     for index, (label, seeds) in enumerate(trained.items()):
         for number, result in enumerate(seeds):
@@ -52,13 +56,22 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
                 "alpha": 0.9 if number == 0 else 0.45,
                 "label": label if number == 0 else None,
             }
-            _plot(loss, result, "train_loss", look | {"marker": ""})
+            learned = f"train_{task.logged}" if task.long else "train_loss"
+            _plot(loss, result, learned, look | {"marker": ""})
             last = _plot(below, result, f"validation_{result.task.logged}", look)
             if number == 0 and last is not None:
                 ends.append(End(label, *last, look))
     share = score.form == "share"
-    loss.set(ylabel="Cross-entropy in training" if share else "Loss in training", title="Training")
-    below.set_ylabel(f"Validation {title_of(score)}{unit_of(score)}")
+    what = "Cross-entropy in training" if share else "Loss in training"
+    loss.set(ylabel="Perplexity in training" if task.long else what, title="Training")
+    title = "perplexity" if task.long else f"{title_of(score)}{unit_of(score)}"
+    below.set_ylabel(f"Validation {title}")
+    if task.long:
+        for axes in (loss, below):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
     whole_epochs(below)
     if share:
         share_axis(below, f"Validation {score.label}")
@@ -74,7 +87,7 @@ def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float,
         epoch, value = row["epoch"], row.get(name)
         if epoch is not None and value is not None:
             epochs.append(epoch)
-            values.append(value)
+            values.append(np.exp(value) if result.task.long else value)
     axes.plot(epochs, values, **look)
     return (epochs[-1], values[-1]) if epochs else None
 

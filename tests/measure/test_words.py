@@ -7,8 +7,8 @@ import torch
 from moecore.data.prepared import Prepared
 from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.words import read_vocabulary
-from moecore.measure import word_confidence, word_swaps
-from moecore.measure.base import Subject
+from moecore.measure import routing, word_confidence, word_swaps
+from moecore.measure.base import Subject, at_once
 from moecore.measure.calibration import Calibrate, Files, calibrate
 from moecore.measure.calibrators.temperature import Temperature, slope
 from moecore.measure.word_confidence import tokens_of
@@ -53,7 +53,7 @@ def test_stop_words_and_punctuation_are_spared(subject):
 
 
 def test_rows_are_those_of_a_text_with_unknown_words(subject):
-    settings = WordSwaps(shares=(0.1, 0.4), seed=3, batch=7)
+    settings = WordSwaps(shares=(0.1, 0.4), seed=3)
     found = measured_twice(word_swaps.measure, subject, settings)
     data, model = subject.data, subject.model
     tokens = np.array(data.tokens("test"))
@@ -122,6 +122,14 @@ def test_the_temperature_of_a_text(subject, tmp_path):
     assert found.after.ece.value < found.before.ece.value
     assert sum(found.after.bins.count) == data.test.labels.size
     assert (tmp_path / "calibrator.json").is_file()
+
+
+def test_the_routing_of_a_text_is_measured(subject):
+    """All that asks for no picture and no second view."""
+    found = routing.measure(subject, routing.Routing(images=40, sweeps={"k": [1, 2]}), at_once)
+    assert found.images == 40 and len(found.layers) == 2
+    assert found.overlays.shape == (0, 2, 1, 6) and found.augmentations == ()
+    assert 0 < found.entropy <= 1 and [row.k for row in found.sweeps.k] == [1, 2]
 
 
 def test_pictures_have_no_words(subject, tmp_path):

@@ -17,7 +17,9 @@ from moecore.report.training_figures import (
     routing_agreement,
     sigma_schedule,
     steps_to,
+    training_curves,
 )
+from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 from tests.report.generated import trained
@@ -185,6 +187,18 @@ def test_steps_to_the_loss_of_another_training():
     assert steps_to(slow, fast) == 50  # never: an epoch of ten steps after the end
     assert steps_to(slow, None) is None
     assert steps_to(slow, slow.model_copy(update={"curve": ()})) is None
+
+
+def test_of_text_perplexities_are_drawn():
+    result = trained_with([4.0, 2.0, 1.0, 3.0], 10)
+    curve = tuple(
+        row | {"train_nats": 6 - n, "validation_nats": 5 - n} for n, row in enumerate(result.curve)
+    )
+    words = result.model_copy(update={"curve": curve, "task": NextToken(words=9)})
+    loss, below = training_curves({"smoe": [words], "smoge": [words]}).axes[:2]
+    assert loss.lines[0].get_ydata() == pytest.approx(np.exp([6, 5, 4, 3]))
+    assert below.lines[0].get_ydata() == pytest.approx(np.exp([5, 4, 3, 2]))
+    assert below.get_ylabel() == "Validation perplexity" and below.get_yscale() == "log"
 
 
 def test_the_schedule_of_sigma_is_that_of_the_regularizer():

@@ -155,7 +155,9 @@ def mid_slices(volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: 
 def spread_overlays(
     images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: Layout
 ) -> Overlays:
-    """Images with their patches' experts, evenly spread over all; of volumes the middle slices."""
+    """Images with their patches' experts, evenly spread over all; of volumes the middle slices, and
+    of text, of which there are no pictures (``number`` 0), an empty set.
+    """
     if number:
         where = evenly_spread(len(images), number)
     else:
@@ -163,6 +165,8 @@ def spread_overlays(
     few = tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records)
     if images.ndim == 5:
         return mid_slices(images[where], few, layout)
+    if images.ndim == 3:
+        images = images[:, :, None]  # (N, C, 1, M)
     return overlays(images[where], few)
 
 

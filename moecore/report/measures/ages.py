@@ -27,8 +27,8 @@ GROUPS = ("by_decade", "by_sex", "by_site")
 
 
 def applies(task: Task) -> bool:
-    """Classes are calibrated in another way."""
-    return task.needs_classes("share") is not None
+    """What has a probability is calibrated in another way."""
+    return task.needs_classes("confidence") is not None
 
 
 def number(prediction: str, name: str) -> Callable[[Result], Estimate | None]:

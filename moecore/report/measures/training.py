@@ -69,10 +69,12 @@ def scored(seen: Seen) -> list[Column]:
     score = seen.task.score
     share = score.form == "share"
     label = score.label.capitalize() if score.name == "precision_at_1" else f"Test {score.label}"
+    title = title_of(score)
+    what = title if title.isupper() else title.lower()
     found = [
         Column(
             f"test_{key_of(score)}",
-            label if share else f"Test {title_of(score)}{unit_of(score)}",
+            label if share else f"Test {what}{unit_of(score)}",
             lambda result: result.test_score,
             score.better,
             score.form,
