@@ -92,7 +92,7 @@ def write_words(folder):
     folder.mkdir(parents=True)
     draws = np.random.default_rng(0)
     words = [f"w{number}" for number in range(300)]
-    for name, lines in (("train", 400), ("valid", 100), ("test", 100)):
+    for name, lines in (("train", 400), ("valid", 30), ("test", 30)):
         text = [" ", " = Heading = ", " "]
         for _ in range(lines):
             # every word is followed by one of three
@@ -112,6 +112,9 @@ def test_twenty_updates(folder, tmp_path):
     path = folder / "params.yaml"
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     data["data"]["pretrain"] |= {"root": str(tmp_path / "words"), "name": "wikitext"}
+    data["run"] |= {"methods": ["momentum_moge"], "seeds": [0]}
+    data["claims"] = []
+    data["routing"] |= {"images": 8, "sweeps": {"k": [1, 2]}}
     data["pretrain"] |= {"epochs": 2, "updates": 10, "batch": 4, "warmup_epochs": 0, "log_every": 5}
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -120,6 +123,8 @@ def test_twenty_updates(folder, tmp_path):
         "prepare pretrain",
         "teacher_router momentum_moge 0",
         "pretrain momentum_moge 0",
+        "measure routing pretrain momentum_moge 0",
+        "compare",
     ):
         command = [sys.executable, "-m", *f"stages.{words}".split()]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
@@ -132,3 +137,8 @@ def test_twenty_updates(folder, tmp_path):
     assert card["tokens"]["train"] == 3 + 3 + 400 * 42
     assert [row["step"] for row in result["curve"]] == [5, 10, 15, 20]
     assert result["ppl"] < 300
+    metrics = folder / "reports/metrics/pretrain/momentum_moge-0.json"
+    found = json.loads(metrics.read_text(encoding="utf-8"))
+    assert found["ppl"] == pytest.approx(result["ppl"], rel=1e-4) and "load_cv2" in found
+    page = (folder / "reports/index.html").read_text(encoding="utf-8")
+    assert "Validation perplexity" in page and "momentum_moge errs by" in page
