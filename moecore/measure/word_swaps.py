@@ -80,7 +80,7 @@ def measure(subject: Subject, settings: WordSwaps, parts: Parts) -> Result:
     where = evenly_spread(len(test.labels), settings.images)
     labels = torch.from_numpy(np.array(test.labels[where]))
     tokens = np.array(subject.data.tokens("test"))
-    vocabulary = read_vocabulary(subject.data.folder)
+    vocabulary = read_vocabulary(subject.data.folder, subject.data.task.outputs)
     unknown = vocabulary.index(UNKNOWN)
     places = candidates(tokens, vocabulary)
     order = np.random.default_rng(settings.seed).permutation(places)

@@ -96,7 +96,7 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     if not isinstance(model, LanguageTransformer):
         found = f"{folder}: found a model of images"
         raise UserError(f"{found}; --prompt takes one of text, and others take FOLDER")
-    vocabulary = read_vocabulary(folder)
+    vocabulary = read_vocabulary(folder, model.image.outputs)
     found = continued(model.to(tune().device), vocabulary, text_of(prompt, folder), sampling)
     with whole_file(out) as temporary:
         temporary.write_text(page(str(folder), found, experts_in(model)), encoding="utf-8")

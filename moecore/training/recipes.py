@@ -53,7 +53,8 @@ def pretraining(
     """``method`` from scratch, guided by the teacher in the folder ``guide`` where it has one."""
     torch.manual_seed(seed)
     model = method.sized(backbone).build(ImageSpec.from_card(data.card), method.moe)
-    model.remember(settings.batch)
+    length = len(data.tokens("train")) // settings.batch if data.task.long else None
+    model.remember(settings.batch, length)
     teacher = load_guide(guide)
     if method.upcycle:
         if teacher is None:

@@ -46,7 +46,7 @@ def subject(tmp_path_factory) -> Subject:
 
 
 def test_stop_words_and_punctuation_are_spared(subject):
-    vocabulary = read_vocabulary(subject.data.folder)
+    vocabulary = read_vocabulary(subject.data.folder, 11)
     tokens = subject.data.tokens("test")
     may = {vocabulary[number] for number in tokens[word_swaps.candidates(tokens, vocabulary)]}
     assert may == {"tensor", "matrix", "vector", "value", "12", "returns"}
@@ -57,7 +57,7 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
     found = measured_twice(word_swaps.measure, subject, settings)
     data, model = subject.data, subject.model
     tokens = np.array(data.tokens("test"))
-    vocabulary = read_vocabulary(data.folder)
+    vocabulary = read_vocabulary(data.folder, 11)
     places = np.random.default_rng(3).permutation(word_swaps.candidates(tokens, vocabulary))
     words = int((tokens != vocabulary.index("<eos>")).sum())
     assert words == 540 and [row.words for row in found.rows] == [54, 216]

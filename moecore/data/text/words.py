@@ -156,12 +156,16 @@ def file_names() -> list[str]:
     return [*(f"{split}_tokens.npy" for split in SPLITS), "vocabulary.txt"]
 
 
-def read_vocabulary(folder: Path) -> list[str]:
-    """The words of a prepared text, in the order of their numbers. Raises UserError where the file
-    is missing or not UTF-8.
+def read_vocabulary(folder: Path, words: int) -> list[str]:
+    """The words of a prepared text, or of a model of one, in the order of their numbers. Raises
+    UserError where the file is missing, is not UTF-8, or has not as many ``words`` as the model.
     """
     path = folder / "vocabulary.txt"
     try:
-        return path.read_text(encoding="utf-8").split("\n")[:-1]
+        found = path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
+    if len(found) != words:
+        again = "run the stage that writes it again"
+        raise UserError(f"{path}: found {len(found):,} words; allowed: {words:,}; {again}")
+    return found

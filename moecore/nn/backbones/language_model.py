@@ -118,9 +118,14 @@ class LanguageTransformer(BackboneModel):
         """Number of blocks."""
         return len(self.blocks)
 
-    def remember(self, streams: int) -> None:
-        """Keep a cache for so many streams, from zeros; 0 for none."""
+    def remember(self, streams: int, length: int | None = None) -> None:
+        """Keep a cache for so many streams, from zeros; 0 for none. Raises UserError where a token
+        looks further back than a stream is long.
+        """
         config = self.config
+        if length is not None and config.span > length:
+            found = f"found {config.span}, but each of {streams} streams has {length} words"
+            raise UserError(f"model.span: {found}; allowed: 1 to {length}, or a smaller batch")
         self.memory = None
         if streams:
             with self.positions.device:

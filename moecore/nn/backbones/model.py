@@ -71,10 +71,9 @@ class BackboneModel(Model):
     ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
         """Images to (final tokens, routing records, features of each of ``blocks``)."""
 
-    def remember(self, streams: int) -> None:
-        """Keep what so many streams leave behind from step to step, in training; 0: nothing more.
-
-        Images leave nothing.
+    def remember(self, streams: int, length: int | None = None) -> None:
+        """Keep what so many streams of this length leave behind from step to step, in training; 0:
+        nothing more. Images leave nothing.
         """
 
     def begin(self) -> None:

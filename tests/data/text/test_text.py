@@ -97,7 +97,7 @@ def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):
     card = source.prepare(tmp_path / "one")
     assert source.prepare(tmp_path / "two")["files"] == card["files"]
     data = Prepared.open(tmp_path / "one", verify=True)
-    words = read_vocabulary(tmp_path / "one")
+    words = read_vocabulary(tmp_path / "one", data.task.outputs)
     assert len(words) == data.task.outputs == len(set(words))
     train = data.tokens("train")
     assert card["tokens"]["train"] == len(train) and 10_000 < len(train)
@@ -127,9 +127,11 @@ def written(folder, train="the cat\n\n the cat sat\n", valid="a cat\n", test="th
 def test_wikitext_is_counted_as_papers_count_it(tmp_path):
     source = written(tmp_path / "raw")
     card = source.prepare(tmp_path / "out")
-    assert read_vocabulary(tmp_path / "out") == [
+    assert read_vocabulary(tmp_path / "out", 7) == [
         *["the", "cat", "<eos>", "sat", "a", "end", "<unk>"]
     ]
+    with pytest.raises(UserError, match=r"vocabulary.txt: found 7 words; allowed: 8; run the"):
+        read_vocabulary(tmp_path / "out", 8)
     train = np.load(tmp_path / "out/train_tokens.npy")
     assert train.tolist() == [0, 1, 2, 2, 0, 1, 3, 2], "an empty line is <eos> alone"
     assert card["tokens"] == {"train": 8, "validation": 3, "test": 3}

@@ -234,3 +234,11 @@ def test_images_are_refused_and_so_is_text_by_others():
     )
     with pytest.raises(UserError, match="found language_model, but the data have 2 axes"):
         LanguageModel().build(image)
+
+
+def test_a_span_that_no_stream_has_is_refused():
+    made = model(span=8)
+    made.remember(2, 8)
+    said = "model.span: found 8, but each of 4 streams has 7 words; allowed: 1 to 7, or a smaller"
+    with pytest.raises(UserError, match=said):
+        made.remember(4, 7)
