@@ -46,7 +46,7 @@ def subject(tmp_path_factory) -> Subject:
 
 
 def test_stop_words_and_punctuation_are_spared(subject):
-    vocabulary = read_vocabulary(subject.data.folder, 11)
+    vocabulary = read_vocabulary(subject.data.folder, 12)
     tokens = subject.data.tokens("test")
     may = {vocabulary[number] for number in tokens[word_swaps.candidates(tokens, vocabulary)]}
     assert may == {"tensor", "matrix", "vector", "value", "12", "returns"}
@@ -57,7 +57,7 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
     found = measured_twice(word_swaps.measure, subject, settings)
     data, model = subject.data, subject.model
     tokens = np.array(data.tokens("test"))
-    vocabulary = read_vocabulary(data.folder, 11)
+    vocabulary = read_vocabulary(data.folder, 12)
     places = np.random.default_rng(3).permutation(word_swaps.candidates(tokens, vocabulary))
     words = int((tokens != vocabulary.index("<eos>")).sum())
     assert words == 540 and [row.words for row in found.rows] == [54, 216]
@@ -90,7 +90,7 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
 
 
 def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
-    monkeypatch.setattr(word_confidence, "NUMBERS", 11 * 17)  # seventeen tokens at a time
+    monkeypatch.setattr(word_confidence, "NUMBERS", 12 * 17)  # seventeen tokens at a time
     known = tokens_of(subject.model, subject.data.test, 5)
     logits, _ = predictions(subject.model, subject.data.test.images, 5, routing=False)
     logits, labels = logits.flatten(0, 1), known.labels.flatten()

@@ -35,7 +35,7 @@ def prompt(tmp_path, text="the tensor of unheard words , and the matrix of"):
 
 def test_the_likeliest_words_are_those_of_the_whole_text_read_anew(subject):
     words = ["<eos>", "the", "tensor", "of", "value", "and", "matrix", "returns"]
-    vocabulary = read_vocabulary(subject.data.folder, 11)
+    vocabulary = read_vocabulary(subject.data.folder, 12)
     found = continued(subject.model, vocabulary, words, Sampling(words=9))
     tokens = [vocabulary.index(word) for word in words]
     for word in [one.word for one in found.words if not one.given]:
@@ -81,7 +81,7 @@ def test_the_command_prints_words_and_writes_the_page(trained, tmp_path, capsys)
 
 
 def test_draws_are_those_of_the_seed(subject):
-    vocabulary = read_vocabulary(subject.data.folder, 11)
+    vocabulary = read_vocabulary(subject.data.folder, 12)
     said = [
         continued(subject.model, vocabulary, ["<eos>"], Sampling(12, 1.0, 1.0, seed)).added()
         for seed in (0, 0, 1)
