@@ -14,14 +14,19 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.records import Layout, RoutingRecord
 from moecore.data.views.views import Views
-from moecore.measure.routing_metrics.chance import chance_iou, chance_overlap
 from moecore.measure.routing_metrics.consistency import (
     chance_matches,
     independent_top1,
     match_ratios,
     matched_pairs,
 )
-from moecore.measure.routing_metrics.expert_use import Confidence, confidence, iou
+from moecore.measure.routing_metrics.expert_use import (
+    Confidence,
+    chance_iou,
+    chance_overlap,
+    confidence,
+    iou,
+)
 from moecore.nn.backbones.model import Model
 from moecore.nn.correspondence import TokenPairs, sides, token_pairs
 from moecore.nn.predict import predictions

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
-from moecore.measure.routing_metrics.chance import chance_overlap
 from moecore.measure.routing_metrics.eligibility import tail_of_probs, unchosen_mass
 from moecore.measure.routing_metrics.expert_use import (
     agreement,
+    chance_overlap,
     change_of_choice,
     change_of_processing,
     confidence,

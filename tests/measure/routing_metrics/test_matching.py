@@ -13,8 +13,13 @@ from torch import Tensor, nn
 from moecore.core.files import UserError
 from moecore.core.records import Layout, ModelOutput, RoutingRecord
 from moecore.measure.routing_metrics.augmentations import PRESETS, two_views
-from moecore.measure.routing_metrics.chance import chance_change, chance_iou, chance_overlap
-from moecore.measure.routing_metrics.expert_use import change_of_choice, iou
+from moecore.measure.routing_metrics.expert_use import (
+    chance_change,
+    chance_iou,
+    chance_overlap,
+    change_of_choice,
+    iou,
+)
 from moecore.measure.routing_metrics.matching import NAMES, augmented_row, chance
 from tests.routed import KINDS, tiny
 
