@@ -179,7 +179,7 @@ def test_a_method_has_all_that_its_model_is_made_of(files):
 
 def test_a_measurement_has_the_parts_that_its_section_names(files):
     found = set(files["measure/corruptions.json"])
-    assert {"moecore/measure/corruptions.py", "moecore/attacks/pgd.py"} <= found
+    assert {"moecore/measure/corruptions.py", "moecore/attacks/fgsm.py"} <= found
     assert "moecore/attacks/pgd.py" not in found
 
 

@@ -11,11 +11,11 @@ from moecore.nn.backbones.vit import Vit
 from moecore.run.continued import Sampling, continue_file, continued, drawn
 from moecore.training.artifacts import save_model, save_words
 from stages.predict import main
-from tests.browser import LOOKS, browser, opened
+from tests.browser import LOOKS, opened
 from tests.measure.subjects import built, digits
 from tests.measure.test_words import subject
 
-__all__ = ["browser", "subject"]
+__all__ = ["subject"]
 
 
 @pytest.fixture
