@@ -5,6 +5,7 @@ import inspect
 import os
 import signal
 import sys
+import time
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from moecore.core.files import UserError
 from moecore.study.remembered import in_order
 
 PR_SET_PDEATHSIG = 1
+ALIKE = 10.0  # seconds in which ranks that fail alike, before they met, have failed
 ENDED = 143  # the exit code of what was ended from outside
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
 
@@ -85,7 +87,12 @@ def first_to_fail() -> bool:
         return True
     from moecore.core import ranks  # imports torch
 
-    return ranks.first_to_fail() if ranks.joined() else os.environ.get("RANK") == "0"
+    if ranks.joined():
+        return ranks.first_to_fail()
+    if os.environ.get("RANK") != "0":
+        # Where all fail alike, the launcher ends this one once the first has spoken.
+        time.sleep(ALIKE)
+    return True
 
 
 def metrics_named(study: Any, stages: Sequence[str]) -> Iterable[tuple[tuple, str]]:
