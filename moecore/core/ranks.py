@@ -8,6 +8,7 @@ changes a training by rounding alone.
 B images of the whole batch, b = B / ranks of one rank.
 """
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -22,6 +23,7 @@ from torch.autograd import Function
 from moecore.core.files import UserError
 
 PATIENCE = timedelta(hours=6)  # the others wait while the first looks at what was trained
+ALIKE = timedelta(seconds=10)  # in which ranks that fail alike, before they met, have failed
 MEETING = "MOECORE_MEETING"  # a file where ranks of one machine meet, in place of a port
 
 
@@ -79,13 +81,16 @@ def join() -> None:
     if torch.cuda.is_available() and os.environ.get("MOECORE_DEVICE", "cuda") != "cpu":
         torch.cuda.set_device(local % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
+    _Met.store = _meet(rank, size, PATIENCE)
+    distributed.init_process_group(
+        backend, timeout=PATIENCE, world_size=size, rank=rank, store=_Met.store
+    )
+
+
+def _meet(rank: int, size: int, patience: timedelta) -> distributed.Store:
     meeting = os.environ.get(MEETING)
     where = f"file://{meeting}" if meeting else "env://"
-    store, *_ = next(distributed.rendezvous(where, rank, size))
-    distributed.init_process_group(
-        backend, timeout=PATIENCE, world_size=size, rank=rank, store=store
-    )
-    _Met.store = store
+    return next(distributed.rendezvous(where, rank, size, timeout=patience))[0]
 
 
 class _Met:
@@ -94,9 +99,28 @@ class _Met:
     store: distributed.Store | None = None
 
 
-def first_to_fail() -> bool:
-    """Whether no other rank has failed before; the one that says what is wrong."""
-    return _Met.store is None or _Met.store.add("failed", 1) == 1
+def say_once(text: str) -> None:
+    """Print ``text`` to stderr, on the first of the ranks that fail; the others wait until it has.
+
+    Ranks that fail before they met meet for this. Where that is not possible in ten seconds, each
+    says it: twice is better than not at all.
+    """
+    try:
+        here = _Met.store or _meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ALIKE)
+        first = here.add("failed", 1) == 1
+    except RuntimeError:  # the others are not there, or no longer
+        here, first = None, True
+    if first:
+        print(text, file=sys.stderr, flush=True)
+    if here is None:
+        return
+    with contextlib.suppress(RuntimeError):  # the others may end in between: all is said
+        if first:
+            here.add("said", 1)
+        else:
+            _wait_for(here, "said", 1)
+        if _Met.store is None and os.environ["RANK"] == "0":  # where the others ask
+            _wait_for(here, "failed", int(os.environ["WORLD_SIZE"]))
 
 
 def refuse_unlike(what: str, text: str) -> None:
@@ -112,13 +136,18 @@ def refuse_unlike(what: str, text: str) -> None:
         raise UserError(f"ranks: found {what} that differ between ranks; {mend}")
 
 
-def _all_know(wait: float = 10.0) -> None:
+def _all_know() -> None:
     """Until every rank is here: one that ends earlier would break off another's last sum."""
     if _Met.store is not None:
         _Met.store.add("know", 1)
-        until = time.monotonic() + wait
-        while _Met.store.add("know", 0) < ranks().size and time.monotonic() < until:
-            time.sleep(0.01)
+        _wait_for(_Met.store, "know", ranks().size)
+
+
+def _wait_for(store: distributed.Store, what: str, number: int) -> None:
+    """Until ``number`` were counted, ten seconds at most."""
+    until = time.monotonic() + ALIKE.total_seconds()
+    while store.add(what, 0) < number and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def leave() -> None:

@@ -5,7 +5,6 @@ import inspect
 import os
 import signal
 import sys
-import time
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from moecore.core.files import UserError
 from moecore.study.remembered import in_order
 
 PR_SET_PDEATHSIG = 1
-ALIKE = 10.0  # seconds in which ranks that fail alike, before they met, have failed
 ENDED = 143  # the exit code of what was ended from outside
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
 
@@ -42,15 +40,13 @@ def run_stage(
     except UserError as error:
         several = "\n" in str(error)
         where = "" if several else f"{' '.join([function.__name__, *words])}: "
-        if first_to_fail():
-            print(f"{where}{error}", file=sys.stderr)
+        say_once(f"{where}{error}")
         _exit(1)
     except RuntimeError as error:
         if not any(said in str(error) for said in GONE) or not several_ranks():
             raise
-        if first_to_fail():
-            told = "another rank has ended; what was trained is in the checkpoint"
-            print(f"{' '.join([function.__name__, *words])}: {told}", file=sys.stderr)
+        told = "another rank has ended; what was trained is in the checkpoint"
+        say_once(f"{' '.join([function.__name__, *words])}: {told}")
         _exit(ENDED)
 
 
@@ -81,18 +77,14 @@ def several_ranks() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def first_to_fail() -> bool:
-    """Whether to say what is wrong: once, where several ranks end at the same."""
-    if not several_ranks():
-        return True
-    from moecore.core import ranks  # imports torch
+def say_once(text: str) -> None:
+    """Print to stderr what is wrong: once, where several ranks end at the same."""
+    if several_ranks() and "RANK" in os.environ:
+        from moecore.core import ranks  # imports torch
 
-    if ranks.joined():
-        return ranks.first_to_fail()
-    if os.environ.get("RANK") != "0":
-        # Where all fail alike, the launcher ends this one once the first has spoken.
-        time.sleep(ALIKE)
-    return True
+        ranks.say_once(text)
+    else:
+        print(text, file=sys.stderr)
 
 
 def metrics_named(study: Any, stages: Sequence[str]) -> Iterable[tuple[tuple, str]]:
