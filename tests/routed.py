@@ -33,7 +33,7 @@ def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
     torch.manual_seed(0)
     model = Vit(patch=patch, width=32, depth=4, heads=2).build(image, method.moe)
     guide = (
-        build_guide(Vit(patch=patch, width=32, depth=2, heads=2).build(image), method, 4)
+        build_guide(Vit(patch=patch, width=32, depth=2, heads=2).build(image), method, (4,))
         if method.guided
         else None
     )

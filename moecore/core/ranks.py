@@ -191,12 +191,6 @@ def rows_of_all(own: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def own_part(values: Tensor) -> Tensor:
-    """What this rank holds of a parameter that is sharded; all of one that is not."""
-    to_local = getattr(values, "to_local", None)
-    return values if to_local is None else to_local()
-
-
 def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
     """The sum of what each rank found of its ``own_part`` of the parameter ``of``.
 
@@ -208,23 +202,6 @@ def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
     total = part.detach().clone()
     distributed.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
     return part + (total - part.detach())
-
-
-def whole_of(values: Tensor) -> Tensor:
-    """A sharded tensor's whole value, on every rank; the tensor itself where it is not sharded."""
-    full = getattr(values, "full_tensor", None)
-    return values if full is None else full()
-
-
-def like(value: Tensor, target: Tensor) -> Tensor:
-    """A whole tensor, the first rank's, as ``target`` holds it: sharded, or whole."""
-    mesh = getattr(target, "device_mesh", None)
-    if mesh is None or hasattr(value, "device_mesh"):
-        return value
-    from torch.distributed.tensor import distribute_tensor  # half a second, only where it is needed
-
-    placements = getattr(target, "placements", None)
-    return distribute_tensor(value.to(target.device), mesh, placements)
 
 
 def same_text(text: str) -> str:

@@ -1,4 +1,6 @@
-"""Named tensors in a safetensors file, written whole or not at all; arrays as short text."""
+"""Named tensors in a safetensors file, written whole or not at all; arrays as short text; what
+a rank holds of a sharded tensor.
+"""
 
 import base64
 import zlib
@@ -80,3 +82,26 @@ def unpacked_values(text: str) -> np.ndarray:
 
 def _bytes(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+def own_part(values: Tensor) -> Tensor:
+    """What this rank holds of a parameter that is sharded; all of one that is not."""
+    to_local = getattr(values, "to_local", None)
+    return values if to_local is None else to_local()
+
+
+def whole_of(values: Tensor) -> Tensor:
+    """A sharded tensor's whole value, on every rank; the tensor itself where it is not sharded."""
+    full = getattr(values, "full_tensor", None)
+    return values if full is None else full()
+
+
+def like(value: Tensor, target: Tensor) -> Tensor:
+    """A whole tensor, the first rank's, as ``target`` holds it: sharded, or whole."""
+    mesh = getattr(target, "device_mesh", None)
+    if mesh is None or hasattr(value, "device_mesh"):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # half a second, only where it is needed
+
+    placements = getattr(target, "placements", None)
+    return distribute_tensor(value.to(target.device), mesh, placements)

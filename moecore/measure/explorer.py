@@ -22,7 +22,7 @@ from moecore.measure.routing_metrics.sweeps import Variant
 from moecore.measure.routing_metrics.watched import IMAGES, VOLUMES, explored_places
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
-from moecore.nn.traces import Trace, trace
+from moecore.nn.traces import Trace, finest, trace
 from moecore.tasks import AnyTask
 
 BATCH = 64  # images a forward pass
@@ -76,7 +76,8 @@ class Shown(Config):
 
 
 class Result(Config):
-    """N images; every trace has a word for each of their tokens in each MoE layer.
+    """N images; every trace has a word for each of their tokens in each MoE layer, on the finest
+    layer's grid.
 
     Tokens are ``special`` ones first, then a ``grid`` of places, the last axis fastest: rows and
     columns of patches, the three axes of a volume's, or one axis for a text.
@@ -113,7 +114,7 @@ def measure(subject: Subject, settings: Explorer, parts: Parts) -> Result:
     """Everything that the page shows of one model."""
     model = subject.model
     data = subject.data
-    layout = model.layout
+    layout = finest(model.layouts)
     places = explored_places(data, settings.images)
     images = np.array(data.test.images[places])
     labels = torch.from_numpy(np.array(data.test.labels[places]))
@@ -159,7 +160,7 @@ def shown(model: Model, task: AnyTask, variant: Variant) -> Shown:
         label=variant.label,
         picture=picture_of(variant),
         origins=places,
-        trace=trace(prediction, records, task),
+        trace=trace(prediction, records, task, model.layouts),
     )
 
 

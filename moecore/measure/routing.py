@@ -37,8 +37,9 @@ from moecore.measure.routing_metrics.overlays import (
 )
 from moecore.measure.routing_metrics.sweeps import Sample, Sweep, Sweeps, sweep
 from moecore.nn.backbones.model import Model
-from moecore.nn.correspondence import match_tokens, token_pairs
+from moecore.nn.correspondence import layer_pairs, match_tokens
 from moecore.nn.predict import predictions
+from moecore.nn.traces import finest
 from moecore.training.guide import teacher_probs
 
 PRESETS: tuple[Preset, ...] = (
@@ -156,7 +157,7 @@ def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
         **means(layers),
         layers=layers,
         overlays=spread_overlays(images, records, pictured, model.layout),
-        corresponding=corresponding(images[:CROPPED], model.layout, settings.seed),
+        corresponding=corresponding(images[:CROPPED], finest(model.layouts), settings.seed),
         chance=chance(moe.experts.number, getattr(moe.router, "k", None)),
         augmentations=augmented(model, images, settings, parts, people),
         sweeps=kept(parts, "sweeps", Sweep, tried),
@@ -204,13 +205,10 @@ def matchings(
     asked = Augmentation(name="views", views=settings.views)
     views = two_views(images, asked, settings.seed)
     _, records = predictions(model, views.images, settings.batch)
-    pairs = token_pairs(views.affines, model.layout, special=False)
+    paired = layer_pairs(views.affines, model.layouts, special=False)
     return [
-        (
-            layer_matching(record, pairs, model.layout),
-            matches_by_image(record, pairs, model.layout),
-        )
-        for record in records
+        (layer_matching(record, *pairs), matches_by_image(record, *pairs))
+        for record, pairs in zip(records, paired, strict=True)
     ]
 
 

@@ -4,6 +4,7 @@ student's sequence.
 B images, T tokens per image, P patches, D spatial axes (2 for images, 3 for volumes), E experts.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,6 +103,19 @@ def token_pairs(affines: Tensor, layout: Layout, special: bool) -> TokenPairs:
     second = torch.cat([layout.special + index, special_tokens], dim=1) + start_2
     always = torch.ones_like(special_tokens, dtype=torch.bool)
     return TokenPairs(first, second, torch.cat([found, always], dim=1))
+
+
+def layer_pairs(
+    affines: Tensor, layouts: Sequence[Layout], special: bool
+) -> list[tuple[TokenPairs, Layout]]:
+    """``token_pairs`` and the layout of each of the layers; computed once for layers that are
+    alike.
+    """
+    found: dict[Layout, TokenPairs] = {}
+    for layout in layouts:
+        if layout not in found:
+            found[layout] = token_pairs(affines, layout, special)
+    return [(found[layout], layout) for layout in layouts]
 
 
 def sides(values: Tensor, pairs: TokenPairs, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,14 @@
 N images, T tokens per image, E experts, K outputs.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import RoutingRecord
+from moecore.core.records import Layout, RoutingRecord
 from moecore.core.tensors import packed
 from moecore.tasks.base import Task
 
@@ -20,21 +22,60 @@ SURE = 127  # a probability of 1 in the other bits
 
 
 class Trace(Config):
-    """N images in one model. Their tokens lie as the model's layout says, special ones first."""
+    """N images in one model. Their tokens lie as the finest of its layers' layouts says."""
 
     answers: tuple[tuple[int, ...], ...]  # of each image, the best first: places in task.answers
     values: tuple[tuple[float, ...], ...]  # their probabilities; of a real target the prediction
     layers: tuple[str, ...]  # of each MoE layer what ``packed_record`` says
 
 
-def trace(prediction: Tensor, records: tuple[RoutingRecord, ...], task: Task) -> Trace:
-    """prediction: (N, K); records: fields (N, T, E), of the same images; all on the CPU."""
+def trace(
+    prediction: Tensor,
+    records: tuple[RoutingRecord, ...],
+    task: Task,
+    layouts: Sequence[Layout] = (),
+) -> Trace:
+    """prediction: (N, K); records: fields (N, T, E), of the same images; all on the CPU.
+
+    layouts: where the tokens of each layer lie, if they may differ: those of a coarser grid then
+    stand at each patch of the finest that they cover.
+    """
     answers, values = answered(prediction, task)
+    if layouts:
+        fine = finest(layouts)
+        records = tuple(
+            spread_tokens(record, layout, fine)
+            for record, layout in zip(records, layouts, strict=True)
+        )
     return Trace(
         answers=answers.tolist(),
         values=[[round(value, 4) for value in row] for row in values.tolist()],
         layers=[packed_record(record) for record in records],
     )
+
+
+def finest(layouts: Sequence[Layout]) -> Layout:
+    """That with the most patches."""
+    return max(layouts, key=lambda layout: torch.Size(layout.grid).numel())
+
+
+def spread_tokens(record: RoutingRecord, layout: Layout, fine: Layout) -> RoutingRecord:
+    """The record with a token for each patch of the grid ``fine``: that which covers its middle."""
+    if layout == fine:
+        return record
+    special = torch.arange(layout.special)
+    places = torch.cat([special, layout.special + covering(layout, fine)])
+    return RoutingRecord(*(field[:, places] for field in record))
+
+
+def covering(layout: Layout, fine: Layout) -> Tensor:
+    """The patch of ``layout`` in which the middle of each patch of ``fine`` lies, (P,) int64."""
+    index = torch.zeros(1, dtype=torch.int64)
+    for axis, (length, own) in enumerate(zip(fine.grid, layout.grid, strict=True)):
+        middle = (torch.arange(length) + 0.5) * (fine.size[axis] / length)
+        along = (middle / (layout.size[axis] / own)).floor().clamp(0, own - 1).long()
+        index = (index[:, None] * own + along).flatten()
+    return index
 
 
 def answered(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:

@@ -142,8 +142,10 @@ def _said(
         scaled = logits if fitted is None else fitted.apply(logits)
         one = task.needs_classes("one_class") is None
         answers = scaled.softmax(dim=1) if one else scaled.sigmoid()
-    layout = model.layout
-    layers = [experts_of(record.combine, layout.special, layout.grid) for record in records]
+    layers = [
+        experts_of(record.combine, layout.special, layout.grid)
+        for record, layout in zip(records, model.layouts, strict=True)
+    ]
     for number, answer in enumerate(answers):
         yield answer, [layer[number] for layer in layers]
 

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from moecore.data.preview import Preview
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
-from moecore.nn.backbones.transformer import Transformer
 from moecore.nn.layers.moe import MoELayer
 from moecore.study.contracts import takes
 from moecore.study.mistakes import REFUSED, placed
@@ -108,12 +107,15 @@ def _calls(name: str, model: BackboneModel) -> Found:
 
 def _goes_on(phase: Phase, start: BackboneModel | None, model: BackboneModel) -> Found:
     """Whether a pretrained model can be brought to the images of a later phase."""
-    if not isinstance(model, Transformer):
+    if not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"
-        yield ("model", "kind"), f"{text}; allowed with {phase.name}: vit, vit3d"
+        yield (
+            ("model", "kind"),
+            f"{text}; allowed with {phase.name}: swin, swin_moe, swin_v2, vit, vit3d",
+        )
         return
     mode = phase.settings.interpolation
-    moved = isinstance(start, Transformer) and start.layout.grid != model.layout.grid
+    moved = start is not None and start.layout.grid != model.layout.grid
     if moved and len(model.layout.grid) == 3 and mode != "bilinear":
         yield (phase.name, "interpolation"), f"found {mode}; allowed for volumes: bilinear"
 

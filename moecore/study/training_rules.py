@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from moecore.core.files import UserError
+from moecore.core.records import Layout
 from moecore.data.preview import Preview
 from moecore.data.views.views import UNEVEN
 from moecore.nn.backbones.image import ImageSpec
@@ -53,14 +54,35 @@ def guiding_rules(
     teacher, _ = _teacher(study, model.image)
     if teacher is None or not method.guided_routing or model.moe is None:
         return
-    ours, theirs = _tokens(model), _tokens(teacher)
-    if ours not in (theirs, theirs + 1):
-        text = f"it sees {theirs} tokens of data.{phase}, and methods.{name}, which it guides, "
-        yield SECTION, f"{text}{ours}; allowed: the model's patch and pooling"
     blocks = model.moe.indices(model.depth)
-    if min(aligned_blocks(blocks, model.depth, teacher.depth)) < 0:
-        text = f"found {teacher.depth}, which has no block beside block {blocks[0]} of"
-        yield (*SECTION, "depth"), f"{text} methods.{name}; allowed: {model.depth}, or near it"
+    stages = model.config.stages, teacher.config.stages
+    aligned = aligned_blocks(blocks, *stages)
+    for block, place in zip(blocks, aligned, strict=True):
+        if place < 0:
+            yield _no_block_beside(name, block, *stages)
+            return
+        read = teacher.depth - 1 if method.teacher_router.features == "final" else place
+        ours, theirs = _tokens(model.layout_of(block)), _tokens(teacher.layout_of(read))
+        if ours not in (theirs, theirs + 1):
+            text = f"it sees {theirs} tokens of data.{phase} where block {block} of methods.{name}"
+            yield (
+                SECTION,
+                f"{text}, which it guides, sees {ours}; allowed: the model's patch and pooling",
+            )
+            return
+
+
+def _no_block_beside(
+    name: str, block: int, ours: tuple[int, ...], theirs: tuple[int, ...]
+) -> tuple[tuple, str]:
+    """A teacher that is too flat for what it guides, or of other stages."""
+    if len(ours) != len(theirs):
+        found = f"found a model of {len(theirs)} stages; methods.{name}, which it guides, has "
+        return (*SECTION, "kind"), f"{found}{len(ours)}; allowed: as many"
+    text = f"found {list(theirs) if len(theirs) > 1 else theirs[0]}, which has no block beside"
+    near = list(ours) if len(ours) > 1 else ours[0]
+    key = "depths" if len(ours) > 1 else "depth"
+    return (*SECTION, key), f"{text} block {block} of methods.{name}; allowed: {near}, or near it"
 
 
 def unneeded(study: Study) -> str | None:
@@ -87,8 +109,8 @@ def _teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exce
         return None, error
 
 
-def _tokens(model: BackboneModel) -> int:
-    return model.layout.special + prod(model.layout.grid)
+def _tokens(layout: Layout) -> int:
+    return layout.special + prod(layout.grid)
 
 
 def schedule_rules(study: Study) -> Found:

@@ -13,9 +13,8 @@ from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel, Model
-from moecore.nn.backbones.transformer import Transformer
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.patch_embed import Interpolation, resize_positions
+from moecore.nn.layers.patch_embed import Interpolation
 from moecore.training.guide import Guide, Guided
 
 GUIDE = "guide"
@@ -109,7 +108,7 @@ def load_unguided(folder: str | Path) -> BackboneModel:
 
 def transferred(
     folder: str | Path, image: ImageSpec, moe: MoE | None, interpolation: Interpolation = "bilinear"
-) -> Transformer:
+) -> BackboneModel:
     """The model of ``folder`` for other images: positions interpolated to the new grid, a fresh
     head for other classes.
 
@@ -120,17 +119,10 @@ def transferred(
     card = load_card(folder)
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
     model = _built(folder, card, image, moe)
-    if "pos_embed" in weights:  # fixed positions are no weights
-        try:
-            weights["pos_embed"] = resize_positions(
-                weights["pos_embed"],
-                model.positioned,
-                model.layout.grid,
-                interpolation,
-                card.backbone.grid(card.image),
-            )
-        except ValueError as error:
-            raise UserError(f"{folder}: {error}") from error
+    try:
+        weights = model.moved(weights, card.backbone, card.image, interpolation)
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}") from error
     if card.image.answers != image.answers:
         weights = {name: value for name, value in weights.items() if not name.startswith("head")}
     elif card.image.task.head != image.task.head:
@@ -143,15 +135,15 @@ def transferred(
     return model
 
 
-def _built(folder: str | Path, card: ModelCard, image: ImageSpec, moe: MoE | None) -> Transformer:
+def _built(folder: str | Path, card: ModelCard, image: ImageSpec, moe: MoE | None) -> BackboneModel:
     """The untrained model for other images; raises UserError where they cannot be the model's."""
     if card.image.channels != image.channels:
         found = f"trained on {card.image.channels} channels, the new images have {image.channels}"
         raise UserError(f"{folder}: {found}; choose data with the same channels")
-    model = card.backbone.build(image, moe)
-    if not isinstance(model, Transformer):
+    model = card.backbone.trained_on(card.image).build(image, moe)
+    if not model.moves:
         found = f"a model of kind {card.backbone.kind} works at one image size only"
-        raise UserError(f"{folder}: {found}; fine-tune a vit")
+        raise UserError(f"{folder}: {found}; fine-tune a vit or a swin")
     axes = len(card.image.shape)
     if axes != len(image.shape):
         found = f"trained on images of {axes} axes, the new ones have {len(image.shape)}"

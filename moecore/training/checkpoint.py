@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from moecore.core.files import UserError, read_json, write_json
-from moecore.core.ranks import like, ranks, whole_of
-from moecore.core.tensors import read_tensors, write_tensors
+from moecore.core.ranks import ranks
+from moecore.core.tensors import like, read_tensors, whole_of, write_tensors
 
 Tensors = dict[str, Tensor]
 

@@ -35,9 +35,10 @@ class Guide(nn.Module):
         self.experts = experts
         self.features = features
         self.learns = learns
-        width = teacher.config.width
+        read = [teacher.depth - 1] * len(blocks) if features == "final" else blocks
         self.routers = nn.ParameterList(
-            nn.init.trunc_normal_(torch.empty(experts, width), std=0.02) for _ in blocks
+            nn.init.trunc_normal_(torch.empty(experts, teacher.width_of(block)), std=0.02)
+            for block in read
         )
         self.routers.requires_grad_(learns)
 
@@ -79,6 +80,10 @@ class Guided(Model):
         """The student's."""
         return self.model.layout
 
+    def layout_of(self, block: int) -> Layout:
+        """The student's."""
+        return self.model.layout_of(block)
+
     @property
     # a module of its own would be saved twice  # pyrefly: ignore[bad-override]
     def head(self) -> nn.Module:
@@ -105,20 +110,33 @@ def standing_alone(model: BackboneModel, guide: Guide | None) -> Model:
 
 
 def aligned_blocks(
-    student: tuple[int, ...], student_depth: int, teacher_depth: int
+    student: tuple[int, ...], ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The teacher's blocks at the same relative depth as the student's (indices from 0; equal where
-    the depths are).
+    the depths are), in the same stage.
+
+    ours, theirs: number of blocks of each stage of student and teacher.  −1 where there is none:
+    the teacher is too flat for it, or has other stages.
     """
-    return tuple(round((index + 1) * teacher_depth / student_depth) - 1 for index in student)
+    if len(ours) != len(theirs):
+        return (-1,) * len(student)
+    found = []
+    for index in student:
+        stage = 0
+        while index >= sum(ours[: stage + 1]):
+            stage += 1
+        within = index - sum(ours[:stage])
+        place = round((within + 1) * theirs[stage] / ours[stage]) - 1
+        found.append(-1 if place < 0 else sum(theirs[:stage]) + place)
+    return tuple(found)
 
 
-def build_guide(teacher: BackboneModel, method: Method, depth: int) -> Guide:
-    """The unfitted guide of a ``method`` whose student has ``depth`` blocks."""
+def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...]) -> Guide:
+    """The unfitted guide of a ``method`` whose student has ``stages`` of so many blocks."""
     moe = method.moe
     if moe is None:
         return Guide(teacher, (), 0, method.teacher_router.features)
-    blocks = aligned_blocks(moe.indices(depth), depth, teacher.depth)
+    blocks = aligned_blocks(moe.indices(sum(stages)), stages, teacher.config.stages)
     return Guide(teacher, blocks, moe.experts.number, method.teacher_router.features, method.joint)
 
 

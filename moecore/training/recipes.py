@@ -38,7 +38,7 @@ def guiding(
 ) -> Guide:
     """The teacher of ``seed`` with routers, not fitted yet, for ``method``."""
     torch.manual_seed(seed_of("teacher_router", seed))
-    return build_guide(teacher, method, method.sized(backbone).depth).to(device)
+    return build_guide(teacher, method, method.sized(backbone).stages).to(device)
 
 
 def pretraining(

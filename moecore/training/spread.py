@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moecore.core.files import UserError
-from moecore.core.ranks import like, ranks, whole_of
+from moecore.core.ranks import ranks
+from moecore.core.tensors import like, whole_of
 from moecore.nn.expert_parallel import PartedExperts
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.language_block import LanguageBlock

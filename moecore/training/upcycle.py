@@ -7,11 +7,9 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.nn.backbones.model import BackboneModel
-from moecore.nn.backbones.transformer import Transformer
 from moecore.nn.experts.base import ExpertsModule
 from moecore.nn.experts.mlp import MlpExperts
 from moecore.nn.layers.moe import MoELayer
-from moecore.nn.layers.patch_embed import resize_positions
 
 
 @torch.no_grad()
@@ -24,15 +22,14 @@ def upcycle(model: BackboneModel, dense: BackboneModel) -> BackboneModel:
     what ``dense`` does. Raises UserError where the sizes differ, or where the experts are no plain
     MLPs.
     """
+    if dense.config.kind != model.config.kind:
+        found = f"the teacher is a {dense.config.kind}, the model a {model.config.kind}"
+        raise UserError(f"upcycle: {found}; allowed: both of one kind")
     weights = dict(dense.state_dict())
     own = model.state_dict()
     if dense.image.answers != model.image.answers:
         weights = {name: value for name, value in weights.items() if not name.startswith("head")}
-    # fixed positions are no weights
-    if "pos_embed" in weights and isinstance(model, Transformer):
-        weights["pos_embed"] = resize_positions(
-            weights["pos_embed"], model.positioned, model.layout.grid, old=dense.layout.grid
-        )
+    weights = model.moved(weights, dense.config, dense.image)
     for name, layer in model.named_modules():
         if isinstance(layer, MoELayer):
             _fill_experts(layer.experts, weights, f"{name}.")

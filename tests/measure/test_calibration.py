@@ -1,10 +1,18 @@
 """Calibration of classes, before and after, and which calibrator fits which task.
 
-The checks of a small cohort that is not simulated.
+Calibrators of ages and of class probabilities; the checks of a small cohort that is not simulated.
 """
 
+import inspect
+import math
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
@@ -19,7 +27,9 @@ from moecore.measure.calibration import (
     quality,
     refuse,
 )
-from moecore.measure.calibrators.temperature import FittedTemperature
+from moecore.measure.calibrators import Calibrator
+from moecore.measure.calibrators.linear import FittedLinear, Line, Linear
+from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
@@ -169,3 +179,316 @@ def test_data_with_classes_are_not_what_it_is_for(tmp_path):
     data = digits(tmp_path)
     subject = Subject(built(SingleLayer(), None, data, 1), data)
     assert "classes, not ages" in cohort_checks.applies(subject)
+
+
+HASH = "0" * 64
+
+
+def drawn(
+    n: int = 200, slope: float = 0.8, intercept: float = 11.0, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Predictions that lean towards the mean, the ages, and the sexes in turn."""
+    generator = np.random.default_rng(seed)
+    ages = generator.uniform(45, 90, n)
+    return intercept + slope * ages + generator.normal(0, 3, n), ages, ["F", "M"] * (n // 2)
+
+
+def slow(predictions, ages) -> tuple[float, float]:
+    """(a, b) by the textbook's sums, one pair at a time."""
+    n, sx, sy, sxx, sxy = len(ages), 0.0, 0.0, 0.0, 0.0
+    for p, y in zip(predictions, ages, strict=True):
+        sx, sy, sxx, sxy = sx + y, sy + p, sxx + y * y, sxy + y * p
+    b = (n * sxy - sx * sy) / (n * sxx - sx * sx)
+    return (sy - b * sx) / n, b
+
+
+def fitted(predictions, ages, groups, **settings) -> FittedLinear:
+    return Linear(**settings).fit(predictions, ages, groups, HASH)
+
+
+def test_a_case_by_hand():
+    # ages 0, 1, 2 and predictions 1, 2, 6: mean age 1, mean prediction 3, b = (−1·1 + 0·2 + 1·6) /
+    # (1 + 0 + 1) = 2.5, a = 3 − 2.5 = 0.5.
+    # Corrected: (1 − 0.5) / 2.5 = 0.2; (2 − 0.5) / 2.5 = 0.6; (6 − 0.5) / 2.5 = 2.2.
+    found = fitted([1.0, 2.0, 6.0], [0.0, 1.0, 2.0], ["", "", ""])
+    assert (found.pooled.intercept, found.pooled.slope, found.pooled.n) == pytest.approx(
+        (0.5, 2.5, 3)
+    ) and found.groups == {}
+    assert found.apply([1.0, 2.0, 6.0]) == pytest.approx([0.2, 0.6, 2.2])
+
+
+def test_agrees_with_the_slow_sums():
+    predictions, ages, sexes = drawn()
+    found = fitted(predictions, ages, sexes).pooled
+    assert (found.intercept, found.slope) == pytest.approx(slow(predictions, ages), rel=1e-9)
+
+
+def test_on_its_own_data_slope_1_intercept_0_correlation_0():
+    predictions, ages, sexes = drawn()
+    found = fitted(predictions, ages, sexes)
+    for corrected, own in (
+        (found.apply(predictions), slice(None)),
+        (found.apply(predictions, sexes), slice(0, None, 2)),
+    ):
+        intercept, slope = slow(corrected[own] - ages.mean(), ages[own] - ages.mean())
+        assert slope == pytest.approx(1, abs=1e-10) and intercept == pytest.approx(0, abs=1e-10)
+        assert np.corrcoef(corrected[own] - ages[own], ages[own])[0, 1] == pytest.approx(
+            0, abs=1e-10
+        )
+
+
+def test_table_s1_second_row_follows_from_its_first():
+    # ŷ = 9.026 + 0.887·y on the test split (raw). With a = 5.08, b = 0.935 of the training split
+    # the corrected prediction is
+    # (ŷ − a)/b = (9.026 − 5.08)/0.935 + 0.887/0.935 · y = 4.220 + 0.9487·y; the paper prints 0.949
+    # and 4.221.
+    line = FittedLinear(
+        fit_on="train",
+        pooled=Line(intercept=5.08, slope=0.935, n=100),
+        groups={},
+        predictor_sha256=HASH,
+    )
+    predictions, ages, _ = drawn(slope=0.887, intercept=9.026)
+    a, b = slow(predictions, ages)
+    predictions += (9.026 - a) + (
+        0.887 - b
+    ) * ages  # least squares of this sample are now exactly the paper's
+    intercept, slope = slow(line.apply(predictions), ages)
+    assert slope == pytest.approx(0.949, abs=5e-4) and intercept == pytest.approx(4.221, abs=2e-3)
+
+
+@given(st.floats(-50, 50), st.floats(0.2, 5), st.booleans(), st.integers(0, 1000))
+def test_a_line_over_the_predictions_changes_no_corrected_age(shift, scale, flip, seed):
+    # c + d·ŷ has the line c + d·a + d·b·y, and (c + d·ŷ − c − d·a) / (d·b) = (ŷ − a)/b.
+    predictions, ages, sexes = drawn(20, seed=seed)
+    scale = -scale if flip else scale
+    plain, moved = (
+        fitted(predictions, ages, sexes),
+        fitted(shift + scale * predictions, ages, sexes, min_slope=0.01),
+    )
+    np.testing.assert_allclose(
+        moved.apply(shift + scale * predictions, sexes), plain.apply(predictions, sexes), rtol=1e-7
+    )
+
+
+@given(st.floats(-50, 50), st.floats(0.2, 5), st.integers(0, 1000))
+def test_other_units_of_age_give_corrected_ages_in_these_units(shift, scale, seed):
+    predictions, ages, sexes = drawn(20, seed=seed)
+    plain, moved = (
+        fitted(predictions, ages, sexes),
+        fitted(predictions, shift + scale * ages, sexes, min_slope=0.01),
+    )
+    np.testing.assert_allclose(
+        moved.apply(predictions), shift + scale * plain.apply(predictions), rtol=1e-7, atol=1e-7
+    )
+
+
+def test_the_order_of_the_pairs_changes_nothing():
+    predictions, ages, sexes = drawn()
+    order = np.random.default_rng(1).permutation(200)
+    other = fitted(predictions[order], ages[order], [sexes[place] for place in order])
+    assert other.groups["M"].slope == pytest.approx(
+        fitted(predictions, ages, sexes).groups["M"].slope, rel=1e-12
+    )
+
+
+def test_fits_per_sex_are_separate_pooled_fits():
+    predictions, ages, sexes = drawn()
+    predictions[::2] += 4 - 0.1 * ages[::2]
+    found = fitted(predictions, ages, sexes)
+    for sex, own in (("F", slice(0, None, 2)), ("M", slice(1, None, 2))):
+        alone = fitted(predictions[own], ages[own], [""] * 100)
+        assert found.groups[sex] == alone.pooled
+        np.testing.assert_array_equal(
+            found.apply(predictions, sexes)[own], alone.apply(predictions[own])
+        )
+    assert found.groups["F"].slope != pytest.approx(found.groups["M"].slope, abs=0.01)
+
+
+def test_a_group_that_the_fit_lacks_gets_the_pooled_line_and_a_warning():
+    predictions, ages, sexes = drawn()
+    found = fitted(predictions, ages, sexes)
+    with pytest.warns(UserWarning, match="'', 'X'; the pooled line"):
+        corrected = found.apply(predictions[:4], ["F", "X", "", "M"])
+    assert (
+        corrected[1:3] == pytest.approx(found.apply(predictions[1:3]))
+        and corrected[0] != found.apply(predictions[:1])[0]
+    )
+    assert found.used(["F", "X", "", "M"]) == ["F", "pooled", "pooled", "M"]
+
+
+@pytest.mark.parametrize(
+    ("ages", "reason"),
+    [
+        ([50.0, 60.0], "found 2 pairs; allowed: 3"),
+        ([50.0] * 4, "all 4 ages are 50"),
+        ([50.0, 60, 70, 80], "slope of 0;"),
+    ],
+)
+def test_a_group_that_is_too_poor_falls_back(ages, reason):
+    predictions, known, sexes = drawn()
+    with pytest.warns(UserWarning, match="'X' gets the pooled line"):
+        found = fitted(
+            [*predictions, *[60.0] * len(ages)], [*known, *ages], [*sexes, *["X"] * len(ages)]
+        )
+    assert (
+        reason in found.fallbacks["X"]
+        and set(found.groups) == {"F", "M"}
+        and found.pooled.n == 200 + len(ages)
+    )
+
+
+def test_no_age_is_asked_for_when_applied():
+    assert list(inspect.signature(FittedLinear.apply).parameters) == [
+        "self",
+        "predictions",
+        "groups",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("predictions", "ages", "groups", "message"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], ["", ""], "found 2 pairs; allowed: 3 or more"),
+        ([], [], [], "found 0 pairs"),
+        (
+            [1.0, 2.0, 3.0],
+            [5.0, 5.0, 5.0],
+            [""] * 3,
+            "all 3 ages are 5; allowed: two different ages",
+        ),
+        ([1.0, math.nan, 3.0], [1.0, 2.0, 3.0], [""] * 3, "1 of 3 predictions are NaN or infinite"),
+        ([1.0, 2.0, 3.0], [1.0, math.inf, math.nan], [""] * 3, "2 of 3 ages are NaN or infinite"),
+        (
+            [1.0, 1.0, 1.0],
+            [1.0, 2.0, 3.0],
+            [""] * 3,
+            "slope of 0; allowed: |slope| ≥ min_slope = 0.1",
+        ),
+        (
+            [1.0, 1.05, 1.1],
+            [1.0, 2.0, 3.0],
+            [""] * 3,
+            "slope of 0.05; allowed: |slope| ≥ min_slope = 0.1",
+        ),
+        ([1.0, 2.0, 3.0], [1.0, 2.0], [""] * 3, "3 predictions, 2 ages, 3 groups"),
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [""], "3 predictions, 3 ages, 1 groups"),
+        ([[1.0], [2.0], [3.0]], [1.0, 2.0, 3.0], [""] * 3, r"predictions of shape (3, 1)"),
+    ],
+)
+def test_refusals(predictions, ages, groups, message):
+    with pytest.raises(UserError) as error:
+        fitted(np.array(predictions, np.float64), np.array(ages, np.float64), groups)
+    assert message in str(error.value)
+
+
+def test_a_slope_at_the_floor_and_a_falling_one_are_taken():
+    assert fitted([0.0, 0.5, 1.0], [0.0, 1.0, 2.0], [""] * 3, min_slope=0.5).pooled.slope == 0.5
+    assert fitted([1.0, 0.5, 0.0], [0.0, 1.0, 2.0], [""] * 3, min_slope=0.5).pooled.slope == -0.5
+
+
+def test_nothing_is_applied_to_what_cannot_be_corrected():
+    found = fitted(*drawn())
+    with pytest.raises(UserError, match="2 groups for 1 predictions"):
+        found.apply([50.0], ["F", "M"])
+    with pytest.raises(UserError, match="1 of 1 predictions are NaN"):
+        found.apply([math.nan])
+
+
+def test_survives_json_and_names_its_predictor():
+    found = fitted(*drawn(), fit_on="validation")
+    again = FittedLinear.from_json(found.to_json())
+    assert (
+        again == found
+        and again.predictor_sha256 == HASH
+        and again.fit_on == "validation"
+        and again.groups["F"].n == 100
+    )
+    with pytest.raises(ValidationError):
+        FittedLinear.from_json(found.to_json().replace(HASH, "unknown"))
+
+
+def test_yaml_chooses_the_calibrator_by_kind():
+    read = TypeAdapter(Calibrator).validate_python
+    assert (
+        read({"kind": "linear", "fit_on": "validation"}) == Linear(fit_on="validation")
+        and read({"kind": "temperature"}).kind == "temperature"
+    )
+    with pytest.raises(ValidationError):
+        read({"kind": "linear", "fit_on": "test"})
+
+
+def logits_of(images: int, temperature: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits that are right after division by ``temperature``: labels are drawn from
+    softmax(logits / temperature).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(images, 5, generator=generator)
+    return logits * temperature, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5, 8.0])
+def test_recovers_the_temperature_that_made_the_labels(temperature):
+    assert Temperature().fit(*logits_of(20_000, temperature)).temperature == pytest.approx(
+        temperature, rel=0.03
+    )
+
+
+def test_is_the_minimum_of_the_nll():
+    logits, labels = logits_of(500, 3.0)
+    fitted = Temperature().fit(logits, labels)
+
+    def nll(temperature: float) -> float:
+        return float(cross_entropy(logits.double() / temperature, labels))
+
+    assert not fitted.at_limit and all(
+        nll(fitted.temperature) < nll(fitted.temperature * factor)
+        for factor in (0.99, 1.01, 0.5, 2)
+    )
+
+
+def test_solves_a_case_by_hand():
+    # Logit gap 2, right in 3 of 4: the mean confidence is the accuracy where σ(2/T) = 3/4, so T = 2
+    # / ln 3.
+    logits, labels = (
+        torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 0.0]]),
+        torch.tensor([0, 0, 1, 1]),
+    )
+    assert Temperature().fit(logits, labels).temperature == pytest.approx(2 / math.log(3), rel=1e-9)
+
+
+def test_keeps_order_and_survives_json():
+    logits, labels = logits_of(200, 2.0)
+    fitted = Temperature().fit(logits, labels)
+    assert torch.equal(fitted.apply(logits).argmax(1), logits.argmax(1))
+    assert FittedTemperature.from_json(fitted.to_json()) == fitted
+
+
+def test_says_where_no_temperature_inside_the_limits_is_best():
+    labels = torch.tensor([0, 1, 0, 1])
+    right = torch.nn.functional.one_hot(labels, 2).float()
+    assert Temperature(lowest=0.1).fit(right, labels) == FittedTemperature(
+        temperature=0.1, at_limit=True
+    )
+    assert Temperature(highest=9).fit(-right, labels) == FittedTemperature(
+        temperature=9, at_limit=True
+    )
+    assert Temperature(highest=9).fit(torch.zeros(4, 2), labels) == FittedTemperature(
+        temperature=9, at_limit=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "words"),
+    [
+        (torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), "N ≥ 1"),
+        (torch.zeros(4, 3), torch.zeros(3, dtype=torch.long), "are needed"),
+        (torch.tensor([[float("nan"), 0], [0, 1]]), torch.tensor([0, 1]), "1 of 2"),
+        (torch.tensor([[float("inf"), 0], [0, 1]]), torch.tensor([0, 1]), "infinite"),
+        (torch.zeros(2, 3), torch.tensor([1, 1]), "of class 1"),
+        (torch.zeros(2, 3), torch.tensor([0, 3]), "0 to 2"),
+    ],
+)
+def test_refuses_in_one_sentence(logits, labels, words):
+    with pytest.raises(UserError, match=words):
+        Temperature().fit(logits, labels)

@@ -1,20 +1,42 @@
-"""Slopes and Lemma 1 on the digits, for a dense model and for every way of routing."""
+"""Slopes and Lemma 1 on the digits, for a dense model and for every way of routing.
+
+Lipschitz estimates on models whose slopes are known by hand, and Lemma 1 on layers built by hand.
+"""
+
+import copy
+import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
+from moecore.core.records import ModelOutput, RoutingRecord
 from moecore.core.streams import seed_of
 from moecore.data.prepared import evenly_spread
 from moecore.measure import lipschitz
 from moecore.measure.base import Subject
 from moecore.measure.lipschitz import Lipschitz, summarised
 from moecore.measure.theory.lemma import lemma_terms, tokens_of
-from moecore.measure.theory.slopes import slopes_at
+from moecore.measure.theory.slopes import (
+    Pair,
+    ascended,
+    halved,
+    in_ball,
+    margin_slope,
+    slopes_at,
+    strongest,
+)
+from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.smooth import Lemma1, lemma_1, row_jacobians, smooth, why_undefined
 from moecore.nn.predict import batches
+from moecore.tasks.classification import Classification
 from tests.measure.subjects import built, digits, measured_twice
 
 SETTINGS = Lipschitz(images=6, lemma_tokens=5, batch=4, seed=5, radius=0.3, steps=2, halvings=3)
@@ -156,3 +178,466 @@ def test_the_tokens_are_what_the_layers_get(models, images):
         torch.testing.assert_close(tokens, whole[chosen], rtol=1e-4, atol=1e-5)
     other = tokens_of(model, images, 7, 4, 3, "cpu")
     assert not torch.equal(found[0], other[0])
+
+
+IMAGE = ImageSpec(
+    channels=1, size=12, task=Classification(classes=("a", "b", "c")), mean=(0.5,), std=(0.5,)
+)
+FIELDS = ("local", "margin", "reached", "lower_bound", "crossed", "jump")
+
+
+class Linear(nn.Module):
+    """Logits W · pixels."""
+
+    def __init__(self, weight) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight, dtype=torch.float32))
+
+    def forward(self, images) -> ModelOutput:
+        return ModelOutput(images.flatten(1) @ self.weight.T)
+
+
+class Function(nn.Module):
+    """Logits as a function of the pixels (B, P); experts chosen where ``choice`` of the pixels is
+    true.
+    """
+
+    def __init__(self, function, choice=None) -> None:
+        super().__init__()
+        self.function, self.choice, self.scale = function, choice, nn.Parameter(torch.ones(()))
+
+    def forward(self, images) -> ModelOutput:
+        pixels = images.flatten(1)
+        if self.choice is None:
+            return ModelOutput(self.scale * self.function(pixels))
+        first = self.choice(pixels)
+        chosen = torch.stack([first, ~first], dim=-1).unsqueeze(1)
+        record = RoutingRecord(
+            chosen.double(), chosen.double(), chosen.double(), chosen, chosen.double()
+        )
+        return ModelOutput(self.scale * self.function(pixels), (record,))
+
+
+def estimates(model, images, labels=None, batch=7, radius=0.2, steps=4, halvings=8):
+    labels = torch.zeros(len(images), dtype=torch.long) if labels is None else labels
+    return slopes_at(model, images, labels, batch, radius, steps, halvings)
+
+
+# --- linear models
+
+
+def test_a_linear_model_has_its_spectral_norm_everywhere():
+    weight = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    found = estimates(Linear(weight), torch.full((2, 1, 2, 2), 0.5), radius=0.3)
+    expected = np.linalg.svd(weight.astype(float))[1][0]
+    for name in ("local", "reached", "lower_bound"):
+        assert getattr(found, name).tolist() == pytest.approx([expected] * 2, rel=1e-9), name
+    assert not found.crossed.any() and not found.jump.any() and found.local.dtype == torch.float64
+
+
+def test_the_margin_of_a_linear_model_by_hand():
+    # rows (1, −2), (0, 1), (4, 5); ‖differences‖₁: 0–1 |1| + |−3| = 4, 0–2 |−3| + |−7| = 10, 1–2
+    # |−4| + |−4| = 8
+    found = estimates(
+        Linear([[1, -2], [0, 1], [4, 5]]), torch.full((3, 1, 1, 2), 0.5), torch.tensor([0, 1, 2])
+    )
+    assert found.margin.tolist() == pytest.approx([10, 8, 10])
+
+
+def test_the_strongest_direction_by_hand():
+    # [[3, 0], [0, 4]]: the second pixel, by 4; zeros have no direction
+    value, direction = strongest(
+        torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]]], dtype=torch.float64)
+    )
+    assert value.tolist() == [4, 0] and direction.abs().tolist() == [[0, 1], [0, 0]]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 9))
+def test_the_strongest_direction_is_the_svds(seed, classes, pixels):
+    jacobian = torch.randn(
+        2, classes, pixels, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    value, direction = strongest(jacobian)
+    torch.testing.assert_close(value, torch.linalg.svdvals(jacobian)[:, 0], rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(
+        (jacobian @ direction.unsqueeze(-1)).squeeze(-1).norm(dim=1), value, rtol=1e-6, atol=1e-9
+    )
+
+
+def test_the_margin_is_the_largest_over_the_other_classes():
+    jacobians = torch.randn(
+        4, 5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    labels = torch.tensor([0, 4, 2, 2])
+    slow = [
+        max(float((j[y] - j[c]).abs().sum()) for c in range(5) if c != y)
+        for j, y in zip(jacobians, labels.tolist(), strict=True)
+    ]
+    assert margin_slope(jacobians, labels).tolist() == pytest.approx(slow)
+
+
+# --- the ball and the ascent
+
+
+def test_the_ball_by_hand():
+    centre = torch.tensor([0.5, 0.5], dtype=torch.float64).view(1, 1, 1, 2)
+    points = torch.tensor([[3.5, 4.5], [0.6, 0.5], [0.5, 1.4]], dtype=torch.float64).view(
+        3, 1, 1, 2
+    )
+    # (3, 4) is drawn to length 1: (0.6, 0.8) away, then cut at 1; (0.1, 0) stays; (0, 0.9) is
+    # inside the ball but above 1
+    found = in_ball(points, centre, 1.0).view(3, 2)
+    torch.testing.assert_close(
+        found, torch.tensor([[1.0, 1.0], [0.6, 0.5], [0.5, 1.0]], dtype=torch.float64)
+    )
+    assert in_ball(points[:1], centre, 0.25).view(2).tolist() == pytest.approx([0.65, 0.7])
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.01, 2))
+def test_the_ball_is_never_left(seed, radius):
+    generator = torch.Generator().manual_seed(seed)
+    centre = torch.rand(5, 1, 3, 3, generator=generator, dtype=torch.float64)
+    found = in_ball(
+        centre + torch.randn(centre.shape, generator=generator, dtype=torch.float64), centre, radius
+    )
+    assert (
+        found.min() >= 0
+        and found.max() <= 1
+        and ((found - centre).flatten(1).norm(dim=1) <= radius * (1 + 1e-12)).all()
+    )
+
+
+def test_a_parabola_by_hand():
+    # z = (x², 0) at 0.3: slope 0.6 there; the ball ends at 0.5, where it is 1; x to its end:
+    # (0.25 − 0.09) / 0.2 = 0.8
+    parabola = Function(lambda x: torch.cat([x**2, 0 * x], 1))
+    found = estimates(parabola, torch.full((1, 1, 1, 1), 0.3), radius=0.2, steps=4, halvings=10)
+    assert float(found.local) == pytest.approx(0.6, rel=1e-6) and float(
+        found.margin
+    ) == pytest.approx(0.6, rel=1e-6)
+    assert 0.8 - 1e-6 <= float(found.reached) <= 1
+    assert 1 - 0.4 / 2**10 - 1e-6 <= float(found.lower_bound) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(lambda x: x + 9 * (x - 0.6).relu(), 5.5), (lambda x: x + 9 * (0.4 - x).relu(), 3.5)],
+)
+def test_both_directions_are_tried(function, expected):
+    # slope 1 at 0.5. To 0.7 the first rises by 0.2 + 0.9 = 1.1; to 0.3 the second changes by
+    # −0.2 + 0.9 = 0.7; the other ways it is 0.2
+    model = Function(lambda x: torch.cat([function(x), 0 * x], 1))
+    assert float(
+        estimates(model, torch.full((1, 1, 1, 1), 0.5), radius=0.2, steps=0).reached
+    ) == pytest.approx(expected)
+
+
+def test_the_ball_is_cut_at_one():
+    # at 0.95 the ball ends at 1: no slope above 2
+    found = estimates(
+        Function(lambda x: torch.cat([x**2, 0 * x], 1)),
+        torch.full((1, 1, 1, 1), 0.95),
+        radius=0.5,
+        halvings=12,
+    )
+    assert float(found.lower_bound) == pytest.approx(2, rel=1e-3) and float(found.lower_bound) <= 2
+
+
+def test_a_flat_model_has_no_slope():
+    found = estimates(
+        Function(lambda x: x.new_zeros(len(x), 2) + 0 * x.sum(1, keepdim=True)),
+        torch.full((2, 1, 1, 2), 0.5),
+    )
+    assert not any(getattr(found, name).any() for name in FIELDS)
+
+
+JUMP = 3.0
+
+
+def stairs(pixels):
+    """x, and 3 more from 0.6 on."""
+    return torch.cat([pixels + JUMP * (pixels > 0.6), 0 * pixels], 1)
+
+
+@pytest.mark.parametrize("halvings", [2, 10, 16])
+def test_a_jump_is_found_and_its_ratio_grows_with_every_halving(halvings):
+    # slope 1 at 0.5, a jump of 3 at 0.6; over a distance of h the ratio is (3 + h) / h
+    model = Function(stairs, lambda x: x[:, 0] > 0.6)
+    found = estimates(model, torch.full((1, 1, 1, 1), 0.5), radius=0.2, steps=0, halvings=halvings)
+    distance = 0.2 / 2**halvings
+    assert float(found.local) == pytest.approx(1) and float(found.reached) == pytest.approx(
+        (JUMP + 0.2) / 0.2
+    )
+    assert float(found.lower_bound) == pytest.approx((JUMP + distance) / distance, rel=1e-6)
+    assert bool(found.crossed) and float(found.jump) == pytest.approx(JUMP + distance)
+
+
+def test_no_jump_in_reach_is_no_crossing():
+    model = Function(stairs, lambda x: x[:, 0] > 0.6)
+    found = estimates(model, torch.full((1, 1, 1, 1), 0.3), radius=0.2)
+    assert (
+        not found.crossed.any()
+        and not found.jump.any()
+        and float(found.lower_bound) == pytest.approx(1)
+    )
+
+
+def test_the_jump_is_the_change_between_ends_that_choose_differently():
+    # z = (x, −x) from 0.5 to 0.7: √2 · 0.2, wherever the experts change; without a change there is
+    # no jump
+    ends = [torch.full((1, 1, 1, 1), value, dtype=torch.float64) for value in (0.5, 0.7)]
+    for border, crosses in ((0.6, True), (0.8, False)):
+        model = Function(
+            lambda x: torch.cat([x, -x], 1), lambda x, border=border: x[:, 0] > border
+        ).double()
+        pair, crossed, jump = halved(model, Pair(*ends, torch.zeros(1, dtype=torch.float64)), 0)
+        assert float(pair.ratio) == pytest.approx(math.sqrt(2)) and bool(crossed) == crosses
+        assert float(jump) == pytest.approx(0.2 * math.sqrt(2) if crosses else 0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**4))
+def test_halving_never_lowers_the_ratio(seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    model = Function(lambda x: torch.sin(9 * x @ weight))
+    images = torch.rand(3, 1, 2, 2, generator=generator, dtype=torch.float64)
+    direction = torch.nn.functional.normalize(
+        torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    ).view_as(images)
+    pair = ascended(model.double(), images, direction, 0.3, 3)
+    ratios = [halved(model, pair, number)[0].ratio for number in (0, 1, 4, 9)]
+    torch.testing.assert_close(ratios[0], pair.ratio)
+    assert all((after >= before * (1 - 1e-12)).all() for before, after in pairwise(ratios))
+    assert ((pair.first - images).flatten(1).norm(dim=1) <= 0.3 + 1e-9).all() and (
+        (pair.second - images).flatten(1).norm(dim=1) <= 0.3 + 1e-9
+    ).all()
+
+
+# --- a vision transformer with experts
+
+
+def vit(router=None) -> nn.Module:
+    torch.manual_seed(3)
+    router = router or {"kind": "noisy_top_k", "k": 1}
+    moe = MoE(router=router, experts={"kind": "mlp", "number": 4, "hidden_ratio": 1}, blocks=[0, 1])
+    model = Vit(patch=6, width=16, depth=2, heads=2).build(IMAGE, moe)
+    for parameter in model.parameters():
+        parameter.data *= 4
+    return model
+
+
+def images_of(number: int) -> torch.Tensor:
+    return torch.rand(number, 1, 12, 12, generator=torch.Generator().manual_seed(5))
+
+
+def test_the_jacobian_is_autograds():
+    model, images = vit().double().eval(), images_of(3).double()
+    found = row_jacobians(lambda pixels: model(pixels).prediction, images)
+    whole = torch.autograd.functional.jacobian(lambda pixels: model(pixels).prediction, images)
+    torch.testing.assert_close(found, torch.stack([whole[i, :, i].flatten(1) for i in range(3)]))
+
+
+def test_the_batch_does_not_matter_and_uint8_is_scaled():
+    model, images, labels = (
+        vit(),
+        (images_of(6) * 255).to(torch.uint8),
+        torch.tensor([0, 1, 2, 0, 1, 2]),
+    )
+    whole = estimates(model, images, labels, batch=6, steps=2, halvings=4)
+    for batch in (1, 4):
+        parts = estimates(model, images, labels, batch=batch, steps=2, halvings=4)
+        for name in FIELDS:
+            torch.testing.assert_close(
+                getattr(parts, name), getattr(whole, name), rtol=1e-7, atol=1e-9
+            )
+    scaled = estimates(model, images.float() / 255, labels, batch=3, steps=2, halvings=4)
+    torch.testing.assert_close(scaled.local, whole.local, rtol=1e-9, atol=0)
+    order = estimates(model, images.flip(0), labels.flip(0), batch=4, steps=2, halvings=4)
+    torch.testing.assert_close(order.lower_bound.flip(0), whole.lower_bound, rtol=1e-7, atol=1e-9)
+    assert (whole.lower_bound >= whole.reached * (1 - 1e-12)).all() and (whole.reached > 0).all()
+
+
+def test_the_model_and_the_random_state_are_left_alone():
+    model = vit().train()
+    model.blocks[0].eval()
+    model.head.weight.requires_grad_(False)
+    model.head.bias.grad = torch.ones_like(model.head.bias)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    estimates(model, images_of(3), steps=1, halvings=1)
+    lemma_1(model.blocks[1].mlp, torch.randn(3, 16, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(
+        torch.equal(value, before[name]) and value.dtype == torch.float32
+        for name, value in model.state_dict().items()
+    )
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == [
+        "head.bias"
+    ] and (model.head.bias.grad == 1).all()
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["head.weight"]
+    assert model.training and not model.blocks[0].training and model.blocks[1].training
+
+
+# --- Lemma 1
+
+
+def layer_of(weight, outputs=None, number=2, kind="noisy_top_k") -> nn.Module:
+    """An MoE layer with these router weights (E, d); with ``outputs`` (E, d) the experts are
+    constants.
+    """
+    width = len(weight[0])
+    torch.manual_seed(0)
+    layer = MoE(
+        router={"kind": kind, "k": 1},
+        experts={"kind": "mlp", "number": number, "hidden_ratio": 2},
+        blocks=[0],
+    ).build(width)
+    layer.router.weight.data = torch.tensor(weight, dtype=torch.float32)
+    for parameter in layer.experts.parameters():
+        parameter.data = (
+            torch.zeros_like(parameter)
+            if outputs is not None
+            else 8 * torch.randn_like(parameter) / width
+        )
+    if outputs is not None:
+        layer.experts.down_bias.data = torch.tensor(outputs, dtype=torch.float32)
+    return layer
+
+
+def test_two_constant_experts_at_one_half_by_hand():
+    # s1 = (2, 0), s2 = (0, 1) at x = (1, 2): logits 2 and 2, so p = 1/2. f1 − f2 = (3, 4),
+    # s1 − s2 = (2, −1): ‖¼ (f1 − f2)(s1 − s2)ᵀ‖ = 5 · √5 / 4; constants have no slope, so the bound
+    # is reached
+    found = lemma_1(layer_of([[2, 0], [0, 1]], [[4, 5], [1, 1]]), torch.tensor([[1.0, 2.0]]))
+    assert float(found.router) == pytest.approx(5 * math.sqrt(5) / 4) and float(found.experts) == 0
+    assert float(found.jacobian) == pytest.approx(float(found.router)) and float(
+        found.slack
+    ) == pytest.approx(0, abs=1e-12)
+    assert not found.violated.any() and float(found.bound) == float(found.router)
+
+
+def test_two_experts_at_one_half_have_a_quarter_of_their_difference():
+    layer = layer_of([[2, 0, 1], [0, 1, 1]])
+    token = torch.tensor([[1.0, 2.0, -0.5]], dtype=torch.float64)
+    found, experts = lemma_1(layer, token), copy.deepcopy(layer.experts).double()
+    first, second = (_expert(experts, e, token)[0].detach() for e in range(2))
+    assert float(found.router) == pytest.approx(
+        float((first - second).norm()) * math.sqrt(5) / 4, rel=1e-9
+    )
+
+
+def test_a_sure_router_adds_nothing():
+    # logits 100 and −100
+    found = lemma_1(layer_of([[100, 0], [-100, 0]], [[4, 5], [1, 1]]), torch.tensor([[1.0, 0.0]]))
+    assert float(found.router) == pytest.approx(0, abs=1e-40)
+
+
+def test_equal_experts_leave_the_slope_of_one():
+    layer = layer_of([[2, 0, 1], [0, 1, 1]])
+    for parameter in layer.experts.parameters():
+        parameter.data[1] = parameter.data[0]
+    found = lemma_1(layer, torch.tensor([[0.3, -0.2, 0.9]]))
+    assert float(found.router) == pytest.approx(0, abs=1e-12) and float(
+        found.jacobian
+    ) == pytest.approx(float(found.experts))
+
+
+def _expert(experts, number, tokens):
+    hidden = torch.nn.functional.gelu(tokens @ experts.up[number] + experts.up_bias[number])
+    return hidden @ experts.down[number] + experts.down_bias[number]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**4), st.sampled_from(["noisy_top_k", "top_k_softmax"]))
+def test_the_terms_are_those_of_a_slow_loop_and_the_bound_holds(seed, kind):
+    generator = torch.Generator().manual_seed(seed)
+    layer = layer_of(torch.randn(3, 4, generator=generator).tolist(), number=3, kind=kind)
+    if kind == "top_k_softmax":
+        layer.router.bias.data = torch.randn(3, generator=generator)
+    tokens, experts = (
+        torch.randn(5, 4, generator=generator, dtype=torch.float64),
+        copy.deepcopy(layer.experts).double(),
+    )
+    weight, bias = (
+        layer.router.weight.detach().double(),
+        getattr(layer.router, "bias", torch.zeros(3)).detach().double(),
+    )
+    found = lemma_1(layer, tokens)
+    for number, token in enumerate(tokens):
+        p = torch.softmax(weight @ token + bias, 0)
+        slopes = [
+            torch.autograd.functional.jacobian(lambda x, e=e: _expert(experts, e, x), token)
+            for e in range(3)
+        ]
+        mean = sum(p[e] * weight[e] for e in range(3))
+        pull = sum(
+            p[e] * torch.outer(_expert(experts, e, token).detach(), weight[e] - mean)
+            for e in range(3)
+        )
+        jacobian = sum(p[e] * slopes[e] for e in range(3)) + pull
+        own = sum(p[e] * torch.linalg.svdvals(slopes[e])[0] for e in range(3))
+        expected = [torch.linalg.svdvals(jacobian.detach())[0], own, torch.linalg.svdvals(pull)[0]]
+        assert [float(term[number]) for term in found] == pytest.approx(
+            [float(value) for value in expected], rel=1e-6
+        )
+    assert not found.violated.any() and (found.slack >= -1e-9).all() and (found.slack < 1).all()
+
+
+def test_tokens_are_taken_a_few_at_a_time_without_a_difference(monkeypatch):
+    layer, tokens = (
+        layer_of([[2, 0, 1], [0, 1, 1]]),
+        torch.randn(9, 3, generator=torch.Generator().manual_seed(2)),
+    )
+    whole = lemma_1(layer, tokens)
+    monkeypatch.setattr("moecore.nn.layers.smooth._NUMBERS", 40)  # 2 tokens of 2·3² numbers
+    for one, other in zip(whole, lemma_1(layer, tokens), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_the_smooth_layer_is_the_sparse_one_with_all_experts():
+    layer = (
+        MoE(
+            router={"kind": "noisy_top_k", "k": 3},
+            experts={"kind": "mlp", "number": 3, "hidden_ratio": 2},
+            blocks=[0],
+        )
+        .build(4)
+        .double()
+        .eval()
+    )
+    tokens = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    torch.testing.assert_close(
+        smooth(layer.router, layer.experts, tokens.flatten(0, 1)).view_as(tokens), layer(tokens)[0]
+    )
+
+
+def test_experts_of_another_kind():
+    layer = MoE(
+        router={"kind": "noisy_top_k", "k": 1},
+        experts={"kind": "eigen", "number": 3, "hidden_ratio": 2, "rank": 2},
+        blocks=[0],
+    ).build(6)
+    found = lemma_1(layer, torch.randn(4, 6, generator=torch.Generator().manual_seed(2)))
+    assert not found.violated.any() and (found.jacobian > 0).all()
+
+
+def test_violations_are_seen():
+    one = torch.ones(3, dtype=torch.float64)
+    assert Lemma1(
+        torch.tensor([1.0, 2.0, 2.00001], dtype=torch.float64), one, one
+    ).violated.tolist() == [False, False, True]
+    assert Lemma1(0 * one, 0 * one, 0 * one).slack.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "kind", ["eigenbasis", "hash", "soft_slots", "expert_choice", "teacher_routed", "new"]
+)
+def test_routers_that_the_lemma_says_nothing_of(kind):
+    assert why_undefined(kind).startswith(f"router {kind}: ")
+
+
+@pytest.mark.parametrize("kind", ["noisy_top_k", "top_k_softmax", "frozen_copy"])
+def test_routers_that_it_speaks_of(kind):
+    assert why_undefined(kind) is None

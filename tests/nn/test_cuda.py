@@ -37,7 +37,7 @@ CUDA = CPU._replace(device="cuda")
 def made(method: Method) -> Job:
     torch.manual_seed(0)
     if method.guided:
-        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, 4)
+        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
     else:
         guide = None
     return task(method, guide=guide)

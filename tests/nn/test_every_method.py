@@ -55,7 +55,7 @@ ASKED_FOR = {
 def trained(method: Method):
     torch.manual_seed(0)
     if method.guided:
-        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, 4)
+        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
     else:
         guide = None
     made = task(method, guide=guide)
@@ -134,7 +134,7 @@ VOLUME_VALIDATION = split(6, 100)
 def trained_on_volumes(method: Method):
     torch.manual_seed(0)
     if method.guided:
-        guide = build_guide(MODEL.build(VOLUMES), method, 4)
+        guide = build_guide(MODEL.build(VOLUMES), method, (4,))
     else:
         guide = None
     model = MODEL.build(VOLUMES, method.moe)

@@ -258,7 +258,7 @@ def test_a_model_that_asks_its_teacher_is_attacked_together_with_it():
         regularizers=[{"kind": "router_kl"}],
     )
     torch.manual_seed(0)
-    guide = build_guide(Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE), method, 4)
+    guide = build_guide(Vit(patch=4, width=16, depth=4, heads=2).build(IMAGE), method, (4,))
     made, settings = task(method, guide=guide), under(Adversarial(steps=2))
     found, clean = step_batch(made, settings, 0, 0), training_batch(made, settings, 0, 0)
     assert not torch.equal(found.images, clean.images) and not guide.teacher.training

@@ -24,7 +24,7 @@ from moecore.training.method import Method
 from moecore.training.objective import Objective, hard_distillation
 from moecore.training.settings import Training
 from tests.training.small import CPU, IMAGE, SETTINGS, images, task
-from tests.training.test_objective import PRC, SHIFTED, step
+from tests.training.test_guide import PRC, SHIFTED, step
 from tests.volumes import VOLUMES, ball
 
 AGES = torch.tensor([40.0, 60.0])

@@ -22,10 +22,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecore.core.files import UserError
-from moecore.core.ranks import Ranks, join, leave, whole_of
+from moecore.core.ranks import Ranks, join, leave
 from moecore.core.sources import ROOT
 from moecore.core.streams import Draws, generator_for
-from moecore.core.tensors import read_tensors
+from moecore.core.tensors import read_tensors, whole_of
 from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
@@ -81,7 +81,7 @@ def made(method: Method) -> Job:
     torch.manual_seed(0)
     guide = None
     if method.guided:
-        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, 4)
+        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
     return task(method, guide=guide)
 
 

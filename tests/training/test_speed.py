@@ -68,7 +68,7 @@ def made(method: Method) -> Job:
     torch.manual_seed(0)
     guide = None
     if method.guided:
-        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, 4)
+        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
     return task(method, guide=guide)
 
 

@@ -17,6 +17,7 @@ from moecore.measure.routing_metrics.expert_use import expert_counts
 from moecore.measure.routing_metrics.overlays import CROP, Picture, patch_crop, picture
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import batches, predictions
+from moecore.nn.traces import covering, finest
 from moecore.tasks.base import Task
 
 CHUNK = 50  # images whose records are in memory at once
@@ -28,7 +29,7 @@ class Favourite(Config):
     """A patch of a test image."""
 
     image: int  # its place in the split
-    patch: int
+    patch: int  # of the finest grid of all layers
     probability: float  # that the router gave the expert
 
 
@@ -70,19 +71,23 @@ def layer_experts(model: Model, gallery: Gallery, most: int) -> list[LayerExpert
     chunks = list(zip(*watched(model, gallery), strict=True))
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
     found = []
-    for layer in chunks:
+    fine = finest(model.layouts)
+    for layer, layout in zip(chunks, model.layouts, strict=True):
         seen = Seen(*(torch.cat(field) for field in zip(*layer, strict=True)))
-        found.append(_experts(seen, labels, gallery, model.layout, most))
+        use = _experts(seen, labels, gallery, layout, most)
+        found.append(use if layout == fine else _on_grid(use, layout, fine))
     return found
 
 
 def watched(model: Model, gallery: Gallery) -> Iterator[list[Seen]]:
     """Every layer on the images, CHUNK at a time."""
-    special = model.layout.special
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
         _, records = predictions(model, images, CHUNK)
-        yield [seen(record, special) for record in records]
+        yield [
+            seen(record, layout.special)
+            for record, layout in zip(records, model.layouts, strict=True)
+        ]
 
 
 def seen(record: RoutingRecord, special: int) -> Seen:
@@ -134,6 +139,21 @@ def _experts(
         experts.append(ExpertUse(load=round(load, 5), classes=classes, favourites=favourites))
     shown = picture(torch.stack(crops), CROP) if crops else None
     return LayerExperts(experts=experts, crops=shown)
+
+
+def _on_grid(use: LayerExperts, layout: Layout, fine: Layout) -> LayerExperts:
+    """Favourites of a coarser layer, at the first patch of the finest grid that each covers."""
+    covers = covering(layout, fine)
+
+    def moved(one: Favourite) -> Favourite:
+        first = int((covers == one.patch).nonzero()[0])
+        return one.model_copy(update={"patch": first})
+
+    experts = [
+        one.model_copy(update={"favourites": tuple(map(moved, one.favourites))})
+        for one in use.experts
+    ]
+    return use.model_copy(update={"experts": tuple(experts)})
 
 
 def _largest(shares: Tensor) -> tuple[tuple[int, float], ...]:

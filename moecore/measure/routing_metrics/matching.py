@@ -28,7 +28,7 @@ from moecore.measure.routing_metrics.expert_use import (
     iou,
 )
 from moecore.nn.backbones.model import Model
-from moecore.nn.correspondence import TokenPairs, sides, token_pairs
+from moecore.nn.correspondence import TokenPairs, layer_pairs, sides
 from moecore.nn.predict import predictions
 from moecore.statistics.crossed import kept_items, of_ratio
 from moecore.statistics.intervals import bootstrap
@@ -98,18 +98,21 @@ def augmented_row(
     people: (N,), whose image each is, or None.
     """
     _, records = predictions(model, views.images, batch)
-    pairs = token_pairs(views.affines, model.layout, special=False)
-    layers = [layer_matching(record, pairs, model.layout) for record in records]
+    paired = layer_pairs(views.affines, model.layouts, special=False)
+    layers = [layer_matching(record, *pairs) for record, pairs in zip(records, paired, strict=True)]
+    by_image = [
+        matches_by_image(record, *pairs) for record, pairs in zip(records, paired, strict=True)
+    ]
     means = {
         field: sum(getattr(layer, field) for layer in layers) / len(layers)
         for field in Matching.model_fields
     }
     return AugmentedRow(
         name=name,
-        pairs=int(pairs.found.sum()),
+        pairs=int(paired[-1][0].found.sum()),
         **means,
-        **match_limits(records, pairs, model.layout, people).model_dump(),
-        items=packed_means([matches_by_image(one, pairs, model.layout) for one in records], people),
+        **match_limits(records, paired, people).model_dump(),
+        items=packed_means(by_image, people),
         confidence=_mean_confidence(layers),
         layers=layers,
         draws=digest(views),
@@ -157,19 +160,22 @@ def packed_means(
 
 def match_limits(
     records: tuple[RoutingRecord, ...],
-    pairs: TokenPairs,
-    layout: Layout,
+    paired: Sequence[tuple[TokenPairs, Layout]],
     people: np.ndarray | None = None,
 ) -> MatchingLimits:
     """Intervals by the bootstrap over images, as an image's pairs are not independent.
 
-    Over people where they are given and have several images.
+    Over people where they are given and have several images. Where layers have other numbers of
+    pairs, each layer's are counted as if they were as many as the last one's.
     """
-    by_layer = [
-        matched_pairs(*sides(record.logits, pairs, layout), pairs.found) for record in records
-    ]
+    number = paired[-1][0].found.sum(dim=1)
+    by_layer = []
+    for record, (pairs, layout) in zip(records, paired, strict=True):
+        hits = matched_pairs(*sides(record.logits, pairs, layout), pairs.found)
+        share = number / pairs.found.sum(dim=1).clamp(min=1)
+        by_layer.append(hits * share[:, None])
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()
-    number = pairs.found.sum(dim=1).numpy()
+    number = number.numpy()
     whose = None if people is None else people[number > 0]
     counts = counts[number > 0]
     number = number[number > 0]

@@ -58,7 +58,8 @@ def keep_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
     """
     images = np.array(data.test.images[explored_places(data, IMAGES)])
     prediction, records = predictions(model, images, batch=IMAGES)
-    write_json(_path(folder, epoch), trace(prediction, records, data.task).model_dump(mode="json"))
+    seen = trace(prediction, records, data.task, model.layouts)
+    write_json(_path(folder, epoch), seen.model_dump(mode="json"))
 
 
 def kept_traces(folder: Path, data: Prepared, epochs: int) -> tuple[Watched, ...]:

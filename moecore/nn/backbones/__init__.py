@@ -6,7 +6,8 @@ from pydantic import Field
 
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.single_layer import SingleLayer
+from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 
-Backbone = Annotated[SingleLayer | Vit | Vit3d | LanguageModel, Field(discriminator="kind")]
+Backbone = Annotated[SingleLayer | Vit | Swin | Vit3d | LanguageModel, Field(discriminator="kind")]

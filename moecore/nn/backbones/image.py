@@ -5,6 +5,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
+from moecore.core.files import UserError
 from moecore.tasks import AnyTask
 
 
@@ -50,3 +51,15 @@ class ImageSpec(Config):
     def answers(self) -> tuple[str, ...]:
         """What is asked; models with the same answers may exchange their heads."""
         return self.task.answers
+
+
+def check_sizes(image: ImageSpec, patch: int, width: int, heads: int) -> None:
+    """Raise UserError where patches do not tile the images or heads do not divide the width."""
+    if any(size % patch for size in image.shape):
+        if isinstance(image.size, int):
+            size = image.size
+        else:
+            size = list(image.size)
+        raise UserError(f"model.patch: found {patch}; allowed: a divisor of the image size {size}")
+    if width % heads:
+        raise UserError(f"model.heads: found {heads}; allowed: a divisor of model.width = {width}")

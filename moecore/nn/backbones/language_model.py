@@ -10,7 +10,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import (
     Feature,
@@ -21,7 +20,7 @@ from moecore.core.records import (
     RoutingRecord,
 )
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.model import BackboneConfig, BackboneModel
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.layers.language_block import (
     AdamBlock,
@@ -37,7 +36,7 @@ NUMBERS = 2**24  # of logits that are there at a time where a text is read
 KINDS = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock}
 
 
-class LanguageModel(Config):
+class LanguageModel(BackboneConfig):
     """Settings of a language model with span attention and a cache of what came before."""
 
     kind: Literal["language_model"] = "language_model"

@@ -1,14 +1,34 @@
 """What the models of all backbones have, and how large they are."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from moecore.core.config import Config
 from moecore.core.records import Feature, Guidance, Layout
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.patch_embed import Interpolation
+
+
+class _OneStage(Protocol):
+    @property
+    def depth(self) -> int: ...
+
+
+class BackboneConfig(Config):
+    """The settings of a backbone; ``build(image, moe)`` gives the model."""
+
+    @property
+    def stages(self: _OneStage) -> tuple[int, ...]:
+        """Number of blocks of each stage, in which tokens keep their number and width."""
+        return (self.depth,)
+
+    def trained_on(self, image: ImageSpec) -> Self:
+        """The settings of a model that was trained on such images and goes on with others."""
+        return self
 
 
 class Model(nn.Module, ABC):
@@ -31,6 +51,17 @@ class Model(nn.Module, ABC):
         """Where the tokens lie in the image."""
 
     @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Where the tokens of each MoE layer lie; none of a dense model."""
+        if self.moe is None:
+            return ()
+        return tuple(map(self.layout_of, self.moe.indices(self.config.depth)))
+
+    def layout_of(self, block: int) -> Layout:
+        """Where the tokens of a block lie: in all blocks alike, unless the backbone says more."""
+        return self.layout
+
+    @property
     def experts_and_router(self) -> MoE:
         """The settings of its MoE layers. Raises ValueError for a dense model."""
         if self.moe is None:
@@ -44,6 +75,7 @@ class BackboneModel(Model):
     guidance: a teacher's, for routers that want it.  progress: share of the training that is done.
     """
 
+    moves: ClassVar[bool] = False  # whether weights of another image size fit, see ``moved``
     pixel_mean: Tensor
     pixel_std: Tensor
 
@@ -70,6 +102,24 @@ class BackboneModel(Model):
         progress: float = 1.0,
     ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
         """Images to (final tokens, routing records, features of each of ``blocks``)."""
+
+    def width_of(self, block: int) -> int:
+        """Width of a block's tokens: in all blocks alike, unless the backbone says more."""
+        return self.config.width
+
+    def moved(
+        self,
+        weights: dict[str, Tensor],
+        config: Any,
+        image: ImageSpec,
+        mode: Interpolation = "bilinear",
+    ) -> dict[str, Tensor]:
+        """The ``weights`` of a model of this backbone, with the settings ``config`` and for
+        ``image``, as they are for the images of this one: positions are interpolated.
+
+        Raises ValueError where that cannot be.
+        """
+        return weights
 
     def remember(self, streams: int, length: int | None = None) -> None:
         """Keep what so many streams of this length leave behind from step to step, in training; 0:

@@ -11,17 +11,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import Feature, Guidance, Layout, ModelOutput, RoutingContext
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.model import BackboneConfig, BackboneModel
 from moecore.nn.correspondence import match_tokens
 from moecore.nn.layers.block import Mlp, linear
 from moecore.nn.layers.moe import MoE
 
 
-class SingleLayer(Config):
+class SingleLayer(BackboneConfig):
     """One feed-forward layer without residual or norm, then a linear classifier; its only block has
     index 0 (MoGE, §2.4).
     """
@@ -80,6 +79,10 @@ class SingleLayerModel(BackboneModel):
     def depth(self) -> int:
         """Number of blocks."""
         return self.config.depth
+
+    def width_of(self, block: int) -> int:
+        """The image's pixels in all channels."""
+        return self.width
 
     def forward(
         self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0

@@ -5,13 +5,12 @@ B images, C channels, T tokens (special tokens first, then patches, the last axi
 outputs: classes, or one for a target.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from moecore.core.files import UserError
 from moecore.core.records import (
     Feature,
     Guidance,
@@ -23,21 +22,9 @@ from moecore.core.records import (
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
 from moecore.nn.correspondence import match_tokens
-from moecore.nn.layers.block import Block, FeedForward, Mlp, drop_rates, linear
+from moecore.nn.layers.block import Attention, Block, FeedForward, Mlp, drop_rates, linear
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.patch_embed import cut
-
-
-def check_sizes(image: ImageSpec, patch: int, width: int, heads: int) -> None:
-    """Raise UserError where patches do not tile the images or heads do not divide the width."""
-    if any(size % patch for size in image.shape):
-        if isinstance(image.size, int):
-            size = image.size
-        else:
-            size = list(image.size)
-        raise UserError(f"model.patch: found {patch}; allowed: a divisor of the image size {size}")
-    if width % heads:
-        raise UserError(f"model.heads: found {heads}; allowed: a divisor of model.width = {width}")
+from moecore.nn.layers.patch_embed import Interpolation, cut, resize_positions
 
 
 class Settings(Protocol):
@@ -76,6 +63,8 @@ class Transformer(BackboneModel):
     A prediction of a target is (B, 1) in the target's unit (see Regression in moecore/tasks).
     """
 
+    moves = True
+
     def __init__(
         self, config: Settings, image: ImageSpec, patch_embed: nn.Module, moe: MoE | None = None
     ) -> None:
@@ -89,7 +78,13 @@ class Transformer(BackboneModel):
         self.pos_embed = nn.Parameter(torch.zeros(1, patches + self.positioned, width))
         rates = drop_rates(config.drop_path, config.depth)
         self.blocks = nn.ModuleList(
-            Block(width, config.heads, mlp, config.qkv_bias, config.layer_scale, rate)
+            Block(
+                width,
+                Attention(width, config.heads, config.qkv_bias),
+                mlp,
+                config.layer_scale,
+                rate,
+            )
             for mlp, rate in zip(self._feed_forwards(), rates, strict=True)
         )
         # timm's two names of the last norm: before the head's token is taken, or after the mean
@@ -121,6 +116,20 @@ class Transformer(BackboneModel):
     def depth(self) -> int:
         """Number of blocks."""
         return len(self.blocks)
+
+    def moved(
+        self,
+        weights: dict[str, Tensor],
+        config: Any,
+        image: ImageSpec,
+        mode: Interpolation = "bilinear",
+    ) -> dict[str, Tensor]:
+        """Learned positions are interpolated; fixed ones are no weights."""
+        if "pos_embed" not in weights:
+            return weights
+        new, old = self.config.grid(self.image), config.grid(image)
+        found = resize_positions(weights["pos_embed"], self.positioned, new, mode, old)
+        return weights | {"pos_embed": found}
 
     def forward(
         self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
@@ -215,10 +224,7 @@ class Transformer(BackboneModel):
         }
 
     def _feed_forwards(self) -> list[FeedForward]:
-        if self.moe is None:
-            sparse = ()
-        else:
-            sparse = self.moe.indices(self.config.depth)
+        sparse = () if self.moe is None else self.moe.indices(self.config.depth)
         hidden = round(self.config.width * self.config.mlp_ratio)
         found: list[FeedForward] = []
         for index in range(self.config.depth):

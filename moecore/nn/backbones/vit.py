@@ -8,15 +8,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.transformer import Transformer, check_sizes
+from moecore.nn.backbones.image import ImageSpec, check_sizes
+from moecore.nn.backbones.model import BackboneConfig
+from moecore.nn.backbones.transformer import Transformer
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import PatchEmbed
 
 
-class Vit(Config):
+class Vit(BackboneConfig):
     """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
 
     kind: Literal["vit"] = "vit"

@@ -10,15 +10,15 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.transformer import Transformer, check_sizes
+from moecore.nn.backbones.image import ImageSpec, check_sizes
+from moecore.nn.backbones.model import BackboneConfig
+from moecore.nn.backbones.transformer import Transformer
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, PooledStem, waves
 
 
-class Vit3d(Config):
+class Vit3d(BackboneConfig):
     """Settings of a vision transformer over cubes of volumes (B, C, D, H, W)."""
 
     kind: Literal["vit3d"] = "vit3d"

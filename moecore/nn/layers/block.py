@@ -132,25 +132,27 @@ def drop_rates(last: float, depth: int) -> list[float]:
 class Block(nn.Module):
     """x + attention(norm1(x)), then x + feed_forward(norm2(x)).
 
-    ``mlp`` is dense or a mixture of experts: called with (B, T, width) tokens and a RoutingContext
-    it returns (tokens, records); ``mlp.wants`` names the fields of the context that it reads.
+    ``attention`` is called with (B, T, width) tokens and whether its weights are wanted, as
+    ``Attention`` is.  ``mlp`` is dense or a mixture of experts: called with (B, T, width) tokens
+    and a RoutingContext it returns (tokens, records); ``mlp.wants`` names the fields of the context
+    that it reads.
     """
 
     def __init__(
         self,
         width: int,
-        heads: int,
+        attention: nn.Module,
         mlp: FeedForward,
-        qkv_bias: bool = True,
         layer_scale: float | None = None,
         drop_path: float = 0.0,
+        eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width, eps=1e-6)
-        self.attn = Attention(width, heads, qkv_bias)
+        self.norm1 = nn.LayerNorm(width, eps=eps)
+        self.attn = attention
         self.ls1 = _scale(width, layer_scale)
         self.drop_path1 = _drop_path(drop_path)
-        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.norm2 = nn.LayerNorm(width, eps=eps)
         self.mlp = mlp
         self.ls2 = _scale(width, layer_scale)
         self.drop_path2 = _drop_path(drop_path)

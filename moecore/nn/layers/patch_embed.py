@@ -47,6 +47,17 @@ class PatchEmbed(nn.Module):
         return linear(cut(images, self.patch), self.proj.weight.flatten(1), self.proj.bias)
 
 
+class NormedPatchEmbed(PatchEmbed):
+    """The same of images, and a norm behind it (Swin)."""
+
+    def __init__(self, channels: int, patch: int, width: int, eps: float) -> None:
+        super().__init__(channels, patch, width)
+        self.norm = nn.LayerNorm(width, eps=eps)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norm(super().forward(images))
+
+
 class PooledStem(nn.Module):
     """(B, C, D, H, W) → (B, P, width): each cube as ``pool``³ means, then a linear map; 64 times
     fewer weights at p = 16, pool = 4.

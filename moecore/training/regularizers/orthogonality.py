@@ -10,8 +10,9 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.ranks import own_part, total_over_shards
+from moecore.core.ranks import total_over_shards
 from moecore.core.records import Step
+from moecore.core.tensors import own_part
 
 
 class Orthogonality(Config):

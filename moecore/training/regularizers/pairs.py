@@ -7,15 +7,20 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord, Step
-from moecore.nn.correspondence import sides, token_pairs
+from moecore.nn.correspondence import layer_pairs, sides
 
 
 def sum_over_layers(step: Step, loss: Callable[[RoutingRecord], Tensor]) -> Tensor:
     """The sum of ``loss(record)`` over MoE layers; a model without any is a UserError."""
+    refuse_dense(step)
+    return cast(Tensor, sum(loss(record) for record in step.output.routing))
+
+
+def refuse_dense(step: Step) -> None:
+    """Raise UserError for a model without MoE layers."""
     if not step.output.routing:
         mend = "give the method a router and experts, or remove its regularizers"
         raise UserError(f"regularizers: the model has no MoE layer to regularize; {mend}")
-    return cast(Tensor, sum(loss(record) for record in step.output.routing))
 
 
 def sum_over_paired_layers(
@@ -30,8 +35,12 @@ def sum_over_paired_layers(
     if step.batch.views != 2:
         found = f"the batch has {step.batch.views} view(s) of each image"
         raise UserError(f"{part}: {found}; it needs 2: train with two views, or remove {part}")
-    layout = step.model.layout
-    pairs = token_pairs(step.batch.affines, layout, special)
-    return sum_over_layers(
-        step, lambda record: loss(*sides(record.probs, pairs, layout), pairs.found)
+    refuse_dense(step)
+    paired = layer_pairs(step.batch.affines, step.model.layouts, special)
+    return cast(
+        Tensor,
+        sum(
+            loss(*sides(record.probs, pairs, layout), pairs.found)
+            for record, (pairs, layout) in zip(step.output.routing, paired, strict=True)
+        ),
     )

@@ -156,7 +156,7 @@ def test_rates_rise_in_equal_steps_and_equal_timms():
 
 
 def test_both_branches_of_a_block_drop_as_timms_do():
-    ours = Block(8, 2, Mlp(8, 16), drop_path=0.5).train()
+    ours = Block(8, Attention(8, 2), Mlp(8, 16), drop_path=0.5).train()
     define_missing_operators()
     from timm.models.vision_transformer import Block as Theirs
 

@@ -34,7 +34,8 @@ def two_views(*layers, special=1, columns=2, views=2, move=0.0):
     affines = torch.eye(3).repeat(count, 1, 1)
     affines[count // 2 :, 1, 2] = move
     blank = torch.zeros(count)
-    model = SimpleNamespace(layout=Layout(special, (1, columns), (4, 4 * columns)))
+    layout = Layout(special, (1, columns), (4, 4 * columns))
+    model = SimpleNamespace(layouts=(layout,) * len(layers))
     return Step(
         Batch(blank, blank, affines, views),
         ModelOutput(blank, tuple(record(probs=layer) for layer in layers)),
@@ -336,3 +337,18 @@ def test_layers_are_summed_and_pairs_come_from_the_affines():
 def test_one_view_is_refused():
     with pytest.raises(UserError, match=r"jensen_shannon: the batch has 1 view\(s\)"):
         JensenShannon()(two_views(SPREAD, views=1))
+
+
+def test_layers_with_other_grids_have_pairs_of_their_own():
+    """A second stage of one patch twice as large: its loss is that of its own tokens alone."""
+    fine = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    coarse = torch.rand(2, 1, 3, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    loss = PairwiseConsistency(special=False)
+
+    def step(*given):
+        made = two_views(*(layer for layer, _ in given), special=0)
+        return made._replace(model=SimpleNamespace(layouts=tuple(layout for _, layout in given)))
+
+    both = (fine, Layout(0, (2, 2), (8, 8))), (coarse, Layout(0, (1, 1), (8, 8)))
+    alone = [loss(step(one)) for one in both]
+    assert loss(step(*both)).item() == pytest.approx(sum(alone).item())

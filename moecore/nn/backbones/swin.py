@@ -1,0 +1,121 @@
+"""Settings of Swin transformers: V1 (Liu et al. 2021), V2 (2022), and Swin-MoE's V1 with a
+continuous position bias (Hwang et al. 2023), the backbone of MoGE.
+"""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from moecore.core.files import UserError
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneConfig
+from moecore.nn.backbones.swin_transformer import SwinTransformer
+from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.window_attention import SwinKind
+from moecore.nn.layers.windows import Grid, merged, window_and_shift
+
+
+class Swin(BackboneConfig):
+    """Settings of a Swin transformer. swin: V1, with a table of position biases; swin_moe: the same
+    with a continuous bias, as Swin-MoE and MoGE train it; swin_v2: V2.
+    """
+
+    kind: SwinKind = "swin"
+    patch: int = Field(default=4, ge=1, description="side of a patch, pixels")
+    width: int = Field(
+        default=96, ge=8, description="width of a token in the first stage; each stage doubles it"
+    )
+    depths: tuple[int, ...] = Field(
+        default=(2, 2, 6, 2), min_length=1, description="number of blocks of each stage"
+    )
+    heads: tuple[int, ...] = Field(
+        default=(3, 6, 12, 24), min_length=1, description="attention heads of each stage"
+    )
+    window: int = Field(
+        default=7, ge=1, description="side of a window, tokens; a smaller grid is one window"
+    )
+    pretrained_windows: tuple[int, ...] | None = Field(
+        default=None,
+        description="swin_moe, swin_v2: windows of each stage for which positions were learned; "
+        "null: those of this model",
+    )
+    mlp_ratio: float = Field(default=4.0, gt=0, description="hidden width of the dense MLP / width")
+    qkv_bias: bool = True
+    drop_path: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "stochastic depth, in training only: probability that an image skips a branch of the "
+            "last block; from 0 at the first block in equal steps; fine-tuning keeps it"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _as_many(self) -> Self:
+        stages = len(self.depths)
+        for name in ("heads", "pretrained_windows"):
+            values = getattr(self, name)
+            if values is not None and len(values) != stages:
+                text = f"{name} has {len(values)} values and depths {stages}"
+                raise ValueError(f"{text}; allowed: one for each stage in both")
+        if min(self.depths) < 1 or min(self.heads) < 1:
+            raise ValueError("depths and heads: allowed: 1 or more in each stage")
+        for stage, heads in enumerate(self.heads):
+            if self.width * 2**stage % heads:
+                text = f"heads is {heads} in stage {stage + 1}, whose width is "
+                raise ValueError(f"{text}{self.width * 2**stage}; allowed: a divisor of it")
+        if self.pretrained_windows is not None and self.kind == "swin":
+            raise ValueError("pretrained_windows: allowed for swin: null; its table is resized")
+        return self
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks of all stages."""
+        return sum(self.depths)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Number of blocks of each stage."""
+        return self.depths
+
+    def trained_on(self, image: ImageSpec) -> Self:
+        """A continuous bias was learned for the windows that these images had."""
+        if self.kind == "swin" or self.pretrained_windows is not None:
+            return self
+        return self.model_copy(
+            update={"pretrained_windows": tuple(max(size) for size in self.windows(image))}
+        )
+
+    def grid(self, image: ImageSpec) -> Grid:
+        """Patches along each axis of such images: the grid of the first stage."""
+        return tuple(size // self.patch for size in image.shape)
+
+    def windows(self, image: ImageSpec) -> tuple[Grid, ...]:
+        """The window of each stage, tokens along each axis."""
+        return tuple(window_and_shift(grid, self.window, False)[0] for grid in self.grids(image))
+
+    def grids(self, image: ImageSpec) -> tuple[Grid, ...]:
+        """The grid of tokens of each stage."""
+        found = [self.grid(image)]
+        for _ in self.depths[1:]:
+            found.append(merged(found[-1]))
+        return tuple(found)
+
+    def build(self, image: ImageSpec, moe: MoE | None = None) -> SwinTransformer:
+        """The model for such images; raises UserError where the sizes do not fit, and for volumes
+        and text.
+        """
+        if len(image.shape) != 2:
+            found = f"model.kind: found {self.kind}, but the images have {len(image.shape)} axes"
+            allowed = "language_model" if len(image.shape) == 1 else "vit3d"
+            raise UserError(f"{found}; allowed: {allowed}")
+        least = self.patch * 2 ** (len(self.depths) - 1)
+        if any(size % self.patch for size in image.shape):
+            allowed = f"a divisor of the image size {image.size}"
+            raise UserError(f"model.patch: found {self.patch}; allowed: {allowed}")
+        if min(image.shape) < least:
+            text = f"model.depths: found {len(self.depths)} stages with patches of {self.patch} "
+            needed = f"for images of {min(image.shape)} pixels; allowed: images of {least} or more"
+            raise UserError(f"{text}pixels {needed}, smaller patches, or fewer stages")
+        return SwinTransformer(self, image, moe)

@@ -1,0 +1,250 @@
+"""Swin transformers, dense or with mixture-of-experts blocks.
+
+Parameter names are timm's but for the head, which is ``head`` (timm: head.fc).
+B images, T tokens of a layer's grid, K classes.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, pad
+
+from moecore.core.records import (
+    Feature,
+    Guidance,
+    Layout,
+    ModelOutput,
+    RoutingContext,
+    RoutingRecord,
+)
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.correspondence import match_tokens
+from moecore.nn.layers.block import Block, FeedForward, Mlp, drop_rates, linear
+from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed, cut
+from moecore.nn.layers.window_attention import EPS, PostNormBlock, SwinKind, WindowAttention
+from moecore.nn.layers.windows import Grid, Merge, Windows
+
+TABLE = "relative_position_bias_table"
+
+
+class Settings(Protocol):
+    """What the settings of the three kinds say."""
+
+    @property
+    def kind(self) -> SwinKind: ...
+    @property
+    def patch(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def depths(self) -> tuple[int, ...]: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def heads(self) -> tuple[int, ...]: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def pretrained_windows(self) -> tuple[int, ...] | None: ...
+    @property
+    def mlp_ratio(self) -> float: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def drop_path(self) -> float: ...
+
+    def grids(self, image: ImageSpec) -> tuple[Grid, ...]:
+        """The grid of tokens of each stage."""
+        ...
+
+
+class Stage(nn.Module):
+    """The merging of 2 × 2 tokens before a stage, none before the first, and its blocks."""
+
+    def __init__(self, downsample: nn.Module, blocks: list[Block]) -> None:
+        super().__init__()
+        self.downsample = downsample
+        self.blocks = nn.ModuleList(blocks)
+
+
+class Place(NamedTuple):
+    """Where a block stands."""
+
+    stage: int
+    grid: Grid
+    width: int
+
+
+class SwinTransformer(BackboneModel):
+    """``model(images)`` with images (B, C, H, W) in [0, 1] gives ModelOutput(prediction (B, K),
+    routing), whose layers have the tokens of their stage: see ``layouts``.
+    """
+
+    moves = True
+
+    def __init__(self, config: Settings, image: ImageSpec, moe: MoE | None = None) -> None:
+        super().__init__(config, image, moe)
+        self.places = tuple(self._places())
+        self.patch_embed = NormedPatchEmbed(image.channels, config.patch, config.width, EPS)
+        blocks = list(self._blocks())
+        stages = []
+        for stage, depth in enumerate(config.depths):
+            before: nn.Module = nn.Identity()
+            if stage:
+                grid = config.grids(image)[stage - 1]
+                width = config.width * 2 ** (stage - 1)
+                before = Merge(grid, width, config.kind == "swin_v2")
+            stages.append(Stage(before, [blocks.pop(0) for _ in range(depth)]))
+        self.layers = nn.ModuleList(stages)
+        last = self.places[-1].width
+        self.norm = nn.LayerNorm(last, eps=EPS)
+        self.head = linear(last, image.outputs)
+
+    @property
+    def layout(self) -> Layout:
+        """Where the last stage's tokens lie."""
+        return self.layout_of(self.depth - 1)
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return len(self.places)
+
+    def layout_of(self, block: int) -> Layout:
+        """Where a block's tokens lie; those at an odd grid's end reach beyond the image."""
+        place = self.places[block]
+        side = self.config.patch * 2**place.stage
+        return Layout(0, place.grid, tuple(length * side for length in place.grid))
+
+    def width_of(self, block: int) -> int:
+        """Width of a block's tokens."""
+        return self.places[block].width
+
+    def forward(
+        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
+    ) -> ModelOutput:
+        """``guidance``: a teacher's, for routers that want it.
+
+        ``progress``: share of the training that is done.
+        """
+        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
+        prediction = self.predict(tokens)
+        return ModelOutput(prediction, records, (prediction,))
+
+    def encode(
+        self,
+        images: Tensor,
+        at: Feature | None = None,
+        blocks: tuple[int, ...] = (),
+        guidance: Guidance | None = None,
+        progress: float = 1.0,
+    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
+        """Images to (final tokens (B, T, width), routing records, features (B, T, width) of each of
+        ``blocks``), each with the tokens and the width of its stage.
+
+        ``at``: "mlp_input" the input of the block's feed-forward, "block_out" its output, "final"
+        the normalised last tokens.
+        """
+        tokens = self.patch_embed(self.normalised(images))
+        contexts = self._contexts(images, guidance, progress)
+        records: tuple[RoutingRecord, ...] = ()
+        found: dict[int, Tensor] = {}
+        index = 0
+        for stage in cast(Iterable[Stage], self.layers):
+            tokens = stage.downsample(tokens)
+            for block in stage.blocks:
+                tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
+                records += record
+                if index in blocks:
+                    found[index] = entering if at == "mlp_input" else tokens
+                index += 1
+        tokens = self.norm(tokens)
+        if at == "final":
+            return tokens, records, (tokens,) * len(blocks)
+        return tokens, records, tuple(found[index] for index in blocks)
+
+    def predict(self, tokens: Tensor) -> Tensor:
+        """Final tokens (B, T, width) to outputs (B, K)."""
+        return self.image.task.predict(self.head(tokens.mean(dim=1)))
+
+    def moved(
+        self,
+        weights: dict[str, Tensor],
+        config: Any,
+        image: ImageSpec,
+        mode: Interpolation = "bilinear",
+    ) -> dict[str, Tensor]:
+        """V1's tables of position biases are resized bicubically, as pictures, where the window is
+        another one; a continuous bias needs nothing.
+        """
+        return {name: self._table(name, value, config, image) for name, value in weights.items()}
+
+    def _table(self, name: str, value: Tensor, config: Any, image: ImageSpec) -> Tensor:
+        own = dict(self.named_parameters()).get(name)
+        if not name.endswith(TABLE) or own is None or own.shape == value.shape:
+            return value
+        stage = int(name.split(".")[1])
+        sizes = config.windows(image)[stage], self.config.windows(self.image)[stage]
+        old, new = (tuple(2 * length - 1 for length in size) for size in sizes)
+        table = value.t().float().view(1, -1, *old)
+        resized = interpolate(table, size=new, mode="bicubic", align_corners=False)
+        return resized.flatten(2)[0].t().to(value.dtype)
+
+    def _places(self) -> Iterator[Place]:
+        grids = self.config.grids(self.image)
+        for stage, (depth, grid) in enumerate(zip(self.config.depths, grids, strict=True)):
+            for _ in range(depth):
+                yield Place(stage, grid, self.config.width * 2**stage)
+
+    def _blocks(self) -> Iterator[Block]:
+        config = self.config
+        sparse = () if self.moe is None else self.moe.indices(config.depth)
+        rates = drop_rates(config.drop_path, config.depth)
+        first = [sum(config.depths[:stage]) for stage in range(len(config.depths))]
+        for index, (stage, grid, width) in enumerate(self.places):
+            pretrained = None
+            if config.pretrained_windows is not None:
+                pretrained = (config.pretrained_windows[stage],) * 2
+            windows = Windows(grid, config.window, (index - first[stage]) % 2 == 1)
+            attention = WindowAttention(
+                config.kind, width, config.heads[stage], windows, config.qkv_bias, pretrained
+            )
+            mlp: FeedForward = Mlp(width, int(width * config.mlp_ratio))
+            if self.moe is not None and index in sparse:
+                mlp = self.moe.build(width)
+            if config.kind == "swin_v2":
+                yield PostNormBlock(width, attention, mlp, rates[index])
+            else:
+                yield Block(width, attention, mlp, None, rates[index], EPS)
+
+    def _contexts(
+        self, images: Tensor, guidance: Guidance | None, progress: float
+    ) -> dict[int, RoutingContext]:
+        """What the routers may look at beside their tokens, by block: all but the attention."""
+        if self.moe is None:
+            return {}
+        wants = self.moe.router.wants
+        found = {}
+        for layer, index in enumerate(self.moe.indices(self.depth)):
+            context = RoutingContext(progress=self.moe.router.phase(progress))
+            layout = self.layout_of(index)
+            if "patches" in wants:
+                context = context._replace(patches=self._patches(images, layout))
+            if guidance is not None and "teacher" in wants:
+                probs = guidance.probs[layer]
+                tokens = torch.Size(layout.grid).numel()
+                shape = torch.Size((len(images), tokens, probs.shape[-1]))
+                context = context._replace(teacher=match_tokens(probs, shape))
+            found[index] = context
+        return found
+
+    def _patches(self, images: Tensor, layout: Layout) -> Tensor:
+        """(B, T, pixels): what each token of a stage covers, 0 beyond the image."""
+        rows, columns = (
+            covered - size for covered, size in zip(layout.size, images.shape[2:], strict=True)
+        )
+        return cut(pad(images, (0, columns, 0, rows)), layout.size[0] // layout.grid[0])

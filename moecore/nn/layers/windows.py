@@ -1,0 +1,160 @@
+"""A grid of tokens cut into windows, shifted or not, and put together again (Swin: Liu 2021).
+
+B images, T tokens of a grid (rows × columns, columns fastest), W windows of n tokens, d width.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import pad
+
+Grid = tuple[int, ...]
+
+
+def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid]:
+    """The window along each axis, at most the grid's length, and how far it is shifted: by half of
+    it, but not along an axis that one window spans.
+    """
+    sizes = tuple(min(window, length) for length in grid)
+    shifts = tuple(
+        size // 2 if shifted and size < length else 0
+        for size, length in zip(sizes, grid, strict=True)
+    )
+    return sizes, shifts
+
+
+class Windows(nn.Module):
+    """Cuts (B, T, d) into windows (B, W, n, d), and back; one gather each.
+
+    A grid that the window does not divide is padded on its last sides first and shifted then: what
+    lies in one window, and shows parts of the image that do not touch, is kept apart by ``mask``,
+    (W, n, n), 0 or −∞ (None where all may see each other), and so is padding from tokens. On other
+    grids these are the windows and masks of the paper.
+    """
+
+    places: Tensor
+    back: Tensor
+    mask: Tensor | None
+
+    def __init__(self, grid: Grid, window: int, shifted: bool) -> None:
+        super().__init__()
+        self.grid = grid
+        self.size, self.shift = window_and_shift(grid, window, shifted)
+        self.tokens = math.prod(grid)
+        places, labels = _laid_out(grid, self.size, self.shift)
+        self.number, self.length = places.shape
+        self.padded = bool((places == self.tokens).any())
+        back = torch.empty(self.tokens + 1, dtype=torch.int64)
+        back[places.flatten()] = torch.arange(places.numel())
+        mask = None
+        if self.padded or any(self.shift):
+            apart = labels[:, :, None] != labels[:, None, :]
+            mask = torch.zeros(apart.shape).masked_fill(apart, -math.inf)
+        # not persistent: all follows from the sizes
+        self.register_buffer("places", places.flatten(), persistent=False)
+        self.register_buffer("back", back[: self.tokens], persistent=False)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def cut(self, tokens: Tensor) -> Tensor:
+        """(B, T, d) to (B, W, n, d); zeros where there is padding."""
+        cut = _Gather.apply(tokens, self.places, self.back, self.padded, False)
+        return cut.unflatten(1, (self.number, self.length))
+
+    def join(self, windows: Tensor) -> Tensor:
+        """(B, W, n, d) to (B, T, d); padding is dropped."""
+        return _Gather.apply(windows.flatten(1, 2), self.back, self.places, False, self.padded)
+
+    def whole(self, attention: Tensor) -> Tensor:
+        """Attention inside the windows, (B, W, n, n), as that of all tokens, (B, T, T): 0 between
+        tokens of different windows.
+        """
+        rows = self.places.view(self.number, self.length, 1)
+        columns = rows.transpose(1, 2)
+        real = (rows < self.tokens) & (columns < self.tokens)
+        flat = torch.where(real, rows * self.tokens + columns, self.tokens**2).flatten()
+        found = attention.new_zeros(len(attention), self.tokens**2 + 1)
+        found = found.index_copy(1, flat, attention.flatten(1))
+        return found[:, :-1].unflatten(1, (self.tokens, self.tokens))
+
+
+class _Gather(Function):
+    """``values[:, index]``, whose gradient is the gather with the inverse: no sum is needed, as
+    each row is taken once. An index one behind the last row, in the one or the other direction, is
+    padding: zeros.
+    """
+
+    @staticmethod
+    # a context has no common type  # pyrefly: ignore[bad-override]
+    def forward(
+        ctx: Any, values: Tensor, index: Tensor, inverse: Tensor, padded: bool, dropped: bool
+    ) -> Tensor:
+        ctx.save_for_backward(index, inverse)
+        ctx.padded = padded
+        ctx.dropped = dropped
+        if padded:
+            values = pad(values, (0, 0, 0, 1))
+        return values.index_select(1, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:  # pyrefly: ignore[bad-override]
+        index, inverse = ctx.saved_tensors
+        found = _Gather.apply(gradient, inverse, index, ctx.dropped, ctx.padded)
+        return found, None, None, None, None
+
+
+def _laid_out(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor]:
+    """Of every place in every window (W, n): its token, T for padding; and its label, equal where
+    two of a window may see each other.
+    """
+    rows, columns = grid
+    full = [math.ceil(length / side) * side for length, side in zip(grid, size, strict=True)]
+    tokens = torch.full(full, rows * columns, dtype=torch.int64)
+    tokens[:rows, :columns] = torch.arange(rows * columns).view(rows, columns)
+    tokens = torch.roll(tokens, [-one for one in shift], (0, 1))
+    wrapped = [
+        torch.arange(length) >= length - one for length, one in zip(full, shift, strict=True)
+    ]
+    labels = 2 * wrapped[0].long()[:, None] + wrapped[1].long()[None, :]
+    labels = labels.masked_fill(tokens == rows * columns, 4)
+    return _windows_of(tokens, size), _windows_of(labels, size)
+
+
+def _windows_of(values: Tensor, size: Grid) -> Tensor:
+    down, across = (length // side for length, side in zip(values.shape, size, strict=True))
+    cut = values.view(down, size[0], across, size[1]).transpose(1, 2)
+    return cut.reshape(down * across, size[0] * size[1])
+
+
+class Merge(nn.Module):
+    """2 × 2 tokens become one of twice the width: (B, T, d) to (B, ⌈rows/2⌉·⌈columns/2⌉, 2d).
+
+    An odd grid is padded by zeros on its last sides. ``post_norm``: the norm follows the linear map
+    (Swin V2), and otherwise comes before it. Names are timm's.
+    """
+
+    def __init__(self, grid: Grid, width: int, post_norm: bool) -> None:
+        super().__init__()
+        self.grid = grid
+        self.post_norm = post_norm
+        self.reduction = nn.Linear(4 * width, 2 * width, bias=False)
+        nn.init.trunc_normal_(self.reduction.weight, std=0.02)
+        self.norm = nn.LayerNorm(2 * width if post_norm else 4 * width, eps=1e-5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows, columns = self.grid
+        cells = tokens.unflatten(1, self.grid)
+        if rows % 2 or columns % 2:
+            cells = pad(cells, (0, 0, 0, columns % 2, 0, rows % 2))
+        four = cells.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, r, 2, c, 2, d)
+        four = four.permute(0, 1, 3, 4, 2, 5).flatten(3).flatten(1, 2)
+        if self.post_norm:
+            return self.norm(self.reduction(four))
+        return self.reduction(self.norm(four))
+
+
+def merged(grid: Grid) -> Grid:
+    """The grid behind a ``Merge``."""
+    return tuple(math.ceil(length / 2) for length in grid)

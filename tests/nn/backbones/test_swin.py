@@ -1,0 +1,378 @@
+"""Swin V1, V2 and Swin-MoE's mixture: against timm's, on grids that windows do not divide against a
+slow reference, with every method, moved to other images, and upcycled.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moecore.core.files import UserError
+from moecore.core.records import Layout, RoutingContext
+from moecore.data.loader import to_device
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.swin import Swin
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.window_attention import WindowAttention, log_coordinates, pair_index
+from moecore.nn.layers.windows import Merge, Windows, merged
+from moecore.nn.predict import predictions
+from moecore.nn.traces import covering
+from moecore.tasks.classification import Classification
+from moecore.training.artifacts import load_model, save_model, transferred
+from moecore.training.guide import aligned_blocks, build_guide, standing_alone
+from moecore.training.job import Job
+from moecore.training.loop import fit
+from moecore.training.objective import Objective
+from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.upcycle import upcycle
+from tests.nn.test_every_method import METHODS, SHIFTED
+from tests.training.small import CPU, images
+
+KINDS = ("swin", "swin_moe", "swin_v2")
+SMALL = Swin(patch=1, width=16, depths=(2, 2), heads=(2, 4), window=4)
+TWO = Classification(classes=("dark", "light"))
+IMAGE = ImageSpec(channels=1, size=8, task=TWO, mean=(0.5,), std=(0.3,))
+TOP_1 = {"kind": "noisy_top_k", "k": 1, "renormalise": "straight"}
+EXPERTS = {"kind": "mlp", "number": 4, "hidden_ratio": 4.0}
+
+
+def spec(size: int, channels: int = 3) -> ImageSpec:
+    classes = Classification(classes=tuple("abcde"))
+    return ImageSpec(
+        channels=channels,
+        size=size,
+        task=classes,
+        mean=(0.5, 0.4, 0.3)[:channels],
+        std=(0.2, 0.25, 0.3)[:channels],
+    )
+
+
+def swin(kind: str, **changed) -> Swin:
+    return SMALL.model_copy(update={"kind": kind, **changed})
+
+
+def timm_model(kind: str, size: int, config: Swin):
+    define_missing_operators()
+    from timm.models.swin_transformer import SwinTransformer
+    from timm.models.swin_transformer_v2 import SwinTransformerV2
+
+    torch.manual_seed(0)
+    model = {"swin": SwinTransformer, "swin_v2": SwinTransformerV2}[kind](
+        img_size=size,
+        patch_size=config.patch,
+        window_size=config.window,
+        embed_dim=config.width,
+        depths=config.depths,
+        num_heads=config.heads,
+        num_classes=5,
+    ).eval()
+    for parameter in model.parameters():  # some start at 0, where a mistake would not show
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
+
+
+def renamed(state: dict) -> dict:
+    return {
+        name.replace("head.fc.", "head."): value
+        for name, value in state.items()
+        if not name.endswith(BUFFERS)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "window", "patch"),
+    [
+        ("swin", 112, 7, 4),
+        ("swin", 48, 3, 4),  # 12, 6, 3, and 2: an odd grid is merged
+        ("swin", 56, 7, 4),  # one window from the second stage on
+        ("swin", 32, 4, 2),
+        ("swin_v2", 64, 8, 4),
+        ("swin_v2", 64, 4, 4),
+        ("swin_v2", 32, 4, 2),
+    ],
+)
+def test_it_is_timms_model(kind, size, window, patch):
+    config = Swin(
+        kind=kind, patch=patch, width=16, depths=(2, 2, 3, 2), heads=(1, 2, 4, 8), window=window
+    )
+    theirs = timm_model(kind, size, config)
+    ours = config.build(spec(size)).eval()
+    ours.load_state_dict(renamed(theirs.state_dict()))
+    pixels = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    shown = pixels.clone().requires_grad_()
+    expected = theirs(ours.normalised(shown))
+    expected_gradient = torch.autograd.grad(expected.square().sum(), shown)[0]
+    seen = pixels.clone().requires_grad_()
+    found = ours(seen).prediction
+    gradient = torch.autograd.grad(found.square().sum(), seen)[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-4, rtol=1e-4)
+
+
+def reference_mates(grid, window: int, shifted: bool) -> torch.Tensor:
+    """Which tokens (T, T) see each other, pair by pair: in one window of the grid whose first
+    window begins ``shift`` before the image, round its end.
+    """
+    sizes = [min(window, length) for length in grid]
+    shifts = [
+        size // 2 if shifted and size < length else 0
+        for size, length in zip(sizes, grid, strict=True)
+    ]
+    whole = [math.ceil(length / size) * size for length, size in zip(grid, sizes, strict=True)]
+
+    def home(place):
+        """The window, and whether the token came round the end, along each axis."""
+        moved = [(at - shift) % full for at, shift, full in zip(place, shifts, whole, strict=True)]
+        return [
+            (one // size, at < shift)
+            for one, size, at, shift in zip(moved, sizes, place, shifts, strict=True)
+        ]
+
+    places = list(itertools.product(*map(range, grid)))
+    return torch.tensor([[home(a) == home(b) for b in places] for a in places])
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize(
+    ("grid", "window"), [((16, 16), 7), ((5, 5), 3), ((8, 8), 4), ((3, 7), 4), ((4, 4), 7)]
+)
+def test_windows_hold_what_may_see_each_other(grid, window, shifted):
+    windows = Windows(grid, window, shifted)
+    tokens = math.prod(grid)
+    seen = torch.zeros(1, windows.number, windows.length, windows.length)
+    if windows.mask is not None:
+        seen = seen + windows.mask
+    found = windows.whole(seen.exp())[0] > 0
+    assert torch.equal(found, reference_mates(grid, window, shifted))
+    values = torch.randn(2, tokens, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(windows.join(windows.cut(values)), values)
+    assert windows.cut(values).count_nonzero() == values.count_nonzero(), "padding is 0"
+    assert torch.autograd.gradcheck(windows.cut, values[:1, :, :1].detach().requires_grad_())
+    cut = windows.cut(values).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad((windows.join(cut) * values).sum(), cut)
+    assert torch.equal(gradient, windows.cut(values))
+
+
+def test_padding_is_never_seen():
+    """A grid of 5 with windows of 3: what is behind the grid changes nothing, and no rows but the
+    real ones have weight.
+    """
+    torch.manual_seed(0)
+    attention = WindowAttention("swin", 8, 2, Windows((5, 5), 3, True))
+    tokens = torch.randn(2, 25, 8)
+    mixed, weights = attention(tokens, weights=True)
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 25))
+    mates = reference_mates((5, 5), 3, True)
+    assert not weights[:, ~mates].any() and (weights[:, mates] > 0).all()
+    assert torch.equal(mixed, attention(tokens)[0])
+
+
+def test_positions_of_pairs_and_their_logarithms():
+    index = pair_index((2, 3))
+    assert index.shape == (6, 6) and index[0, 0] == 7  # (0 + 1) · 5 + 0 + 2
+    assert index[0, 5] == 0 and index[5, 0] == 14
+    found = log_coordinates((3, 3)).view(5, 5, 2)
+    farthest = math.log2(9) / math.log2(8)
+    assert found[0, 0].tolist() == pytest.approx([-farthest, -farthest])
+    assert found[2, 3].tolist() == pytest.approx([0, math.log2(5) / 3])
+    wider = log_coordinates((5, 5), (3, 3)).view(9, 9, 2)
+    assert torch.equal(wider[2:7, 2:7], found), "places keep the values that were learned"
+    assert log_coordinates((1, 1)).tolist() == [[0, 0]]
+
+
+def test_merging_takes_rows_first_and_pads_odd_grids():
+    merge = Merge((3, 2), 1, post_norm=True)
+    merge.norm = torch.nn.Identity()
+    with torch.no_grad():
+        merge.reduction.weight.copy_(torch.tensor([[1.0, 10, 100, 1000], [0, 0, 0, 0]]))
+    tokens = torch.arange(1.0, 7).view(1, 6, 1)  # 1 2 / 3 4 / 5 6
+    found = merge(tokens)
+    assert found[0, :, 0].tolist() == [1 + 30 + 200 + 4000, 5 + 600]
+    assert merged((3, 2)) == (2, 1)
+
+
+def trained(name: str, kind: str):
+    method = METHODS[name]
+    torch.manual_seed(0)
+    config = swin(kind)
+    guide = None
+    if method.guided:
+        teacher = swin(kind, depths=(1, 2), width=8).build(IMAGE)
+        guide = build_guide(teacher, method, config.stages)
+    model = config.build(IMAGE, method.moe)
+    made = Job(
+        model,
+        to_device(images(16), "cpu"),
+        to_device(images(8, 1), "cpu"),
+        Objective(method.losses, distillation=method.distillation),
+        guide,
+        method.views,
+    )
+    values = [metrics.values for metrics in fit(made, SHIFTED, 0, CPU)]
+    return standing_alone(model, guide), values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_trains_is_saved_and_predicts_the_same_in_any_batch(tmp_path, name, kind):
+    model, values = trained(name, kind)
+    assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)
+    save_model(tmp_path, model)
+    pixels = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    expected, records = predictions(model, pixels, batch=5)
+    logits, again = predictions(load_model(tmp_path), pixels, batch=2)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    for ours, theirs, layout in zip(again, records, model.layouts, strict=True):
+        assert torch.equal(ours.chosen, theirs.chosen)
+        assert ours.probs.shape == (5, math.prod(layout.grid), 8)
+    if METHODS[name].moe:
+        assert model.layouts == (Layout(0, (8, 8), (8, 8)), Layout(0, (4, 4), (8, 8)))
+
+
+def test_relabelled_experts_predict_the_same():
+    torch.manual_seed(0)
+    moe = MoE(router={"kind": "noisy_top_k", "k": 2}, experts=EXPERTS)
+    model = SMALL.build(IMAGE, moe).eval()
+    pixels = torch.rand(3, 1, 8, 8)
+    expected = model(pixels).prediction
+    order = torch.tensor([2, 0, 3, 1])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name or ".router." in name:
+                parameter.copy_(parameter[order])
+    torch.testing.assert_close(model(pixels).prediction, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_images_take_its_weights(tmp_path, kind):
+    torch.manual_seed(0)
+    model = swin(kind, window=8).build(IMAGE).eval()
+    save_model(tmp_path, model)
+    same = transferred(tmp_path, IMAGE, None).eval()
+    pixels = torch.rand(2, 1, 8, 8)
+    torch.testing.assert_close(same(pixels).prediction, model(pixels).prediction)
+    larger = transferred(tmp_path, IMAGE.model_copy(update={"size": 16}), None)
+    attention = larger.layers[1].blocks[0].attn
+    assert attention.windows.size == (8, 8), "it was 4 × 4, as the grid was"
+    before = model.layers[1].blocks[0].attn
+    if kind == "swin":
+        table = before.relative_position_bias_table.t().view(1, -1, 7, 7)
+        wanted = torch.nn.functional.interpolate(table, (15, 15), mode="bicubic")
+        found = attention.relative_position_bias_table.t().view(1, -1, 15, 15)
+        torch.testing.assert_close(found, wanted)
+    else:
+        assert larger.config.pretrained_windows == (8, 4)
+        inner = attention.bias().view(-1, 8, 8, 8, 8)[:, :4, :4, :4, :4]
+        torch.testing.assert_close(inner.flatten(1).flatten(), before.bias().flatten())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("router", [TOP_1, {"kind": "noisy_top_k", "k": 2, "renormalise": True}])
+def test_upcycled_it_computes_what_the_dense_model_does(kind, router):
+    torch.manual_seed(0)
+    dense = swin(kind).build(IMAGE).eval()
+    with torch.no_grad():
+        for parameter in dense.parameters():  # norms of V2 start at 0
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    sparse = upcycle(swin(kind).build(IMAGE, MoE(router=router, experts=EXPERTS)), dense).eval()
+    pixels = torch.rand(4, 1, 8, 8)
+    torch.testing.assert_close(
+        sparse(pixels).prediction, dense(pixels).prediction, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_top_1_routing_gets_almost_no_task_gradient_in_v2():
+    """Behind a norm, p · E(x) does not depend on p: the reason for kind swin_moe."""
+    moe = MoE(router={"kind": "noisy_top_k", "k": 1, "renormalise": False}, experts=EXPERTS)
+    shares = {}
+    for kind in ("swin_moe", "swin_v2"):
+        torch.manual_seed(0)
+        model = swin(kind).build(IMAGE, moe).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name and name.endswith("weight"):
+                    parameter.fill_(1.0)
+                if ".experts." in name and name.endswith(("up", "down")):
+                    parameter.mul_(10)
+        model(torch.rand(8, 1, 8, 8)).prediction.logsumexp(-1).sum().backward()
+        routers = [p.grad.norm() for name, p in model.named_parameters() if ".router." in name]
+        experts = [p.grad.norm() for name, p in model.named_parameters() if name.endswith("down")]
+        shares[kind] = float(torch.stack(routers).norm() / torch.stack(experts).norm())
+    assert shares["swin_v2"] < 0.02 * shares["swin_moe"]
+
+
+def test_a_teachers_blocks_stand_beside_those_of_the_same_stage():
+    tiny, small = (2, 2, 6, 2), (2, 2, 18, 2)
+    assert aligned_blocks((9, 11), tiny, tiny) == (9, 11)
+    assert aligned_blocks((5, 9, 11), tiny, small) == (9, 21, 23)
+    assert aligned_blocks((9, 11), tiny, (12,)) == (-1, -1)
+    assert aligned_blocks((0, 3), (2, 2), (1, 1)) == (-1, 1)
+
+
+def test_routers_see_patches_and_attention_of_their_own_stage():
+    torch.manual_seed(0)
+    model = Swin(patch=2, width=8, depths=(1, 1), heads=(1, 2), window=3).build(
+        ImageSpec(channels=1, size=10, task=TWO, mean=(0.0,), std=(1.0,)),
+        MoE(router={"kind": "hash", "by": "patch"}, experts=EXPERTS, blocks="all"),
+    )
+    pixels = torch.rand(2, 1, 10, 10)
+    contexts = model._contexts(pixels, None, 0.0)
+    assert [tuple(context.patches.shape) for context in contexts.values()] == [
+        (2, 25, 4),
+        (2, 9, 16),
+    ]
+    corner = contexts[1].patches[0, 8].view(4, 4)
+    assert torch.equal(corner[:2, :2], pixels[0, 0, 8:, 8:]) and not corner[2:].any()
+    assert model.layouts == (Layout(0, (5, 5), (10, 10)), Layout(0, (3, 3), (12, 12)))
+    assert covering(model.layouts[1], model.layouts[0]).view(5, 5)[0].tolist() == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"window": 0}, "window"),
+        ({"depths": (2, 2, 2)}, "heads has 2 values and depths 3"),
+        ({"heads": (3, 3)}, "heads is 3 in stage 1, whose width is 16"),
+        ({"depths": (0, 2)}, "1 or more in each stage"),
+        ({"pretrained_windows": (4, 4)}, "its table is resized"),
+        ({"kind": "swin_v2", "pretrained_windows": (4,)}, "pretrained_windows has 1 values"),
+    ],
+)
+def test_wrong_settings_are_refused(changed, said):
+    with pytest.raises(ValidationError, match=said):
+        Swin.model_validate(SMALL.model_dump() | changed)
+
+
+@pytest.mark.parametrize(
+    ("size", "changed", "said"),
+    [
+        (9, {"patch": 2}, "model.patch: found 2; allowed: a divisor of the image size 9"),
+        (2, {"depths": (1, 1, 1), "heads": (1, 1, 1)}, "allowed: images of 4 or more"),
+        ((8, 8, 8), {}, "allowed: vit3d"),
+        ((8,), {}, "allowed: language_model"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(size, changed, said):
+    image = IMAGE.model_copy(update={"size": size})
+    with pytest.raises(UserError, match=said):
+        SMALL.model_copy(update=changed).build(image)
+
+
+def test_other_models_weights_are_refused():
+    with pytest.raises(UserError, match="upcycle: the teacher is a vit, the model a swin"):
+        upcycle(SMALL.build(IMAGE), Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE))
+    with pytest.raises(UserError, match="upcycle: "):
+        upcycle(SMALL.build(IMAGE), swin("swin", width=8).build(IMAGE))
+
+
+def test_without_a_context_its_block_is_dense():
+    block = SMALL.build(IMAGE).layers[0].blocks[1]
+    tokens = torch.randn(1, 64, 16)
+    changed, entering, records = block(tokens, RoutingContext())
+    assert changed.shape == entering.shape == tokens.shape and records == ()
