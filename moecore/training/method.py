@@ -10,7 +10,7 @@ from moecore.nn.experts import Experts
 from moecore.nn.layers.moe import Blocks, MoE
 from moecore.nn.routers import Router
 from moecore.training.regularizers import Regularizer
-from moecore.training.regularizers.region_routing import RegionRouting
+from moecore.training.regularizers.region_routing import RegionRouting, Regions
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
 
 
@@ -31,48 +31,6 @@ class TeacherRouter(Config):
         default="fitted",
         description="fitted beforehand by the stage teacher_router, or jointly while pretraining",
     )
-
-
-class Regions(Config):
-    """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and are
-    warm-started on volumes that keep only theirs.
-
-    In the epochs of the warm start each volume keeps one tissue, all in turn, and age is learned
-    from that; the expert of the tissue is the label from which the routers learn. Afterwards a
-    share of the volumes, isolated, goes on to teach the routers, and age is learned from the
-    others. Routers decide throughout; nothing is sent anywhere by force.
-    """
-
-    experts: tuple[str, ...] = Field(
-        min_length=1,
-        description="tissues, as the data names them; the first experts are theirs, "
-        "the others are free",
-    )
-    after: int = Field(default=0, ge=0, description="epochs on whole volumes before the warm start")
-    warm_start_epochs: int = Field(
-        default=3, ge=0, description="epochs on volumes that keep one tissue; 0 for none"
-    )
-    isolated: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="share of the volumes that keep one tissue after the warm start",
-    )
-    weight: float = Field(
-        default=1.0,
-        ge=0,
-        description="factor of the loss region_routing on volumes that keep one tissue; "
-        "0 leaves it out",
-    )
-    temperature: float = Field(
-        default=0.1, gt=0, description="of that loss: scores are divided by it"
-    )
-
-    @model_validator(mode="after")
-    def _once(self) -> "Regions":
-        if len(set(self.experts)) != len(self.experts):
-            raise ValueError(f"experts are {list(self.experts)}; allowed: each tissue once")
-        return self
 
 
 class Method(Config):
@@ -101,6 +59,13 @@ class Method(Config):
         description="start from the teacher's weights, its MLPs copied into every expert "
         "(sparse upcycling)",
     )
+    upcycle_noise: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="with upcycle: standard deviation of noise on each expert's copied weights, "
+        "in those of the weights themselves, so that experts begin unlike (0: all alike)",
+    )
     regions: Regions | None = Field(
         default=None,
         description="region experts and their warm start; null for none "
@@ -123,6 +88,13 @@ class Method(Config):
     def _router_with_experts(self) -> "Method":
         if (self.router is None) != (self.experts is None):
             raise ValueError("a method has both `router` and `experts`, or neither (a dense model)")
+        return self
+
+    @model_validator(mode="after")
+    def _noise_of_copies(self) -> "Method":
+        if self.upcycle_noise and not self.upcycle:
+            found = f"upcycle_noise is {self.upcycle_noise}, but upcycle is false"
+            raise ValueError(f"{found}; allowed: 0, or upcycle: true")
         return self
 
     @model_validator(mode="after")
@@ -244,6 +216,7 @@ class Method(Config):
                 "router": router,
                 "distillation": share,
                 "upcycle": False,
+                "upcycle_noise": 0.0,
                 "regions": None,
             }
         )

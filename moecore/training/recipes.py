@@ -59,7 +59,7 @@ def pretraining(
     if method.upcycle:
         if teacher is None:
             raise UserError(f"{guide}: holds no teacher; run `dvc repro teacher_router`")
-        upcycle(model, teacher.teacher)
+        upcycle(model, teacher.teacher, method.upcycle_noise)
     job = job_for(
         model,
         data,

@@ -13,10 +13,12 @@ from moecore.nn.layers.moe import MoELayer
 
 
 @torch.no_grad()
-def upcycle(model: BackboneModel, dense: BackboneModel) -> BackboneModel:
+def upcycle(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> BackboneModel:
     """Copy the weights of ``dense`` into ``model``, in place: shared layers as they are, each dense
     MLP into all experts of its block.
 
+    noise: standard deviation of what is added to each expert's weights, in that of the weights
+    copied; drawn from the global generator, in the model's order.
     Routers keep their fresh weights, the head too where the classes differ; positions are
     interpolated to the model's grid. With ``renormalise`` on the router the model then computes
     what ``dense`` does. Raises UserError where the sizes differ, or where the experts are no plain
@@ -33,6 +35,9 @@ def upcycle(model: BackboneModel, dense: BackboneModel) -> BackboneModel:
     for name, layer in model.named_modules():
         if isinstance(layer, MoELayer):
             _fill_experts(layer.experts, weights, f"{name}.")
+            if noise:
+                for copied in (layer.experts.up, layer.experts.down):
+                    copied.add_(noise * copied[0].std() * torch.randn_like(copied))
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:
             here = tuple(own[name].shape) if name in own else "absent"

@@ -8,12 +8,14 @@ import os
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_card, load_model, save_model, transferred
+from moecore.training.method import Method
 from moecore.training.upcycle import upcycle
 from tests.training.small import IMAGE, VMOE
 
@@ -144,6 +146,24 @@ def test_every_expert_is_the_dense_mlp_and_the_router_is_new():
             experts.down[expert], dense.blocks[3].mlp.fc2.weight.t()
         ) and torch.equal(experts.down_bias[expert], dense.blocks[3].mlp.fc2.bias)
     assert torch.equal(sparse.blocks[1].mlp.router.weight, router)
+
+
+def test_noise_makes_the_experts_unlike_and_leaves_the_rest():
+    dense, sparse = models()
+    torch.manual_seed(3)
+    upcycle(sparse, dense, noise=0.1)
+    experts = sparse.blocks[3].mlp.experts
+    copied = dense.blocks[3].mlp.fc1.weight.t()
+    changes = experts.up - copied
+    assert torch.allclose(changes.std(dim=(1, 2)) / copied.std(), torch.tensor(0.1), rtol=0.2)
+    assert not torch.equal(changes[0], changes[1])
+    assert torch.equal(experts.up_bias[1], dense.blocks[3].mlp.fc1.bias)
+    assert torch.equal(sparse.blocks[0].mlp.fc1.weight, dense.blocks[0].mlp.fc1.weight)
+
+
+def test_noise_without_upcycling_is_refused():
+    with pytest.raises(ValidationError, match="upcycle_noise is 0.1, but upcycle is false"):
+        Method(upcycle_noise=0.1)
 
 
 def test_other_classes_get_a_fresh_head_and_other_sizes_new_positions():

@@ -5,13 +5,55 @@ tissue's expert by its score.
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.core.records import Step
+
+
+class Regions(Config):
+    """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and are
+    warm-started on volumes that keep only theirs.
+
+    In the epochs of the warm start each volume keeps one tissue, all in turn, and age is learned
+    from that; the expert of the tissue is the label from which the routers learn. Afterwards a
+    share of the volumes, isolated, goes on to teach the routers, and age is learned from the
+    others. Routers decide throughout; nothing is sent anywhere by force.
+    """
+
+    experts: tuple[str, ...] = Field(
+        min_length=1,
+        description="tissues, as the data names them; the first experts are theirs, "
+        "the others are free",
+    )
+    after: int = Field(default=0, ge=0, description="epochs on whole volumes before the warm start")
+    warm_start_epochs: int = Field(
+        default=3, ge=0, description="epochs on volumes that keep one tissue; 0 for none"
+    )
+    isolated: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the volumes that keep one tissue after the warm start",
+    )
+    weight: float = Field(
+        default=1.0,
+        ge=0,
+        description="factor of the loss region_routing on volumes that keep one tissue; "
+        "0 leaves it out",
+    )
+    temperature: float = Field(
+        default=0.1, gt=0, description="of that loss: scores are divided by it"
+    )
+
+    @model_validator(mode="after")
+    def _once(self) -> "Regions":
+        if len(set(self.experts)) != len(self.experts):
+            raise ValueError(f"experts are {list(self.experts)}; allowed: each tissue once")
+        return self
 
 
 class RegionRouting(Config):

@@ -1,19 +1,25 @@
-"""Pretrained weights of timm's plain vision transformers (ViT, DeiT, DeiT-III), as a frozen
-teacher.
+"""Pretrained weights of timm's plain vision transformers (ViT, DeiT, DeiT-III) and of Swin V1
+and V2, as a frozen teacher.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.vit import VisionTransformer, Vit
+from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.swin import Swin
+from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.torchvision_operators import define_missing_operators
+
+# buffers of Swin, which are no weights
+FOLLOWS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
 
 # by the number of special tokens
 POOLING: dict[int, Literal["mean", "class", "class+distillation"]] = {
@@ -39,13 +45,13 @@ class Timm(Config):
     )
     training: None = None  # it comes trained, the same for every seed
 
-    def build(self, image: ImageSpec) -> VisionTransformer:
+    def build(self, image: ImageSpec) -> BackboneModel:
         """The pretrained model at the resolution and channels of ``image``, normalised as timm's
         config says.
 
-        timm interpolates positions and adapts the input weights. The classes keep the pretraining's
-        numbers: "0", "1", … Raises UserError for an unknown name, a missing file, or a model that
-        is not a plain vision transformer.
+        Positions are interpolated (ViT: by timm; Swin's tables: bicubically), input weights
+        adapted by timm. The classes keep the pretraining's numbers: "0", "1", … Raises UserError
+        for an unknown name, a missing or foreign file, or a model of another architecture.
         """
         source = self._timm_model(image)
         config = source.pretrained_cfg
@@ -56,13 +62,25 @@ class Timm(Config):
             std=_for_channels(config["std"], image.channels),
             task=Classification(classes=tuple(map(str, range(source.num_classes)))),
         )
-        model = vit_settings(source, self.name).build(spec)
-        missing = model.load_state_dict(source.state_dict(), strict=False)
+        if self._swin:
+            settings = swin_settings(source, self.name)
+            trained = spec.model_copy(update={"size": source.patch_embed.img_size[0]})
+            weights = swin_weights(source.state_dict())
+            model = settings.trained_on(trained).build(spec)
+            weights = model.moved(weights, settings, trained)
+        else:
+            model = vit_settings(source, self.name).build(spec)
+            weights = source.state_dict()
+        missing = model.load_state_dict(weights, strict=False)
         if missing.missing_keys or missing.unexpected_keys:
             unmatched = [*missing.missing_keys, *missing.unexpected_keys][:4]
-            found = f"{self.name} is not a plain ViT or DeiT: unmatched {unmatched}"
+            found = f"{self.name} is not a plain ViT, DeiT or Swin: unmatched {unmatched}"
             raise UserError(f"teacher.name: {found}")
         return model.eval()
+
+    @property
+    def _swin(self) -> bool:
+        return self.name.startswith(("swin_", "swinv2_")) and "_cr_" not in self.name
 
     def _timm_model(self, image: ImageSpec) -> Any:
         define_missing_operators()
@@ -81,13 +99,21 @@ class Timm(Config):
                     f"teacher.checkpoint: found {self.checkpoint!r}; allowed: {allowed}"
                 )
             overlay = {"file": self.checkpoint, "custom_load": False}
-        return timm.create_model(
-            self.name,
-            pretrained=True,
-            pretrained_cfg_overlay=overlay,
-            in_chans=image.channels,
-            img_size=image.size,
-        )
+        size = {} if self._swin else {"img_size": image.size}
+        try:
+            return timm.create_model(
+                self.name,
+                pretrained=True,
+                pretrained_cfg_overlay=overlay,
+                in_chans=image.channels,
+                **size,
+            )
+        except RuntimeError as error:
+            if self.checkpoint is None:
+                raise
+            raise UserError(
+                f"teacher.checkpoint: {self.checkpoint} does not hold {self.name}: {error}"
+            ) from error
 
 
 def vit_settings(source: Any, name: str) -> Vit:
@@ -112,6 +138,40 @@ def vit_settings(source: Any, name: str) -> Vit:
         layer_scale=None if isinstance(block.ls1, nn.Identity) else 1e-6,
         qkv_bias=block.attn.qkv.bias is not None,
     )
+
+
+def swin_settings(source: Any, name: str) -> Swin:
+    """Our settings of a timm SwinTransformer or SwinTransformerV2.
+
+    Raises UserError for other architectures.
+    """
+    if not hasattr(source, "layers") or not hasattr(source.layers[0].blocks[0], "window_size"):
+        allowed = "timm's Swin transformers (swin_*, swinv2_* but for swinv2_cr_*)"
+        raise UserError(f"teacher.name: found {name}; allowed: {allowed}")
+    first = [stage.blocks[0] for stage in source.layers]
+    second = hasattr(first[0].attn, "logit_scale")
+    learned = None
+    if second and any(block.attn.pretrained_window_size[0] for block in first):
+        learned = tuple(block.attn.pretrained_window_size[0] for block in first)
+    return Swin(
+        kind="swin_v2" if second else "swin",
+        patch=source.patch_embed.patch_size[0],
+        width=source.embed_dim,
+        depths=tuple(len(stage.blocks) for stage in source.layers),
+        heads=tuple(block.attn.num_heads for block in first),
+        window=max(block.window_size[0] for block in first),
+        pretrained_windows=learned,
+        mlp_ratio=first[0].mlp.fc1.out_features / source.embed_dim,
+    )
+
+
+def swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """timm's weights of a Swin under our names, without what follows from the sizes."""
+    return {
+        name.replace("head.fc.", "head."): value
+        for name, value in state.items()
+        if not name.endswith(FOLLOWS)
+    }
 
 
 def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:

@@ -1,5 +1,7 @@
 """A timm checkpoint in the real format becomes our frozen teacher."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -77,3 +79,62 @@ def test_an_architecture_that_is_no_plain_vit_is_refused():
 
     with pytest.raises(UserError, match="plain vision transformers"):
         vit_settings(timm.create_model("resnet10t", pretrained=False), "resnet10t")
+
+
+SWIN = {
+    "swin": "swin_tiny_patch4_window7_224",
+    "swin_v2": "swinv2_tiny_window8_256",
+}
+
+
+def swin_checkpoint(kind: str):
+    define_missing_operators()
+    import timm
+
+    torch.manual_seed(0)
+    source = timm.create_model(SWIN[kind], pretrained=False, num_classes=1000).eval()
+    for name, parameter in source.named_parameters():
+        if "norm" in name:  # V2's start at 0
+            parameter.data += 0.5
+    return source
+
+
+def microsofts(name: str) -> str:
+    """The name of one of timm's weights in Microsoft's files."""
+    name = name.replace("head.fc.", "head.")
+    return re.sub(
+        r"layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) - 1}.downsample", name
+    )
+
+
+@pytest.mark.parametrize("names", [str, microsofts])
+@pytest.mark.parametrize("kind", SWIN)
+def test_swin_is_read_with_timms_and_with_microsofts_names(tmp_path, kind, names):
+    source = swin_checkpoint(kind)
+    path = tmp_path / "swin.safetensors"
+    state = source.state_dict()
+    if names is microsofts:  # theirs hold what follows from the sizes, too
+        state = {microsofts(name): value for name, value in state.items()}
+        state["layers.0.blocks.0.attn.relative_position_index"] = torch.zeros(2, 2)
+    save_file(state, path)
+    size = source.patch_embed.img_size[0]
+    image = IMAGE.model_copy(update={"size": size})
+    teacher = Timm(name=SWIN[kind], checkpoint=str(path)).build(image)
+    pixels = torch.rand(1, 3, size, size)
+    with torch.no_grad():
+        expected = source(teacher.normalised(pixels))
+        torch.testing.assert_close(teacher(pixels).prediction, expected, atol=1e-4, rtol=1e-4)
+    if names is str:
+        small = IMAGE.model_copy(update={"size": 64})
+        other = Timm(name=SWIN[kind], checkpoint=str(path)).build(small)
+        assert other(torch.rand(1, 3, 64, 64)).prediction.shape == (1, 1000)
+        assert other.config.pretrained_windows == (None if kind == "swin" else (8, 8, 8, 8))
+
+
+def test_a_file_of_another_model_is_refused_with_its_names(tmp_path):
+    source = swin_checkpoint("swin")
+    state = {name: value for name, value in source.state_dict().items() if "layers.3" not in name}
+    path = tmp_path / "swin.safetensors"
+    save_file(state, path)
+    with pytest.raises(UserError, match=r"layers\.3\.downsample\.norm\.weight"):
+        Timm(name=SWIN["swin"], checkpoint=str(path)).build(IMAGE)
