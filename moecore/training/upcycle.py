@@ -34,10 +34,7 @@ def upcycle(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> B
     weights = model.moved(weights, dense.config, dense.image)
     for name, layer in model.named_modules():
         if isinstance(layer, MoELayer):
-            _fill_experts(layer.experts, weights, f"{name}.")
-            if noise:
-                for copied in (layer.experts.up, layer.experts.down):
-                    copied.add_(noise * copied[0].std() * torch.randn_like(copied))
+            _fill_experts(layer.experts, weights, f"{name}.", noise)
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:
             here = tuple(own[name].shape) if name in own else "absent"
@@ -48,7 +45,9 @@ def upcycle(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> B
     return model
 
 
-def _fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefix: str) -> None:
+def _fill_experts(
+    experts: ExpertsModule, weights: dict[str, torch.Tensor], prefix: str, noise: float
+) -> None:
     """Move the dense MLP under ``prefix`` out of ``weights`` into every expert."""
     if not isinstance(experts, MlpExperts):
         mend = "set experts.kind: mlp, or upcycle: false"
@@ -70,3 +69,5 @@ def _fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], pref
     experts.up_bias.copy_(up_bias.expand_as(experts.up_bias))
     experts.down.copy_(down.t().expand_as(experts.down))
     experts.down_bias.copy_(down_bias.expand_as(experts.down_bias))
+    for copied in (experts.up, experts.down) if noise else ():
+        copied.add_(noise * copied[0].std() * torch.randn_like(copied))

@@ -99,14 +99,13 @@ class Timm(Config):
                     f"teacher.checkpoint: found {self.checkpoint!r}; allowed: {allowed}"
                 )
             overlay = {"file": self.checkpoint, "custom_load": False}
-        size = {} if self._swin else {"img_size": image.size}
         try:
             return timm.create_model(
                 self.name,
                 pretrained=True,
                 pretrained_cfg_overlay=overlay,
                 in_chans=image.channels,
-                **size,
+                img_size=None if self._swin else image.size,  # None: the model's own
             )
         except RuntimeError as error:
             if self.checkpoint is None:
