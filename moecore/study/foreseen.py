@@ -11,7 +11,7 @@ from moecore.study.model_rules import model_rules
 from moecore.study.overlay import stages_of
 from moecore.study.problems import spell
 from moecore.study.study import Study
-from moecore.study.training_rules import size_rules, unneeded
+from moecore.study.training_rules import size_rules, unneeded, untrained_routers
 from moecore.study.whole import looked_through
 
 # What a room above this one has to say of a study and its stages: keys, and what is wrong.
@@ -22,7 +22,7 @@ class Foreseen(NamedTuple):
     """A params.yaml that is in order."""
 
     study: Study
-    notes: tuple[str, ...]  # a line for each data set, and one for teachers that nobody needs
+    notes: tuple[str, ...]  # a line for each data set, and what is better known beforehand
     seen: tuple[Path, ...]  # what was looked at beside the file, whether it is there or not
 
 
@@ -54,8 +54,7 @@ def foresee(
     if lines := [*problems, *missing, *others]:
         raise UserError("\n".join(lines))
     notes = [f"data.{phase}: {said(preview)}" for phase, preview in previews.items()]
-    if (why := unneeded(study)) is not None:
-        notes.append(why)
+    notes += [line for line in (unneeded(study), untrained_routers(study)) if line is not None]
     return Foreseen(study, tuple(notes), _seen(preview.seen for preview in previews.values()))
 
 

@@ -98,6 +98,22 @@ def unneeded(study: Study) -> str | None:
     )
 
 
+def untrained_routers(study: Study) -> str | None:
+    """A line where routers get almost no gradient of the task: behind the experts of Swin V2 a norm
+    takes away the length that a single expert's weight gave to its output.
+    """
+    found = []
+    for name in study.run.methods:
+        method = study.methods[name]
+        one = getattr(method.router, "k", None) == 1
+        if study.model is not None and one and method.sized(study.model).kind == "swin_v2":
+            found.append(name)
+    if not found:
+        return None
+    told = "one expert a token in a swin_v2, whose norm behind it leaves routers almost no gradient"
+    return f"methods {', '.join(found)}: {told} of the task; model.kind: swin_moe gives them one"
+
+
 def _teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
     """The dense teacher for such images, or why it refuses them; one from timm is not fetched."""
     settings = study.teacher

@@ -46,7 +46,7 @@ class Windows(nn.Module):
         self.tokens = math.prod(grid)
         places, labels = _laid_out(grid, self.size, self.shift)
         self.number, self.length = places.shape
-        self.padded = bool((places == self.tokens).any())
+        self.padded = places.numel() != self.tokens
         back = torch.empty(self.tokens + 1, dtype=torch.int64)
         back[places.flatten()] = torch.arange(places.numel())
         mask = None
