@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, relu, scaled_dot_product_attention
 
 from moecore.core.records import RoutingContext
+from moecore.nn.grouped import full_precision
 from moecore.nn.layers.block import Block, FeedForward, linear
 from moecore.nn.layers.windows import Grid, Windows
 
@@ -120,7 +121,7 @@ class WindowAttention(nn.Module):
         if self.coordinates is None:
             table = self.relative_position_bias_table
         else:
-            with torch.autocast(self.coordinates.device.type, enabled=False):
+            with full_precision(self.coordinates):
                 table = self.cpb_mlp(self.coordinates.to(self.proj.weight.dtype))
         length = self.windows.length
         bias = table.index_select(0, self.pairs).t().view(self.heads, length, length)
