@@ -37,20 +37,27 @@ def trace(
 ) -> Trace:
     """prediction: (N, K); records: fields (N, T, E), of the same images; all on the CPU.
 
-    layouts: where the tokens of each layer lie, if they may differ: those of a coarser grid then
-    stand at each patch of the finest that they cover.
+    layouts: where the tokens of each layer lie, if they may differ; then as ``on_one_grid`` says.
     """
     answers, values = answered(prediction, task)
     if layouts:
-        fine = finest(layouts)
-        records = tuple(
-            spread_tokens(record, layout, fine)
-            for record, layout in zip(records, layouts, strict=True)
-        )
+        records = on_one_grid(records, layouts)
     return Trace(
         answers=answers.tolist(),
         values=[[round(value, 4) for value in row] for row in values.tolist()],
         layers=[packed_record(record) for record in records],
+    )
+
+
+def on_one_grid(
+    records: tuple[RoutingRecord, ...], layouts: Sequence[Layout]
+) -> tuple[RoutingRecord, ...]:
+    """The records of layers that lie as ``layouts`` say, all with the tokens of the finest: a
+    coarser layer's token stands at each patch that it covers.
+    """
+    fine = finest(layouts)
+    return tuple(
+        spread_tokens(record, layout, fine) for record, layout in zip(records, layouts, strict=True)
     )
 
 

@@ -26,6 +26,7 @@ from moecore.measure.routing_metrics.regions import (
 from moecore.measure.routing_metrics.watched import keep_trace, kept_traces, watched_epochs
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
+from moecore.nn.traces import on_one_grid
 from moecore.statistics.crossed import kept_items
 from moecore.training.outcome import Settling
 
@@ -52,7 +53,8 @@ class Watch(NamedTuple):
         images = self.data.validation.images[:IMAGES]
         labels = torch.from_numpy(np.array(self.data.validation.labels[:IMAGES]))
         _, records = predictions(self.model, images, batch=250, prediction=False)
-        first = torch.stack([record.probs.argmax(dim=-1) for record in records], dim=1)
+        alike = on_one_grid(records, self.model.layouts)
+        first = torch.stack([record.probs.argmax(dim=-1) for record in alike], dim=1)
         kept = {"first": first.to(torch.int16)}  # (N, layers, T)
         maps = maps_of(records, labels, self.data)
         if maps is not None:

@@ -1,0 +1,118 @@
+"""Race of Swin's training step: our dense Swin-T against timm's, and a Swin whose last stages hold
+experts against the dense one.
+
+    python -m benchmarks.swin [--rounds 8] [--batch 8] [--threads 2] [--kind swin | swin_v2]
+
+Images of 224 pixels (V1, window 7) or 256 (V2, window 8), 1,000 classes, AdamW. Contestants take
+turns in one process; both sides have torch's own fused optimizer and the same weights.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.timing import LEAST, Ratio, take_turns
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.swin import Swin
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.moe import MoE
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.tasks.classification import Classification
+from moecore.training.runtime import tune
+from moecore.training.teachers.timm import swin_weights
+from moecore.training.teachers.torchvision_operators import define_missing_operators
+
+SIZES = {"swin": (224, 7), "swin_v2": (256, 8)}  # of images and windows
+CLASSES = 1000
+TARGET = 0.85  # ours / timm's
+
+
+class Step(NamedTuple):
+    """All that one training step needs."""
+
+    model: nn.Module
+    logits: Callable[[Any], Tensor]  # of what the model gives
+    optimizer: torch.optim.Optimizer
+    images: Tensor
+    labels: Tensor
+    dtype: torch.dtype
+
+    def run(self) -> None:
+        """Forward, loss, backward and update."""
+        with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != torch.float32):
+            said = self.logits(self.model(self.images))
+        loss = cross_entropy(said.float(), self.labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+
+
+def models(kind: Any) -> dict[str, tuple[nn.Module, Callable[[Any], Tensor]]]:
+    """The contestants by name, and how their logits are read."""
+    define_missing_operators()
+    import timm
+
+    size, window = SIZES[kind]
+    name = {"swin": "swin_tiny_patch4_window7_224", "swin_v2": "swinv2_tiny_window8_256"}[kind]
+    theirs = timm.create_model(name, pretrained=False, num_classes=CLASSES, drop_path_rate=0.0)
+    classes = Classification(classes=tuple(map(str, range(CLASSES))))
+    image = ImageSpec(channels=3, size=size, mean=(0.5,) * 3, std=(0.25,) * 3, task=classes)
+    settings = Swin(kind=kind, window=window)
+    ours = settings.build(image)
+    ours.load_state_dict(swin_weights(theirs.state_dict()))
+    moe = MoE(router=NoisyTopK(k=2), experts=Mlp(number=8, hidden_ratio=2))
+    sparse = settings.build(image, moe)
+    return {
+        "timm": (theirs, lambda said: said),
+        "ours": (ours, lambda said: said.prediction),
+        "experts": (sparse, lambda said: said.prediction),
+    }
+
+
+def race(kind: str, batch: int, rounds: int) -> None:
+    """Print images a second of ours, and the ratios."""
+    drawn = torch.Generator().manual_seed(0)
+    images = torch.rand(batch, 3, SIZES[kind][0], SIZES[kind][0], generator=drawn)
+    labels = torch.randint(CLASSES, (batch,), generator=drawn)
+    for dtype in (torch.float32, torch.bfloat16):
+        runs = {}
+        for name, (model, logits) in models(kind).items():
+            optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
+            runs[name] = Step(model, logits, optimizer, images, labels, dtype).run
+        seconds = take_turns(runs, rounds)
+        own = min(seconds["ours"])
+        name = str(dtype).removeprefix("torch.")
+        print(f"{kind}, {name}: {batch / own:.1f} images/s, {1e3 * own:.0f} ms a step")
+        for one, other, to_reach in (
+            ("ours", "timm", f", to reach {TARGET}"),
+            ("experts", "ours", ""),
+        ):
+            found = Ratio.of(seconds[one], seconds[other])
+            print(
+                f"  {one} over {other}: {found.median:.2f} ({found.low:.2f} to {found.high:.2f}; "
+                f"minima {found.minimum:.2f}{to_reach})",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=LEAST)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--threads", type=int, help="default: all cores")
+    parser.add_argument("--kind", choices=SIZES, default="swin")
+    options = parser.parse_args()
+    tune()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    race(options.kind, options.batch, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
