@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.timing import LEAST, Ratio, take_turns
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.swin import Swin
+from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoE
 from moecore.nn.routers.noisy_top_k import NoisyTopK
@@ -61,7 +62,7 @@ def models(kind: Any) -> dict[str, tuple[nn.Module, Callable[[Any], Tensor]]]:
     theirs = timm.create_model(name, pretrained=False, num_classes=CLASSES, drop_path_rate=0.0)
     classes = Classification(classes=tuple(map(str, range(CLASSES))))
     image = ImageSpec(channels=3, size=size, mean=(0.5,) * 3, std=(0.25,) * 3, task=classes)
-    settings = Swin(kind=kind, window=window)
+    settings = {"swin": Swin, "swin_v2": SwinV2}[kind](window=window)
     ours = settings.build(image)
     ours.load_state_dict(swin_weights(theirs.state_dict()))
     moe = MoE(router=NoisyTopK(k=2), experts=Mlp(number=8, hidden_ratio=2))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from moecore.core.files import UserError
 
@@ -21,12 +21,20 @@ class Config(BaseModel):
 AnySettings = TypeVar("AnySettings", bound=Config)
 
 
-def changed(section: str, settings: AnySettings, changes: Mapping[str, Any]) -> AnySettings:
-    """Settings with some other values, checked anew. Raises UserError, naming the key."""
+def changed(
+    section: str, settings: AnySettings, changes: Mapping[str, Any], kinds: Any = None
+) -> AnySettings:
+    """Settings with some other values, checked anew. Raises UserError, naming the key.
+
+    kinds: what else they may become where ``kind`` is among the changes: a union of settings.
+    """
+    values = settings.model_dump() | dict(changes)
     try:
-        return settings.__class__.model_validate(settings.model_dump() | dict(changes))
+        if kinds is not None and "kind" in changes:
+            return TypeAdapter(kinds).validate_python(values)
+        return settings.__class__.model_validate(values)
     except ValidationError as error:
         found = error.errors()[0]
-        key = ".".join(map(str, found["loc"]))
+        key = ".".join(str(word) for word in found["loc"] if word != values.get("kind"))
         said = f"{found['msg']} (found {found['input']!r})"
         raise UserError(f"{section}.{key}: {said}") from None

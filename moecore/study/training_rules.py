@@ -64,11 +64,8 @@ def guiding_rules(
         read = teacher.depth - 1 if method.teacher_router.features == "final" else place
         ours, theirs = _tokens(model.layout_of(block)), _tokens(teacher.layout_of(read))
         if ours not in (theirs, theirs + 1):
-            text = f"it sees {theirs} tokens of data.{phase} where block {block} of methods.{name}"
-            yield (
-                SECTION,
-                f"{text}, which it guides, sees {ours}; allowed: the model's patch and pooling",
-            )
+            text = f"it sees {theirs} tokens of data.{phase}, and methods.{name}, which it guides, "
+            yield SECTION, f"{text}{ours}; allowed: the model's patch and pooling"
             return
 
 

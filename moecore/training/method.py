@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import AnySettings, Config, changed
 from moecore.core.records import Feature
+from moecore.nn.backbones import Backbone
 from moecore.nn.experts import Experts
 from moecore.nn.layers.moe import Blocks, MoE
 from moecore.nn.routers import Router
@@ -135,7 +136,7 @@ class Method(Config):
 
         Raises UserError, naming the key, where it does not take them.
         """
-        return changed("model", model, self.model)
+        return changed("model", model, self.model, Backbone)
 
     def pretrained(self, settings: AnySettings) -> AnySettings:
         """The section ``pretrain``, likewise."""

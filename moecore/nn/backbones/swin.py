@@ -1,8 +1,6 @@
-"""Settings of Swin transformers: V1 (Liu et al. 2021), V2 (2022), and Swin-MoE's V1 with a
-continuous position bias (Hwang et al. 2023), the backbone of MoGE.
-"""
+"""Swin V1 (Liu et al. 2021), and the settings that it shares with Swin-MoE's and with V2."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,12 +13,10 @@ from moecore.nn.layers.window_attention import SwinKind
 from moecore.nn.layers.windows import Grid, merged, window_and_shift
 
 
-class Swin(BackboneConfig):
-    """Settings of a Swin transformer. swin: V1, with a table of position biases; swin_moe: the same
-    with a continuous bias, as Swin-MoE and MoGE train it; swin_v2: V2.
-    """
+class SwinSettings(BackboneConfig):
+    """What the settings of the three kinds have in common."""
 
-    kind: SwinKind = "swin"
+    kind: SwinKind
     patch: int = Field(default=4, ge=1, description="side of a patch, pixels")
     width: int = Field(
         default=96, ge=8, description="width of a token in the first stage; each stage doubles it"
@@ -119,3 +115,9 @@ class Swin(BackboneConfig):
             needed = f"for images of {min(image.shape)} pixels; allowed: images of {least} or more"
             raise UserError(f"{text}pixels {needed}, smaller patches, or fewer stages")
         return SwinTransformer(self, image, moe)
+
+
+class Swin(SwinSettings):
+    """Swin V1 (Liu et al. 2021): pre-norm blocks, a table of position biases."""
+
+    kind: Literal["swin"] = "swin"

@@ -13,7 +13,8 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
-from moecore.nn.backbones.swin import Swin
+from moecore.nn.backbones.swin import Swin, SwinSettings
+from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.torchvision_operators import define_missing_operators
@@ -139,7 +140,7 @@ def vit_settings(source: Any, name: str) -> Vit:
     )
 
 
-def swin_settings(source: Any, name: str) -> Swin:
+def swin_settings(source: Any, name: str) -> SwinSettings:
     """Our settings of a timm SwinTransformer or SwinTransformerV2.
 
     Raises UserError for other architectures.
@@ -152,8 +153,8 @@ def swin_settings(source: Any, name: str) -> Swin:
     learned = None
     if second and any(block.attn.pretrained_window_size[0] for block in first):
         learned = tuple(block.attn.pretrained_window_size[0] for block in first)
-    return Swin(
-        kind="swin_v2" if second else "swin",
+    kind = SwinV2 if second else Swin
+    return kind(
         patch=source.patch_embed.patch_size[0],
         width=source.embed_dim,
         depths=tuple(len(stage.blocks) for stage in source.layers),

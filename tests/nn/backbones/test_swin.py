@@ -9,11 +9,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from moecore.core.config import changed
 from moecore.core.files import UserError
 from moecore.core.records import Layout, RoutingContext
 from moecore.data.loader import to_device
+from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.swin import Swin
+from moecore.nn.backbones.swin import Swin, SwinSettings
+from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.window_attention import WindowAttention, log_coordinates, pair_index
@@ -50,8 +53,8 @@ def spec(size: int, channels: int = 3) -> ImageSpec:
     )
 
 
-def swin(kind: str, **changed) -> Swin:
-    return SMALL.model_copy(update={"kind": kind, **changed})
+def swin(kind: str, **changes) -> SwinSettings:
+    return changed("model", SMALL, {"kind": kind, **changes}, Backbone)
 
 
 def timm_model(kind: str, size: int, config: Swin):
@@ -98,9 +101,8 @@ def renamed(state: dict) -> dict:
     ],
 )
 def test_it_is_timms_model(kind, size, window, patch):
-    config = Swin(
-        kind=kind, patch=patch, width=16, depths=(2, 2, 3, 2), heads=(1, 2, 4, 8), window=window
-    )
+    shape = {"width": 16, "depths": (2, 2, 3, 2), "heads": (1, 2, 4, 8)}
+    config = swin(kind, patch=patch, window=window, **shape)
     theirs = timm_model(kind, size, config)
     ours = config.build(spec(size)).eval()
     ours.load_state_dict(renamed(theirs.state_dict()))
@@ -334,19 +336,25 @@ def test_routers_see_patches_and_attention_of_their_own_stage():
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("wrong", "said"),
     [
         ({"window": 0}, "window"),
         ({"depths": (2, 2, 2)}, "heads has 2 values and depths 3"),
         ({"heads": (3, 3)}, "heads is 3 in stage 1, whose width is 16"),
         ({"depths": (0, 2)}, "1 or more in each stage"),
         ({"pretrained_windows": (4, 4)}, "its table is resized"),
-        ({"kind": "swin_v2", "pretrained_windows": (4,)}, "pretrained_windows has 1 values"),
     ],
 )
-def test_wrong_settings_are_refused(changed, said):
+def test_wrong_settings_are_refused(wrong, said):
     with pytest.raises(ValidationError, match=said):
-        Swin.model_validate(SMALL.model_dump() | changed)
+        Swin.model_validate(SMALL.model_dump() | wrong)
+
+
+def test_what_only_another_kind_takes_is_refused_with_its_key():
+    with pytest.raises(ValidationError, match="pretrained_windows has 1 values and depths 4"):
+        SwinV2(pretrained_windows=(4,))
+    with pytest.raises(UserError, match=r"^model\.window: .* \(found 0\)"):
+        swin("swin_v2", window=0)
 
 
 @pytest.mark.parametrize(

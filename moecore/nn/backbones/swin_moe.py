@@ -1,0 +1,14 @@
+"""Swin-MoE's backbone (Hwang et al. 2023): V1 with the continuous position bias of V2. What MoGE
+calls SwinV2."""
+
+from typing import Literal
+
+from moecore.nn.backbones.swin import SwinSettings
+
+
+class SwinMoe(SwinSettings):
+    """Swin V1 with a continuous position bias; with one expert a token, too, its routers get the
+    task's gradient.
+    """
+
+    kind: Literal["swin_moe"] = "swin_moe"

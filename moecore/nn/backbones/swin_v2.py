@@ -1,0 +1,14 @@
+"""Swin V2 (Liu et al. 2022)."""
+
+from typing import Literal
+
+from moecore.nn.backbones.swin import SwinSettings
+
+
+class SwinV2(SwinSettings):
+    """Post-norm blocks, cosine attention and a continuous position bias.
+
+    With one expert a token the norm behind it leaves the router almost no gradient of the task.
+    """
+
+    kind: Literal["swin_v2"] = "swin_v2"
