@@ -160,7 +160,7 @@ def test_a_backbone(addition):
         ("vit", "Vit"),
         ("plain", "Plain"),
         before="single_layer",
-        into=("[SingleLayer |", "[Plain | SingleLayer |"),
+        into=("    SingleLayer |", "    Plain | SingleLayer |"),
     )
     assert len(addition.cost()) == 1
     addition.project.edit("\nmodel: {kind: vit", "\nmodel: {kind: plain")

@@ -32,6 +32,10 @@ TOGETHER = [  # combinations that the READMEs name
     ("tgr", ("pets", "unguided")),
     ("moge", ("tiny_imagenet", "top_5")),
     ("moge", ("tiny_imagenet", "experts_128")),
+    ("moge", ("tiny_imagenet", "swin_tiny_imagenet", "experts_128", "top_2")),
+    ("moge", ("imagenet", "swin_imagenet", "experts_64")),
+    ("moge", ("imagenet_upcycled", "swin_upcycled")),
+    ("moge", ("imagenet_upcycled", "swin_b_upcycled")),
     ("ermoe", ("tiny_imagenet", "top_4")),
 ]
 ALTERNATIVES = [
@@ -313,6 +317,57 @@ PAPER = {
             "methods.moge.blocks": [9, 11],
         },
     ),
+    "moge table 9, SwinV2-MoGE on CIFAR-100": (
+        "moge",
+        ("swin",),
+        {
+            "model.kind": "swin_moe",
+            "model.patch": 2,
+            "model.width": 96,
+            "model.depths": [2, 2, 6, 2],
+            "model.heads": [3, 6, 12, 24],
+            "model.window": 4,
+            "model.drop_path": 0.1,
+            "methods.moge.experts.number": 32,
+            "methods.moge.router.k": 1,
+        },
+    ),
+    "moge tables 4 and 9, SwinV2-MoGE on Tiny-ImageNet": (
+        "moge",
+        ("tiny_imagenet", "swin_tiny_imagenet", "experts_128", "top_2"),
+        {
+            "model.patch": 4,
+            "model.window": 7,
+            "data.pretrain.size": 64,
+            "methods.vmoe.experts.number": 128,
+            "methods.moge.router.k": 2,
+        },
+    ),
+    "moge tables 4 and 9, SwinV2-MoGE on ImageNet-1K": (
+        "moge",
+        ("imagenet", "swin_imagenet", "experts_64"),
+        {
+            "data.pretrain.size": 192,
+            "model.window": 12,
+            "model.drop_path": 0.1,
+            "pretrain.batch": 1024,
+            "methods.moge.experts.number": 64,
+            "methods.moge.blocks": [9, 11],
+        },
+    ),
+    "moge tables 4 and 9, SwinV1-MoGE, fine-tuned": (
+        "moge",
+        ("imagenet_upcycled", "swin_b_upcycled"),
+        {
+            "data.pretrain.size": 224,
+            "model.kind": "swin",
+            "model.width": 128,
+            "model.depths": [2, 2, 18, 2],
+            "model.window": 7,
+            "methods.moge.experts.number": 128,
+            "methods.moge.upcycle": True,
+        },
+    ),
     "ermoe sections 6 to 10": (
         "ermoe",
         (),
@@ -346,6 +401,10 @@ def test_values_are_the_papers(place):
         (("tiny_imagenet",), 4e-3, 1.5),
         (("imagenet",), 5e-5, 0.5),
         (("imagenet_upcycled",), 4e-7, 0.5),
+        (("swin",), 4e-3, 1.5),
+        (("tiny_imagenet", "swin_tiny_imagenet"), 4e-3, 1.5),
+        (("imagenet", "swin_imagenet"), 4e-3, 0.5),
+        (("imagenet_upcycled", "swin_upcycled"), 4e-7, 0.5),
     ],
 )
 def test_group_sparsity_of_moge(names, weight, end):
