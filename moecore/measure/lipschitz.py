@@ -2,14 +2,13 @@
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spread
 from moecore.measure.base import Estimate, Parts, Subject, kept, why_not_flat
 from moecore.measure.theory.lemma import Lemma, LemmaLayer, LemmaPoints, LemmaSummary, lemma
 from moecore.measure.theory.slopes import Slopes, slopes_at
-from moecore.statistics.intervals import bootstrap_mean, wilson
+from moecore.statistics.intervals import wilson
 
 
 class Lipschitz(Config):
@@ -100,21 +99,16 @@ def summarised(found: Slopes, settings: Lipschitz) -> Estimates:
     """Means with intervals and maxima over images."""
     crossed = int(found.crossed.sum())
     return Estimates(
-        local_mean=mean_of(found.local),
+        local_mean=Estimate.of_mean(found.local),
         local_max=float(found.local.max()),
-        margin_mean=mean_of(found.margin),
+        margin_mean=Estimate.of_mean(found.margin),
         margin_max=float(found.margin.max()),
-        reached_mean=mean_of(found.reached),
+        reached_mean=Estimate.of_mean(found.reached),
         reached_max=float(found.reached.max()),
         lower_bound=float(found.lower_bound.max()),
-        lower_bound_mean=mean_of(found.lower_bound),
+        lower_bound_mean=Estimate.of_mean(found.lower_bound),
         at_boundary=Estimate.of(wilson(crossed, len(found.crossed))),
         jump_max=float(found.jump.max()),
         radius=settings.radius,
         resolution=settings.radius / 2**settings.halvings,
     )
-
-
-def mean_of(values: Tensor) -> Estimate:
-    """Mean of one value an image, (N,), with its 95 % bootstrap interval."""
-    return Estimate.of(bootstrap_mean(values.numpy()))

@@ -19,7 +19,6 @@ from moecore.measure.routing_metrics.overlays import Overlays, overlays
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.statistics.crossed import kept_items
-from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks import AnyTask
 
 Sigma = Annotated[float, Field(gt=0, le=1)]
@@ -145,7 +144,7 @@ def noise_row(
     hits = task.scores(prediction, labels)
     score = task.interval(hits)
     moved = changes_by_image(clean, noisy)
-    changes = [mean_of(layer) for layer in moved]
+    changes = [Estimate.of_mean(layer) for layer in moved]
     same = [agreement(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
     return NoiseRow(
         sigma=sigma,
@@ -175,11 +174,6 @@ def items_of(
         found["selection_change"] = torch.stack(moved).mean(dim=0)
         found["agreement"] = torch.stack(same).mean(dim=0)
     return {name: kept_items(values.numpy()) for name, values in found.items()}
-
-
-def mean_of(values: Tensor) -> Estimate:
-    """Mean of one value an image, (N,), with its 95 % bootstrap interval."""
-    return Estimate.of(bootstrap_mean(values.double().numpy()))
 
 
 def shown_under_noise(

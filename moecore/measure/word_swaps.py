@@ -23,7 +23,6 @@ from moecore.measure.noisy.noise import changes_by_image
 from moecore.measure.routing_metrics.expert_use import agreement_by_image
 from moecore.nn.predict import blocks_read
 from moecore.statistics.crossed import kept_items
-from moecore.statistics.intervals import bootstrap_mean
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -95,7 +94,7 @@ def measure(subject: Subject, settings: WordSwaps, parts: Parts) -> Result:
         nats, records = blocks_read(subject.model, images, labels)
         return swapped(share, len(chosen), nats, nats - clean, routed, records)
 
-    found = mean_of(clean)
+    found = Estimate.of_mean(clean)
     return Result(
         blocks=len(where),
         candidates=len(places),
@@ -138,18 +137,13 @@ def swapped(
         alike = torch.stack([agreement_by_image(a.probs, b.probs) for a, b in pairs])
         same = float(alike.mean())
         items["selection_change"] = torch.stack(moved).mean(dim=0)
-    found = mean_of(nats)
+    found = Estimate.of_mean(nats)
     return Swapped(
         share=share,
         words=words,
         nats=found,
         perplexity=float(np.exp(found.value)),
-        selection_change=[mean_of(layer) for layer in moved],
+        selection_change=[Estimate.of_mean(layer) for layer in moved],
         agreement=same,
         items={name: kept_items(values.numpy()) for name, values in items.items()},
     )
-
-
-def mean_of(values: Tensor) -> Estimate:
-    """Mean of one value a block, (N,), with its 95 % bootstrap interval."""
-    return Estimate.of(bootstrap_mean(values.double().numpy()))

@@ -168,6 +168,11 @@ class Estimate(Config):
     def of(cls, interval: Interval) -> Self:
         return cls(**interval._asdict())
 
+    @classmethod
+    def of_mean(cls, values: Tensor) -> Self:
+        """The mean of one value an item, (N,), with its bootstrap interval."""
+        return cls.of(bootstrap_mean(values.double().numpy()))
+
 
 def squared_cv(values: Tensor) -> Tensor:
     """Squared coefficient of variation var/mean² of (E,) values, one per expert; 0 where all are

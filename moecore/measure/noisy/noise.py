@@ -21,7 +21,6 @@ from moecore.measure.routing_metrics.expert_use import iou_by_image
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.statistics.crossed import kept_items
-from moecore.statistics.intervals import bootstrap_mean
 
 
 class RampSteps(NamedTuple):
@@ -142,19 +141,15 @@ def ramp(
     return Ramp(
         sigmas=sigmas,
         threshold=threshold,
-        class_changes=_mean(steps.class_changes),
-        jumps_mean=_mean(steps.jumps),
+        class_changes=Estimate.of_mean(steps.class_changes),
+        jumps_mean=Estimate.of_mean(steps.jumps),
         jumps_items=kept_items(steps.jumps.double().numpy()),
-        total_variation=_mean(steps.total_variation),
-        largest_step=_mean(steps.largest_step),
+        total_variation=Estimate.of_mean(steps.total_variation),
+        largest_step=Estimate.of_mean(steps.largest_step),
         mean_probability=true.mean(0).tolist(),
         score=(predicted == labels[:, None]).double().mean(0).tolist(),
         shown=curves,
     )
-
-
-def _mean(values: Tensor) -> Estimate:
-    return Estimate.of(bootstrap_mean(values.double().numpy()))
 
 
 TINY = 1e-9  # differences of shares that should be equal are rounding
