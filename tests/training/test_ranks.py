@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecore.core.files import UserError
@@ -28,6 +29,7 @@ from moecore.core.streams import Draws, generator_for
 from moecore.core.tensors import read_tensors, whole_of
 from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
+from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.vit import Vit
 from moecore.study.document import load
 from moecore.training.adversarial import Adversarial
@@ -61,7 +63,8 @@ MORE = {  # settings that draw, or compute, over the whole batch; all with V-MoE
 }
 
 
-CASES = [*METHODS, *MORE, "bases", "text", "drop_path", "regions", "isolated"]
+SWIN = ("swin_moe", "swin_v2")  # layers of unlike grids and widths, windows that do not divide them
+CASES = [*METHODS, *MORE, "bases", "text", "drop_path", "regions", "isolated", *SWIN]
 FOUR = [
     "bases",
     "text",
@@ -104,6 +107,12 @@ def cases():
     dropping = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.4)
     model = dropping.build(IMAGE, METHODS["vmoe"].moe)
     yield "drop_path", made(METHODS["vmoe"])._replace(model=model), SETTINGS
+    for kind in SWIN:
+        torch.manual_seed(0)
+        shape = {"patch": 1, "width": 16, "depths": (2, 2), "heads": (2, 4), "window": 3}
+        swin = TypeAdapter(Backbone).validate_python({"kind": kind, **shape})
+        model = swin.build(IMAGE, METHODS["prc"].moe)
+        yield kind, made(METHODS["prc"])._replace(model=model), SETTINGS
     with tempfile.TemporaryDirectory() as folder:
         data = balls(Path(folder))
         settings = test_isolation.SETTINGS.model_copy(update={"log_every": 1})

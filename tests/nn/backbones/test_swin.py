@@ -384,3 +384,18 @@ def test_without_a_context_its_block_is_dense():
     tokens = torch.randn(1, 64, 16)
     changed, entering, records = block(tokens, RoutingContext())
     assert changed.shape == entering.shape == tokens.shape and records == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_blocks_are_compiled_whole(kind):
+    moe = MoE(router={"kind": "noisy_top_k", "k": 2}, experts=EXPERTS, blocks=(1, 3))
+    torch.manual_seed(0)
+    stage = swin(kind, window=3).build(IMAGE, moe).train().layers[0]
+    tokens = torch.rand(2, 64, 16)
+    for block in stage.blocks:
+        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+        found = []
+        for forward in (block.forward, compiled):
+            torch.manual_seed(1)
+            found.append(forward(tokens, RoutingContext())[0])
+        torch.testing.assert_close(*found)
