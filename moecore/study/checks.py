@@ -25,18 +25,25 @@ def cross_checks(document: Document, study: Study | None) -> Iterator[str]:
         yield f"{document.place(keys)}: {spell(keys)}: {text}"
 
 
+HUGE = 10**15
+
+
 def not_finite(document: Document) -> Iterator[str]:
-    """One line per number that is infinite or no number: no setting may be one."""
+    """One line per number that is infinite, no number, or beyond HUGE: no setting may be one."""
     for keys, value in _numbers(document.data):
-        if not math.isfinite(value):
+        if isinstance(value, int) or math.isfinite(value):
+            if abs(value) > HUGE:
+                text = f"found {value:.3g}; allowed: numbers up to {HUGE:.0e}"
+                yield f"{document.place(keys)}: {spell(keys)}: {text}"
+        else:
             found = "nan" if math.isnan(value) else f"{'-' * (value < 0)}inf"
             text = f"found .{found}; allowed: a finite number".replace(".-", "-.")
             yield f"{document.place(keys)}: {spell(keys)}: {text}"
 
 
 def _numbers(value: Any, keys: tuple = ()) -> Iterator[tuple[tuple, float]]:
-    """Every real number inside ``value`` with its keys."""
-    if isinstance(value, float):
+    """Every number inside ``value`` with its keys."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
         yield keys, value
     elif isinstance(value, dict):
         for name, inner in value.items():

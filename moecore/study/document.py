@@ -12,6 +12,7 @@ from typing import Any
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.cyaml import CParser
 from ruamel.yaml.error import MarkedYAMLError, StringMark, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.resolver import Resolver
 
@@ -20,6 +21,8 @@ from moecore.core.files import UserError
 TAG = "tag:yaml.org,2002:"
 CORE = ("null", "bool", "int", "float", "str", "seq", "map")  # YAML 1.2's core schema
 TEXT = ("timestamp", "value")  # ruamel's dates, and YAML 1.1's "=": text in the core schema
+DEEP = 64  # levels of a file
+MANY = 100_000  # values of a file, those that aliases repeat among them
 NOT_OF = {"int": "an integer", "float": "a number", "bool": "true or false"}
 
 
@@ -49,7 +52,8 @@ class _Loader(CParser, SafeConstructor, Resolver):
             return super().construct_non_recursive_object(node, tag)
         except (ValueError, KeyError, IndexError):
             wanted = NOT_OF.get(str(node.tag).removeprefix(TAG), "of its type")
-            problem = f"{node.value!r} is not {wanted}"
+            shown = str(node.value)[:40]
+            problem = f"{shown!r} is not {wanted}"
             raise ConstructorError(None, None, problem, node.start_mark) from None
 
 
@@ -114,10 +118,14 @@ def parse(text: str, path: str = "params.yaml") -> Document:
     Raises UserError for a syntax error or a key that is written twice: file, line and column.
     """
     try:
+        _refuse_depth(text, path)
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return Document(path, None, None)
+        if _values(node, {}) > MANY:
+            found = "aliases repeat values until they are more than"
+            raise UserError(f"{_place(path, node.start_mark)}: {found} {MANY:,}; allowed: fewer")
         if faults := set(_faults(node, ())):
             raise UserError("\n".join(_in_order(faults, path)))
         return Document(path, loader.construct_document(node), node)
@@ -143,6 +151,37 @@ def load(path: str) -> Document:
         raise UserError(f"{path}: cannot be read ({reason}); {hint}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+
+
+def _refuse_depth(text: str, path: str) -> None:
+    """Raise UserError where values lie deeper than DEEP, before anything descends to them."""
+    events = _Loader(text)
+    depth = 0
+    while events.check_event():
+        event = events.get_event()
+        if isinstance(event, CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, CollectionEndEvent):
+            depth -= 1
+        if depth > DEEP:
+            where = _place(path, event.start_mark)
+            raise UserError(f"{where}: nested more than {DEEP} levels deep; allowed: fewer")
+
+
+def _values(node: Node, known: dict[int, int]) -> int:
+    """How many values a node stands for, with those that its aliases repeat; each is looked at
+    once. One that contains itself counts as none here.
+    """
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = 0
+    inner: list[Node] = []
+    if isinstance(node, MappingNode):
+        inner = [value for _, value in node.value]
+    elif isinstance(node, SequenceNode):
+        inner = node.value
+    known[id(node)] = 1 + sum(_values(value, known) for value in inner)
+    return known[id(node)]
 
 
 def _place(path: str, mark: StringMark | None) -> str:

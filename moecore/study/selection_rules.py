@@ -15,6 +15,7 @@ from moecore.study.study import MEASURED
 Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
+LONGEST = 100  # characters of a name
 
 
 def selection_rules(data: Any) -> Found:
@@ -88,6 +89,9 @@ def _names(methods: list) -> Found:
         if not NAME.fullmatch(str(name)):
             allowed = "small letters, digits and _, beginning with a letter (it becomes a folder)"
             yield ("methods", name), f"found the name {str(name)!r}; allowed: {allowed}"
+        elif len(str(name)) > LONGEST:
+            found = f"found a name of {len(str(name))} characters"
+            yield ("methods", name), f"{found}; allowed: up to {LONGEST} (it becomes a folder)"
 
 
 def _phases(whole: dict, run: dict) -> Found:

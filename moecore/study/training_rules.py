@@ -140,6 +140,8 @@ def size_rules(study: Study, previews: Mapping[str, Preview]) -> Found:
         preview = previews.get(phase)
         if preview and preview.counts:
             yield from _training(keys, phase, training, preview)
+        if preview and preview.short_side is None:
+            yield from _shift((*keys, "views", "shift"), phase, training.views, preview)
         if preview and preview.short_side is not None:
             yield from _whole_images((*keys, "views"), phase, training.views, preview.short_side)
     preview = previews.get("pretrain")
@@ -164,6 +166,14 @@ def _training(keys: tuple, phase: str, training: Any, preview: Preview) -> Found
         images = shots * len(numbers)
         why = f"{shots} shots of {len(numbers)} classes"
     yield from _batch((*keys, "batch"), training, images, why)
+
+
+def _shift(keys: tuple, phase: str, views: Any, preview: Preview) -> Found:
+    """Views that may be moved out of the image."""
+    sides = preview.size if isinstance(preview.size, tuple) else (preview.size,)
+    if views.shift >= min(sides):
+        found = f"found {views.shift}, but data.{phase} has images of {preview.size} pixels"
+        yield keys, f"{found}; allowed: less than that"
 
 
 def _whole_images(keys: tuple, phase: str, views: Any, short_side: int) -> Found:

@@ -59,6 +59,34 @@ def test_ours_is_in_order_and_says_what_the_data_are(project):
     assert {path.name for path in project.iterdir()} == {"params.yaml", "dvc.yaml"}
 
 
+LAUGHS = "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}' if level else 'x'] * 9)}]\n"
+    for level in range(9)
+)
+MERGES = "m0: &m0 {x: 1}\n" + "".join(
+    f"m{level}: &m{level} {{<<: [{', '.join([f'*m{level - 1}'] * 8)}], k{level}: 1}}\n"
+    for level in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (LAUGHS, ":1:1: aliases repeat values until they are more than 100,000; allowed: fewer"),
+        (MERGES, ":1:1: aliases repeat values until they are more than 100,000; allowed: fewer"),
+        (f"a: {'[' * 100_000}{']' * 100_000}\n", ":1:67: nested more than 64 levels deep"),
+        (f"a: {'9' * 5000}\n", f"not valid YAML: '{'9' * 40}' is not an integer"),
+        ("a: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+        ("a: \0\n", "control characters are not allowed"),
+    ],
+)
+def test_a_file_that_would_not_end_is_refused_at_once(project, before, said):
+    path = project / "params.yaml"
+    path.write_text(before + path.read_text(encoding="utf-8"), encoding="utf-8")
+    (line,) = refused(path)
+    assert said in line and str(path) in line
+
+
 VIT = "model: {kind: vit, patch: 7, width: 96, depth: 4, heads: 3, mlp_ratio: 2}"
 SWIN = "{kind: swin_v2, patch: 7, width: 24, depths: [2, 2], heads: [2, 4], window: 2}"
 MODEL = TEACHER = (VIT, f"model: {SWIN}")  # each takes the place of the first that is left
@@ -83,6 +111,27 @@ def test_a_router_that_the_task_hardly_trains_is_said(project):
 )
 def test_a_swin_that_cannot_be_is_refused_with_its_line(project, old, new, said):
     lines = refused(edit(project, (VIT, f"model: {SWIN.replace(old, new)}")))
+    assert any("params.yaml:" in line and said in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("seeds: [0]", "seeds: [9223372036854775808]", "run.seeds[0]: found 9.22e+18"),
+        ("learning_rate: ", "learning_rate: 1.0e+300 #", "learning_rate: found 1e+300"),
+        ("epochs: ", "epochs: 1000000000000000000000 #", "epochs: found 1e+21"),
+        ("depth: 4", "depth: 1000000000", "model.depth: found 1000000000"),
+        ("width: 96", "width: 960000000", "model.width: found 960000000"),
+        (
+            "views: {shift: 2}",
+            "views: {shift: 42}",
+            "shift: found 42, but data.finetune has images",
+        ),
+        ("  dense: {}", f"  dense: {{}}\n  {'a' * 101}: {{}}", "found a name of 101 characters"),
+    ],
+)
+def test_absurd_numbers_are_refused_with_their_line(project, old, new, said):
+    lines = refused(edit(project, (old, new)))
     assert any("params.yaml:" in line and said in line for line in lines), lines
 
 

@@ -40,8 +40,8 @@ class LanguageModel(BackboneConfig):
     """Settings of a language model with span attention and a cache of what came before."""
 
     kind: Literal["language_model"] = "language_model"
-    width: int = Field(default=128, ge=1, description="width of a token, d")
-    depth: int = Field(default=3, ge=1, description="number of blocks")
+    width: int = Field(default=128, ge=1, le=2**16, description="width of a token, d")
+    depth: int = Field(default=3, ge=1, le=1000, description="number of blocks")
     heads: int = Field(default=8, ge=1, description="attention heads; they divide the width")
     span: int = Field(
         default=256, ge=1, description="tokens before it that a token attends to, L, in each block"

@@ -19,7 +19,10 @@ class SwinSettings(BackboneConfig):
     kind: SwinKind
     patch: int = Field(default=4, ge=1, description="side of a patch, pixels")
     width: int = Field(
-        default=96, ge=8, description="width of a token in the first stage; each stage doubles it"
+        default=96,
+        ge=8,
+        le=2**16,
+        description="width of a token in the first stage; each stage doubles it",
     )
     depths: tuple[int, ...] = Field(
         default=(2, 2, 6, 2), min_length=1, description="number of blocks of each stage"
@@ -55,8 +58,10 @@ class SwinSettings(BackboneConfig):
             if values is not None and len(values) != stages:
                 text = f"{name} has {len(values)} values and depths {stages}"
                 raise ValueError(f"{text}; allowed: one for each stage in both")
-        if min(self.depths) < 1 or min(self.heads) < 1:
-            raise ValueError("depths and heads: allowed: 1 or more in each stage")
+        if min(self.depths) < 1 or min(self.heads) < 1 or max(self.depths) > 1000:
+            raise ValueError(
+                "depths and heads: allowed: 1 or more in each stage, up to 1000 blocks"
+            )
         for stage, heads in enumerate(self.heads):
             if self.width * 2**stage % heads:
                 text = f"heads is {heads} in stage {stage + 1}, whose width is "

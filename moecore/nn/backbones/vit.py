@@ -21,8 +21,8 @@ class Vit(BackboneConfig):
 
     kind: Literal["vit"] = "vit"
     patch: int = Field(default=16, ge=1, description="side of a patch, pixels")
-    width: int = Field(default=192, ge=8, description="width of a token")
-    depth: int = Field(default=12, ge=1, description="number of blocks")
+    width: int = Field(default=192, ge=8, le=2**16, description="width of a token")
+    depth: int = Field(default=12, ge=1, le=1000, description="number of blocks")
     heads: int = Field(default=3, ge=1, description="attention heads; they divide the width")
     mlp_ratio: float = Field(default=4.0, gt=0, description="hidden width of the dense MLP / width")
     pooling: Literal["class", "class+distillation", "mean"] = Field(

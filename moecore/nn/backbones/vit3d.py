@@ -23,8 +23,8 @@ class Vit3d(BackboneConfig):
 
     kind: Literal["vit3d"] = "vit3d"
     patch: int = Field(default=16, ge=1, description="side of a cube, voxels")
-    width: int = Field(default=192, ge=8, description="width of a token")
-    depth: int = Field(default=12, ge=1, description="number of blocks")
+    width: int = Field(default=192, ge=8, le=2**16, description="width of a token")
+    depth: int = Field(default=12, ge=1, le=1000, description="number of blocks")
     heads: int = Field(default=3, ge=1, description="attention heads; they divide the width")
     mlp_ratio: float = Field(default=4.0, gt=0, description="hidden width of the dense MLP / width")
     stem: Literal["linear", "pooled", "conv"] = Field(
