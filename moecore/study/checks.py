@@ -25,15 +25,16 @@ def cross_checks(document: Document, study: Study | None) -> Iterator[str]:
         yield f"{document.place(keys)}: {spell(keys)}: {text}"
 
 
-HUGE = 10**15
+HUGE = {int: 10**15, float: 1e100}
 
 
 def not_finite(document: Document) -> Iterator[str]:
     """One line per number that is infinite, no number, or beyond HUGE: no setting may be one."""
     for keys, value in _numbers(document.data):
         if isinstance(value, int) or math.isfinite(value):
-            if abs(value) > HUGE:
-                text = f"found {value:.3g}; allowed: numbers up to {HUGE:.0e}"
+            most = HUGE[type(value)]
+            if abs(value) > most:
+                text = f"found {value:.3g}; allowed: numbers up to {most:.0e}"
                 yield f"{document.place(keys)}: {spell(keys)}: {text}"
         else:
             found = "nan" if math.isnan(value) else f"{'-' * (value < 0)}inf"

@@ -118,7 +118,11 @@ def test_a_swin_that_cannot_be_is_refused_with_its_line(project, old, new, said)
     ("old", "new", "said"),
     [
         ("seeds: [0]", "seeds: [9223372036854775808]", "run.seeds[0]: found 9.22e+18"),
-        ("learning_rate: ", "learning_rate: 1.0e+300 #", "learning_rate: found 1e+300"),
+        (
+            "learning_rate: ",
+            "learning_rate: 1.0e+300 #",
+            "learning_rate: found 1e+300; allowed: numbers up to 1e+100",
+        ),
         ("epochs: ", "epochs: 1000000000000000000000 #", "epochs: found 1e+21"),
         ("depth: 4", "depth: 1000000000", "model.depth: found 1000000000"),
         ("width: 96", "width: 960000000", "model.width: found 960000000"),
