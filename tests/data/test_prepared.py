@@ -2,20 +2,35 @@
 
 Work in several threads: results in order, errors where they are due, one thread for BLAS
 meanwhile.
+
+What a source says beforehand is what it then writes, and what is wrong is said, not raised.
 """
 
+import gzip
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from moecore.core.files import UserError, read_json, write_json
+from moecore.data.files.idx import idx_shape
 from moecore.data.prepared import Prepared
+from moecore.data.preview import preview_of_card
+from moecore.data.sources import cifar, fashion_mnist
+from moecore.data.sources.cifar import Cifar
+from moecore.data.sources.digits import Digits
+from moecore.data.sources.fashion_mnist import FashionMnist
+from moecore.data.sources.image_folder import ImageFolder
+from moecore.data.sources.imagenet import Imagenet
+from moecore.data.sources.mosaic import Mosaic
+from moecore.data.sources.phantom import Phantom
 from moecore.data.splits import SplitSettings
 from moecore.data.workers import each, one_blas_thread
 from moecore.data.writer import Facts, Part, moments, write_prepared
 from moecore.tasks.classification import Classification
+from tests.data.making import cifar_content, cohort, fashion_folder, image_classes
 
 
 class Made(SplitSettings):
@@ -196,3 +211,124 @@ def test_the_limit_holds_until_the_last_user_has_left():
         assert blas_threads() == {1}
         second.__exit__(None, None, None)
         assert blas_threads() == {2}
+
+
+def fashion(folder, monkeypatch) -> FashionMnist:
+    monkeypatch.setattr(fashion_mnist, "SHA256", fashion_folder(folder / "raw"))
+    return FashionMnist(root=(str(folder / "absent"), str(folder / "raw")), train_limit=50)
+
+
+def small_cifar(folder, monkeypatch) -> Cifar:
+    real = cifar.SETS[10]
+    small = real._replace(train=dict.fromkeys(real.train, 80), test=dict.fromkeys(real.test, 200))
+    monkeypatch.setitem(cifar.SETS, 10, small)
+    (folder / "raw").mkdir()
+    for name, number in (small.train | small.test).items():
+        labels = [[row % 10] for row in range(number)]
+        (folder / "raw" / name).write_bytes(cifar_content(np.array(labels)))
+    return Cifar(root=str(folder / "raw"), size=16, validation=0.25, test_limit=100)
+
+
+def folders(folder, monkeypatch) -> ImageFolder:
+    image_classes(folder / "raw/train", {"cat": 20, "dog": 30})
+    image_classes(folder / "raw/val", {"cat": 3, "dog": 4})
+    return ImageFolder(root=str(folder / "raw"), size=8, channels=1)
+
+
+def wnids(folder, monkeypatch) -> Imagenet:
+    for part, number in (("train", 12), ("val", 3)):
+        names = {"n01440764": number, "n01443537": number}
+        image_classes(folder / "raw" / part, names, suffix=".jpg")
+    return Imagenet(root=str(folder / "raw"), cache=str(folder / "cache"), size=8, validation=4)
+
+
+SOURCES = {
+    "digits": lambda *_: Digits(size=12, seed=3, test_limit=50),
+    "fashion_mnist": fashion,
+    "cifar": small_cifar,
+    "image_folder": folders,
+    "imagenet": wnids,
+    "mosaic": lambda *_: Mosaic(source=Digits(), grid=2, train=200, validation=60, test=60),
+    "phantom": lambda *_: Phantom(subjects=12, age_groups=2, second_sessions=0.5),
+    "bids": lambda folder, _: cohort(folder / "raw"),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_what_is_said_beforehand_is_what_is_written(tmp_path, monkeypatch, kind):
+    source = SOURCES[kind](tmp_path, monkeypatch)
+    said = source.preview()
+    assert said.problem is None and said.note is None
+    source.prepare(tmp_path / "out")
+    card = tmp_path / "out/card.json"
+    written = preview_of_card(read_json(card), card)
+    assert said.counts == written.counts and said.images == written.images
+    assert (said.name, said.channels, said.shape) == (written.name, written.channels, written.shape)
+    assert said.classes == written.classes and said.task.kind == written.task.kind
+    assert (said.regions or ()) == written.regions
+
+
+def problem(source) -> str:
+    found = source.preview().problem
+    assert found is not None
+    return found
+
+
+def test_files_that_are_missing_or_too_short_are_named(tmp_path, monkeypatch):
+    source = small_cifar(tmp_path, monkeypatch)
+    path = tmp_path / "raw/data_batch_2.bin"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert f"{path}: expected 245840 bytes (80 records of 3073), found 245835" in problem(source)
+    path.unlink()
+    assert "CIFAR-10 is not in" in problem(source)
+    download = source.model_copy(update={"download": True}).preview()
+    assert download.problem is None and "will download it into" in download.note
+
+
+def test_headers_of_idx_files(tmp_path, monkeypatch):
+    source = fashion(tmp_path, monkeypatch)
+    path = tmp_path / "raw/train-images-idx3-ubyte.gz"
+    assert idx_shape(path, 3) == (200, 28, 28)
+    content = gzip.decompress(path.read_bytes())
+    path.write_bytes(gzip.compress(content[:4] + b"\0\0\0\x07" + content[8:]))
+    assert "7 train images but 200 labels" in problem(source)
+    path.write_bytes(gzip.compress(b"\0\0\x09\3" + content[4:]))
+    assert "starts with 00 00 09 03; allowed: 00 00 08 03" in problem(source)
+    path.write_bytes(path.read_bytes()[:9])
+    assert "damaged gzip file" in problem(source)
+    path.unlink()
+    assert "raw lacks train-images-idx3-ubyte" in problem(source)
+
+
+def test_the_first_image_of_each_class_is_opened(tmp_path, monkeypatch):
+    source = folders(tmp_path, monkeypatch)
+    (tmp_path / "raw/train/dog/notes.txt").write_text("no image")
+    assert source.preview().note == "files that are no images are passed over (1 .txt)"
+    first = min((tmp_path / "raw/train/dog").glob("*.png"))
+    first.write_text("no image either")
+    assert str(first) in problem(source) and "on_error: skip" in problem(source)
+    assert source.model_copy(update={"on_error": "skip"}).preview().problem is None
+
+
+def test_a_class_that_a_split_has_not(tmp_path):
+    image_classes(tmp_path, {"cat": 60, "dog": 2})
+    assert "no image in train of class dog" in problem(ImageFolder(root=str(tmp_path), size=8))
+
+
+def test_a_cohort_names_every_problem_of_its_tables_and_headers(tmp_path):
+    source = cohort(tmp_path / "raw")
+    volumes = sorted(Path(tmp_path, "raw").rglob("*_T1w.nii.gz"))
+    volumes[0].unlink()
+    volumes[1].write_bytes(b"no volume")
+    found = problem(source)
+    assert "2 problems in the cohort" in found
+    assert "sub-00*_T1w.nii*: no such file" in found
+    assert f"{volumes[1]}: cannot be read, damaged or truncated" in found
+    left = source.model_copy(update={"on_error": "skip"}).preview()
+    assert sum(left.images.values()) == 10
+    assert left.note == "2 problems; those subjects will be left out"
+
+
+def test_a_mosaic_of_more_cells_than_images(tmp_path):
+    source = Mosaic(source=Digits(test_limit=30), grid=8)
+    assert "a mosaic has 64 cells, but test of the source has 30 images" in problem(source)

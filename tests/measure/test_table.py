@@ -1,18 +1,39 @@
-"""Every measurement of the table has the four names, and its results are read back."""
+"""Every measurement of the table has the four names, and its results are read back.
 
+Measurements of a model of age on volumes, and those that do not apply to it.
+"""
+
+import numpy as np
 import pytest
+import torch
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_json
 from moecore.core.plain import plain
-from moecore.measure import MEASUREMENTS, routing
+from moecore.core.records import Layout, RoutingRecord
+from moecore.core.tensors import unpacked_values
+from moecore.data.prepared import Prepared, evenly_spread
+from moecore.data.views.views import Affine, ViewSettings
+from moecore.measure import MEASUREMENTS, cost, routing
 from moecore.measure.base import Skipped, Subject, at_once, read_result
+from moecore.measure.cost import Cost
+from moecore.measure.routing import Routing
+from moecore.measure.routing_metrics.augmentations import (
+    OF_VOLUMES,
+    PRESETS,
+    Augmentation,
+    resolved,
+    two_views,
+)
+from moecore.measure.routing_metrics.overlays import grid_of, mid_slices
+from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoE
-from tests.measure.subjects import built, digits
+from moecore.nn.predict import predictions
+from tests.measure.subjects import built, digits, measured_twice
 from tests.measure.test_words import text
 from tests.volumes import write_cohort
 
@@ -97,3 +118,158 @@ def test_a_dense_model_is_skipped_where_routing_is_measured(subjects):
     dense = Subject(built(SingleLayer(), None, data, 1), data)
     skipped = {what for what, found in MEASUREMENTS.items() if found.applies(dense)}
     assert skipped == {"routing", "invariance", "explorer", "cohort_checks", "word_swaps"}
+
+
+ROUTING = Routing.model_validate(
+    {
+        "images": 12,
+        "overlays": 3,
+        "views": {"shift": 2, "flip": True, "affine": {"degrees": 10}},
+        "augmentations": ["identity", "noise", "shift", "flip", "rotation", "affine"],
+        "augmentation_images": 6,
+        "sweeps": {"k": [1, 2], "threshold": [], "images": 8},
+    }
+)
+TWO_BLOCKS = MoE(
+    router={"kind": "noisy_top_k", "k": 1},
+    experts={"kind": "mlp", "number": 4, "hidden_ratio": 1},
+    blocks=[0, 1],
+)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory) -> Subject:
+    data = write_cohort(tmp_path_factory.mktemp("volumes"))
+    return Subject(trained(data, TWO_BLOCKS).eval(), data)
+
+
+@pytest.fixture(scope="module")
+def found(subject) -> routing.Result:
+    return measured_twice(routing.measure, subject, ROUTING)
+
+
+def trained(data: Prepared, moe: MoE | None) -> torch.nn.Module:
+    """A model that follows age a little, after a few steps."""
+    torch.manual_seed(1)
+    model = Vit3d(patch=4, width=16, depth=2, heads=2, mlp_ratio=1).build(
+        ImageSpec.from_card(data.card), moe
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    volumes, labels = (
+        torch.from_numpy(np.array(data.train.images)).float(),
+        torch.from_numpy(data.train.labels),
+    )
+    for _ in range(30):
+        loss = (model(volumes).prediction[:, 0] - labels).abs().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("what", ["invariance", "corruptions", "stability", "lipschitz"])
+def test_measurements_of_flat_images_do_not_apply(subject, what):
+    assert "volumes" in MEASUREMENTS[what].applies(subject)
+
+
+@pytest.mark.parametrize("what", ["routing", "cost", "cohort_checks"])
+def test_the_others_do(subject, what):
+    assert MEASUREMENTS[what].applies(subject) is None
+
+
+def test_the_cost_of_volumes_is_measured(subject):
+    found = cost.measure(subject, Cost(batch=4, rounds=2, images=8), at_once)
+    assert found.flops_per_image > 0
+    assert found.images_per_second > 0
+
+
+def test_routing_of_volumes(found):
+    assert found.images == 12
+    assert len(found.layers) == 2
+    rows = {row.name: row for row in found.augmentations}
+    assert list(rows) == ["identity", "noise", "shift", "flip", "rotation", "affine"]
+    assert rows["identity"].match_top1 == 1
+    # every cube of every volume has its partner
+    assert rows["identity"].pairs == 6 * 64
+    assert rows["rotation"].pairs < 6 * 64
+    assert 0 < found.match_top1 <= 1
+    assert all(row.low <= row.score <= row.high for row in found.sweeps.k)
+    assert found.overlays.shape == (3, 1, 16, 16)
+
+
+def test_the_sweeps_own_setting_has_the_models_error(subject, found):
+    where = evenly_spread(40, 12)[evenly_spread(12, 8)]
+    test = subject.data.test
+    predicted = predictions(subject.model, test.images[where], 5)[0][:, 0].numpy()
+    errors = np.abs(predicted - test.labels[where])
+    (own,) = [row for row in found.sweeps.k if row.own]
+    assert own.k == 1
+    assert own.score == pytest.approx(float(errors.mean()), rel=1e-5)
+
+
+def test_mid_slices_by_hand():
+    # One volume of 4 × 2 × 6 voxels in cubes of 2: a grid of 2 × 1 × 3; the middle row of cubes
+    # along the last axis holds voxels 2 and 3.
+    volume = np.zeros((1, 1, 4, 2, 6), np.float16)
+    volume[0, 0, :, :, 3] = np.array(
+        [[0.0, 0.2], [0.4, 0.6], [0.8, 1.0], [0.0, 0.0]]
+    )  # (right, anterior) of the shown slice
+    layout = Layout(special=1, grid=(2, 1, 3), size=(4, 2, 6))
+    combine = torch.zeros(1, 7, 5)
+    combine[0, 1 + 1, 4], combine[0, 1 + 4, 2] = (
+        1,
+        1,
+    )  # cubes (0, 0, 1) and (1, 0, 1); all others: no expert
+    record = RoutingRecord(*[combine] * 5)
+    found = mid_slices(volume, (record,), layout)
+    assert found.shape == (1, 1, 2, 4) and found.experts == 5
+    assert found.images()[0, 0].tolist() == [[51, 153, 255, 0], [0, 102, 204, 0]], (
+        "anterior up, right to the right"
+    )
+    assert grid_of(found.grids[0][0]).tolist() == [[4, 2]]
+    special = combine.clone()
+    special[0, 0] = 9  # the class token's expert is not shown
+    assert mid_slices(volume, (RoutingRecord(*[special] * 5),), layout) == found
+
+
+def test_presets_of_volumes():
+    assert set(OF_VOLUMES) == {"identity", "noise", "shift", "flip", "rotation", "affine"}
+    assert (
+        resolved("affine", volumes=True).views.affine.shear == 0
+        and resolved("affine").views.affine.shear == 10
+        and resolved("flip", True) == PRESETS["flip"]
+    )
+    with pytest.raises(
+        UserError, match="found brightness, which is for flat images; allowed for volumes: identity"
+    ):
+        resolved("brightness", volumes=True)
+
+
+def test_noise_leaves_the_background_of_volumes():
+    volumes = np.zeros((2, 1, 8, 8, 8), np.float16)
+    volumes[:, :, 2:6, 2:6, 2:6] = 0.5
+    views = two_views(volumes, Augmentation(name="noise", noise=0.1), 0)
+    assert views.images.shape == (4, 1, 8, 8, 8) and views.affines.shape == (4, 4, 4)
+    assert (views.images[:, :, 0] == 0).all() and float(
+        views.images[:, :, 2:6, 2:6, 2:6].std()
+    ) == pytest.approx(0.1, rel=0.2)
+    assert not torch.equal(views.images[0], views.images[2]), "two views of a volume differ"
+    moved = two_views(
+        volumes, Augmentation(name="turned", views=ViewSettings(affine=Affine(degrees=20))), 0
+    )
+    assert not torch.equal(moved.affines[0], moved.affines[2]) and torch.equal(
+        views.affines[0], torch.eye(4)
+    )
+
+
+def test_people_with_several_sessions_are_one_item(subject, found):
+    test = subject.data.test
+    names = [row["participant_id"] for row in subject.data.subjects("test")]
+    assert len(test.people) == len(names) > len(set(names))
+    assert len(set(zip(test.people.tolist(), names, strict=True))) == len(set(names))
+    shown = test.people_at(evenly_spread(len(names), 12))
+    for metric, packed in found.items.items():
+        items = unpacked_values(packed)
+        assert len(items) == len(set(shown.tolist()))
+        if hasattr(found, metric):
+            assert items.mean() == pytest.approx(getattr(found, metric), abs=1e-6)

@@ -1,5 +1,9 @@
-"""Each source on small real files: the prepared folder opens, and what is wrong is said."""
+"""Each source on small real files: the prepared folder opens, and what is wrong is said.
 
+Class folders of image files: splits, damage, resuming after a kill.
+"""
+
+import hashlib
 import io
 import shutil
 import tarfile
@@ -7,16 +11,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, checksum
+from moecore.data.arrays import Jpegs
+from moecore.data.files import decode_cache
 from moecore.data.files.cifar_files import SETS
+from moecore.data.files.decode import decode_image
 from moecore.data.prepared import Prepared
 from moecore.data.sources import Source, cifar, fashion_mnist
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
-from tests.data.making import cifar_content, fashion_folder
+from moecore.data.sources.image_folder import ImageFolder
+from moecore.data.sources.imagenet import Imagenet
+from tests.data.making import cifar_content, fashion_folder, image_classes, photo_classes
 
 REAL = next(
     (
@@ -195,3 +205,291 @@ def test_the_python_version_of_cifar_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"cos\nsystem\n")
     with pytest.raises(UserError, match="python version of CIFAR is refused: it is pickle"):
         Cifar(root=str(tmp_path)).prepare(tmp_path / "out")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_image_folder_without_splits(tmp_path, channels):
+    image_classes(tmp_path / "raw", {"cat": 20, "dog": 30})
+    settings = ImageFolder(root=str(tmp_path / "raw"), size=8, channels=channels, licence="ours")
+    card = settings.prepare(tmp_path / "out")
+    assert card["counts"] == {
+        "train": {"cat": 14, "dog": 22},
+        "validation": {"cat": 2, "dog": 2},
+        "test": {"cat": 4, "dog": 6},
+    }
+    assert card["task"]["classes"] == ["cat", "dog"] and card["licence"] == "ours"
+    assert Prepared.open(tmp_path / "out").train.images.shape == (36, channels, 8, 8)
+    assert settings.prepare(tmp_path / "again") == card
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        [*card["files"], "card.json"]
+    )
+
+
+@pytest.mark.parametrize("name", ["validation", "val"])
+def test_image_folder_with_splits(tmp_path, name):
+    for part, number in (("train", 9), (name, 4), ("test", 3)):
+        image_classes(tmp_path / part, {"a": number, "b": number}, suffix=".jpg")
+    card = ImageFolder(root=str(tmp_path), size=8, test_limit=4, train_limit=10).prepare(
+        tmp_path / "out"
+    )
+    assert [list(card["counts"][split].values()) for split in ("train", "validation", "test")] == [
+        [5, 5],
+        [4, 4],
+        [2, 2],
+    ]
+
+
+def test_every_bad_image_is_listed_or_skipped(tmp_path):
+    image_classes(tmp_path / "raw", {"a": 20, "b": 20})
+    whole = (tmp_path / "raw/a/001.png").read_bytes()
+    (tmp_path / "raw/a/001.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "raw/b/002.png").write_bytes(b"not an image")
+    Image.new("F", (9, 9)).save(tmp_path / "raw/b/003.tif")
+    (tmp_path / "raw/b/003.png").unlink()
+    with pytest.raises(UserError) as error:
+        ImageFolder(root=str(tmp_path / "raw"), size=8).prepare(tmp_path / "out")
+    for word in (
+        "3 image files cannot be read",
+        "a/001.png: ",
+        "b/002.png: cannot identify",
+        "b/003.tif: has mode F; allowed: 8 or 16 bits",
+    ):
+        assert word in str(error.value)
+    card = ImageFolder(root=str(tmp_path / "raw"), size=8, validation=0.3, on_error="skip").prepare(
+        tmp_path / "out"
+    )
+    assert sum(sum(counts.values()) for counts in card["counts"].values()) == 37
+
+
+def test_wrong_folders_are_named(tmp_path):
+    image_classes(tmp_path / "raw/train", {"a": 9, "b": 9})
+    image_classes(tmp_path / "raw/test", {"a": 3, "c": 3})
+    with pytest.raises(UserError, match="test: class folders differ; lacking: b; unknown: c"):
+        ImageFolder(root=str(tmp_path / "raw")).prepare(tmp_path / "out")
+    (tmp_path / "empty/a").mkdir(parents=True)
+    (tmp_path / "empty/b").mkdir()
+    with pytest.raises(UserError, match="no image in class a, b"):
+        ImageFolder(root=str(tmp_path / "empty")).prepare(tmp_path / "out")
+    with pytest.raises(UserError, match="no such folder"):
+        ImageFolder(root=str(tmp_path / "nowhere")).prepare(tmp_path / "out")
+
+
+def test_short_side_and_centre_crop(tmp_path):
+    pixels = np.zeros((10, 30, 3), np.uint8)
+    pixels[:, 10:20] = (200, 100, 50)  # the centre square has one colour
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    decoded = decode_image(tmp_path / "wide.png", 10, 3)
+    assert (decoded == np.array([200, 100, 50]).reshape(3, 1, 1)).all()
+
+
+def test_a_rotated_photo_is_turned(tmp_path):
+    pixels = np.zeros((8, 8), np.uint8)
+    pixels[0] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 3  # turned by 180 degrees
+    Image.fromarray(pixels).save(tmp_path / "photo.png", exif=exif)
+    assert (decode_image(tmp_path / "photo.png", 8, 1)[0, -1] == 255).all()
+
+
+def imagenet_folder(root):
+    image_classes(root / "train", {"n01440764": 12, "n01443537": 12}, suffix=".JPEG")
+    image_classes(root / "val", {"n01440764": 4, "n01443537": 4}, suffix=".JPEG")
+
+
+def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
+    imagenet_folder(tmp_path / "raw")
+    settings = Imagenet(
+        root=str(tmp_path / "raw"), cache=str(tmp_path / "cache"), size=8, validation=4
+    )
+    card = settings.prepare(tmp_path / "whole")
+    assert [sum(card["counts"][split].values()) for split in ("train", "validation", "test")] == [
+        20,
+        4,
+        8,
+    ] and not (tmp_path / "cache").exists()
+
+    decoded = []
+    real = decode_image
+    monkeypatch.setattr(decode_cache, "CHUNK", 5)
+
+    def until_killed(path, *rest):
+        if len(decoded) >= 12:
+            raise KeyboardInterrupt
+        decoded.append(path)
+        return real(path, *rest)
+
+    monkeypatch.setattr(decode_cache, "decode_image", until_killed)
+    with pytest.raises(KeyboardInterrupt):
+        settings.prepare(tmp_path / "killed")
+    monkeypatch.setattr(
+        decode_cache,
+        "decode_image",
+        lambda path, *rest: (decoded.append(path), real(path, *rest))[1],
+    )
+    assert settings.prepare(tmp_path / "resumed") == card
+    # at most the chunk that was being written and the next one were decoded twice
+    assert 32 <= len(decoded) <= 32 + 10
+
+
+def test_imagenet_starts_afresh_where_the_files_changed(tmp_path):
+    imagenet_folder(tmp_path / "raw")
+    cache = decode_cache.DecodeCache(tmp_path / "cache", 8, 3)
+    paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
+    before = np.load(cache.decode("test", paths)[0]).copy()
+    Image.new("RGB", (50, 50), "red").save(paths[3])
+    after = np.load(cache.decode("test", paths)[0])
+    assert (after[3, 0] > 250).all() and np.array_equal(before[:3], after[:3])
+
+
+def test_imagenet_folders_are_checked(tmp_path):
+    settings = Imagenet(root=str(tmp_path))
+    with pytest.raises(UserError, match="found no folders train/ and val/"):
+        settings.prepare(tmp_path / "out")
+    imagenet_folder(tmp_path)
+    shutil.rmtree(tmp_path / "val")
+    (tmp_path / "val").mkdir()
+    with pytest.raises(UserError, match="val: holds no class folders"):
+        settings.prepare(tmp_path / "out")
+    (tmp_path / "val/goldfish").mkdir()
+    with pytest.raises(UserError, match="folder goldfish is not a wnid"):
+        settings.prepare(tmp_path / "out")
+
+
+def test_folders_are_sought_from_the_repository(tmp_path, monkeypatch):
+    image_classes(tmp_path / "home/raw", {"a": 10, "b": 10})
+    (tmp_path / "study").mkdir()
+    monkeypatch.chdir(tmp_path / "study")
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path / "home"))
+    ImageFolder(root="raw", size=8).prepare(tmp_path / "out")
+
+
+def kept(root, **settings) -> Imagenet:
+    """A small ImageNet of photos whose training images are kept as JPEG files."""
+    if not (root / "raw").exists():
+        photo_classes(root / "raw/train", {"n01440764": 14, "n01443537": 14})
+        photo_classes(root / "raw/val", {"n01440764": 4, "n01443537": 4})
+    cache = str(root / "cache")
+    return Imagenet(
+        root=str(root / "raw"), cache=cache, size=32, validation=4, store="jpeg", **settings
+    )
+
+
+def test_whole_images_are_kept_as_jpeg(tmp_path):
+    settings = kept(tmp_path, short_side=36, quality=90)
+    card = settings.prepare(tmp_path / "out")
+    data = Prepared.open(tmp_path / "out", verify=True)
+    images = data.train.images
+    assert isinstance(images, Jpegs) and images.shape == (24, 3, 32, 32) and images.uneven
+    content = tmp_path / "out/train_images.bin"
+    assert card["jpeg"] == {
+        "side": 36,
+        "whole": True,
+        "quality": 90,
+        "bytes": content.stat().st_size,
+    }
+    assert card["files"]["train_images.bin"] == checksum(content)
+    assert data.test.images.shape == (8, 3, 32, 32), "centre squares, as ever"
+    classes = tuple(data.task.classes)
+    paths = settings._splits(tmp_path / "raw", classes)["train"].paths
+    assert len({pixels.shape for pixels in images.whole(range(24))}) > 5
+    for path, pixels in zip(paths, images.whole(range(24)), strict=True):
+        with Image.open(path) as original:
+            width, height = original.size
+            assert min(pixels.shape[:2]) == 36
+            assert pixels.shape[0] / pixels.shape[1] == pytest.approx(height / width, abs=0.03)
+            small = np.asarray(original.resize(pixels.shape[1::-1], Image.Resampling.BILINEAR))
+        assert np.abs(small.astype(float) - pixels).mean() < 6, "compressed, and the same picture"
+    # the array that they look like: centre squares of any subset, in any order
+    some = images[[5, 2]]
+    assert isinstance(some, Jpegs) and np.array_equal(np.asarray(some)[1], images[2])
+    assert np.abs(images[2].astype(float) - decode_image(paths[2], 32, 3)).mean() < 6
+    pixels = np.concatenate([one.reshape(-1, 3) for one in images.whole(range(24))]) / 255
+    assert np.allclose(card["mean"], pixels.mean(0), atol=0.01)
+    assert np.allclose(card["std"], pixels.std(0), atol=0.01)
+
+
+def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch):
+    settings = kept(tmp_path, short_side=40)
+    card = settings.prepare(tmp_path / "whole")
+    monkeypatch.setattr(decode_cache, "CHUNK", 5)
+    real, packed = decode_cache.pack_image, []
+
+    def until_killed(path, packing):
+        if len(packed) >= 12:
+            raise KeyboardInterrupt
+        packed.append(path)
+        return real(path, packing)
+
+    monkeypatch.setattr(decode_cache, "pack_image", until_killed)
+    with pytest.raises(KeyboardInterrupt):
+        settings.prepare(tmp_path / "killed")
+    with open(tmp_path / "cache/train.bin", "ab") as torn:
+        torn.write(b"half a file")  # written, but never said to be there
+    monkeypatch.setattr(
+        decode_cache, "pack_image", lambda *given: (packed.append(given[0]), real(*given))[1]
+    )
+    assert settings.prepare(tmp_path / "resumed") == card
+    assert 24 <= len(packed) <= 24 + 10
+    before = len(packed)
+    other = kept(tmp_path, short_side=40, quality=80).prepare(tmp_path / "other")
+    assert len(packed) == before + 24 and other["jpeg"]["bytes"] < card["jpeg"]["bytes"]
+
+
+def test_unreadable_images_are_listed_or_left_out_of_the_jpeg_files(tmp_path):
+    settings = kept(tmp_path, short_side=40)
+    (tmp_path / "raw/train/n01440764/003.JPEG").write_bytes(b"not an image")
+    splits = settings._splits(tmp_path / "raw", ("n01440764", "n01443537"))
+    with pytest.raises(UserError, match=r"1 image files cannot be read[^$]*003.JPEG: cannot"):
+        settings.prepare(tmp_path / "out")
+    skipping = settings.model_copy(update={"on_error": "skip"})
+    card = skipping.prepare(tmp_path / "out")
+    bad = [path.name == "003.JPEG" and "0764" in str(path) for path in splits["train"].paths]
+    assert card["images"]["train"] == 24 - sum(bad)
+    images = Prepared.open(tmp_path / "out").train.images
+    assert isinstance(images, Jpegs) and len(images.whole(range(len(images)))) == len(images)
+
+
+def test_a_damaged_jpeg_store_is_named(tmp_path):
+    kept(tmp_path).prepare(tmp_path / "out")
+    images = Prepared.open(tmp_path / "out").train.images
+    assert isinstance(images, Jpegs) and not images.uneven
+    start, stop = images.offsets[3:5]
+    path = tmp_path / "out/train_images.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:start] + bytes(stop - start) + content[stop:])
+    images = Prepared.open(tmp_path / "out").train.images
+    assert len(np.asarray(images[[0, 1, 2, 4]])) == 4
+    with pytest.raises(
+        UserError, match=r"train_images.bin: image 3 \(bytes \d+ to \d+\) cannot be"
+    ):
+        np.asarray(images[[2, 3]])
+    path.write_bytes(content[:-7])
+    with pytest.raises(UserError, match=f"train_images.bin: expected {len(content)} bytes, found"):
+        Prepared.open(tmp_path / "out")
+    path.unlink()
+    with pytest.raises(UserError, match="train_images.bin: no such file"):
+        Prepared.open(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"short_side": 256}, "short_side is 256, store raw"),
+        ({"store": "jpeg", "short_side": 48}, "short_side is 48, size 64; allowed: 64 or more"),
+        ({"store": "jpeg", "size": 28}, "store is jpeg, size 28; allowed: 32 or more, or raw"),
+        ({"quality": 90}, "quality is 90, of JPEG files, and store is raw; allowed: 95, or"),
+        ({"store": "webp"}, "'raw' or 'jpeg'"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(settings, said):
+    with pytest.raises(ValidationError, match=said):
+        Imagenet(**settings)
+
+
+def test_the_defaults_write_the_bytes_that_they_always_wrote(tmp_path):
+    image_classes(tmp_path / "raw", {"cat": 20, "dog": 30})
+    card = ImageFolder(root=str(tmp_path / "raw"), size=8).prepare(tmp_path / "out")
+    said = "".join(card["files"][f"{split}_images.npy"] for split in ("train", "test"))
+    assert (
+        hashlib.sha256(said.encode()).hexdigest()[:16] == "bf0a7dc432ff0397" and "jpeg" not in card
+    )

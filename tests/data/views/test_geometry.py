@@ -4,20 +4,29 @@ composition.
 The images are ramps: at pixel (i, j) of a ramp the value is its row (or column) centre, i + 0.5,
 times a known factor. Bilinear sampling of a ramp is exact, so a view's value at (i, j) tells which
 original point lies there; the affine must say the same.
+
+The colour operations against PIL on uint8 images.
+
+Tolerance: PIL cuts each result to a whole level, ours keep the fraction, so results differ by less
+than one level (and contrast's grey mean may round the other way). posterize, solarize, invert and
+equalize must be equal.
 """
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image, ImageEnhance, ImageOps
 
 from moecore.core.streams import Draws, generator_for
 from moecore.data.sampling import warp
-from moecore.data.views import geometry, randaugment
-from moecore.data.views.randaugment import Drawn, RandAugment
-from moecore.data.views.views import Affine, Crop, ViewSettings, make_views
+from moecore.data.views import colour, geometry, randaugment
+from moecore.data.views.randaugment import OPERATIONS, Drawn, RandAugment, draw, recolour
+from moecore.data.views.views import Affine, Crop, ViewSettings, identity_view, make_views
+from moecore.training.teachers.torchvision_operators import define_missing_operators
 
 STEP = 4  # grey levels per pixel of the ramps
 
@@ -186,3 +195,188 @@ def test_inverse_and_crop_windows():
         and (left + width <= 30).all()
     )
     assert (width / height).min() >= 0.9 and (width / height).max() <= 1.1
+
+
+RANDOM = np.random.default_rng(0)
+SMOOTH = (np.add.outer(np.arange(24), np.arange(18)) * 4 + 20)[:, :, None] + np.array([0, 20, 40])
+IMAGES = {
+    "noise": RANDOM.integers(0, 256, (24, 18, 3)).astype(np.uint8),
+    "ramp": SMOOTH.clip(0, 255).astype(np.uint8),
+    "narrow": RANDOM.integers(100, 140, (24, 18, 3)).astype(np.uint8),
+    "flat": np.full((24, 18, 3), 77, np.uint8),
+}
+FACTORS = (0.0, 0.1, 0.55, 1.0, 1.45, 1.9)
+ENHANCE = {
+    "brightness": ImageEnhance.Brightness,
+    "contrast": ImageEnhance.Contrast,
+    "saturation": ImageEnhance.Color,
+    "sharpness": ImageEnhance.Sharpness,
+}
+
+
+def ours(name, pixels, value):
+    tensor = (
+        torch.from_numpy(pixels.copy()).float().view(*pixels.shape[:2], -1).permute(2, 0, 1)[None]
+    )
+    return (
+        getattr(colour, name)(tensor, torch.full((1, 1, 1, 1), float(value)))[0]
+        .permute(1, 2, 0)
+        .numpy()
+    )
+
+
+def images(grey):
+    return {
+        name: np.asarray(Image.fromarray(image).convert("L")) if grey else image
+        for name, image in IMAGES.items()
+    }
+
+
+def close(mine, theirs, tolerance):
+    return np.abs(mine - np.asarray(theirs, np.float64).reshape(mine.shape)).max() <= tolerance
+
+
+@pytest.mark.parametrize("grey", [False, True])
+@pytest.mark.parametrize("name", ENHANCE)
+def test_enhancements(name, grey):
+    for image in images(grey).values():
+        for factor in FACTORS:
+            assert close(
+                ours(name, image, factor),
+                ENHANCE[name](Image.fromarray(image)).enhance(factor),
+                1.0,
+            ), (factor,)
+
+
+@pytest.mark.parametrize("grey", [False, True])
+def test_operations_on_levels(grey):
+    for image in images(grey).values():
+        picture = Image.fromarray(image)
+        assert close(ours("autocontrast", image, 1), ImageOps.autocontrast(picture), 1.0)
+        assert close(ours("equalize", image, 1), ImageOps.equalize(picture), 0)
+        assert close(ours("invert", image, 1), ImageOps.invert(picture), 0)
+        for bits in range(1, 9):
+            assert close(ours("posterize", image, bits), ImageOps.posterize(picture, bits), 0)
+        for threshold in (0, 26, 128, 256):
+            assert close(
+                ours("solarize", image, threshold), ImageOps.solarize(picture, threshold), 0
+            )
+
+
+def test_each_image_gets_its_own_operation():
+    names = ("identity", *OPERATIONS)
+    pixels = torch.from_numpy(np.stack([IMAGES["noise"]] * len(names))).permute(0, 3, 1, 2).float()
+    levels = torch.full((len(names), 1), -0.5, dtype=torch.float64)
+    done = recolour(pixels.clone(), Drawn(names, torch.arange(len(names))[:, None], levels))
+    assert torch.equal(done[0], pixels[0])
+    for row, name in enumerate(names[1:], 1):
+        value = OPERATIONS[name][1](levels[row]).float().view(1, 1, 1, 1)
+        assert torch.equal(done[row : row + 1], OPERATIONS[name][0](pixels[row : row + 1], value))
+        assert not torch.equal(done[row], pixels[row])
+
+
+def test_order_is_the_order_drawn():
+    names = ("invert", "posterize")
+    pixels = torch.full((2, 1, 4, 4), 100.0)
+    done = recolour(
+        pixels, Drawn(names, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2, dtype=torch.float64))
+    )
+    # 255 − 100 = 155 → 144; 100 → 96 → 159
+    assert done[0, 0, 0, 0] == 144 and done[1, 0, 0, 0] == 159
+
+
+def test_values_at_magnitude_10_and_limits_beyond():
+    one = torch.tensor([1.0, -1.0, 3.0, -3.0], dtype=torch.float64)
+    assert OPERATIONS["brightness"][1](one).tolist() == pytest.approx([1.9, 0.1, 3.7, 0.0])
+    assert OPERATIONS["posterize"][1](one).tolist() == [4, 4, 1, 1] and OPERATIONS["solarize"][1](
+        one
+    ).tolist() == [0, 0, 0, 0]
+
+
+def test_all_names_are_drawn_and_both_signs():
+    drawn = draw(RandAugment(operations=2, magnitude=5), Draws(generator_for(0), 2000))
+    assert set(drawn.choices.unique().tolist()) == set(range(14)) and set(
+        drawn.levels.unique().tolist()
+    ) == {-0.5, 0.5}
+    assert "invert" not in drawn.names
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_views_stay_in_range(name):
+    images = torch.randint(0, 256, (16, 3, 12, 12), generator=generator_for(1), dtype=torch.uint8)
+    views = make_views(
+        images,
+        ViewSettings(randaugment=RandAugment(magnitude=30, names=(name, "rotate"))),
+        generator_for(2),
+    )
+    assert (
+        views.images.min() >= 0 and views.images.max() <= 1 and torch.isfinite(views.images).all()
+    )
+
+
+def test_colours_alone_move_nothing():
+    images = torch.randint(0, 256, (16, 3, 12, 12), generator=generator_for(1), dtype=torch.uint8)
+    views = make_views(
+        images, ViewSettings(randaugment=RandAugment(names=("identity",))), generator_for(2)
+    )
+    assert torch.equal(views.images, identity_view(images)) and torch.equal(
+        views.affines, torch.eye(3).expand(16, 3, 3)
+    )
+
+
+JITTER = colour.ColourJitter(brightness=0.4, contrast=0.4, saturation=0.4)
+
+
+def jittered_by_torchvision(images, drawn):
+    """The same factors in the same order through torchvision.transforms.v2.functional, on floats
+    in [0, 1]; its contrast and saturation do not round the grey image, PIL's and ours do.
+    """
+    define_missing_operators()
+    from torchvision.transforms.v2 import functional
+
+    names = ("adjust_brightness", "adjust_contrast", "adjust_saturation")
+    found = []
+    for image, order, factors in zip(images, drawn.order, drawn.factors, strict=True):
+        for index in order.tolist():
+            image = getattr(functional, names[index])(image, factors[index].item())
+        found.append(image)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_jitter_equals_torchvisions_to_a_grey_level(channels):
+    images = torch.randint(0, 256, (64, channels, 12, 9), generator=generator_for(0))
+    drawn = colour.drawn_jitter(JITTER, Draws(generator_for(1), 64))
+    ours = colour.jitter(images.float(), drawn) / 255
+    theirs = jittered_by_torchvision(images / 255, drawn)
+    assert (ours - theirs).abs().max() < 1 / 255
+    assert (ours - images / 255).abs().mean() > 0.03
+
+
+def test_jitter_draws_every_order_and_factors_within_their_ranges():
+    settings = colour.ColourJitter(brightness=0.12, contrast=1.5)
+    order, factors = colour.drawn_jitter(settings, Draws(generator_for(0), 6000))
+    _, times = order.unique(dim=0, return_counts=True)
+    assert len(times) == 6 and times.min() > 850  # 1000 each, standard error 29
+    low, high = factors.aminmax(dim=0)
+    assert torch.allclose(low, torch.tensor([0.88, 0.0, 1.0], dtype=low.dtype), atol=0.002)
+    assert torch.allclose(high, torch.tensor([1.12, 2.5, 1.0], dtype=high.dtype), atol=0.002)
+
+
+def test_jittered_views_are_uint8_images_jittered_before_they_are_erased():
+    images = torch.randint(0, 256, (16, 3, 8, 8), generator=generator_for(2), dtype=torch.uint8)
+    views = make_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
+    assert views.dtype == torch.float32 and 0 <= views.min() and views.max() <= 1
+    again = make_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
+    assert torch.equal(views, again)
+    assert not torch.equal(views[0], identity_view(images)[0])
+    still = ViewSettings(jitter=colour.ColourJitter())
+    assert torch.equal(make_views(images, still, generator_for(3)).images, identity_view(images))
+    erased = ViewSettings(jitter=JITTER, erasing=1.0)
+    assert (make_views(images, erased, generator_for(3)).images == 0).any(dim=(1, 2, 3)).all()
+
+
+def test_saturation_leaves_grey_images_as_they_are():
+    images = torch.randint(0, 256, (8, 1, 6, 6), generator=generator_for(2), dtype=torch.uint8)
+    settings = ViewSettings(jitter=colour.ColourJitter(saturation=0.9))
+    assert torch.equal(make_views(images, settings, generator_for(0)).images, identity_view(images))
