@@ -56,6 +56,9 @@ class ModelOutput(NamedTuple):
     prediction: Tensor
     routing: tuple[RoutingRecord, ...] = ()
     heads: tuple[Tensor, ...] = ()  # class head, then the distillation token's where there is one
+    # in training with captions: what the task compares with, and the routing of their tokens
+    target: Tensor | None = None
+    text_routing: tuple[RoutingRecord, ...] = ()
 
 
 class Batch(NamedTuple):

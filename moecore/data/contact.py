@@ -20,7 +20,7 @@ def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -
     labels = prepared.train.labels
     where = prepared.task.by_class(torch.from_numpy(labels))
     if where is None:
-        return montage(prepared, shots)
+        return montage(prepared, shots) if images.ndim == 5 else row_of(prepared, shots)
     rows, classes = where
     names = prepared.task.classes[:most_classes]
     figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(names) + 0.4), layout="constrained")
@@ -29,6 +29,17 @@ def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -
         axes[row, 0].set_ylabel(name, rotation=0, ha="right", va="center")
         for axis, index in zip(axes[row], rows[classes == row].tolist()[:shots], strict=False):
             axis.imshow(images[index].transpose(1, 2, 0).squeeze(), cmap="gray", vmin=0, vmax=255)
+    return figure
+
+
+def row_of(prepared: Prepared, shots: int) -> Figure:
+    """The first training images, where labels are no classes."""
+    number = min(shots, len(prepared.train.labels))
+    figure = Figure(figsize=(1.2 * number, 1.6), layout="constrained")
+    for place, axis in enumerate(_bare(figure, 1, number)[0]):
+        image = np.asarray(prepared.train.images[place : place + 1])[0]
+        axis.imshow(image.transpose(1, 2, 0).squeeze(), cmap="gray", vmin=0, vmax=255)
+    figure.suptitle(prepared.card["name"], fontsize=9)
     return figure
 
 

@@ -20,6 +20,7 @@ from moecore.data.files.decode import Packing
 from moecore.data.prepared import SPLITS
 from moecore.data.workers import each
 from moecore.tasks.classification import Classification
+from moecore.tasks.image_text import ImageText
 from moecore.tasks.multi_label import MultiLabel
 
 
@@ -27,7 +28,7 @@ class Facts(NamedTuple):
     """What a source knows of its data before any image is written."""
 
     name: str
-    task: Classification | MultiLabel
+    task: Classification | MultiLabel | ImageText
     channels: int
     size: int
     licence: str

@@ -100,7 +100,7 @@ def measure(subject: Subject, settings: Corruptions, parts: Parts) -> Result:
     task = subject.data.task
     where = evenly_spread(len(test.labels), settings.images)
     images = test.images[where]
-    labels = torch.from_numpy(test.labels[where])
+    labels = subject.model.targets(torch.from_numpy(test.labels[where]))
 
     def hits_on(pixels: np.ndarray) -> Tensor:
         prediction, _ = predictions(subject.model, pixels, settings.batch, routing=False)

@@ -118,7 +118,8 @@ def measure(subject: Subject, settings: Explorer, parts: Parts) -> Result:
     places = explored_places(data, settings.images)
     images = np.array(data.test.images[places])
     labels = torch.from_numpy(np.array(data.test.labels[places]))
-    target = Target(model, data.task, images, labels, BATCH, settings.seed)
+    labels = model.targets(labels)
+    target = Target(model, data.task.among(labels), images, labels, BATCH, settings.seed)
     volumes = images.ndim == 5
     asked = [resolved(one, volumes, "explorer") for one in settings.augmentations]
     clean = target.clean()
@@ -172,7 +173,9 @@ def picture_of(variant: Variant) -> Picture | None:
 
 
 def labels_of(labels: torch.Tensor, task: AnyTask) -> list[list[float]]:
-    """The classes of each image (N,), or its real target."""
+    """The classes of each image (N,), or its real target; nothing of captions."""
+    if labels.ndim == 3:
+        return [[] for _ in labels]
     members = task.by_class(labels)
     if members is None:
         return [[float(label)] for label in labels]

@@ -165,11 +165,12 @@ def target_of(subject: Subject, settings: Robustness) -> Target:
     """The model and the drawn test images, with whose each is."""
     test = subject.data.test
     places = drawn_places(len(test.labels), settings.images, settings.seed)
+    labels = subject.model.targets(torch.from_numpy(test.labels[places]))
     return Target(
         subject.model,
-        subject.data.task,
+        subject.data.task.among(labels),
         test.images[places],
-        torch.from_numpy(test.labels[places]),
+        labels,
         settings.batch,
         settings.seed,
         settings.precision,

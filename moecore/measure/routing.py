@@ -146,7 +146,8 @@ def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
     def tried() -> Sweep:
         few = evenly_spread(len(images), settings.sweeps.images)
         whose = None if people is None else people[few]
-        sample = Sample(images[few], torch.from_numpy(labels[few]), subject.data.task, whose)
+        known = subject.model.targets(torch.from_numpy(labels[few]))
+        sample = Sample(images[few], known, subject.data.task, whose)
         return sweep(model, sample, settings.sweeps, settings.batch)
 
     moe = model.experts_and_router

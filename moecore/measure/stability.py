@@ -101,7 +101,7 @@ def measure(subject: Subject, settings: Stability, parts: Parts) -> Result:
     test = subject.data.test
     where = evenly_spread(len(test.labels), settings.images)
     images = test.images[where]
-    labels = torch.from_numpy(test.labels[where])
+    labels = model.targets(torch.from_numpy(test.labels[where]))
     drawn = directions(where, images.shape[1:], settings.seed)
     _, clean = predictions(model, images, settings.batch)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from moecore.attacks import Attack
 from moecore.attacks.pgd import Pgd
@@ -22,6 +22,7 @@ from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Parts, kept
 from moecore.measure.under_attack.curves import Line, no_better, not_judged
+from moecore.nn.backbones.model import Model
 from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
@@ -85,7 +86,7 @@ class Made(NamedTuple):
 
 
 def measure(
-    models: Mapping[str, nn.Module], data: Prepared, settings: Transfer, parts: Parts
+    models: Mapping[str, Model], data: Prepared, settings: Transfer, parts: Parts
 ) -> Result:
     """Every pair of models by the names of their methods, a part each.
 
@@ -118,7 +119,7 @@ def measure(
     )
 
 
-def prepared(models: Mapping[str, nn.Module], data: Prepared, settings: Transfer) -> Made:
+def prepared(models: Mapping[str, Model], data: Prepared, settings: Transfer) -> Made:
     """The targets; an attack is made when its images are first asked for."""
     test = data.test
     places = drawn_places(len(test.labels), settings.images, settings.seed)
@@ -127,9 +128,9 @@ def prepared(models: Mapping[str, nn.Module], data: Prepared, settings: Transfer
     targets = {
         name: Target(
             model,
-            data.task,
+            data.task.among(model.targets(labels)),
             images,
-            labels,
+            model.targets(labels),
             settings.batch,
             settings.seed,
             settings.precision,

@@ -92,7 +92,8 @@ def answered(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     target the prediction itself in its unit.
     """
     if task.needs_classes("share"):
-        return torch.zeros_like(prediction, dtype=torch.int64), prediction
+        shown = prediction if prediction.shape[1] == 1 else prediction[:, :0]  # no embeddings
+        return torch.zeros_like(shown, dtype=torch.int64), shown
     if task.needs_classes("one_class"):
         probs = prediction.sigmoid()
     else:

@@ -35,6 +35,8 @@ CONTRACTS = {
         calls={
             "predict": ("output",),
             "loss": ("prediction", "labels", "label_smoothing", "reduction"),
+            "drawn": ("labels", "draws"),
+            "among": ("labels",),
             "attack_loss": ("prediction", "labels"),
             "test_loss": ("prediction", "labels"),
             "scores": ("prediction", "labels"),

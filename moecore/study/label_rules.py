@@ -36,6 +36,29 @@ def label_rules(study: Study) -> Found:
     yield from _calibrator(study)
     yield from _measurements(study, numbers, volumes)
     yield from _text(study)
+    yield from _captions(study)
+
+
+def _captions(study: Study) -> Found:
+    """Captions need two towers, and views that leave left and right as they are."""
+    tasks = _tasks(study)
+    captioned = [phase for phase in tasks if _kind(tasks[phase]) == "image_text"]
+    sided = [phase for phase, source in study.data.items() if getattr(source, "sided", False)]
+    for keys, phase, training in trainings(study):
+        if phase in sided and training.views.flip:
+            text = f"found true, but captions of data.{phase} say left and right"
+            yield (*keys, "views", "flip"), f"{text}; allowed: false"
+    if "pretrain" in captioned:
+        teacher = getattr(study.teacher, "model", None)
+        both = ((("model", "kind"), study.model), (("teacher", "model", "kind"), teacher))
+        for where, model in both:
+            if model is not None and model.kind != "two_towers":
+                found = f"found {model.kind}, but data.pretrain has captions"
+                yield where, f"{found}; allowed: two_towers"
+    for index, phase in enumerate(study.run.phases):
+        if "retrieval" in study.run.measurements and phase in tasks and phase not in captioned:
+            text = f"data.{phase} has no captions, and retrieval looks for them"
+            yield ("run", "phases", index), f"{text}; allowed: kind: captioned_mosaic"
 
 
 def _text(study: Study) -> Found:
@@ -152,9 +175,8 @@ def _calibrator(study: Study) -> Found:
     kinds = {phase: _kind(tasks[phase]) for phase in study.run.phases if phase in tasks}
     for phase, kind in kinds.items():
         if kind not in CALIBRATORS:
-            reason = (
-                f"data.{phase} has several labels for each image, which calibrate does not take"
-            )
+            several = "captions" if kind == "image_text" else "several labels for each image"
+            reason = f"data.{phase} has {several}, which calibrate does not take"
             where = ("run", "phases", study.run.phases.index(phase))
             yield where, f"{reason}; leave out the phase or the stage"
     misfits = [kind for kind in kinds.values() if CALIBRATORS.get(kind, found) != found]

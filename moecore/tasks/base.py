@@ -4,12 +4,13 @@ B images of a batch, N images of a split, K outputs of the head.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.streams import Draws
 from moecore.statistics.intervals import Estimate, Interval
 
 Reduction = Literal["mean", "none"]
@@ -89,6 +90,10 @@ class Task(Protocol):
         """The prediction (B, K) that an output (B, K) of the head stands for."""
         ...
 
+    def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
+        """What a step learns of the labels (B, …) of its images: all, but for several captions."""
+        ...
+
     def loss(
         self,
         prediction: Tensor,
@@ -99,6 +104,12 @@ class Task(Protocol):
         """The training loss, fp32: a scalar, or (B,) with ``reduction`` "none".
 
         Mixed labels (B, K) where they make sense.
+        """
+        ...
+
+    def among(self, labels: Tensor) -> Self:
+        """The task whose attacks compare with all of ``labels`` (N, …), not with those of a batch;
+        itself where an item stands for itself.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.streams import Draws
 from moecore.statistics.intervals import Estimate, Interval, images_of, share
 from moecore.statistics.paired import paired_bootstrap, paired_difference, pairs
 from moecore.tasks.base import Details, Reduction, Score
@@ -53,6 +54,13 @@ class Classification(Config):
     def predict(self, output: Tensor) -> Tensor:
         """Logits, as they are."""
         return output
+
+    def among(self, labels: Tensor) -> Self:
+        return self
+
+    def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
+        """All of them."""
+        return labels
 
     def loss(
         self,

@@ -5,7 +5,7 @@ in the same unit. N images.
 """
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Self, TypedDict
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.streams import Draws
 from moecore.statistics.intervals import Interval, bootstrap_mean
 from moecore.statistics.paired import paired_bootstrap
 
@@ -22,7 +23,9 @@ LEAST = 1e-9
 
 
 class Errors(Config):
-    """What tasks share whose scores are one error an item, (N,) fp64, and lower is better."""
+    """What tasks share whose scores are one real number an item, (N,) fp64: an error, of which less
+    is better, unless they say otherwise.
+    """
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -32,6 +35,13 @@ class Errors(Config):
     def top5(self, prediction: Tensor, labels: Tensor) -> None:
         """Not defined: nothing is right or wrong."""
         return None
+
+    def among(self, labels: Tensor) -> Self:
+        return self
+
+    def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
+        """All of them."""
+        return labels
 
     def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
         """The mean with its bootstrap interval over items, or people."""

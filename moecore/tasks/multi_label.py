@@ -2,13 +2,14 @@
 (adversarial-moe, pretraining on JFT).
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from moecore.core.files import UserError
+from moecore.core.streams import Draws
 from moecore.tasks.base import Details, Reduction, Score
 from moecore.tasks.class_scores import correct, false_discovery_rate, nll
 from moecore.tasks.classification import Classification
@@ -22,6 +23,13 @@ class MultiLabel(Classification):
     @property
     def score(self) -> Score:
         return Score("precision_at_1", "precision at 1", "", "share", "higher")
+
+    def among(self, labels: Tensor) -> Self:
+        return self
+
+    def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
+        """All of them."""
+        return labels
 
     def loss(
         self,

@@ -7,13 +7,14 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.ranks import ranks
 from moecore.core.records import Batch
 from moecore.core.streams import RowsOfBatch
+from moecore.nn.backbones.model import Model
 from moecore.nn.predict import evaluating
 from moecore.tasks.base import Task
 
@@ -40,7 +41,7 @@ class Adversarial(Config):
         default="paper", description="as the attack pgd has it; strong draws a random start"
     )
 
-    def attacked(self, model: nn.Module, task: Task, batch: Batch, generator: Generator) -> Batch:
+    def attacked(self, model: Model, task: Task, batch: Batch, generator: Generator) -> Batch:
         """The batch (every view of it) with adversarial images, fp32 in [0, 1].
 
         model: is attacked as it is used (no noise, no capacity, no autocast); its modes, its
@@ -51,7 +52,8 @@ class Adversarial(Config):
         attack = Pgd(steps=self.steps, form=self.form)
         own = own_generators(generator, batch.images)
         with evaluating(model):  # the attack itself turns autocast off
-            images = attack(model, task, batch.images, batch.labels, self.epsilon, own)
+            labels = model.targets(batch.labels).to(batch.images.device)
+            images = attack(model, task, batch.images, labels, self.epsilon, own)
         return batch._replace(images=images)
 
 

@@ -90,6 +90,10 @@ class Guided(Model):
         """The student's."""
         return self.model.head
 
+    def targets(self, labels: Tensor) -> Tensor:
+        """The student's."""
+        return self.model.targets(labels)
+
     def forward(self, images: Tensor) -> ModelOutput:
         return self.model(images, self.guide(images))
 

@@ -144,6 +144,7 @@ def rendered(job: Job, settings: Training, seed: int, step: int, places: Tensor 
     indices = draws.wanted(batch_indices(len(job.train.labels), settings.batch, seed, step))
     assert not isinstance(job.train, Stream)
     images, labels = job.train.take(indices)
+    labels = job.task.drawn(labels, draws)
     epoch = step // job.updates(settings)
     region = None
     if job.isolation is not None and isinstance(images, Tensor):

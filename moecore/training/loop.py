@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.ranks import joined, ranks, same_text
-from moecore.core.records import Batch, Step
+from moecore.core.records import Batch, Guidance, ModelOutput, Step
 from moecore.core.streams import NOISE, RowsOfBatch, generator_for
 from moecore.data.loader import Loaded
 from moecore.nn.backbones.model import Model
@@ -192,7 +192,7 @@ def train_step(
         with part("teacher"):
             guidance = job.guide(batch.images) if job.guide is not None else None
         with part("forward"):
-            output = job.model(batch.images, guidance, progress)
+            output, batch = answered(job, batch, guidance, progress)
     with part("losses"):
         terms = job.objective.terms(Step(batch, output, job.model, guidance, progress))
         loss = job.objective.total(terms)
@@ -214,6 +214,17 @@ def train_step(
     return {"loss": loss.detach()} | detached, score / batch.views
 
 
+def answered(
+    job: Job, batch: Batch, guidance: Guidance | None, progress: float
+) -> tuple[ModelOutput, Batch]:
+    """What the model says, and the batch with what the task compares it with."""
+    read = job.model.beside(batch.labels)
+    output = job.model(batch.images, guidance, progress, *read)
+    if output.target is None:
+        return output, batch
+    return output, batch._replace(labels=output.target)
+
+
 def validate(model: Model, split: Loaded) -> dict[str, float]:
     """Mean score and mean loss on a split, in fp32 and evaluation mode."""
     labels = split.labels.cpu()
@@ -222,6 +233,7 @@ def validate(model: Model, split: Loaded) -> dict[str, float]:
         mean = float(scores_of_blocks(model, split.images, labels).mean())
         return {f"validation_{task.logged}": mean, "validation_loss": mean}
     prediction, _ = predictions(model, split.images, batch=500, routing=False)
+    labels = model.targets(labels)
     return {
         f"validation_{task.logged}": task.mean_score(prediction, labels),
         "validation_loss": float(task.loss(prediction, labels)),

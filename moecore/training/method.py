@@ -13,6 +13,7 @@ from moecore.nn.routers import Router
 from moecore.training.regularizers import Regularizer
 from moecore.training.regularizers.region_routing import RegionRouting, Regions
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
+from moecore.training.text_part import TextPart, placed_in
 
 
 class TeacherRouter(Config):
@@ -80,6 +81,9 @@ class Method(Config):
         default={},
         description="settings of the section `model` that are other ones here: {width: 128}",
     )
+    text: TextPart | None = Field(
+        default=None, description="the text tower of a two-tower model; null: dense"
+    )
     pretrain: dict[str, int | float] = Field(
         default={},
         description="the same of the section `pretrain`: {learning_rate: 7.0e-4}",
@@ -136,7 +140,8 @@ class Method(Config):
 
         Raises UserError, naming the key, where it does not take them.
         """
-        return changed("model", model, self.model, Backbone)
+        sized = changed("model", model, self.model, Backbone)
+        return sized if self.text is None else placed_in(self.text, sized)
 
     def pretrained(self, settings: AnySettings) -> AnySettings:
         """The section ``pretrain``, likewise."""
@@ -184,6 +189,11 @@ class Method(Config):
         if regions is not None and self.isolates and regions.weight:
             found.append(RegionRouting(weight=regions.weight, temperature=regions.temperature))
         return tuple(found)
+
+    @property
+    def text_losses(self) -> tuple[Regularizer, ...]:
+        """The regularizers of the text tower's routing."""
+        return () if self.text is None else self.text.regularizers
 
     @property
     def views(self) -> int:

@@ -24,6 +24,7 @@ class Objective(NamedTuple):
     regularizers: Sequence[Regularizer] = ()
     label_smoothing: float = 0.0
     distillation: float = 0.0
+    text: Sequence[Regularizer] = ()  # of the routing of captions
 
     def terms(self, step: Step) -> dict[str, Tensor]:
         """Unweighted scalars, fp32: ``task``, ``distillation`` if it is on, one a regularizer."""
@@ -43,13 +44,20 @@ class Objective(NamedTuple):
             terms = {"task": task.loss(prediction, labels, self.label_smoothing)}
         if self.distillation:
             terms["distillation"] = hard_distillation(step)
-        return terms | {regularizer.kind: regularizer(step) for regularizer in self.regularizers}
+        terms |= {regularizer.kind: regularizer(step) for regularizer in self.regularizers}
+        if self.text:
+            spoken = step._replace(output=step.output._replace(routing=step.output.text_routing))
+            terms |= {f"text_{regularizer.kind}": regularizer(spoken) for regularizer in self.text}
+        return terms
 
     def total(self, terms: dict[str, Tensor]) -> Tensor:
         """The weighted sum that is minimised."""
         task = terms["task"]
         if self.distillation:
             task = (1 - self.distillation) * task + self.distillation * terms["distillation"]
+        task = task + sum(
+            regularizer.weight * terms[f"text_{regularizer.kind}"] for regularizer in self.text
+        )
         return task + sum(
             regularizer.weight * terms[regularizer.kind] for regularizer in self.regularizers
         )

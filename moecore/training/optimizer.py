@@ -20,10 +20,14 @@ def build_optimizer(
     Decay would pull a basis (and the scale and target beside it) away from the lengths that its
     orthogonality penalty holds.
 
+    What is frozen takes no part.
+
     routers: those of the teacher where they learn too; a group of their own, without decay.
     """
     decayed, free = [], []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         matrix = parameter.ndim >= 2 and not name.endswith(FREE)
         (decayed if matrix else free).append(parameter)
     groups = [

@@ -175,7 +175,7 @@ def of_text(model: Model, data: Prepared, settings: Training) -> Evaluated:
 
 def _predicted(model: Model, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
     prediction, _ = predictions(model, split.images, batch=500, routing=False)
-    return prediction, _labels(split)
+    return prediction, model.targets(_labels(split))
 
 
 def _labels(split: Split) -> torch.Tensor:

@@ -63,7 +63,7 @@ def pretraining(
     job = job_for(
         model,
         data,
-        Objective(method.losses, settings.label_smoothing, method.distillation),
+        Objective(method.losses, settings.label_smoothing, method.distillation, method.text_losses),
         device,
         guide=teacher if method.guided else None,
         views=method.views,
@@ -95,7 +95,10 @@ def finetuning(
     subset = None
     if settings.shots is not None:
         subset = few_shot(data.task, data.train.labels, settings.shots, seed).numpy()
-    objective = Objective(learned.losses, settings.label_smoothing, learned.distillation)
+    model.begin_finetuning()
+    objective = Objective(
+        learned.losses, settings.label_smoothing, learned.distillation, learned.text_losses
+    )
     kept = teacher if learned.guided else None
     job = job_for(model, data, objective, device, guide=kept, subset=subset, views=learned.views)
     return Recipe(job, standing_alone(model, job.guide).to(device))

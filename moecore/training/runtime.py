@@ -18,6 +18,11 @@ import torch
 from moecore.core.files import read_json, write_json
 from moecore.training.speed import Compile, compile_asked
 
+# oneDNN keeps a compiled product of every shape that it met, about 8 MB each where a side is a
+# vocabulary. Experts meet other shapes at every step: 1,024 of them, its default, were 9 GB beside
+# 0.5 GB of tensors; from 64 down the layers' own shapes are compiled anew at every step.
+KEPT_PRODUCTS = "128"
+
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
@@ -46,6 +51,7 @@ def tune(device: str | None = None) -> Runtime:
     Device: env MOECORE_DEVICE, else CUDA, else CPU. Whether blocks are compiled: see
     ``compile_asked``.
     """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT_PRODUCTS)  # before any product
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device = device or os.environ.get("MOECORE_DEVICE") or found
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that share this machine's cores

@@ -172,7 +172,7 @@ CASES = {
         f"class MyPart(Config):\n{KIND}\n    def predict(self):\n        return None\n",
         (
             MY + r": MyPart: found predict\(self\), but it is called predict\(output\)",
-            *[MY + r": MyPart lacks the method \w+; allowed: def \w+\(self"] * 19,
+            *[MY + r": MyPart lacks the method \w+; allowed: def \w+\(self"] * 21,
             *[MY + r": MyPart lacks \w+; allowed: a property \w+"] * 6,
         ),
     ),

@@ -287,3 +287,56 @@ def test_models_and_data_of_text_are_looked_at_before_anything_runs(tmp_path, ke
     with pytest.raises(UserError) as refused:
         foresee(file)
     assert says in str(refused.value)
+
+
+CAPTIONS = """\
+run: {methods: [dense], seeds: [0], phases: [pretrain], measurements: [retrieval]}
+data: {pretrain: {kind: captioned_mosaic, source: {kind: digits}}}
+model: {kind: two_towers, image: {kind: vit, patch: 14, width: 32, depth: 4, heads: 2}}
+methods: {dense: {}}
+teacher: {kind: no_teacher}
+pretrain: {epochs: 1, batch: 8, learning_rate: 0.001, views: {shift: 1}}
+retrieval: {at: [1]}
+"""
+
+
+def of_captions(edit) -> list[str]:
+    data = yaml.safe_load(CAPTIONS)
+    edit(data)
+    document = parse(yaml.safe_dump(data, sort_keys=False), "params.yaml")
+    return list(cross_checks(document, validate_whole(Study, document)))
+
+
+def test_a_study_of_captions_is_in_order():
+    assert of_captions(lambda data: None) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "says"),
+    [
+        ("pretrain.views", {"flip": True}, "captions of data.pretrain say left and right"),
+        ("pretrain.mix", {"mixup": 0.8}, "a mixed image has no caption of its own"),
+        ("pretrain.label_smoothing", 0.1, "captions are no classes"),
+        (
+            "model",
+            {"kind": "vit"},
+            "found vit, but data.pretrain has captions; allowed: two_towers",
+        ),
+        ("data.pretrain", {"kind": "digits"}, "data.pretrain has no captions, and retrieval looks"),
+        ("methods.dense.distillation", 0.5, "captions are no classes"),
+        ("run.measurements", ["few_shot"], "few_shot measure flat images with classes"),
+        (
+            "robustness",
+            {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "square"}]},
+            "square needs classes",
+        ),
+    ],
+)
+def test_what_captions_do_not_have_is_refused(keys, value, says):
+    def edit(data):
+        *path, last = keys.split(".")
+        for key in path:
+            data = data[key]
+        data[last] = value
+
+    assert any(says in line for line in of_captions(edit)), of_captions(edit)

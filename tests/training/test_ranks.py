@@ -38,6 +38,7 @@ from moecore.training.job import Job
 from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.settings import Training
+from tests.nn.backbones import test_two_towers
 from tests.project import PARAMS, Project
 from tests.training import test_isolation, test_text
 from tests.training.small import CPU, IMAGE, task
@@ -64,7 +65,18 @@ MORE = {  # settings that draw, or compute, over the whole batch; all with V-MoE
 
 
 SWIN = ("swin_moe", "swin_v2")  # layers of unlike grids and widths, windows that do not divide them
-CASES = [*METHODS, *MORE, "bases", "text", "drop_path", "regions", "isolated", *SWIN]
+CASES = [
+    *METHODS,
+    *MORE,
+    "bases",
+    "text",
+    "drop_path",
+    "regions",
+    "isolated",
+    *SWIN,
+    "towers",
+    "sigmoid",
+]
 FOUR = [
     "bases",
     "text",
@@ -113,6 +125,12 @@ def cases():
         swin = TypeAdapter(Backbone).validate_python({"kind": kind, **shape})
         model = swin.build(IMAGE, METHODS["prc"].moe)
         yield kind, made(METHODS["prc"])._replace(model=model), SETTINGS
+    spoken = ENTRIES["vmoe"] | {"blocks": [1]}
+    entry = ENTRIES["prc"] | {"text": spoken}
+    for name in ("towers", "sigmoid"):  # the loss compares all pairs of the whole batch
+        pairs = "sigmoid" if name == "sigmoid" else "softmax"
+        backbone = test_two_towers.SMALL.model_copy(update={"pairs": pairs})
+        yield name, test_two_towers.captioned(Method.model_validate(entry), backbone), SETTINGS
     with tempfile.TemporaryDirectory() as folder:
         data = balls(Path(folder))
         settings = test_isolation.SETTINGS.model_copy(update={"log_every": 1})
@@ -123,6 +141,17 @@ def cases():
         )
         method = test_isolation.METHOD.model_copy(update={"regions": half})
         yield "isolated", test_isolation.task(data, method), settings
+
+
+def told(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's values, but for the bias of keys: it adds the same to all scores of a query, so
+    its gradient is rounding alone, which Adam makes a whole step of.
+    """
+    values = parameter.detach().double().flatten()
+    if name.endswith("qkv.bias"):
+        query, _, value = values.chunk(3)
+        return torch.cat([query, value])
+    return values
 
 
 def computed(job: Job, settings: Training, epochs: int) -> dict:
@@ -141,8 +170,7 @@ def computed(job: Job, settings: Training, epochs: int) -> dict:
     for metrics in fit(job, settings, 0, CPU):
         points.append(metrics.values)
         if metrics.epoch == len(weights) + 1:
-            every = [one.detach().double().flatten() for one in job.learners.parameters()]
-            weights.append(torch.cat(every))
+            weights.append(torch.cat([told(*one) for one in job.learners.named_parameters()]))
         if len(weights) == epochs:
             break
     hook.remove()

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from moecore.data.sources.bids import Bids
+from moecore.data.sources.captioned_mosaic import CaptionedMosaic
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.docstrings import Docstrings
@@ -22,6 +23,7 @@ Source = Annotated[
     | Cifar
     | Imagenet
     | Mosaic
+    | CaptionedMosaic
     | Phantom
     | Bids
     | Docstrings

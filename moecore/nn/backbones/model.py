@@ -61,6 +61,16 @@ class Model(nn.Module, ABC):
         """Where the tokens of a block lie: in all blocks alike, unless the backbone says more."""
         return self.layout
 
+    def targets(self, labels: Tensor) -> Tensor:
+        """What the task compares predictions with, of labels (N, …): themselves, unless a part of
+        the model reads them.
+        """
+        return labels
+
+    def share_of(self, name: str) -> float:
+        """Share of the experts' parameter of this name that a token uses."""
+        return 1.0 if self.moe is None else self.moe.active_share
+
     @property
     def experts_and_router(self) -> MoE:
         """The settings of its MoE layers. Raises ValueError for a dense model."""
@@ -126,6 +136,13 @@ class BackboneModel(Model):
         nothing more. Images leave nothing.
         """
 
+    def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
+        """What a training step hands to the model behind (images, guidance, progress)."""
+        return ()
+
+    def begin_finetuning(self) -> None:
+        """Freeze what stays as it was pretrained."""
+
     def begin(self) -> None:
         """Streams begin anew: forget what they left."""
 
@@ -145,13 +162,9 @@ class BackboneModel(Model):
 def parameter_counts(model: Model) -> dict[str, int]:
     """All parameters, and those that one token uses: of E experts only the k that are chosen."""
     total = sum(parameter.numel() for parameter in model.parameters())
-    moe = model.moe
-    if moe is None:
-        return {"parameters": total, "active_parameters": total}
-    experts = sum(
-        parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name
+    idle = sum(
+        parameter.numel() * (1 - model.share_of(name))
+        for name, parameter in model.named_parameters()
+        if ".experts." in name
     )
-    return {
-        "parameters": total,
-        "active_parameters": total - round(experts * (1 - moe.active_share)),
-    }
+    return {"parameters": total, "active_parameters": total - round(idle)}

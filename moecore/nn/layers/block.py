@@ -1,5 +1,7 @@
 """One pre-norm transformer block with timm's parameter names."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
@@ -28,20 +30,26 @@ class FeedForward(nn.Module):
     wants: frozenset[str] = frozenset()
 
 
+Activation = Literal["gelu", "quick_gelu"]
+
+
 class Mlp(FeedForward):
     """Linear, GELU (erf form), Linear over (B, T, width) tokens; returns them with an empty tuple
-    of routing records.
+    of routing records. quick_gelu: x·σ(1.702 x) in its place, of OpenAI's weights.
     """
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, activation: Activation = "gelu") -> None:
         super().__init__()
+        self.quick = activation == "quick_gelu"
         self.fc1 = linear(width, hidden)
         self.fc2 = linear(hidden, width)
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[Tensor, tuple[()]]:
-        return self.fc2(gelu(self.fc1(tokens))), ()
+        hidden = self.fc1(tokens)
+        active = hidden * torch.sigmoid(1.702 * hidden) if self.quick else gelu(hidden)
+        return self.fc2(active), ()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -55,9 +63,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return attention_weights(query, key).to(value.dtype) @ value
 
 
-def attention_weights(query: Tensor, key: Tensor) -> Tensor:
-    """(B, heads, T, T): how much each token (row) attends to each other one; rows sum to 1."""
-    return torch.softmax((query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1), dim=-1)
+def attention_weights(query: Tensor, key: Tensor, causal: bool = False) -> Tensor:
+    """(B, heads, T, T): how much each token (row) attends to each other one; rows sum to 1. causal:
+    to itself and those before it alone.
+    """
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    if causal:
+        length = scores.shape[-1]
+        later = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return torch.softmax(scores, dim=-1)
 
 
 class Attention(nn.Module):

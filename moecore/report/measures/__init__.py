@@ -9,6 +9,7 @@ from moecore.measure.explorer import Result as Explorer
 from moecore.measure.few_shot import Result as FewShot
 from moecore.measure.invariance import Result as Invariance
 from moecore.measure.lipschitz import Result as Lipschitz
+from moecore.measure.retrieval import Result as Retrieval
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
 from moecore.measure.stability import Result as Stability
@@ -23,6 +24,7 @@ from moecore.report.measures import (
     few_shot,
     invariance,
     lipschitz,
+    retrieval,
     robustness,
     routing,
     stability,
@@ -77,6 +79,14 @@ SHOWN = (
         word_swaps.COLUMNS,
         word_swaps.figures,
         word_swaps.part,
+    ),
+    Shown(
+        "retrieval",
+        "images and captions",
+        Retrieval,
+        retrieval.COLUMNS,
+        retrieval.figures,
+        retrieval.part,
     ),
     Shown("few_shot", "few shots", FewShot, few_shot.COLUMNS, few_shot.figures, few_shot.part),
     Shown(

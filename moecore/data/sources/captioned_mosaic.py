@@ -1,0 +1,160 @@
+"""Mosaics of 2 × 2 images of another source, with captions that name what lies where: images and
+texts that need no download.
+
+A caption names one layout, and no two test mosaics share one: so it finds one image.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from moecore.core.config import Config
+from moecore.data.prepared import SPLITS, Prepared, Split
+from moecore.data.preview import Preview
+from moecore.data.sources.digits import Digits
+from moecore.data.sources.fashion_mnist import FashionMnist
+from moecore.data.sources.mosaic import composed
+from moecore.data.text.captions import Captioned, Described, write_captioned
+from moecore.data.text.tokenizers import WordTokenizer
+from moecore.data.text.words import lowered
+from moecore.tasks.image_text import ImageText
+
+STREAM = 8  # those below are the splits', few_shot's and the mosaics'
+CHUNK = 4096
+LAYOUTS = 10**4  # of four cells, each of ten classes
+# Of one layout {0} {1} / {2} {3}: five wordings, in other words and in another order.
+WORDINGS = (
+    "a {0} at the top left, a {1} at the top right, a {2} at the bottom left, "
+    "a {3} at the bottom right",
+    "top row: {0} and {1}; bottom row: {2} and {3}",
+    "{3} lower right, {2} lower left, {1} upper right, {0} upper left",
+    "left column: {0} above {2}; right column: {1} above {3}",
+    "below a {2} next to a {3}, over them a {0} next to a {1}",
+)
+TEMPLATES = ("a photo of a {0}",)  # words that zero-shot prompts use
+
+
+class CaptionedMosaic(Config):
+    """``captions`` wordings of each mosaic; layouts of the test are in no other split."""
+
+    task: ClassVar[type[ImageText]] = ImageText
+    sided: ClassVar[bool] = True  # captions say left and right
+
+    kind: Literal["captioned_mosaic"] = "captioned_mosaic"
+    source: Annotated[
+        FashionMnist | Digits,
+        Field(
+            discriminator="kind", description="Where the cells come from; its splits are kept apart"
+        ),
+    ]
+    train: int = Field(20000, ge=1, description="Number of mosaics for training")
+    validation: int = Field(1000, ge=1, description="Number of mosaics for validation")
+    test: int = Field(1000, ge=1, description="Number of mosaics for the test")
+    captions: int = Field(
+        len(WORDINGS), ge=1, le=len(WORDINGS), description="Wordings of each mosaic"
+    )
+    context: int = Field(36, ge=36, le=2**10, description="Tokens of a caption")
+    seed: int = Field(0, ge=0, description="Draws layouts and images")
+
+    @model_validator(mode="after")
+    def _layouts_enough(self) -> Self:
+        held = self.validation + self.test
+        if held >= LAYOUTS:
+            found = f"validation and test are {held} mosaics"
+            raise ValueError(f"{found}; allowed: fewer than the {LAYOUTS} layouts of four cells")
+        return self
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card; UserError where the source
+        is missing.
+        """
+        scratch = Path(folder) / ".source"
+        self.source.prepare(scratch)
+        source = Prepared.open(scratch)
+        card = source.card
+        names = source.task.classes
+        layouts = drawn_layouts(len(names), self)
+        parts = {
+            split: Captioned(
+                [captions_of([names[one] for one in row])[: self.captions] for row in rows],
+                self._images(getattr(source, split), rows, SPLITS.index(split)),
+            )
+            for split, rows in layouts.items()
+        }
+        about = Described(
+            f"{card['name']}, captioned mosaics",
+            card["channels"],
+            2 * card["size"],
+            card["licence"],
+            card["source"],
+            self,
+            self.sided,
+        )
+        written = write_captioned(folder, about, tokenizer_of(names), parts)
+        shutil.rmtree(scratch)
+        return written
+
+    def preview(self) -> Preview:
+        """What ``prepare`` would write, from what the source says of itself."""
+        source = self.source.preview()
+        known = tokenizer_of(source.classes or ())
+        task = ImageText(
+            words=known.words,
+            context=self.context,
+            captions=self.captions,
+            end=known.end,
+            vocabulary=known.digest,
+            sided=self.sided,
+        )
+        return source._replace(
+            name=f"{source.name}, captioned mosaics",
+            size=2 * source.shape[0],
+            task=task,
+            counts={split: (getattr(self, split),) for split in SPLITS},
+        )
+
+    def _images(self, split: Split, layouts: np.ndarray, number: int) -> Iterator[np.ndarray]:
+        """Mosaics of these layouts (n, 4), each cell another image of its class."""
+        random = np.random.default_rng([self.seed, STREAM + number])
+        members = [np.flatnonzero(split.labels == one) for one in range(int(layouts.max()) + 1)]
+        images = np.asarray(split.images)
+        for start in range(0, len(layouts), CHUNK):
+            part = layouts[start : start + CHUNK]
+            where = np.zeros_like(part)
+            for one in np.unique(part):
+                places = part == one
+                where[places] = random.choice(members[one], int(places.sum()))
+            yield composed(images[where], 2)
+
+
+def captions_of(names: Sequence[str]) -> list[str]:
+    """The wordings of a layout of four names: top left, top right, bottom left, bottom right."""
+    return [wording.format(*names) for wording in WORDINGS]
+
+
+def tokenizer_of(names: Sequence[str]) -> WordTokenizer:
+    """The words of all wordings with these class names, and of zero-shot prompts; the alphabet's
+    order.
+    """
+    texts = [text.format(*[""] * 4) for text in (*WORDINGS, *TEMPLATES)]
+    return WordTokenizer(sorted({word for text in (*texts, *names) for word in lowered(text)}))
+
+
+def drawn_layouts(classes: int, settings: CaptionedMosaic) -> dict[str, np.ndarray]:
+    """Classes of the cells (n, 4) of each split: test and validation have layouts of their own,
+    each once; training draws from the rest, each again only after all others.
+    """
+    random = np.random.default_rng([settings.seed, STREAM + len(SPLITS)])
+    order = random.permutation(classes**4)
+    test, validation, rest = np.split(order, [settings.test, settings.test + settings.validation])
+    rounds = -(-settings.train // len(rest))
+    train = np.concatenate([random.permutation(rest) for _ in range(rounds)])[: settings.train]
+    powers = classes ** np.arange(3, -1, -1)
+    return {
+        split: numbers[:, None] // powers % classes
+        for split, numbers in (("train", train), ("validation", validation), ("test", test))
+    }

@@ -1,0 +1,190 @@
+"""Tokenizers of captions: words of their own, or the byte pairs of a file, CLIP's among them.
+
+M tokens of a caption.
+"""
+
+import hashlib
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, Protocol
+
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, checksum
+from moecore.data.text.words import lowered
+from moecore.tasks.image_text import ImageText
+
+PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unk>"
+SPECIAL = (PAD, START, END, UNKNOWN)
+OURS, THEIRS = "vocabulary.txt", "tokenizer.json"
+CLIP = ("<|startoftext|>", "<|endoftext|>")
+
+
+class Encoded(NamedTuple):
+    """A caption as tokens (M,), and what was lost of it."""
+
+    tokens: list[int]
+    cut: bool
+    unknown: int  # words that the vocabulary does not have
+
+
+class Tokenizer(Protocol):
+    """A vocabulary that turns captions into tokens."""
+
+    @property
+    def words(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+
+    def encode(self, text: str, context: int) -> Encoded:
+        """START, the words, END, PAD; a caption that is too long is cut before END."""
+        ...
+
+    def write(self, folder: Path) -> str:
+        """Write the vocabulary into ``folder``; the file's name."""
+        ...
+
+
+class WordTokenizer:
+    """Words in lower case, punctuation apart."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """words: without the special ones, each once."""
+        self.vocabulary = (*SPECIAL, *words)
+        self.numbers = {word: number for number, word in enumerate(self.vocabulary)}
+
+    @property
+    def words(self) -> int:
+        return len(self.vocabulary)
+
+    @property
+    def end(self) -> int:
+        return self.numbers[END]
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self._text().encode()).hexdigest()
+
+    def encode(self, text: str, context: int) -> Encoded:
+        numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lowered(text)]
+        tokens, cut = framed(numbers, context, SPECIAL.index(START), self.end)
+        return Encoded(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
+
+    def write(self, folder: Path) -> str:
+        (folder / OURS).write_text(self._text(), encoding="utf-8")
+        return OURS
+
+    def _text(self) -> str:
+        return "".join(f"{word}\n" for word in self.vocabulary)
+
+
+class BpeTokenizer:
+    """Byte pairs of a ``tokenizer.json``, CLIP's among them."""
+
+    def __init__(self, path: Path, words: int) -> None:
+        """Raises UserError where the file is missing, is none, or has not as many ``words``."""
+        from tokenizers import Tokenizer as Loaded  # for those who use it
+
+        self.path = path
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; allowed: a tokenizer.json, such as CLIP's")
+        try:
+            self.loaded = Loaded.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise UserError(f"{path}: not a tokenizer.json: {error}") from error
+        self.loaded.no_truncation()
+        self.loaded.no_padding()
+        if self.loaded.get_vocab_size() != words:
+            found = f"found {self.loaded.get_vocab_size():,} words"
+            raise UserError(f"{path}: {found}; allowed: {words:,}, as tokenizer.words says")
+        self.start, self._end = (self._number(special) for special in CLIP)
+
+    @property
+    def words(self) -> int:
+        return self.loaded.get_vocab_size()
+
+    @property
+    def end(self) -> int:
+        return self._end
+
+    @cached_property
+    def digest(self) -> str:
+        return checksum(self.path)
+
+    def encode(self, text: str, context: int) -> Encoded:
+        numbers = self.loaded.encode(text, add_special_tokens=False).ids
+        tokens, cut = framed(numbers, context, self.start, self.end)
+        return Encoded(tokens, cut, 0)
+
+    def _number(self, special: str) -> int:
+        number = self.loaded.token_to_id(special)
+        if number is None:
+            raise UserError(f"{self.path}: lacks the token {special}; allowed: CLIP's vocabulary")
+        return number
+
+    def write(self, folder: Path) -> str:
+        shutil.copyfile(self.path, folder / THEIRS)
+        return THEIRS
+
+
+def framed(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
+    """Tokens between ``start`` and ``end``, filled with 0 to ``context``; whether they were cut."""
+    kept = numbers[: context - 2]
+    tokens = [start, *kept, end]
+    return tokens + [0] * (context - len(tokens)), len(kept) < len(numbers)
+
+
+class WordSettings(Config):
+    """A vocabulary of the training captions' own words."""
+
+    kind: Literal["words"] = "words"
+    least: int = Field(1, ge=1, description="times that a word of the vocabulary occurs")
+
+    def build(self, training: Iterable[str]) -> WordTokenizer:
+        """The vocabulary of these captions: most frequent first, ties by the alphabet."""
+        counts = Counter(word for text in training for word in lowered(text))
+        kept = sorted(
+            (word for word, n in counts.items() if n >= self.least), key=lambda w: (-counts[w], w)
+        )
+        return WordTokenizer([word for word in kept if word not in SPECIAL])
+
+
+class BpeSettings(Config):
+    """Byte pairs of a file."""
+
+    kind: Literal["bpe"] = "bpe"
+    file: str = Field(description="tokenizer.json of the `tokenizers` library, such as CLIP's")
+    words: int = Field(49408, ge=4, description="of its vocabulary; another number is refused")
+
+    def build(self, training: Iterable[str]) -> BpeTokenizer:
+        """The file's."""
+        return BpeTokenizer(Path(self.file), self.words)
+
+
+AnyTokenizer = Annotated[WordSettings | BpeSettings, Field(discriminator="kind")]
+
+
+def tokenizer_in(folder: Path, task: ImageText) -> Tokenizer:
+    """The tokenizer that was written to ``folder``, of a data set or beside a model.
+
+    Raises UserError where it is missing or not the task's.
+    """
+    path = folder / THEIRS
+    if path.is_file():
+        found: Tokenizer = BpeTokenizer(path, task.words)
+    else:
+        path = folder / OURS
+        try:
+            words = path.read_text(encoding="utf-8").split("\n")[:-1]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
+        found = WordTokenizer(words[len(SPECIAL) :])
+    if found.digest != task.vocabulary:
+        raise UserError(f"{path}: found another vocabulary than the model's; run `prepare` again")
+    return found

@@ -1,0 +1,183 @@
+"""Of images and captions: how often each finds the other among all, and which experts read which
+words.
+
+N images, C captions of each at most, n words of all captions, E experts.
+"""
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.records import RoutingRecord
+from moecore.data.text.tokenizers import WordTokenizer, tokenizer_in
+from moecore.measure.base import Estimate, Parts, Subject
+from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
+from moecore.nn.predict import evaluating, joined, predictions
+from moecore.statistics.crossed import kept_items
+from moecore.statistics.intervals import squared_cv
+from moecore.tasks.image_text import NONE, ImageText
+from moecore.tasks.recall import absent, image_to_text, text_to_image
+from moecore.training.guide import Guided
+
+WORDS = 60  # that a page shows: the most frequent
+
+
+class Retrieval(Config):
+    """Among how many images, and how many first places count."""
+
+    images: int | None = Field(
+        None, ge=2, description="Test images from the first on, the gallery; null: all."
+    )
+    at: tuple[int, ...] = Field((1, 5, 10), min_length=1, description="k of R@k.")
+    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+
+
+class Recall(Config):
+    """One k, in one direction."""
+
+    k: int
+    recall: Estimate  # mean over images, and its 95 % limits over images
+    chance: float
+    items: str | None = None  # one value an image, as ``kept_items`` packs them
+
+
+class Word(Config):
+    """One word of the captions and its experts, as shares of its occurrences."""
+
+    word: str
+    count: int
+    experts: tuple[float, ...]  # first expert
+
+
+class TextLayer(Config):
+    """One MoE layer of the text tower, over the words of all captions."""
+
+    load_cv2: float  # squared coefficient of variation of the experts' chosen words
+    token_entropy: float  # nats
+    same_expert: float  # two occurrences of one word have one first expert
+    same_expert_chance: float  # any two words
+    words: tuple[Word, ...]
+
+
+class Result(Config):
+    """Both directions, and the text tower's routing; no layers where it is dense."""
+
+    images: int
+    captions: int
+    text_to_image: tuple[Recall, ...]
+    image_to_text: tuple[Recall, ...]
+    scale: float  # what cosines are multiplied with
+    layers: tuple[TextLayer, ...] = ()
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: it needs captions."""
+    if isinstance(subject.data.task, ImageText):
+        return None
+    return "the images have no captions"
+
+
+def measure(subject: Subject, settings: Retrieval, parts: Parts) -> Result:
+    """R@k both ways among the test images, and the routing of their captions."""
+    test = subject.data.test
+    number = len(test.labels) if settings.images is None else settings.images
+    images = test.images[:number]
+    labels = torch.from_numpy(test.labels[:number].copy())
+    sides, _ = predictions(subject.model, images, settings.batch, routing=False)
+    texts = subject.model.targets(labels)
+    captions = int((~absent(texts)).sum())
+    at = tuple(sorted(set(settings.at)))
+    return Result(
+        images=len(labels),
+        captions=captions,
+        text_to_image=recalls(text_to_image(sides, texts, at), at, len(labels)),
+        image_to_text=recalls(image_to_text(sides, texts, at), at, captions),
+        scale=float(sides[:, :-1].norm(dim=1).mean()),
+        layers=text_layers(subject, labels),
+    )
+
+
+def recalls(found: Tensor, at: tuple[int, ...], gallery: int) -> list[Recall]:
+    """A row a k of values (N, k)."""
+    return [
+        Recall(
+            k=k,
+            recall=Estimate.of_mean(values),
+            chance=min(1.0, k / gallery),
+            items=kept_items(values.numpy()),
+        )
+        for k, values in zip(at, found.unbind(1), strict=True)
+    ]
+
+
+def text_layers(subject: Subject, labels: Tensor) -> list[TextLayer]:
+    """Which experts read which words, in every MoE layer of the text tower."""
+    model = subject.model.model if isinstance(subject.model, Guided) else subject.model
+    assert isinstance(model, TwoTowerModel)
+    if model.config.text.moe is None:
+        return []
+    captions = labels.flatten(0, 1)
+    captions = captions[captions[:, 0] != NONE]
+    records, words = [], []
+    with evaluating(model), torch.no_grad():
+        for part in captions.split(TEXTS):
+            part = part.to(subject.device)
+            _, found = model.text(part)
+            records.append(tuple(turned(record) for record in found))
+            words.append(part[model.text.spoken(part)].cpu())
+    spoken = torch.cat(words).long()
+    tokenizer = tokenizer_in(subject.data.folder, model.text.task)
+    return [layer_of(record, spoken, tokenizer) for record in joined(records)]
+
+
+def turned(record: RoutingRecord) -> RoutingRecord:
+    """Fields (1, n, E) as (n, 1, E) on the CPU, so that batches can follow one another."""
+    return RoutingRecord(*(field.cpu().transpose(0, 1) for field in record))
+
+
+def layer_of(record: RoutingRecord, words: Tensor, tokenizer: Any) -> TextLayer:
+    """The table of one layer; record: fields (n, 1, E), words: (n,) int64."""
+    experts = record.probs.shape[-1]
+    first = record.probs[:, 0].argmax(dim=-1)
+    table = torch.zeros(int(words.max()) + 1, experts, dtype=torch.float64)
+    table.index_put_((words, first), torch.ones(len(words), dtype=torch.float64), accumulate=True)
+    counts = table.sum(dim=1)
+    overall = table.sum(dim=0)
+    shown = counts.argsort(descending=True, stable=True)[:WORDS].tolist()
+    probs = record.probs.double()
+    return TextLayer(
+        load_cv2=float(squared_cv(record.chosen.double().sum(dim=(0, 1)))),
+        token_entropy=float(torch.special.entr(probs).sum(dim=-1).mean()),
+        same_expert=alike(table),
+        same_expert_chance=alike(overall[None]),
+        words=[
+            Word(
+                word=named(tokenizer, word),
+                count=int(counts[word]),
+                experts=[round(value, 4) for value in (table[word] / counts[word]).tolist()],
+            )
+            for word in shown
+            if counts[word]
+        ],
+    )
+
+
+def alike(table: Tensor) -> float:
+    """Share of the pairs of two occurrences in one row of (rows, E) counts that have one expert;
+    1 where no row has two.
+    """
+    counts = table.sum(dim=1)
+    pairs = (counts * (counts - 1)).sum()
+    if pairs == 0:
+        return 1.0
+    return float((table * (table - 1)).sum() / pairs)
+
+
+def named(tokenizer: Any, word: int) -> str:
+    """The word of a token."""
+    if isinstance(tokenizer, WordTokenizer):
+        return tokenizer.vocabulary[word]
+    return str(tokenizer.loaded.id_to_token(word))

@@ -1,0 +1,174 @@
+"""The text tower of a two-tower model: a transformer over the tokens of a caption (CLIP; Radford et
+al. 2021), dense or with experts.
+
+B captions of M tokens, d width, w numbers of an embedding.
+"""
+
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.nn.layers.block import Block, FeedForward, Mlp, attention_weights
+from moecore.nn.layers.moe import MoE
+from moecore.tasks.image_text import ImageText
+
+PRIMES = (2_654_435_761, 40_503_001)  # mix the numbers of a caption's tokens
+MARK = 2**23  # marks are below: fp32 holds them exactly
+ABSENT = frozenset({"patches", "teacher"})  # what a caption does not have
+
+
+class TextTower(Config):
+    """Settings of a transformer over captions."""
+
+    width: int = Field(default=64, ge=8, le=2**16, description="width of a token")
+    depth: int = Field(default=2, ge=1, le=1000, description="number of blocks")
+    heads: int = Field(default=4, ge=1, description="attention heads; they divide the width")
+    mlp_ratio: float = Field(default=4.0, gt=0, description="hidden width of the dense MLP / width")
+    mask: Literal["causal", "full"] = Field(
+        default="causal",
+        description="which tokens a token attends to: itself and those before, "
+        "or all of the context, what pads it included (SigLIP)",
+    )
+    pooling: Literal["end", "class"] = Field(
+        default="end",
+        description="the caption's feature: at the token that ends it, or at a learned token "
+        "after the context",
+    )
+    activation: Literal["gelu", "quick_gelu"] = Field(
+        default="gelu", description="quick_gelu: x·σ(1.702 x), of OpenAI's weights"
+    )
+    frozen: Literal["never", "finetune", "always"] = Field(
+        default="never",
+        description="when it neither learns nor drops or draws anything (LiT)",
+    )
+    moe: MoE | None = Field(
+        default=None, description="experts of this tower; a method gives them (`text`)"
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % self.heads:
+            found = f"heads is {self.heads}"
+            raise ValueError(f"{found}; allowed: a divisor of the text tower's width {self.width}")
+        return self
+
+
+class TextAttention(nn.Module):
+    """Self-attention over (B, M, d) tokens, each with those before it or with all; called as
+    ``Attention`` is.
+    """
+
+    def __init__(self, config: TextTower) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.causal = config.mask == "causal"
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        nn.init.normal_(self.qkv.weight, std=width**-0.5)
+        nn.init.normal_(self.proj.weight, std=width**-0.5 * (2 * config.depth) ** -0.5)
+        nn.init.zeros_(self.qkv.bias)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, tokens: Tensor, weights: bool = False) -> tuple[Tensor, Tensor | None]:
+        batch, length, width = tokens.shape
+        qkv = self.qkv(tokens).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        each = attention_weights(query, key, self.causal)
+        merged = self.proj((each.to(value.dtype) @ value).transpose(1, 2).flatten(2))
+        return merged, each.mean(dim=1) if weights else None
+
+
+class TextTransformer(nn.Module):
+    """``tower(tokens)`` with token numbers (B, M) gives embeddings (B, w), not normalised, and one
+    routing record of fields (1, n, E) per MoE layer, n all tokens but what pads.
+    """
+
+    def __init__(self, config: TextTower, task: ImageText) -> None:
+        """Raises UserError for routers that look at what a caption does not have."""
+        super().__init__()
+        moe, width = config.moe, config.width
+        if moe is not None and (lacking := sorted(moe.router.wants & ABSENT)):
+            reads = f"the router {moe.router.kind} reads {', '.join(lacking)}"
+            raise UserError(f"text: captions have none, but {reads}; choose another")
+        self.config = config
+        self.task = task
+        self.positions = nn.Parameter(torch.empty(task.context, width))
+        self.embedding = nn.Embedding(task.words, width)
+        self.last = nn.Parameter(torch.empty(1, 1, width)) if config.pooling == "class" else None
+        self.blocks = nn.ModuleList(
+            Block(width, TextAttention(config), mlp, eps=1e-5) for mlp in self._feed_forwards()
+        )
+        self.norm = nn.LayerNorm(width)
+        self.projection = nn.Linear(width, task.width, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.positions, std=0.01)
+        nn.init.normal_(self.projection.weight, std=width**-0.5)
+        if self.last is not None:
+            nn.init.normal_(self.last, std=0.02)
+
+    def forward(
+        self, tokens: Tensor, progress: float = 1.0
+    ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+        """progress: share of the training that is done."""
+        tokens = tokens.long()
+        ends = (tokens == self.task.end).int().argmax(dim=1)
+        hidden = self.embedding(tokens) + self.positions
+        if self.last is not None:
+            hidden = torch.cat([hidden, self.last.expand(len(hidden), -1, -1)], dim=1)
+        context = RoutingContext()
+        if self.config.moe is not None:
+            context = RoutingContext(progress=self.config.moe.router.phase(progress))
+        records: tuple[RoutingRecord, ...] = ()
+        for block in self.blocks:
+            hidden, _, record = block(hidden, context)
+            records += record
+        hidden = self.norm(hidden)
+        rows = torch.arange(len(hidden), device=hidden.device)
+        pooled = hidden[rows, ends] if self.last is None else hidden[:, -1]
+        there = self.spoken(tokens)
+        return self.projection(pooled), tuple(_only(record, there) for record in records)
+
+    def spoken(self, tokens: Tensor) -> Tensor:
+        """Which tokens (B, M) are the caption's own, up to the one that ends it: bool (B, M)."""
+        ends = (tokens == self.task.end).int().argmax(dim=1, keepdim=True)
+        return torch.arange(tokens.shape[1], device=tokens.device)[None] <= ends
+
+    def _feed_forwards(self) -> list[FeedForward]:
+        config = self.config
+        sparse = () if config.moe is None else config.moe.indices(config.depth)
+        hidden = round(config.width * config.mlp_ratio)
+        found: list[FeedForward] = []
+        for index in range(config.depth):
+            if config.moe is not None and index in sparse:
+                found.append(config.moe.build(config.width))
+                continue
+            mlp = Mlp(config.width, hidden, config.activation)
+            nn.init.normal_(mlp.fc1.weight, std=(2 * config.width) ** -0.5)
+            nn.init.normal_(mlp.fc2.weight, std=config.width**-0.5 * (2 * config.depth) ** -0.5)
+            found.append(mlp)
+        return found
+
+
+def _only(record: Any, there: Tensor) -> RoutingRecord:
+    """A record (B, T, E) of the tokens that are ``there`` (B, M), as one row (1, n, E)."""
+    length = there.shape[1]
+    return RoutingRecord(*(field[:, :length][there][None] for field in record))
+
+
+def marks(captions: Tensor) -> Tensor:
+    """Two numbers that are the same of equal captions (B, M) and differ else, (B, 2) fp32: 46 bits
+    of a sum over tokens, so that of a batch of 32,768 captions none meet by chance (p 1e-5).
+    """
+    places = torch.arange(1, captions.shape[1] + 1, device=captions.device)
+    found = []
+    for prime in PRIMES:
+        mixed = (captions.long() + 2) * (places * prime % 1_000_003 + 1)
+        mixed = (mixed ^ (mixed >> 7)) * prime % 2_147_483_647
+        found.append(mixed.sum(dim=1) % MARK)
+    return torch.stack(found, dim=1).float()

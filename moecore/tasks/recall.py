@@ -1,0 +1,79 @@
+"""Recall at k between images and captions in one space, both ways, with ties.
+
+N images, C captions of each at most, d numbers of an embedding. Image sides are (N, d + 1), text
+sides (N, C, d + 3): see moecore/tasks/image_text.py.
+"""
+
+import torch
+from torch import Tensor
+
+TIE = 1e-6  # cosines that differ by less are one: two orders of a sum round otherwise
+CHUNK = 2**24  # numbers of a similarity matrix at a time
+MARKS = 2  # numbers behind an embedding that tell captions apart
+
+
+def absent(texts: Tensor) -> Tensor:
+    """Which text sides (…, d + 3) stand for no caption: bool (…)."""
+    return texts[..., -MARKS - 1] == 0
+
+
+def cosines(images: Tensor, texts: Tensor) -> Tensor:
+    """fp64 (N, n) of image sides (N, d + 1) and text sides (n, d + 3)."""
+    left = torch.nn.functional.normalize(images[:, :-1].double(), dim=1)
+    right = torch.nn.functional.normalize(texts[:, : -MARKS - 1].double(), dim=1)
+    return left @ right.T
+
+
+def text_to_image(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
+    """R@k of the captions (N, C, d + 3) of each image among all images (N, d + 1): (N, k) fp64,
+    means over an image's captions.
+
+    A tie counts for the share of its orders in which the image is among the first k.
+    """
+    number, captions = texts.shape[:2]
+    flat = texts.flatten(0, 1)
+    there = ~absent(flat)
+    owner = torch.arange(number, device=flat.device).repeat_interleave(captions)
+    found = []
+    for part, who in zip(
+        flat.split(max(1, CHUNK // number)), owner.split(max(1, CHUNK // number)), strict=True
+    ):
+        said = cosines(images, part)  # (N, n)
+        right = said.gather(0, who[None])[0]
+        above = (said > right + TIE).sum(dim=0)
+        level = ((said - right).abs() <= TIE).sum(dim=0) - 1
+        found.append(hits(above, level, at))
+    each = torch.cat(found).masked_fill(~there[:, None], 0.0).view(number, captions, len(at))
+    return each.sum(dim=1) / there.view(number, captions).sum(dim=1, keepdim=True)
+
+
+def image_to_text(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
+    """R@k of each image (N, d + 1) among all captions (N, C, d + 3): (N, k) fp64; any of its
+    captions counts. Ties as in ``text_to_image``, of the best own caption with those of others.
+    """
+    number, captions = texts.shape[:2]
+    flat = texts.flatten(0, 1)
+    there = ~absent(flat)
+    size = max(1, CHUNK // len(flat))
+    found = []
+    for first in range(0, number, size):
+        said = cosines(images[first : first + size], flat).masked_fill(~there, -2.0)
+        rows = torch.arange(len(said), device=said.device)
+        own = torch.zeros_like(said, dtype=torch.bool)
+        for caption in range(captions):
+            own[rows, (first + rows) * captions + caption] = True
+        best = said.masked_fill(~own, -2.0).amax(dim=1, keepdim=True)
+        others = said.masked_fill(own, -2.0)
+        above = (others > best + TIE).sum(dim=1)
+        level = ((others - best).abs() <= TIE).sum(dim=1)
+        found.append(hits(above, level, at))
+    return torch.cat(found)
+
+
+def hits(above: Tensor, level: Tensor, at: tuple[int, ...]) -> Tensor:
+    """Share of the orders of a tie in which one of ``level`` + 1 equals is among the first k, where
+    ``above`` others are before all of them: (n, k) fp64.
+    """
+    places = torch.tensor(at, dtype=torch.float64, device=above.device)
+    room = places[None, :] - above.double()[:, None]
+    return (room / (level.double()[:, None] + 1)).clamp(0.0, 1.0)
