@@ -161,6 +161,7 @@ class Project:
         return kept | {
             "PATH": os.pathsep.join(folders),
             "DVC_NO_ANALYTICS": "1",
+            "MOECORE_THREADS": "1",  # two would wait for each other
             "PYTHONPATH": str(self.root or self.folder),
         }
 

@@ -114,6 +114,13 @@ def places(root: str | tuple[str, ...]) -> list[Path]:
     return found
 
 
+def found_file(name: str) -> Path:
+    """The file that ``name`` means, from the places that folders of raw data may be in; as it is
+    where there is none.
+    """
+    return next((path for path in places(name) if path.is_file()), Path(name))
+
+
 def _explained(error: OSError, path: Path) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         why = (error.strerror or str(error)).lower()

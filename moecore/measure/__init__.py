@@ -12,6 +12,7 @@ from moecore.measure import (
     routing,
     stability,
     word_swaps,
+    zero_shot,
 )
 from moecore.measure.base import Measurement
 
@@ -23,6 +24,7 @@ MEASUREMENTS = {
     "few_shot": Measurement.of(few_shot, few_shot.FewShot),
     "word_swaps": Measurement.of(word_swaps, word_swaps.WordSwaps),
     "retrieval": Measurement.of(retrieval, retrieval.Retrieval),
+    "zero_shot": Measurement.of(zero_shot, zero_shot.ZeroShot),
     "lipschitz": Measurement.of(lipschitz, lipschitz.Lipschitz),
     "cost": Measurement.of(cost, cost.Cost),
     "explorer": Measurement.of(explorer, explorer.Explorer),

@@ -4,6 +4,7 @@ Komatsuzaki et al. 2023; MoGE, §3.1.
 """
 
 import torch
+from torch import nn
 
 from moecore.core.files import UserError
 from moecore.nn.backbones.model import BackboneModel
@@ -32,8 +33,11 @@ def upcycle(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> B
     if dense.image.answers != model.image.answers:
         weights = {name: value for name, value in weights.items() if not name.startswith("head")}
     weights = model.moved(weights, dense.config, dense.image)
+    weights |= model.renormalised(weights, dense.image)
+    replaced = dict(dense.named_modules())
     for name, layer in model.named_modules():
         if isinstance(layer, MoELayer):
+            _same_activation(layer.experts, replaced.get(name), name)
             _fill_experts(layer.experts, weights, f"{name}.", noise)
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:
@@ -43,6 +47,15 @@ def upcycle(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> B
             raise UserError(f"upcycle: {name} is {found}; {needed}")
         own[name].copy_(value)
     return model
+
+
+def _same_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) -> None:
+    """Raise UserError where a dense MLP has another activation than the experts made of it."""
+    there = "quick_gelu" if getattr(mlp, "quick", False) else "gelu"
+    here = getattr(experts, "activation", there)
+    if here != there:
+        found = f"the teacher's MLP at {name} has {there}, the experts have {here}"
+        raise UserError(f"upcycle: {found}; set experts.activation: {there}")
 
 
 def _fill_experts(

@@ -16,7 +16,17 @@ SETS = MultiLabel(classes=("a", "b"))
 YEARS = Regression(target="age", unit="years")
 
 
-class Linear(nn.Module):
+class Plain(nn.Module):
+    """A model whose labels are what the task compares predictions with."""
+
+    def targets(self, labels: Tensor) -> Tensor:
+        return labels
+
+    def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+
+class Linear(Plain):
     """Two classes, logits (0, w·x + bias): the loss gradient has the sign of ±w everywhere."""
 
     def __init__(self, weight: Tensor, bias: float = 0.0) -> None:
@@ -28,7 +38,7 @@ class Linear(nn.Module):
         return ModelOutput(torch.stack([torch.zeros_like(score), score], dim=1))
 
 
-class Curved(nn.Module):
+class Curved(Plain):
     """Logits of strongly bent functions of the pixels, so that the gradient's sign turns inside a
     small ball.
     """
@@ -44,7 +54,7 @@ class Curved(nn.Module):
         return ModelOutput(torch.sin(self.dropout(images.flatten(1)) @ self.first) @ self.second)
 
 
-class Smooth(nn.Module):
+class Smooth(Plain):
     """A gentle classifier of ``classes`` classes with one layer of routing over 4 experts, one
     token a row of pixels.
     """
@@ -68,7 +78,7 @@ class Smooth(nn.Module):
         )
 
 
-class Blind(nn.Module):
+class Blind(Plain):
     """Another model behind a rounding of its images to 1/1000: nearly the same logits, and no
     gradient.
     """

@@ -11,11 +11,13 @@ from torch import nn
 
 from moecore.core.records import ModelOutput
 from moecore.data.prepared import Prepared, Split
+from moecore.data.sources.captioned_mosaic import CaptionedMosaic
 from moecore.data.sources.digits import Digits
 from moecore.measure.base import Subject
 from moecore.measure.explorer import Explorer
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoE
@@ -217,3 +219,19 @@ def surer(model: torch.nn.Module) -> torch.nn.Module:
         for name, weight in model.named_parameters():
             weight *= 30 if "router" in name else 4
     return model
+
+
+def captioned(folder: Path) -> Subject:
+    """Two towers, untrained but sure, and 30 test mosaics of digits with five captions each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = {"kind": "digits", "size": 8}
+    CaptionedMosaic(source=source, train=60, validation=20, test=30).prepare(folder)
+    data = Prepared.open(folder)
+    torch.manual_seed(0)
+    towers = TwoTowers(
+        image=Vit(patch=4, width=16, depth=2, heads=2),
+        text={"width": 16, "depth": 2, "heads": 2},
+        joint=8,
+    )
+    model = towers.build(ImageSpec.from_card(data.card), moe())
+    return Subject(surer(model).eval(), data)

@@ -33,7 +33,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoE
 from moecore.nn.predict import predictions
-from tests.measure.subjects import built, digits, measured_twice
+from tests.measure.subjects import built, captioned, digits, measured_twice
 from tests.measure.test_words import text
 from tests.volumes import write_cohort
 
@@ -48,6 +48,14 @@ SMALL = {
     "explorer": {"images": 2, "gallery": 8, "favourites": 1, "attack": {"kind": "fgsm"}},
     "cost": {"batch": 2, "rounds": 2, "images": 2},
     "cohort_checks": {"resamples": 100, "years": 200},
+    "retrieval": {"at": [1, 2]},
+    "zero_shot": {"source": {"kind": "digits", "test_limit": 20}},
+}
+OF = {
+    "cohort_checks": "volumes",
+    "word_swaps": "text",
+    "retrieval": "captions",
+    "zero_shot": "captions",
 }
 MOE = MoE(
     router={"kind": "noisy_top_k", "k": 1},
@@ -64,6 +72,7 @@ def subjects(tmp_path_factory) -> dict[str, Subject]:
         "flat": Subject(model, data),
         "volumes": volumes(tmp_path_factory.mktemp("cohort")),
         "text": words(tmp_path_factory.mktemp("text")),
+        "captions": captioned(tmp_path_factory.mktemp("mosaics")),
     }
 
 
@@ -88,7 +97,7 @@ def test_settings_have_the_name_of_the_file(what):
 @pytest.mark.parametrize("what", MEASUREMENTS)
 def test_results_are_read_back_as_they_were_written(what, subjects, tmp_path):
     measurement = MEASUREMENTS[what]
-    subject = subjects[{"cohort_checks": "volumes", "word_swaps": "text"}.get(what, "flat")]
+    subject = subjects[OF.get(what, "flat")]
     assert measurement.applies(subject) is None
     settings = measurement.settings.model_validate(SMALL[what])
     result = measurement.measure(subject, settings, at_once)
@@ -117,7 +126,7 @@ def test_a_dense_model_is_skipped_where_routing_is_measured(subjects):
     data = subjects["flat"].data
     dense = Subject(built(SingleLayer(), None, data, 1), data)
     skipped = {what for what, found in MEASUREMENTS.items() if found.applies(dense)}
-    assert skipped == {"routing", "invariance", "explorer", "cohort_checks", "word_swaps"}
+    assert skipped == {"routing", "invariance", "explorer", *OF}
 
 
 ROUTING = Routing.model_validate(

@@ -1,4 +1,6 @@
-"""The study of images and captions, on a few mosaics: every stage, one after the other."""
+"""The study of images and captions, on a few mosaics: every stage, one after the other; its preset
+of CLIP's size on small files in the forms of COCO, Flickr30k, CLIP's vocabulary and its weights.
+"""
 
 import json
 import os
@@ -7,11 +9,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from moecore.core.sources import ROOT
 from moecore.study.whole import check
 from moecore.study.written import write_params
+from tests.data.sources.test_captioned_files import split_file
+from tests.data.text.test_captions import bpe_file
+from tests.training.teachers.test_open_clip import weights
 
 STUDY = ROOT / "pipelines/image_text"
 DIGITS = {"kind": "digits", "size": 14}
@@ -52,14 +59,18 @@ def folder(tmp_path_factory):
     data["explorer"] = {"images": 4, "sigmas": [0.1], "epsilons": [0.05], "augmentations": []}
     data["explorer"]["attack"] = {"kind": "pgd", "steps": 2}
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
     methods = ("vmoe_text", "ermoe_frozen")
-    words = [stage.format(method) for method in methods for stage in STAGES]
-    for line in [*dict.fromkeys(words), "compare"]:
+    run(place, [stage.format(method) for method in methods for stage in STAGES])
+    return place
+
+
+def run(place, lines) -> None:
+    """These stages, each once, and the comparison."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MOECORE_THREADS": "1"}
+    for line in [*dict.fromkeys(lines), "compare"]:
         command = [sys.executable, "-m", *f"stages.{line}".split()]
         done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    return place
 
 
 def result(folder, what: str, method: str) -> dict:
@@ -107,3 +118,61 @@ def test_the_table_and_the_page_say_it(folder):
     assert row["text_to_image_r1"]["mean"] == pytest.approx(row["test_accuracy"]["mean"])
     page = (folder / "reports/index.html").read_text(encoding="utf-8")
     assert "text → image R@1" in page and "Images and captions" in page and "&lt;start&gt;" in page
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """The study with its preset, as `moecore study preset` leaves it; no file is there yet."""
+    place = tmp_path_factory.mktemp("preset") / "pipelines" / STUDY.name
+    shutil.copytree(STUDY, place, ignore=shutil.ignore_patterns("artifacts", ".state", "reports"))
+    list(write_params(place, ROOT, ("clip_b16",)))
+    return place
+
+
+def test_the_preset_is_in_order_and_asks_for_its_files(clip):
+    command = [sys.executable, "-m", "stages.prepare", "pretrain"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MOECORE_THREADS": "1"}
+    done = subprocess.run(command, cwd=clip, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "else is in order" not in line]
+    assert [line.split()[1] for line in lines] == ["data.pretrain.root:", "data.finetune.root:"]
+    assert all("no such folder; set `root` to the folder of the images" in line for line in lines)
+
+
+def test_the_preset_runs_on_small_files_of_the_same_forms(clip):
+    raw = clip / "data/raw"
+    (raw / "clip").mkdir(parents=True)
+    split_file(raw / "coco", "dataset_coco.json", "val2014")
+    (raw / "flickr30k").mkdir()
+    split_file(raw / "flickr30k/images", "dataset_flickr30k.json", "")
+    (raw / "flickr30k/images/dataset_flickr30k.json").rename(
+        raw / "flickr30k/dataset_flickr30k.json"
+    )
+    bpe_file(raw / "clip/tokenizer.json")
+    small = weights()
+    small["token_embedding.weight"] = small["token_embedding.weight"][:7]
+    save_file(small, raw / "clip/open_clip_model.safetensors")
+    path = clip / "params.yaml"
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for part in data["data"].values():
+        part |= {"size": 16, "context": 9}
+        part["tokenizer"] |= {"words": 7}
+    data["model"]["image"] |= {"patch": 8, "width": 128, "depth": 3, "heads": 2}
+    data["model"]["text"] |= {"width": 64, "depth": 2, "heads": 1}
+    data["model"]["joint"] = 24
+    for phase in ("pretrain", "finetune"):
+        data[phase] |= {"epochs": 1, "batch": 4, "warmup_epochs": 0}
+    data["robustness"] |= {"images": 4, "epsilons": [0.05], "attacks": [{"kind": "fgsm"}]}
+    data["routing"] |= {"images": 4}
+    data["run"] |= {"methods": ["vmoe"], "phases": ["finetune"]}
+    data["run"] |= {"thorough": ["finetune"]}
+    data["methods"]["vmoe"]["blocks"] = data["methods"]["ermoe"]["blocks"] = [1]
+    path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    stages = [*STAGES[:3], "teacher 0", *STAGES[3:9]]
+    run(clip, [stage.format("vmoe") for stage in stages])
+    found = result(clip, "retrieval/finetune", "vmoe")
+    assert (found["images"], found["captions"]) == (4, 20)
+    trained = load_file(clip / "artifacts/finetune/vmoe/0/model.safetensors")
+    was, now = small["text_projection"].T, trained["text.projection.weight"]
+    assert not torch.equal(was, now)
+    torch.testing.assert_close(now, was, atol=1e-3, rtol=0)  # steps of 1e-5, from CLIP's

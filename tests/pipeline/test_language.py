@@ -117,7 +117,7 @@ def test_twenty_updates(folder, tmp_path):
     data["routing"] |= {"images": 8, "sweeps": {"k": [1, 2]}}
     data["pretrain"] |= {"epochs": 2, "updates": 10, "batch": 4, "warmup_epochs": 0, "log_every": 5}
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MOECORE_THREADS": "1"}
     for words in (
         "code",
         "prepare pretrain",

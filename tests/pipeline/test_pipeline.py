@@ -112,9 +112,9 @@ def test_git_sees_the_lock_and_the_numbers_and_nothing_else_that_a_run_wrote(fin
 
 def test_the_trained_model_loads_from_its_folder(finished):
     model = load_model(finished.folder / "artifacts/finetune/tgr/0")
-    prediction, routing, _ = model(torch.rand(2, 1, 24, 24))
-    assert prediction.shape == (2, 10) and len(routing) == 2
-    assert routing[0].probs.shape == (2, 10, 4)
+    output = model(torch.rand(2, 1, 24, 24))
+    assert output.prediction.shape == (2, 10) and len(output.routing) == 2
+    assert output.routing[0].probs.shape == (2, 10, 4)
 
 
 def test_the_report_is_one_file_with_every_method(finished):

@@ -22,7 +22,7 @@ from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import AdversarialFinetuning, Training
-from tests.attacks.models import Linear
+from tests.attacks.models import Linear, Plain
 from tests.training.small import CPU, IMAGE, SETTINGS, images, task
 
 PRC = Method(
@@ -281,7 +281,7 @@ def weak_and_robust(count: int, seed: int) -> Split:
     )
 
 
-class Logistic(torch.nn.Module):
+class Logistic(Plain):
     """A linear classifier of the pixels, as a model of the training loop."""
 
     moe = None

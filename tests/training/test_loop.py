@@ -258,8 +258,9 @@ def model():
 def test_saved_and_loaded_it_says_the_same(tmp_path, model):
     save_model(tmp_path, model)
     images = torch.rand(3, 1, 8, 8)
-    prediction, routing, _ = load_model(tmp_path)(images)
-    assert torch.equal(prediction, model(images).prediction)
+    output = load_model(tmp_path)(images)
+    routing = output.routing
+    assert torch.equal(output.prediction, model(images).prediction)
     assert len(routing) == 2 and torch.equal(routing[0].combine, model(images).routing[0].combine)
     assert {path.name for path in tmp_path.iterdir()} == {"model.json", "model.safetensors"}
 

@@ -7,9 +7,11 @@ from pydantic import Field
 from moecore.data.sources.bids import Bids
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic
 from moecore.data.sources.cifar import Cifar
+from moecore.data.sources.coco_captions import CocoCaptions
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.docstrings import Docstrings
 from moecore.data.sources.fashion_mnist import FashionMnist
+from moecore.data.sources.flickr30k import Flickr30k
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from moecore.data.sources.mosaic import Mosaic
@@ -24,6 +26,8 @@ Source = Annotated[
     | Imagenet
     | Mosaic
     | CaptionedMosaic
+    | CocoCaptions
+    | Flickr30k
     | Phantom
     | Bids
     | Docstrings

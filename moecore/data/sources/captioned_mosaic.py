@@ -18,7 +18,7 @@ from moecore.data.preview import Preview
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.mosaic import composed
-from moecore.data.text.captions import Captioned, Described, write_captioned
+from moecore.data.text.captions import Captioned, Described, encoded, write_captioned
 from moecore.data.text.tokenizers import WordTokenizer
 from moecore.data.text.words import lowered
 from moecore.tasks.image_text import ImageText
@@ -94,7 +94,8 @@ class CaptionedMosaic(Config):
             self,
             self.sided,
         )
-        written = write_captioned(folder, about, tokenizer_of(names), parts)
+        tokenizer = tokenizer_of(names)
+        written = write_captioned(folder, about, tokenizer, *encoded(parts, about, tokenizer))
         shutil.rmtree(scratch)
         return written
 

@@ -36,29 +36,50 @@ class Described(NamedTuple):
     sided: bool
 
 
-def write_captioned(
-    folder: Path, about: Described, tokenizer: Tokenizer, parts: Mapping[str, Captioned]
-) -> dict[str, Any]:
-    """Write the prepared layout to ``folder`` and return its card."""
-    settings = about.settings
-    task = ImageText(
+def task_of(about: Described, tokenizer: Tokenizer) -> ImageText:
+    """The task of such data."""
+    return ImageText(
         words=tokenizer.words,
-        context=settings.context,
-        captions=settings.captions,
+        context=about.settings.context,
+        captions=about.settings.captions,
         end=tokenizer.end,
         vocabulary=tokenizer.digest,
         sided=about.sided,
     )
-    facts = Facts(
-        about.name, task, about.channels, about.size, about.licence, about.source, settings
-    )
-    labels, counts = {}, {}
+
+
+def encoded(
+    parts: Mapping[str, Captioned], about: Described, tokenizer: Tokenizer
+) -> tuple[dict[str, Part], dict[str, dict[str, int]]]:
+    """Every split with its captions as tokens, and the counts of ``tokens_of``."""
+    task = task_of(about, tokenizer)
+    written, counts = {}, {}
     for split, part in parts.items():
-        labels[split], counts[split] = tokens_of(part.captions, tokenizer, task)
-    written = {split: Part(labels[split], part.images) for split, part in parts.items()}
-    card = write_prepared(folder, facts, written)
+        labels, counts[split] = tokens_of(part.captions, tokenizer, task)
+        written[split] = Part(labels, part.images)
+    return written, counts
+
+
+def write_captioned(
+    folder: Path,
+    about: Described,
+    tokenizer: Tokenizer,
+    parts: Mapping[str, Part],
+    counts: Mapping[str, Mapping[str, int]],
+) -> dict[str, Any]:
+    """Write the prepared layout to ``folder`` and return its card."""
+    facts = Facts(
+        about.name,
+        task_of(about, tokenizer),
+        about.channels,
+        about.size,
+        about.licence,
+        about.source,
+        about.settings,
+    )
+    card = write_prepared(folder, facts, parts)
     name = tokenizer.write(folder)
-    card["counts"] = counts
+    card["counts"] = dict(counts)
     card["files"][name] = checksum(folder / name)
     write_json(folder / "card.json", card)
     return card

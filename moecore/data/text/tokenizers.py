@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum
+from moecore.core.files import UserError, checksum, found_file
 from moecore.data.text.words import lowered
 from moecore.tasks.image_text import ImageText
 
@@ -164,7 +164,7 @@ class BpeSettings(Config):
 
     def build(self, training: Iterable[str]) -> BpeTokenizer:
         """The file's."""
-        return BpeTokenizer(Path(self.file), self.words)
+        return BpeTokenizer(found_file(self.file), self.words)
 
 
 AnyTokenizer = Annotated[WordSettings | BpeSettings, Field(discriminator="kind")]

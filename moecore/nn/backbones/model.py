@@ -131,6 +131,12 @@ class BackboneModel(Model):
         """
         return weights
 
+    def renormalised(self, weights: dict[str, Tensor], image: ImageSpec) -> dict[str, Tensor]:
+        """Those of the ``weights`` of a model of ``image`` that change so that the model says the
+        same though it normalises pixels by other statistics.
+        """
+        return {}
+
     def remember(self, streams: int, length: int | None = None) -> None:
         """Keep what so many streams of this length leave behind from step to step, in training; 0:
         nothing more. Images leave nothing.

@@ -5,7 +5,7 @@ B images, C channels, T tokens (special tokens first, then patches, the last axi
 outputs: classes, or one for a target.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,39 +21,23 @@ from moecore.core.records import (
 )
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.transformer_settings import Settings
 from moecore.nn.correspondence import match_tokens
-from moecore.nn.layers.block import Attention, Block, FeedForward, Mlp, drop_rates, linear
+from moecore.nn.layers.block import (
+    Attention,
+    Block,
+    FeedForward,
+    Mlp,
+    drop_rates,
+    linear,
+)
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.patch_embed import Interpolation, cut, resize_positions
-
-
-class Settings(Protocol):
-    """What the settings of every transformer say."""
-
-    @property
-    def patch(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def depth(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def mlp_ratio(self) -> float: ...
-    @property
-    def pooling(self) -> str: ...
-    @property
-    def position_on_class(self) -> bool: ...
-    @property
-    def layer_scale(self) -> float | None: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def drop_path(self) -> float: ...
-
-    def grid(self, image: ImageSpec) -> tuple[int, ...]:
-        """Patches along each axis of such images."""
-        ...
+from moecore.nn.layers.patch_embed import (
+    Interpolation,
+    cut,
+    of_other_pixels,
+    resize_positions,
+)
 
 
 class Transformer(BackboneModel):
@@ -76,6 +60,9 @@ class Transformer(BackboneModel):
         self.cls_token = _token(width, special >= 1)
         self.dist_token = _token(width, special == 2)
         self.pos_embed = nn.Parameter(torch.zeros(1, patches + self.positioned, width))
+        self.norm_pre = nn.Identity()  # timm's name
+        if config.pre_norm:
+            self.norm_pre = nn.LayerNorm(width, eps=config.norm_eps)
         rates = drop_rates(config.drop_path, config.depth)
         self.blocks = nn.ModuleList(
             Block(
@@ -84,16 +71,17 @@ class Transformer(BackboneModel):
                 mlp,
                 config.layer_scale,
                 rate,
+                config.norm_eps,
             )
             for mlp, rate in zip(self._feed_forwards(), rates, strict=True)
         )
         # timm's two names of the last norm: before the head's token is taken, or after the mean
         if special:
-            self.norm = nn.LayerNorm(width, eps=1e-6)
+            self.norm = nn.LayerNorm(width, eps=config.norm_eps)
             self.fc_norm = nn.Identity()
         else:
             self.norm = nn.Identity()
-            self.fc_norm = nn.LayerNorm(width, eps=1e-6)
+            self.fc_norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.head = linear(width, image.outputs)
         self.head_dist = None
         if special == 2:
@@ -130,6 +118,15 @@ class Transformer(BackboneModel):
         new, old = self.config.grid(self.image), config.grid(image)
         found = resize_positions(weights["pos_embed"], self.positioned, new, mode, old)
         return weights | {"pos_embed": found}
+
+    def renormalised(self, weights: dict[str, Tensor], image: ImageSpec) -> dict[str, Tensor]:
+        """The patch embedding's."""
+        weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"
+        if weight not in weights:
+            return {}
+        old, new = (image.mean, image.std), (self.image.mean, self.image.std)
+        found = of_other_pixels(weights[weight], weights[bias], old, new)
+        return dict(zip((weight, bias), found, strict=True))
 
     def forward(
         self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
@@ -179,8 +176,8 @@ class Transformer(BackboneModel):
             if token is not None
         ]
         if self.config.position_on_class:
-            return torch.cat([*special, tokens], dim=1) + self.pos_embed
-        return torch.cat([*special, tokens + self.pos_embed], dim=1)
+            return self.norm_pre(torch.cat([*special, tokens], dim=1) + self.pos_embed)
+        return self.norm_pre(torch.cat([*special, tokens + self.pos_embed], dim=1))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens (B, T, width) to the outputs (B, K) of every head: class, then distillation
@@ -231,7 +228,7 @@ class Transformer(BackboneModel):
             if self.moe is not None and index in sparse:
                 found.append(self.moe.build(self.config.width))
             else:
-                found.append(Mlp(self.config.width, hidden))
+                found.append(Mlp(self.config.width, hidden, self.config.activation))
         return found
 
 

@@ -162,6 +162,13 @@ class TwoTowerModel(BackboneModel):
         found = self.visual.moved(own, config.image, image, mode)
         return other | {start + name: one for name, one in found.items()}
 
+    def renormalised(self, weights: dict[str, Tensor], image: ImageSpec) -> dict[str, Tensor]:
+        """The image tower's."""
+        own = {name: one for name, one in weights.items() if name.startswith("visual.")}
+        bare = {name.removeprefix("visual."): one for name, one in own.items()}
+        found = self.visual.renormalised(bare, image)
+        return {f"visual.{name}": one for name, one in found.items()}
+
     def forward(
         self,
         images: Tensor,

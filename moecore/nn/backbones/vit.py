@@ -40,6 +40,15 @@ class Vit(BackboneConfig):
         default=None, gt=0, description="initial LayerScale, or null for none (DeiT-III: 1e-6)"
     )
     qkv_bias: bool = True
+    pre_norm: bool = Field(
+        default=False, description="a norm before the first block (CLIP's image tower)"
+    )
+    activation: Literal["gelu", "quick_gelu"] = Field(
+        default="gelu", description="of dense MLPs; quick_gelu: x·σ(1.702 x), of OpenAI's CLIP"
+    )
+    norm_eps: float = Field(
+        default=1e-6, gt=0, le=1e-2, description="added to a norm's variance (CLIP: 1e-5)"
+    )
     drop_path: float = Field(
         default=0.0,
         ge=0,

@@ -14,6 +14,7 @@ from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec, check_sizes
 from moecore.nn.backbones.model import BackboneConfig
 from moecore.nn.backbones.transformer import Transformer
+from moecore.nn.layers.block import Activation
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, PooledStem, waves
 
@@ -68,6 +69,21 @@ class Vit3d(BackboneConfig):
     def grid(self, image: ImageSpec) -> tuple[int, ...]:
         """Cubes along each axis of such volumes."""
         return tuple(size // self.patch for size in image.shape)
+
+    @property
+    def pre_norm(self) -> bool:
+        """Volumes have none."""
+        return False
+
+    @property
+    def activation(self) -> Activation:
+        """Of dense MLPs."""
+        return "gelu"
+
+    @property
+    def norm_eps(self) -> float:
+        """timm's."""
+        return 1e-6
 
     def build(self, image: ImageSpec, moe: MoE | None = None) -> "VolumeTransformer":
         """The model for such volumes; raises UserError where the sizes do not fit, and for

@@ -12,6 +12,7 @@ from moecore.core.streams import bernoulli_like
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import ExpertsConfig, ExpertsModule
 from moecore.nn.grouped import grouped_linear, grouped_mlp
+from moecore.nn.layers.block import quick_gelu
 
 
 class Mlp(ExpertsConfig):
@@ -27,7 +28,9 @@ class Mlp(ExpertsConfig):
         description="experts start apart, or all the same (as V-MoE), with timm's weights of a "
         "ViT; flat: apart, uniform within 1 / √(d·h), as SMoE language models start",
     )
-    activation: Literal["gelu", "relu"] = "gelu"
+    activation: Literal["gelu", "relu", "quick_gelu"] = Field(
+        default="gelu", description="quick_gelu: x·σ(1.702 x), of OpenAI's CLIP"
+    )
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="in training: share of hidden numbers that are 0"
     )
@@ -52,7 +55,7 @@ class MlpExperts(ExpertsModule):
         maps = (self.up, self.up_bias, self.down, self.down_bias)
         if self.activation == "gelu" and not self.dropout:
             return grouped_mlp(rows.values, *maps, rows.offsets)
-        active = gelu if self.activation == "gelu" else relu
+        active = {"gelu": gelu, "relu": relu, "quick_gelu": quick_gelu}[self.activation]
         hidden = active(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
         hidden = self._dropped(hidden, rows)
         return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)

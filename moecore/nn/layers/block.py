@@ -33,6 +33,11 @@ class FeedForward(nn.Module):
 Activation = Literal["gelu", "quick_gelu"]
 
 
+def quick_gelu(values: Tensor) -> Tensor:
+    """x·σ(1.702 x), which OpenAI's CLIP was trained with in GELU's place."""
+    return values * torch.sigmoid(1.702 * values)
+
+
 class Mlp(FeedForward):
     """Linear, GELU (erf form), Linear over (B, T, width) tokens; returns them with an empty tuple
     of routing records. quick_gelu: x·σ(1.702 x) in its place, of OpenAI's weights.
@@ -48,8 +53,7 @@ class Mlp(FeedForward):
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[Tensor, tuple[()]]:
         hidden = self.fc1(tokens)
-        active = hidden * torch.sigmoid(1.702 * hidden) if self.quick else gelu(hidden)
-        return self.fc2(active), ()
+        return self.fc2(quick_gelu(hidden) if self.quick else gelu(hidden)), ()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

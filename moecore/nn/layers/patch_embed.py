@@ -1,6 +1,7 @@
 """Patches to tokens: timm's convolution weights, applied as one matrix product."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -163,3 +164,25 @@ def _square(patches: int) -> tuple[int, int]:
     if side * side != patches:
         raise ValueError(f"{patches} position embeddings do not form a square grid")
     return side, side
+
+
+def of_other_pixels(
+    kernel: Tensor,
+    bias: Tensor,
+    old: tuple[Sequence[float], Sequence[float]],
+    new: tuple[Sequence[float], Sequence[float]],
+) -> tuple[Tensor, Tensor]:
+    """A patch embedding (d, C, …) that gives of pixels with the new (means, deviations) what it
+    gave with the old: (x − m)/s = (s'/s) · (x − m')/s' + (m' − m)/s, channel by channel. As it is
+    where the channels are not as many: it fits no such pixels.
+    """
+    if len(old[0]) != len(new[0]) or tuple(map(tuple, old)) == tuple(map(tuple, new)):
+        return kernel, bias
+    axes = [1, -1, *[1] * (kernel.ndim - 2)]
+    mean, std, new_mean, new_std = (
+        torch.tensor(values, dtype=torch.float64, device=kernel.device).view(axes)
+        for values in (*old, *new)
+    )
+    exact = kernel.double()
+    moved = (exact * ((new_mean - mean) / std)).flatten(1).sum(dim=1)
+    return (exact * (new_std / std)).to(kernel), (bias.double() + moved).to(bias)

@@ -14,6 +14,7 @@ from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
 from moecore.measure.stability import Result as Stability
 from moecore.measure.word_swaps import Result as WordSwaps
+from moecore.measure.zero_shot import Result as ZeroShot
 from moecore.report.measures import (
     ages,
     calibration,
@@ -30,6 +31,7 @@ from moecore.report.measures import (
     stability,
     training,
     word_swaps,
+    zero_shot,
 )
 from moecore.report.shown import Shown
 from moecore.training.outcome import Outcome
@@ -87,6 +89,14 @@ SHOWN = (
         retrieval.COLUMNS,
         retrieval.figures,
         retrieval.part,
+    ),
+    Shown(
+        "zero_shot",
+        "classes by prompts",
+        ZeroShot,
+        zero_shot.COLUMNS,
+        zero_shot.figures,
+        zero_shot.part,
     ),
     Shown("few_shot", "few shots", FewShot, few_shot.COLUMNS, few_shot.figures, few_shot.part),
     Shown(

@@ -1,0 +1,219 @@
+"""Image files with captions: what COCO's and Flickr30k's sources share.
+
+A source reads its annotations into ``Captions``; here files are found, splits drawn, captions made
+tokens and all of it written.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, places
+from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
+from moecore.data.prepared import SPLITS
+from moecore.data.preview import Preview
+from moecore.data.text.captions import Described, task_of, tokens_of, write_captioned
+from moecore.data.text.tokenizers import AnyTokenizer, Tokenizer, WordSettings, WordTokenizer
+from moecore.data.writer import Part
+from moecore.tasks.image_text import ImageText
+
+CARVED = 6  # a random stream of its own
+NAMED = {"train": "train", "restval": "train", "val": "validation", "test": "test"}  # Karpathy's
+
+
+class Captions(NamedTuple):
+    """One image: its file below the root, and its captions in their order."""
+
+    file: str
+    captions: tuple[str, ...]
+
+
+class CaptionedFiles(Config):
+    """Fields of the sources of image files with captions."""
+
+    task: ClassVar[type[ImageText]] = ImageText
+    sided: ClassVar[bool] = True  # people say left and right
+
+    root: str | tuple[str, ...] = Field(description="Folder, or folders in order, of the images")
+    size: int = Field(224, ge=4, le=1024, description="Height and width in pixels")
+    channels: Literal[1, 3] = Field(3, description="1 grey, 3 colour; images are converted")
+    captions: int = Field(5, ge=1, le=100, description="Captions of an image: its first so many")
+    context: int = Field(77, ge=3, le=2**10, description="Tokens of a caption; CLIP: 77")
+    tokenizer: AnyTokenizer = Field(
+        WordSettings(), description="words: of the training captions; bpe: of a file, as CLIP's"
+    )
+    validation: float = Field(
+        0.1, gt=0, lt=1, description="Share of the images, where no file names the split"
+    )
+    test: float = Field(
+        0.1, gt=0, lt=1, description="Share of the images, where no file names the split"
+    )
+    train_limit: int | None = Field(None, ge=2, description="At most this many training images")
+    test_limit: int | None = Field(None, ge=2, description="At most this many test images")
+    on_error: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What an unreadable image does: stop, naming all of them, or be left out",
+    )
+    seed: int = Field(0, ge=0, description="Draws splits and limits")
+
+    def read(self) -> dict[str, list[Captions]]:
+        """The images of each split, of all files named in the settings."""
+        raise NotImplementedError
+
+    def facts(self) -> tuple[str, str, str]:
+        """Name, licence and source, for the card."""
+        raise NotImplementedError
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card. Raises UserError where files
+        are missing, damaged or do not fit each other.
+        """
+        splits = self._found()
+        tokenizer = self.tokenizer.build(
+            text for _, one in splits["train"] for text in one.captions
+        )
+        name, licence, source = self.facts()
+        about = Described(name, self.channels, self.size, licence, source, self, self.sided)
+        task = task_of(about, tokenizer)
+        files, counts = {}, {}
+        for split, found in splits.items():
+            captions = [one.captions for _, one in found]
+            labels, counts[split] = tokens_of(captions, tokenizer, task)
+            files[split] = Files([path for path, _ in found], labels)
+        scratch = Path(folder) / ".decoded"
+        kept = DecodeCache(scratch, self.size, self.channels)
+        parts: dict[str, Part] = decoded_parts(kept, files, self.on_error)
+        card = write_captioned(folder, about, tokenizer, parts, counts)
+        shutil.rmtree(scratch)
+        return card
+
+    def preview(self) -> Preview:
+        """What ``prepare`` would write; the annotations are read, and no image."""
+        roots = tuple(places(self.root))
+        unseen = self._task(WordTokenizer([]))  # a task with captions, though no file be there
+        known = Preview(self.facts()[0], self.channels, self.size, unseen, seen=roots)
+        return known.completed(self._look)
+
+    def _look(self) -> dict[str, Any]:
+        splits = self._found()
+        counts = {split: (len(found),) for split, found in splits.items()}
+        training = (text for _, one in splits["train"] for text in one.captions)
+        return {"task": self._task(self.tokenizer.build(training)), "counts": counts}
+
+    def _task(self, tokenizer: Tokenizer) -> ImageText:
+        return task_of(Described("", self.channels, self.size, "", "", self, self.sided), tokenizer)
+
+    def _found(self) -> dict[str, list[tuple[Path, Captions]]]:
+        """The files of each split, and what is said of them, after the limits."""
+        roots = places(self.root)
+        root = next((one for one in roots if one.is_dir()), None)
+        if root is None:
+            listed = " and ".join(map(str, roots))
+            raise UserError(f"{listed}: no such folder; set `root` to the folder of the images")
+        read = self.read()
+        limits = {"train": self.train_limit, "test": self.test_limit}
+        found = {}
+        for split in SPLITS:
+            images = read[split]
+            if not images:
+                raise UserError(f"{root}: no image with captions in the split {split}")
+            limit = limits.get(split)
+            if limit is not None and limit < len(images):
+                random = np.random.default_rng([self.seed, CARVED + 1])
+                images = [
+                    images[place] for place in sorted(random.permutation(len(images))[:limit])
+                ]
+            found[split] = [(inside(root, one.file), one) for one in images]
+        missing = [path for part in found.values() for path, _ in part if not path.is_file()]
+        if missing:
+            listed = ", ".join(map(str, missing[:3]))
+            total = f"{len(missing)} images with captions are not there"
+            raise UserError(f"{root}: {total}, {listed} among them; add them, or leave out theirs")
+        return found
+
+
+def inside(root: Path, name: str) -> Path:
+    """The file ``name`` below ``root``. Raises UserError for a name that leads out of it."""
+    parts = PurePosixPath(name).parts
+    path = root / name
+    leaves = PurePosixPath(name).is_absolute() or ".." in parts
+    if leaves or not path.resolve().is_relative_to(root.resolve()):
+        raise UserError(f"{root}: found the image {name!r}, which leads out of this folder")
+    return path
+
+
+def carved(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[Captions]]:
+    """Images whose split no file names, by the seed."""
+    random = np.random.default_rng([settings.seed, CARVED])
+    order = random.permutation(len(images)).tolist()
+    test = max(1, round(settings.test * len(images)))
+    validation = max(1, round(settings.validation * len(images)))
+    places = {"test": order[:test], "validation": order[test : test + validation]}
+    places["train"] = order[test + validation :]
+    return {split: [images[place] for place in sorted(rows)] for split, rows in places.items()}
+
+
+def annotations(path: Path) -> Any:
+    """The JSON of a user's file. Raises UserError that names it."""
+    try:
+        return json.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; fetch the annotations first") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+
+
+def karpathy(path: Path) -> dict[str, list[Captions]]:
+    """The images of each split in a file of Karpathy & Fei-Fei's (dataset_coco.json,
+    dataset_flickr30k.json). Raises UserError for files that are none.
+    """
+    content = annotations(path)
+    if not isinstance(content, dict) or not isinstance(content.get("images"), list):
+        raise UserError(f"{path}: found no list `images`; allowed: dataset_coco.json of Karpathy's")
+    found: dict[str, list[Captions]] = {split: [] for split in SPLITS}
+    for number, image in enumerate(content["images"]):
+        try:
+            split = NAMED[image["split"]]
+            parts = (image.get("filepath", ""), image["filename"])
+            said = tuple(sentence["raw"] for sentence in image["sentences"])
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{path}: images[{number}]: lacks or has an odd {error}") from None
+        found[split].append(Captions("/".join(part for part in parts if part), said))
+    for part in found.values():
+        refuse_odd(path, part)
+    return found
+
+
+def refuse_odd(path: Path, images: list[Captions]) -> None:
+    """Raise UserError for an image without captions, and one that is there twice."""
+    seen: set[str] = set()
+    for image in images:
+        if not image.captions or not all(text.strip() for text in image.captions):
+            raise UserError(f"{path}: {image.file}: has no caption, or an empty one")
+        if image.file in seen:
+            raise UserError(f"{path}: {image.file}: is there twice; allowed: once")
+        seen.add(image.file)
+
+
+def grouped(
+    path: Path, files: Mapping[Any, str], said: Iterator[tuple[Any, str]]
+) -> list[Captions]:
+    """Images with their captions, in the images' order; files: image → file, said: (image,
+    caption) in the file's order. Raises UserError for captions of unknown images.
+    """
+    captions: dict[Any, list[str]] = {image: [] for image in files}
+    for image, text in said:
+        if image not in captions:
+            raise UserError(f"{path}: found a caption of image {image}, which is not listed")
+        captions[image].append(text)
+    found = [Captions(file, tuple(captions[image])) for image, file in files.items()]
+    refuse_odd(path, found)
+    return found

@@ -1,0 +1,69 @@
+"""COCO's captions (Chen et al. 2015): annotations as JSON, images in folders."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from moecore.core.files import UserError, found_file
+from moecore.data.files.captioned_files import (
+    CaptionedFiles,
+    Captions,
+    annotations,
+    carved,
+    grouped,
+    karpathy,
+)
+
+
+class CocoCaptions(CaptionedFiles):
+    """Images with five captions; Karpathy's split by its file, or one drawn by the seed."""
+
+    kind: Literal["coco_captions"] = "coco_captions"
+    annotations: tuple[str, ...] = Field(
+        (),
+        description="captions_train2014.json and captions_val2014.json, or others in their form; "
+        "not with `karpathy`",
+    )
+    karpathy: str | None = Field(
+        None,
+        description="dataset_coco.json: 113,287, 5,000 and 5,000 images, the split that papers use",
+    )
+    folders: tuple[str, ...] = Field(
+        ("train2014", "val2014"),
+        description="Of the images of each file of `annotations`, below the root",
+    )
+
+    def facts(self) -> tuple[str, str, str]:
+        """Name, licence and source."""
+        return "COCO captions", "CC BY 4.0; images: Flickr's terms", "https://cocodataset.org"
+
+    def read(self) -> dict[str, list[Captions]]:
+        """The images of each split. Raises UserError for files that are none of COCO's."""
+        if (self.karpathy is None) == (not self.annotations):
+            raise UserError("coco_captions: give `annotations` or `karpathy`, one of them")
+        if self.karpathy is not None:
+            return karpathy(found_file(self.karpathy))
+        if len(self.folders) != len(self.annotations):
+            found = f"{len(self.annotations)} annotations and {len(self.folders)} folders"
+            raise UserError(f"coco_captions: found {found}; allowed: as many")
+        images: list[Captions] = []
+        for name, folder in zip(self.annotations, self.folders, strict=True):
+            images += of_coco(found_file(name), folder)
+        return carved(images, self)
+
+
+def of_coco(path: Path, folder: str) -> list[Captions]:
+    """The images of one annotation file, in its order; their files lie in ``folder``."""
+    content = annotations(path)
+    try:
+        numbers = [image["id"] for image in content["images"]]
+        files = {image["id"]: f"{folder}/{image['file_name']}" for image in content["images"]}
+        said = [(one["image_id"], str(one["caption"]).strip()) for one in content["annotations"]]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: no captions of COCO's: lacks or has an odd {error}") from None
+    if len(files) != len(numbers):
+        twice = Counter(numbers).most_common(1)[0][0]
+        raise UserError(f"{path}: the image id {twice} is there twice; allowed: once")
+    return grouped(path, files, iter(said))

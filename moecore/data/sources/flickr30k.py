@@ -1,0 +1,66 @@
+"""Flickr30k (Young et al. 2014): a token file of captions beside a folder of images."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from moecore.core.files import UserError, found_file
+from moecore.data.files.captioned_files import (
+    CaptionedFiles,
+    Captions,
+    carved,
+    grouped,
+    karpathy,
+)
+
+
+class Flickr30k(CaptionedFiles):
+    """31,783 images with five captions each; Karpathy's split (29,000, 1,014 and 1,000) by its
+    file, or one drawn by the seed.
+    """
+
+    kind: Literal["flickr30k"] = "flickr30k"
+    captions_file: str | None = Field(
+        None, description="results_20130124.token; not with `karpathy`"
+    )
+    karpathy: str | None = Field(None, description="dataset_flickr30k.json")
+
+    def facts(self) -> tuple[str, str, str]:
+        """Name, licence and source."""
+        source = "https://shannon.cs.illinois.edu/DenotationGraph"
+        return "Flickr30k", "Flickr's terms, for research and education", source
+
+    def read(self) -> dict[str, list[Captions]]:
+        """The images of each split. Raises UserError for files that are none of Flickr30k's."""
+        if (self.karpathy is None) == (self.captions_file is None):
+            raise UserError("flickr30k: give `captions_file` or `karpathy`, one of them")
+        if self.karpathy is not None:
+            return karpathy(found_file(self.karpathy))
+        path = found_file(str(self.captions_file))
+        lines = list(of_token_file(path))
+        return carved(grouped(path, {name: name for name, _ in lines}, iter(lines)), self)
+
+
+def of_token_file(path: Path) -> Iterator[tuple[str, str]]:
+    """(image, caption) of lines ``name.jpg#0<TAB>caption``. Raises UserError with the line."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; fetch the captions first") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error}") from None
+    seen: set[str] = set()
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        key, tab, caption = line.partition("\t")
+        name, mark, place = key.rpartition("#")
+        if not (tab and mark and place.isdigit() and name and caption.strip()):
+            allowed = "name.jpg#0, a tab, a caption"
+            raise UserError(f"{path}:{number}: found {line[:60]!r}; allowed: {allowed}")
+        if key in seen:
+            raise UserError(f"{path}:{number}: {key} is there twice; allowed: once")
+        seen.add(key)
+        yield name, caption.strip()

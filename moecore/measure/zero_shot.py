@@ -1,0 +1,158 @@
+"""Of images and captions: how well prompts that name classes classify other images (CLIP, §3.1).
+
+N images, K classes, P prompts a class, w numbers of an embedding.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.data.prepared import Prepared, evenly_spread
+from moecore.data.sources.cifar import Cifar
+from moecore.data.sources.digits import Digits
+from moecore.data.sources.fashion_mnist import FashionMnist
+from moecore.data.sources.image_folder import ImageFolder
+from moecore.data.sources.imagenet import Imagenet
+from moecore.data.text.tokenizers import tokenizer_in
+from moecore.measure.base import Estimate, Parts, Subject
+from moecore.nn.predict import predictions
+from moecore.statistics.crossed import kept_items
+from moecore.statistics.intervals import share
+from moecore.tasks.classification import BEST
+from moecore.tasks.image_text import ImageText
+from moecore.tasks.recall import cosines
+
+Labelled = Annotated[
+    FashionMnist | Digits | ImageFolder | Cifar | Imagenet, Field(discriminator="kind")
+]
+
+
+class ZeroShot(Config):
+    """Images with classes, and what is asked of them."""
+
+    source: Labelled = Field(
+        description="where they come from: its test split, at the size of the model's images"
+    )
+    templates: tuple[str, ...] = Field(
+        ("a photo of a {}",), min_length=1, description="prompts; {} is a class's name"
+    )
+    names: tuple[str, ...] | None = Field(
+        None, description="other words for the classes, in the source's order; null: its own"
+    )
+    images: int | None = Field(None, ge=1, description="Test images, evenly spread; null: all.")
+    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+
+    @field_validator("templates")
+    @classmethod
+    def _with_a_place(cls, templates: tuple[str, ...]) -> tuple[str, ...]:
+        for template in templates:
+            try:
+                said = template.format("")
+            except (IndexError, KeyError, ValueError) as error:
+                raise ValueError(f"found {template!r}: {error}; allowed: one {{}}") from None
+            if said == template:
+                raise ValueError(f"found {template!r}; allowed: one {{}}, for the class")
+        return templates
+
+
+class ClassRow(Config):
+    """One class: how many of its images are right, and its words that the model does not know."""
+
+    name: str
+    images: int
+    correct: int
+    unknown: int  # words of its prompts
+
+
+class Result(Config):
+    """Of all images."""
+
+    data: str
+    images: int
+    templates: int
+    accuracy: Estimate  # Wilson's interval
+    top5: Estimate | None  # None for five classes at most
+    chance: float
+    rows: tuple[ClassRow, ...]
+    items: str | None = None  # 1 or 0 an image, as ``kept_items`` packs them
+
+
+def applies(subject: Subject) -> str | None:
+    """Why not, in words: it needs captions."""
+    if isinstance(subject.data.task, ImageText):
+        return None
+    return "the images have no captions, so there is no text tower to ask"
+
+
+def measure(subject: Subject, settings: ZeroShot, parts: Parts) -> Result:
+    """Accuracy of the class whose prompts lie nearest. Raises UserError for images of other
+    channels, and as many names as there are no classes.
+    """
+    image = subject.model.image
+    with tempfile.TemporaryDirectory() as folder:
+        sized = settings.source.model_copy(update={"size": image.shape[0]})
+        sized.prepare(Path(folder))
+        data = Prepared.open(folder)
+        if data.card["channels"] != image.channels:
+            found = f"images of {data.card['channels']} channels"
+            raise UserError(f"zero_shot.source: found {found}; allowed: {image.channels}")
+        where = evenly_spread(len(data.test.labels), settings.images)
+        images = np.asarray(data.test.images[where])
+        labels = torch.from_numpy(np.array(data.test.labels[where]))
+        names = settings.names or data.task.classes
+        about = data.card["name"]
+    if len(names) != data.task.outputs:
+        found = f"found {len(names)} names"
+        raise UserError(f"zero_shot.names: {found}; allowed: {data.task.outputs}, one a class")
+    classes, unknown = class_sides(subject, names, settings.templates)
+    sides, _ = predictions(subject.model, images, settings.batch, routing=False)
+    order = cosines(sides, classes).argsort(dim=1, descending=True, stable=True)
+    right = order[:, 0] == labels
+    among = (order[:, :BEST] == labels[:, None]).any(dim=1)
+    return Result(
+        data=about,
+        images=len(labels),
+        templates=len(settings.templates),
+        accuracy=Estimate.of(share(right.numpy())),
+        top5=Estimate.of(share(among.numpy())) if len(names) > BEST else None,
+        chance=1 / len(names),
+        rows=[
+            ClassRow(
+                name=name,
+                images=int((labels == number).sum()),
+                correct=int(right[labels == number].sum()),
+                unknown=unknown[number],
+            )
+            for number, name in enumerate(names)
+        ],
+        items=kept_items(right.double().numpy()),
+    )
+
+
+def class_sides(
+    subject: Subject, names: tuple[str, ...], templates: tuple[str, ...]
+) -> tuple[Tensor, list[int]]:
+    """The text side (K, w + 3) of each class, the mean of its prompts' unit vectors, and how many
+    of its words are unknown.
+    """
+    task = subject.model.image.task
+    assert isinstance(task, ImageText)
+    tokenizer = tokenizer_in(subject.data.folder, task)
+    encoded = [
+        [tokenizer.encode(template.format(name), task.context) for template in templates]
+        for name in names
+    ]
+    tokens = torch.tensor([[one.tokens for one in row] for row in encoded], dtype=torch.int32)
+    sides = subject.model.targets(tokens)  # (K, P, w + 3)
+    width = task.width
+    mean = normalize(sides[:, :, :width].double().mean(dim=1), dim=1).float()
+    rest = sides[:, 0, width:]
+    return torch.cat([mean, rest], dim=1), [sum(one.unknown for one in row) for row in encoded]

@@ -1,0 +1,66 @@
+"""How well prompts classify images that no caption was learned for (CLIP, §3.1)."""
+
+from collections.abc import Iterator
+
+from moecore.measure.zero_shot import Result
+from moecore.report.column import Column, opened
+from moecore.report.measured import Phase
+from moecore.report.shown import Figures
+from moecore.report.view import NONE, Block, Grid, Item, Line
+
+NOTE = "the class whose prompts lie nearest, of images that no caption was learned for"
+
+COLUMNS = (
+    Column(
+        "zero_shot_accuracy",
+        "Zero-shot accuracy",
+        lambda result: result.accuracy,
+        "higher",
+        "share",
+        NOTE,
+        items=lambda result: opened(result.items),
+        limits="wilson",
+    ),
+    Column(
+        "zero_shot_top5",
+        "Zero-shot Acc@5",
+        lambda result: result.top5,
+        "higher",
+        "share",
+        "the class is among the five nearest",
+        limits="wilson",
+        detail=True,
+    ),
+)
+
+
+def figures(result: Result) -> Figures:
+    """None: a table says it."""
+    yield from ()
+
+
+def part(phase: Phase) -> Iterator[Block]:
+    """The share of right images of each class, a row a method's first seed."""
+    found = phase.first(Result)
+    if not found:
+        return
+    first = next(iter(found.values()))
+    names = [row.name for row in first.rows]
+    lines = [
+        Line(Item(method), [_cell(row.correct, row.images) for row in result.rows])
+        for method, result in found.items()
+    ]
+    below = f"Right images, in percent; chance {100 * first.chance:.0f}.{phase.first_seed}"
+    unknown = [f"{row.name} ({row.unknown})" for row in first.rows if row.unknown]
+    words = [f"{first.data}, {first.images:,} images, {first.templates} prompts a class."]
+    if unknown:
+        words.append(f"Words that the vocabulary does not have, by class: {', '.join(unknown)}.")
+    grid = Grid(["method", *names], lines, title="Zero-shot, by class", below=below, small=True)
+    yield Block("Zero-shot", words=words, grids=[grid], folded=True, about="zero_shot_accuracy")
+
+
+def _cell(correct: int, images: int) -> Item:
+    if not images:
+        return NONE
+    share = correct / images
+    return Item(f"{100 * share:.0f}", share=share, value=share)

@@ -1,0 +1,177 @@
+"""Pretrained weights of CLIP in open_clip's layout (ViT-B/32, B/16, L/14), for both towers of a
+two-tower model.
+
+w numbers of an embedding. Head width is 64 in all of them.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from safetensors import SafetensorError
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, found_file
+from moecore.core.tensors import read_tensors
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.text_tower import TextTower
+from moecore.nn.backbones.two_towers import TwoTowers
+from moecore.nn.backbones.vit import Vit
+from moecore.tasks.image_text import ImageText
+
+HEAD = 64
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+NAMES = (  # open_clip's → ours, first that fits
+    (r"visual\.conv1\.weight", "visual.patch_embed.proj.weight"),
+    (r"visual\.class_embedding", "visual.cls_token"),
+    (r"visual\.positional_embedding", "visual.pos_embed"),
+    (r"visual\.ln_pre\.", "visual.norm_pre."),
+    (r"visual\.ln_post\.", "visual.norm."),
+    (r"visual\.proj", "visual.head.weight"),
+    (r"visual\.transformer\.resblocks\.", "visual.blocks."),
+    (r"transformer\.resblocks\.", "text.blocks."),
+    (r"token_embedding\.", "text.embedding."),
+    (r"positional_embedding", "text.positions"),
+    (r"ln_final\.", "text.norm."),
+    (r"text_projection", "text.projection.weight"),
+)
+WITHIN = (  # of a block
+    ("ln_1.", "norm1."),
+    ("ln_2.", "norm2."),
+    ("attn.in_proj_", "attn.qkv."),
+    ("attn.out_proj.", "attn.proj."),
+    ("mlp.c_fc.", "mlp.fc1."),
+    ("mlp.c_proj.", "mlp.fc2."),
+)
+
+
+class OpenClip(Config):
+    """A CLIP of a checkpoint file: what a two-tower model starts from (``upcycle``)."""
+
+    kind: Literal["open_clip"] = "open_clip"
+    checkpoint: str = Field(
+        description="a .safetensors file with open_clip's parameter names, such as "
+        "open_clip_model.safetensors"
+    )
+    activation: Literal["gelu", "quick_gelu"] = Field(
+        default="gelu", description="quick_gelu: OpenAI's weights, which a file does not say"
+    )
+    training: None = None  # it comes trained, the same for every seed
+
+    def build(self, image: ImageSpec) -> BackboneModel:
+        """The pretrained towers at the resolution of ``image``, normalised as CLIP is.
+
+        Positions are interpolated. Raises UserError for a missing or foreign file, for data without
+        captions, and for captions of another vocabulary or context.
+        """
+        if not isinstance(image.task, ImageText):
+            raise UserError("teacher.kind: open_clip needs captions; choose timm or dense")
+        weights = renamed(self._weights(), self.checkpoint)
+        settings = settings_of(weights, self.activation)
+        words, context = len(weights["text.embedding.weight"]), len(weights["text.positions"])
+        if (image.task.words, image.task.context) != (words, context):
+            found = f"found {image.task.words:,} words and {image.task.context} tokens a caption"
+            raise UserError(
+                f"teacher.checkpoint: the data have {found}; allowed: {words:,} and {context}, "
+                "as in the file"
+            )
+        side = round((weights["visual.pos_embed"].shape[1] - 1) ** 0.5) * settings.image.patch
+        spec = ImageSpec(
+            channels=weights["visual.patch_embed.proj.weight"].shape[1],
+            size=side,
+            mean=MEAN,
+            std=STD,
+            task=image.task,
+        )
+        if spec.channels != image.channels:
+            found = f"images of {image.channels} channels"
+            raise UserError(f"teacher.checkpoint: found {found}; allowed: {spec.channels}")
+        model = settings.build(spec.model_copy(update={"size": image.size}))
+        weights = model.moved(weights, settings, spec, "bicubic")
+        missing = model.load_state_dict(weights, strict=False)
+        if missing.missing_keys or missing.unexpected_keys:
+            unmatched = [*missing.missing_keys, *missing.unexpected_keys][:4]
+            found = f"{self.checkpoint} is not a CLIP with two transformers: unmatched {unmatched}"
+            raise UserError(f"teacher.checkpoint: {found}")
+        return model.eval()
+
+    def _weights(self) -> dict[str, Tensor]:
+        path = found_file(self.checkpoint)
+        if not (self.checkpoint.endswith(".safetensors") and path.is_file()):
+            allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
+            raise UserError(f"teacher.checkpoint: found {self.checkpoint!r}; allowed: {allowed}")
+        try:
+            return read_tensors(path)[0]
+        except SafetensorError as error:
+            raise UserError(f"teacher.checkpoint: {path}: {error}") from error
+
+
+def renamed(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
+    """open_clip's weights under our names, in fp32; projections turned, biases that CLIP does not
+    have 0.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        new = name
+        for pattern, ours in NAMES:
+            if re.match(pattern, name):
+                new = re.sub(f"^{pattern}", ours, name)
+                break
+        if ".blocks." in new:
+            for theirs, ours in WITHIN:
+                new = new.replace(theirs, ours)
+        found[new] = value.float()
+    needed = ("visual.patch_embed.proj.weight", "visual.head.weight", "text.projection.weight")
+    needed += ("visual.cls_token", "visual.pos_embed", "text.positions", "text.embedding.weight")
+    if lacking := [name for name in (*needed, "logit_scale") if name not in found]:
+        raise UserError(f"teacher.checkpoint: {file} is no CLIP of open_clip's: lacks {lacking[0]}")
+    width = found["visual.cls_token"].numel()
+    found["visual.cls_token"] = found["visual.cls_token"].view(1, 1, width)
+    found["visual.pos_embed"] = found["visual.pos_embed"][None]
+    found["visual.patch_embed.proj.bias"] = torch.zeros(width)
+    for name in ("visual.head.weight", "text.projection.weight"):
+        found[name] = found[name].T.contiguous()
+    found["visual.head.bias"] = torch.zeros(len(found["visual.head.weight"]))
+    found["logit_scale"] = found["logit_scale"].view(1)
+    found.pop("attn_mask", None)
+    return found
+
+
+def settings_of(
+    weights: Mapping[str, Tensor], activation: Literal["gelu", "quick_gelu"]
+) -> TwoTowers:
+    """The sizes of both towers, from the shapes of their weights under our names."""
+    kernel = weights["visual.patch_embed.proj.weight"]
+    width, text = kernel.shape[0], weights["text.positions"].shape[1]
+    hidden = weights["visual.blocks.0.mlp.fc1.weight"].shape[0]
+    inner = weights["text.blocks.0.mlp.fc1.weight"].shape[0]
+    return TwoTowers(
+        image=Vit(
+            patch=kernel.shape[-1],
+            width=width,
+            depth=_blocks(weights, "visual"),
+            heads=width // HEAD,
+            mlp_ratio=hidden / width,
+            pre_norm=True,
+            activation=activation,
+            norm_eps=1e-5,
+        ),
+        text=TextTower(
+            width=text,
+            depth=_blocks(weights, "text"),
+            heads=text // HEAD,
+            mlp_ratio=inner / text,
+            activation=activation,
+        ),
+        joint=len(weights["visual.head.weight"]),
+    )
+
+
+def _blocks(weights: Mapping[str, Tensor], tower: str) -> int:
+    numbers = [re.match(rf"{tower}\.blocks\.(\d+)\.", name) for name in weights]
+    return 1 + max((int(found[1]) for found in numbers if found), default=-1)

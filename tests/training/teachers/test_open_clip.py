@@ -1,0 +1,209 @@
+"""A CLIP in open_clip's layout becomes both towers; the forward passes as CLIP's paper has them."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moecore.core.files import UserError
+from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.two_towers import TwoTowers
+from moecore.tasks.classification import Classification
+from moecore.tasks.image_text import ImageText
+from moecore.training.method import Method
+from moecore.training.teachers.open_clip import MEAN, STD, OpenClip
+from moecore.training.upcycle import upcycle
+
+WIDTH, TEXT, JOINT, PATCH, WORDS, CONTEXT = 128, 64, 24, 8, 30, 9
+TASK = ImageText(words=WORDS, context=CONTEXT, captions=2, end=29, vocabulary="0" * 64)
+IMAGE = ImageSpec(channels=3, size=16, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), task=TASK)
+
+
+def block(start: str, width: int, draw) -> dict[str, torch.Tensor]:
+    return {
+        f"{start}.ln_1.weight": 1 + draw(width),
+        f"{start}.ln_1.bias": draw(width),
+        f"{start}.attn.in_proj_weight": draw(3 * width, width),
+        f"{start}.attn.in_proj_bias": draw(3 * width),
+        f"{start}.attn.out_proj.weight": draw(width, width),
+        f"{start}.attn.out_proj.bias": draw(width),
+        f"{start}.ln_2.weight": 1 + draw(width),
+        f"{start}.ln_2.bias": draw(width),
+        f"{start}.mlp.c_fc.weight": draw(4 * width, width),
+        f"{start}.mlp.c_fc.bias": draw(4 * width),
+        f"{start}.mlp.c_proj.weight": draw(width, 4 * width),
+        f"{start}.mlp.c_proj.bias": draw(width),
+    }
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return 0.1 * torch.randn(shape, generator=generator)
+
+    found = {
+        "logit_scale": torch.tensor(3.0),
+        "visual.conv1.weight": draw(WIDTH, 3, PATCH, PATCH),
+        "visual.class_embedding": draw(WIDTH),
+        "visual.positional_embedding": draw(5, WIDTH),
+        "visual.ln_pre.weight": 1 + draw(WIDTH),
+        "visual.ln_pre.bias": draw(WIDTH),
+        "visual.ln_post.weight": 1 + draw(WIDTH),
+        "visual.ln_post.bias": draw(WIDTH),
+        "visual.proj": draw(WIDTH, JOINT),
+        "token_embedding.weight": draw(WORDS, TEXT),
+        "positional_embedding": draw(CONTEXT, TEXT),
+        "ln_final.weight": 1 + draw(TEXT),
+        "ln_final.bias": draw(TEXT),
+        "text_projection": draw(TEXT, JOINT),
+    }
+    for number in range(3):
+        found |= block(f"visual.transformer.resblocks.{number}", WIDTH, draw)
+    for number in range(2):
+        found |= block(f"transformer.resblocks.{number}", TEXT, draw)
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("clip") / "open_clip_model.safetensors"
+    save_file(weights(), path)
+    return str(path)
+
+
+def norm(values, weight, bias):
+    mean = values.mean(-1, keepdim=True)
+    variance = (values - mean).square().mean(-1, keepdim=True)
+    return (values - mean) / torch.sqrt(variance + 1e-5) * weight + bias
+
+
+def transformer(hidden, given, start: str, depth: int, causal: bool, quick: bool):
+    """One sequence (T, d) through blocks under open_clip's names; heads are 64 wide."""
+    length, width = hidden.shape
+    for number in range(depth):
+        name = f"{start}transformer.resblocks.{number}"
+        one = {key.removeprefix(f"{name}."): value for key, value in given.items()}
+        inner = norm(hidden, one["ln_1.weight"], one["ln_1.bias"])
+        query, key, value = (inner @ one["attn.in_proj_weight"].T + one["attn.in_proj_bias"]).chunk(
+            3, dim=-1
+        )
+        parts = []
+        for head in range(width // 64):
+            own = slice(64 * head, 64 * head + 64)
+            scores = query[:, own] @ key[:, own].T / 8
+            if causal:
+                scores = scores + torch.full((length, length), -math.inf).triu(1)
+            parts.append(torch.softmax(scores, dim=-1) @ value[:, own])
+        attended = torch.cat(parts, dim=-1)
+        hidden = hidden + attended @ one["attn.out_proj.weight"].T + one["attn.out_proj.bias"]
+        inner = norm(hidden, one["ln_2.weight"], one["ln_2.bias"])
+        inner = inner @ one["mlp.c_fc.weight"].T + one["mlp.c_fc.bias"]
+        gelu = torch.nn.functional.gelu(inner)
+        inner = inner * torch.sigmoid(1.702 * inner) if quick else gelu
+        hidden = hidden + inner @ one["mlp.c_proj.weight"].T + one["mlp.c_proj.bias"]
+    return hidden
+
+
+def clip_image(image, given, quick: bool):
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    pixels = ((image - mean) / std)[None]
+    patches = torch.nn.functional.conv2d(pixels, given["visual.conv1.weight"], stride=PATCH)
+    tokens = torch.cat([given["visual.class_embedding"][None], patches[0].flatten(1).T])
+    tokens = tokens + given["visual.positional_embedding"]
+    tokens = norm(tokens, given["visual.ln_pre.weight"], given["visual.ln_pre.bias"])
+    tokens = transformer(tokens, given, "visual.", 3, False, quick)
+    first = norm(tokens[0], given["visual.ln_post.weight"], given["visual.ln_post.bias"])
+    return first @ given["visual.proj"]
+
+
+def clip_text(tokens, given, quick: bool):
+    hidden = given["token_embedding.weight"][tokens] + given["positional_embedding"]
+    hidden = transformer(hidden, given, "", 2, True, quick)
+    hidden = norm(hidden, given["ln_final.weight"], given["ln_final.bias"])
+    return hidden[tokens.argmax()] @ given["text_projection"]  # the end has the highest number
+
+
+def captions(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    found = torch.zeros(number, 1, CONTEXT, dtype=torch.int32)
+    for row in found[:, 0]:
+        words = int(torch.randint(1, CONTEXT - 2, (), generator=generator))
+        row[0] = 28
+        row[1 : 1 + words] = torch.randint(1, 28, (words,), generator=generator)
+        row[1 + words] = 29
+    return found
+
+
+@pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
+@torch.no_grad()
+def test_both_towers_are_clips(checkpoint, activation):
+    model = OpenClip(checkpoint=checkpoint, activation=activation).build(IMAGE)
+    given, quick = weights(), activation == "quick_gelu"
+    images = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    unit = torch.nn.functional.normalize(
+        torch.stack([clip_image(one, given, quick) for one in images]), dim=1
+    )
+    sides = model(images).prediction
+    torch.testing.assert_close(sides[:, :JOINT], math.exp(3) * unit, atol=1e-4, rtol=1e-4)
+    words = captions(5)
+    unit = torch.nn.functional.normalize(
+        torch.stack([clip_text(one[0].long(), given, quick) for one in words]), dim=1
+    )
+    texts = model.targets(words)
+    torch.testing.assert_close(texts[:, 0, :JOINT], unit, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_experts_of_its_mlps_say_what_it_says_though_pixels_are_normalised_otherwise(checkpoint):
+    teacher = OpenClip(checkpoint=checkpoint, activation="quick_gelu").build(IMAGE)
+    entry = {
+        "router": {"kind": "noisy_top_k", "k": 2, "renormalise": True},
+        "experts": {"kind": "mlp", "number": 4, "hidden_ratio": 4, "activation": "quick_gelu"},
+        "blocks": [1],
+    }
+    method = Method.model_validate(entry | {"text": entry, "upcycle": True})
+    assert isinstance(teacher.config, TwoTowers)
+    model = method.sized(teacher.config).build(IMAGE, method.moe)
+    upcycle(model, teacher)
+    images = torch.rand(4, 3, 16, 16)
+    found = model.eval()(images).prediction
+    torch.testing.assert_close(found, teacher(images).prediction, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(
+        model.targets(captions(3)), teacher.targets(captions(3)), atol=1e-5, rtol=1e-4
+    )
+    other = entry | {"experts": entry["experts"] | {"activation": "gelu"}}
+    wrong = Method.model_validate(other).sized(teacher.config)
+    with pytest.raises(UserError, match="has quick_gelu, the experts have gelu; set experts.activ"):
+        upcycle(wrong.build(IMAGE, Method.model_validate(other).moe), teacher)
+
+
+def test_larger_images_take_interpolated_positions(checkpoint):
+    model = OpenClip(checkpoint=checkpoint).build(IMAGE.model_copy(update={"size": 32}))
+    assert model.layout.grid == (4, 4)
+    assert model(torch.rand(1, 3, 32, 32)).prediction.shape == (1, JOINT + 1)
+
+
+def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
+    def build(image=IMAGE, path=checkpoint):
+        return OpenClip(checkpoint=path).build(image)
+
+    with pytest.raises(UserError, match=r"allowed: an existing \.safetensors file"):
+        build(path=str(tmp_path / "clip.pt"))
+    classes = Classification(classes=("a", "b"))
+    with pytest.raises(UserError, match="open_clip needs captions; choose timm or dense"):
+        build(IMAGE.model_copy(update={"task": classes}))
+    other = TASK.model_copy(update={"words": 31})
+    with pytest.raises(UserError, match="found 31 words and 9 tokens a caption; allowed: 30 and 9"):
+        build(IMAGE.model_copy(update={"task": other}))
+    with pytest.raises(UserError, match="found images of 1 channels; allowed: 3"):
+        build(IMAGE.model_copy(update={"channels": 1, "mean": (0.5,), "std": (0.5,)}))
+    path = tmp_path / "other.safetensors"
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(UserError, match="is no CLIP of open_clip's: lacks visual"):
+        build(path=str(path))
+    more = weights() | {"visual.attnpool.weight": torch.zeros(1)}
+    save_file(more, path)
+    with pytest.raises(UserError, match="is not a CLIP with two transformers: unmatched"):
+        build(path=str(path))
