@@ -23,6 +23,7 @@ BESIDE = {
     "moge": ("test_accuracy", "test_accuracy_top5"),
     "tgr": ("test_accuracy", "steps_to_baseline_loss"),
 }
+ERRORS = ("test_mae", "ppl")  # the score of ages, and of words
 FEW = 3  # numbers of a paper that a head has room for; of more the least and the largest
 WORDS = (
     "In italics below a column's name: the paper's own numbers. They come from other data and "
@@ -45,7 +46,7 @@ def grid_of(
 ) -> Grid:
     """One paper's columns, of the methods that have any of them."""
     own = [column for column in columns if column.paper == paper and not column.detail]
-    names = (*BESIDE.get(paper, ("test_accuracy",)), "test_mae")
+    names = (*BESIDE.get(paper, ("test_accuracy",)), *ERRORS)
     shown = [column for column in columns if column.name in names] + own
     having = {
         method: row for method, row in cells.items() if any(row[column.name] for column in own)
@@ -103,6 +104,10 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("test_accuracy", "accuracy", "{:.1%}"),
+    Column("ppl", "PPL", "{:.1f}"),
+    Column("swapped_ppl_15", "PPL, swapped", "{:.1f}"),
+    Column("image_to_text_r1", "image → text R@1", "{:.1%}"),
+    Column("zero_shot_accuracy", "zero-shot", "{:.1%}"),
     Column("ece_after", "ECE", "{:.3f}"),
     Column("accuracy_worst_case", "attacked", "{:.1%}"),
     Column("routing_change_pgd-10", "routing change", "{:.3f}"),

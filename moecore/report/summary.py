@@ -39,6 +39,8 @@ def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     columns = {
         "test_accuracy": "share",
         "test_mae": "number",
+        "ppl": "number",
+        "swapped_ppl_15": "number",
         **dict.fromkeys(AGES, "number"),
         "monotone": "share",
     }
