@@ -19,6 +19,8 @@ from moecore.statistics.intervals import Interval
 
 NAMED = 12  # points that have their names; more have numbers, which stand with the names of rows
 WIDE = 18  # letters of a panel's title in one line
+ERRORS = ("test_nats", "test_mae")
+FAR = 0.8  # of its largest value: a panel whose smallest is above does not begin at zero
 ROOM = 0.12  # of what an axis holds, beyond it on both sides
 BEST = {"higher": "upper right", "lower": "lower left"}
 TITLES = {
@@ -124,8 +126,8 @@ def rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
             axes.plot(*line, color=looks[method]["color"], linewidth=0.9, alpha=0.6)
             axes.plot(found.value, place, linestyle="", markersize=8, **looks[method])
             ends += line[0]
-        axes.set_title(title_of(quantity), fontsize=9.5)
-        hold(axes.set_xlim, ends, quantity.column.form, from_zero=True)
+        axes.set_title(title_of(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
+        hold(axes.set_xlim, *seen(quantity, ends))
         print_values(axes, quantity, methods)
         if quantity.column.form == "share":
             axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
@@ -135,6 +137,18 @@ def rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
     panels[0].set_yticks(range(len(methods)), [names[method][1] for method in methods])
     panels[0].set_ylim(len(methods) - 0.5, -0.5)
     return figure
+
+
+def seen(quantity: Quantity, ends: Sequence[float]) -> tuple[Sequence[float], str, bool]:
+    """What ``hold`` takes for a panel: from zero, but of errors where zero is so far away that
+    points which differ would lie on each other, such as nats a word.
+    """
+    form = quantity.column.form
+    near = [end for end in ends if end]
+    error = quantity.column.name in ERRORS
+    if error and near and min(near) > FAR * max(near):
+        return near, form, False
+    return ends, form, True
 
 
 def names_of(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
