@@ -16,7 +16,7 @@ from moecore.nn.predict import predictions
 from moecore.run.stage import run_stage
 from moecore.run.training import training_run
 from moecore.study.params import Key, read
-from moecore.training.artifacts import guide_folder, save_model
+from moecore.training.artifacts import guide_folder, save_model, save_words
 from moecore.training.method import Method
 from moecore.training.outcome import outcome
 from moecore.training.recipes import finetuning
@@ -49,6 +49,7 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
         _, after = predictions(recipe.model, data.test.images, batch=250)
         with whole_folder(target) as folder:
             save_model(folder, recipe.model)
+            save_words(folder, data)
         found = outcome(recipe.model, data, settings, training.log())
         training.run.result(found.with_routing(survived(before, after, data.test.people)))
         training.run.model(target)

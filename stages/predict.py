@@ -1,16 +1,17 @@
 """Predict what the files of a folder show, with a trained model. No stage: a tool for users.
 
     moecore predict artifacts/finetune/vmoe/0 FOLDER --out predictions.csv
+    moecore predict artifacts/finetune/ermoe/0 FOLDER --texts captions.txt
     moecore predict artifacts/pretrain/smoe/0 --prompt prompt.txt --out continued.html
 
 MODEL is the folder of a trained model, or models:/study.method.phase.seed@current of MLflow's
 registry. FOLDER holds pictures of any size and mode, or volumes (BIDS, or .nii.gz files), in
-subfolders too. Beside the table a page, OUT.html, shows each with its answer and its experts. A
-language model continues the text of --prompt: a page shows which word went to which expert.
+subfolders too. Beside the table a page, OUT.html, shows each with its answer and its experts. Two
+towers compare pictures with the lines of --texts. A language model continues --prompt.
 
-Probabilities are calibrated where the stage `calibrate` has run for this model. A file that cannot
-be read keeps a line with the reason. Exit: 0 all files have a prediction; 3 some have none, all
-others are written; 1 nothing is written. Of ages, read MODEL_CARD.md first.
+Probabilities are calibrated where `calibrate` has run. A file that cannot be read keeps a line with
+the reason. Exit: 0 all files have a prediction; 3 some have none, all others are written; 1 nothing
+is written. Of ages, read MODEL_CARD.md first.
 """
 
 import argparse
@@ -21,13 +22,13 @@ from pathlib import Path
 
 from moecore.core.files import UserError
 from moecore.run.continued import sampling_words, say
-from moecore.run.predictions import folder_words, predict_folder
+from moecore.run.predictions import Given, folder_words, predict_folder
 from moecore.tracking.model import SCHEME, model_folder
 
 
 def parser() -> argparse.ArgumentParser:
-    shape = argparse.RawDescriptionHelpFormatter
-    words = argparse.ArgumentParser("moecore predict", None, __doc__, formatter_class=shape)
+    raw = argparse.RawDescriptionHelpFormatter
+    words = argparse.ArgumentParser("moecore predict", None, __doc__, formatter_class=raw)
     words.add_argument("model", metavar="MODEL", help="the folder of a model, or models:/…")
     folder_words(words)
     sampling_words(words)
@@ -35,10 +36,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    given = parser().parse_args(words)
-    # One line each, without our own source.
-    warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
-    failed = 0
+    given, failed = parser().parse_args(words), 0
+    warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)  # one line
     try:
         model = Path(given.model)
         if given.model.startswith(SCHEME):
@@ -49,7 +48,8 @@ def main(words: Sequence[str] | None = None) -> None:
             say(model, given)
         else:
             table = given.out or Path("predictions.csv")
-            failed = predict_folder(model, given.folder, table, given.calibrator, given.batch)
+            last = (given.calibrator, given.batch, given.texts)
+            failed = predict_folder(Given(model, given.folder, table, *last))
     except UserError as error:
         sys.exit(str(error))
     if failed:

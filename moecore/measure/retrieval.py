@@ -4,15 +4,13 @@ words.
 N images, C captions of each at most, n words of all captions, E experts.
 """
 
-from typing import Any
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
-from moecore.data.text.tokenizers import WordTokenizer, tokenizer_in
+from moecore.data.text.tokenizers import Tokenizer, tokenizer_in
 from moecore.measure.base import Estimate, Parts, Subject
 from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
 from moecore.nn.predict import evaluating, joined, predictions
@@ -138,7 +136,7 @@ def turned(record: RoutingRecord) -> RoutingRecord:
     return RoutingRecord(*(field.cpu().transpose(0, 1) for field in record))
 
 
-def layer_of(record: RoutingRecord, words: Tensor, tokenizer: Any) -> TextLayer:
+def layer_of(record: RoutingRecord, words: Tensor, tokenizer: Tokenizer) -> TextLayer:
     """The table of one layer; record: fields (n, 1, E), words: (n,) int64."""
     experts = record.probs.shape[-1]
     first = record.probs[:, 0].argmax(dim=-1)
@@ -155,7 +153,7 @@ def layer_of(record: RoutingRecord, words: Tensor, tokenizer: Any) -> TextLayer:
         same_expert_chance=alike(overall[None]),
         words=[
             Word(
-                word=named(tokenizer, word),
+                word=tokenizer.word(word),
                 count=int(counts[word]),
                 experts=[round(value, 4) for value in (table[word] / counts[word]).tolist()],
             )
@@ -174,10 +172,3 @@ def alike(table: Tensor) -> float:
     if pairs == 0:
         return 1.0
     return float((table * (table - 1)).sum() / pairs)
-
-
-def named(tokenizer: Any, word: int) -> str:
-    """The word of a token."""
-    if isinstance(tokenizer, WordTokenizer):
-        return tokenizer.vocabulary[word]
-    return str(tokenizer.loaded.id_to_token(word))

@@ -35,6 +35,18 @@ class Shown(NamedTuple):
     name: str
     answer: str
     tiles: list[Tile]
+    more: tuple[str, ...] = ()  # lines below the answer
+
+
+class Spoken(NamedTuple):
+    """One text: its words in each MoE layer with the experts that read them, that with most weight
+    first, and the pictures that lie nearest.
+    """
+
+    text: str
+    layers: list[list[tuple[str, list[int]]]]
+    nearest: list[str]
+    remark: str = ""
 
 
 class Failure(NamedTuple):
@@ -54,6 +66,8 @@ class PredictedPage(NamedTuple):
     total: int  # files
     failures: Sequence[Failure]
     experts: int = 0  # of a layer; 0 of a dense model
+    texts: Sequence[Spoken] = ()
+    text_experts: int = 0  # of a layer of the text tower
 
 
 def page(content: PredictedPage) -> str:
@@ -64,7 +78,8 @@ def page(content: PredictedPage) -> str:
     }
     layers = len(content.shown[0].tiles[0].experts) if content.shown else 0
     template = environment().get_template("predicted.html.jinja")
-    return template.render(page=content, routing=routing, layers=layers)
+    colours = expert_colours(content.text_experts) if content.text_experts else []
+    return template.render(page=content, routing=routing, layers=layers, colours=colours)
 
 
 def flat_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:

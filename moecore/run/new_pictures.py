@@ -4,7 +4,7 @@ A file that is no picture keeps its row, which says why.
 """
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +23,7 @@ from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.report.predicted import SHOWN, Shown, flat_tile
 from moecore.run.progress import progress
-from moecore.training.artifacts import load_card, load_model
-from moecore.training.runtime import tune
+from moecore.training.artifacts import load_card
 
 
 class Row(NamedTuple):
@@ -37,6 +36,15 @@ class Row(NamedTuple):
     error: str = ""
 
 
+class Reading(NamedTuple):
+    """What a model's output becomes."""
+
+    columns: tuple[str, ...]  # of Row.numbers
+    row: Callable[[str, Tensor], Row]  # of a file's name and its output (K,)
+    remark: str
+    more: Callable[[Row], tuple[str, ...]] = lambda row: ()  # what the page says below the answer
+
+
 class Predicted(NamedTuple):
     """All rows, in the order of the files; ``shown``: what a page shows of the first of them."""
 
@@ -46,39 +54,65 @@ class Predicted(NamedTuple):
     remarks: list[str]
 
 
+def classified(model_folder: Path, calibrator: Path | None) -> Reading:
+    """Probabilities of classes, or a number.
+
+    calibrator: the folder of calibrator.json; None: that of the model, where there is one.
+    """
+    spec = load_card(model_folder).image
+    fitted, remark = _calibrator(model_folder, calibrator, spec)
+    columns = tuple(f"p({name})" for name in spec.task.classes) or spec.answers
+    return Reading(
+        columns, lambda name, output: row_of(name, of(output, spec, fitted), spec), remark
+    )
+
+
+def of(output: Tensor, spec: ImageSpec, fitted: FittedTemperature | None) -> Tensor:
+    """Calibrated probabilities (K,) of logits, or the number itself."""
+    if not spec.task.classes:
+        return output
+    scaled = output if fitted is None else fitted.apply(output[None])[0]
+    one = spec.task.needs_classes("one_class") is None
+    return scaled.softmax(dim=0) if one else scaled.sigmoid()
+
+
 def predict_pictures(
-    folder: Path, files: Sequence[Path], model_folder: Path, calibrator: Path | None, batch: int
+    folder: Path,
+    files: Sequence[Path],
+    model_folder: Path,
+    model: Model,
+    reading: Reading,
+    batch: int,
 ) -> Predicted:
     """What the model says of every picture; files that are none keep a row with the reason.
 
-    calibrator: the folder of calibrator.json; None: that of the model, where there is one.
     Raises UserError for a model of other images than pictures.
     """
-    spec = load_card(model_folder).image
+    spec = model.image
     if spec.channels not in MODES:
         raise UserError(
             f"{model_folder}: takes images of {spec.channels} channels; pictures have 1 or 3"
         )
-    fitted, remark = _calibrator(model_folder, calibrator, spec)
-    model = load_model(model_folder).to(tune().device)
     rows: list[Row] = []
     shown: list[Shown] = []
     with progress(f"predict {model_folder}", len(files)) as bar:
         for part, pixels, reasons in _decoded(files, spec, batch):
             names = [path.relative_to(folder).as_posix() for path in part]
-            said = _said(model, [one for one in pixels if one is not None], fitted, batch)
+            said = _said(model, [one for one in pixels if one is not None], batch)
             for name, picture, reason in zip(names, pixels, reasons, strict=True):
                 if picture is None:
                     rows.append(Row(name, error=reason))
                     continue
-                answer, experts = next(said)
-                rows.append(row_of(name, answer, spec))
+                output, experts = next(said)
+                rows.append(reading.row(name, output))
                 if len(shown) < SHOWN:
-                    shown.append(Shown(name, caption(rows[-1]), [flat_tile(picture, experts)]))
+                    tile = flat_tile(picture, experts)
+                    shown.append(Shown(name, caption(rows[-1]), [tile], reading.more(rows[-1])))
             bar.update(len(rows))
-    columns = tuple(f"p({name})" for name in spec.task.classes) or spec.answers
     about = f"pictures: the centre square at {spec.shape[0]} × {spec.shape[1]} pixels; transparent "
-    return Predicted(columns, rows, shown, [remark, f"{about}pixels stand on {BACKGROUND}"])
+    return Predicted(
+        reading.columns, rows, shown, [reading.remark, f"{about}pixels stand on {BACKGROUND}"]
+    )
 
 
 def row_of(name: str, answer: Tensor, spec: ImageSpec) -> Row:
@@ -130,24 +164,18 @@ def _decoded(
 
 
 def _said(
-    model: Model, pictures: list[np.ndarray], fitted: FittedTemperature | None, batch: int
+    model: Model, pictures: list[np.ndarray], batch: int
 ) -> Iterator[tuple[Tensor, list[np.ndarray]]]:
-    """The answer (K,) to each picture, and its experts in every layer, see ``experts_of``."""
+    """The output (K,) for each picture, and its experts in every layer, see ``experts_of``."""
     if not pictures:
         return
-    logits, records = predictions(model, np.stack(pictures), batch)
-    task = model.image.task
-    answers = logits
-    if task.classes:
-        scaled = logits if fitted is None else fitted.apply(logits)
-        one = task.needs_classes("one_class") is None
-        answers = scaled.softmax(dim=1) if one else scaled.sigmoid()
+    outputs, records = predictions(model, np.stack(pictures), batch)
     layers = [
         experts_of(record.combine, layout.special, layout.grid)
         for record, layout in zip(records, model.layouts, strict=True)
     ]
-    for number, answer in enumerate(answers):
-        yield answer, [layer[number] for layer in layers]
+    for number, output in enumerate(outputs):
+        yield output, [layer[number] for layer in layers]
 
 
 def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], most: int = 2) -> np.ndarray:

@@ -9,12 +9,30 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from moecore.brain.new_ages import NewAges, predict_ages
 from moecore.core.files import UserError, whole_file
+from moecore.nn.backbones.model import Model
 from moecore.report.predicted import SHOWN, Failure, PredictedPage, Shown, page, volume_tiles
-from moecore.run.new_pictures import experts_of, predict_pictures, write_table
-from moecore.training.artifacts import ModelCard, load_card
+from moecore.run.new_captions import (
+    compared,
+    nearest,
+    spoken,
+    texts_of,
+    towers_of,
+    write_matches,
+)
+from moecore.run.new_pictures import (
+    Predicted,
+    classified,
+    experts_of,
+    predict_pictures,
+    write_table,
+)
+from moecore.tasks.image_text import ImageText
+from moecore.training.artifacts import ModelCard, load_card, load_model
+from moecore.training.runtime import tune
 
 NEEDED = ("model.json", "model.safetensors")
 TRAINED = "artifacts/{pretrain,finetune,adversarial}/<method>/<seed>"
@@ -27,20 +45,36 @@ def folder_words(words: argparse.ArgumentParser) -> None:
     add("--out", type=Path, help="the table to write, predictions.csv; of a text continued.html")
     add("--calibrator", type=Path, help="folder with calibrator.json; default: that of the model")
     add("--batch", type=int, default=64, help="files a forward pass")
+    add("--texts", type=Path, help="of a model of captions: a file with a text a line")
 
 
-def predict_folder(
-    model: Path, folder: Path, out: Path, calibrator: Path | None, batch: int
-) -> int:
-    """Write the table ``out`` and a page beside it; returns how many files have no prediction.
+class Given(NamedTuple):
+    """What the command line says of a folder of files."""
+
+    model: Path
+    folder: Path
+    out: Path
+    calibrator: Path | None = None
+    batch: int = 64
+    texts: Path | None = None
+
+
+def predict_folder(given: Given) -> int:
+    """Write the table ``out`` and a page beside it, of texts also a table of their best pictures;
+    returns how many files have no prediction.
 
     Says on stdout what was written, on stderr which files have no prediction. Raises UserError
     before anything is computed where the model, the folder or the table cannot be used.
     """
-    batch = max(1, batch)
+    given = given._replace(batch=max(1, given.batch))
+    model, folder, out = given.model, given.folder, given.out
     card = model_card(model)
     if card.image.task.long:
         raise UserError(f"{model}: found a model of text; it takes --prompt FILE and no FOLDER")
+    if isinstance(card.image.task, ImageText):
+        check_texts(given)
+    elif given.texts is not None:
+        raise UserError(f"{model}: found a model without a text tower; it takes no --texts")
     beside = out.with_suffix(".html")
     if beside == out:
         raise UserError(f"{out}: the page beside the table has this name; --out predictions.csv")
@@ -48,9 +82,9 @@ def predict_folder(
     check_writable(out)
     check_writable(beside)
     if len(card.image.shape) == 3:
-        content = _volumes(model, folder, out, calibrator, batch)
+        content = _volumes(given)
     else:
-        content = _pictures(model, folder, files, out, calibrator, batch)
+        content = _pictures(given, files)
     experts = 0 if card.moe is None else card.moe.experts.number
     with whole_file(beside) as temporary:
         temporary.write_text(page(content._replace(experts=experts)), encoding="utf-8")
@@ -65,26 +99,54 @@ def predict_folder(
     return len(content.failures)
 
 
-def _pictures(
-    model: Path,
-    folder: Path,
-    files: Sequence[Path],
-    out: Path,
-    calibrator: Path | None,
-    batch: int,
-) -> PredictedPage:
-    found = predict_pictures(folder, files, model, calibrator, batch)
-    write_table(out, found)
-    failures = [Failure(row.file, row.error) for row in found.rows if row.error]
-    return PredictedPage(
-        str(model), str(folder), found.remarks, found.shown, len(found.rows), failures
+def check_texts(given: Given) -> None:
+    """Raise UserError unless a model of captions gets texts, and no calibrator."""
+    if given.texts is None:
+        found = f"{given.model}: found a model that compares pictures with texts"
+        raise UserError(f"{found}; it takes --texts FILE, with a text a line")
+    if given.calibrator is not None:
+        raise UserError("--calibrator: cosines are not calibrated; allowed: models of classes")
+
+
+def _pictures(given: Given, files: Sequence[Path]) -> PredictedPage:
+    model = load_model(given.model).to(tune().device)
+    if given.texts is not None:
+        return _matched(given, given.texts, files, model)
+    reading = classified(given.model, given.calibrator)
+    found = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
+    write_table(given.out, found)
+    return _shown(given, found)
+
+
+def _matched(given: Given, path: Path, files: Sequence[Path], model: Model) -> PredictedPage:
+    towers = towers_of(model, given.model)
+    texts = texts_of(path, towers, given.model)
+    reading = compared(texts, towers.config.pairs)
+    table = given.out.with_name(f"{given.out.stem}_texts{given.out.suffix}")
+    check_writable(table)
+    found = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
+    matches = nearest(found)
+    write_table(given.out, found)
+    write_matches(table, texts.texts, matches)
+    content = _shown(given, found)
+    moe = towers.config.text.moe
+    return content._replace(
+        remarks=[*content.remarks, f"{table}: the best pictures of each text"],
+        texts=spoken(towers, texts, matches),
+        text_experts=0 if moe is None else moe.experts.number,
     )
 
 
-def _volumes(
-    model: Path, folder: Path, out: Path, calibrator: Path | None, batch: int
-) -> PredictedPage:
-    found = predict_ages(model, folder, out, calibrator, batch)
+def _shown(given: Given, found: Predicted) -> PredictedPage:
+    failures = [Failure(row.file, row.error) for row in found.rows if row.error]
+    return PredictedPage(
+        str(given.model), str(given.folder), found.remarks, found.shown, len(found.rows), failures
+    )
+
+
+def _volumes(given: Given) -> PredictedPage:
+    model, folder = given.model, given.folder
+    found = predict_ages(model, folder, given.out, given.calibrator, given.batch)
     failures = [Failure(str(one.path.relative_to(folder)), why) for one, why in found.left_out]
     flagged = [row for row in found.rows if row.qc_flags]
     remarks = [

@@ -24,6 +24,11 @@ def cosines(images: Tensor, texts: Tensor) -> Tensor:
     return left @ right.T
 
 
+def similarities(images: Tensor, texts: Tensor) -> Tensor:
+    """(N, n) of image sides (N, d + 1) and text sides (n, d + 3): scale · cosine + bias."""
+    return images @ texts[:, :-MARKS].T
+
+
 def text_to_image(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
     """R@k of the captions (N, C, d + 3) of each image among all images (N, d + 1): (N, k) fp64,
     means over an image's captions.

@@ -61,13 +61,19 @@ def _signature(image: "ImageSpec") -> "ModelSignature":
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
 
+    from moecore.tasks.image_text import ImageText
+
     single = numpy.dtype("float32")
     if image.task.long:
         words = TensorSpec(numpy.dtype("int64"), (-1, image.channels, *image.shape), "words")
         scores = TensorSpec(single, (-1, *image.shape, image.task.outputs), "scores")
         return ModelSignature(Schema([words]), Schema([scores]))
-    name = image.task.answers[0] if image.task.outputs == 1 else "scores"
     images = TensorSpec(single, (-1, image.channels, *image.shape), "images")
+    if isinstance(image.task, ImageText):
+        captions = TensorSpec(numpy.dtype("int64"), (-1, image.task.context), "captions")
+        scores = TensorSpec(single, (-1, -1), "scores")
+        return ModelSignature(Schema([images, captions]), Schema([scores]))
+    name = image.task.answers[0] if image.task.outputs == 1 else "scores"
     answers = TensorSpec(single, (-1, image.task.outputs), name)
     return ModelSignature(Schema([images]), Schema([answers]))
 

@@ -1,5 +1,7 @@
 """The code of a logged model: MLflow runs this file to load one (models from code)."""
 
+from typing import Any
+
 from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel
 
@@ -9,7 +11,9 @@ class Classifier(PythonModel):
 
     Both are float32. Volumes are (N, C, D, H, W). A model of a target returns it in its unit,
     such as an age in years, as (N, 1). One of text takes ``{"words": (N, C, M)}``, int64: C blocks
-    of M words, of which the last one's next words are scored, (N, M, V).
+    of M words, of which the last one's next words are scored, (N, M, V). Two towers take
+    ``{"images": …, "captions": (T, M)}``, int64 tokens of their vocabulary, and return (N, T):
+    scale · cosine + bias of every pair.
     """
 
     def load_context(self, context):
@@ -21,10 +25,18 @@ class Classifier(PythonModel):
         # without type hints: MLflow would derive a signature from them
         import torch
 
-        given = model_input
-        if isinstance(model_input, dict):
-            [given] = model_input.values()  # MLflow has held it against the signature
+        from moecore.tasks.recall import similarities
+
+        given, captions = model_input, None
+        if isinstance(model_input, dict):  # MLflow has held it against the signature
+            captions = model_input.get("captions")
+            [given] = (value for name, value in model_input.items() if name != "captions")
         with torch.inference_mode():
+            if captions is not None:
+                sides = self.model(torch.as_tensor(given)).prediction.float()
+                texts = self.model.targets(torch.as_tensor(captions))[:, 0]
+                scores: Any = similarities(sides, texts).numpy()
+                return scores
             return self.model(torch.as_tensor(given)).prediction.float().numpy()
 
 

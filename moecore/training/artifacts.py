@@ -10,11 +10,13 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, read_json, write_json
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
+from moecore.data.text.tokenizers import tokenizer_in
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel, Model
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import Interpolation
+from moecore.tasks.image_text import ImageText
 from moecore.training.guide import Guide, Guided
 
 GUIDE = "guide"
@@ -58,8 +60,10 @@ def save_model(folder: str | Path, model: Model) -> None:
 
 def save_words(folder: Path, data: Prepared) -> None:
     """Of a model of text, write what its numbers mean: ``vocabulary.txt``, and how a text is read
-    into words, ``text.json``. Nothing for other data.
+    into words, ``text.json``; of captions their tokenizer's file. Nothing for other data.
     """
+    if isinstance(data.task, ImageText):
+        tokenizer_in(data.folder, data.task).write(folder)
     if data.task.long:
         shutil.copyfile(data.folder / VOCABULARY, folder / VOCABULARY)
         write_json(folder / "text.json", {"reading": data.card["reading"]})

@@ -2,20 +2,26 @@
 of CLIP's size on small files in the forms of COCO, Flickr30k, CLIP's vocabulary and its weights.
 """
 
+import csv
 import json
 import os
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from moecore.core.sources import ROOT
+from moecore.data.files.decode import decode_image
+from moecore.data.text.tokenizers import tokenizer_in
 from moecore.study.whole import check
 from moecore.study.written import write_params
+from moecore.training.artifacts import load_model
 from tests.data.sources.test_captioned_files import split_file
 from tests.data.text.test_captions import bpe_file
 from tests.training.teachers.test_open_clip import weights
@@ -176,3 +182,68 @@ def test_the_preset_runs_on_small_files_of_the_same_forms(clip):
     was, now = small["text_projection"].T, trained["text.projection.weight"]
     assert not torch.equal(was, now)
     torch.testing.assert_close(now, was, atol=1e-3, rtol=0)  # steps of 1e-5, from CLIP's
+
+
+def test_pictures_and_texts_of_a_user_are_compared(folder, tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(7):
+        pixels = np.random.default_rng(number).integers(0, 256, (40, 30), dtype=np.uint8)
+        Image.fromarray(pixels).save(pictures / f"{number}.png")
+    (pictures / "torn.png").write_bytes(b"no picture")
+    texts = tmp_path / "texts.txt"
+    said = ["top left: 1, top right: 2", "a zebra", " ".join(["1"] * 60)]
+    texts.write_text("\n\n".join([*said, said[0]]) + "\n", encoding="utf-8")
+    model = folder / "artifacts/finetune/vmoe_text/0"
+
+    def predict(*words: str, model=model):
+        command = [sys.executable, "-m", "stages.predict", str(model), str(pictures), *words]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "MOECORE_THREADS": "1"}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    done = predict("--texts", str(texts), "--batch", "3")
+    assert done.returncode == 3, done.stderr
+    assert "torn.png: " in done.stderr and "not a picture, or damaged" in done.stderr
+    assert "1 of 3 texts are longer than the context and were cut" in done.stdout
+    with open(tmp_path / "predictions.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["file"] for row in rows] == [*(f"{n}.png" for n in range(7)), "torn.png"]
+    assert rows[-1]["error"] and not rows[-1]["prediction"]
+
+    towers = load_model(model)
+    tokenizer = tokenizer_in(model, towers.text.task)
+    context = towers.text.task.context
+    ends = []
+    for text in said:
+        tokens = torch.tensor([tokenizer.encode(text, context).tokens])
+        ends.append(towers.text(tokens)[0][0].detach().double())
+    expected = np.empty((7, 3))
+    for number in range(7):
+        pixels = decode_image(pictures / f"{number}.png", 28, 1)
+        side = towers(torch.tensor(pixels[None]) / 255).prediction[0, :-1].detach().double()
+        expected[number] = [float(side @ one / side.norm() / one.norm()) for one in ends]
+    scale = float(towers.logit_scale.exp())
+    for row, near in zip(rows, expected, strict=False):
+        assert [float(row[text]) for text in said] == pytest.approx(near, abs=1e-5)
+        assert row["prediction"] == said[int(near.argmax())]
+        shares = np.exp(scale * near) / np.exp(scale * near).sum()
+        assert float(row["probability"]) == pytest.approx(shares.max(), abs=1e-3)
+    with open(tmp_path / "predictions_texts.csv", encoding="utf-8", newline="") as file:
+        best = list(csv.DictReader(file))
+    assert len(best) == 3 * 5
+    for place, text in enumerate(said):
+        mine = [row for row in best if row["text"] == text]
+        order = np.sort(expected[:, place])[::-1][:5]
+        assert [float(row["cosine"]) for row in mine] == pytest.approx(order, abs=1e-5)
+    page = (tmp_path / "predictions.html").read_text(encoding="utf-8")
+    assert "1 words that the vocabulary does not have" in page and "cut" in page
+    assert page.count("<sub>") >= 3 * 5 and "data:image/png" in page
+
+    assert "it takes --texts FILE" in predict().stderr
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n\n", encoding="utf-8")
+    assert "found 0 texts; allowed: 1 to 10,000" in predict("--texts", str(empty)).stderr
+    empty.write_bytes(b"\xff\xfe\n")
+    assert "empty.txt: not UTF-8" in predict("--texts", str(empty)).stderr
+    refused = predict("--texts", str(texts), "--calibrator", str(tmp_path))
+    assert "cosines are not calibrated" in refused.stderr

@@ -22,7 +22,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoE
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.run.predictions import predict_folder
+from moecore.run.predictions import Given, predict_folder
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from stages.predict import main
@@ -126,14 +126,14 @@ def test_bad_files_keep_their_rows_and_are_named(model, pictures, tmp_path, caps
     lines = capsys.readouterr().err.splitlines()
     assert {line.split(": ")[0] for line in lines[:-1] if ": " in line} >= bad
     assert lines[-1].startswith("5 of 29 files have no prediction")
-    main_again = predict_folder(model, pictures, pictures / "out.csv", None, 64)
-    assert main_again == predict_folder(model, pictures, pictures / "out.csv", None, 64) == 5
+    main_again = predict_folder(Given(model, pictures, pictures / "out.csv"))
+    assert main_again == predict_folder(Given(model, pictures, pictures / "out.csv")) == 5
 
 
 def test_only_bad_files_are_a_table_too(model, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/notes.txt").write_text("what I saw")
-    assert predict_folder(model, tmp_path / "in", tmp_path / "out.csv", None, 64) == 1
+    assert predict_folder(Given(model, tmp_path / "in", tmp_path / "out.csv")) == 1
     [row] = rows_of(tmp_path / "out.csv")
     assert row["error"].startswith("cannot identify image file")
 
@@ -200,16 +200,16 @@ def test_a_model_that_is_damaged_is_named(pictures, tmp_path):
     model = trained(tmp_path)
     (model / "model.json").write_text(json.dumps({"backbone": {"kind": "none"}}))
     with pytest.raises(UserError, match="model.json: not the settings of a model"):
-        predict_folder(model, pictures, tmp_path / "out.csv", None, 64)
+        predict_folder(Given(model, pictures, tmp_path / "out.csv"))
     shutil.rmtree(model)
     with pytest.raises(UserError, match="no such folder; MODEL"):
-        predict_folder(model, pictures, tmp_path / "out.csv", None, 64)
+        predict_folder(Given(model, pictures, tmp_path / "out.csv"))
 
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_the_page_shows_pictures_and_experts(browser, model, pictures, tmp_path, width, scheme):
     spoil(pictures)
-    predict_folder(model, pictures, tmp_path / "out.csv", None, 64)
+    predict_folder(Given(model, pictures, tmp_path / "out.csv"))
     with opened(browser, tmp_path / "out.html", width, scheme) as page:
         assert clipped(page) == []
         assert page.locator("li").count() == 24
@@ -225,7 +225,7 @@ def test_the_page_shows_pictures_and_experts(browser, model, pictures, tmp_path,
 
 def test_a_dense_model_says_that_there_is_no_routing(browser, pictures, tmp_path):
     model = trained(tmp_path, channels=1, experts=False)
-    assert predict_folder(model, pictures, tmp_path / "out.csv", None, 64) == 0
+    assert predict_folder(Given(model, pictures, tmp_path / "out.csv")) == 0
     with opened(browser, tmp_path / "out.html", 1400, "light") as page:
         assert "This model is dense" in page.locator("body").inner_text()
         assert page.locator("input[name=layer]").count() == 0

@@ -46,6 +46,10 @@ class Tokenizer(Protocol):
         """START, the words, END, PAD; a caption that is too long is cut before END."""
         ...
 
+    def word(self, token: int) -> str:
+        """What a token stands for."""
+        ...
+
     def write(self, folder: Path) -> str:
         """Write the vocabulary into ``folder``; the file's name."""
         ...
@@ -75,6 +79,9 @@ class WordTokenizer:
         numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lowered(text)]
         tokens, cut = framed(numbers, context, SPECIAL.index(START), self.end)
         return Encoded(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
+
+    def word(self, token: int) -> str:
+        return self.vocabulary[token]
 
     def write(self, folder: Path) -> str:
         (folder / OURS).write_text(self._text(), encoding="utf-8")
@@ -127,6 +134,9 @@ class BpeTokenizer:
         if number is None:
             raise UserError(f"{self.path}: lacks the token {special}; allowed: CLIP's vocabulary")
         return number
+
+    def word(self, token: int) -> str:
+        return str(self.loaded.id_to_token(token))
 
     def write(self, folder: Path) -> str:
         shutil.copyfile(self.path, folder / THEIRS)

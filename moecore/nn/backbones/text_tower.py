@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
-from moecore.nn.layers.block import Block, FeedForward, Mlp, attention_weights
+from moecore.nn.layers.block import Block, FeedForward, Mlp, attend, attention_weights
 from moecore.nn.layers.moe import MoE
 from moecore.tasks.image_text import ImageText
 
@@ -79,9 +79,13 @@ class TextAttention(nn.Module):
         batch, length, width = tokens.shape
         qkv = self.qkv(tokens).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if not weights:
+            return self._merged(attend(query, key, value, self.causal)), None
         each = attention_weights(query, key, self.causal)
-        merged = self.proj((each.to(value.dtype) @ value).transpose(1, 2).flatten(2))
-        return merged, each.mean(dim=1) if weights else None
+        return self._merged(each.to(value.dtype) @ value), each.mean(dim=1)
+
+    def _merged(self, heads: Tensor) -> Tensor:
+        return self.proj(heads.transpose(1, 2).flatten(2))
 
 
 class TextTransformer(nn.Module):

@@ -1,0 +1,161 @@
+"""Pictures and texts of a user, compared by a model with two towers.
+
+T texts, M tokens of one, d numbers of an embedding.
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.core.files import UserError, whole_file
+from moecore.data.text.tokenizers import Encoded, Tokenizer, tokenizer_in
+from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
+from moecore.nn.predict import evaluating
+from moecore.report.predicted import Spoken
+from moecore.run.new_pictures import Predicted, Reading, Row, experts_of
+from moecore.tasks.recall import cosines, similarities
+from moecore.training.guide import Guided
+
+MOST = 10_000  # texts: each is a column of the table
+NEAREST = 5  # matches that are named, both ways
+
+
+class Texts(NamedTuple):
+    """The texts of a file, as the model reads them."""
+
+    texts: list[str]
+    tokenizer: Tokenizer
+    encoded: list[Encoded]
+    sides: Tensor  # (T, d + 3)
+
+
+def towers_of(model: Model, folder: Path) -> TwoTowerModel:
+    """The two towers of a model; raises UserError that names its folder where it has none."""
+    found = model.model if isinstance(model, Guided) else model
+    if not isinstance(found, TwoTowerModel):
+        raise UserError(f"{folder}: found a model without a text tower; it takes no --texts")
+    return found
+
+
+def texts_of(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
+    """The lines of a file, blank ones left out, each once. Raises UserError for a file that cannot
+    be read or has none, and for a model folder without its vocabulary.
+    """
+    try:
+        lines = path.read_bytes().decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error}"
+        raise UserError(f"{path}: {reason}; --texts is a file with a text a line") from None
+    texts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not 1 <= len(texts) <= MOST:
+        allowed = f"1 to {MOST:,}, one a line"
+        raise UserError(f"{path}: found {len(texts):,} texts; allowed: {allowed}")
+    task = model.text.task
+    tokenizer = tokenizer_in(folder, task)
+    encoded = [tokenizer.encode(text, task.context) for text in texts]
+    tokens = torch.tensor([one.tokens for one in encoded], dtype=torch.int32)
+    return Texts(texts, tokenizer, encoded, model.targets(tokens)[:, 0])
+
+
+def compared(found: Texts, pairs: str) -> Reading:
+    """A cosine a text; the answer is the nearest one, with its share of all texts (or, of a model
+    of pairs, the probability that it fits).
+    """
+
+    def row(name: str, side: Tensor) -> Row:
+        near = cosines(side[None], found.sides)[0]
+        logits = similarities(side[None].double(), found.sides.double())[0]
+        shares = logits.sigmoid() if pairs == "sigmoid" else logits.softmax(dim=0)
+        best = int(near.argmax())
+        return Row(name, found.texts[best], float(shares[best]), tuple(near.tolist()))
+
+    def more(row: Row) -> tuple[str, ...]:
+        order = torch.tensor(row.numbers).argsort(descending=True, stable=True)
+        return tuple(
+            f"{row.numbers[place]:.3f} {found.texts[place]}" for place in order.tolist()[:NEAREST]
+        )
+
+    share = "that the pair fits" if pairs == "sigmoid" else "its share among the texts"
+    remark = f"numbers of texts are cosines; the probability of an answer: {share}, not calibrated"
+    lost = sum(one.cut for one in found.encoded)
+    if lost:
+        remark += f"; {lost} of {len(found.texts)} texts are longer than the context and were cut"
+    return Reading(tuple(found.texts), row, remark, more)
+
+
+def nearest(predicted: Predicted) -> list[list[tuple[str, float]]]:
+    """For each text the pictures with the largest cosines, best first."""
+    rows = [row for row in predicted.rows if not row.error]
+    if not rows:
+        return [[] for _ in predicted.columns]
+    near = torch.tensor([row.numbers for row in rows], dtype=torch.float64)
+    first = near.sort(dim=0, descending=True, stable=True)
+    return [
+        [
+            (rows[int(first.indices[place, text])].file, float(first.values[place, text]))
+            for place in range(min(NEAREST, len(rows)))
+        ]
+        for text in range(near.shape[1])
+    ]
+
+
+def write_matches(path: Path, texts: Sequence[str], found: list[list[tuple[str, float]]]) -> None:
+    """The best pictures of each text: text, place from 1 on, file, cosine."""
+    with (
+        whole_file(path) as temporary,
+        open(temporary, "w", newline="", encoding="utf-8") as handle,
+    ):
+        writer = csv.writer(handle, lineterminator="\n")
+        writer.writerow(("text", "place", "file", "cosine"))
+        for text, matches in zip(texts, found, strict=True):
+            for place, (file, cosine) in enumerate(matches, 1):
+                writer.writerow((text, place, file, f"{cosine:.6g}"))
+
+
+@torch.no_grad()
+def spoken(
+    model: TwoTowerModel, found: Texts, matches: list[list[tuple[str, float]]]
+) -> list[Spoken]:
+    """Each text with the experts of its words, and its best pictures."""
+    shown = []
+    device = model.logit_scale.device
+    tokens = torch.tensor([one.tokens for one in found.encoded], dtype=torch.int32)
+    with evaluating(model):
+        for part in tokens.split(TEXTS):
+            _, records = model.text(part.to(device))
+            there = model.text.spoken(part)
+            layers = [
+                experts_of(record.combine.cpu(), 0, (int(there.sum()),))[0] for record in records
+            ]
+            first = 0
+            for row, mask in zip(part, there, strict=True):
+                words = [found.tokenizer.word(token) for token in row[mask].tolist()]
+                last = first + len(words)
+                shown.append(
+                    [list(zip(words, chosen(layer[first:last]), strict=True)) for layer in layers]
+                )
+                first = last
+    return [
+        Spoken(text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], lost(one))
+        for text, layers, best, one in zip(found.texts, shown, matches, found.encoded, strict=True)
+    ]
+
+
+def chosen(experts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The experts that there are, of rows that -1 fills."""
+    return [[int(one) for one in row if one >= 0] for row in experts]
+
+
+def lost(encoded: Encoded) -> str:
+    """What of a text the model does not read, in words."""
+    words = []
+    if encoded.unknown:
+        words.append(f"{encoded.unknown} words that the vocabulary does not have")
+    if encoded.cut:
+        words.append("longer than the context: cut")
+    return "; ".join(words)
