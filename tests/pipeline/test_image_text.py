@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from moecore.core.sources import ROOT
 from moecore.study.whole import check
 from moecore.study.written import write_params
-from tests.data.sources.test_captioned_files import split_file
-from tests.data.text.test_captions import bpe_file
+from tests.data.sources.test_mosaic import split_file
+from tests.data.text.test_text import bpe_file
 from tests.training.teachers.test_open_clip import weights
 
 STUDY = ROOT / "pipelines/image_text"
