@@ -422,7 +422,7 @@ def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     assert sum(row.correct for row in found.rows) == sum(right)
     assert [row.images for row in found.rows] == np.bincount(test.labels, minlength=10).tolist()
     assert {row.unknown for row in found.rows} == {1}  # "picture"
-    assert [column.value(found) for column in COLUMNS] == [found.accuracy, found.top5]
+    assert [column.read(found) for column in COLUMNS] == [found.accuracy, found.top5]
 
 
 def test_other_words_for_the_classes(mosaics):
