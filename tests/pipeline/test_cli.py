@@ -1,24 +1,40 @@
-"""The command ``moecore``: what it prints and how it ends; what it calls is tested elsewhere."""
+"""The command ``moecore``: what it prints and how it ends; what it calls is tested elsewhere.
 
+What goes wrong for a user: one clear message, nothing lost, nothing half-made taken for done.
+
+Data of one's own, as README says: a folder of pictures, the pipeline, a page, a prediction.
+
+90 pictures in three classes, of odd sizes and in every mode.
+
+`moecore quick`, the first look; `moecore run -S`, which edits params.yaml for its user; and the
+notebook that looks at the models of the first.
+"""
+
+import csv
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+import yaml
+from nbclient import NotebookClient
 from typer.testing import CliRunner
 
 from moecore.core.files import UserError
-from moecore.core.sources import ROOT
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline.cli import app
 from moecore.study.overlay import presets_of
 from tests.data.making import image_classes
+from tests.project import PARAMS, ROOT, Project
+from tests.volumes import COLOURS, write_classes
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch):
     """A folder with our params.yaml on data that are always there, dvc.yaml and one study."""
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
@@ -37,7 +53,7 @@ def moecore(*words: str):
     return CliRunner().invoke(app, words, catch_exceptions=False)
 
 
-def test_a_file_in_order_is_checked_once(project, monkeypatch):
+def test_a_file_in_order_is_checked_once(place, monkeypatch):
     said = moecore("check").stdout
     head, *data = said.splitlines()
     assert head == "params.yaml: in order (dense, vmoe, prc, ermoe, tgr, moge; seeds 0)"
@@ -49,8 +65,8 @@ def test_a_file_in_order_is_checked_once(project, monkeypatch):
     assert moecore("check").stdout == said
 
 
-def test_data_that_appear_and_go_are_checked_anew(project):
-    path = project / "params.yaml"
+def test_data_that_appear_and_go_are_checked_anew(place):
+    path = place / "params.yaml"
     own = "{kind: image_folder, root: flowers, size: 28, channels: 1}"
     path.write_text(
         path.read_text(encoding="utf-8").replace("{kind: digits, size: 28}", own), encoding="utf-8"
@@ -58,24 +74,24 @@ def test_data_that_appear_and_go_are_checked_anew(project):
     away = moecore("check")
     assert away.exit_code == 1 and "data.pretrain.root: flowers: no such folder" in away.stderr
     assert away.stderr.endswith("params.yaml: all else is in order\n") and not away.stdout
-    image_classes(project / "flowers", {"aster": 400, "rose": 400}, size=(2, 2))
+    image_classes(place / "flowers", {"aster": 400, "rose": 400}, size=(2, 2))
     there = moecore("check")
     assert there.exit_code == 0 and "576 train, 64 validation, 160 test; 2 clas" in there.stdout
-    image_classes(project / "flowers", {"tulip": 400}, size=(2, 2))
+    image_classes(place / "flowers", {"tulip": 400}, size=(2, 2))
     assert "864 train, 96 validation, 240 test; 3 classes" in moecore("check").stdout
-    (project / "flowers/rose/notes.txt").write_text("no image", encoding="utf-8")
+    (place / "flowers/rose/notes.txt").write_text("no image", encoding="utf-8")
     assert "files that are no images are passed over (1 .txt)" in moecore("check").stdout
-    shutil.rmtree(project / "flowers")
+    shutil.rmtree(place / "flowers")
     assert moecore("check").stderr == away.stderr
 
 
-def test_data_that_were_prepared_need_no_raw_ones(project):
+def test_data_that_were_prepared_need_no_raw_ones(place):
     """As after `dvc pull`, on a machine without the raw data."""
-    path = project / "params.yaml"
+    path = place / "params.yaml"
     raw = ImageFolder(root="flowers", size=28, channels=1)
-    image_classes(project / "flowers", {"aster": 400, "rose": 400}, size=(2, 2))
-    raw.prepare(project / "artifacts/data/pretrain")
-    shutil.rmtree(project / "flowers")
+    image_classes(place / "flowers", {"aster": 400, "rose": 400}, size=(2, 2))
+    raw.prepare(place / "artifacts/data/pretrain")
+    shutil.rmtree(place / "flowers")
     own = "{kind: image_folder, root: flowers, size: 28, channels: 1}"
     text = path.read_text(encoding="utf-8").replace("{kind: digits, size: 28}", own)
     path.write_text(text, encoding="utf-8")
@@ -84,14 +100,14 @@ def test_data_that_were_prepared_need_no_raw_ones(project):
     assert "flowers: no such folder" in moecore("check").stderr, "these were not prepared"
 
 
-def test_a_path_that_is_no_folder_is_one_line(project):
+def test_a_path_that_is_no_folder_is_one_line(place):
     wrong = moecore("check", "dvc.yaml/params.yaml")
     assert wrong.exit_code == 1 and wrong.stderr.startswith("dvc.yaml/params.yaml: cannot be read")
 
 
-def test_a_change_is_checked_anew(project):
+def test_a_change_is_checked_anew(place):
     assert moecore("check").exit_code == 0
-    path = project / "params.yaml"
+    path = place / "params.yaml"
     path.write_text(path.read_text().replace("seeds: [0", "seeds: [zero", 1), encoding="utf-8")
     wrong = moecore("check")
     assert wrong.exit_code == 1 and wrong.stdout == ""
@@ -100,8 +116,8 @@ def test_a_change_is_checked_anew(project):
     assert "Traceback" not in wrong.stderr
 
 
-def test_a_metric_that_nothing_measures_is_refused_with_its_place(project):
-    path = project / "params.yaml"
+def test_a_metric_that_nothing_measures_is_refused_with_its_place(place):
+    path = place / "params.yaml"
     asked = "{asks: so, metric: match_top3, method: prc, against: vmoe, better: higher}"
     text = path.read_text(encoding="utf-8").replace("questions: []", f"questions: [{asked}]")
     path.write_text(text, encoding="utf-8")
@@ -111,7 +127,7 @@ def test_a_metric_that_nothing_measures_is_refused_with_its_place(project):
     assert "questions[0].metric: found 'match_top3', did you mean 'match_top1'?" in wrong.stderr
 
 
-def test_other_code_checks_anew(project, monkeypatch):
+def test_other_code_checks_anew(place, monkeypatch):
     assert moecore("check").exit_code == 0
     monkeypatch.setattr("moecore.study.remembered._code", lambda: iter(["other.py"]))
     monkeypatch.setattr("moecore.study.foreseen.foresee", _refuse)
@@ -122,13 +138,13 @@ def _refuse(path: Path, *_: object) -> None:
     raise UserError("refused")
 
 
-def test_what_is_remembered_may_be_damaged(project):
+def test_what_is_remembered_may_be_damaged(place):
     assert moecore("check").exit_code == 0
-    (project / ".state/checked.json").write_text("{", encoding="utf-8")
+    (place / ".state/checked.json").write_text("{", encoding="utf-8")
     assert moecore("check").exit_code == 0
 
 
-def test_presets_are_listed_written_and_taken_back(project):
+def test_presets_are_listed_written_and_taken_back(place):
     listed = moecore("study", "preset", "pipelines/moge").stdout.split()
     assert listed == list(presets_of(ROOT / "pipelines/moge"))
     done = moecore("study", "preset", "pipelines/moge", "top_5")
@@ -139,7 +155,7 @@ def test_presets_are_listed_written_and_taken_back(project):
     assert "pipelines/moge: methods.moge.router.k: 5 → 1\n" in back.stdout
 
 
-def test_an_unknown_preset_is_one_line(project):
+def test_an_unknown_preset_is_one_line(place):
     wrong = moecore("study", "preset", "pipelines/moge", "top_7")
     assert wrong.exit_code == 1 and "found no preset 'top_7', did you mean 'top_" in wrong.stderr
     nowhere = moecore("study", "preset", "pipelines/nowhere")
@@ -147,9 +163,9 @@ def test_an_unknown_preset_is_one_line(project):
     assert nowhere.stderr.startswith("pipelines/nowhere: found no overlay.yaml; allowed: ")
 
 
-def test_a_new_study_is_in_order(project):
+def test_a_new_study_is_in_order(place):
     assert moecore("study", "new", "own").exit_code == 0
-    folder = project / "pipelines/own"
+    folder = place / "pipelines/own"
     assert {"README.md", "overlay.yaml", "params.yaml"} <= {path.name for path in folder.iterdir()}
     assert moecore("check", "pipelines/own/params.yaml").exit_code == 0
     again = moecore("study", "new", "own")
@@ -158,25 +174,25 @@ def test_a_new_study_is_in_order(project):
     assert named.exit_code == 1 and "allowed: small letters, digits and _" in named.stderr
 
 
-def test_a_study_that_is_not_written_says_how(project):
-    (project / "pipelines/moge/params.yaml").unlink()
+def test_a_study_that_is_not_written_says_how(place):
+    (place / "pipelines/moge/params.yaml").unlink()
     wrong = moecore("study", "run", "pipelines/moge")
     assert wrong.exit_code == 1 and "moecore study write pipelines/moge" in wrong.stderr
 
 
-def test_jobs_are_at_least_one(project):
+def test_jobs_are_at_least_one(place):
     wrong = moecore("run", "--jobs", "0")
     assert wrong.exit_code == 2 and "greater than or equal to 1" in wrong.stderr
 
 
-def test_mlflow_is_served_and_fed(project, monkeypatch):
+def test_mlflow_is_served_and_fed(place, monkeypatch):
     monkeypatch.setattr("moecore.tracking.ui.ui", lambda port: port - 5000)
     monkeypatch.setattr("moecore.tracking.sync.sync", lambda: "3 runs added")
     assert moecore("ui", "--port", "5003").exit_code == 3
     assert moecore("sync").stdout == "3 runs added\n"
 
 
-def test_predict_hands_its_words_to_the_script(project, monkeypatch):
+def test_predict_hands_its_words_to_the_script(place, monkeypatch):
     called = []
     monkeypatch.setattr(os, "execv", lambda path, words: called.append((path, words)))
     moecore("predict", "artifacts/pretrain/vmoe/0", "cohort", "--out", "ages.csv")
@@ -184,7 +200,7 @@ def test_predict_hands_its_words_to_the_script(project, monkeypatch):
     assert called == [(sys.executable, [sys.executable, "-m", "stages.predict", *given])]
 
 
-def test_help_and_an_unchanged_check_import_no_torch(project):
+def test_help_and_an_unchanged_check_import_no_torch(place):
     """One real process each: torch takes seconds."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     code = "import sys; from moecore.pipeline.cli import app; app(standalone_mode=False); "
@@ -195,3 +211,257 @@ def test_help_and_an_unchanged_check_import_no_torch(project):
             [sys.executable, "-c", code, *words], env=env, capture_output=True, text=True
         )
         assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A project with data, teacher and one guided method's teacher router."""
+    project = Project(tmp_path_factory.mktemp("bad"))
+    for words in (
+        ["prepare", "pretrain"],
+        ["teacher", "0"],
+        ["teacher_router", "tgr", "0"],
+        ["teacher_router", "vmoe", "0"],
+    ):
+        project.stage(*words)
+    return project
+
+
+@pytest.fixture
+def project(prepared):
+    """The same with params.yaml and data put back after the test."""
+    params, images = (
+        prepared.folder / "params.yaml",
+        prepared.folder / "artifacts/data/pretrain/train_images.npy",
+    )
+    kept = {path: path.read_bytes() for path in (params, images)}
+    yield prepared
+    for path, content in kept.items():
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "{kind: router_kl, weight: 5.0}",
+            "{kind: router_kl, weigth: 5.0}",
+            ["params.yaml:23:", "methods.tgr.regularizers", "weigth", "weight"],
+        ),
+        (
+            "steps: 20, batch: 64",
+            "steps: twenty, batch: 64",
+            ["params.yaml:", "teacher_router.steps", "'twenty'", "integer"],
+        ),
+        ("epsilons: [0.05]", "epsilons: [5]", ["params.yaml:", "robustness.epsilons", "5", "1"]),
+        (
+            "methods: [dense, vmoe, tgr]",
+            "methods: [dense, vmoe, tgrr]",
+            ["params.yaml:2:", "run.methods", "'tgrr'", "tgr"],
+        ),
+        (
+            "methods: [dense, vmoe, tgr]",
+            "methods: [dense, vmoe, tgr]\n  seeds: [1]",
+            ["params.yaml:4:3:", "'seeds' is written twice, first on line 3"],
+        ),
+        (
+            "{kind: mlp, number: 4, hidden_ratio: 1}\n    regularizers:\n      - {kind: router_kl",
+            "{kind: mpl, number: 4}\n    regularizers:\n      - {kind: router_kl",
+            ["methods.tgr.experts", "mpl", "mlp"],
+        ),
+    ],
+    ids=[
+        "unknown key",
+        "wrong type",
+        "out of range",
+        "unknown method",
+        "duplicate key",
+        "unknown kind",
+    ],
+)
+def test_params_are_refused_before_anything_runs(project, old, new, said):
+    project.edit(old, new)
+    done = project.attempt_stage("pretrain", "vmoe", "0")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert all(words in done.stderr for words in said), done.stderr
+    assert not (project.folder / "artifacts/pretrain/vmoe").exists()
+
+
+def test_a_method_that_needs_a_teacher_where_there_is_none(project):
+    text = (project.folder / "params.yaml").read_text()
+    start, end = text.index("teacher:\n"), text.index("teacher_router: {steps")
+    project.write(text[:start] + "teacher: {kind: no_teacher}\n" + text[end:])
+    done = project.attempt_stage("pretrain", "tgr", "0")
+    assert done.returncode == 1
+    assert (
+        "methods.tgr.regularizers" in done.stderr
+        and "router_kl needs a teacher, but teacher.kind is no_teacher" in done.stderr
+        and "dense" in done.stderr
+    )
+
+
+def test_truncated_data(project):
+    images = project.folder / "artifacts/data/pretrain/train_images.npy"
+    os.truncate(images, images.stat().st_size // 2)
+    done = project.attempt_stage("pretrain", "vmoe", "0")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "train_images.npy" in done.stderr and "expected" in done.stderr
+    assert not (project.folder / "artifacts/pretrain/vmoe").exists()
+
+
+def test_missing_data_names_the_folder(project):
+    data = project.folder / "artifacts/data/pretrain"
+    data.rename(data.with_name("elsewhere"))
+    try:
+        done = project.attempt_stage("pretrain", "vmoe", "0")
+        assert (
+            done.returncode == 1
+            and "artifacts/data/pretrain/card.json" in done.stderr
+            and "Traceback" not in done.stderr
+        )
+    finally:
+        data.with_name("elsewhere").rename(data)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(project):
+    project.edit(
+        "pretrain:\n  {epochs: 2, batch: 64, learning_rate: 0.001,",
+        "pretrain:\n  {epochs: 2, batch: 64, learning_rate: 1.0e+38, clip: null,",
+    )
+    done = project.attempt_stage("pretrain", "vmoe", "0")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert (
+        "the loss is not finite since step" in done.stderr
+        and "importance" in done.stderr
+        and "checkpoint" in done.stderr
+    )
+    assert not (project.folder / "artifacts/pretrain/vmoe").exists()
+    assert (
+        '"status": "FAILED"'
+        in (project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl").read_text()
+    )
+
+
+def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(project):
+    """The limit on a file's size stands in for the full disk: writing past it fails alike."""
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
+        "sys.argv = ['pretrain', 'vmoe', '0']; from stages.pretrain import pretrain; "
+        "from moecore.run.stage import run_stage; run_stage(pretrain)"
+    )
+    done = project.attempt([sys.executable, "-c", script])
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "could not be written" in done.stderr and "untouched" in done.stderr, done.stderr
+    assert not (project.folder / "artifacts/pretrain/vmoe").exists()
+    project.stage("pretrain", "vmoe", "0")
+    assert (project.folder / "artifacts/pretrain/vmoe/0/model.safetensors").exists()
+
+
+def test_two_processes_do_not_train_the_same(project):
+    import fcntl
+
+    lock = Path(project.folder / ".state/pretrain/vmoe/0/lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        done = project.attempt_stage("pretrain", "vmoe", "0")
+    assert done.returncode == 1 and "another process is at work" in done.stderr
+
+
+def test_wrong_words_on_the_command_line(project):
+    assert "usage" in project.attempt_stage("pretrain", "vmoe").stderr
+    assert "an integer" in project.attempt_stage("pretrain", "vmoe", "first").stderr
+
+
+SMALL = {
+    "run": {
+        "methods": ["dense", "vmoe"],
+        "seeds": [0],
+        "phases": ["finetune"],
+        "measurements": [],
+        "thorough": [],
+    },
+    "calibrate": {"calibrator": {"kind": "temperature"}, "resamples": 100},
+}
+
+
+def readme_data() -> dict:
+    """The data of README's example; a phase that it leaves out has the same pictures."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("## Your own data")[1]
+    block = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
+    data = yaml.safe_load(block[1])["data"]
+    return {"finetune": dict(data["pretrain"])} | data
+
+
+def test_readmes_example_runs_to_the_page_and_to_a_prediction(tmp_path):
+    write_classes(tmp_path / "flowers", 30)
+    data = readme_data()
+    for phase, size in {"pretrain": 16, "finetune": 24}.items():
+        assert data[phase]["root"] == "/data/flowers"
+        data[phase] |= {"root": str(tmp_path / "flowers"), "size": size}
+    settings = yaml.safe_load(PARAMS) | SMALL | {"data": data}
+    folder = tmp_path / "project"
+    folder.mkdir()
+    project = Project(folder, yaml.safe_dump(settings)).with_dvc()
+    done = project.moecore("run", "--jobs", "2")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    page = (folder / "reports/index.html").read_text(encoding="utf-8")
+    assert "flowers" in page and "images → images" not in page
+    model = "artifacts/finetune/vmoe/0"
+    done = project.moecore("predict", model, str(tmp_path / "flowers"))
+    assert done.returncode == 0, done.stderr
+    with open(folder / "predictions.csv", newline="", encoding="utf-8") as handle:
+        rows = list(csv.DictReader(handle))
+    assert len(rows) == 90
+    assert {row["prediction"] for row in rows} <= set(COLOURS)
+    assert "probabilities are calibrated" in done.stdout
+    assert (folder / "predictions.html").is_file()
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory) -> Project:
+    """A project whose study `quick` ran, with a shorter training."""
+    params = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    project = Project(tmp_path_factory.mktemp("quick"), params).with_dvc()
+    ignored = shutil.ignore_patterns("artifacts", "reports", ".state", "dvc.lock")
+    study = project.folder / "pipelines/quick"
+    shutil.copytree(ROOT / "pipelines/quick", study, ignore=ignored)
+    wanted = ["-S", "pretrain.epochs=1", "-S", "stability.images=10"]
+    done = project.moecore("study", "run", "pipelines/quick", "--jobs", "2", *wanted)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "params.yaml: pretrain.epochs: 8 → 1" in done.stdout
+    return project
+
+
+def test_the_first_look_ends_with_a_page(looked):
+    done = looked.moecore("quick")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    running = [line for line in done.stdout.splitlines() if line.startswith("Running stage")]
+    assert running == ["Running stage 'code':"]
+    assert "Page: pipelines/quick/reports/index.html" in done.stdout
+    assert (looked.folder / "pipelines/quick/reports/index.html").is_file()
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[1] for line in lines if line[:1] == ["pretrain"]] == ["vmoe", "prc"]
+
+
+def test_a_wrong_key_is_one_line(looked):
+    wrong = looked.moecore("study", "run", "pipelines/quick", "-S", "pretrain.epoch=1")
+    assert wrong.returncode == 1 and "did you mean 'epochs'" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
+def test_the_notebook_runs(looked):
+    docs = looked.folder / "docs"
+    docs.mkdir()
+    notebook = nbformat.read(ROOT / "docs/first_steps.ipynb", as_version=4)
+    there = {"metadata": {"path": str(docs)}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=there).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    said = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    drawn = [
+        cell for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})
+    ]
+    assert "of 16 patches went to another expert" in said and "prc   agreement" in said
+    assert len(drawn) == 2, "the routing of one image, clean and attacked"
+    assert "Warning" not in said

@@ -22,8 +22,8 @@ from moecore.data.text.tokenizers import tokenizer_in
 from moecore.study.whole import check
 from moecore.study.written import write_params
 from moecore.training.artifacts import load_model
-from tests.data.sources.test_captioned_files import split_file
-from tests.data.text.test_captions import bpe_file
+from tests.data.sources.test_mosaic import split_file
+from tests.data.text.test_text import bpe_file
 from tests.training.teachers.test_open_clip import weights
 
 STUDY = ROOT / "pipelines/image_text"

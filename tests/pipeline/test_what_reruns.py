@@ -1,16 +1,31 @@
 """What an edit makes stale, asked of DVC and of the hashes of the code on a finished project.
 
 A stage needs nothing that dvc.yaml does not name: each runs where only its dependencies are.
+
+Import closures and fingerprints: a new part changes nothing, an edited one what uses it.
+
+The stage ``code``: one file for every script, measurement, method and section.
 """
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from moecore.core.files import UserError
+from moecore.core.sources import ROOT
+from moecore.pipeline import closures
+from moecore.pipeline.closures import closure, fingerprint, part_files
+from moecore.pipeline.code_hashes import code_files
 from moecore.run.history_file import locked
+from moecore.study.document import parse
 from tests import forked
+from tests.project import PARAMS as WHOLE
 from tests.project import Project
 
 METHODS = ("dense", "vmoe", "tgr")
@@ -172,3 +187,216 @@ def test_a_stage_needs_only_what_it_depends_on(finished, tmp_path, stage):
     assert ran.returncode == 0, ran.stderr
     missing = [out["path"] for out in entry["outs"] if not (tmp_path / out["path"]).exists()]
     assert not missing
+
+
+TREE = {
+    "moecore/__init__.py": '"""Only a docstring."""',
+    "moecore/core/config.py": "",
+    "moecore/data/helper.py": "from moecore.core import config\nimport moecore.run.record",
+    "moecore/nn/layers/__init__.py": "WIDTH = 1",
+    "moecore/nn/layers/block.py": "import moecore.core.config",
+    "moecore/nn/routers/__init__.py": "from moecore.nn.routers.top import Top",
+    "moecore/nn/routers/top.py": "from moecore.nn.routers import gates\nfrom .plan import Plan",
+    "moecore/nn/routers/gates.py": "",
+    "moecore/nn/routers/plan.py": "from moecore.data.helper import x",
+    "moecore/nn/routers/other.py": "",
+    "moecore/nn/experts/both.py": "",
+    "moecore/training/regularizers/both.py": "",
+    "moecore/data/atlas/map.bin": "",
+    "moecore/data/tools/other.py": "",
+    "moecore/run/record.py": "",
+    "moecore/report/page.py": "import moecore.core.config",
+    "moecore/report/templates/page.html": "",
+    "moecore/tasks/__init__.py": "from moecore.tasks.numbers import Numbers\nAny = Numbers",
+    "moecore/tasks/numbers.py": "",
+    "stages/train.py": "import torch\nfrom moecore.nn.routers import Router\n"
+    "from moecore.nn.layers.block import Block\n\ndef f():\n    import moecore.data.helper",
+    "stages/compare.py": "from moecore.report.page import page\nfrom moecore.tasks import Any",
+    "stages/exact.py": "from moecore.tasks import Any, Numbers",
+}
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    for name, text in TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def names(files: set[Path]) -> set[str]:
+    return {file.as_posix() for file in files}
+
+
+def test_closure_follows_modules_but_no_family(tree):
+    reached = names(closure("stages/train.py", tree))
+    assert reached == {
+        "stages/train.py",
+        "moecore/nn/layers/__init__.py",
+        "moecore/nn/layers/block.py",
+        "moecore/core/config.py",
+        "moecore/data/helper.py",
+        "moecore/data/atlas/map.bin",
+    }
+
+
+def test_only_the_rooms_that_decide_a_result_are_followed(tree):
+    assert names(closure("stages/compare.py", tree)) == {"stages/compare.py"}
+    rooms = (*closures.DECIDING, "report")
+    assert names(closure("stages/compare.py", tree, rooms)) == {
+        "stages/compare.py",
+        "moecore/report/page.py",
+        "moecore/report/templates/page.html",
+        "moecore/core/config.py",
+    }
+
+
+def test_a_part_that_is_imported_from_its_table_is_followed(tree):
+    assert names(closure("stages/exact.py", tree)) == {
+        "stages/exact.py",
+        "moecore/tasks/numbers.py",
+    }
+
+
+def test_parts_bring_their_helpers(tree):
+    section = {
+        "router": {"kind": "top", "k": 2},
+        "experts": {"kind": "both"},
+        "deep": [{"x": {"kind": "unknown"}}],
+    }
+    assert names(part_files(section, tree)) == {
+        "moecore/nn/routers/top.py",
+        "moecore/nn/routers/gates.py",
+        "moecore/nn/routers/plan.py",
+        "moecore/data/helper.py",
+        "moecore/data/atlas/map.bin",
+        "moecore/core/config.py",
+        "moecore/nn/experts/both.py",
+    }
+
+
+def test_a_kind_in_two_families(tree):
+    assert names(part_files({"regularizers": [{"kind": "both"}]}, tree)) == {
+        "moecore/training/regularizers/both.py"
+    }
+    assert names(part_files([{"kind": "both"}], tree)) == {
+        "moecore/training/regularizers/both.py",
+        "moecore/nn/experts/both.py",
+    }
+
+
+def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
+    def print_of() -> dict:
+        for cached in (closures._imports, closures._sha256):
+            cached.cache_clear()
+        return fingerprint(part_files({"router": {"kind": "top"}}, tree), tree)
+
+    before = print_of()
+    (tree / "moecore/nn/routers/new.py").write_text("x = 1")
+    (tree / "moecore/nn/routers/__init__.py").write_text("from moecore.nn.routers.new import x")
+    (tree / "moecore/nn/routers/other.py").write_text("x = 1")
+    assert print_of() == before
+    (tree / "moecore/nn/routers/plan.py").write_text("y = 2")
+    assert print_of() != before
+
+
+def test_broken_and_missing_files_are_named(tree):
+    with pytest.raises(UserError, match=r"stages/none.py: no such file"):
+        closure("stages/none.py", tree)
+    (tree / "stages/bad.py").write_text("x = (")
+    with pytest.raises(UserError, match=r"stages/bad.py:1: not valid Python"):
+        closure("stages/bad.py", tree)
+
+
+PARAMS = """\
+run: {methods: [vmoe]}
+data: {pretrain: {kind: digits}}
+model: {kind: vit}
+methods: {vmoe: {router: {kind: noisy_top_k}}, other: {router: {kind: hash}}}
+calibrate: {calibrator: {kind: temperature}}
+invariance: {images: 16}
+corruptions: {attacks: [{kind: fgsm}]}
+claims: []
+questions: []
+"""
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, dict[str, str]]:
+    return code_files(parse(PARAMS))
+
+
+def test_there_is_a_file_for_whatever_a_stage_depends_on(files):
+    scripts = {f"stages/{file.name[:-3]}.json" for file in (ROOT / "stages").glob("[a-z]*.py")}
+    assert {name for name in files if name.startswith("stages/")} == scripts
+    assert {name for name in files if not name.startswith("stages/")} == {
+        "methods/vmoe.json",
+        "sections/data.pretrain.json",
+        "sections/calibrate.json",
+        "sections/corruptions.json",
+        "sections/invariance.json",
+        "measure/corruptions.json",
+        "measure/invariance.json",
+    }
+
+
+def test_a_method_has_all_that_its_model_is_made_of(files):
+    assert {"moecore/nn/routers/noisy_top_k.py", "moecore/nn/backbones/vit.py"} <= set(
+        files["methods/vmoe.json"]
+    )
+    assert "moecore/nn/routers/hash.py" not in files["methods/vmoe.json"]
+
+
+def test_a_measurement_has_the_parts_that_its_section_names(files):
+    found = set(files["measure/corruptions.json"])
+    assert {"moecore/measure/corruptions.py", "moecore/attacks/fgsm.py"} <= found
+    assert "moecore/attacks/pgd.py" not in found
+
+
+def test_only_compare_depends_on_the_report(files):
+    reporting = {name for name, code in files.items() if any("moecore/report/" in f for f in code)}
+    assert reporting == {"stages/compare.json"}
+
+
+@pytest.mark.parametrize("room", ["study", "run", "tracking", "pipeline"])
+def test_nothing_depends_on_rooms_that_decide_no_result(files, room):
+    assert not [name for name, code in files.items() if any(f"moecore/{room}/" in f for f in code)]
+
+
+def test_a_method_that_is_not_there_is_named():
+    with pytest.raises(UserError, match=r"methods.vmo: missing, did you mean 'vmoe'"):
+        code_files(parse(PARAMS.replace("[vmoe]", "[vmo]")))
+
+
+def run_code(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "stages.code", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_stage_writes_them(tmp_path):
+    (tmp_path / "params.yaml").write_text(WHOLE)
+    files = code_files(parse(WHOLE))
+    assert run_code(tmp_path).returncode == 0
+    folder = tmp_path / "artifacts/code"
+    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*.json")}
+    assert found == set(files)
+    assert json.loads((folder / "methods/vmoe.json").read_text()) == files["methods/vmoe.json"]
+    (tmp_path / "params.yaml").write_text(WHOLE.replace("digits, size: 16", "digits, size: 15"))
+    misfit = run_code(tmp_path)
+    assert misfit.returncode == 1 and "Traceback" not in misfit.stderr
+    assert ": model.patch: found 8; allowed: a divisor of the image size 15" in misfit.stderr
+    (tmp_path / "params.yaml").write_text("run: [")
+    wrong = run_code(tmp_path)
+    assert wrong.returncode == 1
+    assert "params.yaml:2" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert "usage: python -m stages.code" in run_code(tmp_path, "stage").stderr
+
+
+def test_it_imports_nothing_heavy():
+    code = "import sys, stages.code; assert not {'torch', 'pydantic', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

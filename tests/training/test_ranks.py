@@ -40,7 +40,7 @@ from moecore.training.method import Method
 from moecore.training.settings import Training
 from tests.nn.backbones import test_two_towers
 from tests.project import PARAMS, Project
-from tests.training import test_isolation, test_text
+from tests.training import test_isolation
 from tests.training.small import CPU, IMAGE, task
 from tests.volumes import balls
 
@@ -113,8 +113,8 @@ def cases():
         if name.endswith("basis"):  # at an orthonormal one the penalty has no gradient
             parameter.data *= 1.2
     yield "bases", job, SETTINGS
-    settings = test_text.SETTINGS.model_copy(update={"epochs": 2, "updates": 3})
-    yield "text", test_text.text(settings=settings), settings
+    settings = test_isolation.TEXT_SETTINGS.model_copy(update={"epochs": 2, "updates": 3})
+    yield "text", test_isolation.text(settings=settings), settings
     torch.manual_seed(0)
     dropping = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.4)
     model = dropping.build(IMAGE, METHODS["vmoe"].moe)

@@ -3,8 +3,11 @@
 The two views of an image, kind by kind.
 
 The images that trainings and the explorer look at, and what is kept of them after an epoch.
+
+The trained weights under other settings of the router, and a row of a sweep by hand.
 """
 
+import copy
 from typing import get_args
 
 import numpy as np
@@ -25,6 +28,16 @@ from moecore.measure.routing_metrics.augmentations import (
 )
 from moecore.measure.routing_metrics.imed import class_maps
 from moecore.measure.routing_metrics.regions import region_routing, shuffled
+from moecore.measure.routing_metrics.setting_row import setting_values
+from moecore.measure.routing_metrics.sweeps import (
+    Sample,
+    Sweep,
+    Sweeps,
+    over_k,
+    over_threshold,
+    sweep,
+    with_router,
+)
 from moecore.measure.routing_metrics.watched import (
     explored_places,
     keep_trace,
@@ -34,8 +47,11 @@ from moecore.measure.routing_metrics.watched import (
 )
 from moecore.nn.predict import predictions
 from moecore.nn.traces import trace
+from moecore.statistics.intervals import wilson
+from moecore.tasks.classification import Classification
 from moecore.training.isolation import isolate
 from tests.measure.subjects import images, moe, subject, volumes
+from tests.routed import KINDS, METHODS, tiny
 from tests.volumes import ball
 
 NAMES = ("wm", "gm", "free_2")
@@ -126,7 +142,7 @@ def test_what_does_not_fit_is_refused():
         region_routing(Bright(), volumes, 0 * regions, ("a",), NAMES)
 
 
-def record(probs: torch.Tensor) -> RoutingRecord:
+def record_of(probs: torch.Tensor) -> RoutingRecord:
     other = torch.full_like(probs, 9.0)  # only the clean probs may be read
     return RoutingRecord(other, probs, other, other > 0, other)
 
@@ -135,7 +151,7 @@ def test_means_over_images_and_tokens_by_hand():
     probs = torch.tensor(
         [[[1.0, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]], [[1, 0, 0], [0, 0, 1]]]
     )  # three images, two tokens
-    maps = class_maps([record(probs), record(probs.flip(-1))], torch.tensor([1, 0, 1]), 2)
+    maps = class_maps([record_of(probs), record_of(probs.flip(-1))], torch.tensor([1, 0, 1]), 2)
     assert maps.shape == (2, 2, 3) and maps.dtype == torch.float64
     # class 0: image 1 alone; class 1: images 0 and 2, four tokens: twice expert 0, once 1, once 2
     assert maps[:, 0].tolist() == [[0, 0, 1], [0.5, 0.25, 0.25]]
@@ -148,8 +164,8 @@ def test_order_of_images_does_not_matter_and_maps_sum_to_one():
         torch.randn(40, 3, 8, generator=generator).softmax(-1),
         torch.randint(0, 4, (40,), generator=generator),
     )
-    maps, order = class_maps([record(probs)], labels, 4), torch.randperm(40, generator=generator)
-    torch.testing.assert_close(class_maps([record(probs[order])], labels[order], 4), maps)
+    maps, order = class_maps([record_of(probs)], labels, 4), torch.randperm(40, generator=generator)
+    torch.testing.assert_close(class_maps([record_of(probs[order])], labels[order], 4), maps)
     torch.testing.assert_close(
         maps.sum(-1), torch.ones(4, 1, dtype=torch.float64), atol=1e-6, rtol=0
     )
@@ -158,7 +174,7 @@ def test_order_of_images_does_not_matter_and_maps_sum_to_one():
 
 
 def test_a_class_without_images_is_nan():
-    maps = class_maps([record(torch.full((2, 1, 4), 0.25))], torch.tensor([0, 2]), 3)
+    maps = class_maps([record_of(torch.full((2, 1, 4), 0.25))], torch.tensor([0, 2]), 3)
     assert maps[1].isnan().all() and maps[[0, 2]].isfinite().all()
 
 
@@ -172,28 +188,28 @@ def test_a_class_without_images_is_nan():
 )
 def test_misfits_are_named(layers, labels, named):
     with pytest.raises(UserError, match=named):
-        class_maps([record(torch.full((2, 1, 4), 0.25))] * layers, torch.tensor(labels), 3)
+        class_maps([record_of(torch.full((2, 1, 4), 0.25))] * layers, torch.tensor(labels), 3)
 
 
-IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
+PICTURES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
 
 
 @pytest.mark.parametrize("kind", get_args(Preset))
 def test_views_are_functions_of_seed_and_place(kind):
     random = torch.get_rng_state()
-    views = two_views(IMAGES, PRESETS[kind], 1, 7)
+    views = two_views(PICTURES, PRESETS[kind], 1, 7)
     assert torch.equal(torch.get_rng_state(), random) and PRESETS[kind].name == kind
     assert (
         views.images.shape == (24, 1, 8, 8)
         and views.affines.shape == (24, 3, 3)
         and 0 <= views.images.min() <= views.images.max() <= 1
     )
-    again = two_views(IMAGES, PRESETS[kind], 1, 7)
+    again = two_views(PICTURES, PRESETS[kind], 1, 7)
     assert torch.equal(views.images, again.images) and torch.equal(views.affines, again.affines)
     others = [
-        two_views(IMAGES, PRESETS[kind], 2, 7),
-        two_views(IMAGES, PRESETS[kind], 1, 8),
-        two_views(IMAGES, PRESETS[kind], 1),
+        two_views(PICTURES, PRESETS[kind], 2, 7),
+        two_views(PICTURES, PRESETS[kind], 1, 8),
+        two_views(PICTURES, PRESETS[kind], 1),
     ]
     assert all(torch.equal(views.images, other.images) == (kind == "identity") for other in others)
     assert torch.equal(views.images[:12], views.images[12:]) == (kind == "identity")
@@ -275,3 +291,190 @@ def test_a_missing_epoch_is_named(tmp_path):
     keep_trace(tmp_path, 1, model.model, model.data)
     with pytest.raises(UserError, match="traces/0002.json: no such file"):
         kept_traces(tmp_path, model.data, 2)
+
+
+IMAGES = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+SAMPLE = Sample(IMAGES, torch.arange(12) % 2, Classification(classes=("a", "b")))
+WITH_K = [name for name in KINDS if METHODS[name].router.kind != "soft_slots"]
+ERMOE = [name for name in KINDS if METHODS[name].router.kind == "eigenbasis"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_same_setting_gives_the_same_model(name):
+    model = tiny(name)
+    other = with_router(model, model.moe.router)
+    assert other is not model and other.moe == model.moe and other.training == model.training
+    (ours, first), (theirs, second) = predictions(model, IMAGES, 12), predictions(other, IMAGES, 12)
+    assert torch.equal(ours, theirs) and all(
+        torch.equal(a.combine, b.combine) for a, b in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", WITH_K)
+def test_every_router_with_k_has_a_sweep_and_the_model_stays(name):
+    model = tiny(name).train()
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    router, rows = model.moe.router, over_k(model, SAMPLE, (1, 2, 8, 9), 12)
+    assert [row.k for row in rows] == [1, 2, 8] and [row.own for row in rows] == [
+        False,
+        True,
+        False,
+    ], "9 of 8 experts cannot be"
+    assert (
+        model.moe.router is router and model.training and torch.equal(torch.get_rng_state(), random)
+    )
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    tails = [
+        row.layers[0].tail_of_probs for row in rows
+    ]  # the first layer's tokens and probs do not depend on k
+    assert (
+        0 <= tails[1] <= tails[0] <= 1 - 1 / 8 + 1e-6
+        and tails[1] <= 1 - 2 / 8 + 1e-6
+        and tails[2] == 0
+    )
+    assert all(
+        0 <= row.load_cv2 <= 7 + 1e-9 and 0 <= row.score <= 1 and row.low <= row.score <= row.high
+        for row in rows
+    )
+    if METHODS[name].router.kind != "eigenbasis":
+        assert (
+            rows[2].load_cv2 == 0
+            and rows[2].entropy == pytest.approx(1)
+            and rows[2].unchosen_mass == 0
+        ), "all experts for every token"
+
+
+@pytest.mark.parametrize("name", ["vmoe", "stable_moe", "teacher_routed", "hash_moe", "ermoe"])
+def test_the_changed_model_really_chooses_k(name):
+    model = tiny(name)
+    _, records = predictions(with_router(model, model.moe.router.with_k(3)), IMAGES, 12)
+    numbers = torch.stack([record.chosen.sum(-1) for record in records])
+    assert numbers.max() == 3 and (METHODS[name].router.kind == "eigenbasis" or numbers.min() == 3)
+
+
+@pytest.mark.parametrize("name", ERMOE)
+def test_a_higher_threshold_falls_back_more_often(name):
+    model = tiny(name)
+    rows = over_threshold(model, SAMPLE, (-1.0, 0.1, 0.5, 0.9, 1.0), 12)
+    fallback, below = (
+        [getattr(row.layers[0], key) for row in rows] for key in ("fallback", "below_k")
+    )  # the first layer's tokens stay the same
+    assert (
+        fallback == sorted(fallback)
+        and below == sorted(below)
+        and fallback[-1] == 1
+        and fallback[0] == below[0] == 0
+    )
+    assert all(a <= b for a, b in zip(fallback, below, strict=True)) and fallback[1] < fallback[3]
+    own = next(row for row in rows if row.own)
+    assert (
+        own.threshold == 0.5 == model.moe.router.threshold
+        and [row.own for row in rows].count(True) == 1
+    )
+    assert rows[-1].tail_mass is None and rows[0].tail_mass > 0
+
+
+def test_the_threshold_reaches_the_choice():
+    model = tiny("ermoe")
+    numbers = []
+    for threshold in (-1.0, 0.5):
+        _, records = predictions(
+            with_router(model, model.moe.router.model_copy(update={"threshold": threshold})),
+            IMAGES,
+            12,
+        )
+        numbers.append(records[0].chosen.sum(-1).float().mean())
+    assert numbers[0] == 2 > numbers[1]
+
+
+def test_routers_without_the_setting_have_no_rows():
+    settings = Sweeps(k=(1, 2), threshold=(0.1,))
+    assert sweep(tiny("soft_moe"), SAMPLE, settings, 12) == Sweep(k=(), threshold=())
+    vmoe = sweep(tiny("vmoe"), SAMPLE, settings, 12)
+    assert len(vmoe.k) == 2
+    assert vmoe.threshold == ()
+
+
+@pytest.mark.parametrize("name", ["vmoe", "expert_choice"])
+def test_no_row_depends_on_the_batch(name):
+    whole, parts = (over_k(tiny(name), SAMPLE, (1, 2), batch) for batch in (12, 5))
+    for a, b in zip(whole, parts, strict=True):
+        for one, other in ((a, b), *zip(a.layers, b.layers, strict=True)):
+            expected = other.model_dump(exclude={"layers"})
+            assert one.model_dump(exclude={"layers"}) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [{"k": [0]}, {"threshold": [1.5]}, {"images": 0}, {"kk": [1]}])
+def test_settings_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="Sweeps"):
+        Sweeps(**wrong)
+
+
+LOGITS, LABELS = (
+    torch.tensor([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0], [5.0, 0.0]]),
+    torch.tensor([0, 1, 1, 0]),
+)  # three of four are right
+TASK = Classification(classes=("a", "b"))
+SCORE = TASK.interval(TASK.scores(LOGITS, LABELS))
+SCORES = torch.tensor(
+    [
+        [[0.9, 0.6, 0.75, 0.1]],
+        [[0.8, 0.1, 0.2, 0.3]],
+        [[0.5, 0.4, 0.3, 0.2]],
+        [[0.1, 0.2, 0.9, 0.6]],
+    ]
+)
+
+
+def record(scores: torch.Tensor, *chosen: str) -> RoutingRecord:
+    mask = torch.tensor([[[mark == "x" for mark in token]] for token in chosen])
+    probs = scores / scores.sum(-1, keepdim=True)
+    return RoutingRecord(scores, probs, mask.float(), mask, probs * mask)
+
+
+FIRST = record(
+    SCORES, "x.x.", "x...", "xx..", "..xx"
+)  # counts 3, 1, 2, 1: mean 7/4, mean of squares 15/4
+SECOND = record(
+    torch.ones(4, 1, 4) / 5, *("xx..",) * 4
+)  # counts 4, 4, 0, 0; no preference, none above 0.5
+
+
+def test_without_a_threshold():
+    found = setting_values(SCORE, [FIRST, SECOND], k=2, threshold=None)
+    assert (found.score, found.low, found.high) == wilson(3, 4)
+    cv2 = [15 / 4 / (7 / 4) ** 2 - 1, 1.0]
+    assert [layer.load_cv2 for layer in found.layers] == pytest.approx(
+        cv2
+    ) and found.load_cv2 == pytest.approx(sum(cv2) / 2)
+    # Outside the best two: (0.6 + 0.1)/2.35, 0.3/1.4, 0.5/1.4, 0.3/1.8; in the second layer 1/2.
+    tails = [(0.7 / 2.35 + 0.3 / 1.4 + 0.5 / 1.4 + 0.3 / 1.8) / 4, 0.5]
+    assert (
+        [layer.tail_mass for layer in found.layers]
+        == pytest.approx(tails)
+        == [layer.tail_of_probs for layer in found.layers]
+    )
+    # Outside the chosen the second token has 0.6/1.4, as it chose one expert only.
+    assert found.layers[0].unchosen_mass == pytest.approx(tails[0] + 0.3 / 1.4 / 4)
+    assert (
+        found.entropy == pytest.approx((found.layers[0].entropy + 0.5) / 2)
+        and found.fallback is None
+    )
+
+
+def test_with_a_threshold():
+    found = setting_values(SCORE, [FIRST, FIRST], k=2, threshold=0.5)
+    # Above 0.5: three, one, none and two scores.
+    assert found.fallback == 0.25 and found.below_k == 0.5
+    assert found.tail_mass == pytest.approx(
+        0.6 / 2.25 / 3
+    ) and found.tail_of_probs == pytest.approx((0.7 / 2.35 + 0.3 / 1.4 + 0.5 / 1.4 + 0.3 / 1.8) / 4)
+
+
+def test_a_layer_without_eligible_experts_leaves_no_mean():
+    found = setting_values(SCORE, [FIRST, SECOND], k=2, threshold=0.5)
+    assert (
+        found.tail_mass is None
+        and found.layers[0].tail_mass is not None
+        and found.fallback == (0.25 + 1) / 2
+    )
