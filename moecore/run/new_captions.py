@@ -6,6 +6,7 @@ T texts, M tokens of one, d numbers of an embedding.
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from moecore.tasks.recall import cosines, similarities
 from moecore.training.guide import Guided
 
 MOST = 10_000  # texts: each is a column of the table
+LONGEST = 80  # letters of a text below a picture
 NEAREST = 5  # matches that are named, both ways
 
 
@@ -77,7 +79,8 @@ def compared(found: Texts, pairs: str) -> Reading:
     def more(row: Row) -> tuple[str, ...]:
         order = torch.tensor(row.numbers).argsort(descending=True, stable=True)
         return tuple(
-            f"{row.numbers[place]:.3f} {found.texts[place]}" for place in order.tolist()[:NEAREST]
+            f"{row.numbers[place]:.3f} {shorten(found.texts[place], LONGEST)}"
+            for place in order.tolist()[:NEAREST]
         )
 
     share = "that the pair fits" if pairs == "sigmoid" else "its share among the texts"

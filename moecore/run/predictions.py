@@ -131,7 +131,7 @@ def _matched(given: Given, path: Path, files: Sequence[Path], model: Model) -> P
     content = _shown(given, found)
     moe = towers.config.text.moe
     return content._replace(
-        remarks=[*content.remarks, f"{table}: the best pictures of each text"],
+        remarks=[*content.remarks, f"the best pictures of each text: {table}"],
         texts=spoken(towers, texts, matches),
         text_experts=0 if moe is None else moe.experts.number,
     )

@@ -222,7 +222,7 @@ def test_pictures_and_texts_of_a_user_are_compared(folder, tmp_path):
         pixels = decode_image(pictures / f"{number}.png", 28, 1)
         side = towers(torch.tensor(pixels[None]) / 255).prediction[0, :-1].detach().double()
         expected[number] = [float(side @ one / side.norm() / one.norm()) for one in ends]
-    scale = float(towers.logit_scale.exp())
+    scale = float(towers.logit_scale.detach().exp())
     for row, near in zip(rows, expected, strict=False):
         assert [float(row[text]) for text in said] == pytest.approx(near, abs=1e-5)
         assert row["prediction"] == said[int(near.argmax())]
