@@ -4,21 +4,26 @@ words.
 N images, C captions of each at most, n words of all captions, E experts.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
+from moecore.data.prepared import evenly_spread
 from moecore.data.text.tokenizers import Tokenizer, tokenizer_in
 from moecore.measure.base import Estimate, Parts, Subject
-from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
+from moecore.measure.routing_metrics.overlays import Overlays, overlays
+from moecore.measure.routing_metrics.words import towers_in, words_read
+from moecore.nn.backbones.two_towers import TEXTS
 from moecore.nn.predict import evaluating, joined, predictions
 from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.tasks.recall import absent, image_to_text, text_to_image
-from moecore.training.guide import Guided
 
 WORDS = 60  # that a page shows: the most frequent
 
@@ -31,6 +36,7 @@ class Retrieval(Config):
     )
     at: tuple[int, ...] = Field((1, 5, 10), min_length=1, description="k of R@k.")
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+    pictures: int = Field(4, ge=0, le=50, description="Images that a page shows, evenly spread.")
 
 
 class Recall(Config):
@@ -60,6 +66,9 @@ class TextLayer(Config):
     words: tuple[Word, ...]
 
 
+Read = tuple[tuple[str, int], ...]  # words and their first expert, −1 for none
+
+
 class Result(Config):
     """Both directions, and the text tower's routing; no layers where it is dense."""
 
@@ -69,6 +78,8 @@ class Result(Config):
     image_to_text: tuple[Recall, ...]
     scale: float  # what cosines are multiplied with
     layers: tuple[TextLayer, ...] = ()
+    overlays: Overlays | None = None  # a few images
+    captions_read: tuple[tuple[Read, ...], ...] = ()  # the first caption of each, layer by layer
 
 
 def applies(subject: Subject) -> str | None:
@@ -95,7 +106,38 @@ def measure(subject: Subject, settings: Retrieval, parts: Parts) -> Result:
         image_to_text=recalls(image_to_text(sides, texts, at), at, captions),
         scale=float(sides[:, :-1].norm(dim=1).mean()),
         layers=text_layers(subject, labels),
+        **pictured(subject, images, labels, settings),
     )
+
+
+def pictured(
+    subject: Subject, images: np.ndarray, labels: Tensor, settings: Retrieval
+) -> dict[str, Any]:
+    """A few images and a caption of each, with the experts of patches and words."""
+    where = evenly_spread(len(images), settings.pictures)
+    towers = towers_in(subject.model)
+    if not len(where) or towers is None:
+        return {}
+    few = images[where]
+    records: tuple[RoutingRecord, ...] = ()
+    if subject.model.moe is not None:
+        _, records = predictions(subject.model, few, settings.batch, prediction=False)
+    tokenizer = tokenizer_in(subject.data.folder, towers.text.task)
+    tokens = labels[where, 0]
+    read = words_read(towers, tokens, tokenizer, most=1)
+    if towers.config.text.moe is None:
+        there = towers.text.spoken(tokens)
+        read = [
+            [[(tokenizer.word(token), []) for token in row[mask].tolist()]]
+            for row, mask in zip(tokens, there, strict=True)
+        ]
+    return {
+        "overlays": overlays(few, records),
+        "captions_read": [
+            [[(word, found[0] if found else -1) for word, found in layer] for layer in caption]
+            for caption in read
+        ],
+    }
 
 
 def recalls(found: Tensor, at: tuple[int, ...], gallery: int) -> list[Recall]:
@@ -113,8 +155,8 @@ def recalls(found: Tensor, at: tuple[int, ...], gallery: int) -> list[Recall]:
 
 def text_layers(subject: Subject, labels: Tensor) -> list[TextLayer]:
     """Which experts read which words, in every MoE layer of the text tower."""
-    model = subject.model.model if isinstance(subject.model, Guided) else subject.model
-    assert isinstance(model, TwoTowerModel)
+    model = towers_in(subject.model)
+    assert model is not None
     if model.config.text.moe is None:
         return []
     captions = labels.flatten(0, 1)

@@ -57,7 +57,7 @@ def sheet(tiles: Sequence[Sequence[Tile]], frame: Frame, width: float, height: f
     axes = figure.add_axes(place)
     for row, line in enumerate(tiles):
         for column, tile in enumerate(line):
-            _place(axes, tile, column, row)
+            put(axes, tile, column, row)
     bare(axes)
     axes.set(xlim=(-GAP, across - GAP / 2), ylim=(len(tiles), -GAP / 2), aspect="auto")
     _words(axes, frame, across, upright=height > LOW)
@@ -66,7 +66,7 @@ def sheet(tiles: Sequence[Sequence[Tile]], frame: Frame, width: float, height: f
     return figure
 
 
-def _place(axes: Axes, tile: Tile, column: int, row: int) -> None:
+def put(axes: Axes, tile: Tile, column: int, row: int) -> None:
     """A picture in the square that begins at (column, row)."""
     side = 1 - GAP
     box = (column, column + side, row + side, row)

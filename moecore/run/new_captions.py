@@ -14,13 +14,12 @@ from torch import Tensor
 
 from moecore.core.files import UserError, whole_file
 from moecore.data.text.tokenizers import Encoded, Tokenizer, tokenizer_in
+from moecore.measure.routing_metrics.words import towers_in, words_read
 from moecore.nn.backbones.model import Model
-from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
-from moecore.nn.predict import evaluating
+from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.report.predicted import Spoken
-from moecore.run.new_pictures import Predicted, Reading, Row, experts_of
+from moecore.run.new_pictures import Predicted, Reading, Row
 from moecore.tasks.recall import cosines, similarities
-from moecore.training.guide import Guided
 
 MOST = 10_000  # texts: each is a column of the table
 LONGEST = 80  # letters of a text below a picture
@@ -38,8 +37,8 @@ class Texts(NamedTuple):
 
 def towers_of(model: Model, folder: Path) -> TwoTowerModel:
     """The two towers of a model; raises UserError that names its folder where it has none."""
-    found = model.model if isinstance(model, Guided) else model
-    if not isinstance(found, TwoTowerModel):
+    found = towers_in(model)
+    if found is None:
         raise UserError(f"{folder}: found a model without a text tower; it takes no --texts")
     return found
 
@@ -120,38 +119,16 @@ def write_matches(path: Path, texts: Sequence[str], found: list[list[tuple[str, 
                 writer.writerow((text, place, file, f"{cosine:.6g}"))
 
 
-@torch.no_grad()
 def spoken(
     model: TwoTowerModel, found: Texts, matches: list[list[tuple[str, float]]]
 ) -> list[Spoken]:
     """Each text with the experts of its words, and its best pictures."""
-    shown = []
-    device = model.logit_scale.device
     tokens = torch.tensor([one.tokens for one in found.encoded], dtype=torch.int32)
-    with evaluating(model):
-        for part in tokens.split(TEXTS):
-            _, records = model.text(part.to(device))
-            there = model.text.spoken(part)
-            layers = [
-                experts_of(record.combine.cpu(), 0, (int(there.sum()),))[0] for record in records
-            ]
-            first = 0
-            for row, mask in zip(part, there, strict=True):
-                words = [found.tokenizer.word(token) for token in row[mask].tolist()]
-                last = first + len(words)
-                shown.append(
-                    [list(zip(words, chosen(layer[first:last]), strict=True)) for layer in layers]
-                )
-                first = last
+    read = words_read(model, tokens, found.tokenizer)
     return [
         Spoken(text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], lost(one))
-        for text, layers, best, one in zip(found.texts, shown, matches, found.encoded, strict=True)
+        for text, layers, best, one in zip(found.texts, read, matches, found.encoded, strict=True)
     ]
-
-
-def chosen(experts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The experts that there are, of rows that -1 fills."""
-    return [[int(one) for one in row if one >= 0] for row in experts]
 
 
 def lost(encoded: Encoded) -> str:

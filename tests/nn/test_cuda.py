@@ -14,6 +14,7 @@ from moecore.data.loader import OnDevice, OnDisk
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.grouped import grouped_linear
+from moecore.nn.layers.block import attend
 from moecore.study.document import load
 from moecore.training.guide import build_guide, standing_alone
 from moecore.training.job import Ahead, Job, training_batch
@@ -197,3 +198,11 @@ def numpy_of(job: Job):
 def test_training_on_the_gpu_learns():
     found = list(fit(made(METHODS["vmoe"]), SETTINGS, 0, CUDA))
     assert found[-1].values["validation_accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("length", [1, 16, 77])
+def test_fused_causal_attention_is_the_plain_one(length):
+    query, key, value = torch.randn(3, 2, 4, length, 16)
+    plain = attend(query, key, value, causal=True)
+    fused = attend(query.cuda(), key.cuda(), value.cuda(), causal=True).cpu()
+    torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)

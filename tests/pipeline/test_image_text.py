@@ -124,6 +124,17 @@ def test_the_table_and_the_page_say_it(folder):
     assert row["text_to_image_r1"]["mean"] == pytest.approx(row["test_accuracy"]["mean"])
     page = (folder / "reports/index.html").read_text(encoding="utf-8")
     assert "text → image R@1" in page and "Images and captions" in page and "&lt;start&gt;" in page
+    assert "Experts of patches and words" in page
+    read = result(folder, "retrieval/finetune", "vmoe_text")
+    assert read["overlays"]["shape"] == [4, 1, 28, 28] and len(read["overlays"]["grids"]) == 2
+    tokens = np.load(folder / "artifacts/data/finetune/test_labels.npy")
+    words = (folder / "artifacts/data/finetune/vocabulary.txt").read_text("utf-8").splitlines()
+    for image, (layer,) in zip((0, 16, 33, 49), read["captions_read"], strict=True):
+        spoken = [words[token] for token in tokens[image, 0] if token]
+        assert [word for word, _ in layer] == spoken
+        assert all(0 <= expert < 8 for _, expert in layer)
+    dense = result(folder, "retrieval/finetune", "ermoe_frozen")["captions_read"]
+    assert all(expert == -1 for (layer,) in dense for _, expert in layer)
 
 
 @pytest.fixture(scope="module")

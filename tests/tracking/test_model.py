@@ -19,9 +19,11 @@ from playwright.sync_api import expect
 from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
+from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.run.history import record
 from moecore.tasks.classification import Classification
+from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
 from moecore.tracking.model import model_folder
 from moecore.tracking.names import charts
@@ -96,6 +98,42 @@ def test_a_model_of_text_takes_words(study):
         expected = model(torch.arange(12).view(1, 3, 4) % 11).prediction
     scores = numpy.load("scores.npy", allow_pickle=False)
     numpy.testing.assert_allclose(scores, expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+OF_CAPTIONS = """
+import sys, mlflow.pyfunc, numpy
+model = mlflow.pyfunc.load_model(sys.argv[1])
+print(model.metadata.signature)
+given = {"images": numpy.ones((3, 1, 8, 8), "float32")}
+given["captions"] = numpy.array([[1, 5, 2, 0], [1, 6, 7, 2]])
+numpy.save(sys.argv[2], model.predict(given))
+"""
+
+
+def test_two_towers_take_captions_too(study):
+    task = ImageText(words=9, context=4, captions=2, end=2, vocabulary="0" * 64)
+    image = ImageSpec(channels=1, size=8, task=task, mean=(0.5,), std=(0.5,))
+    text = {"width": 8, "depth": 1, "heads": 2}
+    towers = TwoTowers(image=Vit(patch=4, width=16, depth=2, heads=2), text=text, joint=6)
+    model = towers.build(image).eval()
+    with record("pretrain", None, method="dense", seed=0) as run:
+        save_model("artifacts/pretrain/dense/0", model)
+        run.model("artifacts/pretrain/dense/0")
+    Importer().update()
+    [stored] = study.runs()
+    [logged] = study.client.search_logged_models([stored.info.experiment_id])
+    folder = logged.artifact_location.removeprefix("file://")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", OF_CAPTIONS, folder, "scores.npy"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "'captions': Tensor('int64', (-1, 4))" in done.stdout
+    with torch.inference_mode():
+        side = model(torch.ones(3, 1, 8, 8)).prediction[0, :-1]
+        ends = [model.text(torch.tensor([row]))[0][0] for row in ([1, 5, 2, 0], [1, 6, 7, 2])]
+    expected = [float(side @ one / one.norm()) for one in ends]
+    scores = numpy.load("scores.npy", allow_pickle=False)
+    numpy.testing.assert_allclose(scores, [expected] * 3, rtol=1e-4, atol=1e-5)
 
 
 def test_a_registered_model_loads_by_its_name(study):

@@ -6,9 +6,10 @@ import numpy as np
 
 from moecore.measure.base import Estimate
 from moecore.measure.retrieval import Recall, Result, Retrieval, TextLayer
+from moecore.report.captions import read_images
 from moecore.report.column import Ahead, Column, Each, mean, opened
 from moecore.report.measured import Phase
-from moecore.report.shown import Figures
+from moecore.report.shown import Figures, by_name
 from moecore.report.view import Block, Grid, Item, Line
 
 WAYS = {"text_to_image": "text → image", "image_to_text": "image → text"}
@@ -105,8 +106,11 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """None: tables say it."""
-    yield from ()
+    """A few images beside their captions, where a tower has experts."""
+    stored = result.overlays
+    if stored is not None and (stored.grids or result.layers):
+        experts = len(result.layers[0].words[0].experts) if result.layers else 0
+        yield "images_and_words", read_images(stored, result.captions_read, experts)
 
 
 def part(phase: Phase) -> Iterator[Block]:
@@ -124,6 +128,8 @@ def part(phase: Phase) -> Iterator[Block]:
     yield Block(
         "Images and captions", words=words, grids=grids, folded=True, about=about, choice=True
     )
+    pictures = by_name(phase, Result, figures)["images_and_words"]
+    yield Block("Experts of patches and words", pictures=pictures, folded=True)
 
 
 def words_grid(layer: TextLayer, title: str, short: str) -> Grid:

@@ -1,0 +1,52 @@
+"""Which experts read which words of captions, in each MoE layer of a text tower.
+
+n captions, M tokens of one.
+"""
+
+import torch
+from torch import Tensor
+
+from moecore.data.text.tokenizers import Tokenizer
+from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
+from moecore.nn.predict import evaluating
+from moecore.training.guide import Guided
+
+Read = list[tuple[str, list[int]]]  # words with their experts, that with most weight first
+
+
+def towers_in(model: Model) -> TwoTowerModel | None:
+    """The two towers of a model; None where it has none."""
+    found = model.model if isinstance(model, Guided) else model
+    return found if isinstance(found, TwoTowerModel) else None
+
+
+@torch.no_grad()
+def words_read(
+    model: TwoTowerModel, tokens: Tensor, tokenizer: Tokenizer, most: int = 2
+) -> list[list[Read]]:
+    """Of captions (n, M): for each caption and layer its words, from the one that starts it to the
+    one that ends it, with the ``most`` experts that read them; [] a caption where none are sparse.
+    """
+    found: list[list[Read]] = []
+    with evaluating(model):
+        for part in tokens.split(TEXTS):
+            _, records = model.text(part.to(model.logit_scale.device))
+            there = model.text.spoken(part)
+            layers = [experts(record.combine[0].cpu(), most) for record in records]
+            first = 0
+            for row, mask in zip(part, there, strict=True):
+                words = [tokenizer.word(token) for token in row[mask].tolist()]
+                last = first + len(words)
+                found.append([list(zip(words, layer[first:last], strict=True)) for layer in layers])
+                first = last
+    return found
+
+
+def experts(combine: Tensor, most: int) -> list[list[int]]:
+    """Of weights (n, E): the experts of each row whose weight is not 0, largest first."""
+    weights, order = combine.topk(min(most, combine.shape[-1]))
+    return [
+        [expert for expert, weight in zip(*row, strict=True) if weight > 0]
+        for row in zip(order.tolist(), weights.tolist(), strict=True)
+    ]
