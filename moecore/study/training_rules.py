@@ -27,8 +27,8 @@ SECTION = ("teacher", "model")
 
 def upcycling_rules(study: Study, name: str, method: Method, model: BackboneModel) -> Found:
     """Whether the teacher's weights fit into the experts of a method that starts from them."""
-    teacher, _ = _teacher(study, model.image)
-    if not method.upcycle or teacher is None:
+    teacher = _teacher(study, model.image)[0] if method.upcycle else None
+    if teacher is None:
         return
     try:
         upcycle(model, teacher)
@@ -38,7 +38,10 @@ def upcycling_rules(study: Study, name: str, method: Method, model: BackboneMode
 
 def building_rules(study: Study, phase: str, image: ImageSpec) -> Found:
     """Whether the dense teacher can be built for the images of a phase."""
-    _, refused = _teacher(study, image)
+    yield from _refused(_teacher(study, image)[1], phase)
+
+
+def _refused(refused: Exception | None, phase: str) -> Found:
     if refused is not None:
         key, text = worded(refused)
         yield (*SECTION, *key[1:]), f"{text} (data.{phase})"
@@ -50,8 +53,8 @@ def guiding_rules(
     """Whether the teacher sees the same tokens as a model that it guides, and is deep enough."""
     if not (study.methods[name].guided or study.methods[name].upcycle):
         return
-    yield from building_rules(study, phase, model.image)
-    teacher, _ = _teacher(study, model.image)
+    teacher, refused = _teacher(study, model.image)
+    yield from _refused(refused, phase)
     if teacher is None or not method.guided_routing or model.moe is None:
         return
     blocks = model.moe.indices(model.depth)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from moecore.core.sources import ROOT
 from moecore.data.files.decode import decode_image
+from moecore.data.prepared import evenly_spread
 from moecore.data.text.tokenizers import tokenizer_in
 from moecore.study.whole import check
 from moecore.study.written import write_params
@@ -129,7 +130,7 @@ def test_the_table_and_the_page_say_it(folder):
     assert read["overlays"]["shape"] == [4, 1, 28, 28] and len(read["overlays"]["grids"]) == 2
     tokens = np.load(folder / "artifacts/data/finetune/test_labels.npy")
     words = (folder / "artifacts/data/finetune/vocabulary.txt").read_text("utf-8").splitlines()
-    for image, (layer,) in zip((0, 16, 33, 49), read["captions_read"], strict=True):
+    for image, (layer,) in zip(evenly_spread(50, 4), read["captions_read"], strict=True):
         spoken = [words[token] for token in tokens[image, 0] if token]
         assert [word for word, _ in layer] == spoken
         assert all(0 <= expert < 8 for _, expert in layer)

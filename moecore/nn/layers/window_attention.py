@@ -5,6 +5,7 @@ B images, T tokens of a grid, W windows of n tokens, h heads, d width.
 """
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.functional import normalize, relu, scaled_dot_product_attention
 from moecore.core.records import RoutingContext
 from moecore.nn.grouped import full_precision
 from moecore.nn.layers.block import Block, FeedForward, linear
-from moecore.nn.layers.windows import Grid, Windows
+from moecore.nn.layers.windows import Grid, Windows, built_here
 
 SwinKind = Literal["swin", "swin_moe", "swin_v2"]
 
@@ -24,25 +25,29 @@ HIDDEN = 512  # of the MLP of a continuous position bias
 FAR = 8.0  # the farthest place in a window, before the logarithm
 
 
+@lru_cache(maxsize=64)
 def pair_index(size: Grid) -> Tensor:
     """(n, n) int64: which of the (2·rows − 1)(2·columns − 1) differences of place a pair has."""
-    axes = torch.meshgrid(*(torch.arange(length) for length in size), indexing="ij")
-    places = torch.stack(axes).flatten(1)
-    apart = places[:, :, None] - places[:, None, :]
-    rows, columns = (apart[axis] + length - 1 for axis, length in enumerate(size))
-    return rows * (2 * size[1] - 1) + columns
+    with torch.device("cpu"):
+        axes = torch.meshgrid(*(torch.arange(length) for length in size), indexing="ij")
+        places = torch.stack(axes).flatten(1)
+        apart = places[:, :, None] - places[:, None, :]
+        rows, columns = (apart[axis] + length - 1 for axis, length in enumerate(size))
+        return rows * (2 * size[1] - 1) + columns
 
 
+@lru_cache(maxsize=64)
 def log_coordinates(size: Grid, pretrained: Grid | None = None) -> Tensor:
     """((2·rows − 1)(2·columns − 1), 2): sign(d)·log₂(|d| + 1) / log₂ 8 of each difference of place
     d, where the farthest place of a window (of ``pretrained`` where given) is 8.
     """
-    axes = [
-        torch.arange(1 - length, length, dtype=torch.float32) * FAR / max(1, before - 1)
-        for length, before in zip(size, pretrained or size, strict=True)
-    ]
-    apart = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 1)
-    return apart.sign() * torch.log2(apart.abs() + 1) / math.log2(FAR)
+    with torch.device("cpu"):
+        axes = [
+            torch.arange(1 - length, length, dtype=torch.float32) * FAR / max(1, before - 1)
+            for length, before in zip(size, pretrained or size, strict=True)
+        ]
+        apart = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 1)
+        return apart.sign() * torch.log2(apart.abs() + 1) / math.log2(FAR)
 
 
 class ContinuousBias(nn.Sequential):
@@ -97,8 +102,9 @@ class WindowAttention(nn.Module):
             nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
         else:
             self.cpb_mlp = ContinuousBias(heads)
-            coordinates = log_coordinates(windows.size, pretrained)
-        self.register_buffer("pairs", pair_index(windows.size).flatten(), persistent=False)
+            coordinates = built_here(log_coordinates(windows.size, pretrained))
+        pairs = built_here(pair_index(windows.size).flatten())
+        self.register_buffer("pairs", pairs, persistent=False)
         self.register_buffer("coordinates", coordinates, persistent=False)
 
     def forward(self, tokens: Tensor, weights: bool = False) -> tuple[Tensor, Tensor | None]:

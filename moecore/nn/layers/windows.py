@@ -4,6 +4,7 @@ B images, T tokens of a grid (rows × columns, columns fastest), W windows of n 
 """
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,19 +45,13 @@ class Windows(nn.Module):
         self.grid = grid
         self.size, self.shift = window_and_shift(grid, window, shifted)
         self.tokens = math.prod(grid)
-        places, labels = _laid_out(grid, self.size, self.shift)
+        places, back, mask = _gathers(grid, self.size, self.shift)
         self.number, self.length = places.shape
         self.padded = places.numel() != self.tokens
-        back = torch.empty(self.tokens + 1, dtype=torch.int64)
-        back[places.flatten()] = torch.arange(places.numel())
-        mask = None
-        if self.padded or any(self.shift):
-            apart = labels[:, :, None] != labels[:, None, :]
-            mask = torch.zeros(apart.shape).masked_fill(apart, -math.inf)
         # not persistent: all follows from the sizes
-        self.register_buffer("places", places.flatten(), persistent=False)
-        self.register_buffer("back", back[: self.tokens], persistent=False)
-        self.register_buffer("mask", mask, persistent=False)
+        self.register_buffer("places", built_here(places.flatten()), persistent=False)
+        self.register_buffer("back", built_here(back), persistent=False)
+        self.register_buffer("mask", built_here(mask), persistent=False)
 
     def cut(self, tokens: Tensor) -> Tensor:
         """(B, T, d) to (B, W, n, d); zeros where there is padding."""
@@ -103,6 +98,29 @@ class _Gather(Function):
         index, inverse = ctx.saved_tensors
         found = _Gather.apply(gradient, inverse, index, ctx.dropped, ctx.padded)
         return found, None, None, None, None
+
+
+def built_here(found: Tensor | None) -> Tensor | None:
+    """On the device that models are being built on; one tensor may be many modules' buffer, which
+    none of them changes.
+    """
+    return None if found is None else found.to(torch.get_default_device())
+
+
+@lru_cache(maxsize=256)
+def _gathers(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Where every place of every window (W, n) comes from, the inverse (T,), and the mask
+    (W, n, n); on the CPU, whatever models are being built on: the same for all blocks.
+    """
+    with torch.device("cpu"):
+        places, labels = _laid_out(grid, size, shift)
+        tokens = math.prod(grid)
+        back = torch.empty(tokens + 1, dtype=torch.int64)
+        back[places.flatten()] = torch.arange(places.numel())
+        if places.numel() == tokens and not any(shift):
+            return places, back[:tokens], None
+        apart = labels[:, :, None] != labels[:, None, :]
+        return places, back[:tokens], torch.zeros(apart.shape).masked_fill(apart, -math.inf)
 
 
 def _laid_out(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor]:
