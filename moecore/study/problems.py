@@ -81,7 +81,7 @@ def walk(slot: Slot, loc: Sequence[str | int]) -> tuple[tuple[str | int, ...], S
 
 def _complaint(item: Any, path: tuple, slot: Slot, owner: Slot) -> str:
     kind = item["type"]
-    if kind == "extra_forbidden":
+    if kind == "extra_forbidden" and is_model(owner.annotation):
         allowed = list(owner.annotation.model_fields)
         listed = ", ".join(allowed) or "(none)"
         return f"unknown key{near(path[-1], allowed)}; allowed: {listed}"
