@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,35 @@ def write_json(path: str | Path, value: Any) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+SEAL = "content_sha256"  # the last key of what ``write_sealed`` writes
+
+
+def write_sealed(path: str | Path, value: Mapping[str, Any]) -> None:
+    """``write_json`` of an object with a checksum of its content, which ``read_json`` verifies."""
+    write_json(path, {**value, SEAL: _seal(value)})
+
+
+def _seal(value: Any) -> str:
+    text = json.dumps(json.loads(json.dumps(value)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def read_json(path: str | Path) -> Any:
-    """Read JSON; a missing or damaged file is a UserError that names it."""
+    """Read JSON, without its checksum; a missing or damaged file is a UserError that names it."""
+    again = "delete it and run `dvc repro` again"
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be read, {why}") from None
     except ValueError as error:
-        raise UserError(
-            f"{path}: not valid JSON ({error}); delete it and run `dvc repro` again"
-        ) from error
+        raise UserError(f"{path}: not valid JSON ({error}); {again}") from error
+    seal = found.pop(SEAL, None) if isinstance(found, dict) else None
+    if seal is not None and seal != _seal(found):
+        raise UserError(f"{path}: damaged, its content is not what was written; {again}")
+    return found
 
 
 def repository() -> Path | None:

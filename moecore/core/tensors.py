@@ -3,29 +3,33 @@ a rank holds of a sharded tensor.
 """
 
 import base64
+import hashlib
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from moecore.core.files import UserError, whole_file
 
+CONTENT = "sha256"  # in the metadata
+
 
 def write_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the tensors (copied to CPU) atomically.
+    """Write the tensors (copied to CPU) atomically, with a checksum of their content.
 
     Raises UserError where they cannot be written, such as on a full disk.
     """
     ready = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with whole_file(path) as temporary:
         try:
-            save_file(ready, temporary, metadata=dict(metadata or {}))
+            save_file(ready, temporary, metadata=dict(metadata or {}) | {CONTENT: content(ready)})
         except SafetensorError as error:
             raise UserError(
                 f"{path}: could not be written ({error}); what was there before is untouched. "
@@ -36,15 +40,35 @@ def write_tensors(
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors, on CPU, and the metadata.
 
-    Raises UserError where the file is missing or damaged.
+    Raises UserError where the file is missing or damaged: a bit that differs is seen where
+    ``write_tensors`` wrote the file.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
-    except (FileNotFoundError, SafetensorError) as error:
+            found = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
         raise UserError(
             f"{path}: no readable weights ({error}); delete it and run its stage again"
         ) from error
+    expected = metadata.pop(CONTENT, None)
+    if expected is not None and content(found) != expected:
+        raise UserError(
+            f"{path}: damaged, its content is not what was written; delete it and run its stage "
+            "again"
+        )
+    return found, metadata
+
+
+def content(tensors: Mapping[str, Tensor]) -> str:
+    """The sha256 of names, kinds, shapes and bytes; tensors are contiguous and on the CPU."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name]
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        if value.numel():
+            found.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def packed(*arrays: np.ndarray) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, write_json
+from moecore.core.files import UserError, checksum, write_sealed
 from moecore.data.arrays import check_array, jpeg_files
 from moecore.data.files.decode import Packing
 from moecore.data.prepared import SPLITS
@@ -109,7 +109,7 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
         "settings": settings,
         **jpeg,
     }
-    write_json(folder / "card.json", card)
+    write_sealed(folder / "card.json", card)
     return card
 
 

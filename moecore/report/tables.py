@@ -172,11 +172,14 @@ def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tup
             known = foreseen(study, stages, one.phase) if one.phase in study.data else []
             for key, name in (("metric", one.metric), ("against_metric", one.against_metric)):
                 if known and name and name not in known:
-                    listed = ", ".join(known)
+                    listed = ", ".join(known[:LISTED])
+                    if len(known) > LISTED:
+                        listed += f" and {len(known) - LISTED} more"
                     text = f"found {name!r}{near(name, known)}; allowed in {one.phase}: {listed}"
                     yield (section, index, key), text
 
 
+LISTED = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 
 

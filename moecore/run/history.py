@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, whole_file, whole_folder, write_json
+from moecore.core.files import UserError, whole_file, whole_folder, write_json, write_sealed
 from moecore.core.plain import plain
 from moecore.run.history_file import (
     NAME,
@@ -76,7 +76,7 @@ class Run:
         The history keeps the numbers outside of lists, which MLflow shows.
         """
         values = plain(result)
-        write_json(self.measured, values)
+        write_sealed(self.measured, values)
         self._write(summary=flatten(scalars(values)))
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -4,6 +4,7 @@
 twice in one mapping is an error.
 """
 
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,6 +23,8 @@ TAG = "tag:yaml.org,2002:"
 CORE = ("null", "bool", "int", "float", "str", "seq", "map")  # YAML 1.2's core schema
 TEXT = ("timestamp", "value")  # ruamel's dates, and YAML 1.1's "=": text in the core schema
 DEEP = 64  # levels of a file
+NAME = 255  # letters of a word: no file has a longer name
+SPLIT = re.compile(r"[\s/]+")
 MANY = 100_000  # values of a file, those that aliases repeat among them
 NOT_OF = {"int": "an integer", "float": "a number", "bool": "true or false"}
 
@@ -209,6 +212,10 @@ def _faults(node: Node, above: tuple[int, ...]) -> Iterator[tuple[StringMark, st
     elif isinstance(node, SequenceNode):
         for value in node.value:
             yield from _faults(value, above)
+    elif "\0" in node.value:
+        yield node.start_mark, "found a text with the character NUL; allowed: any other"
+    elif len(node.value) > NAME and (long := max(map(len, SPLIT.split(node.value)))) > NAME:
+        yield node.start_mark, f"found a word of {long} letters; allowed: {NAME}, as in file names"
 
 
 def _twice(node: MappingNode) -> Iterator[tuple[StringMark, str]]:

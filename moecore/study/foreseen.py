@@ -40,14 +40,14 @@ def foresee(
     study, problems = looked_through(document, stages)
     if study is None:
         raise UserError("\n".join(problems))
-    if also is not None:
-        problems += _lines(document, also(study, stages))
     with as_in_stages(Path(path).parent if home is None else home):
         previews = previews_of(study)
     missing = list(_lines(document, data_problems(previews, document.data.get("data", {}))))
     found = [*pair_rules(study, previews), *size_rules(study, previews)]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         found += model_rules(study, previews)
+        if also is not None and not found:  # it reads what all these rules have held good
+            problems += _lines(document, also(study, stages))
     others = list(_lines(document, found))
     if missing and not problems and not others:
         others = [f"{document.path}: all else is in order"]

@@ -77,7 +77,9 @@ def _text(study: Study) -> Found:
         if getattr(study, section) is not None:
             yield (section,), "data.pretrain is text, which this stage does not take; leave it out"
     for name in study.run.methods:
-        method = study.methods[name]
+        method = study.methods.get(name)
+        if method is None:
+            continue  # ``selection_rules`` says so
         for needs, what in ((method.views == 2, "two views"), (method.guided, "a teacher")):
             if needs:
                 text = f"the method needs {what}, and data.pretrain is text; take another method"

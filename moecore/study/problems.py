@@ -102,13 +102,16 @@ def _wrong_kind(item: Any, slot: Slot) -> str:
     found = item["ctx"]["tag"]
     family = next(iter(members(slot).values())).__module__.rpartition(".")[0]
     hint = unlisted(found, family.replace(".", "/")) or near(found, known)
+    if len(found) > LONGEST:
+        found = found[: LONGEST - 3] + "..."
     return f"found {slot.discriminator}: {found}{hint}; allowed: {', '.join(known)}"
 
 
 def unlisted(name: object, folder: str) -> str:
     """A hint where a part is written and its family does not name it, else nothing."""
-    file = ROOT / folder / f"{name}.py"
-    if not (isinstance(name, str) and name.isidentifier() and file.is_file()):
+    if not (isinstance(name, str) and name.isidentifier() and len(name) <= LONGEST):
+        return ""
+    if not (ROOT / folder / f"{name}.py").is_file():
         return ""
     return f", which {folder}/__init__.py does not name; add {folder}/{name}.py to it"
 

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, read_json, write_json
+from moecore.core.files import UserError, read_json, write_json, write_sealed
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.data.text.tokenizers import tokenizer_in
@@ -55,7 +55,7 @@ def save_model(folder: str | Path, model: Model) -> None:
     if isinstance(model, BackboneModel):
         model.remember(0)  # what a training's streams left is no part of the model
     write_tensors(folder / "model.safetensors", model.state_dict())
-    write_json(folder / "model.json", card.model_dump(mode="json"))
+    write_sealed(folder / "model.json", card.model_dump(mode="json"))
 
 
 def save_words(folder: Path, data: Prepared) -> None:

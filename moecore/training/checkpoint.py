@@ -1,4 +1,5 @@
-"""A training run that was killed goes on where it was.
+"""A training run that was killed goes on where it was, or one checkpoint earlier where the last is
+damaged.
 
 Weights, optimiser and position are enough: views, order and noise are functions of (seed, step), so
 a run ends bit-equal to an uninterrupted one on CPU. Files are written by a thread while the
@@ -10,8 +11,11 @@ ranks.
 """
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -19,11 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from moecore.core.files import UserError, read_json, write_json
+from moecore.core.files import UserError, checksum, read_json, whole_file, write_json
 from moecore.core.ranks import ranks
 from moecore.core.tensors import like, read_tensors, whole_of, write_tensors
 
+AGAIN = "delete it and start the stage again"
 Tensors = dict[str, Tensor]
+Reader = Callable[[], tuple[Tensors, dict[str, Any]]]
 
 
 class Checkpoint:
@@ -32,7 +38,8 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / "checkpoint.safetensors"
-        self.pointer = folder / "sharded.json"  # names the folder of the last sharded one
+        self.before = folder / "before.safetensors"  # the one before it
+        self.pointer = folder / "sharded.json"  # names the folders of the last two sharded ones
         self._writing: Thread | None = None
         self._failed: BaseException | None = None
         self._group: Any = None  # the saving thread's own, beside the training's
@@ -53,7 +60,7 @@ class Checkpoint:
         copied = {name: whole_of(value).detach().cpu().clone() for name, value in tensors.items()}
         if ranks().first:
             about = {"step": str(step), "note": json.dumps(note)}
-            self._start(lambda: write_tensors(self.path, copied, about))
+            self._start(lambda: self._replace(copied, about))
 
     def wait(self) -> None:
         """Until what ``save`` began is written. Raises UserError where it could not be."""
@@ -68,23 +75,46 @@ class Checkpoint:
         """Restore model and optimiser; returns (steps done, note), or (0, {}) where there is no
         checkpoint.
 
-        Raises UserError where a file is damaged (they are written atomically, so only a failing
-        disk does that).
+        Of a damaged one it is said, and the one before is taken. Raises UserError where that is
+        damaged too, or not there (files are written atomically: only a failing disk does that).
         """
         there = state_of(model, optimizer)
-        if self.pointer.exists():
-            found = read_json(self.pointer)
-            tensors = read_sharded(self.folder / found["folder"], model, optimizer)
-        elif self.path.exists():
-            tensors, found = read_tensors(self.path)
-        else:
+        if not (readers := self._readers(model, optimizer)):
             return 0, {}
+        tensors, found = first_whole(readers)
         weights = {name: value for name, value in tensors.items() if name.startswith("model.")}
         model.load_state_dict(
             {name.removeprefix("model."): like(weights[name], there[name]) for name in weights}
         )
         _restore_optimizer(optimizer, tensors)
         return int(found["step"]), json.loads(found["note"])
+
+    def _replace(self, tensors: Tensors, about: dict[str, str]) -> None:
+        """Keep the last as the one before, and write the new one in its place."""
+        if self.path.exists():
+            with whole_file(self.before) as spare:
+                try:
+                    os.link(self.path, spare)
+                except OSError:  # a file system without links
+                    shutil.copyfile(self.path, spare)
+        write_tensors(self.path, tensors, about)
+
+    def _readers(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Reader]:
+        """What reads each checkpoint that is there, the last one first."""
+        if not self.pointer.exists():
+            files = [path for path in (self.path, self.before) if path.exists()]
+            return [partial(read_tensors, path) for path in files]
+
+        def sharded(about: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+            folder = self.folder / about["folder"]
+            for name, digest in about["files"].items():
+                if not (folder / name).is_file() or checksum(folder / name) != digest:
+                    raise UserError(f"{folder / name}: damaged, or not there; {AGAIN}")
+            return read_sharded(folder, model, optimizer), about
+
+        last = read_json(self.pointer)
+        each = [last] if last["before"] is None else [last, last["before"]]
+        return [partial(sharded, about) for about in each]
 
     def _start(self, write: Callable[[], None]) -> None:
         def kept() -> None:
@@ -119,13 +149,29 @@ class Checkpoint:
                 raise UserError(f"{target}: could not be written ({why}); {again}") from error
             if not ranks().first:
                 return
+            last = read_json(self.pointer) if self.pointer.exists() else None
             about = {"folder": target.name, "step": str(step), "note": json.dumps(note)}
-            write_json(self.pointer, about)
+            about |= {"files": {file.name: checksum(file) for file in target.iterdir()}}
+            kept = None if last is None else last | {"before": None}
+            write_json(self.pointer, about | {"before": kept})
             for old in self.folder.glob("sharded-*"):
-                if old != target:
+                if old != target and (kept is None or old.name != kept["folder"]):
                     shutil.rmtree(old)
 
         return write
+
+
+def first_whole(readers: Sequence[Reader]) -> tuple[Tensors, dict[str, Any]]:
+    """What the first one reads that meets no damage; of others it is said. Raises the last one's
+    UserError.
+    """
+    for read in readers[:-1]:
+        try:
+            return read()
+        except UserError as error:
+            if ranks().first:
+                print(f"{error}. The checkpoint before it is taken", file=sys.stderr)
+    return readers[-1]()
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -169,8 +215,7 @@ def read_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
                 found[name] = torch.zeros(value.size, dtype=value.properties.dtype)
         load(found, storage_reader=HuggingFaceStorageReader(str(folder)))
     except (Exception, CheckpointException) as error:
-        mend = "delete it and start the stage again"
-        raise UserError(f"{folder}: no readable checkpoint ({in_short(error)}); {mend}") from error
+        raise UserError(f"{folder}: no readable checkpoint ({in_short(error)}); {AGAIN}") from error
     return found
 
 

@@ -15,6 +15,7 @@ import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from moecore.core.files import UserError, read_json, write_json
+from moecore.data import prepared
 from moecore.data.files.idx import idx_shape
 from moecore.data.prepared import Prepared
 from moecore.data.preview import preview_of_card
@@ -161,15 +162,28 @@ def test_damaged_folders_are_refused(tmp_path, damage, said):
     assert said in str(error.value)
 
 
-def test_one_changed_byte_is_seen_only_by_verify(tmp_path):
+def test_one_changed_byte_is_seen_of_large_data_only_by_verify(tmp_path, monkeypatch):
     write_prepared(tmp_path, FACTS, parts())
     path = tmp_path / "train_images.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+    with pytest.raises(UserError, match="train_images.npy: has sha256"):
+        Prepared.open(tmp_path)
+    monkeypatch.setattr(prepared, "SMALL", 0)
     Prepared.open(tmp_path)
     with pytest.raises(UserError, match="train_images.npy: has sha256"):
         Prepared.open(tmp_path, verify=True)
+
+
+def test_one_changed_digit_of_a_card_is_seen(tmp_path):
+    write_prepared(tmp_path, FACTS, parts())
+    path = tmp_path / "card.json"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"seed": ', '"seed": 1'), encoding="utf-8")
+    assert path.read_text(encoding="utf-8") != text
+    with pytest.raises(UserError, match=r"card\.json: damaged, its content is not what was writ"):
+        Prepared.open(tmp_path)
 
 
 def blas_threads() -> set[int]:

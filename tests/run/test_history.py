@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
+from moecore.core.files import UserError, read_json
 from moecore.core.sources import ROOT
 from moecore.run import progress
 from moecore.run.history import record
@@ -88,7 +88,9 @@ def test_a_typed_result_is_measured_and_its_numbers_are_kept():
     with recorded() as run:
         run.result(Found(accuracy=0.5, auroc=float("nan"), load=(0.1, 0.9)))
     text = Path("artifacts/measured/pretrain/vmoe/0.json").read_text()
-    assert json.loads(text) == {"accuracy": 0.5, "auroc": None, "load": [0.1, 0.9]}
+    assert json.loads(text).keys() == {"accuracy", "auroc", "load", "content_sha256"}
+    found = read_json("artifacts/measured/pretrain/vmoe/0.json")
+    assert found == {"accuracy": 0.5, "auroc": None, "load": [0.1, 0.9]}
     [summary] = [line["summary"] for line in read_lines(OUT) if "summary" in line]
     assert summary == {"accuracy": 0.5}
 
@@ -154,7 +156,7 @@ import sys, time
 from moecore.run.history import record
 from moecore.run import stage
 stage.in_order = lambda path, root, also: None
-from moecore.core.files import UserError
+from moecore.core.files import UserError, read_json
 
 def toy(method: str, seed: int) -> None:
     with record("toy", None, method=method, seed=seed) as run:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, read_json
+from moecore.core.tensors import read_tensors
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE
@@ -300,7 +301,7 @@ def test_fine_tuning_keeps_the_drop_path_and_an_older_card_has_none(tmp_path, mo
     tuned = transferred(tmp_path, IMAGE.model_copy(update={"size": 16}), VMOE.moe)
     assert tuned.config.drop_path == 0.3
     assert [block.drop_path1.rate for block in tuned.blocks[1:]] == pytest.approx([0.1, 0.2, 0.3])
-    card = json.loads((tmp_path / "model.json").read_text())
+    card = read_json(tmp_path / "model.json")
     del card["backbone"]["drop_path"]
     (tmp_path / "model.json").write_text(json.dumps(card))
     assert load_card(tmp_path).backbone.drop_path == 0
@@ -328,7 +329,7 @@ def test_damaged_files_are_named(tmp_path, model):
     os.truncate(tmp_path / "model.safetensors", 100)
     with pytest.raises(UserError, match="model.safetensors"):
         load_model(tmp_path)
-    card = json.loads((tmp_path / "model.json").read_text())
+    card = read_json(tmp_path / "model.json")
     (tmp_path / "model.json").write_text(json.dumps(card | {"unknown": 1}))
     with pytest.raises(UserError, match=r"(?s)model\.json.*unknown"):
         load_card(tmp_path)
@@ -418,3 +419,51 @@ def test_what_cannot_be_upcycled_is_refused(settings, said):
 def test_a_teacher_of_another_width_is_refused():
     with pytest.raises(UserError, match="in the teacher"):
         upcycle(VIT.build(IMAGE), VIT.model_copy(update={"width": 24}).build(IMAGE))
+
+
+def flip(path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_seen_and_the_one_before_taken(tmp_path, capsys):
+    whole = task()
+    list(fit(whole, SETTINGS, 0, CPU))
+    run = fit(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path))
+    for _ in range(3):
+        next(run)
+    run.close()
+    last, before = (tmp_path / f"{name}.safetensors" for name in ("checkpoint", "before"))
+    steps = [int(read_tensors(path)[1]["step"]) for path in (last, before)]
+    assert steps[0] - steps[1] == 3
+    flip(last, 8 * (last.stat().st_size - 5))
+    resumed = task(seed=99)
+    again = list(fit(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+    said = capsys.readouterr().err
+    assert said.startswith(f"{last}: damaged, its content is not what was written; delete it")
+    assert said.endswith("The checkpoint before it is taken\n")
+    assert again[0].step <= steps[1] + 3
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_two_damaged_checkpoints_stop_the_training(tmp_path):
+    run = fit(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path))
+    for _ in range(3):
+        next(run)
+    run.close()
+    for name in ("checkpoint", "before"):
+        path = tmp_path / f"{name}.safetensors"
+        flip(path, 8 * (path.stat().st_size - 5))
+    with pytest.raises(UserError, match=r"before\.safetensors: damaged, its content is not what"):
+        next(fit(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.999])
+def test_a_flipped_bit_in_a_model_is_seen(tmp_path, model, place):
+    save_model(tmp_path, model)
+    path = tmp_path / "model.safetensors"
+    flip(path, int(place * 8 * path.stat().st_size))
+    with pytest.raises(UserError, match=r"model\.safetensors: (damaged|no readable weights)"):
+        load_model(tmp_path)

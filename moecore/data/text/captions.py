@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.core.files import checksum, write_json
+from moecore.core.files import checksum, write_sealed
 from moecore.data.text.tokenizers import Encoded, Tokenizer
 from moecore.data.writer import Facts, Part, write_prepared
 from moecore.tasks.image_text import NONE, ImageText
@@ -81,7 +81,7 @@ def write_captioned(
     name = tokenizer.write(folder)
     card["counts"] = dict(counts)
     card["files"][name] = checksum(folder / name)
-    write_json(folder / "card.json", card)
+    write_sealed(folder / "card.json", card)
     return card
 
 

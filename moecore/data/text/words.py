@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, write_json
+from moecore.core.files import UserError, checksum, write_sealed
 from moecore.tasks.next_token import NextToken
 
 END = "<eos>"
@@ -147,7 +147,7 @@ def write_text(
         "files": {name: checksum(folder / name) for name in file_names()},
         "settings": settings.model_dump(mode="json"),
     }
-    write_json(folder / "card.json", card)
+    write_sealed(folder / "card.json", card)
     return card
 
 

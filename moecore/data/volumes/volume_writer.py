@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, write_json
+from moecore.core.files import UserError, checksum, write_sealed
 from moecore.data.prepared import SPLITS
 from moecore.data.volumes.subjects import SEXES, Subject, sex_counts, write_subjects
 from moecore.data.volumes.volume_checks import flags
@@ -60,7 +60,7 @@ def write_volumes(
     sums = {split: _write_split(folder, split, facts, parts[split]) for split in SPLITS}
     card = _card(facts, {split: parts[split].subjects for split in SPLITS}, sums["train"])
     card["files"] = {name: checksum(folder / name) for name in file_names(facts.regions)}
-    write_json(folder / "card.json", card)
+    write_sealed(folder / "card.json", card)
     return card
 
 

@@ -33,7 +33,7 @@ class Eigen(ExpertsConfig):
     provides: ClassVar[frozenset[str]] = frozenset({"basis"})
 
     kind: Literal["eigen"] = "eigen"
-    number: int = Field(default=8, ge=2, description="experts")
+    number: int = Field(default=8, ge=2, le=2**16, description="experts")
     hidden_ratio: float = Field(
         default=4.0, gt=0, description="hidden width h of one expert over the token width d"
     )

@@ -19,7 +19,7 @@ class Mlp(ExpertsConfig):
     """Each expert is Linear(d, h), GELU or ReLU, Linear(h, d), with biases."""
 
     kind: Literal["mlp"] = "mlp"
-    number: int = Field(default=8, ge=2, description="experts")
+    number: int = Field(default=8, ge=2, le=2**16, description="experts")
     hidden_ratio: float = Field(
         default=4.0, gt=0, description="hidden width h of one expert over the token width d"
     )

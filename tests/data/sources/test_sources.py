@@ -15,6 +15,7 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from moecore.core.files import UserError, checksum
+from moecore.data import prepared
 from moecore.data.arrays import Jpegs
 from moecore.data.files import decode_cache
 from moecore.data.files.cifar_files import SETS
@@ -449,7 +450,8 @@ def test_unreadable_images_are_listed_or_left_out_of_the_jpeg_files(tmp_path):
     assert isinstance(images, Jpegs) and len(images.whole(range(len(images)))) == len(images)
 
 
-def test_a_damaged_jpeg_store_is_named(tmp_path):
+def test_a_damaged_jpeg_store_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "SMALL", 0)
     kept(tmp_path).prepare(tmp_path / "out")
     images = Prepared.open(tmp_path / "out").train.images
     assert isinstance(images, Jpegs) and not images.uneven

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError, read_json, write_json
+from moecore.data import prepared
 from moecore.data.contact import contact_sheet, middle_slices
 from moecore.data.loader import few_shot, to_device
 from moecore.data.prepared import Prepared
@@ -350,11 +351,12 @@ def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
         few_shot(Regression(target="age"), train.labels, 1, 0)
 
 
-def test_the_montage_shows_ages_and_says_simulated(tmp_path):
+def test_the_montage_shows_ages_and_says_simulated(tmp_path, monkeypatch):
     written(tmp_path)
     (tmp_path / "train_subjects.csv").write_text(
         "participant_id,session_id,age,sex,site,qc_flags,diagnosis\na,,30.1,,,odd,\nb,,31.1,M,,,\n"
     )
+    monkeypatch.setattr(prepared, "SMALL", 0)
     figure = contact_sheet(Prepared.open(tmp_path))
     assert "simulated" in figure.get_suptitle() and [
         axis.get_title() for axis in figure.axes[:2]

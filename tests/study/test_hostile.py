@@ -1,0 +1,168 @@
+"""Whatever is written into params.yaml, the check answers in words; what it accepts can be trained.
+
+Files that people have are changed in one to three places by values that hurt.
+"""
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moecore.core.files import UserError
+from moecore.core.sources import ROOT
+from moecore.data.loader import to_device
+from moecore.data.prepared import Split
+from moecore.run.stage import metrics_named
+from moecore.study.data_rules import previews_of
+from moecore.study.foreseen import foresee
+from moecore.study.model_rules import image_of, weightless
+from moecore.study.study import Study
+from moecore.training.guide import build_guide
+from moecore.training.job import Job, training_batch
+from moecore.training.loop import train_step
+from moecore.training.objective import Objective
+from moecore.training.optimizer import build_optimizer
+from tests.project import PARAMS
+
+STUDIES = ("", "image_text", "swin", "language", "brain_age", "fashion_moge", "ablations", "sizes")
+HURTS: tuple[Any, ...] = (
+    *(None, True, False, "", "abc", "x" * 300, "\0", "é", "null", "1e3", "../../etc/passwd"),
+    *(-1, 0, 1, 2, 3, 5, 7, 64, 1000, 4096, 10**12, 10**30, -(10**30), 2**63),
+    *(0.5, 0.999, 1.5, 1e-30, 1e308, float("inf"), float("-inf"), float("nan")),
+    *([], [0], [-1], [99], [1, 2, 3], ["a"], [None], [[[]]], [1e9], "last_2", "all"),
+    *({}, {"kind": "nope"}, {"kind": None}, {"kind": ["a"]}, {"a": {"b": 1}}),
+)
+MANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LARGE = 2_000_000  # parameters: a model that has more is built without weights only
+
+
+def folder_of(study: str) -> Path:
+    return ROOT / "pipelines" / study if study else ROOT
+
+
+def keys_in(value: Any, above: tuple = ()) -> Iterator[tuple]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, one in inner:
+        yield (*above, key)
+        if isinstance(one, dict | list):
+            yield from keys_in(one, (*above, key))
+
+
+def at(value: Any, keys: tuple) -> Any:
+    for key in keys:
+        value = value[key]
+    return value
+
+
+def change(data: dict, draw: random.Random) -> None:
+    """One edit: another value, another place's, a key that is gone or new, or a scaled number."""
+    places = list(keys_in(data))
+    if not places:
+        return
+    *above, key = draw.choice(places)
+    holder = at(data, tuple(above))
+    old, what = holder[key], draw.random()
+    if what < 0.15:
+        del holder[key]
+    elif what < 0.25 and isinstance(holder, dict):
+        holder[draw.choice(("kind", "extra", "k", "number", "weight", ""))] = draw.choice(HURTS)
+    elif what < 0.4:
+        holder[key] = copy.deepcopy(at(data, draw.choice(places)))
+    elif what < 0.6 and isinstance(old, int | float) and not isinstance(old, bool):
+        holder[key] = draw.choice((old * 2, old * 1000, -old, old + 1, old / 3, old - 1))
+    else:
+        holder[key] = copy.deepcopy(draw.choice(HURTS))
+
+
+def written(folder: Path, data: dict, stages: Path) -> Path:
+    (folder / "dvc.yaml").write_bytes((stages / "dvc.yaml").read_bytes())
+    path = folder / "params.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("study", STUDIES)
+@settings(MANY, max_examples=40)
+@given(draw=st.randoms(use_true_random=False), edits=st.integers(1, 3))
+def test_no_edit_of_a_file_gives_a_traceback(tmp_path_factory, study, draw, edits):
+    """In order, or lines that begin with the file and are no longer than a screen."""
+    home = folder_of(study)
+    data = yaml.safe_load((home / "params.yaml").read_text(encoding="utf-8"))
+    for _ in range(edits):
+        change(data, draw)
+    path = written(tmp_path_factory.mktemp("edited"), data, home)
+    try:
+        foresee(path, also=metrics_named)
+    except UserError as error:
+        lines = str(error).split("\n")
+        assert all(line.startswith(f"{path}") for line in lines), lines
+        assert max(map(len, lines)) < 2000
+
+
+@pytest.fixture(scope="module")
+def every_method() -> dict:
+    """A small study of every method."""
+    data = yaml.safe_load(PARAMS)
+    path = ROOT / "pipelines/all_methods/params.yaml"
+    for name, method in yaml.safe_load(path.read_text(encoding="utf-8"))["methods"].items():
+        data["methods"][name] = {key: one for key, one in method.items() if key != "model"}
+        if isinstance(method.get("blocks"), list):
+            del data["methods"][name]["blocks"]
+    data["run"]["methods"] = list(data["methods"])
+    data["calibrate"] = {"calibrator": {"kind": "temperature"}}
+    return data
+
+
+@settings(MANY, max_examples=150)
+@given(draw=st.randoms(use_true_random=False))
+def test_what_is_accepted_passes_a_step(tmp_path_factory, every_method, draw):
+    data = copy.deepcopy(every_method)
+    chosen = [draw.choice(data["run"]["methods"]) for _ in range(2)]
+    data["run"]["methods"] = list(dict.fromkeys(chosen))
+    part = {key: data[key] for key in ("model", "pretrain", "teacher_router")}
+    part["methods"] = {name: data["methods"][name] for name in data["run"]["methods"]}
+    for key in list(part):
+        del data[key]
+    change(part, draw)
+    data |= part
+    path = written(tmp_path_factory.mktemp("edited"), data, ROOT)
+    try:
+        study = foresee(path).study
+    except UserError:
+        return
+    for name in study.run.methods:
+        step(study, name)
+
+
+def step(study: Study, name: str) -> None:
+    """One update of a method on eight random images."""
+    method, training = study.methods[name], study.pretrain
+    assert study.model is not None and training is not None
+    image = image_of(previews_of(study)["pretrain"])
+    backbone = method.sized(study.model)
+    with weightless():
+        small = backbone.build(image, method.moe)
+    if sum(weight.numel() for weight in small.parameters()) > LARGE:
+        return
+    torch.manual_seed(0)
+    model = backbone.build(image, method.moe)
+    guide = None
+    if method.guided:
+        guide = build_guide(study.teacher.model.build(image), method, backbone.stages)
+    pixels = np.random.default_rng(0).integers(0, 256, (8, image.channels, *image.shape))
+    split = Split(pixels.astype(np.uint8), np.arange(8) % image.task.outputs)
+    data = to_device(split, "cpu")
+    objective = Objective(method.losses, training.label_smoothing, method.distillation)
+    job = Job(model, data, data, objective, guide, method.views)
+    few = training.model_copy(update={"batch": 8})
+    batch = training_batch(job, few, 0, 0)
+    terms, _ = train_step(job, few, build_optimizer(model, few), batch, 1e-4, torch.float32, 0.5)
+    assert all(torch.isfinite(value).all() for value in terms.values()), terms
