@@ -1,9 +1,11 @@
 """Files appear whole or not at all."""
 
 import errno
+import glob
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,8 +29,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     untouched.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = _beside(path)
     try:
         yield temporary
         with open(temporary, "rb") as handle:
@@ -46,8 +47,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = _beside(path)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
@@ -58,6 +58,30 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
         raise _explained(error, path) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    """Where ``path`` is written first; what killed processes of this machine left there is removed.
+
+    ``.NAME.MACHINE.PID.part``: of a process of another machine nobody knows whether it lives.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begins = f".{path.name}.{platform.node()}."
+    for left in path.parent.glob(f"{glob.escape(begins)}*.part"):
+        pid = left.name.removeprefix(begins).removesuffix(".part")
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+    return path.with_name(f"{begins}{os.getpid()}.part")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from moecore.core.files import UserError
+from moecore.pipeline.drivers import alone, dvc
 from moecore.pipeline.places import (
     all_cores,
     devices,
@@ -126,9 +127,8 @@ def run_job(job: Job, environment: Mapping[str, str], started: list[subprocess.P
     Where DVC stops only because another process is at the same path, the rest is tried again.
     """
     for _ in range(TRIES):
-        words = ["--wait-for-lock", "repro", "--single-item", *job.stages]
         process = subprocess.Popen(
-            [sys.executable, "-m", "dvc", *words],
+            dvc("--wait-for-lock", "repro", "--single-item", *job.stages),
             env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -190,15 +190,17 @@ def run(
 def reproduce(jobs: int | None = None) -> None:
     """Run the stages that have to; jobs: how many at a time, None for as many as is usual here.
 
-    Raises UserError where some are not done; what stopped them is printed before.
+    Raises UserError where another process does, and where some are not done; what stopped them is
+    printed before.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    stages = pending()
-    if not stages:
-        print("Nothing to do: everything is up to date.")
-        return
-    jobs = jobs or usual_jobs()
-    left = run(stages, with_server(devices(jobs)), jobs)
+    with alone():
+        stages = pending()
+        if not stages:
+            print("Nothing to do: everything is up to date.")
+            return
+        jobs = jobs or usual_jobs()
+        left = run(stages, with_server(devices(jobs)), jobs)
     if left:
         named = ", ".join(left[:5]) + (" …" if left[5:] else "")
         found = f"{len(left)} of {len(stages)} stages are not done: {named}"

@@ -212,6 +212,8 @@ def _faults(node: Node, above: tuple[int, ...]) -> Iterator[tuple[StringMark, st
     elif isinstance(node, SequenceNode):
         for value in node.value:
             yield from _faults(value, above)
+    elif not str(node.tag).endswith(":str"):
+        return
     elif "\0" in node.value:
         yield node.start_mark, "found a text with the character NUL; allowed: any other"
     elif len(node.value) > NAME and (long := max(map(len, SPLIT.split(node.value)))) > NAME:

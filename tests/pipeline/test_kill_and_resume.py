@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moecore.core.files import read_json
 from tests.data.making import photo_classes
 from tests.project import PARAMS, Project
 
@@ -53,7 +54,7 @@ def untimed(values: dict) -> dict:
 def outcome(project: Project, stage: str) -> tuple[str, dict, list]:
     """What must not depend on a kill: weights, results and logged points, all without times."""
     item = item_of(stage)
-    results = json.loads((project.folder / f"artifacts/measured/{item}.json").read_text())
+    results = read_json(project.folder / f"artifacts/measured/{item}.json")
     results["curve"] = [untimed(point) for point in results["curve"]]
     weights, points = weights_and_points(project, item)
     return weights, untimed(results), points

@@ -4,16 +4,19 @@ Stages forked from a server: they print, exit and end as processes of their own 
 """
 
 import os
+import platform
 import re
 import subprocess
+import sys
 import time
 
 import pytest
 
+from moecore.core.files import whole_folder, write_json
 from moecore.pipeline.parallel import Job, next_job, run
 from stages import server as stages_server
 from tests import forked
-from tests.project import PARAMS, ROOT, Project
+from tests.project import COMMAND, PARAMS, ROOT, Project
 
 ABOVE = {
     "code": set(),
@@ -248,3 +251,50 @@ def running(project: Project) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def test_a_second_driver_is_told_who_is_there_and_a_killed_one_leaves_nothing_running(copied):
+    copied.forked = False  # so that it starts a server of its own
+    copied.edit("pretrain:\n  {epochs: 2, batch: 64", "pretrain:\n  {epochs: 2000, batch: 64")
+    words = [sys.executable, "-c", COMMAND, "run", "--jobs", "2"]
+    driver = subprocess.Popen(
+        words, cwd=copied.folder, env=copied.environment, stdout=subprocess.DEVNULL
+    )
+    while not any((copied.folder / ".state").rglob("checkpoint.safetensors")):
+        assert driver.poll() is None, "it ended before a first checkpoint"
+        time.sleep(0.05)
+    second = copied.moecore("run")
+    assert second.returncode == 1
+    said = f"process {driver.pid} has been running the stages of this folder since 20"
+    assert said in second.stderr and f"(`kill {driver.pid}`)" in second.stderr
+    driver.kill()
+    driver.wait()
+    until = time.monotonic() + 20  # two seconds where nothing else runs
+    while running(copied):
+        assert time.monotonic() < until, "something goes on without its driver"
+        time.sleep(0.05)
+
+
+def test_what_killed_processes_left_is_removed_by_the_next(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here = platform.node()
+    left = tmp_path / f".out.json.{here}.{gone.pid}.part"
+    folder = tmp_path / f".out.{here}.{gone.pid}.part"
+    kept = [
+        tmp_path / f".out.json.{here}.{os.getppid()}.part",  # it lives
+        tmp_path / f".out.json.elsewhere.{gone.pid}.part",  # nobody knows
+        tmp_path / f".other.json.{here}.{gone.pid}.part",
+    ]
+    folder.mkdir()
+    (folder / "half").write_text("")
+    for path in (left, *kept):
+        path.write_text("half")
+    write_json(tmp_path / "out.json", {})
+    with whole_folder(tmp_path / "out"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "out.json",
+        "out",
+        *(path.name for path in kept),
+    }
