@@ -1,11 +1,12 @@
 """The base of every configuration object."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, read_json
 
 
 class Config(BaseModel):
@@ -38,3 +39,14 @@ def changed(
         key = ".".join(str(word) for word in found["loc"] if word != values.get("kind"))
         said = f"{found['msg']} (found {found['input']!r})"
         raise UserError(f"{section}.{key}: {said}") from None
+
+
+def read_as(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
+    """A JSON file as settings; raises UserError that names it where it holds none."""
+    try:
+        return kind.model_validate(read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        found = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        again = "run the stage that writes it again"
+        raise UserError(f"{path}: not {what} of this version ({found}); {again}") from error

@@ -129,6 +129,8 @@ class Prepared(NamedTuple):
         """
         folder = Path(folder)
         card = read_json(folder / "card.json")
+        if not isinstance(card, dict):
+            raise UserError(f"{folder / 'card.json'}: holds no card; {AGAIN}")
         # Volumes have three sizes, images one, and text one in a list.
         sizes = card.get("size")
         axes = len(sizes) if isinstance(sizes, list) else 2

@@ -8,6 +8,7 @@ A stage knows nothing of MLflow: ``moecore ui`` reads the growing file from outs
 import os
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -144,7 +145,7 @@ def record(
     folder = (work or Path(".state/runs", path)) / "history"
     earlier = []
     if work is not None:
-        earlier = [line for line in read_lines(folder) if "status" not in line]
+        earlier = [line for line in left_of(folder, work) if "status" not in line]
     if earlier:
         header = earlier[0]
     else:
@@ -162,6 +163,23 @@ def record(
     _publish(folder, published)
     if work is None:  # a given folder is removed by its owner, together with the checkpoint
         shutil.rmtree(folder)
+
+
+def left_of(folder: Path, work: Path) -> list[dict]:
+    """The history of a killed process: all whole lines up to the first that is not one; none where
+    its head is lost. What is missing beside a checkpoint is said, and the training goes on.
+    """
+    lines = read_lines(folder)
+    path = folder / NAME
+    if lines and "uid" not in lines[0]:
+        lines = []
+    written = path.read_bytes().count(b"\n") if path.is_file() else 0
+    begun = any(work.glob("checkpoint.safetensors")) or any(work.glob("sharded.json"))
+    if begun and len(lines) < max(1, written):
+        found = f"{written - len(lines)} of {written} lines are damaged" if written else "is gone"
+        words = "the training goes on from its checkpoint, with what is left of its curve"
+        print(f"{path}: {found}; {words}", file=sys.stderr)
+    return lines
 
 
 def _publish(folder: Path, published: Path) -> None:

@@ -1,13 +1,15 @@
 """A trained model in a folder: weights as safetensors beside the settings that rebuild it."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
+from torch import Tensor, nn
 
-from moecore.core.config import Config
-from moecore.core.files import UserError, read_json, write_json, write_sealed
+from moecore.core.config import Config, read_as
+from moecore.core.files import UserError, write_json, write_sealed
+from moecore.core.records import Feature
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.data.text.tokenizers import tokenizer_in
@@ -20,6 +22,7 @@ from moecore.tasks.image_text import ImageText
 from moecore.training.guide import Guide, Guided
 
 GUIDE = "guide"
+GUIDED = ("blocks", "experts", "features", "learns")  # of a GuideCard, in the order of Guide's
 VOCABULARY = "vocabulary.txt"
 Size = int | tuple[int, int, int] | tuple[int]  # of an ImageSpec
 
@@ -34,6 +37,16 @@ class ModelCard(Config):
 
     def build(self) -> BackboneModel:
         return self.backbone.build(self.image, self.moe)
+
+
+class GuideCard(Config):
+    """Whether a method needs a guide, and what rebuilds it around its teacher."""
+
+    needed: bool
+    blocks: tuple[int, ...] = ()
+    experts: int = 0
+    features: Feature = "final"
+    learns: bool = False
 
 
 def card_of(model: Model) -> ModelCard:
@@ -79,11 +92,7 @@ def load_card(folder: str | Path) -> ModelCard:
             f"{folder}: of MLflow's registry; write load_model(model_folder({str(folder)!r})) with "
             "model_folder from moecore.tracking.model"
         )
-    path = Path(folder) / "model.json"
-    try:
-        return ModelCard.model_validate(read_json(path))
-    except ValidationError as error:
-        raise UserError(f"{path}: not the settings of a model of this version: {error}") from error
+    return read_as(Path(folder) / "model.json", ModelCard, "the settings of a model")
 
 
 def load_model(folder: str | Path) -> Model:
@@ -97,7 +106,7 @@ def load_model(folder: str | Path) -> Model:
     if not load_card(folder).guided:
         return model
     guide = Path(folder) / GUIDE
-    return Guided(model, _load_guide(guide, read_json(guide / "guide.json"))).eval()
+    return Guided(model, _load_guide(guide, read_guide(guide))).eval()
 
 
 def load_unguided(folder: str | Path) -> BackboneModel:
@@ -106,7 +115,8 @@ def load_unguided(folder: str | Path) -> BackboneModel:
     # The first weights are drawn, and then replaced: the caller's draws stay what they were.
     with torch.random.fork_rng(devices=[]):
         model = card.build()
-    model.load_state_dict(read_tensors(Path(folder) / "model.safetensors")[0])
+    path = Path(folder) / "model.safetensors"
+    fill(model, read_tensors(path)[0], path)
     return model.eval()
 
 
@@ -156,8 +166,8 @@ def _built(folder: str | Path, card: ModelCard, image: ImageSpec, moe: MoE | Non
 
 
 def _rescaled_head(
-    weights: dict[str, torch.Tensor], old: tuple[float, float], new: tuple[float, float]
-) -> dict[str, torch.Tensor]:
+    weights: dict[str, Tensor], old: tuple[float, float], new: tuple[float, float]
+) -> dict[str, Tensor]:
     """The head that predicts with the ``new`` (mean, deviation) what it did with the ``old``."""
     old_mean, old_deviation = old
     new_mean, new_deviation = new
@@ -174,13 +184,9 @@ def save_guide(folder: Path, guide: Guide) -> None:
     if guide.blocks:  # none for a dense student, and a file without tensors is not readable
         weights = {str(layer): weight for layer, weight in enumerate(guide.routers)}
         write_tensors(folder / "routers.safetensors", weights)
-    settings = {
-        "blocks": list(guide.blocks),
-        "experts": guide.experts,
-        "features": guide.features,
-        "learns": guide.learns,
-    }
-    write_json(folder / "guide.json", {"needed": True, **settings})
+    about = (tuple(guide.blocks), guide.experts, guide.features, guide.learns)
+    settings = GuideCard.model_validate(dict(zip(GUIDED, about, strict=True)) | {"needed": True})
+    write_sealed(folder / "guide.json", settings.model_dump(mode="json"))
 
 
 def save_no_guide(folder: Path) -> None:
@@ -197,31 +203,37 @@ def load_guide(folder: str | Path, size: Size | None = None) -> Guide | None:
 
     Its routers take gradients only where they learn with the student.
     """
-    settings = read_json(Path(folder) / "guide.json")
-    if not settings["needed"]:
+    settings = read_guide(Path(folder))
+    if not settings.needed:
         return None
     return _load_guide(Path(folder), settings, size)
 
 
-def _load_guide(folder: Path, settings: dict, size: Size | None = None) -> Guide:
+def read_guide(folder: Path) -> GuideCard:
+    """What is said of the guide in ``folder``; raises UserError that names its file."""
+    return read_as(folder / "guide.json", GuideCard, "the settings of a guide")
+
+
+def _load_guide(folder: Path, settings: GuideCard, size: Size | None = None) -> Guide:
     teacher = load_unguided(folder / "teacher")
     if size is not None and size != teacher.image.size:
         image = teacher.image.model_copy(update={"size": size})
         teacher = transferred(folder / "teacher", image, None)
-    guide = Guide(
-        teacher,
-        tuple(settings["blocks"]),
-        settings["experts"],
-        settings["features"],
-        settings["learns"],
-    )
-    weights = {}
+    guide = Guide(teacher, *(getattr(settings, name) for name in GUIDED))
     if guide.blocks:
-        weights, _ = read_tensors(folder / "routers.safetensors")
-    with torch.no_grad():
-        for layer, weight in enumerate(guide.routers):
-            weight.copy_(weights[str(layer)])
+        path = folder / "routers.safetensors"
+        fill(guide.routers, read_tensors(path)[0], path)
     return guide.eval()
+
+
+def fill(module: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Give a module its weights; raises UserError that names their file where they do not fit."""
+    try:
+        module.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        found = " ".join(str(error).split("\n")[1].split())
+        again = "run the stage that writes it again"
+        raise UserError(f"{path}: not the weights of this model ({found}); {again}") from error
 
 
 def guide_folder(method: str, seed: int) -> Path:

@@ -373,3 +373,33 @@ def test_nothing_done_says_nothing(now, capsys):
 def test_clock():
     assert clock(123) == "2:03"
     assert clock(3723.4) == "1:02:03"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kept", "said"),
+    [
+        (lambda lines: [*lines[:3], '{"t": 1, "st\n', *lines[3:]], [10, 20, 40], "3 of 6 lines"),
+        (lambda lines: ["\0\n", *lines[1:]], [40], "5 of 5 lines are damaged"),
+        (lambda lines: ["{}\n", *lines[1:]], [40], "5 of 5 lines are damaged"),
+        (None, [40], "is gone"),
+    ],
+)
+def test_a_torn_or_deleted_history_beside_a_checkpoint(spoil, kept, said, capsys):
+    """The header, three points and the end were written; the training goes on at step 40."""
+    work = Path(".state/key")
+    with pytest.raises(KeyboardInterrupt), recorded(work=work) as first:
+        for step in (10, 20, 30):
+            first.log(step, {"loss": float(step)})
+        raise KeyboardInterrupt
+    (work / "checkpoint.safetensors").write_text("it is there")
+    path = work / "history/history.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if spoil is None:
+        path.unlink()
+    else:
+        path.write_text("".join(spoil(lines)), encoding="utf-8")
+    with recorded(work=work) as run:
+        run.log(40, {"loss": 40.0})
+    told = capsys.readouterr().err
+    assert f"{path}: " in told and said in told and "goes on from its checkpoint" in told
+    assert [step for step, _ in logged(read_lines(OUT))] == kept

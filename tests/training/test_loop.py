@@ -13,12 +13,18 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
-from moecore.core.tensors import read_tensors
+from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE
 from moecore.tasks.classification import Classification
-from moecore.training.artifacts import load_card, load_model, save_model, transferred
+from moecore.training.artifacts import (
+    load_card,
+    load_guide,
+    load_model,
+    save_model,
+    transferred,
+)
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import Ahead, job_for, training_batch
 from moecore.training.loop import fit, total_steps
@@ -467,3 +473,27 @@ def test_a_flipped_bit_in_a_model_is_seen(tmp_path, model, place):
     flip(path, int(place * 8 * path.stat().st_size))
     with pytest.raises(UserError, match=r"model\.safetensors: (damaged|no readable weights)"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{}", '"x"', '{"needed": 3}', "{"])
+def test_a_guide_or_model_that_holds_something_else_is_named_in_a_line(tmp_path, content):
+    for name, read in (("guide.json", load_guide), ("model.json", load_card)):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        with pytest.raises(UserError) as error:
+            read(tmp_path)
+        assert str(error.value).startswith(f"{tmp_path / name}: ")
+        assert "\n" not in str(error.value)
+
+
+def test_weights_of_another_model_are_named_in_a_line(tmp_path, model):
+    save_model(tmp_path, model)
+    wider = Vit(patch=4, width=32, depth=4, heads=2).build(IMAGE, VMOE.moe)
+    weights = wider.state_dict()
+    for found, said in (
+        (weights, "size mismatch for"),
+        ({f"other.{name}": one for name, one in model.state_dict().items()}, "Missing key"),
+    ):
+        write_tensors(tmp_path / "model.safetensors", found)
+        with pytest.raises(UserError, match=rf"model\.safetensors: not the weights .*{said}") as no:
+            load_model(tmp_path)
+        assert "\n" not in str(no.value) and "run the stage that writes it again" in str(no.value)
