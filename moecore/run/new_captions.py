@@ -14,8 +14,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError, whole_file
 from moecore.data.text.tokenizers import Encoded, Tokenizer, tokenizer_in
-from moecore.measure.routing_metrics.words import towers_in, words_read
-from moecore.nn.backbones.model import Model
+from moecore.measure.routing_metrics.words import words_read
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.report.predicted import Spoken
 from moecore.run.new_pictures import Predicted, Reading, Row
@@ -33,14 +32,6 @@ class Texts(NamedTuple):
     tokenizer: Tokenizer
     encoded: list[Encoded]
     sides: Tensor  # (T, d + 3)
-
-
-def towers_of(model: Model, folder: Path) -> TwoTowerModel:
-    """The two towers of a model; raises UserError that names its folder where it has none."""
-    found = towers_in(model)
-    if found is None:
-        raise UserError(f"{folder}: found a model without a text tower; it takes no --texts")
-    return found
 
 
 def texts_of(path: Path, model: TwoTowerModel, folder: Path) -> Texts:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from moecore.brain.new_ages import NewAges, predict_ages
 from moecore.core.files import UserError, whole_file
+from moecore.measure.routing_metrics.words import towers_in
 from moecore.nn.backbones.model import Model
 from moecore.report.predicted import SHOWN, Failure, PredictedPage, Shown, page, volume_tiles
 from moecore.run.new_captions import (
@@ -20,7 +21,6 @@ from moecore.run.new_captions import (
     nearest,
     spoken,
     texts_of,
-    towers_of,
     write_matches,
 )
 from moecore.run.new_pictures import (
@@ -119,7 +119,8 @@ def _pictures(given: Given, files: Sequence[Path]) -> PredictedPage:
 
 
 def _matched(given: Given, path: Path, files: Sequence[Path], model: Model) -> PredictedPage:
-    towers = towers_of(model, given.model)
+    towers = towers_in(model)
+    assert towers is not None, "check_texts has looked at its task"
     texts = texts_of(path, towers, given.model)
     reading = compared(texts, towers.config.pairs)
     table = given.out.with_name(f"{given.out.stem}_texts{given.out.suffix}")

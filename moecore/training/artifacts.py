@@ -22,7 +22,6 @@ from moecore.tasks.image_text import ImageText
 from moecore.training.guide import Guide, Guided
 
 GUIDE = "guide"
-GUIDED = ("blocks", "experts", "features", "learns")  # of a GuideCard, in the order of Guide's
 VOCABULARY = "vocabulary.txt"
 Size = int | tuple[int, int, int] | tuple[int]  # of an ImageSpec
 
@@ -184,8 +183,13 @@ def save_guide(folder: Path, guide: Guide) -> None:
     if guide.blocks:  # none for a dense student, and a file without tensors is not readable
         weights = {str(layer): weight for layer, weight in enumerate(guide.routers)}
         write_tensors(folder / "routers.safetensors", weights)
-    about = (tuple(guide.blocks), guide.experts, guide.features, guide.learns)
-    settings = GuideCard.model_validate(dict(zip(GUIDED, about, strict=True)) | {"needed": True})
+    settings = GuideCard(
+        needed=True,
+        blocks=tuple(guide.blocks),
+        experts=guide.experts,
+        features=guide.features,
+        learns=guide.learns,
+    )
     write_sealed(folder / "guide.json", settings.model_dump(mode="json"))
 
 
@@ -219,7 +223,7 @@ def _load_guide(folder: Path, settings: GuideCard, size: Size | None = None) -> 
     if size is not None and size != teacher.image.size:
         image = teacher.image.model_copy(update={"size": size})
         teacher = transferred(folder / "teacher", image, None)
-    guide = Guide(teacher, *(getattr(settings, name) for name in GUIDED))
+    guide = Guide(teacher, settings.blocks, settings.experts, settings.features, settings.learns)
     if guide.blocks:
         path = folder / "routers.safetensors"
         fill(guide.routers, read_tensors(path)[0], path)
