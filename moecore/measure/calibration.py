@@ -136,7 +136,7 @@ def _of_words(
     fitted = calibrator.fit_slope(known.slope, close=1e-5)
     _write(fitted, files)
     test = tokens_of(model, data.test, settings.batch)
-    before, after = (test.answers(one) for one in (1.0, fitted.temperature))
+    before, after = test.answers(1.0, fitted.temperature)
     return Result(
         temperature=fitted.temperature,
         at_limit=fitted.at_limit,

@@ -15,7 +15,7 @@ from moecore.data.prepared import Split, evenly_spread
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import batches, device_of, evaluating
 
-NUMBERS = 2**24  # of logits that are there at a time
+NUMBERS = 2**20  # of logits that are there at a time: they stay in a core's cache
 FITTED = 2**14  # tokens of the validation text that the temperature, one number, is fitted to
 
 
@@ -46,16 +46,20 @@ class Tokens(NamedTuple):
             second += float(spread.double().sum())
         return first / self.labels.numel(), second / self.labels.numel()
 
-    def answers(self, temperature: float) -> "Answers":
-        """What the logits over this temperature are worth."""
-        found: list[tuple[Tensor, ...]] = []
+    def answers(self, *temperatures: float) -> list["Answers"]:
+        """What the logits over each temperature are worth."""
+        found: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
         for logits, right in self.parts():
-            scaled = (logits / temperature).log_softmax(dim=1)
-            own = scaled.gather(1, right[:, None])[:, 0]
-            best, place = scaled.max(dim=1)
-            squares = scaled.exp_().square().sum(dim=1) - 2 * own.exp() + 1
-            found.append((-own, squares, best.exp(), place == right))
-        every = [torch.cat(one).cpu().view(self.labels.shape) for one in zip(*found, strict=True)]
+            for each, temperature in zip(found, temperatures, strict=True):
+                scaled = (logits / temperature).log_softmax(dim=1)
+                own = scaled.gather(1, right[:, None])[:, 0]
+                best, place = scaled.max(dim=1)
+                squares = scaled.exp_().square().sum(dim=1) - 2 * own.exp() + 1
+                each.append((-own, squares, best.exp(), place == right))
+        return [self._joined(each) for each in found]
+
+    def _joined(self, parts: list[tuple[Tensor, ...]]) -> "Answers":
+        every = [torch.cat(one).cpu().view(self.labels.shape) for one in zip(*parts, strict=True)]
         nats, squares, sure, hits = every
         return Answers(nats.double(), squares.double(), sure.double(), hits)
 

@@ -125,7 +125,7 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
     known = tokens_of(subject.model, subject.data.test, 5)
     logits, _ = predictions(subject.model, subject.data.test.images, 5, routing=False)
     logits, labels = logits.flatten(0, 1), known.labels.flatten()
-    found = known.answers(0.7)
+    _, found = known.answers(1.0, 0.7)
     scaled = logits / 0.7
     expected = torch.nn.functional.cross_entropy(scaled.double(), labels, reduction="none")
     torch.testing.assert_close(found.nats.flatten(), expected, rtol=1e-5, atol=1e-5)

@@ -89,13 +89,9 @@ class Temperature(Config):
         """The same of an NLL that is given by its derivatives in β = 1/T: of predictions that are
         too many to be there at once. close: relative step at which Newton's are at their end.
         """
-        low = 1 / self.highest
-        high = 1 / self.lowest
-        if at(low)[0] >= 0:
-            return FittedTemperature(temperature=self.highest, at_limit=True)
-        if at(high)[0] <= 0:
-            return FittedTemperature(temperature=self.lowest, at_limit=True)
-        return FittedTemperature(temperature=1 / _root(at, low, high, close))
+        limits = {1 / self.highest: self.highest, 1 / self.lowest: self.lowest}
+        beta = _root(at, *limits, close)
+        return FittedTemperature(temperature=limits.get(beta, 1 / beta), at_limit=beta in limits)
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:
@@ -121,29 +117,36 @@ def _check(logits: Tensor, labels: Tensor) -> None:
 
 
 def _root(at: Slope, low: float, high: float, close: float) -> float:
-    """β = 1/T at the NLL's minimum.
+    """β = 1/T at the NLL's minimum in [low, high], one of its ends where it lies beyond.
 
-    The NLL is convex in β: the slope's sign keeps the bracket, Newton finds the root in it.
+    The NLL is convex in β: the slope's sign keeps the bracket, Newton finds the root in it. An end
+    is looked at only where Newton's steps lead there.
     """
+    lowest, highest = low, high
     beta = 1.0
     for _ in range(200):
         slope, curvature = at(beta)
+        if (beta == lowest and slope >= 0) or (beta == highest and slope <= 0):
+            return beta
         if slope < 0:
             low = beta
         else:
             high = beta
-        if curvature > 0:
-            newton = beta - slope / curvature
-        else:
-            newton = math.inf
-        if low <= newton <= high:
-            following = newton
-        else:
-            following = math.sqrt(low * high)
+        newton = beta - slope / curvature if curvature > 0 else -math.copysign(math.inf, slope)
+        following = _within(newton, low, high, (lowest, highest))
         if abs(following - beta) <= close * beta:
             return following
         beta = following
     return beta
+
+
+def _within(newton: float, low: float, high: float, limits: tuple[float, float]) -> float:
+    """Newton's step, or one inside the bracket; a limit that was not looked at is tried itself."""
+    if newton <= low:
+        return low if low in limits else math.sqrt(low * high)
+    if newton >= high:
+        return high if high in limits else math.sqrt(low * high)
+    return newton
 
 
 def slope(logits: Tensor, labels: Tensor, beta: float) -> tuple[float, float]:
