@@ -8,7 +8,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export PYTHONUNBUFFERED := 1
 PORT ?= 5000
 
-.PHONY: repro full test lint setup data check plan ui sync schema bench clean
+.PHONY: repro full test soak lint setup data check plan ui sync schema bench clean
 
 repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml; JOBS=1: one stage at a time
 	moecore run $(if $(JOBS),--jobs $(JOBS))
@@ -22,6 +22,9 @@ full: setup data                 ## the same with pipelines/full/params.yaml, wh
 
 test: setup data lint             ## check format, lint and types, then run the tests, two files at a time; JOBS=1: one
 	OMP_NUM_THREADS=1 python -m pytest tests --numprocesses $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder
+
+soak: setup data                 ## a hundred and more kills at random moments, and thirty edits; SEED=1 draws others
+	MOECORE_SOAK=100 MOECORE_SOAK_SEED=$(or $(SEED),0) OMP_NUM_THREADS=1 python -m pytest -s tests/pipeline/test_soak.py tests/pipeline/test_what_reruns.py -k "killed or code_that_it_runs or nothing_else"
 
 lint: setup                      ## format, lint, types
 	ruff format --check moecore stages tests benchmarks tools

@@ -4,6 +4,7 @@ python -m stages.compare
 """
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from pydantic import Field
@@ -39,13 +40,14 @@ def compare() -> None:
     evaluated = evaluate([*params.claims, *params.questions], results)
     compared = flat(results) | data_facts(results) | flat_evaluated(evaluated, document.data)
     folder = Path("reports")
-    write_json(
-        folder / "compare.json", compared
-    )  # git's; DVC's stage `numbers` copies the next one
-    write_json(Path("artifacts/compare.json"), compared)
-    for name, text in texts(results, evaluated).items():
-        with whole_file(folder / name) as target:
-            target.write_text(text, encoding="utf-8")
+    with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
+        for name, text in texts(results, evaluated).items():
+            content = text.encode()
+            target = written.enter_context(whole_file(folder / name, len(content)))
+            target.write_bytes(content)
+        # git's; DVC's stage `numbers` copies the next one
+        write_json(folder / "compare.json", compared)
+        write_json(Path("artifacts/compare.json"), compared)
 
 
 if __name__ == "__main__":

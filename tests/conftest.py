@@ -2,7 +2,11 @@
 
 import fcntl
 import os
+import resource
 import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -66,3 +70,53 @@ def finished(shared) -> Project:
 def copied(finished, tmp_path) -> Project:
     """A copy of the finished project, to be changed."""
     return finished.copy(tmp_path / "project")
+
+
+@contextmanager
+def _limited(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def limited() -> Callable[[int], AbstractContextManager[None]]:
+    """``with limited(size)``: a file may have so many bytes, as on a disk that is full then."""
+    return _limited
+
+
+class Disk:
+    """A disk of its own, of 8 MB: what is written past its end meets a full disk indeed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._filler = folder / "filler"
+
+    def fill(self, free: int = 0) -> None:
+        """All but ``free`` bytes of it are taken."""
+        self.clear()
+        state = os.statvfs(self.folder)
+        taken = state.f_bavail * state.f_frsize - free
+        with open(self._filler, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, taken)
+
+    def clear(self) -> None:
+        """There is room again."""
+        self._filler.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Disk]:
+    """Skips the test where nothing may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or os.geteuid() != 0:
+        pytest.skip("a disk to fill can be mounted by root alone")
+    if (done := subprocess.run(mounting, capture_output=True, text=True)).returncode:
+        pytest.skip(f"a disk to fill cannot be mounted here: {done.stderr.strip()}")
+    yield Disk(folder)
+    subprocess.run(["umount", "-l", str(folder)], check=True)

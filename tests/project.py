@@ -53,12 +53,12 @@ methods:
 teacher:
   kind: dense
   model: {kind: vit, patch: 8, width: 32, depth: 4, heads: 2, mlp_ratio: 2}
-  training: {epochs: 2, batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 5}
+  training: {epochs: 2, batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 4}
 teacher_router: {steps: 20, batch: 64, learning_rate: 0.01}
 pretrain:
-  {epochs: 2, batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 5,
+  {epochs: 2, batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 4,
   views: {shift: 1, flip: true}}
-finetune: {epochs: 2, batch: 32, learning_rate: 0.001, log_every: 5, checkpoint_every: 5, shots: 20}
+finetune: {epochs: 2, batch: 32, learning_rate: 0.001, log_every: 5, checkpoint_every: 4, shots: 20}
 calibrate: {calibrator: {kind: temperature}}
 robustness:
   images: 32

@@ -3,7 +3,6 @@
 In a folder in BIDS form, or any folder of NIfTI files.
 """
 
-import csv
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,8 @@ import numpy as np
 
 from moecore.brain.reference import Reference
 from moecore.core.files import UserError
+from moecore.core.inside import inside
+from moecore.data.volumes.bids_table import tab_separated
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.volumes import read_volume
 
@@ -29,6 +30,7 @@ class NewVolume(NamedTuple):
     path: Path
     mask: Path | None  # None: the brain is where the volume is above 0
     subject: dict[str, str]  # as a row of predictions.csv; an age "" is unknown
+    root: Path  # the folder; no link leads out of it
 
 
 def find_volumes(folder: str | Path) -> list[NewVolume]:
@@ -52,7 +54,7 @@ def find_volumes(folder: str | Path) -> list[NewVolume]:
             "files in it"
         )
     table = _participants(folder / "participants.tsv")
-    return [NewVolume(path, _mask(path), _subject(path, bids, table)) for path in paths]
+    return [NewVolume(path, _mask(path), _subject(path, bids, table), folder) for path in paths]
 
 
 def prepared(
@@ -72,6 +74,8 @@ def prepared(
     reasons = []
     for one in found:
         try:
+            for path in filter(None, (one.path, one.mask)):
+                inside(one.root, path)
             volumes.append(read_volume(one.path, grid, one.mask))
             reasons.append("")
         except UserError as error:
@@ -122,19 +126,18 @@ def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
 
 def _participants(path: Path) -> Participants:
     """Age, sex, site as in predictions.csv; {} where there is no such file."""
-    if not path.is_file():
+    if not inside(path.parent, path).exists():
         return {}
-    with open(path, newline="", encoding="utf-8-sig") as handle:
-        rows = list(csv.DictReader(handle, delimiter="\t", restval=""))
-    if rows and "participant_id" not in rows[0]:
+    columns, rows = tab_separated(path)
+    if rows and "participant_id" not in columns:
         raise UserError(f"{path}: lacks the column participant_id")
     problems = []
     table = {}
     for row in rows:
-        who = f"{path}: {row['participant_id']}"
+        who = f"{path}: {row['participant_id']!r:.60}"
         age = row.get("age", "").strip().replace("n/a", "")
         sex = row.get("sex", "").strip().lower()
-        if age and not re.fullmatch(r"\d+(\.\d*)?", age):
+        if age and not re.fullmatch(r"[0-9]{1,3}(\.[0-9]*)?", age):
             problems.append(f"{who}: age is {age!r}; allowed: a number of years, or n/a")
         if sex not in SEXES:
             problems.append(f"{who}: sex is {row['sex']!r}; allowed: F, M, n/a")

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import platform
+import re
+import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,44 +22,107 @@ class UserError(Exception):
     """
 
 
+class FullDisk(UserError):
+    """A file that there is no room for; what was there before is untouched."""
+
+
 @contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
+def whole_file(path: str | Path, size: int | None = None) -> Iterator[Path]:
     """Write to the yielded temporary path; on success it replaces ``path`` atomically, on failure
     nothing remains.
 
-    Raises UserError where the disk is full, naming the file; what was at ``path`` before is
-    untouched.
+    size: the bytes that it takes, where they are known. Raises FullDisk where there is no room,
+    naming the file and the space; what was at ``path`` before is untouched.
     """
-    path = Path(path)
-    temporary = _beside(path)
-    try:
+    with _whole(Path(path), size) as temporary:
         yield temporary
         with open(temporary, "rb") as handle:
             os.fsync(handle.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise _explained(error, path) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def whole_folder(path: str | Path) -> Iterator[Path]:
-    """Like ``whole_file`` for a folder: it replaces an older folder only when everything in it is
-    written.
-    """
-    path = Path(path)
-    temporary = _beside(path)
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+def whole_folder(path: str | Path, size: int | None = None) -> Iterator[Path]:
+    """Like ``whole_file`` for a folder, which replaces an older one once all in it is written."""
+    with _whole(Path(path), size) as temporary:
+        _remove(temporary)
         temporary.mkdir()
         yield temporary
         shutil.rmtree(path, ignore_errors=True)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise _explained(error, path) from error
+
+
+@contextmanager
+def _whole(path: Path, size: int | None) -> Iterator[Path]:
+    with room_for(path, size):
+        temporary = _beside(path)
+    try:
+        with room_for(path, size, temporary):
+            yield temporary
+            os.replace(temporary, path)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
+
+
+@contextmanager
+def room_for(
+    path: Path | None = None, size: int | None = None, temporary: Path | None = None
+) -> Iterator[None]:
+    """Raises FullDisk where what is done inside finds no room for ``path``.
+
+    size: bytes; where it is left out, the file is the one that the error names, if it does.
+    temporary: where it is written first, and then removed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (number := full(error)) is None:
+            raise
+        if path is None or size is None:
+            path = Path(_named(error) or path or Path.cwd())
+        raise FullDisk(_no_room(number, path, size, temporary)) from error
+
+
+def _named(error: Exception) -> str | None:
+    """The file that could not be written, where the error says it; of a copy, the second."""
+    if isinstance(error, shutil.Error):
+        return error.args[0][0][1]
+    return getattr(error, "filename2", None) or getattr(error, "filename", None)
+
+
+def full(error: BaseException) -> int | None:
+    """The error's number where a disk, a quota or a file's largest size leaves no room; None for
+    any other error, and for one that was explained before.
+    """
+    if isinstance(error, UserError):
+        return None
+    number = getattr(error, "errno", None)
+    said = re.search(r"(?:Errno|os error) (\d+)|disk is full", str(error))  # by other libraries
+    if number is None and said:
+        number = int(said[1] or errno.ENOSPC)
+    return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else None
+
+
+def _no_room(number: int, path: Path, size: int | None, temporary: Path | None) -> str:
+    """What is needed, and what is free once ``temporary`` is gone."""
+    begun = []
+    words = os.strerror(number).lower()
+    if temporary is not None:
+        begun = [one.stat() for one in (temporary, *temporary.rglob("*")) if one.is_file()]
+    if size is not None:
+        words += f": it takes {size:,} bytes"
+    elif begun:
+        words += f": {sum(one.st_size for one in begun):,} bytes of it were written"
+    if number == errno.EFBIG and (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) >= 0:
+        words += f"; a file may have {most:,} (`ulimit -f`)"
+    if number == errno.ENOSPC:
+        disk = os.statvfs(next(folder for folder in path.absolute().parents if folder.is_dir()))
+        free = disk.f_bavail * disk.f_frsize + sum(512 * one.st_blocks for one in begun)
+        words += f"; {free:,} bytes are free"
+        if disk.f_files > disk.f_favail == 0:
+            words += ", but there may be no more files"
+    hidden = rf"^\.(.+)\.{re.escape(platform.node())}\.\d+\.part$"
+    shown = Path(*(re.sub(hidden, r"\1", part) for part in path.parts))  # as it is called at last
+    untouched = "what was there before is untouched. Free some space and start again"
+    return f"{shown}: could not be written, {words}; {untouched}"
 
 
 def _beside(path: Path) -> Path:
@@ -70,8 +135,12 @@ def _beside(path: Path) -> Path:
     for left in path.parent.glob(f"{glob.escape(begins)}*.part"):
         pid = left.name.removeprefix(begins).removesuffix(".part")
         if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+            _remove(left)
     return path.with_name(f"{begins}{os.getpid()}.part")
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _alive(pid: int) -> bool:
@@ -85,12 +154,15 @@ def _alive(pid: int) -> bool:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON with a final newline, atomically; NaN is refused (it is not
-    JSON).
-    """
-    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    with whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    """Write ``value`` as indented JSON and a newline, atomically; NaN, not JSON, is refused."""
+    write_whole(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a text as UTF-8, atomically."""
+    content = text.encode()
+    with whole_file(path, len(content)) as temporary:
+        temporary.write_bytes(content)
 
 
 SEAL = "content_sha256"  # the last key of what ``write_sealed`` writes
@@ -106,8 +178,11 @@ def _seal(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_json(path: str | Path) -> Any:
-    """Read JSON, without its checksum; a missing or damaged file is a UserError that names it."""
+def read_json(path: str | Path, sealed: bool = False) -> Any:
+    """Read JSON, without its checksum; a missing or damaged file is a UserError that names it.
+
+    sealed: of ``write_sealed`` alone; what has no checksum is damaged too.
+    """
     again = "delete it and run `dvc repro` again"
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -115,10 +190,12 @@ def read_json(path: str | Path) -> Any:
         raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise UserError(f"{path}: cannot be read, {why}") from None
-    except ValueError as error:
+        raise UserError(f"{path}: cannot be read, {why}; {again}") from None
+    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{path}: not valid JSON ({error}); {again}") from error
     seal = found.pop(SEAL, None) if isinstance(found, dict) else None
+    if sealed and seal is None:
+        raise UserError(f"{path}: damaged, it has no checksum ({SEAL}); {again}")
     if seal is not None and seal != _seal(found):
         raise UserError(f"{path}: damaged, its content is not what was written; {again}")
     return found
@@ -134,9 +211,7 @@ def repository() -> Path | None:
         return None
     home = Path(inner).resolve()
     above = [folder for folder in home.parents if (folder / ".dvc").is_dir()]
-    if above:
-        return above[-1]
-    return home
+    return above[-1] if above else home
 
 
 def places(root: str | tuple[str, ...]) -> list[Path]:
@@ -158,20 +233,8 @@ def places(root: str | tuple[str, ...]) -> list[Path]:
 
 
 def found_file(name: str) -> Path:
-    """The file that ``name`` means, from the places that folders of raw data may be in; as it is
-    where there is none.
-    """
+    """The file that ``name`` means in the places of raw data; as it is where there is none."""
     return next((path for path in places(name) if path.is_file()), Path(name))
-
-
-def _explained(error: OSError, path: Path) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        why = (error.strerror or str(error)).lower()
-        return UserError(
-            f"{path}: could not be written, {why}; what was there before is untouched. Free some "
-            "space and start again"
-        )
-    return error
 
 
 def checksum(path: str | Path, algorithm: str = "sha256") -> str:

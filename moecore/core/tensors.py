@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, full, whole_file
 
 CONTENT = "sha256"  # in the metadata
 
@@ -27,14 +27,15 @@ def write_tensors(
     Raises UserError where they cannot be written, such as on a full disk.
     """
     ready = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    with whole_file(path) as temporary:
+    about = dict(metadata or {}) | {CONTENT: content(ready)}
+    with whole_file(path, sum(value.nbytes for value in ready.values())) as temporary:
         try:
-            save_file(ready, temporary, metadata=dict(metadata or {}) | {CONTENT: content(ready)})
+            save_file(ready, temporary, metadata=about)
         except SafetensorError as error:
-            raise UserError(
-                f"{path}: could not be written ({error}); what was there before is untouched. "
-                "Free some space and start again"
-            ) from error
+            if full(error):
+                raise  # it is said what space is needed
+            untouched = "what was there before is untouched"
+            raise UserError(f"{path}: could not be written ({error}); {untouched}") from error
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -106,6 +107,12 @@ def unpacked_values(text: str) -> np.ndarray:
 
 def _bytes(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+def is_spread(value: Tensor) -> bool:
+    """Whether no rank holds all of it."""
+    mesh = getattr(value, "device_mesh", None)
+    return mesh is not None and mesh.size(mesh.ndim - 1) > 1
 
 
 def own_part(values: Tensor) -> Tensor:

@@ -1,16 +1,18 @@
 """Arrays on disk: checks of .npy files without loading them, and images kept as JPEG files."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, room_for
 from moecore.data.files.decode import Unreadable, square, unpack_image
 from moecore.data.workers import workers
 
@@ -42,6 +44,39 @@ def check_array(path: Path, shape: tuple[int, ...], dtype: Any) -> None:
             f"{path}: holds {kind} {found}; card.json says {np.dtype(dtype)} {shape}. Run the "
             "stage `prepare` again"
         )
+
+
+def save_array(path: Path, values: np.ndarray) -> None:
+    """``numpy.save`` to exactly this path; raises FullDisk where there is no room."""
+    with room_for(path, values.nbytes), open(path, "wb") as file:
+        # of a file, numpy writes through the C library, and its error does not say what is wrong
+        plain: Any = SimpleNamespace(write=file.write)
+        np.save(plain, values, allow_pickle=False)
+
+
+def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = False) -> np.memmap:
+    """A memory-mapped .npy file to fill; one that was begun goes on.
+
+    Its space is taken now: of a sparse file, a full disk would kill the process where it is filled
+    (SIGBUS). Raises FullDisk where there is none; no file is left then.
+    """
+    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    with room_for(path, size):
+        try:
+            mode = "r+" if begun else "w+"
+            found = np.lib.format.open_memmap(path, mode=mode, dtype=dtype, shape=shape)
+            _reserve(path)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+    return found
+
+
+def _reserve(path: Path) -> None:
+    """Take the space of all of a file's bytes."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def jpeg_files(split: str) -> list[str]:

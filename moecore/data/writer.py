@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, write_sealed
-from moecore.data.arrays import check_array, jpeg_files
+from moecore.core.files import UserError, checksum, room_for, write_sealed
+from moecore.data.arrays import check_array, jpeg_files, new_array, save_array
 from moecore.data.files.decode import Packing
 from moecore.data.prepared import SPLITS
 from moecore.data.workers import each
@@ -70,7 +70,7 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
     """Write the three splits and ``card.json`` to ``folder`` (made where missing); the card.
 
     Raises UserError on labels that are not the task's, classes without an image, and images that do
-    not fit the labels or the size.
+    not fit the labels or the size, and FullDisk.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
         else:
             _write_images(folder / f"{split}_images.npy", facts, len(labels), images)
         _, dtype = facts.task.stored(len(labels))
-        np.save(folder / f"{split}_labels.npy", labels.astype(dtype), allow_pickle=False)
+        save_array(folder / f"{split}_labels.npy", labels.astype(dtype))
     packed = parts["train"].images
     if isinstance(packed, JpegFile):
         mean, std = _moments_of(packed.histogram)
@@ -168,8 +168,8 @@ def _write_jpegs(folder: Path, split: str, labels: int, found: JpegFile) -> None
         raise UserError(f"{split}: {len(found.lengths)} images for {labels} labels")
     content, offsets, extents = (folder / name for name in jpeg_files(split))
     _take_over(found.path, content)
-    np.save(offsets, np.concatenate([[0], found.lengths.cumsum()]), allow_pickle=False)
-    np.save(extents, found.extents, allow_pickle=False)
+    save_array(offsets, np.concatenate([[0], found.lengths.cumsum()]))
+    save_array(extents, found.extents)
 
 
 def _write_images(
@@ -179,7 +179,7 @@ def _write_images(
     if isinstance(images, Path):
         _take_over(images, path)
         return check_array(path, shape, np.uint8)
-    out = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+    out = new_array(path, np.uint8, shape)
     row = 0
     for chunk in images:
         if chunk.dtype != np.uint8 or chunk.shape[1:] != shape[1:] or row + len(chunk) > shape[0]:
@@ -198,5 +198,6 @@ def _take_over(source: Path, path: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:  # another file system: it has to be copied
             raise
-        shutil.copyfile(source, path)
+        with room_for(path, source.stat().st_size):
+            shutil.copyfile(source, path)
         source.unlink()

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, write_whole
 from moecore.measure.base import Subject
 from moecore.measure.calibrators import Calibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
@@ -149,8 +149,7 @@ def _of_words(
 
 
 def _write(fitted: FittedTemperature, files: Files) -> None:
-    with whole_file(files.out / "calibrator.json") as path:
-        path.write_text(fitted.to_json() + "\n", encoding="utf-8")
+    write_whole(files.out / "calibrator.json", fitted.to_json() + "\n")
 
 
 def quality(task: Task, logits: Tensor, labels: Tensor, resamples: int) -> Quality:

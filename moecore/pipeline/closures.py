@@ -25,6 +25,7 @@ DECIDING = (  # the rooms whose code decides a result; an edit of the others rer
     "measure",
     "brain",
 )
+PASSED = "run"  # decides none either, but what it imports does: the training loop, for one
 TABLES = (*FAMILIES, "measure")  # which of their parts a stage uses stands in params.yaml
 UNDER = {  # the family of a part at this key, where two families have a kind of that name
     "router": "routers",
@@ -37,6 +38,7 @@ UNDER = {  # the family of a part at this key, where two families have a kind of
 def closure(path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING) -> set[Path]:
     """The files of ``rooms`` that importing ``path`` reaches, itself included, below ``root``.
 
+    Files of ``run`` are left out, those of ``rooms`` that they import are not.
     ``from moecore.nn.routers import Router`` is not followed: which router it is stands in
     params.yaml. ``from moecore.tasks import Regression`` leads to that one file. ``__init__`` files
     that hold nothing but a docstring are left out. Files that lie beside a module without being
@@ -49,8 +51,9 @@ def closure(path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDI
         if file not in reached:
             reached.add(file)
             waiting.extend(
-                file for file in _imports(file, root) if _room(file) in (*rooms, "stages")
+                file for file in _imports(file, root) if _room(file) in (*rooms, "stages", PASSED)
             )
+    reached = {file for file in reached if _room(file) != PASSED}
     return reached.union(
         *(_data_files(folder, root) for folder in {file.parent for file in reached})
     )

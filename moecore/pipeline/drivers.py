@@ -5,11 +5,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, room_for, whole_file
 from moecore.run.stage import end_with_parent
 
 HELD = Path(".state/driver.json")  # who drives, since when
@@ -27,9 +28,11 @@ def alone(path: Path = HELD) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{path.parent}: {_who(path)}") from None
-        file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
-        file.flush()
+        who = json.dumps({"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+        with room_for(path, len(who)):
+            file.truncate(0)
+            file.write(who)
+            file.flush()
         yield
 
 
@@ -48,8 +51,25 @@ def dvc(*words: str) -> list[str]:
     return [sys.executable, "-m", "moecore.pipeline.drivers", *words]
 
 
+def lock_whole() -> None:
+    """Let DVC of this process write its lock file whole or not at all.
+
+    By itself it empties the file first, so that a full disk or a kill loses what all stages ran
+    with.
+    """
+    from dvc.utils.serialize import _common
+
+    def dump(path: str, data: Any, dumper: Callable[..., Any], **words: Any) -> None:
+        words.pop("fs", None)  # the local one
+        with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            dumper(data, file, **words)
+
+    _common._dump_data = dump  # type: ignore[assignment]
+
+
 if __name__ == "__main__":
     end_with_parent()
     from dvc.cli import main  # a second, that those who import this file do not need
 
+    lock_whole()
     sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, write_whole
 from moecore.core.sources import CODE as CODES
 from moecore.core.sources import ROOT
 
@@ -43,8 +43,7 @@ def write_project(study: Path, stages: Sequence[str] | None = None, root: Path =
         ".dvc/config": CONFIG.format(cache=cache),
     }
     for name, text in texts.items():
-        with whole_file(study / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_whole(study / name, text)
 
 
 def study_dvc(stages: Sequence[str] | None = None, root: Path = ROOT) -> str:

@@ -13,9 +13,10 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import NamedTuple
 
-from moecore.core.files import UserError
+from moecore.core.files import FullDisk, UserError, room_for
 from moecore.pipeline.drivers import alone, dvc
 from moecore.pipeline.places import (
     all_cores,
@@ -30,6 +31,8 @@ from moecore.pipeline.plan import asked, changed_by_code, plan
 # DVC's words where two processes meet at a path
 SHARED = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
 ADVICE = ("To track the changes", "\tgit add", "To enable auto", "\tdvc config", "Use `dvc push`")
+# DVC's words on a full disk: its error's number, and of a copy to its cache both files
+FULL = re.compile(r"ERROR: .*\[Errno (27|28|122)\][^']*(?:'(.+)' -> '(.+)')?")
 TRIES = 5
 # On all cores: everything waits for the code, the data and a single teacher; `cost` measures time
 ALONE = ("code", "prepare", "teacher", "cost", "measure@cost")
@@ -121,6 +124,21 @@ def pending() -> dict[str, set[str]]:
     }
 
 
+def no_room(found: re.Match[str]) -> str:
+    """What ``FULL`` found, in our words. What DVC left of the copy is removed: it never does."""
+    number, source, target = found.groups()
+    path, size = Path(".dvc"), None
+    if target is not None:
+        Path(target).unlink(missing_ok=True)
+        path = Path(os.path.relpath(target)).parent / Path(source).name
+        size = Path(source).stat().st_size if Path(source).is_file() else None
+    try:
+        with room_for(path, size):
+            raise OSError(int(number), os.strerror(int(number)))
+    except FullDisk as said:
+        return f"DVC: {said}"
+
+
 def run_job(job: Job, environment: Mapping[str, str], started: list[subprocess.Popen]) -> int:
     """DVC's exit code for the stages of a job; its output is passed on line by line.
 
@@ -136,8 +154,12 @@ def run_job(job: Job, environment: Mapping[str, str], started: list[subprocess.P
         )
         started.append(process)
         met = False
+        refused = False
         for line in process.stdout or ():
             met = met or bool(SHARED.search(line))
+            if found := FULL.match(line):
+                line = "" if refused else f"{no_room(found)}\n"
+                refused = True
             if line.strip() and not line.startswith(ADVICE):
                 print(line, end="", flush=True)
         code = process.wait()

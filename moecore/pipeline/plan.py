@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from moecore.core.files import UserError, read_json
+from moecore.core.files import UserError, read_json, room_for
 from moecore.core.sources import CODE, ROOT
 from moecore.pipeline.code_hashes import code_files
 from moecore.run.history_file import NAME, locked, read_lines
@@ -47,7 +47,7 @@ def asked() -> Pipeline:
     from dvc.repo import Repo
 
     try:
-        with Repo() as repo:
+        with room_for(Path(".dvc")), Repo() as repo:
             status = repo.status(targets=["dvc.yaml"])
             edges = [
                 (_name(before.addressing), _name(after.addressing))
@@ -111,10 +111,19 @@ def _edited(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
     found = {}
     for name, hashes in code_files(load(str(params)), root).items():
         file = CODE / name
-        before = read_json(file) if file.is_file() else {}
+        before = _hashes(file) if file.exists() else {}
         differing = {path for path, _ in before.items() ^ hashes.items()}
         if differing:
             found[file] = tuple(f"{path} edited" for path in sorted(differing))
+    return found
+
+
+def _hashes(file: Path) -> dict[str, str]:
+    """Source file → its hash. Raises UserError where ``file`` holds something else."""
+    found = read_json(file)
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        again = "delete it and run `dvc repro code` again"
+        raise UserError(f"{file}: found no hashes of source files; {again}")
     return found
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, write_whole
 from moecore.pipeline.dvc_file import write_project
 from moecore.study.overlay import OVERLAY, presets_of, resolve
 from moecore.study.written import write_params
@@ -61,8 +61,7 @@ def new(name: str, root: Path = HERE) -> Path:
     if folder.exists():
         raise UserError(f"{folder}: is there already; take another name")
     for file, text in {OVERLAY: BEGUN, "README.md": README.format(name=name)}.items():
-        with whole_file(folder / file) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_whole(folder / file, text)
     write(folder)
     return folder / OVERLAY
 

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, read_json
 from moecore.report.column import Column
 from moecore.report.measures import SHOWN
+from moecore.report.summary import compared_in
 from moecore.report.words import decimals, shown
 from moecore.statistics.intervals import Interval
 from moecore.study.document import load
@@ -117,9 +117,7 @@ def found_studies(root: Path) -> Iterator[Study]:
     """Every study under pipelines/, with its numbers where it was run."""
     for folder in sorted(path.parent for path in (root / "pipelines").glob("*/params.yaml")):
         path = folder / "reports/compare.json"
-        compared = read_json(path) if path.is_file() else {}
-        if not isinstance(compared, dict):
-            raise UserError(f"{path}: found no mapping; run `moecore study run {folder}` again")
+        compared = compared_in(path) if path.exists() else {}
         document = load(str(folder / "params.yaml"))
         yield Study(folder.name, validate(Asked, document), compared, document.data)
 

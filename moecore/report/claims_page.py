@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moecore.core.files import write_whole
 from moecore.report.all_claims import (
     STATES,
     Answer,
@@ -31,7 +32,7 @@ HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
 def write(root: Path = Path()) -> Path:
     """Write docs/claims.md below ``root``; raises UserError where a file is damaged."""
     target = root / TARGET
-    target.write_text(page(root), encoding="utf-8")
+    write_whole(target, page(root))
     return target
 
 

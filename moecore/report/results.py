@@ -8,6 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
 from moecore.data.preview import read_task
@@ -67,8 +69,14 @@ def read_results(
 
 
 def _phase(place: Place, name: PhaseName) -> Phase:
-    card = read_json(written(place.root / "artifacts/data" / name / "card.json", "prepare"))
-    task = read_task(card["task"])
+    path = written(place.root / "artifacts/data" / name / "card.json", "prepare")
+    card = read_json(path)
+    try:
+        task = read_task(card["task"])
+    except (KeyError, TypeError, ValidationError) as error:
+        reason = " ".join(str(error).split())
+        again = "run `dvc repro prepare`"
+        raise UserError(f"{path}: written by other code ({reason}); {again}") from None
     wanted = [shown for shown in SHOWN if _wanted(shown, place, name, task)]
     models = {
         method: {

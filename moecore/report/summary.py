@@ -112,11 +112,29 @@ def _shown(cell: Mapping[str, Any] | None, form: str, places: int) -> str:
     return f"{text} [{between(low, high, form, places)}]"
 
 
+def compared_in(path: Path) -> dict[str, dict[str, Any]]:
+    """What the stage ``compare`` wrote. Raises UserError where it is something else."""
+    found = read_json(path)
+    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+        raise UserError(f"{path}: found no tables of a study; run `dvc repro compare` again")
+    return found
+
+
 def main(path: str = "reports/compare.json") -> None:
+    compared = compared_in(Path(path))
+    try:
+        show(compared)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        again = "run `dvc repro compare` again"
+        raise UserError(f"{path}: written by other code ({reason}); {again}") from error
+
+
+def show(compared: Mapping[str, Any]) -> None:
+    """Print the headline, the data that are simulated, and the claims."""
     from rich.console import Console
     from rich.table import Table
 
-    compared = read_json(Path(path))
     printed = rows(compared)
     cells = [list(row.values()) for row in printed]
     heads = [name.replace("_", " ") for name in printed[0]] if printed else []

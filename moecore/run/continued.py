@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, read_json, whole_file
+from moecore.core.files import UserError, read_json, write_whole
 from moecore.core.records import RoutingRecord
 from moecore.core.streams import generator_for
 from moecore.data.text.words import UNKNOWN, Reading, read_vocabulary, words_of
@@ -98,8 +98,7 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
         raise UserError(f"{found}; --prompt takes one of text, and others take FOLDER")
     vocabulary = read_vocabulary(folder, model.image.outputs)
     found = continued(model.to(tune().device), vocabulary, text_of(prompt, folder), sampling)
-    with whole_file(out) as temporary:
-        temporary.write_text(page(str(folder), found, experts_in(model)), encoding="utf-8")
+    write_whole(out, page(str(folder), found, experts_in(model)))
     return found
 
 

@@ -16,10 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, whole_file, whole_folder, write_json, write_sealed
+from moecore.core.files import (
+    FullDisk,
+    whole_folder,
+    write_json,
+    write_sealed,
+    write_whole,
+)
 from moecore.core.plain import plain
 from moecore.run.history_file import (
     NAME,
+    append_line,
     before,
     encode,
     flatten,
@@ -109,18 +116,11 @@ class Run:
     def _write(self, **line: Any) -> None:
         line = {"t": round(time.time(), 3), **line}
         self._lines.append(line)
-        path = self.folder / NAME
-        try:
-            with open(path, "a", encoding="utf-8") as handle:
-                handle.write(encode(line))
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise UserError(f"{path}: could not be written, {reason}") from error
+        append_line(self.folder / NAME, encode(line))
 
     def _rewrite(self, lines: list[dict]) -> None:
         self._last = {name: step for step, _, values in points(lines) for name in values}
-        with whole_file(self.folder / NAME) as temporary:
-            temporary.write_text("".join(map(encode, lines)), encoding="utf-8")
+        write_whole(self.folder / NAME, "".join(map(encode, lines)))
 
 
 @contextmanager
@@ -156,8 +156,12 @@ def record(
         yield run
     except BaseException as error:
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
-        run.end("KILLED" if interrupted else "FAILED", f"{type(error).__name__}: {error}")
-        _publish(folder, published)
+        try:
+            run.end("KILLED" if interrupted else "FAILED", f"{type(error).__name__}: {error}")
+            _publish(folder, published)
+        except FullDisk as disk:
+            if not isinstance(error, FullDisk):  # of one full disk, one line tells
+                print(disk, file=sys.stderr)
         raise
     run.end("FINISHED")
     _publish(folder, published)
@@ -183,5 +187,6 @@ def left_of(folder: Path, work: Path) -> list[dict]:
 
 
 def _publish(folder: Path, published: Path) -> None:
-    with whole_folder(published) as temporary:
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    with whole_folder(published, size) as temporary:
         shutil.copytree(folder, temporary, dirs_exist_ok=True)

@@ -15,12 +15,14 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
 
 from moecore.core.config import Config
+from moecore.core.files import UserError, room_for
 from moecore.core.plain import plain
 
 SOURCES = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
@@ -76,6 +78,33 @@ def _git(*words: str) -> str | None:
 NAME = "history.jsonl"
 
 
+def append_line(path: Path, line: str, sync: bool = False) -> None:
+    """Add a whole line to a file, or nothing; sync: it is on the disk before this returns.
+
+    Raises UserError where it cannot be written, FullDisk where there is no room.
+    """
+    content = line.encode()
+    try:
+        with room_for(path, len(content)), open(path, "ab", buffering=0) as file:
+            _whole_line(file, content, sync)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: could not be written, {reason}") from error
+
+
+def _whole_line(file: FileIO, content: bytes, sync: bool) -> None:
+    before = file.tell()
+    left = memoryview(content)
+    try:
+        while left:
+            left = left[file.write(left) :]
+        if sync:
+            os.fsync(file.fileno())
+    except OSError:
+        file.truncate(before)  # what is torn would hide the lines that follow it
+        raise
+
+
 class Growing:
     """A history that is read while it grows: every ``read`` takes from the disk what is new."""
 
@@ -93,6 +122,9 @@ class Growing:
                 self._take(handle)
         except (FileNotFoundError, NotADirectoryError):
             self._forget()
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise UserError(f"{self.path}: cannot be read, {why}; delete it") from None
         return self.lines
 
     def _forget(self) -> None:
@@ -110,10 +142,12 @@ class Growing:
         for line in handle.read().splitlines(keepends=True):
             try:
                 whole = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return  # torn by a power cut: what follows it is not trusted
             if not line.endswith(b"\n"):
                 return  # still being written
+            if not isinstance(whole, dict) or not isinstance(whole.get("t"), (int, float)):
+                return  # damaged: every line is an object with its time
             self.lines.append(whole)
             self._size += len(line)
             self._last = line

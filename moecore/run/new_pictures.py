@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+from unicodedata import category
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from moecore.brain.new_ages import calibrator_of
 from moecore.core.files import UserError, whole_file
+from moecore.core.inside import inside
 from moecore.data.files.decode import BACKGROUND, MODES, Unreadable, decode_image
 from moecore.measure.calibrators.temperature import FittedTemperature
 from moecore.nn.backbones.image import ImageSpec
@@ -96,8 +98,8 @@ def predict_pictures(
     rows: list[Row] = []
     shown: list[Shown] = []
     with progress(f"predict {model_folder}", len(files)) as bar:
-        for part, pixels, reasons in _decoded(files, spec, batch):
-            names = [path.relative_to(folder).as_posix() for path in part]
+        for part, pixels, reasons in _decoded(folder, files, spec, batch):
+            names = [as_text(path.relative_to(folder)) for path in part]
             said = _said(model, [one for one in pixels if one is not None], batch)
             for name, picture, reason in zip(names, pixels, reasons, strict=True):
                 if picture is None:
@@ -146,14 +148,14 @@ def write_table(path: Path, predicted: Predicted) -> None:
 
 
 def _decoded(
-    files: Sequence[Path], spec: ImageSpec, batch: int
+    folder: Path, files: Sequence[Path], spec: ImageSpec, batch: int
 ) -> Iterator[tuple[Sequence[Path], list[np.ndarray | None], list[str]]]:
     """Files, pictures uint8 (C, H, W) and reasons, some at a time; None where it is no picture."""
 
     def read(path: Path) -> tuple[np.ndarray | None, str]:
         try:
-            return decode_image(path, spec.shape[0], spec.channels), ""
-        except Unreadable as error:
+            return decode_image(inside(folder, path), spec.shape[0], spec.channels), ""
+        except (Unreadable, UserError) as error:
             return None, str(error)
 
     with ThreadPoolExecutor() as pool:
@@ -161,6 +163,14 @@ def _decoded(
             part = files[start : start + batch]
             read_ones = list(pool.map(read, part))
             yield part, [one for one, _ in read_ones], [why for _, why in read_ones]
+
+
+def as_text(path: Path) -> str:
+    """A file's name on one line of UTF-8: what is no letter is escaped, as \\n is."""
+    return "".join(
+        letter.encode("unicode_escape").decode() if category(letter) in ("Cc", "Cs") else letter
+        for letter in path.as_posix()
+    )
 
 
 def _said(

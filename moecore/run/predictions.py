@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.brain.new_ages import NewAges, predict_ages
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, write_whole
 from moecore.measure.routing_metrics.words import towers_in
 from moecore.nn.backbones.model import Model
 from moecore.report.predicted import SHOWN, Failure, PredictedPage, Shown, page, volume_tiles
@@ -86,8 +86,7 @@ def predict_folder(given: Given) -> int:
     else:
         content = _pictures(given, files)
     experts = 0 if card.moe is None else card.moe.experts.number
-    with whole_file(beside) as temporary:
-        temporary.write_text(page(content._replace(experts=experts)), encoding="utf-8")
+    write_whole(beside, page(content._replace(experts=experts)))
     for remark in content.remarks:
         print(remark)
     print(f"{out} and {beside}: {content.total} files")
@@ -208,7 +207,7 @@ def files_of(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
     found = [
         path
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if (path.is_file() or (path.is_symlink() and not path.is_dir()))  # a link to nothing
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and path.resolve() not in left_out
     ]

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
+from moecore.core.files import UserError, whole_file
 from moecore.core.sources import CODE
 from moecore.run.history import Run, record
+from moecore.run.history_file import append_line
 from moecore.study.params import keys
 
 KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, beside `stages`
@@ -103,7 +104,8 @@ class Kept:
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()
-            self.path.write_bytes(b"".join(lines))
+            with whole_file(self.path) as temporary:
+                temporary.write_bytes(b"".join(lines))
         for number, line in enumerate(lines, 1):
             self._add(line, number)
 
@@ -114,10 +116,7 @@ class Kept:
         """
         if name not in self.parts:
             line = json.dumps({"key": name, "part": compute()}) + "\n"
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
+            append_line(self.path, line, sync=True)
             self.parts[name] = json.loads(line)["part"]
         return self.parts[name]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, room_for
 from moecore.study.remembered import in_order
 
 PR_SET_PDEATHSIG = 1
@@ -36,7 +36,8 @@ def run_stage(
         if not trains:
             refuse_ranks()
         in_order(os.environ.get("MOECORE_PARAMS") or "params.yaml", Path(), metrics_named)
-        function(**values)
+        with room_for():
+            function(**values)
     except UserError as error:
         several = "\n" in str(error)
         where = "" if several else f"{' '.join([function.__name__, *words])}: "

@@ -9,7 +9,7 @@ from typing import Any
 
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, write_whole
 from moecore.study.document import Document, load, near, parse
 from moecore.study.remembered import in_order
 from moecore.study.written import changes
@@ -136,5 +136,4 @@ def _with(data: Any, keys: Keys, value: Any) -> Any:
 
 
 def _write(path: Path, text: str) -> None:
-    with whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_whole(path, text)

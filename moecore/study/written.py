@@ -10,7 +10,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
-from moecore.core.files import whole_file
+from moecore.core.files import write_whole
 from moecore.study.document import load
 from moecore.study.overlay import Resolved, resolve, stages_of
 from moecore.study.whole import check_document
@@ -43,8 +43,7 @@ def write_params(folder: Path, root: Path, presets: Sequence[str] = ()) -> Itera
     text = params_text(folder, root, presets)
     path = folder / "params.yaml"
     before = load(str(path)).data if path.is_file() else {}
-    with whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     yield from changes(before, load(str(path)).data)
 
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
+from moecore.core.files import FullDisk, UserError, room_for
 from moecore.run.history_file import item
 from moecore.run.stage import end_with_parent
 from moecore.tracking.names import TRAININGS
@@ -133,8 +133,12 @@ def draw(study: Path, header: Mapping[str, Any], folder: Path) -> list[str]:
     said = []
     try:
         for name, figure in figures(study, header):
-            write_png(figure, folder / f"{name}.png")
+            path = folder / f"{name}.png"
+            with room_for(path):
+                write_png(figure, path)
             said.append(name)
+    except FullDisk:  # it is drawn the next time
+        raise
     except UserError as error:  # the result is not there any more, or of other code
         said.append(f"left out: {error}")
     except Exception as error:  # a fault of one drawing; the other runs are imported

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError
+from moecore.core.inside import inside
 from moecore.run.history_file import item
 from moecore.tracking.figures import Drawings
 from moecore.tracking.known import Known, alive, header_tags, parts, run_name, shown
-from moecore.tracking.model import log_model, register, registered_name
+from moecore.tracking.model import log_model, logged_before, register, registered_name
 from moecore.tracking.names import Point, clean, curves, numbers
 from moecore.tracking.store import experiment_name
 
@@ -151,7 +152,7 @@ class Mirror:
     def _send_file(self, name: str, folder: Path) -> None:
         # A stage that ends moves its history: from the working folder to the published one.
         for place in (folder, self.study / "artifacts/history" / self.item):
-            if (place / name).is_file():
+            if inside(place, name).is_file():
                 self.client.log_artifact(self.run.id, str(place / name), name.split("/")[0])
                 return
 
@@ -182,10 +183,14 @@ class Mirror:
         folders = [line["model"] for line in lines if "model" in line]
         if not folders or "moecore.model" in self.run.tags:
             return
-        folder = self.study / folders[-1]
+        folder = inside(self.study, folders[-1])
         said = str(folder)
         try:
-            logged = log_model(self.run.id, self.experiment, folder)
+            logged = None
+            if not self.new:
+                logged = logged_before(self.client, self.experiment, self.run.id)
+            if logged is None:
+                logged = log_model(self.run.id, self.experiment, folder)
             name = registered_name(experiment_name(self.study), lines[0])
             self.sender.tags(register(self.client, name, logged, self.run))
         except UserError as error:  # DVC restored the history only, or the model is an older one

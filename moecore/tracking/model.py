@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from moecore.core.files import UserError
 from moecore.core.sources import ROOT
+from moecore.tracking.answers import first_line
 from moecore.tracking.known import Known
-from moecore.tracking.store import first_line, uri
+from moecore.tracking.store import settle, uri
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
@@ -90,10 +91,25 @@ def registered_name(study: str, header: dict) -> str:
     return ".".join(str(word) for word in words if word is not None)
 
 
+def logged_before(client: Any, experiment: str, run: str) -> str | None:
+    """MLflow's id of the model that an import logged of ``run`` before it was killed.
+
+    What was copied in part is removed: it is logged again.
+    """
+    words = f"source_run_id = '{run}'"
+    for model in client.search_logged_models([experiment], filter_string=words):
+        if model.status == "READY":
+            return str(model.model_id)
+        client.delete_logged_model(model.model_id)
+    return None
+
+
 def register(client: Any, name: str, model_id: str, run: Known) -> dict[str, str]:
-    """A new version of the registered model ``name``; returns the tag that the run gets."""
+    """The run's version of the registered model ``name``; returns the tag that the run gets."""
     from mlflow.exceptions import MlflowException
 
+    for made in client.search_model_versions(f"run_id = '{run.id}'"):
+        return {VERSION: f"{made.name} {made.version}"}
     try:
         client.create_registered_model(name)
     except MlflowException as error:
@@ -108,7 +124,7 @@ def point_to(client: Any, run: Known, current: bool) -> None:
     if VERSION not in run.tags:
         return
     if current and run.tags.get(POINTED) != "true":
-        name, version = run.tags[VERSION].split()
+        name, version = run.tags[VERSION].rsplit(maxsplit=1)
         client.set_registered_model_alias(name, ALIAS, version)
     run.tag(client, {POINTED: str(current).lower()})
 
@@ -119,6 +135,7 @@ def model_folder(address: str) -> Path:
     address: ``models:/moecore.vmoe.pretrain.0@current``, or ``…/1`` for a version, in the store of
     ``moecore ui``. Nothing is unpickled. Raises UserError where there is no such model.
     """
+    settle()
     import mlflow
     from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,10 @@ import yaml
 
 from moecore.core.files import UserError, repository
 from moecore.run.history_file import locked
+from moecore.tracking import answers, database
 
-IMPATIENT = {  # a dead server costs seconds; by default it would be four minutes a call
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-}
+PATIENCE = 300.0  # seconds, for another process that imports
+QUIET = 10.0  # seconds, until that is said
 SILENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -49,7 +48,16 @@ def uri() -> str:
 
 def is_server() -> bool:
     """True where the store is a server that somebody else has started."""
-    return uri().startswith(("http://", "https://"))
+    return answers.is_server(uri())
+
+
+def settle() -> None:
+    """Let MLflow give up within seconds, and say nothing beside what it raises."""
+    for name, value in (answers.IMPATIENT | SILENT).items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    # It prints a traceback before it raises, which is told in a line.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def connect() -> Any:
@@ -57,23 +65,30 @@ def connect() -> Any:
 
     Raises UserError where the store does not answer within seconds.
     """
-    for name, value in (IMPATIENT | SILENT).items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    settle()
+    address = uri()
+    file = database.file_of(address)
+    if file is not None:
+        database.check(file)
+    with alone("mlflow.lock"), answers.answering(address):
+        if file is not None and not file.exists():
+            database.create(file, lambda part: _client(f"{database.SQLITE}{part}"))
+        client = _client(address)
+    if file is not None:
+        database.opened(file)
+    return client
+
+
+def _client(address: str) -> Any:
+    """A client that was answered; a new database has its tables then."""
     # Here, as importing it takes a second and reads the environment that is set above.
     from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
 
-    with alone("mlflow.lock"):
-        client = MlflowClient(uri())
-        try:
-            client.search_experiments(max_results=1)  # creates the tables of a new database
-        except (MlflowException, OSError) as error:
-            raise UserError(
-                f"{uri()}: MLflow does not answer ({first_line(error)}); "
-                "the histories on disk are complete"
-            ) from error
-        return client
+    client: Any = MlflowClient(address)
+    if answers.is_server(address):
+        client = answers.Limited(client, answers.limit())
+    client.search_experiments(max_results=1)
+    return client
 
 
 def experiment(client: Any, name: str) -> str:
@@ -102,18 +117,37 @@ def alone(name: str) -> Iterator[TextIO]:
     """The open file .state/``name``, for one process at a time.
 
     A fresh sqlite database that two processes open together is broken; two that import the same
-    history together make two runs of it.
+    history together make two runs of it. Raises UserError where it takes another one too long.
     """
     lock = home() / ".state" / name
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with open(lock, "a+") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(lock, "a+")
+    except OSError as error:
+        raise UserError(f"{lock}: cannot be written, {error.strerror}; mend that") from error
+    with handle:
+        _take(handle, lock)
         yield handle
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, short enough for a message."""
-    return str(error).strip().split("\n")[0][:200] or type(error).__name__
+def _take(handle: TextIO, lock: Path) -> None:
+    begun = time.monotonic()
+    said = False
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            waited = time.monotonic() - begun
+        if waited > PATIENCE:
+            raise UserError(
+                f"{lock}: held for {PATIENCE:.0f} s by another `moecore sync` or `moecore ui` "
+                f"(`fuser {lock}` says which); wait for it or end it, then run `moecore sync`"
+            )
+        if waited > QUIET and not said:
+            print(f"{lock}: waits for another import to end", file=sys.stderr, flush=True)
+            said = True
+        time.sleep(0.05)
 
 
 Stamp = tuple[int, int] | None  # size and time of change of a file; None where there is none

@@ -53,7 +53,7 @@ class Study:
         self.folder = folder
         self.experiment = experiment(client, experiment_name(folder))
         every = known_runs(client, self.experiment)
-        self.known = {run.tags[UID]: run for run in every if UID in run.tags}
+        self.known = once(client, [run for run in every if UID in run.tags])
         self.parents = Parents(client, self.experiment, folder, every)
         self.lock = Locked(folder)
         self._growing: dict[Path, Growing] = {}
@@ -164,6 +164,20 @@ class Study:
             return None
         end = lines[-1]
         return Found(folder, now, lines[0], end["t"], "status" in end, lines)
+
+
+def once(client: Any, runs: list[Known]) -> dict[str, Known]:
+    """The runs by uid.
+
+    A server that is too slow to answer makes a run all the same, and is asked for it again. Such
+    a second one goes to MLflow's bin, where `mlflow gc` finds it; the complete one is kept.
+    """
+    found: dict[str, Known] = {}
+    for run in sorted(runs, key=lambda run: (not run.complete, run.id)):
+        kept = found.setdefault(run.tags[UID], run)
+        if kept is not run and not run.complete:
+            client.delete_run(run.id)
+    return found
 
 
 def ended(children: list[Child]) -> bool:

@@ -9,13 +9,14 @@ from typing import Any
 
 from moecore.core.files import UserError, read_json, write_json
 from moecore.run.history_file import NAME
+from moecore.tracking.answers import answering
+from moecore.tracking.database import check_same, file_of
 from moecore.tracking.figures import Drawings, drawings
 from moecore.tracking.store import alone, connect, home, stamp, uri
 from moecore.tracking.study import Counts, Study, histories
 
 # What an import reads beside the histories.
 FILES = ("dvc.lock", "dvc.yaml", "params.yaml")
-SQLITE = "sqlite:///"
 
 
 class Importer:
@@ -36,7 +37,8 @@ class Importer:
                 lock.write(self.name)
                 lock.flush()
             try:
-                return self._update()
+                with answering(uri()):
+                    return self._update()
             except BaseException:
                 self._forget()  # what arrived is asked of the store the next time
                 raise
@@ -51,6 +53,9 @@ class Importer:
         self.studies: dict[Path, Study] = {}
 
     def _update(self) -> Counts:
+        store = file_of(uri())
+        if store is not None:
+            check_same(store)
         if self.client is None:
             self.client = connect()
         counts = Counts()
@@ -97,9 +102,10 @@ def place() -> Path:
 def mark(studies: Iterable[Path]) -> str | None:
     """One word for all that an import reads; None where the store is not a file."""
     address = uri()
-    if not address.startswith(SQLITE):
+    store = file_of(address)
+    if store is None:
         return None
-    read = [Path(address.removeprefix(SQLITE))]
+    read = [store]
     for study in studies:
         read += [study / name for name in FILES]
         read += [folder / NAME for folder in histories(study)]
@@ -110,7 +116,8 @@ def mark(studies: Iterable[Path]) -> str | None:
 def changed(studies: Iterable[Path]) -> int:
     """How many histories are younger than the store: about as many as have to be imported."""
     files = [folder / NAME for study in studies for folder in histories(study)]
-    known = stamp(Path(uri().removeprefix(SQLITE)))
+    store = file_of(uri())
+    known = stamp(store) if store is not None else None
     if known is None:
         return len(files)
     stamps = [stamp(file) for file in files]

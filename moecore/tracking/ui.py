@@ -12,13 +12,13 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.run.stage import end_with_parent
+from moecore.tracking.answers import answering
 from moecore.tracking.names import charts
 from moecore.tracking.store import (
     SILENT,
     connect,
     experiment,
     experiment_name,
-    first_line,
     home,
     is_server,
     uri,
@@ -49,7 +49,9 @@ def ui(port: int = 5000) -> int:
         if is_server():
             print(f"{uri()}: runs are imported every {EVERY:.0f} s", flush=True)
             _import_while(lambda: True)
-        return _import_beside(_serve(port), charts(f"http://{HOST}:{port}", _opened(client)))
+        with answering(uri()):
+            page = charts(f"http://{HOST}:{port}", _opened(client))
+        return _import_beside(_serve(port), page)
     except KeyboardInterrupt:  # Ctrl-C is how it is meant to end
         return 0
 
@@ -101,16 +103,14 @@ def _stop(server: subprocess.Popen) -> None:
 
 def _import_while(serving: Callable[[], bool]) -> None:
     """Import every few seconds. What hinders an import is said once, and it is tried again."""
-    from mlflow.exceptions import MlflowException
-
     hindered = None  # what the last import failed for; None before the first
     importer = Importer()
     while serving():
         try:
             counts = importer.update()
-        except (UserError, MlflowException, OSError) as error:
-            if first_line(error) != hindered:
-                hindered = first_line(error)
+        except UserError as error:
+            if str(error) != hindered:
+                hindered = str(error)
                 print(hindered, flush=True)
         else:
             if counts.added or hindered != "":

@@ -1,6 +1,5 @@
 """A trained model in a folder: weights as safetensors beside the settings that rebuild it."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.config import Config, read_as
-from moecore.core.files import UserError, write_json, write_sealed
+from moecore.core.files import UserError, write_json, write_sealed, write_whole
 from moecore.core.records import Feature
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
@@ -77,7 +76,7 @@ def save_words(folder: Path, data: Prepared) -> None:
     if isinstance(data.task, ImageText):
         tokenizer_in(data.folder, data.task).write(folder)
     if data.task.long:
-        shutil.copyfile(data.folder / VOCABULARY, folder / VOCABULARY)
+        write_whole(folder / VOCABULARY, (data.folder / VOCABULARY).read_text(encoding="utf-8"))
         write_json(folder / "text.json", {"reading": data.card["reading"]})
 
 

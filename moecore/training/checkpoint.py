@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from moecore.core.files import UserError, checksum, read_json, whole_file, write_json
+from moecore.core.files import UserError, checksum, read_json, whole_file, write_sealed
 from moecore.core.ranks import ranks
-from moecore.core.tensors import like, read_tensors, whole_of, write_tensors
+from moecore.core.tensors import is_spread, like, own_part, read_tensors, whole_of, write_tensors
 
 AGAIN = "delete it and start the stage again"
 Tensors = dict[str, Tensor]
@@ -112,7 +112,7 @@ class Checkpoint:
                     raise UserError(f"{folder / name}: damaged, or not there; {AGAIN}")
             return read_sharded(folder, model, optimizer), about
 
-        last = read_json(self.pointer)
+        last = read_json(self.pointer, sealed=True)
         each = [last] if last["before"] is None else [last, last["before"]]
         return [partial(sharded, about) for about in each]
 
@@ -144,16 +144,19 @@ class Checkpoint:
             try:
                 save(copied, storage_writer=writer, process_group=self._group)
             except (Exception, CheckpointException) as error:
+                shutil.rmtree(target, ignore_errors=True)  # a part of it is of no use
+                size = sum(own_part(value).nbytes for value in copied.values())
+                free = shutil.disk_usage(self.folder).free
+                why = f"could not be written ({in_short(error)}): it takes {size:,} bytes a rank"
                 again = "what was there before is untouched. Free some space and start again"
-                why = in_short(error)
-                raise UserError(f"{target}: could not be written ({why}); {again}") from error
+                raise UserError(f"{target}: {why}; {free:,} are free; {again}") from error
             if not ranks().first:
                 return
-            last = read_json(self.pointer) if self.pointer.exists() else None
+            last = read_json(self.pointer, sealed=True) if self.pointer.exists() else None
             about = {"folder": target.name, "step": str(step), "note": json.dumps(note)}
             about |= {"files": {file.name: checksum(file) for file in target.iterdir()}}
             kept = None if last is None else last | {"before": None}
-            write_json(self.pointer, about | {"before": kept})
+            write_sealed(self.pointer, about | {"before": kept})
             for old in self.folder.glob("sharded-*"):
                 if old != target and (kept is None or old.name != kept["folder"]):
                     shutil.rmtree(old)
@@ -182,12 +185,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
         for index, values in state.items()
         for name, value in values.items()
     }
-
-
-def is_spread(value: Tensor) -> bool:
-    """Whether no rank holds all of it."""
-    mesh = getattr(value, "device_mesh", None)
-    return mesh is not None and mesh.size(mesh.ndim - 1) > 1
 
 
 def read_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:

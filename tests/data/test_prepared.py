@@ -7,6 +7,7 @@ What a source says beforehand is what it then writes, and what is wrong is said,
 """
 
 import gzip
+import os
 import time
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from moecore.core.files import UserError, read_json, write_json
+from moecore.core.files import FullDisk, UserError, read_json, whole_folder, write_json
 from moecore.data import prepared
+from moecore.data.arrays import new_array, save_array
 from moecore.data.files.idx import idx_shape
 from moecore.data.prepared import Prepared
 from moecore.data.preview import preview_of_card
@@ -346,3 +348,74 @@ def test_a_cohort_names_every_problem_of_its_tables_and_headers(tmp_path):
 def test_a_mosaic_of_more_cells_than_images(tmp_path):
     source = Mosaic(source=Digits(test_limit=30), grid=8)
     assert "a mosaic has 64 cells, but test of the source has 30 images" in problem(source)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    """Prepared as by the stage: the folder appears whole."""
+    with whole_folder(folder) as target:
+        write_prepared(target, FACTS, parts())
+    return content(folder)
+
+
+def test_on_a_full_disk_prepared_data_stay_and_are_written_later(tmp_path, limited):
+    folder = tmp_path / "data"
+    before = written(folder)
+    with limited(400), pytest.raises(FullDisk) as error:
+        written(folder)
+    why = "could not be written, file too large: it takes 480 bytes; a file may have 400"
+    assert str(error.value).startswith(f"{folder}/train_images.npy: {why} (`ulimit -f`); what was")
+    assert "\n" not in str(error.value)
+    assert content(tmp_path) == before, "all is as it was, and nothing else is there"
+    assert written(folder) == before
+
+
+def test_the_space_of_an_array_is_taken_before_it_is_filled(tmp_path):
+    # of a sparse file, a full disk is met where it is filled: by SIGBUS, past all words
+    path = tmp_path / "images.npy"
+    new_array(path, np.uint8, (1000, 1000))
+    assert path.stat().st_blocks * 512 >= path.stat().st_size
+    path.unlink()
+    with open(path, "wb") as file:
+        file.truncate(1_000_128)
+    np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(1000, 1000))[0] = 7
+    assert new_array(path, np.uint8, (1000, 1000), begun=True)[0, 0] == 7, "what was begun stays"
+    assert path.stat().st_blocks * 512 >= path.stat().st_size
+
+
+def test_an_array_that_is_saved_on_a_full_disk_says_what_it_takes(tmp_path, limited):
+    path = tmp_path / "labels.npy"
+    values = np.arange(1000)
+    with limited(4096), pytest.raises(FullDisk, match="it takes 8,000 bytes; a file may have"):
+        save_array(path, values)
+    save_array(path, values)
+    assert np.array_equal(np.load(path), values)
+    np.save(tmp_path / "numpy.npy", values)
+    assert path.read_bytes() == (tmp_path / "numpy.npy").read_bytes()
+
+
+def test_on_a_disk_that_is_full_indeed_no_array_kills_the_process(disk):
+    folder = disk.folder / "data"
+    images = np.zeros((1000, 3, 32, 32), np.uint8)
+    facts = FACTS._replace(size=32)
+    part = Part(np.arange(1000) % 2, [images])
+    disk.fill(free=4_000_000)
+    child = os.fork()
+    if not child:
+        try:
+            with whole_folder(folder) as target:
+                write_prepared(target, facts, {"train": part, "validation": part, "test": part})
+        except FullDisk as error:
+            (disk.folder.parent / "said").write_text(str(error))
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1, "no signal"
+    said = (disk.folder.parent / "said").read_text()
+    assert f"{folder}/validation_images.npy: could not be written, no space left on device" in said
+    assert "it takes 3,072,000 bytes; 9" in said and "bytes are free" in said
+    assert [path.name for path in disk.folder.iterdir()] == ["filler"]
+    disk.clear()
+    assert written(folder)

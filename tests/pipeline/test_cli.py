@@ -11,9 +11,11 @@ notebook that looks at the models of the first.
 """
 
 import csv
+import errno
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,7 @@ from typer.testing import CliRunner
 from moecore.core.files import UserError
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline.cli import app
+from moecore.run.stage import run_stage
 from moecore.study.overlay import presets_of
 from tests.data.making import image_classes
 from tests.project import PARAMS, ROOT, Project
@@ -351,10 +354,32 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(project):
     )
     done = project.attempt([sys.executable, "-c", script])
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "could not be written" in done.stderr and "untouched" in done.stderr, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if "could not be written" in line]
+    place = r"pretrain vmoe 0: \.state/pretrain/vmoe/0/\w+/checkpoint.safetensors"
+    why = r"file too large: it takes \d+,\d+ bytes; a file may have 60,000 \(`ulimit -f`\)"
+    assert re.match(f"{place}: could not be written, {why}; what was there before is unt", said)
     assert not (project.folder / "artifacts/pretrain/vmoe").exists()
     project.stage("pretrain", "vmoe", "0")
     assert (project.folder / "artifacts/pretrain/vmoe/0/model.safetensors").exists()
+
+
+def test_what_finds_no_room_anywhere_is_one_line_of_a_stage(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moecore.run.stage.in_order", lambda *_: "")
+    monkeypatch.setattr("moecore.run.stage.end_with_parent", lambda: None)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def prepare() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "artifacts/data")
+
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_stage(prepare, [])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 1
+    said = "prepare: artifacts/data: could not be written, no space left on device; "
+    assert re.match(f"{said}[0-9,]+ bytes are free; what was there before", capsys.readouterr().err)
 
 
 def test_two_processes_do_not_train_the_same(project):

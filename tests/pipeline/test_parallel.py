@@ -12,8 +12,9 @@ import time
 
 import pytest
 
-from moecore.core.files import whole_folder, write_json
-from moecore.pipeline.parallel import Job, next_job, run
+from moecore.core.files import FullDisk, whole_folder, write_json
+from moecore.pipeline import drivers
+from moecore.pipeline.parallel import FULL, Job, next_job, no_room, run, run_job
 from stages import server as stages_server
 from tests import forked
 from tests.project import COMMAND, PARAMS, ROOT, Project
@@ -298,3 +299,99 @@ def test_what_killed_processes_left_is_removed_by_the_next(tmp_path):
         "out",
         *(path.name for path in kept),
     }
+
+
+def test_dvc_on_a_full_disk_ends_as_one_line_and_leaves_nothing_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "b.bin"
+    output.write_bytes(b"x" * 1000)
+    left = tmp_path / ".dvc/cache/files/md5/6e/.Q2GkGN2NON2mTBdojAsNMQ.tmp"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"x" * 100)
+    found = FULL.match(
+        "ERROR: failed to transfer '6e69fa34a6cccccacbbd13947e8c2350' - [Errno 28] No space left "
+        f"on device: '{output}' -> '{left}'\n"
+    )
+    said = "no space left on device: it takes 1,000 bytes; [0-9,]+ bytes are free; what was there"
+    place = "DVC: .dvc/cache/files/md5/6e/b.bin: could not be written"
+    assert re.match(f"{place}, {said} before is untouched. Free some space", no_room(found))
+    assert not left.exists()
+    found = FULL.match("ERROR: failed to reproduce 'b': [Errno 28] No space left on device\n")
+    said = r"DVC: \.dvc: could not be written, no space left on device; [0-9,]+ bytes are free; "
+    assert re.match(said, no_room(found))
+    assert not FULL.match("ERROR: failed to reproduce 'b': exited with 1\n")
+
+
+def test_dvcs_lock_file_is_whole_on_a_full_disk(tmp_path, monkeypatch, limited):
+    from dvc.utils.serialize import _common, modify_yaml
+
+    monkeypatch.setattr(_common, "_dump_data", _common._dump_data)
+    drivers.lock_whole()
+    lock = tmp_path / "dvc.lock"
+
+    def ran(stage: str, size: int) -> None:
+        with modify_yaml(lock) as data:
+            data[stage] = "x" * size
+
+    ran("a", 10)
+    before = lock.read_text()
+    with limited(1000), pytest.raises(FullDisk, match="dvc.lock: could not be written, file too"):
+        ran("b", 5000)
+    assert lock.read_text() == before
+    assert list(tmp_path.iterdir()) == [lock]
+    ran("b", 5000)
+    assert lock.read_text().startswith(before.strip())
+
+
+STAGE = """\
+stages:
+  b:
+    cmd: head -c 2000000 /dev/zero > b.bin; cat b.in >> b.bin
+    deps: [b.in]
+    outs: [b.bin]
+"""
+
+
+def test_a_job_whose_disk_is_full_indeed_is_done_once_there_is_room(disk, monkeypatch, capfd):
+    project = Project.at(disk.folder)
+    monkeypatch.chdir(disk.folder)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (disk.folder / "dvc.yaml").write_text(STAGE)
+    (disk.folder / "b.in").write_text("1")
+    project.with_dvc()
+    job = Job(("b",))
+    assert run_job(job, {}, []) == 0
+    lock = (disk.folder / "dvc.lock").read_bytes()
+    (disk.folder / "b.in").write_text("2")
+    disk.fill(free=1_000_000)  # its output takes the place of the old one, its copy finds none
+    capfd.readouterr()
+    assert run_job(job, {}, []) != 0
+    (said,) = [line for line in capfd.readouterr().out.splitlines() if "could not be" in line]
+    assert re.match(r"DVC: \.dvc/\S+/b.bin: could not be written, no space left on device", said)
+    assert "it takes 2,000,001 bytes; " in said and "Traceback" not in said
+    assert (disk.folder / "dvc.lock").read_bytes() == lock
+    left = list(disk.folder.glob(".dvc/cache/files/**/.*.tmp"))
+    assert sum(path.stat().st_size for path in left) < 100, "DVC's own probes of links at most"
+    disk.clear()
+    assert run_job(job, {}, []) == 0
+    assert (disk.folder / "dvc.lock").read_bytes() != lock
+
+
+def test_a_page_that_finds_no_room_leaves_page_and_numbers_as_they_are(copied):
+    reports = copied.folder / "reports"
+    for name in ("index.html", "compare.json"):
+        (reports / name).write_text("{}")
+    before = {path.name: path.read_bytes() for path in reports.iterdir()}
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
+        "sys.argv = ['compare']; from stages.compare import compare; "
+        "from moecore.run.stage import run_stage; run_stage(compare)"
+    )
+    done = copied.attempt([sys.executable, "-c", script])
+    said = r"file too large: it takes \d+,\d+ bytes; a file may have 60,000"
+    assert re.match(f"compare: reports/index.html: could not be written, {said}", done.stderr)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert {path.name: path.read_bytes() for path in reports.iterdir()} == before
+    copied.stage("compare")
+    assert (reports / "index.html").stat().st_size > 60_000
+    assert (reports / "compare.json").stat().st_size > 1000

@@ -9,6 +9,7 @@ The stage ``code``: one file for every script, measurement, method and section.
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from moecore.core.sources import ROOT
 from moecore.pipeline import closures
 from moecore.pipeline.closures import closure, fingerprint, part_files
 from moecore.pipeline.code_hashes import code_files
+from moecore.pipeline.plan import HASHING
 from moecore.run.history_file import locked
 from moecore.study.document import parse
 from tests import forked
@@ -189,6 +191,126 @@ def test_a_stage_needs_only_what_it_depends_on(finished, tmp_path, stage):
     assert not missing
 
 
+# Runs every stage in a process of its own, and writes which files' functions it called.
+TRACE = """
+import json, os, sys, threading
+from moecore.run.stage import run_stage
+import moecore.run.stage
+from stages.server import STAGES
+moecore.run.stage.in_order = lambda *_: None  # the check of the whole is no stage's own
+stages = {stage.__name__: stage for stage in STAGES}
+for name, (script, *words) in json.loads(sys.argv[1]).items():
+    pid = os.fork()
+    if pid == 0:
+        used = set()
+        def called(frame, event, _):
+            if event == "call" and frame.f_code.co_flags & 1:  # a function, no module or class
+                used.add(frame.f_code.co_filename)
+        threading.setprofile(called)
+        sys.setprofile(called)
+        run_stage(stages[script], words)
+        sys.setprofile(None)
+        with open(f"used/{name}.json", "w") as file:
+            json.dump(sorted(used), file)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, name
+"""
+
+
+@pytest.fixture(scope="module")
+def used(finished, tmp_path_factory) -> dict[str, set[str]]:
+    """The source files of moecore and stages whose functions each stage calls."""
+    project = finished.copy(tmp_path_factory.mktemp("used") / "project")
+    words = {
+        name: entry["cmd"].removeprefix("python -m stages.").split()
+        for name, entry in locked(project.folder).items()
+        if entry["cmd"].startswith("python -m stages.") and name != HASHING
+    }
+    (project.folder / "used").mkdir()
+    project.run([sys.executable, "-c", TRACE, json.dumps(words)])
+    home = f"{project.folder}/"
+    return {
+        name: {
+            file.removeprefix(home)
+            for file in json.loads((project.folder / f"used/{name}.json").read_text())
+            if file.startswith((f"{home}moecore/", f"{home}stages/"))
+        }
+        for name in words
+    }
+
+
+def depends_on(project: Project) -> dict[str, set[str]]:
+    """The source files whose edit changes what a stage depends on, by dvc.lock and the hashes."""
+    hashes = {
+        path: set(json.loads(path.read_text()))
+        for path in (project.folder / "artifacts/code").rglob("*.json")
+    }
+    return {
+        name: {
+            file
+            for dep in entry.get("deps", ())
+            for path, files in hashes.items()
+            if path.is_relative_to(project.folder / dep["path"])
+            for file in files
+        }
+        for name, entry in locked(project.folder).items()
+    }
+
+
+def decides(file: str) -> bool:
+    room = file.split("/")[1]
+    return file.startswith("stages/") or room in closures.DECIDING
+
+
+def test_a_stage_depends_on_all_code_that_it_runs(finished, used):
+    known = depends_on(finished)
+    missing = {
+        name: sorted(lacking)
+        for name, files in used.items()
+        if (lacking := {file for file in files if decides(file)} - known[name])
+    }
+    assert missing == {}
+
+
+def test_an_edit_makes_dvc_run_what_uses_the_file_and_nothing_else(edited, used):
+    """Of files drawn over all rooms: five, or thirty in ``make soak``."""
+    draw = random.Random(int(os.environ.get("MOECORE_SOAK_SEED", "0")))
+    files = sorted(
+        path.relative_to(edited.folder).as_posix()
+        for room in ("moecore", "stages")
+        for path in (edited.folder / room).rglob("*.py")
+        if path.name != "__init__.py"
+    )
+    known = depends_on(edited)
+    rooms = sorted({file.split("/")[1] for file in files if file.startswith("moecore/")})
+    many = 30 if os.environ.get("MOECORE_SOAK") else 5
+    drawn = [
+        draw.choice([file for file in files if file.startswith(f"moecore/{room}/")])
+        for room in draw.sample(rooms * 4, many)
+    ]
+    table = []
+    for file in drawn:
+        before = (edited.folder / file).read_text(encoding="utf-8")
+        edit(edited, file)
+        edited.run(["dvc", "repro", "--single-item", HASHING])
+        status = json.loads(edited.run(["dvc", "status", "--json"]).stdout)
+        changed = set(status) - {HASHING}
+        using = {name for name, called in used.items() if file in called and decides(file)}
+        assert using <= changed, f"{file}: used, but not run again"
+        room = file.split("/")[1]
+        if room == "report":
+            assert changed <= {"compare", "numbers"}, file
+        elif room not in closures.DECIDING:
+            assert not changed, f"{file}: decides no result"
+        assert changed == {name for name, sources in known.items() if file in sources}, file
+        table.append(f"{file}: {len(using)} use it, {len(changed)} run again")
+        (edited.folder / file).write_text(before, encoding="utf-8")
+    edited.run(["dvc", "repro", "--single-item", HASHING])
+    assert edited.run(["dvc", "status"]).stdout.strip() == "Data and pipelines are up to date."
+    print("\n".join(table))
+
+
 TREE = {
     "moecore/__init__.py": '"""Only a docstring."""',
     "moecore/core/config.py": "",
@@ -204,7 +326,8 @@ TREE = {
     "moecore/training/regularizers/both.py": "",
     "moecore/data/atlas/map.bin": "",
     "moecore/data/tools/other.py": "",
-    "moecore/run/record.py": "",
+    "moecore/run/record.py": "from moecore.core import written",
+    "moecore/core/written.py": "",
     "moecore/report/page.py": "import moecore.core.config",
     "moecore/report/templates/page.html": "",
     "moecore/tasks/__init__.py": "from moecore.tasks.numbers import Numbers\nAny = Numbers",
@@ -237,6 +360,7 @@ def test_closure_follows_modules_but_no_family(tree):
         "moecore/core/config.py",
         "moecore/data/helper.py",
         "moecore/data/atlas/map.bin",
+        "moecore/core/written.py",
     }
 
 
@@ -351,6 +475,12 @@ def test_a_measurement_has_the_parts_that_its_section_names(files):
     found = set(files["measure/corruptions.json"])
     assert {"moecore/measure/corruptions.py", "moecore/attacks/fgsm.py"} <= found
     assert "moecore/attacks/pgd.py" not in found
+
+
+@pytest.mark.parametrize("script", ["teacher", "pretrain", "finetune", "out_of_fold"])
+def test_a_training_has_the_loop_and_the_optimizer_that_the_room_run_calls(files, script):
+    found = set(files[f"stages/{script}.json"])
+    assert {"moecore/training/loop.py", "moecore/training/optimizer.py"} <= found
 
 
 def test_only_compare_depends_on_the_report(files):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from moecore.core.files import UserError
+from moecore.core.files import FullDisk, UserError
 from moecore.core.sources import ROOT
 from moecore.measure.base import Estimate
 from moecore.report import claims_page
@@ -570,3 +570,16 @@ def test_metrics_of_other_units_are_not_subtracted():
     shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.6, 0.3])
     with pytest.raises(UserError, match="parameters is a count, and match_top1 a share"):
         evaluate([claim(against="prc", against_metric="parameters")], shown)
+
+
+def test_the_page_of_all_claims_on_a_full_disk_leaves_the_earlier_one(tmp_path, limited):
+    target = tmp_path / claims_page.TARGET
+    target.parent.mkdir()
+    target.write_text("the earlier one")
+    with limited(1000), pytest.raises(FullDisk) as error:
+        claims_page.write(tmp_path)
+    assert str(error.value).startswith(f"{target}: could not be written, file too large: it takes")
+    assert target.read_text() == "the earlier one"
+    assert list(target.parent.iterdir()) == [target]
+    claims_page.write(tmp_path)
+    assert target.read_text().startswith("# What the papers show")

@@ -1,14 +1,24 @@
 """The page as a person meets it: wide and narrow, light and dark, by mouse and by keyboard."""
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 from playwright.sync_api import Locator
 
+from moecore.report import predicted
 from moecore.report.claims import evaluate
+from moecore.report.explorer import explorer
+from moecore.report.measured import Models
 from moecore.report.page import page
+from moecore.report.predicted import Failure, PredictedPage, Shown, Spoken, flat_tile
 from moecore.report.results import read_results
 from moecore.study.selection import Selection
+from moecore.tasks.classification import Classification
 from tests.browser import LOOKS, clipped, opened
-from tests.report.generated import CLASSES, NEW, USUAL, write_results
+from tests.report import explored
+from tests.report.generated import CLASSES, NEW, USUAL, card, write_results
 from tests.report.test_claims import claim
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -219,3 +229,86 @@ def test_names_that_are_code_are_words(browser, tmp_path, methods):
             assert shown.locator("img[src=x]").count() == 0
             assert HOSTILE in shown.locator("main").inner_text()
             assert clipped(shown) == []
+
+
+EVIL = {
+    "class": '"><img src=x onerror="window.ran=1">',
+    "method": "</script><script>window.ran=2</script>",
+    "data": "<svg onload=window.ran=3>{{ 7 * 7 }}</style>",
+    "participant": "sub-<script>window.ran=4</script>\u202e",
+    "caption": "' onmouseover='window.ran=5' <!-- & \\u003c $x$",
+    "reason": "<a href=javascript:window.ran=6>a</a>",
+}
+
+
+def hostile_page(folder: Path) -> str:
+    write_results(folder, {"vmoe": True, "prc": True}, [0], ["pretrain"], USUAL)
+    names = {CLASSES[0]: EVIL["class"], card("pretrain")["name"]: EVIL["data"]}
+    for path in folder.glob("artifacts/**/*.json"):
+        text = path.read_text(encoding="utf-8")
+        for old, new in names.items():
+            text = text.replace(json.dumps(old), json.dumps(new))
+        path.write_text(text, encoding="utf-8")
+    run = Selection(methods=("vmoe", "prc"), seeds=(0,), phases=("pretrain",))
+    found = read_results(run, f"{SETTINGS}# {EVIL['method']}\n", folder)
+    evaluated = evaluate([claim(says=EVIL["caption"])], found)
+    (phase,) = found.phases.values()
+    found = found._replace(phases={"pretrain": phase._replace(models=renamed(phase.models))})
+    return page(found, evaluated)
+
+
+def renamed(models: Models) -> Models:
+    return {EVIL["method"] if name == "vmoe" else name: one for name, one in models.items()}
+
+
+def hostile_explorer(folder: Path) -> str:
+    found = explored.study()
+    task = Classification(classes=(EVIL["class"], *CLASSES[1:]))
+    phases = {
+        name: one._replace(
+            models=renamed(one.models), task=task, card={**one.card, "name": EVIL["data"]}
+        )
+        for name, one in found.phases.items()
+    }
+    return explorer(found._replace(phases=phases))
+
+
+def hostile_predictions(folder: Path) -> str:
+    pixels = np.zeros((1, 8, 8), np.uint8)
+    tile = flat_tile(pixels, [np.zeros((2, 2, 1), np.int16)], EVIL["data"])
+    shown = [Shown(EVIL["participant"], EVIL["class"], [tile], (EVIL["caption"],))]
+    spoken = [Spoken(EVIL["caption"], [[(EVIL["caption"], [0])]], [EVIL["class"]], EVIL["reason"])]
+    failures = [Failure(EVIL["participant"], EVIL["reason"])]
+    about = (EVIL["method"], EVIL["data"], [EVIL["reason"]])
+    return predicted.page(PredictedPage(*about, shown, 2, failures, 2, spoken, 2))
+
+
+@pytest.mark.parametrize(
+    ("made", "seen", "scripts"),
+    [
+        (hostile_page, ("class", "method", "data", "caption"), 1),
+        (hostile_explorer, ("class", "method", "data"), 2),
+        (hostile_predictions, tuple(EVIL), 2),
+    ],
+)
+def test_nothing_from_outside_is_markup(browser, tmp_path, made, seen, scripts):
+    path = tmp_path / "hostile.html"
+    path.write_text(made(tmp_path), encoding="utf-8")
+    with opened(browser, path, 1400, "light") as shown:
+        shown.wait_for_function("document.readyState === 'complete'")
+        if made is hostile_explorer:
+            shown.wait_for_selector("main[data-drawn]")
+        assert shown.evaluate("window.ran") is None
+        assert shown.locator("script").count() == scripts
+        every = "[...document.querySelectorAll('*')]"
+        handlers = f"{every}.filter(one => one.getAttributeNames().some(n => n.startsWith('on')))"
+        assert shown.evaluate(f"{handlers}.length") == 0
+        assert shown.locator("img[src=x], svg[onload], a[href^=javascript]").count() == 0
+        text = shown.evaluate(
+            """() => {
+              const copy = document.body.cloneNode(true);
+              copy.querySelectorAll('script, style').forEach(one => one.remove());
+              return copy.textContent;
+            }"""
+        )
+        assert [name for name in seen if EVIL[name] not in text] == []

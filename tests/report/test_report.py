@@ -1,6 +1,8 @@
 import csv
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -8,6 +10,8 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
+from moecore.report import summary
+from moecore.report.all_claims import found_studies
 from moecore.report.column import Column, Metric
 from moecore.report.page import page
 from moecore.report.results import USUAL, read_results
@@ -144,6 +148,45 @@ def test_a_file_of_other_code_is_refused(tmp_path, what, stage):
     expected = f"{what}/dense/0.json: written by other code (seats: .*); run `dvc repro {stage}`"
     with pytest.raises(UserError, match=expected.replace("(", r"\(").replace(")", r"\)")):
         read_results(run, "", tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "{}", "5", "[" * 100_000, "half", None])
+@pytest.mark.parametrize(
+    "what", ["data/pretrain/card.json", "measured/routing/pretrain/vmoe/0.json"]
+)
+def test_a_damaged_file_is_named_in_a_line(tmp_path, what, content):
+    write_results(tmp_path, {"vmoe": True}, [0], ["pretrain"])
+    path = tmp_path / "artifacts" / what
+    spoil(path, content)
+    run = Selection(methods=("vmoe",), seeds=(0,), phases=("pretrain",))
+    with pytest.raises(UserError, match=re.escape(what)) as error:
+        read_results(run, "", tmp_path)
+    assert "\n" not in str(error.value) and "dvc repro" in str(error.value)
+
+
+def spoil(path: Path, content: str | None) -> None:
+    """Other content, half of it, or a folder in its place."""
+    whole = path.read_text(encoding="utf-8")
+    path.unlink()
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(whole[: len(whole) // 2] if content == "half" else content)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", '{"vmoe": 5}', "[" * 100_000, "half", None])
+def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
+    path = tmp_path / "pipelines/mine/reports/compare.json"
+    path.parent.mkdir(parents=True)
+    shutil.copy("params.yaml", tmp_path / "pipelines/mine/params.yaml")
+    path.write_text('{"vmoe": {"pretrain": {}}, "claims": {"one": {"says": "it holds"}}}')
+    with pytest.raises(UserError, match="compare.json: written by other code .KeyError"):
+        summary.main(str(path))
+    spoil(path, content)
+    for read in (lambda: summary.main(str(path)), lambda: list(found_studies(tmp_path))):
+        with pytest.raises(UserError, match=re.escape(str(path))) as error:
+            read()
+        assert "\n" not in str(error.value)
 
 
 def test_what_does_not_apply_is_told(one_seed):

@@ -3,8 +3,10 @@
 The lines of a history: what is kept, what counts as time, a file that is read as it grows.
 """
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,13 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, read_json
+from moecore.core.files import FullDisk, UserError, read_json
 from moecore.core.sources import ROOT
 from moecore.run import progress
 from moecore.run.history import record
 from moecore.run.history_file import (
     NAME,
     Growing,
+    append_line,
     before,
     encode,
     flatten,
@@ -403,3 +406,94 @@ def test_a_torn_or_deleted_history_beside_a_checkpoint(spoil, kept, said, capsys
     told = capsys.readouterr().err
     assert f"{path}: " in told and said in told and "goes on from its checkpoint" in told
     assert [step for step, _ in logged(read_lines(OUT))] == kept
+
+
+@pytest.mark.parametrize("line", [b"[]", b"null", b"5", b"{}", b'{"t": "x"}', b"[" * 100_000])
+def test_a_line_that_is_no_object_with_a_time_ends_what_is_trusted(tmp_path, line):
+    whole = [encode({"t": 1.0, "step": step}).encode() for step in range(3)]
+    (tmp_path / NAME).write_bytes(whole[0] + line + b"\n" + whole[1])
+    assert [one["step"] for one in read_lines(tmp_path)] == [0]
+
+
+def test_a_folder_in_the_place_of_a_history_is_named(tmp_path):
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(UserError, match="history.jsonl: cannot be read, is a directory; delete it"):
+        read_lines(tmp_path)
+
+
+def test_a_line_that_finds_no_room_leaves_nothing_that_hides_the_next(limited):
+    path = Path(NAME)
+    append_line(path, encode({"t": 1, "step": 1}))
+    before = path.read_bytes()
+    with limited(len(before) + 10), pytest.raises(FullDisk) as error:
+        append_line(path, encode({"t": 2, "text": "x" * 100}))
+    assert str(error.value).startswith(f"{NAME}: could not be written, file too large: it takes 12")
+    assert path.read_bytes() == before
+    append_line(path, encode({"t": 3}), sync=True)
+    assert [line["t"] for line in read_lines(Path())] == [1, 3]
+
+
+def test_a_part_that_finds_no_room_is_computed_again(limited):
+    kept = Kept(Path())
+    kept.part("one", lambda: 1)
+    with limited(60), pytest.raises(FullDisk, match=r"kept.jsonl: could not be written"):
+        kept.part("two", lambda: "x" * 100)
+    assert Kept(Path()).parts == {"one": 1}
+    assert kept.part("two", lambda: 2) == 2
+    assert Kept(Path()).parts == {"one": 1, "two": 2}
+
+
+class Measured(Config):
+    values: tuple[int, ...] = tuple(range(1000))
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("what", ["result", "table"])
+def test_results_and_tables_on_a_full_disk_leave_the_earlier_ones(limited, what):
+    def reported() -> None:
+        with recorded() as run:
+            if what == "table":
+                run.table("rows", [{"value": value} for value in range(1000)])
+            run.result(Measured())
+
+    reported()
+    before = files_below(Path("artifacts/measured"))
+    with limited(5000), pytest.raises(FullDisk) as error:
+        reported()
+    name = "measured/pretrain/vmoe/0.json" if what == "result" else "tables/rows.json"
+    said = r"could not be written, file too large: it takes \d+,\d+ bytes; a file may have 5,000 "
+    assert re.search(f"{name}: {said}", str(error.value))
+    assert files_below(Path("artifacts/measured")) == before
+    assert '"status": "FAILED"' in (OUT / NAME).read_text()
+    assert not list(Path().rglob("*.part"))
+    reported()
+    assert '"status": "FINISHED"' in (OUT / NAME).read_text()
+
+
+def full(*_, **words) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_history_that_finds_no_room_to_be_published_leaves_the_earlier_one(monkeypatch, capsys):
+    with recorded() as run:
+        run.log(1, {"loss": 1.0})
+    before = files_below(OUT)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        with pytest.raises(FullDisk) as error, recorded() as run:
+            run.log(1, {"loss": 2.0})
+        said = f"{OUT}: could not be written, no space left on device: it takes"
+        assert str(error.value).startswith(said)
+        assert not capsys.readouterr().err, "of one full disk, one line tells"
+        with pytest.raises(ZeroDivisionError), recorded() as run:
+            run.log(1, {"loss": 1 / 0})
+        assert capsys.readouterr().err.startswith(said), "what went wrong first is raised"
+    assert files_below(OUT) == before
+    assert not list(Path().rglob("*.part"))
+    with recorded() as run:
+        run.log(1, {"loss": 2.0})
+    assert '"status": "FINISHED"' in (OUT / NAME).read_text()
+    assert files_below(OUT) != before

@@ -23,9 +23,9 @@ from PIL import Image
 from moecore.brain.ages import Ages, fit
 from moecore.brain.calibrated_ages import write
 from moecore.brain.measured_ages import measured
-from moecore.brain.new_ages import calibrator_of
+from moecore.brain.new_ages import calibration_of, calibrator_of
 from moecore.brain.new_ages import predict_ages as predict
-from moecore.brain.new_volumes import find_volumes
+from moecore.brain.new_volumes import find_volumes, prepared
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.files import UserError
 from moecore.data.files.decode import decode_image
@@ -320,6 +320,40 @@ def test_bad_files_keep_their_rows_and_are_named(model, pictures, tmp_path, caps
     assert lines[-1].startswith("5 of 29 files have no prediction")
     main_again = predict_folder(Given(model, pictures, pictures / "out.csv"))
     assert main_again == predict_folder(Given(model, pictures, pictures / "out.csv")) == 5
+
+
+def test_links_out_of_the_folder_and_odd_names_keep_their_rows(model, pictures, tmp_path, capsys):
+    one = next(pictures.rglob("*.png"))
+    (tmp_path / "secret.png").write_bytes(one.read_bytes())
+    (pictures / "out.png").symlink_to(tmp_path / "secret.png")
+    (pictures / "dead.png").symlink_to(pictures / "nothing")
+    (pictures / "in.png").symlink_to(one)
+    (pictures / "two\nlines.png").write_bytes(one.read_bytes())
+    Path(pictures, os.fsdecode(b"\xff.png")).write_bytes(one.read_bytes())
+    assert predict_folder(Given(model, pictures, tmp_path / "out.csv")) == 2
+    rows = {row["file"]: row for row in rows_of(tmp_path / "out.csv")}
+    assert "found 'out.png', which leads out of this folder" in rows["out.png"]["error"]
+    assert "No such file" in rows["dead.png"]["error"]
+    assert {"in.png", r"two\nlines.png", r"\udcff.png"} <= {
+        name for name, row in rows.items() if row["prediction"]
+    }
+
+
+def test_volumes_that_lead_out_of_their_folder(trained, tmp_path):
+    nifti(tmp_path / "away/v.nii.gz", brain())
+    for name in ("a", "b"):
+        nifti(tmp_path / f"in/{name}.nii.gz", brain())
+    (tmp_path / "in/out.nii.gz").symlink_to(tmp_path / "away/v.nii.gz")
+    (tmp_path / "in/b_mask.nii.gz").symlink_to(tmp_path / "away/v.nii.gz")
+    found = find_volumes(tmp_path / "in")
+    reference = calibration_of(calibrator_of(trained[0]), trained[0]).reference
+    said = dict(zip((one.path.name for one in found), prepared(found, reference)[1], strict=True))
+    assert "found 'out.nii.gz', which leads out of this folder" in said["out.nii.gz"]
+    assert "found 'b_mask.nii.gz', which leads out" in said["b.nii.gz"]
+    assert said["a.nii.gz"] == ""
+    (tmp_path / "in/participants.tsv").write_bytes(b"participant_id\tage\na\t\xff\n")
+    with pytest.raises(UserError, match="participants.tsv: not UTF-8"):
+        find_volumes(tmp_path / "in")
 
 
 def test_only_bad_files_are_a_table_too(model, tmp_path):

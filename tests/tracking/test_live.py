@@ -3,18 +3,27 @@
 Histories into MLflow, once: nothing twice, nothing lost, nothing stale.
 """
 
+import errno
+import fcntl
 import json
+import os
 import shutil
 import signal
 import socket
+import sqlite3
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from moecore.core.files import UserError
+from moecore.core.files import FullDisk, UserError
 from moecore.run.history import record
-from moecore.tracking import ui
+from moecore.tracking import answers as waiting
+from moecore.tracking import database, ui
+from moecore.tracking import store as stores
 from moecore.tracking.study import Counts
 from moecore.tracking.sync import Importer, sync
 
@@ -195,8 +204,10 @@ def test_a_server_that_comes_and_goes_is_said_once(study, monkeypatch, capsys):
 
 
 def test_a_stage_knows_nothing_of_mlflow(study):
-    code = "import sys, moecore.run.history; assert 'mlflow' not in sys.modules"
-    assert study.start("-c", code).wait(timeout=60) == 0
+    code = "import sys, stages.pretrain, moecore.pipeline.parallel as _; "
+    code += "assert 'mlflow' not in sys.modules"
+    _, error = study.start("-c", code).communicate(timeout=300)
+    assert error == ""
 
 
 PUBLISHED = Path("artifacts/history/pretrain/vmoe/0")
@@ -288,17 +299,317 @@ def test_a_dead_server_is_one_clear_line(study, monkeypatch):
         sync()
 
 
-def test_two_processes_make_one_store_and_one_run_and_again_where_it_was_deleted(
+def test_three_processes_make_one_store_and_one_run_and_again_where_it_was_deleted(
     study, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     study.store = f"sqlite:///{tmp_path}/mlflow.db"
     study.write()
-    for process in [study.moecore("sync"), study.moecore("sync")]:
-        _, error = process.communicate(timeout=120)
-        assert (process.returncode, error) == (0, "")
-    assert len(study.runs()) == 1
+    (tmp_path / "mlflow.db.part").write_text("of one that was killed while it made the database")
+    for process in [study.moecore("sync") for _ in range(3)]:
+        _, error = process.communicate(timeout=300)
+        said = [line for line in error.splitlines() if "waits for another import" not in line]
+        assert (process.returncode, said) == (0, [])
+    assert len(study.runs()) == 1 and steps(study) == [1, 2, 3]
+    assert not (tmp_path / "mlflow.db.part").exists()
     assert (tmp_path / "mlruns").is_dir()
     (tmp_path / "mlflow.db").unlink()
     told, _ = study.moecore("sync").communicate(timeout=120)
     assert told == f"{study.store}: 1 runs added, 0 updated, 0 ended; 1 are current\n"
+
+
+def whole(length: int, *more: str) -> bytes:
+    """The beginning of an answer that has so many bytes."""
+    return "\r\n".join(["HTTP/1.1 200 OK", f"Content-Length: {length}", *more, "", ""]).encode()
+
+
+# What the server sends, a piece every 0.3 s; it closes after the last but for "silence".
+SERVERS = {
+    "silence": ([], "Read timed out"),
+    "drip": ([whole(100), *[b" "] * 99], "no whole answer within 2 s"),
+    "cut": ([whole(1000) + b"{"], "Connection broken"),
+    "garbage": ([b"\x00\xff\x13\r\n\r\n"], "Connection aborted"),
+    "html": ([whole(6) + b"<html>"], "not in a valid JSON format"),
+    "broken": ([b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"], "500 error responses"),
+    "later": ([b"HTTP/1.1 503 No\r\nRetry-After: 600\r\nContent-Length: 0\r\n\r\n"], "503"),
+}
+
+
+@contextmanager
+def server(kind: str) -> Iterator[str]:
+    """The address of a server that answers every call with the pieces of ``kind``."""
+    open_ones = []
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer(connection: socket.socket) -> None:
+        for piece in SERVERS[kind][0]:
+            try:
+                connection.sendall(piece)
+            except OSError:  # whom it answered has left
+                break
+            time.sleep(0.3)
+        if kind != "silence":
+            connection.close()
+
+    def serve() -> None:
+        while True:
+            connection, _ = listening.accept()
+            if connection.recv(1) == b"":  # the end of the test
+                return
+            connection.recv(65536)
+            open_ones.append(connection)
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        socket.create_connection(listening.getsockname()).close()
+        thread.join()
+        for connection in (*open_ones, listening):
+            connection.close()
+
+
+def recovers(study, monkeypatch) -> None:
+    """In the store that answers, one sync imports all, once."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", study.store)
+    assert sync().endswith("1 runs added, 0 updated, 0 ended; 1 are current")
+    assert Importer().update() == Counts(current=1)
+    assert steps(study) == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_server_that_does_not_answer_well_is_one_clear_line(study, monkeypatch, kind):
+    monkeypatch.setenv(waiting.TIMEOUT, "1")
+    monkeypatch.setenv(waiting.RETRIES, "0")
+    study.write()
+    with server(kind) as address, pytest.raises(UserError) as raised:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        sync()
+    said = str(raised.value)
+    assert said.startswith(f"{address}: MLflow does not answer (") and "\n" not in said
+    assert SERVERS[kind][1] in said
+    assert said.endswith("`moecore sync` imports what is missing once it does")
+    recovers(study, monkeypatch)
+
+
+def test_calls_have_a_limit_and_are_not_repeated(monkeypatch):
+    for name in waiting.IMPATIENT:
+        monkeypatch.delenv(name, raising=False)
+    stores.settle()
+    assert waiting.limit() == 20
+    # a run that is asked for twice may be made twice
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "0"
+    assert os.environ["MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER"] == "false"
+    monkeypatch.setenv(waiting.TIMEOUT, "60")  # the user's own
+    monkeypatch.setenv(waiting.RETRIES, "1")
+    stores.settle()
+    assert waiting.limit() == 240
+
+
+@pytest.mark.parametrize(
+    "address, said",
+    [
+        ("nonsense://x", "nonsense://x: MLflow cannot use it \\(.*allowed in .MLFLOW_TRACKING_URI"),
+        ("sqlite:////proc/none/x.db", "/proc/none/x.db: MLflow's database cannot be written there"),
+    ],
+    ids=["scheme", "folder"],
+)
+def test_an_address_that_is_none_is_one_clear_line(study, monkeypatch, address, said):
+    study.write()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    with pytest.raises(UserError, match=f"^{said}"):
+        sync()
+    recovers(study, monkeypatch)
+
+
+def torn(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def overwritten(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    for at in range(len(content) // 8192 * 4096, len(content), 4096):  # beyond the schema
+        content[at : at + 64] = b"x" * 64
+    file.write_bytes(content)
+
+
+def of_another(file: Path) -> None:
+    file.unlink()
+    ask(file, "CREATE TABLE cars (wheels)")
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def ask(file: Path, words: str) -> None:
+    with closing(sqlite3.connect(file)) as opened, opened:
+        opened.execute(words)
+
+
+DAMAGES = [
+    (torn, "MLflow's database is damaged .*; move it away"),
+    (overwritten, "MLflow's database is damaged .*; move it away"),
+    (lambda file: file.write_bytes(b"hello" * 999), "MLflow's database is damaged .*; move it"),
+    (folder, "a folder, not MLflow's database; move it away"),
+    (of_another, "the database of another program, with the tables cars; name another"),
+    (
+        lambda file: ask(file, "UPDATE alembic_version SET version_num = 'ffffffffffff'"),
+        "made by another version of MLflow .*`mlflow db upgrade sqlite:/.*; else move it away",
+    ),
+]
+
+
+DAMAGED = ("torn", "overwritten", "text", "folder", "another's", "version")
+
+
+@pytest.mark.parametrize("damage, said", DAMAGES, ids=DAMAGED)
+def test_a_database_that_is_none_is_named_and_left_alone(
+    study, tmp_path, monkeypatch, damage, said
+):
+    study.write()
+    file = tmp_path / "mlflow.db"
+    good = study.store.removeprefix("sqlite:///")
+    shutil.copy(good, file)
+    damage(file)
+    before = None if file.is_dir() else file.read_bytes()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
+    with pytest.raises(UserError, match=f"^{file}: {said}"):
+        sync()
+    assert before == (None if file.is_dir() else file.read_bytes())
+    # In place of a new one, which takes seconds to make; MLflow may have the other still open.
+    shutil.copy(good, tmp_path / "new.db")
+    study.store = f"sqlite:///{tmp_path}/new.db"
+    recovers(study, monkeypatch)
+
+
+def test_a_database_that_is_moved_away_while_it_is_used_gets_nothing(study, tmp_path, monkeypatch):
+    file = tmp_path / "mlflow.db"
+    shutil.copy(study.store.removeprefix("sqlite:///"), file)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
+    importer = Importer()
+    study.write()
+    importer.update()
+    file.rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"^{file}: moved away, .*; end `moecore ui` and start"):
+            importer.update()
+    assert not file.exists()
+
+
+def test_a_locked_database_is_one_clear_line(study, monkeypatch):
+    monkeypatch.setattr(database, "WAIT", 0.2)
+    study.write()
+    file = study.store.removeprefix("sqlite:///")
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(UserError, match=f"^{file}: locked by another program for .*fuser"):
+            sync()
+    recovers(study, monkeypatch)
+
+
+def test_a_store_that_fails_within_an_import_is_one_clear_line(study, monkeypatch):
+    from mlflow.exceptions import MlflowException
+
+    importer = Importer()
+    study.write()
+    importer.update()
+    study.write()
+
+    def locked(*_, **__):
+        raise MlflowException("(sqlite3.OperationalError) database is locked\n[SQL: SELECT 1]")
+
+    monkeypatch.setattr(importer.client, "log_batch", locked)
+    file = study.store.removeprefix("sqlite:///")
+    with pytest.raises(UserError, match=f"^{file}: locked by another program .*moecore sync`$"):
+        importer.update()
+    assert importer.update().current == 1
+    assert len(study.runs()) == 2
+    for run in study.runs():
+        assert [step for step, _ in study.curve(run, "loss/total")] == [1, 2, 3]
+
+
+def test_an_import_that_never_ends_does_not_hold_another_for_ever(
+    study, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(stores, "PATIENCE", 0.4)
+    monkeypatch.setattr(stores, "QUIET", 0.1)
+    study.write()
+    lock = tmp_path / ".state/import.lock"
+    lock.parent.mkdir(exist_ok=True)
+    with open(lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=f"^{lock}: held for .* by another `moecore sync`"):
+            sync()
+    assert capsys.readouterr().err == f"{lock}: waits for another import to end\n"
+    recovers(study, monkeypatch)
+
+
+def test_a_run_that_a_slow_server_made_twice_is_there_once(study):
+    study.write()
+    Importer().update()
+    first = only(study)
+    tags = {name: first.data.tags[name] for name in ("moecore.uid", "level")}
+    study.client.create_run(first.info.experiment_id, tags=tags)
+    assert Importer().update() == Counts(current=1)
+    assert only(study).info.run_id == first.info.run_id
+
+
+def test_a_full_database_is_one_clear_line_and_the_import_goes_on_later(study, monkeypatch):
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    def smallest(connection, _) -> None:
+        connection.execute("PRAGMA max_page_count = 1")  # so many as it has, then it is full
+
+    study.write(steps=2000)
+    file = database.file_of(study.store)
+    event.listen(Engine, "connect", smallest)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(FullDisk) as error:
+            patch.setattr(stores, "uri", lambda: f"{study.store}?full")  # a connection anew
+            Importer().update()
+    finally:
+        event.remove(Engine, "connect", smallest)
+    said = f"{file}: could not be written, no space left on device; "
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+    Importer().update()
+    assert len(steps(study)) == 2000
+
+
+def test_pictures_that_find_no_room_are_drawn_the_next_time(study, monkeypatch):
+    from moecore.tracking import figures
+
+    def full(figure, path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    drawn = Path("drawn")
+    with monkeypatch.context() as patch:
+        patch.setattr(figures, "figures", lambda *_: [("curve", None)])
+        patch.setattr(figures, "write_png", full)
+        with pytest.raises(FullDisk, match=r"drawn/curve.png: could not be written, no space left"):
+            figures.draw(study.folder, {}, drawn)
+        patch.setattr(figures, "write_png", lambda figure, path: path.write_bytes(b"png"))
+        assert figures.draw(study.folder, {}, drawn) == ["curve"]
+
+
+def test_a_store_on_a_disk_that_is_full_indeed_is_filled_later(study, monkeypatch, disk):
+    file = disk.folder / "mlflow.db"
+    shutil.copyfile(database.file_of(study.store), file)
+    address = f"sqlite:///{file}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    study.store = address
+    study.write(steps=3000)
+    disk.fill(free=8192)
+    with pytest.raises(FullDisk) as error:
+        sync()
+    assert str(error.value).startswith(f"{file}: could not be written, no space left on device; ")
+    assert "bytes are free; what was there before is untouched. Free some" in str(error.value)
+    disk.clear()
+    sync()
+    assert len(steps(study)) == 3000
+    assert only(study).info.status == "FINISHED"

@@ -25,6 +25,7 @@ from moecore.run.history import record
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
+from moecore.tracking import mirror
 from moecore.tracking.model import model_folder
 from moecore.tracking.names import charts
 from moecore.tracking.sync import Importer
@@ -164,6 +165,38 @@ def test_a_registered_model_loads_by_its_name(study):
         model_folder("models:/none/1")
     with pytest.raises(UserError, match="load_model\\(model_folder\\("):
         load_model(f"models:/{name}@current")
+
+
+@pytest.mark.parametrize("ended", ["within the copy", "before the tags"])
+def test_a_model_is_logged_once_also_where_an_import_was_killed(study, monkeypatch, ended):
+    task = Classification(classes=("x", "y"))
+    image = ImageSpec(channels=1, size=8, task=task, mean=(0.5,), std=(0.5,))
+    with record("pretrain", None, method="dense", seed=0) as run:
+        save_model(
+            "artifacts/pretrain/dense/0", Vit(patch=4, width=16, depth=2, heads=2).build(image)
+        )
+        run.model("artifacts/pretrain/dense/0")
+
+    def half(run_id, experiment, _):
+        study.client.create_logged_model(experiment, "model", source_run_id=run_id)
+        raise SystemExit
+
+    if ended == "within the copy":
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(mirror, "log_model", half)
+            Importer().update()
+    else:
+        Importer().update()
+        [stored] = study.runs()
+        for name in ("moecore.model", "moecore.registered", "moecore.complete"):
+            study.client.delete_tag(stored.info.run_id, name)
+    assert Importer().update().current == 1
+    [stored] = study.runs()
+    [logged] = study.client.search_logged_models([stored.info.experiment_id])
+    assert logged.status == "READY"
+    name = f"{study.folder.name}.dense.pretrain.0"
+    [made] = study.client.search_model_versions(f"name = '{name}'")
+    assert stored.data.tags["moecore.registered"] == f"{name} {made.version}"
 
 
 def test_a_model_that_cannot_be_read_is_left_out_in_words(study):

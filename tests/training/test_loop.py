@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moecore.core.files import UserError, read_json
+from moecore.core.files import FullDisk, UserError, read_json, whole_folder
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
@@ -433,6 +433,14 @@ def flip(path, bit: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"before": null}'])
+def test_a_damaged_pointer_to_shards_is_named(tmp_path, content):
+    model = torch.nn.Linear(1, 1)
+    (tmp_path / "sharded.json").write_text(content)
+    with pytest.raises(UserError, match=r"sharded.json: (not valid JSON|damaged, it has no check)"):
+        Checkpoint(tmp_path).load(model, torch.optim.SGD(model.parameters()))
+
+
 def test_a_flipped_bit_in_a_checkpoint_is_seen_and_the_one_before_taken(tmp_path, capsys):
     whole = task()
     list(fit(whole, SETTINGS, 0, CPU))
@@ -497,3 +505,43 @@ def test_weights_of_another_model_are_named_in_a_line(tmp_path, model):
         with pytest.raises(UserError, match=rf"model\.safetensors: not the weights .*{said}") as no:
             load_model(tmp_path)
         assert "\n" not in str(no.value) and "run the stage that writes it again" in str(no.value)
+
+
+def test_a_checkpoint_on_a_full_disk_leaves_the_last_and_the_run_ends_bit_equal(tmp_path, limited):
+    whole = task()
+    list(fit(whole, SETTINGS, 0, CPU))
+    run = fit(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path))
+    for _ in range(2):
+        next(run)
+    last = tmp_path / "checkpoint.safetensors"
+    with limited(1000), pytest.raises(FullDisk) as error:
+        list(run)
+    assert str(error.value).startswith(f"{last}: could not be written, file too large: it takes ")
+    assert str(error.value).endswith("untouched. Free some space and start again")
+    tensors, about = read_tensors(last)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    assert f"it takes {size:,} bytes; a file may have 1,000 " in str(error.value)
+    assert about["step"] == "3"
+    assert not list(tmp_path.glob(".*"))
+    resumed = task(seed=99)
+    list(fit(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_model_on_a_full_disk_leaves_the_one_before(tmp_path, model, limited):
+    folder = tmp_path / "vmoe/0"
+
+    def saved() -> None:
+        with whole_folder(folder) as target:
+            save_model(target, model)
+
+    saved()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with limited(1000), pytest.raises(FullDisk) as error:
+        saved()
+    said = "could not be written, file too large: it takes "
+    assert str(error.value).startswith(f"{folder}/model.safetensors: {said}")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["0"]
+    saved()

@@ -8,6 +8,7 @@ follows FILE is the meshes: their ``shard``, and ``e`` where experts are spread 
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -393,7 +394,10 @@ def full(project: Project) -> None:
     (said,) = [line for line in ended.stderr.splitlines() if "could not be written" in line]
     assert "(rank 0: [Errno 27] File too large; rank 1: [Errno 27] File too large)" in said
     assert "what was there before is untouched. Free some space and start again" in said
+    assert re.search(r"it takes \d+,\d+ bytes a rank; [\d,]+ are free; what was there", said)
     assert pointer.read_text() == before
+    kept = {json.loads(before)["folder"], (json.loads(before)["before"] or {}).get("folder")}
+    assert {path.name for path in pointer.parent.glob("sharded-*")} <= kept, "no part of a new one"
 
 
 def test_killed_and_resumed_it_ends_with_the_same_bits(project):

@@ -5,9 +5,10 @@ tokens and all of it written.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, places
+from moecore.core.inside import inside
 from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
@@ -23,6 +25,8 @@ from moecore.data.text.tokenizers import AnyTokenizer, Tokenizer, WordSettings, 
 from moecore.data.writer import Part
 from moecore.tasks.image_text import ImageText
 
+HALVES = re.compile("[\ud800-\udfff]")  # of letters: JSON may hold one alone, UTF-8 none
+LONGEST = 100_000  # letters of a caption: a page of a book has 3,000
 CARVED = 6  # a random stream of its own
 NAMED = {"train": "train", "restval": "train", "val": "validation", "test": "test"}  # Karpathy's
 
@@ -132,20 +136,10 @@ class CaptionedFiles(Config):
             found[split] = [(inside(root, one.file), one) for one in images]
         missing = [path for part in found.values() for path, _ in part if not path.is_file()]
         if missing:
-            listed = ", ".join(map(str, missing[:3]))
+            listed = ", ".join(repr(str(path))[1:-1] for path in missing[:3])
             total = f"{len(missing)} images with captions are not there"
             raise UserError(f"{root}: {total}, {listed} among them; add them, or leave out theirs")
         return found
-
-
-def inside(root: Path, name: str) -> Path:
-    """The file ``name`` below ``root``. Raises UserError for a name that leads out of it."""
-    parts = PurePosixPath(name).parts
-    path = root / name
-    leaves = PurePosixPath(name).is_absolute() or ".." in parts
-    if leaves or not path.resolve().is_relative_to(root.resolve()):
-        raise UserError(f"{root}: found the image {name!r}, which leads out of this folder")
-    return path
 
 
 def carved(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[Captions]]:
@@ -165,9 +159,11 @@ def annotations(path: Path) -> Any:
         return json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; fetch the annotations first") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read, {(error.strerror or '').lower()}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{path}: not valid JSON: {error}") from None
 
 
@@ -184,6 +180,8 @@ def karpathy(path: Path) -> dict[str, list[Captions]]:
             split = NAMED[image["split"]]
             parts = (image.get("filepath", ""), image["filename"])
             said = tuple(sentence["raw"] for sentence in image["sentences"])
+            if not all(isinstance(text, str) for text in (*parts, *said)):
+                raise TypeError("file name or caption, which is no text")
         except (KeyError, TypeError) as error:
             raise UserError(f"{path}: images[{number}]: lacks or has an odd {error}") from None
         found[split].append(Captions("/".join(part for part in parts if part), said))
@@ -193,13 +191,21 @@ def karpathy(path: Path) -> dict[str, list[Captions]]:
 
 
 def refuse_odd(path: Path, images: list[Captions]) -> None:
-    """Raise UserError for an image without captions, and one that is there twice."""
+    """Raise UserError for an image without captions, with one that is no text of letters or is
+    too long, and one that is there twice.
+    """
     seen: set[str] = set()
     for image in images:
         if not image.captions or not all(text.strip() for text in image.captions):
-            raise UserError(f"{path}: {image.file}: has no caption, or an empty one")
+            raise UserError(f"{path}: {image.file!r}: has no caption, or an empty one")
+        if (long := max(map(len, image.captions))) > LONGEST:
+            found = f"has a caption of {long:,} letters; allowed: {LONGEST:,}"
+            raise UserError(f"{path}: {image.file!r}: {found}")
+        if HALVES.search("".join(image.captions)):
+            found = "has a caption with half a letter (a surrogate); allowed: Unicode's letters"
+            raise UserError(f"{path}: {image.file!r}: {found}")
         if image.file in seen:
-            raise UserError(f"{path}: {image.file}: is there twice; allowed: once")
+            raise UserError(f"{path}: {image.file!r}: is there twice; allowed: once")
         seen.add(image.file)
 
 
@@ -212,7 +218,7 @@ def grouped(
     captions: dict[Any, list[str]] = {image: [] for image in files}
     for image, text in said:
         if image not in captions:
-            raise UserError(f"{path}: found a caption of image {image}, which is not listed")
+            raise UserError(f"{path}: found a caption of image {image!r}, which is not listed")
         captions[image].append(text)
     found = [Captions(file, tuple(captions[image])) for image, file in files.items()]
     refuse_odd(path, found)

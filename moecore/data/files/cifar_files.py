@@ -2,7 +2,6 @@
 channel.
 """
 
-import gzip
 import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.core.files import UserError
+from moecore.core.inside import inside
 from moecore.data.files.download import check_digest, fetch
 
 URL = "https://www.cs.toronto.edu/~kriz/"
@@ -42,7 +42,7 @@ def read_binary(
     if place.is_file():
         contents = _from_archive(place, files)
     else:
-        contents = {name: (place / name).read_bytes() for name in files}
+        contents = {name: _from_folder(place, name, number) for name, number in files.items()}
     read = [
         _records(place / name, contents[name], number, chosen.label_limits)
         for name, number in files.items()
@@ -96,6 +96,17 @@ def _check_length(path: Path, length: int, number: int, width: int) -> None:
         )
 
 
+def _from_folder(folder: Path, name: str, number: int) -> bytes:
+    """A file, or a little more of it than there should be, so that a longer one is noticed."""
+    path = inside(folder, name)
+    try:
+        with open(path, "rb") as handle:
+            return handle.read((number + 1) * (PIXELS + 2))
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be read, {why}; fetch it again") from None
+
+
 def _from_archive(archive: Path, files: dict[str, int]) -> dict[str, bytes]:
     """Contents of the wanted members by base name; nothing is written to disk, links and other
     members are passed over.
@@ -110,7 +121,7 @@ def _from_archive(archive: Path, files: dict[str, int]) -> dict[str, bytes]:
                 # a little more than there should be, so that a longer file is noticed
                 if opened := tar.extractfile(member):
                     contents[name] = opened.read((files[name] + 1) * (PIXELS + 2))
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise UserError(
             f"{archive}: damaged or truncated archive of {archive.stat().st_size} bytes "
             f"({error}); fetch it again"

@@ -2,14 +2,16 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
+from unicodedata import category
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
+from moecore.core.inside import inside
 from moecore.data.files.decode import SUFFIXES, Packing, header_problem
 from moecore.data.files.decode_cache import Files
 from moecore.data.preview import class_counts
@@ -68,7 +70,9 @@ class KeptSettings(SplitSettings):
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """Sorted names of the class folders; UserError where there are fewer than two."""
+    """Sorted names of the class folders; UserError where there are fewer than two, or where a name
+    is no UTF-8.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     names = tuple(
@@ -83,14 +87,24 @@ def class_names(folder: Path) -> tuple[str, ...]:
             f"{folder}: found {len(names)} class folders; allowed: two or more, with the images "
             "of one class each"
         )
+    for name in names:
+        _refuse_unwritable(folder, name)
     return names
 
 
-def list_images(folder: Path, classes: tuple[str, ...]) -> Files:
-    """Sorted image files under ``folder/<class>/``, at any depth, with labels by position in
-    ``classes``.
+def _refuse_unwritable(folder: Path, name: str) -> None:
+    """Raise UserError for a name that is no line of UTF-8: cards, tables and pages hold lines."""
+    if not name.strip() or any(category(letter) in ("Cc", "Cs") for letter in name):
+        allowed = "one line of letters, in UTF-8"
+        raise UserError(f"{folder}: found the class folder {name!r}; allowed: {allowed}")
 
-    Raises UserError on class folders that differ from ``classes``, and on a class without an image.
+
+def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:
+    """Sorted image files under ``folder/<class>/``, at any depth, with labels by position in
+    ``classes``. A link to nothing is among them: it cannot be read, and nobody is told otherwise.
+
+    Raises UserError on class folders that differ from ``classes``, on a class without an image, and
+    on links that lead out of ``root``.
     """
     if (found := class_names(folder)) != classes:
         lacking = set(classes) - set(found)
@@ -99,14 +113,7 @@ def list_images(folder: Path, classes: tuple[str, ...]) -> Files:
             f"{folder}: class folders differ; lacking: {_names(lacking)}; unknown: "
             f"{_names(unknown)}"
         )
-    lists = [
-        sorted(
-            path
-            for path in (folder / name).rglob("*")
-            if path.suffix.lower() in SUFFIXES and path.is_file()
-        )
-        for name in classes
-    ]
+    lists = [sorted(_images_below(root, inside(root, folder / name))) for name in classes]
     if empty := [name for name, paths in zip(classes, lists, strict=True) if not paths]:
         raise UserError(
             f"{folder}: no image in class {', '.join(empty)}; allowed endings: "
@@ -114,6 +121,19 @@ def list_images(folder: Path, classes: tuple[str, ...]) -> Files:
         )
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in lists])
     return Files([path for paths in lists for path in paths], labels)
+
+
+def _images_below(root: Path, folder: Path) -> Iterator[Path]:
+    """The image files at any depth; links to folders are not followed, those to files are."""
+    for path in folder.rglob("*"):
+        if path.suffix.lower() not in SUFFIXES:
+            continue
+        if path.is_symlink():  # all above it are folders of their own
+            inside(root, path)
+            if not path.is_dir():
+                yield path
+        elif path.is_file():
+            yield path
 
 
 def subset(files: Files, rows: np.ndarray) -> Files:

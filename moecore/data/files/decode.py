@@ -36,6 +36,8 @@ def _bilinear(images: np.ndarray, size: int) -> np.ndarray:
 SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 )
+# by their content; PIL would hand PostScript that is called .png to Ghostscript, which runs it
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 MODES = {1: "L", 3: "RGB"}
 BACKGROUND = "white"  # behind transparent pixels: what most pages show them on
 DEEPEST = 65535  # of 16 bits; what a file of fewer bits leaves unused stays dark
@@ -108,9 +110,12 @@ def unpack_image(content: bytes, channels: int) -> Image.Image:
 
 
 def _opened(path: str | Path, size: int, channels: int) -> Image.Image:
-    with Image.open(path) as image:
+    with Image.open(path, formats=FORMATS) as image:
         image.draft(MODES[channels], (2 * size, 2 * size))
-        return _plain(ImageOps.exif_transpose(image)).convert(MODES[channels])
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)  # a copy of a large picture is a gigabyte
+        plain = _plain(image)
+        return plain if plain.mode == MODES[channels] else plain.convert(MODES[channels])
 
 
 @contextmanager
@@ -119,7 +124,9 @@ def _reasons() -> Iterator[None]:
     try:
         yield
     except UnidentifiedImageError as error:
-        raise Unreadable("cannot identify image file: not a picture, or damaged") from error
+        listed = ", ".join(FORMATS)
+        why = f"cannot identify image file: not a picture, or damaged; allowed: {listed}"
+        raise Unreadable(why) from error
     except (
         OSError,
         SyntaxError,
@@ -132,10 +139,10 @@ def _reasons() -> Iterator[None]:
 def header_problem(path: str | Path) -> str | None:
     """Why a file is no image that ``decode_image`` takes, as far as its header says; else None."""
     try:
-        with Image.open(path) as image:
+        with _reasons(), Image.open(path, formats=FORMATS) as image:
             mode = image.mode
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        return str(error) or type(error).__name__
+    except Unreadable as error:
+        return str(error)
     return None if mode in SIXTEEN or not mode.startswith(DEEP) else of_mode(mode)
 
 

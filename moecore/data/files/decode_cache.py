@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from moecore.core.files import UserError, write_json
+from moecore.data.arrays import new_array
 from moecore.data.files.decode import Packed, Packing, Unreadable, decode_image, pack_image
 from moecore.data.writer import JpegFile, Part
 
@@ -48,8 +49,7 @@ class DecodeCache(NamedTuple):
         progress = self.folder / f"{split}.json"
         state = self._resume(array, progress, self._key(paths))
         shape = (len(paths), self.channels, self.size, self.size)
-        mode = "r+" if state["done"] else "w+"
-        out = np.lib.format.open_memmap(array, mode=mode, dtype=np.uint8, shape=shape)
+        out = new_array(array, np.uint8, shape, begun=state["done"] > 0)
         begun = range(state["done"], len(paths))
         for rows, reasons in _chunks(begun, lambda row: self._fill(out, row, paths[row])):
             state["failures"] |= {
@@ -71,12 +71,8 @@ class DecodeCache(NamedTuple):
         progress = self.folder / f"{split}.json"
         state = self._resume(file, progress, f"{packing} {self._key(paths)}")
         # length, height and width of each
-        table = np.lib.format.open_memmap(
-            self.folder / f"{split}_files.npy",
-            mode="r+" if state["done"] else "w+",
-            dtype=np.int64,
-            shape=(len(paths), 3),
-        )
+        listed = self.folder / f"{split}_files.npy"
+        table = new_array(listed, np.int64, (len(paths), 3), begun=state["done"] > 0)
         histogram = np.array(
             state.get("histogram", np.zeros((packing.channels, 256))), dtype=np.int64
         )
@@ -118,8 +114,17 @@ class DecodeCache(NamedTuple):
         return {"key": key, "done": 0, "failures": {}}
 
     def _key(self, paths: list[Path]) -> str:
-        listing = "\n".join(f"{path} {path.stat().st_size}" for path in paths)
-        return hashlib.sha256(f"{self.size} {self.channels}\n{listing}".encode()).hexdigest()
+        listing = "\n".join(f"{path} {_length(path)}" for path in paths)
+        text = f"{self.size} {self.channels}\n{listing}"
+        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def _length(path: Path) -> int:
+    """Bytes of a file; -1 of a link to nothing, which decoding complains of."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
 
 
 def _chunks(rows: range, work: Callable[[int], Result]) -> Iterator[tuple[range, Iterator[Result]]]:

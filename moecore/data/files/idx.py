@@ -4,6 +4,7 @@ values.
 
 import gzip
 import hashlib
+import math
 import zlib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from moecore.core.files import UserError
 
 UBYTE = 0x08
 GZIP = b"\x1f\x8b"
+BLOCK = 1 << 20  # bytes that are read at a time: no more is taken than there is
 
 
 def read_idx(path: str | Path, dimensions: int, sha256: str | None = None) -> np.ndarray:
@@ -23,14 +25,15 @@ def read_idx(path: str | Path, dimensions: int, sha256: str | None = None) -> np
     Raises UserError naming the file, what was found and what is allowed: missing or damaged file,
     other magic or dimensions, other length than the header promises, other checksum.
     """
-    content = _content(Path(path))
-    shape = _shape(Path(path), content, dimensions)
+    shape = idx_shape(path, dimensions)
     offset = 4 + 4 * dimensions
-    expected = int(np.prod(shape, dtype=np.int64))
-    if len(content) != offset + expected:
+    expected = offset + math.prod(shape)
+    content = _read(Path(path), expected + 1)  # one more: what is longer is noticed, and not read
+    if len(content) != expected:
+        found = f"{len(content)}" if len(content) < expected else "more"
         raise UserError(
-            f"{path}: expected {offset + expected} bytes (sizes {shape} in its header), found "
-            f"{len(content)}; fetch the file again"
+            f"{path}: expected {expected} bytes (sizes {shape} in its header), found {found}; "
+            "fetch the file again"
         )
     if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise UserError(
@@ -45,34 +48,31 @@ def idx_shape(path: str | Path, dimensions: int) -> tuple[int, ...]:
 
     Raises UserError as ``read_idx`` does for a file that is missing or has another header.
     """
-    path = Path(path)
-    length = 4 + 4 * dimensions
+    return _shape(Path(path), _read(Path(path), 4 + 4 * dimensions), dimensions)
+
+
+def _read(path: Path, most: int) -> bytes:
+    """The first ``most`` bytes of what a file holds, unpacked: a small one may unpack to all of
+    the memory.
+    """
+    found = bytearray()
     try:
         with open(path, "rb") as handle:
             packed = handle.read(2) == GZIP
         with gzip.open(path) if packed else open(path, "rb") as handle:
-            head = handle.read(length)
+            while block := handle.read(min(BLOCK, most - len(found))):
+                found += block
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: damaged gzip file ({error}); fetch the file again") from error
-    return _shape(path, head, dimensions)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    if raw[:2] != GZIP:
-        return raw
-    try:
-        return gzip.decompress(raw)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(
-            f"{path}: damaged or truncated gzip file of {len(raw)} bytes ({error}); fetch the "
-            "file again"
+            f"{path}: damaged or truncated gzip file of {path.stat().st_size} bytes ({error}); "
+            "fetch the file again"
         ) from error
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be read, {why}") from None
+    return bytes(found)
 
 
 def _shape(path: Path, content: bytes, dimensions: int) -> tuple[int, ...]:

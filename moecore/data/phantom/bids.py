@@ -11,7 +11,7 @@ from typing import get_args
 
 import numpy as np
 
-from moecore.core.files import whole_file, write_json
+from moecore.core.files import whole_file, write_json, write_whole
 from moecore.data.phantom.fields import SIDE, VOXEL_MM
 from moecore.data.phantom.numbers import Preset
 from moecore.data.sources.phantom import LICENCE, Phantom, Visit, simulate
@@ -52,7 +52,7 @@ def write_bids(folder: Path, phantom: Phantom) -> None:
             rows = [[subject.session_id, subject.age] for subject in own]
             _table(folder / who / f"{who}_sessions.tsv", ("session_id", "age"), rows)
     _describe(folder, phantom)
-    (folder / "README").write_text(README, encoding="utf-8")
+    write_whole(folder / "README", README)
     for _ in each(partial(_write_visit, folder, phantom.preset), visits):
         pass
 

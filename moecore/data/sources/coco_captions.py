@@ -2,7 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -59,11 +59,21 @@ def of_coco(path: Path, folder: str) -> list[Captions]:
     content = annotations(path)
     try:
         numbers = [image["id"] for image in content["images"]]
-        files = {image["id"]: f"{folder}/{image['file_name']}" for image in content["images"]}
-        said = [(one["image_id"], str(one["caption"]).strip()) for one in content["annotations"]]
+        files = {
+            image["id"]: f"{folder}/{_text(image, 'file_name')}" for image in content["images"]
+        }
+        said = [(one["image_id"], _text(one, "caption").strip()) for one in content["annotations"]]
+        hash(tuple(image for image, _ in said))  # a TypeError where one is a list
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: no captions of COCO's: lacks or has an odd {error}") from None
     if len(files) != len(numbers):
         twice = Counter(numbers).most_common(1)[0][0]
         raise UserError(f"{path}: the image id {twice} is there twice; allowed: once")
     return grouped(path, files, iter(said))
+
+
+def _text(entry: Any, key: str) -> str:
+    """``entry[key]``. Raises KeyError where there is none, TypeError where it is no text."""
+    if not isinstance(entry[key], str):
+        raise TypeError(f"{key}, {entry[key]!r:.40}, which is no text")
+    return entry[key]

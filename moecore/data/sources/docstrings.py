@@ -67,7 +67,7 @@ class Docstrings(TextSettings):
         versions = {name: found(name).version for name in self.packages}
         for name in sorted(self.packages):
             for path, text in modules(name):
-                for paragraph in prose(text):
+                for paragraph in prose(text, path):
                     if paragraph not in seen:
                         seen.add(paragraph)
                         lines[self._split(path)].append(lowered(paragraph))
@@ -124,9 +124,19 @@ def modules(name: str) -> Iterator[tuple[str, str]]:
             raise UserError(f"{file}: found {error}; allowed: UTF-8") from error
 
 
-def prose(source: str) -> Iterator[str]:
-    """The paragraphs of a Python file's docstrings that are prose, blanks joined to one."""
-    for node in ast.walk(ast.parse(source)):
+def prose(source: str, path: str = "source") -> Iterator[str]:
+    """The paragraphs of a Python file's docstrings that are prose, blanks joined to one.
+
+    Raises UserError, naming ``path``, where it is no Python of this version.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # brackets, no end
+        why = str(error) or "nested too deep"
+        raise UserError(
+            f"{path}: no Python of this version: {why}; leave its package out"
+        ) from None
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for paragraph in (ast.get_docstring(node) or "").split("\n\n"):

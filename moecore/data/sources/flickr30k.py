@@ -49,6 +49,8 @@ def of_token_file(path: Path) -> Iterator[tuple[str, str]]:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; fetch the captions first") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read, {(error.strerror or '').lower()}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8: {error}") from None
     seen: set[str] = set()

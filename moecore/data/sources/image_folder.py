@@ -106,14 +106,14 @@ class ImageFolder(KeptSettings):
         else:
             train = root
         classes = class_names(train)
-        rest = list_images(train, classes)
+        rest = list_images(root, train, classes)
         fixed = {}
         if train != root:
             # ImageNet's archives say `val`
             named = "validation" if (root / "validation").is_dir() else "val"
             for split, name in (("validation", named), ("test", "test")):
                 if (root / name).is_dir():
-                    fixed[split] = list_images(root / name, classes)
+                    fixed[split] = list_images(root, root / name, classes)
         if "test" not in fixed:
             kept, carved = carve(rest.labels, self.test, self.seed, purpose=2)
             fixed["test"] = subset(rest, carved)

@@ -93,8 +93,8 @@ class Imagenet(KeptSettings):
         return found | known
 
     def _splits(self, root: Path, classes: tuple[str, ...]) -> dict[str, Files]:
-        train = list_images(root / "train", classes)
-        test = list_images(root / "val", classes)
+        train = list_images(root, root / "train", classes)
+        test = list_images(root, root / "val", classes)
         kept, carved = split_train(train.labels, self)
         test = subset(test, limited(test.labels, self.test_limit, self.seed))
         return {"train": subset(train, kept), "validation": subset(train, carved), "test": test}

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, found_file
+from moecore.core.files import UserError, checksum, found_file, room_for, write_whole
 from moecore.data.text.words import lowered
 from moecore.tasks.image_text import ImageText
 
@@ -84,7 +84,7 @@ class WordTokenizer:
         return self.vocabulary[token]
 
     def write(self, folder: Path) -> str:
-        (folder / OURS).write_text(self._text(), encoding="utf-8")
+        write_whole(folder / OURS, self._text())
         return OURS
 
     def _text(self) -> str:
@@ -139,7 +139,8 @@ class BpeTokenizer:
         return str(self.loaded.id_to_token(token))
 
     def write(self, folder: Path) -> str:
-        shutil.copyfile(self.path, folder / THEIRS)
+        with room_for(folder / THEIRS, self.path.stat().st_size):
+            shutil.copyfile(self.path, folder / THEIRS)
         return THEIRS
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, write_sealed
+from moecore.core.files import UserError, checksum, write_sealed, write_whole
+from moecore.data.arrays import save_array
 from moecore.tasks.next_token import NextToken
 
 END = "<eos>"
@@ -123,9 +124,9 @@ def write_text(
         if len(tokens[split]) <= settings.block:
             found = f"the split {split} has {len(tokens[split])} tokens"
             raise UserError(f"{about['name']}: {found}; a block of {settings.block} needs more")
-        np.save(folder / f"{split}_tokens.npy", tokens[split], allow_pickle=False)
+        save_array(folder / f"{split}_tokens.npy", tokens[split])
     text = "".join(f"{word}\n" for word in vocabulary)
-    (folder / "vocabulary.txt").write_text(text, encoding="utf-8")
+    write_whole(folder / "vocabulary.txt", text)
     unknown = list(vocabulary).index(UNKNOWN)
     channels = settings.context + 1
     card = {

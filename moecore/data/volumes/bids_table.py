@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError
+from moecore.core.inside import inside
 from moecore.data.prepared import SPLITS
-from moecore.data.volumes.subjects import Subject
+from moecore.data.volumes.subjects import Subject, odd_id
 
 NEEDED = ("participant_id", "age", "sex")
 SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": "", "n/a": ""}
@@ -48,11 +49,14 @@ def read_table(
     of the diagnoses.
     """
     path = root / "participants.tsv"
-    rows = _rows(path, NEEDED)
+    rows = _rows(root, path, NEEDED)
     problems = []
     subjects = []
     seen: Counter[str] = Counter()
     for participant in {row["participant_id"]: row for row in rows}:
+        if odd := odd_id("participant_id", participant):  # before it becomes a path
+            problems.append(Problem(participant, "*", f"{path}: {odd}"))
+            continue
         mine = [row for row in rows if row["participant_id"] == participant]
         for file, row in _visits(root, path, participant, mine):
             subject, wrong = _subject(row, ages)
@@ -64,7 +68,7 @@ def read_table(
                 for why in wrong
             ]
             subjects.append(subject)
-    if not subjects:
+    if not subjects and not problems:
         raise UserError(_nobody(path, diagnoses or (), seen))
     splits, split_problems = _splits(path, rows)
     problems += _doubles(path, subjects) + split_problems
@@ -86,26 +90,42 @@ def _nobody(path: Path, diagnoses: tuple[str, ...], seen: Counter[str]) -> str:
     )
 
 
-def _rows(path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
-    if not path.is_file():
+def _rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
+    if not inside(root, path).is_file():
         raise UserError(
             f"{path}: no such file; a cohort needs it, with the columns {', '.join(NEEDED)} (set "
             "`root` to its folder)"
         )
-    with open(path, newline="", encoding="utf-8-sig") as handle:
-        table = csv.DictReader(handle, delimiter="\t", restval="")
-        if lacking := [name for name in needed if name not in (table.fieldnames or ())]:
-            found = ", ".join(table.fieldnames or ()) or "nothing"
-            raise UserError(
-                f"{path}: lacks the columns {', '.join(lacking)}; found: {found} (columns are "
-                "separated by tabs)"
-            )
-        rows = [
-            {name: (value or "").strip() for name, value in row.items() if name} for row in table
-        ]
+    columns, rows = tab_separated(path)
+    if lacking := [name for name in needed if name not in columns]:
+        found = " ".join(", ".join(columns).split()) or "nothing"
+        raise UserError(
+            f"{path}: lacks the columns {', '.join(lacking)}; found: {found[:200]} (columns are "
+            "separated by tabs)"
+        )
     if not rows:
         raise UserError(f"{path}: has no rows")
     return rows
+
+
+def tab_separated(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns of a table with a head line, and its rows, without blanks around the values.
+
+    Raises UserError where it is no text in UTF-8, or has a value that no table has.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as handle:
+            table = csv.DictReader(handle, delimiter="\t", restval="")
+            columns = list(table.fieldnames or ())
+            rows = [{name: (row[name] or "").strip() for name in columns if name} for row in table]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error}") from None
+    except csv.Error as error:  # a value of more than 131,072 letters: a quote that nothing closes
+        raise UserError(f"{path}: no table of values between tabs: {error}") from None
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be read, {why}") from None
+    return columns, rows
 
 
 def _visits(
@@ -119,7 +139,7 @@ def _visits(
         return [(path, row) for row in rows]
     return [
         (sessions, rows[0] | {name: value for name, value in row.items() if value not in MISSING})
-        for row in _rows(sessions, ("session_id",))
+        for row in _rows(root, sessions, ("session_id",))
     ]
 
 
@@ -127,8 +147,9 @@ def _subject(row: dict[str, str], ages: tuple[float, float]) -> tuple[Subject, l
     wrong = []
     age = _number(row["age"])
     sex = row["sex"].lower()
-    if row["participant_id"] in MISSING or "/" in row["participant_id"]:
-        wrong.append(f"participant_id is {row['participant_id']!r}")
+    session = _optional(row, "session_id")
+    if session and (odd := odd_id("session_id", session)):
+        wrong.append(odd)
     if age is None:
         wrong.append(f"age is {row['age']!r}, not a number")
     elif not ages[0] <= age <= ages[1]:
@@ -137,7 +158,7 @@ def _subject(row: dict[str, str], ages: tuple[float, float]) -> tuple[Subject, l
         wrong.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
     subject = Subject(
         row["participant_id"],
-        _optional(row, "session_id"),
+        session,
         math.nan if age is None else age,
         SEX.get(sex, ""),
         _optional(row, "site"),

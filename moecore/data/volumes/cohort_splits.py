@@ -173,6 +173,6 @@ def _all(files: SubjectFiles) -> list[Path]:
 
 def listed(root: Path, problems: Sequence[Problem]) -> str:
     """What is wrong with a cohort, a line a problem."""
-    lines = "\n  ".join(problem.reason for problem in problems)
+    lines = "\n  ".join(" ".join(problem.reason.split()) for problem in problems)
     way = "mend them, or set `on_error: skip` to leave these subjects out"
     return f"{len(problems)} problems in the cohort {root}; {way}:\n  {lines}"

@@ -1,6 +1,9 @@
 """One NIfTI file to an array in canonical orientation."""
 
+import math
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +13,9 @@ from moecore.core.files import UserError
 
 # two affines are the same where they put every corner of the volume closer than this
 APART_MM = 0.1
+MOST = 512**3  # voxels: a head at 0.5 mm; their values take half a gigabyte
+EDGES_MM = (0.01, 100.0)  # of a voxel
+NUMBERS = "biuf"  # numpy's kinds that are real numbers; not complex ones, not colours
 
 
 class Unusable(Exception):
@@ -34,21 +40,10 @@ def load_volume(path: Path) -> Volume:
     orientation, or with values that are no numbers; UserError where nibabel is not installed.
     """
     nibabel = _nibabel()
-    try:
-        image = nibabel.load(path)
+    image = _opened(path)
+    with _damage(path):
         values = np.asarray(image.dataobj, dtype=np.float32)
-    except FileNotFoundError:
-        raise Unusable(f"{path}: no such file") from None
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        zlib.error,
-        nibabel.filebasedimages.ImageFileError,
-        nibabel.spatialimages.HeaderDataError,
-    ) as error:
-        raise Unusable(f"{path}: cannot be read, damaged or truncated ({error})") from error
-    _check(path, image, values)
+    _check(path, values)
     image = nibabel.as_closest_canonical(
         nibabel.Nifti1Image(values.reshape(values.shape[:3]), image.affine)
     )
@@ -72,25 +67,46 @@ def same_place(one: Volume, other: Volume) -> str | None:
 
 def header_problem(path: Path) -> str | None:
     """Why a file is no volume, as far as its header says; None where nothing is wrong with it."""
-    nibabel = _nibabel()
     try:
-        _check_header(path, nibabel.load(path))
+        _opened(path)
     except Unusable as error:
         return str(error)
+    return None
+
+
+def _opened(path: Path) -> Any:
+    """nibabel's image of a file whose header says a volume; no value is read.
+
+    Raises Unusable.
+    """
+    if not path.is_file():
+        raise Unusable(f"{path}: {'no file' if path.exists() else 'no such file'}")
+    with _damage(path):
+        image = _nibabel().load(path)
+        _check_header(path, image)
+    return image
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """All that nibabel raises on bad content becomes Unusable, in a line."""
+    nibabel = _nibabel()
+    try:
+        yield
     except (
         OSError,
         EOFError,
         ValueError,
+        OverflowError,
         zlib.error,
         nibabel.filebasedimages.ImageFileError,
         nibabel.spatialimages.HeaderDataError,
     ) as error:
-        return f"{path}: cannot be read, damaged or truncated ({error})"
-    return None
+        why = " ".join(str(error).split())
+        raise Unusable(f"{path}: cannot be read, damaged or truncated ({why})") from error
 
 
-def _check(path: Path, image: Any, values: np.ndarray) -> None:
-    _check_header(path, image)
+def _check(path: Path, values: np.ndarray) -> None:
     if not np.isfinite(values).all():
         raise Unusable(
             f"{path}: {int((~np.isfinite(values)).sum())} voxels are no numbers (NaN or infinite)"
@@ -98,9 +114,15 @@ def _check(path: Path, image: Any, values: np.ndarray) -> None:
 
 
 def _check_header(path: Path, image: Any) -> None:
-    """Shape, orientation and affine, which the header says."""
-    if len(image.shape) < 3 or any(length != 1 for length in image.shape[3:]):
-        raise Unusable(f"{path}: has the shape {image.shape}; allowed: one 3-D volume")
+    """Shape, kind of values, orientation and affine, which the header says."""
+    shape = image.shape
+    if len(shape) < 3 or min(shape) < 1 or any(length != 1 for length in shape[3:]):
+        raise Unusable(f"{path}: has the shape {shape}; allowed: one 3-D volume")
+    if math.prod(shape) > MOST:
+        raise Unusable(f"{path}: has the shape {shape}; allowed: up to {MOST:,} voxels")
+    if image.get_data_dtype().kind not in NUMBERS:
+        found = f"its values are {image.get_data_dtype()}"
+        raise Unusable(f"{path}: {found}; allowed: whole and real numbers")
     if image.header.get("sform_code", 1) == 0 and image.header.get("qform_code", 1) == 0:
         raise Unusable(
             f"{path}: says no orientation (sform_code and qform_code are 0); left and right "
@@ -108,6 +130,11 @@ def _check_header(path: Path, image: Any) -> None:
         )
     if not np.isfinite(image.affine).all() or abs(np.linalg.det(image.affine[:3, :3])) < 1e-6:
         raise Unusable(f"{path}: its affine is singular or has values that are no numbers")
+    edges = np.linalg.norm(image.affine[:3, :3], axis=0)
+    if edges.min() < EDGES_MM[0] or edges.max() > EDGES_MM[1]:
+        found = " × ".join(f"{edge:g}" for edge in edges)
+        least, most = EDGES_MM
+        raise Unusable(f"{path}: voxels of {found} mm; allowed: {least:g} to {most:g}")
 
 
 def _nibabel() -> Any:

@@ -1,12 +1,16 @@
 """Who is in a split of a cohort: one row a volume, in the order of the volumes."""
 
 import csv
+import re
 from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError, whole_file
+from moecore.core.inside import inside
 
+ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
 SEXES = {"F": "F", "M": "M", "": "unknown"}  # as in the files, and as counts name them
 
 
@@ -56,13 +60,28 @@ def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
     return {name: number for name, number in counts.items() if number or name != "unknown"}
 
 
+def odd_id(name: str, value: str) -> str | None:
+    """Why an id of a table (``name``: its column) is none, or None where it is one."""
+    if ID.fullmatch(value):
+        return None
+    found = f"{value[:60]!r}" + "…" * (len(value) > 60)
+    return f"{name} is {found}; allowed: up to 100 letters a to z, digits, and . _ + - after one"
+
+
 def the_one(root: Path, pattern: str, subject: Subject) -> tuple[Path | None, str | None]:
     """The only file of ``subject`` that fits ``pattern``, or None and why there is not one."""
-    words = [subject.participant_id]
+    words = [escape(subject.participant_id)]
     if session := subject.session_id:
-        words.append(session if session.startswith("ses-") else f"ses-{session}")
+        words.append(escape(session if session.startswith("ses-") else f"ses-{session}"))
     place = pattern.replace("{folder}", "/".join(words)).replace("{prefix}", "_".join(words))
-    found = sorted(root.glob(place))
+    try:
+        found = [inside(root, path) for path in sorted(root.glob(place))]
+    except UserError as error:
+        return None, str(error)
+    except (ValueError, NotImplementedError) as error:
+        return None, f"{root}: the pattern {pattern!r} is none below this folder: {error}"
+    if len(found) == 1 and not found[0].is_file():  # reading a pipe would wait for ever
+        return None, f"{found[0]}: no file, or a link to nothing"
     if len(found) == 1:
         return found[0], None
     if not found:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moecore.core.files import checksum, whole_file, write_json
+from moecore.data.arrays import save_array
 from moecore.data.volumes.volumes import Stored, SubjectFiles
 
 VERSION = 1  # raise it where reading a subject gives other values than before
@@ -64,8 +65,8 @@ class VolumeCache:
         image, regions = self._paths(key)
         for path, values in ((regions, made.regions), (image, made.image)):
             if values is not None:
-                with self.lock, whole_file(path) as temporary, open(temporary, "wb") as handle:
-                    np.save(handle, values, allow_pickle=False)
+                with self.lock, whole_file(path, values.nbytes) as temporary:
+                    save_array(temporary, values)
 
     def remember(self) -> None:
         """Write the digests down, for the next run."""

@@ -128,6 +128,21 @@ def not_stripped(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str |
     )
 
 
+def too_large(
+    shape: tuple[int, ...], zooms: tuple[float, ...], voxel_mm: float, most: int
+) -> str | None:
+    """Why a volume would have more than ``most`` voxels on voxels of ``voxel_mm``, or None."""
+    sides = [length * zoom for length, zoom in zip(shape, zooms, strict=True)]
+    number = np.prod([max(side / voxel_mm, 1) for side in sides])
+    if number <= most:
+        return None
+    extent = " × ".join(f"{side:,.0f}" for side in sides)
+    return (
+        f"is {extent} mm large, {number:,.0f} voxels of {voxel_mm:g} mm; allowed: up to {most:,}; "
+        "cut it, or use a larger `voxel_mm`"
+    )
+
+
 def cut_off(inside: np.ndarray, kept: np.ndarray, size: tuple[int, int, int]) -> str | None:
     """Why the brain does not fit into ``size`` voxels, or None; masks before and after the cut."""
     lost = 1 - float(kept.sum()) / float(inside.sum())

@@ -10,6 +10,7 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, checksum, write_sealed
+from moecore.data.arrays import new_array, save_array
 from moecore.data.prepared import SPLITS
 from moecore.data.volumes.subjects import SEXES, Subject, sex_counts, write_subjects
 from moecore.data.volumes.volume_checks import flags
@@ -144,11 +145,11 @@ def _write_split(folder: Path, split: str, facts: VolumeFacts, part: VolumePart)
     """Write one split; number, sum and sum of squares of its values inside the brain, fp64 (3,)."""
     number = len(part.subjects)
     sums = np.zeros(3)
-    images = _memmap(folder / f"{split}_images.npy", np.float16, (number, 1, *facts.size))
+    images = new_array(folder / f"{split}_images.npy", np.float16, (number, 1, *facts.size))
     regions = None
     if facts.regions:
         shape = (number, len(facts.regions), *facts.size)
-        regions = _memmap(folder / f"{split}_regions.npy", np.uint8, shape)
+        regions = new_array(folder / f"{split}_regions.npy", np.uint8, shape)
     subjects: list[Subject] = []
     for row, (volume, shares) in enumerate(part.volumes):
         if row == number:
@@ -163,13 +164,9 @@ def _write_split(folder: Path, split: str, facts: VolumeFacts, part: VolumePart)
         subjects.append(part.subjects[row]._replace(qc_flags="; ".join(flags(volume, shares))))
     if len(subjects) != number:
         raise UserError(f"{split}_images.npy: {len(subjects)} volumes for {number} ages")
-    np.save(folder / f"{split}_labels.npy", _ages(subjects), allow_pickle=False)
+    save_array(folder / f"{split}_labels.npy", _ages(subjects))
     write_subjects(folder / f"{split}_subjects.csv", subjects)
     return sums
-
-
-def _memmap(path: Path, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
-    return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
 
 
 def _fits(name: str, row: int, found: np.ndarray | None, array: np.ndarray) -> None:

@@ -10,8 +10,14 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.data.volumes.grids import BRAIN, Grid, cut, resampled, resampled_inside, window
-from moecore.data.volumes.nifti import Unusable, Volume, load_volume, same_place
-from moecore.data.volumes.volume_checks import cut_off, impossible, not_stripped, out_of_range
+from moecore.data.volumes.nifti import MOST, Unusable, Volume, load_volume, same_place
+from moecore.data.volumes.volume_checks import (
+    cut_off,
+    impossible,
+    not_stripped,
+    out_of_range,
+    too_large,
+)
 
 DARKEST = 0.01  # of a voxel inside the mask, so that the mask can be read off: value > 0
 PERCENTILES = (1.0, 99.0)
@@ -156,6 +162,8 @@ def _regions(
 def _stored(
     path: Path, t1: Volume, regions: np.ndarray | None, mask: np.ndarray, grid: Grid
 ) -> tuple[Stored | None, list[str]]:
+    if why := too_large(t1.values.shape, t1.zooms, grid.voxel_mm, MOST):
+        return None, [f"{path}: {why}"]
     volume, inside = resampled_inside(t1.values, mask, t1.zooms, grid.voxel_mm)
     if not inside.any():
         return None, [f"{path}: the brain mask is empty"]

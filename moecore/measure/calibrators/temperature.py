@@ -89,8 +89,9 @@ class Temperature(Config):
         """The same of an NLL that is given by its derivatives in β = 1/T: of predictions that are
         too many to be there at once. close: relative step at which Newton's are at their end.
         """
-        limits = {1 / self.highest: self.highest, 1 / self.lowest: self.lowest}
-        beta = _root(at, *limits, close)
+        low, high = 1 / self.highest, 1 / self.lowest
+        limits = {low: self.highest, high: self.lowest}
+        beta = _root(at, low, high, close)
         return FittedTemperature(temperature=limits.get(beta, 1 / beta), at_limit=beta in limits)
 
 

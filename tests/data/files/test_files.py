@@ -7,6 +7,7 @@ import functools
 import gzip
 import hashlib
 import threading
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -50,7 +51,8 @@ def test_round_trip(tmp_path_factory, array, packed):
         (idx_bytes(IMAGES[0]), "starts with 00 00 08 02"),
         (idx_bytes(IMAGES)[:10], "expected a header of 16 bytes, found 10"),
         (idx_bytes(IMAGES)[:-1], "expected 40 bytes (sizes (2, 3, 4) in its header), found 39"),
-        (idx_bytes(IMAGES) + b"x", "found 41"),
+        (idx_bytes(IMAGES) + b"x", "expected 40 bytes (sizes (2, 3, 4) in its header), found more"),
+        (b"\0\0\x08\x03" + b"\x80\0\0\0" * 2 + b"\0\0\0\4", "found 16; fetch"),  # 2^64 is 0
         (gzip.compress(idx_bytes(IMAGES), mtime=0)[:-9], "damaged or truncated gzip file"),
         (b"\x1f\x8b" + b"rubbish, not gzip at all", "damaged or truncated gzip file"),
     ],
@@ -61,6 +63,22 @@ def test_damage_is_named(tmp_path, content, said):
     with pytest.raises(UserError) as error:
         read_idx(path, 3)
     assert str(path) in str(error.value) and said in str(error.value)
+
+
+def test_a_small_file_that_unpacks_to_much_is_not_unpacked(tmp_path):
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    with gzip.open(path, "wb", 9) as handle:
+        handle.write(idx_bytes(IMAGES))
+        for _ in range(100):
+            handle.write(bytes(1 << 20))
+    tracemalloc.start()
+    with pytest.raises(UserError, match="expected 40 bytes .* found more"):
+        read_idx(path, 3)
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="folder: cannot be read, is a directory"):
+        read_idx(tmp_path / "folder", 3)
 
 
 def test_other_checksum_and_missing_file(tmp_path):

@@ -3,7 +3,9 @@ file.
 """
 
 import gzip
+import os
 import shutil
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -368,4 +370,56 @@ def test_a_truncated_plain_file_is_named(tmp_path):
     plain.write_bytes(gzip.decompress(packed.read_bytes())[:-100])
     packed.unlink()
     with pytest.raises(UserError, match="sub-02_T1w.nii: cannot be read, damaged or truncated"):
+        source.prepare(tmp_path / "out")
+
+
+ODD = ["../../evil", "/etc/passwd", "..", ".", "sub-*", "[s]ub-01", "**", "sub-<b>", "sub-\0"]
+ODD += ["sub-\u202e1", 'sub-"1', "x" * 300, "=cmd()", "{folder}", "sub\n1"]
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("column", ["participant_id", "session_id"])
+def test_an_id_is_no_path_and_no_pattern(tmp_path, monkeypatch, column, name):
+    source = cohort(tmp_path / "raw")
+    visit(tmp_path.parent, "evil", 50)
+    change(tmp_path / "raw", "sub-01", **{column: name})
+    opened = []
+    monkeypatch.setattr(
+        bids, "read_subject", lambda files, *_: opened.append(files.t1) or (None, [])
+    )
+    asked = []
+    exists = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: asked.append(str(path)) or exists(path))
+    with pytest.raises(UserError, match=rf"{column} is .*; allowed: up to 100 letters") as error:
+        source.prepare(tmp_path / "out")
+    lines = str(error.value).splitlines()
+    assert len(lines) == 1 + int(lines[0].split()[0]) == 2 + (column == "participant_id")
+    assert not any("evil" in path or "passwd" in path or ".." in path for path in asked)
+    assert all(path.is_relative_to(tmp_path / "raw") for path in opened)
+
+
+def test_links_and_tables_that_are_none(tmp_path):
+    source = cohort(tmp_path / "raw")
+    volume = tmp_path / "raw/sub-01/anat/sub-01_T1w.nii.gz"
+    volume.rename(tmp_path / "elsewhere.nii.gz")
+    volume.symlink_to(tmp_path / "elsewhere.nii.gz")
+    with pytest.raises(UserError, match="found 'sub-01/anat/sub-01_T1w.nii.gz', which leads out"):
+        source.prepare(tmp_path / "out")
+    volume.unlink()
+    os.mkfifo(volume)
+    with pytest.raises(UserError, match="sub-01_T1w.nii.gz: no file, or a link to nothing"):
+        source.prepare(tmp_path / "out")
+    table = tmp_path / "raw/participants.tsv"
+    whole = table.read_bytes()
+    for content, said in (
+        (whole.replace(b"sub-01", b"sub-\xff"), "participants.tsv: not UTF-8"),
+        (whole.replace(b"sub-01", b"y" * 200_000), "no table of values between tabs: field larger"),
+    ):
+        table.write_bytes(content)
+        with pytest.raises(UserError, match=said):
+            source.prepare(tmp_path / "out")
+    table.unlink()
+    (tmp_path / "people.tsv").write_bytes(whole)
+    table.symlink_to(tmp_path / "people.tsv")
+    with pytest.raises(UserError, match="found 'participants.tsv', which leads out"):
         source.prepare(tmp_path / "out")

@@ -415,7 +415,7 @@ def test_odd_token_files_are_refused(tmp_path, lines, says):
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda c: c["annotations"].clear(), "COCO_000000000000.png: has no caption"),
+        (lambda c: c["annotations"].clear(), "COCO_000000000000.png': has no caption"),
         (lambda c: c["images"].pop(), "found a caption of image 19, which is not listed"),
         (lambda c: c["images"].append(c["images"][3]), "the image id 3 is there twice"),
         (lambda c: c.pop("images"), "no captions of COCO's: lacks or has an odd 'images'"),
@@ -424,6 +424,14 @@ def test_odd_token_files_are_refused(tmp_path, lines, says):
             lambda c: c["images"][0].update(file_name="../../../etc/passwd"),
             "leads out of this folder",
         ),
+        (lambda c: c["images"][0].update(file_name="a\0.png"), "no file can be called"),
+        (lambda c: c["images"][0].update(file_name="x" * 300), "no file can be called: file name"),
+        (lambda c: c["images"][0].update(file_name="\ud800"), "no file can be called"),
+        (lambda c: c["images"][0].update(file_name=5), "odd file_name, 5, which is no text"),
+        (lambda c: c["annotations"][0].update(image_id=[0]), "has an odd unhashable type"),
+        (lambda c: c["annotations"][0].update(caption=None), "odd caption, None, which is no text"),
+        (lambda c: c["annotations"][0].update(caption="\ud800"), "half a letter"),
+        (lambda c: c["annotations"][0].update(caption="word " * 30_000), "of 149,999 letters"),
     ],
 )
 def test_odd_annotations_are_refused(tmp_path, edit, says):
@@ -464,5 +472,24 @@ def test_a_link_that_leads_out_is_refused(tmp_path):
     (root / "0.png").unlink()
     (root / "0.png").symlink_to(outside)
     settings = Flickr30k(root=str(root), captions_file=str(path), size=8)
-    with pytest.raises(UserError, match="found the image '0.png', which leads out"):
+    with pytest.raises(UserError, match="found '0.png', which leads out"):
         settings.prepare(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["annotations", "karpathy", "captions_file"])
+def test_annotations_that_are_no_file_or_never_end(tmp_path, name):
+    path = tmp_path / "given"
+    kind = Flickr30k if name == "captions_file" else CocoCaptions
+    given = (str(path),) if name == "annotations" else str(path)
+    settings = kind.model_validate(
+        {"root": str(tmp_path), "folders": (".",), name: given}
+        if kind is CocoCaptions
+        else {"root": str(tmp_path), name: given}
+    )
+    path.mkdir()
+    with pytest.raises(UserError, match="given: cannot be read, is a directory"):
+        settings.read()
+    path.rmdir()
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(UserError, match="given: not valid JSON|given:1: found"):
+        settings.read()

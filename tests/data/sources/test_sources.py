@@ -5,6 +5,7 @@ Class folders of image files: splits, damage, resuming after a kill.
 
 import hashlib
 import io
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -18,8 +19,8 @@ from moecore.core.files import UserError, checksum
 from moecore.data import prepared
 from moecore.data.arrays import Jpegs
 from moecore.data.files import decode_cache
-from moecore.data.files.cifar_files import SETS
-from moecore.data.files.decode import decode_image
+from moecore.data.files.cifar_files import SETS, read_binary
+from moecore.data.files.decode import Unreadable, decode_image, header_problem
 from moecore.data.prepared import Prepared
 from moecore.data.sources import Source, cifar, fashion_mnist
 from moecore.data.sources.cifar import Cifar
@@ -495,3 +496,76 @@ def test_the_defaults_write_the_bytes_that_they_always_wrote(tmp_path):
     assert (
         hashlib.sha256(said.encode()).hexdigest()[:16] == "bf0a7dc432ff0397" and "jpeg" not in card
     )
+
+
+def link(path: Path, target: Path) -> None:
+    path.symlink_to(target, target_is_directory=target.is_dir())
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda root: link(root / "c", root.parent / "outside/c"), "found 'c', which leads out"),
+        (
+            lambda root: link(root / "a/x.png", root.parent / "outside/c/000.png"),
+            "found 'a/x.png', which leads out of this folder; allowed: files below it",
+        ),
+        (
+            lambda root: link(root / "a/x.png", root / "nothing"),
+            r"(?s)1 image files cannot be read.*a/x\.png: .*No such file",
+        ),
+        (lambda root: (root / "a\nb").mkdir(), r"class folder 'a\\nb'; allowed: one line of let"),
+        (
+            lambda root: (root / os.fsdecode(b"\xff")).mkdir(),
+            "allowed: one line of letters, in UTF",
+        ),
+    ],
+)
+def test_class_folders_keep_to_their_root(tmp_path, edit, said):
+    image_classes(tmp_path / "outside", {"c": 20})
+    image_classes(tmp_path / "raw", {"a": 20, "b": 20})
+    source = ImageFolder(root=str(tmp_path / "raw"), size=8)
+    (tmp_path / "raw/b/again.png").symlink_to(tmp_path / "raw/b/000.png")  # stays inside
+    assert sum(source.prepare(tmp_path / "fine")["images"].values()) == 41
+    edit(tmp_path / "raw")
+    with pytest.raises(UserError, match=said):
+        source.prepare(tmp_path / "out")
+
+
+def test_only_pictures_are_decoded_and_large_ones_in_little_memory(tmp_path, monkeypatch):
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    (tmp_path / "script.png").write_bytes(script)
+    ran = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *given, **_: ran.append(given))
+    with pytest.raises(Unreadable, match="not a picture, or damaged; allowed: PNG, JPEG"):
+        decode_image(tmp_path / "script.png", 8, 3)
+    assert header_problem(tmp_path / "script.png") and not ran
+    Image.new("RGB", (5000, 5000)).save(tmp_path / "large.png")
+    copies = []
+    whole = Image.Image.copy
+    monkeypatch.setattr(Image.Image, "copy", lambda one: copies.append(one.size) or whole(one))
+    assert decode_image(tmp_path / "large.png", 8, 3).shape == (3, 8, 8)
+    assert (5000, 5000) not in copies
+
+
+def test_bin_files_that_lead_out_of_their_folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/test_batch.bin").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="found 'test_batch.bin', which leads out"):
+        read_binary(tmp_path / "in", SETS[10], {"test_batch.bin": 2})
+    (tmp_path / "in/test_batch.bin").unlink()
+    (tmp_path / "in/test_batch.bin").mkdir()
+    with pytest.raises(UserError, match="test_batch.bin: cannot be read, is a directory"):
+        read_binary(tmp_path / "in", SETS[10], {"test_batch.bin": 2})
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE])
+def test_members_of_archives_that_are_no_files(tmp_path, kind):
+    member = tarfile.TarInfo("../../test_batch.bin")
+    member.type = kind
+    member.linkname = "/etc/passwd"
+    with tarfile.open(tmp_path / "cifar.tar.gz", "w:gz") as archive:
+        archive.addfile(member)
+    with pytest.raises(UserError, match="holds no file test_batch.bin"):
+        read_binary(tmp_path / "cifar.tar.gz", SETS[10], {"test_batch.bin": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["cifar.tar.gz"]

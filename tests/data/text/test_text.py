@@ -306,3 +306,9 @@ def test_labels_come_as_the_task_stores_them(mosaics):
         torch.from_numpy((labels == mosaics.task.end).sum(-1)),
         torch.ones(300, 5, dtype=torch.int64),
     )
+
+
+@pytest.mark.parametrize("source", ["def (", "a\0b", "(" * 10_000, "-" * 100_000 + "1"])
+def test_what_is_no_python_is_named(source):
+    with pytest.raises(UserError, match="package/file.py: no Python of this version"):
+        list(prose(source, "package/file.py"))

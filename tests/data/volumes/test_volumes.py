@@ -2,6 +2,11 @@
 splits of a cohort.
 """
 
+import math
+import os
+import struct
+from pathlib import Path
+
 import nibabel
 import numpy as np
 import pytest
@@ -16,6 +21,7 @@ from moecore.data.loader import few_shot, to_device
 from moecore.data.prepared import Prepared
 from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
 from moecore.data.volumes.grids import Grid, cut, resampled, resampled_inside, window
+from moecore.data.volumes.nifti import Unusable, load_volume
 from moecore.data.volumes.subjects import Subject
 from moecore.data.volumes.volume_checks import flags, impossible
 from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
@@ -372,3 +378,47 @@ def test_slices_have_superior_and_anterior_up():
     sagittal, coronal, axial = middle_slices(volume)
     assert sagittal.shape == (9, 7) and coronal.shape == (9, 5) and axial.shape == (7, 5)
     assert sagittal[0, 3] == 1 == coronal[0, 2] and sagittal[4, 6] == 2 == axial[0, 2]
+
+
+def patched(path: Path, place: int, form: str, *values: float) -> Path:
+    """A file of 8³ voxels of 2 mm, whose header says something else at ``place``."""
+    image = nibabel.Nifti1Image(np.ones((8, 8, 8), np.float32), np.diag([2.0, 2.0, 2.0, 1.0]))
+    content = bytearray(image.to_bytes())
+    struct.pack_into(form, content, place, *values)
+    path.write_bytes(bytes(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("place", "form", "values", "said"),
+    [
+        (40, "<4h", (3, 30000, 30000, 30000), "allowed: up to 134,217,728 voxels"),
+        (40, "<4h", (3, -5, 8, 8), r"has the shape \(-5, 8, 8\); allowed: one 3-D volume"),
+        (40, "<4h", (3, 0, 8, 8), r"has the shape \(0, 8, 8\)"),
+        (40, "<h", (9,), "cannot be read, damaged"),
+        (70, "<2h", (32, 64), "its values are complex64; allowed: whole and real numbers"),
+        (70, "<2h", (128, 24), "its values are .*; allowed: whole and real numbers"),
+        (108, "<f", (math.inf,), "cannot be read, damaged .*infinity"),
+        (108, "<f", (1e6,), "Expected 2048 bytes, got 0 bytes"),
+        (280, "<f", (math.nan,), "singular or has values that are no numbers"),
+        (280, "<f", (1e30,), "voxels of 1e[+]30 × 2 × 2 mm; allowed: 0.01 to 100"),
+    ],
+)
+def test_headers_that_no_volume_has(tmp_path, place, form, values, said):
+    path = patched(tmp_path / "odd.nii", place, form, *values)
+    with pytest.raises(Unusable, match=said) as error:
+        load_volume(path)
+    assert "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_volume_that_would_not_fit_on_the_grid(tmp_path):
+    values = np.zeros((64, 64, 64), np.float32)
+    values[20:40, 20:40, 20:40] = np.random.default_rng(0).uniform(1, 2, (20, 20, 20))
+    nibabel.save(nibabel.Nifti1Image(values, np.diag([90.0, 90.0, 90.0, 1.0])), tmp_path / "v.nii")
+    with pytest.raises(
+        UserError, match="v.nii: is 5,760 × 5,760 × 5,760 mm large, 191,102,976,000"
+    ):
+        read_volume(tmp_path / "v.nii", Grid(voxel_mm=1.0, size=(32, 32, 32)))
+    os.mkfifo(tmp_path / "pipe.nii")
+    with pytest.raises(UserError, match="pipe.nii: no file"):
+        read_volume(tmp_path / "pipe.nii", Grid())
