@@ -10,9 +10,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.browser import browser as browser
 from tests.project import Project
+
+# No test is timed: on a busy machine any example can take a second.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # The two workers of `make test` take whole files in this order. The first of these makes the
 # finished project, which the other files wait for that use it.

@@ -8,12 +8,12 @@ from moecore.core.files import UserError
 def inside(root: Path, name: str | Path) -> Path:
     """``root / name``, which lies below ``root`` once all links are followed; it is not opened.
 
-    Raises UserError for a name that leads out of ``root``, or that no file can have.
+    A path that begins with ``root`` is taken as it is, a text never. Raises UserError for a name
+    that leads out of ``root``, or that no file can have.
     """
-    path = root / name
-    shown = str(name)
     if isinstance(name, Path) and name.is_relative_to(root):
-        shown = str(name.relative_to(root))
+        name = str(name.relative_to(root))
+    path, shown = root / name, str(name)
     try:
         leaves = ".." in Path(shown).parts or not path.resolve().is_relative_to(root.resolve())
         if not leaves:

@@ -58,7 +58,7 @@ def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = Fals
     """A memory-mapped .npy file to fill; one that was begun goes on.
 
     Its space is taken now: of a sparse file, a full disk would kill the process where it is filled
-    (SIGBUS). Raises FullDisk where there is none; no file is left then.
+    (SIGBUS). Raises FullDisk where there is none; nothing of a new file is left then.
     """
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     with room_for(path, size):
@@ -67,7 +67,8 @@ def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = Fals
             found = np.lib.format.open_memmap(path, mode=mode, dtype=dtype, shape=shape)
             _reserve(path)
         except OSError:
-            path.unlink(missing_ok=True)
+            if not begun:
+                path.unlink(missing_ok=True)
             raise
     return found
 

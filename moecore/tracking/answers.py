@@ -52,11 +52,17 @@ class Limited:
         return limited
 
 
-def limit() -> float:
+def limit() -> int:
     """Seconds for one call: two time-outs, for each of its tries."""
-    timeout = float(os.environ.get(TIMEOUT, IMPATIENT[TIMEOUT]))
-    retries = int(os.environ.get(RETRIES, IMPATIENT[RETRIES]))
-    return 2 * timeout * (1 + retries)
+    return 2 * _number(TIMEOUT) * (1 + _number(RETRIES))
+
+
+def _number(name: str) -> int:
+    """What the environment says of a limit, as MLflow reads it. Raises UserError."""
+    found = os.environ.get(name, IMPATIENT[name])
+    if not found.isdecimal():
+        raise UserError(f"${name}: found {found!r}; allowed: a whole number, 0 or more")
+    return int(found)
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:

@@ -89,7 +89,8 @@ def _check_content(file: Path) -> None:
     except sqlite3.DatabaseError as error:
         raise UserError(_trouble(file, error)) from error
     if found != "ok":
-        raise UserError(f"{file}: MLflow's database is damaged ({found}); {ANEW}")
+        where = found.splitlines()[-1]
+        raise UserError(f"{file}: MLflow's database is damaged ({where}); {ANEW}")
     if tables and "experiments" not in tables:
         named = ", ".join(sorted(tables)[:3])
         raise UserError(

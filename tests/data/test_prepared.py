@@ -311,7 +311,7 @@ def test_headers_of_idx_files(tmp_path, monkeypatch):
     path.write_bytes(gzip.compress(b"\0\0\x09\3" + content[4:]))
     assert "starts with 00 00 09 03; allowed: 00 00 08 03" in problem(source)
     path.write_bytes(path.read_bytes()[:9])
-    assert "damaged gzip file" in problem(source)
+    assert "damaged or truncated gzip file of 9 bytes" in problem(source)
     path.unlink()
     assert "raw lacks train-images-idx3-ubyte" in problem(source)
 

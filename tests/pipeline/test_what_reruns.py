@@ -394,6 +394,7 @@ def test_parts_bring_their_helpers(tree):
         "moecore/nn/routers/plan.py",
         "moecore/data/helper.py",
         "moecore/data/atlas/map.bin",
+        "moecore/core/written.py",
         "moecore/core/config.py",
         "moecore/nn/experts/both.py",
     }

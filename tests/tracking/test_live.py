@@ -31,7 +31,6 @@ WORK = Path(".state/pretrain/vmoe/0/key")
 LIVE = """
 import sys, time
 from pathlib import Path
-from moecore.core.files import UserError
 from moecore.run.history import record
 
 first, last = int(sys.argv[1]), int(sys.argv[2])
@@ -407,6 +406,9 @@ def test_calls_have_a_limit_and_are_not_repeated(monkeypatch):
     monkeypatch.setenv(waiting.RETRIES, "1")
     stores.settle()
     assert waiting.limit() == 240
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "soon")
+    with pytest.raises(UserError, match="MLFLOW_HTTP_REQUEST_TIMEOUT: found 'soon'; allowed"):
+        waiting.limit()
 
 
 @pytest.mark.parametrize(
@@ -430,10 +432,14 @@ def torn(file: Path) -> None:
 
 
 def overwritten(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    for at in range(len(content) // 8192 * 4096, len(content), 4096):  # beyond the schema
-        content[at : at + 64] = b"x" * 64
-    file.write_bytes(content)
+    """A page of one table, which nothing reads that an import asks first."""
+    with closing(sqlite3.connect(file)) as opened:
+        words = "SELECT rootpage FROM sqlite_master WHERE name = 'params'"
+        [page] = opened.execute(words).fetchone()
+        [size] = opened.execute("PRAGMA page_size").fetchone()
+    with open(file, "r+b") as written:
+        written.seek((page - 1) * size)
+        written.write(b"x" * 64)
 
 
 def of_another(file: Path) -> None:
@@ -453,7 +459,7 @@ def ask(file: Path, words: str) -> None:
 
 DAMAGES = [
     (torn, "MLflow's database is damaged .*; move it away"),
-    (overwritten, "MLflow's database is damaged .*; move it away"),
+    (overwritten, "MLflow's database is damaged .[Pp]age .*; move it away"),
     (lambda file: file.write_bytes(b"hello" * 999), "MLflow's database is damaged .*; move it"),
     (folder, "a folder, not MLflow's database; move it away"),
     (of_another, "the database of another program, with the tables cars; name another"),

@@ -9,6 +9,7 @@ import hashlib
 import threading
 import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from moecore.core.files import UserError, checksum
+from moecore.core.inside import inside
 from moecore.data.files import cifar_files
 from moecore.data.files.download import check_digest, fetch
 from moecore.data.files.idx import read_idx
@@ -180,3 +182,14 @@ def test_cifar_is_refused_where_the_checksum_differs(server, tmp_path, monkeypat
     with pytest.raises(UserError, match="has md5 .*; published: c32a1d4ab5d03f1284b67883e8d87530"):
         Cifar(root=str(tmp_path / "raw"), download=True).prepare(tmp_path / "out")
     assert not list((tmp_path / "raw").iterdir())
+
+
+def test_a_relative_folder_is_not_put_before_its_files_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path("pictures/a.png")
+    file.parent.mkdir()
+    file.touch()
+    assert inside(Path("pictures"), file) == inside(Path("pictures"), "a.png") == file
+    assert inside(Path("."), file) == file
+    with pytest.raises(UserError, match="which leads out of this folder"):
+        inside(Path("pictures"), "../pictures/a.png")
