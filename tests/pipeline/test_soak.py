@@ -286,6 +286,6 @@ def test_an_import_killed_at_random_knows_every_run_once(finished, server, tmp_p
         expected = [
             (step, values["loss"]) for step, _, values in points(history) if "loss" in values
         ]
-        found = client.get_metric_history(ids[history[0]["uid"]], "loss")
+        found = client.get_metric_history(ids[history[0]["uid"]], "loss/total")
         assert [(point.step, point.value) for point in found] == expected
     print(f"seed {SEED}, sync: {killer.killed}")
