@@ -11,6 +11,7 @@ from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.square import Square
+from moecore.attacks.target import Target
 from moecore.measure.base import Skipped
 from moecore.measure.under_attack import audit as module
 from moecore.measure.under_attack.audit import (
@@ -28,12 +29,12 @@ from moecore.measure.under_attack.compared_curves import (
     pgd_beats_fgsm,
     square_only,
 )
-from moecore.measure.under_attack.curves import Left, Line, Row, run_of, unpacked, worst_case
+from moecore.measure.under_attack.curves import Curve, Left, Line, Row, run_of, unpacked, worst_case
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from tests.attacks.models import CLASSES, YEARS, Blind, Smooth, vit
 from tests.attacks.test_target import Regressor
-from tests.measure.under_attack.cases import WEIGHT, curve, of_classes, of_years
 
+WEIGHT = torch.linspace(-3, 4, 8)
 IDLE = Skipped(skipped="nothing to attack")
 CHANGES = {
     "loss": 1.0,
@@ -53,6 +54,40 @@ def errors(*years: float) -> torch.Tensor:
 
 def row(epsilon: float, task, scores: torch.Tensor) -> Row:
     return Row.of(epsilon, task, scores, **CHANGES)
+
+
+def of_classes(model: torch.nn.Module, images: int = 40, side: int = 4) -> Target:
+    """Images with the classes that the model gives them, so that it is right on all."""
+    pixels = torch.rand(images, 1, side, side, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        labels = model(pixels).prediction.argmax(dim=1)
+    return Target(model, CLASSES, pixels, labels, batch=16)
+
+
+def of_years(model: torch.nn.Module, images: int = 30) -> Target:
+    """Volumes of 2³ voxels; the plain model is a tenth off, in turn too old and too young."""
+    pixels = torch.rand(images, 1, 2, 2, 2, generator=torch.Generator().manual_seed(2))
+    sign = (-1) ** torch.arange(images)
+    labels = Regressor(WEIGHT)(pixels).prediction[:, 0].detach() + 0.1 * sign
+    return Target(model, YEARS, pixels, labels, batch=8)
+
+
+def curve(*scores: float, loss: float = 1.0, hits: tuple[int, ...] = (1,)) -> Curve:
+    """Rows at 0.1, 0.2, … with these mean scores; ``hits`` are those of every row."""
+    return tuple(
+        Row(
+            epsilon=0.1 * (place + 1),
+            score=score,
+            low=None,
+            high=None,
+            scores=CLASSES.packed(torch.tensor(hits).bool()),
+            loss=loss,
+            unchanged_images=0.0,
+            routing_change=(),
+            processing_change=(),
+        )
+        for place, score in enumerate(scores)
+    )
 
 
 def test_a_share_with_wilsons_interval():
