@@ -1,11 +1,13 @@
 """Arrays on disk: checks of .npy files without loading them, and images kept as JPEG files."""
 
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +29,14 @@ def check_array(path: Path, shape: tuple[int, ...], dtype: Any) -> None:
         raise UserError(f"{path}: no such file; run the stage `prepare` again")
     try:
         with open(path, "rb") as handle:
-            np.lib.format.read_magic(handle)
+            if (version := np.lib.format.read_magic(handle)) != (1, 0):
+                raise ValueError(f"version {version[0]}.{version[1]}, not 1.0")
             found, _, kind = np.lib.format.read_array_header_1_0(handle)
-            expected = handle.tell() + int(np.prod(found, dtype=np.int64)) * kind.itemsize
-    except ValueError as error:
+            expected = handle.tell() + math.prod(found) * kind.itemsize
+    except (ValueError, TokenError, OverflowError, MemoryError, RecursionError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
-            f"{path}: not a whole .npy file ({path.stat().st_size} bytes: {error}); run the "
+            f"{path}: not a whole .npy file ({path.stat().st_size} bytes: {why}); run the "
             "stage `prepare` again"
         ) from error
     if (size := path.stat().st_size) != expected:

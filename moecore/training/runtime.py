@@ -18,10 +18,10 @@ import torch
 from moecore.core.files import read_json, write_json
 from moecore.training.speed import Compile, compile_asked
 
-# oneDNN keeps a compiled product of every shape that it met, about 8 MB each where a side is a
-# vocabulary. Experts meet other shapes at every step: 1,024 of them, its default, were 9 GB beside
-# 0.5 GB of tensors; from 64 down the layers' own shapes are compiled anew at every step.
-KEPT_PRODUCTS = "128"
+# oneDNN keeps a compiled product of every shape that it met, about 0.6 MB each. Rounded as they are
+# (``nn.dispatch.rounded``), the rows of 32 experts come in some hundred shapes, and with 128 kept a
+# step of a small Swin took 1.9 times as long: each was compiled anew.
+KEPT_PRODUCTS = "1024"
 
 Precision = Literal["auto", "float32", "bfloat16"]
 

@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from moecore.core.files import FullDisk, UserError, read_json, whole_folder, write_json
 from moecore.data import prepared
-from moecore.data.arrays import new_array, save_array
+from moecore.data.arrays import check_array, new_array, save_array
 from moecore.data.files.idx import idx_shape
 from moecore.data.prepared import Prepared
 from moecore.data.preview import preview_of_card
@@ -162,6 +162,39 @@ def test_damaged_folders_are_refused(tmp_path, damage, said):
     with pytest.raises(UserError) as error:
         Prepared.open(tmp_path)
     assert said in str(error.value)
+
+
+def header(text, version=b"\1\0"):
+    length = len(text).to_bytes(2 if version == b"\1\0" else 4, "little")
+    return b"\x93NUMPY" + version + length + text.encode() + bytes(24)
+
+
+def of_shape(shape, kind="|u1"):
+    return f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(of_shape("(24,)"), b"\2\0"),
+        header(of_shape("(99999999999999999999999,)")),
+        header(of_shape("(-1, -24)")),
+        header(of_shape("(4294967296, 4294967296)")),
+        header(of_shape(f"({'9' * 5000},)")),
+        header(of_shape("(3,)", "|O")),
+        header("{" * 9000),
+        header("(" * 30000 + ")" * 30000),
+        header("__import__('os').abort()"),
+        header(of_shape("(24,)", "|u1\0")),
+    ],
+    ids=["2.0", "digits", "negative", "overflow", "long", "object", "open", "deep", "call", "nul"],
+)
+def test_hostile_headers_are_one_line(tmp_path, content):
+    path = tmp_path / "images.npy"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        check_array(path, (24,), np.uint8)
+    assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
 
 
 def test_one_changed_byte_is_seen_of_large_data_only_by_verify(tmp_path, monkeypatch):

@@ -6,11 +6,12 @@ import hashlib
 import json
 from pathlib import Path
 from threading import Lock
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 
-from moecore.core.files import checksum, whole_file, write_json
+from moecore.core.files import UserError, checksum, read_json, whole_file, write_json
 from moecore.data.arrays import save_array
 from moecore.data.volumes.volumes import Stored, SubjectFiles
 
@@ -32,7 +33,9 @@ class VolumeCache:
         self.lock = Lock()
         folder.mkdir(parents=True, exist_ok=True)
         if self.index.is_file():
-            self.known: dict[str, list] = json.loads(self.index.read_text(encoding="utf-8"))
+            self.known: dict[str, list] = read_json(self.index)
+            if not isinstance(self.known, dict):
+                raise UserError(f"{self.index}: holds no digests; delete it, it is made again")
         else:
             self.known = {}
 
@@ -54,11 +57,7 @@ class VolumeCache:
         image, regions = self._paths(key)
         if not image.is_file():
             return None
-        if regions.is_file():
-            shares = np.load(regions, mmap_mode="r", allow_pickle=False)
-        else:
-            shares = None
-        return Stored(np.load(image, mmap_mode="r", allow_pickle=False), shares)
+        return Stored(_kept(image), _kept(regions) if regions.is_file() else None)
 
     def save(self, key: str, made: Stored) -> None:
         """Keep a subject; the image comes last, so that its being there means that all is."""
@@ -82,3 +81,12 @@ class VolumeCache:
 
     def _paths(self, key: str) -> tuple[Path, Path]:
         return self.folder / f"{key}.image.npy", self.folder / f"{key}.regions.npy"
+
+
+def _kept(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, TokenError) as error:
+        why = str(error).splitlines()[0]
+        says = f"not a whole .npy file ({why}); delete it, it is made again"
+        raise UserError(f"{path}: {says}") from error
