@@ -10,6 +10,7 @@ from moecore.core.files import UserError, checksum, whole_file
 
 BLOCK = 1 << 20
 TIMEOUT = 60.0  # seconds without any byte
+LARGEST = 1 << 30  # bytes; the largest file fetched here, CIFAR-10, has 163 MiB
 
 
 def check_digest(path: Path, algorithm: str, expected: str, url: str) -> None:
@@ -26,8 +27,8 @@ def fetch(url: str, path: str | Path, check: Callable[[Path], None]) -> None:
     """Download ``url`` to ``path``; the file appears only after ``check(temporary path)`` has
     accepted it.
 
-    Raises UserError on other schemes than http(s), on any network problem (naming the URL) and from
-    ``check``.
+    Raises UserError on other schemes than http(s), on any network problem (naming the URL), on more
+    than ``LARGEST`` bytes and from ``check``.
     """
     if not url.startswith(("https://", "http://")):
         raise UserError(f"{url}: cannot download; allowed: http:// and https:// addresses")
@@ -49,12 +50,16 @@ def fetch(url: str, path: str | Path, check: Callable[[Path], None]) -> None:
 
 def _stream(url: str, path: Path) -> None:
     with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, open(path, "wb") as handle:
+        promised = answer.headers.get("Content-Length", "")
+        expected = int(promised) if promised.isdecimal() else None
         received = 0
-        while block := answer.read(BLOCK):
+        while received <= LARGEST >= (expected or 0) and (block := answer.read(BLOCK)):
             handle.write(block)
             received += len(block)
-        promised = answer.headers.get("Content-Length")
-    if promised is not None and int(promised) != received:
+    if max(received, expected or 0) > LARGEST:
+        found = f"{expected} bytes" if expected else f"more than {LARGEST} bytes"
+        raise UserError(f"{url}: sends {found}; allowed: {LARGEST}. Fetch it by hand")
+    if expected is not None and expected != received:
         raise UserError(
-            f"{url}: download broke off; expected {promised} bytes, found {received}. Try again"
+            f"{url}: download broke off; expected {expected} bytes, found {received}. Try again"
         )

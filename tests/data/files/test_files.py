@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as arrays
 
 from moecore.core.files import UserError, checksum
 from moecore.core.inside import inside
-from moecore.data.files import cifar_files
+from moecore.data.files import cifar_files, download
 from moecore.data.files.download import check_digest, fetch
 from moecore.data.files.idx import read_idx
 from moecore.data.sources import fashion_mnist
@@ -93,7 +93,9 @@ def test_other_checksum_and_missing_file(tmp_path):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves the files of ``folder``; /short promises more than it sends."""
+    """Serves the files of ``folder``; /short promises more than it sends, /odd no number, and
+    /endless does not end.
+    """
 
     def __init__(self, folder, *args):
         self.folder = folder
@@ -101,18 +103,24 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.folder / self.path.lstrip("/")
-        if self.path == "/short":
+        if self.path in ("/short", "/odd", "/huge", "/endless"):
             content = b"half"
         elif path.is_file():
             content = path.read_bytes()
         else:
             content = None
         self.send_response(404 if content is None else 200)
-        self.send_header(
-            "Content-Length", "100" if self.path == "/short" else str(len(content or b""))
-        )
+        told = {"/short": "100", "/odd": "many", "/huge": str(1 << 40), "/endless": None}
+        length = told.get(self.path, str(len(content or b"")))
+        if length is not None:
+            self.send_header("Content-Length", length)
         self.end_headers()
         self.wfile.write(content or b"")
+        try:
+            while self.path == "/endless":
+                self.wfile.write(bytes(1 << 16))
+        except ConnectionError:
+            pass  # who asked has heard enough
 
     def log_message(self, *args):
         pass
@@ -141,13 +149,17 @@ def test_checked_and_whole(server, tmp_path):
     assert checksum(tmp_path / "deep" / "file", "md5") == digest
 
 
-def test_every_failure_leaves_nothing(server, tmp_path):
+def test_every_failure_leaves_nothing(server, tmp_path, monkeypatch):
     folder, url = server
+    monkeypatch.setattr(download, "LARGEST", 1 << 20)
     (folder / "file").write_bytes(b"tampered with")
     for name, said in (
         ("file", "published: abc"),
         ("absent", "404"),
         ("short", "expected 100 bytes, found 4|IncompleteRead|download"),
+        ("odd", "published: abc"),
+        ("huge", "sends 1099511627776 bytes; allowed: 1048576"),
+        ("endless", "sends more than 1048576 bytes; allowed: 1048576"),
     ):
         with pytest.raises(UserError, match=said):
             fetch(
