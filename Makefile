@@ -6,6 +6,8 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export DVC_NO_ANALYTICS := 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export PYTHONUNBUFFERED := 1
+# Set in many containers: each of a run's processes would compile all that it imports, for 7 s
+unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 5000
 
 .PHONY: repro full test soak lint setup data check plan ui sync schema bench clean

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import sys
 import time
@@ -9,6 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import yaml
+from ruamel.yaml.resolver import implicit_resolvers
 
 from moecore.core.files import UserError, room_for, whole_file
 from moecore.run.stage import end_with_parent
@@ -52,20 +56,66 @@ def dvc(*words: str) -> list[str]:
 
 
 def lock_whole() -> None:
-    """Let DVC of this process write its lock file whole or not at all.
+    """Let DVC of this process write its lock file whole or not at all, and fifteen times as fast.
 
     By itself it empties the file first, so that a full disk or a kill loses what all stages ran
-    with.
+    with; and around each stage it reads and writes the file with comments in mind, which it has
+    none: 6 s where 800 stages ran. What it reads back is the same.
     """
-    from dvc.utils.serialize import _common
+    from dvc import dvcfile
+    from dvc.utils.serialize import _common, _yaml, modify_yaml
 
     def dump(path: str, data: Any, dumper: Callable[..., Any], **words: Any) -> None:
         words.pop("fs", None)  # the local one
         with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
             dumper(data, file, **words)
 
-    _common._dump_data = dump  # type: ignore[assignment]
+    @contextmanager
+    def modify(path: str, fs: Any = None) -> Iterator[Any]:
+        if Path(path).name != dvcfile.LOCK_FILE:
+            with modify_yaml(path, fs=fs) as data:
+                yield data
+            return
+        data = _common._load_data(path, parser=parse, fs=fs) if os.path.exists(path) else {}
+        yield data
+        dump(path, data, yaml.dump, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
+    def parse(text: Any, path: Any) -> Any:
+        try:
+            return yaml.load(text, Loader=_Loader) or {}
+        except yaml.YAMLError:
+            raise _yaml.YAMLFileCorruptedError(path) from None
+
+    _common._dump_data = dump  # type: ignore[assignment]
+    dvcfile.modify_yaml = modify  # type: ignore[assignment]
+
+
+class _Loader(yaml.CSafeLoader):
+    """YAML 1.2 as DVC reads it: ``1e-3`` is a number, ``off`` a word."""
+
+
+class _Dumper(yaml.CSafeDumper):
+    """YAML 1.2 as DVC writes it: nothing for None, ``1e-05`` for the number."""
+
+    def represent_nothing(self, _: None) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:null", "")
+
+    def represent_number(self, value: float) -> yaml.ScalarNode:
+        said = repr(float(value))
+        if not math.isfinite(value):  # inf, -inf, nan
+            said = said.replace("inf", ".inf").replace("nan", ".nan")
+        return self.represent_scalar("tag:yaml.org,2002:float", said)
+
+
+_Dumper.add_representer(type(None), _Dumper.represent_nothing)
+_Dumper.add_representer(float, _Dumper.represent_number)
+_Dumper.add_multi_representer(dict, _Dumper.represent_dict)  # OrderedDict is one
+
+_Loader.yaml_implicit_resolvers, _Dumper.yaml_implicit_resolvers = {}, {}
+for _versions, _tag, _form, _first in implicit_resolvers:
+    if (1, 2) in _versions:
+        _Loader.add_implicit_resolver(_tag, _form, _first)
+        _Dumper.add_implicit_resolver(_tag, _form, _first)
 
 if __name__ == "__main__":
     end_with_parent()

@@ -9,8 +9,12 @@ import re
 import subprocess
 import sys
 import time
+from collections import OrderedDict
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from moecore.core.files import FullDisk, whole_folder, write_json
 from moecore.pipeline import drivers
@@ -341,6 +345,62 @@ def test_dvcs_lock_file_is_whole_on_a_full_disk(tmp_path, monkeypatch, limited):
     assert list(tmp_path.iterdir()) == [lock]
     ran("b", 5000)
     assert lock.read_text().startswith(before.strip())
+
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.sampled_from(["off", "1e-3", "1e-05", "012", "2001-01-01", "a: b", "#", "~", "word " * 40])
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(min_size=1), inner),
+    max_leaves=8,
+)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """DVC's way to change a lock file, and ours."""
+    from dvc import dvcfile
+    from dvc.utils.serialize import _common, modify_yaml
+
+    monkeypatch.setattr(_common, "_dump_data", _common._dump_data)
+    monkeypatch.setattr(dvcfile, "modify_yaml", modify_yaml)
+    drivers.lock_whole()
+    return modify_yaml, dvcfile.modify_yaml
+
+
+def changed(modify, path: Path, *states: dict) -> str:
+    path.unlink(missing_ok=True)
+    for state in states:
+        with modify(str(path)) as data:
+            data.update(state)
+    return path.read_text()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.text(min_size=1), TREES, min_size=1))
+def test_what_the_quick_lock_file_holds_dvc_reads_back(quick, tmp_path, data):
+    from dvc.utils.serialize import parse_yaml
+
+    written = changed(quick[1], tmp_path / "dvc.lock", data, {"then": 1})
+    assert parse_yaml(written, "dvc.lock") == data | {"then": 1}
+
+
+def test_the_quick_lock_file_is_dvcs_own(quick, tmp_path):
+    stage = OrderedDict(cmd="python -m stages.code " + "one " * 30, outs=[{"path": "é.json"}])
+    stage["params"] = {"p.yaml": {"rate": 1e-05, "router": {"kind": "off", "k": None}, "x": "1e-3"}}
+    states = [{"schema": "2.0", "stages": {"code@a": stage}}, {"datasets": [0.5, True, "012"]}]
+    theirs, ours = (changed(way, tmp_path / "dvc.lock", *states) for way in quick)
+    assert ours == theirs
+    (tmp_path / "dvc.lock").write_text("a: [")
+    with pytest.raises(Exception, match="dvc.lock', YAML file structure is corrupted"):
+        with quick[1](str(tmp_path / "dvc.lock")):
+            pass
 
 
 STAGE = """\
