@@ -24,6 +24,7 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
 from moecore.nn.experts.mlp import Mlp, MlpExperts
 from moecore.nn.layers.moe import MoE, MoELayer
+from moecore.nn.predict import perplexity
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.tasks.next_token import NextToken
 from moecore.training.optimizer import build_optimizer
@@ -138,7 +139,7 @@ def memory() -> None:
     model = built(267_735, True).eval()
     drawn = torch.randint(267_735, (96 * (BLOCK + 1),))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model.perplexity(drawn, 96)
+    perplexity(model, drawn, 96)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     every = 96 * BLOCK * 267_735 * 4 / 2**30
     print(f"perplexity of 96 streams of {BLOCK} tokens over 267,735 words:")

@@ -11,12 +11,17 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
+from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.backbones.model import Model
+from moecore.tasks.next_token import NextToken
 
-NUMBERS = 2**26  # of a batch's predictions, where they are many
+NUMBERS = 2**26  # of the predictions of blocks that are read together
+LOGITS = 2**19  # of few words at a time, 2 MiB
+STREAMS = 32  # read together where one text is
 VOXELS = 2**24  # of a batch of volumes: 64 of 64³, 64 MiB in fp32
 
 
@@ -41,17 +46,21 @@ def predictions(
     batch = whole_groups(model, batch)
     with evaluating(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
         for pixels in batches(images, batch, device_of(model)):
-            output = model(pixels)
             if prediction:
+                output = model(pixels)
                 logits.append(output.prediction.float().cpu())
-            kept = output.routing if routing else ()
+                kept = output.routing
+            else:
+                assert isinstance(model, Model)
+                kept = model.routing_of(pixels)
+            kept = kept if routing else ()
             records.append(tuple(RoutingRecord(*(f.cpu() for f in record)) for record in kept))
     return torch.cat(logits) if prediction else torch.empty(0), joined(records)
 
 
 def scores_of_blocks(model: Model, images, labels: Tensor) -> Tensor:
-    """The task's score of each item, (N,) fp64, of predictions that are not kept; in evaluation
-    mode, in fp32. images, labels: (N, …), of a split.
+    """Mean nats a word of each block of a text, (N,) fp64, in evaluation mode, in fp32; of
+    predictions that are not kept. images: (N, C, M), labels (N, M), of a split.
     """
     return torch.cat([scores for scores, _ in _block_by_block(model, images, labels)])
 
@@ -63,17 +72,68 @@ def blocks_read(model: Model, images, labels: Tensor) -> tuple[Tensor, tuple[Rou
     return torch.cat([scores for scores, _ in read]), joined(records)
 
 
+@torch.no_grad()
+def perplexity(
+    model: LanguageTransformer, tokens: Tensor, streams: int, whole: bool = True
+) -> float:
+    """exp of the mean nats of the next tokens of a text (n,), in evaluation mode, in fp32.
+
+    The text is cut into so many streams of one length, which are read block after block from an
+    empty cache; with ``whole`` a last incomplete block is left out, as papers do. Few streams are
+    read in parts, side by side: what a word's prediction depends on is read before each part.
+    """
+    block = model.image.shape[0]
+    length = len(tokens) // streams
+    known = length - 1 if not whole else (length - 1) // block * block  # words with one after them
+    number = math.ceil(known / block)
+    text = tokens[: streams * length].view(streams, length).long().to(device_of(model))
+    words, right = (
+        pad(text[:, start : start + known], (0, number * block - known), value=-1).view(
+            streams, number, block
+        )
+        for start in (0, 1)
+    )
+    parts = max(1, min(number, STREAMS // streams)) if coupled(model) == 1 else 1
+    size, lead = math.ceil(number / parts), model.reach if parts > 1 else 0
+    states = model.nothing(streams * parts, text.device)
+    total, count = 0.0, 0
+    with evaluating(model):
+        for place in range(-lead, size):
+            at = torch.arange(parts, device=text.device) * size + place
+            there = ((at >= 0) & (at < number))[:, None]
+            own = words[:, at.clamp(0, number - 1)].where(there, -1).flatten(0, 1)
+            (final, _, _), states = model.read(own, states, before=max(0, -place))
+            labels = right[:, at.clamp(0, number - 1)].where(there, -1).flatten(0, 1)
+            if place >= 0:
+                nats = _nats(model, final[labels >= 0], labels[labels >= 0])
+                total, count = total + float(nats.sum()), count + len(nats)
+    return math.exp(total / count)
+
+
+def _nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Of each word that follows the final tokens (n, d): (n,) fp64. Few logits are there at a time,
+    so that they stay in the cache: five times as fast.
+    """
+    task = model.image.task
+    assert isinstance(task, NextToken)
+    rows = max(1, LOGITS // task.outputs)
+    parts = zip(tokens.split(rows), labels.split(rows), strict=True)
+    return torch.cat([task.token_loss(model.predict(few), right) for few, right in parts])
+
+
 def _block_by_block(
     model: Model, images, labels: Tensor
 ) -> Iterator[tuple[Tensor, tuple[RoutingRecord, ...]]]:
-    task = model.image.task
-    size = max(1, NUMBERS // (task.outputs * math.prod(images.shape[1:])))
+    assert isinstance(model, LanguageTransformer)
+    size = max(1, NUMBERS // (model.image.task.outputs * math.prod(images.shape[1:])))
     with evaluating(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
         for words, right in zip(
             batches(images, size, device_of(model)), labels.split(size), strict=True
         ):
-            said = model(words)
-            yield task.scores(said.prediction.float(), right.to(words.device)).cpu(), said.routing
+            tokens, records, _ = model.encode(words)
+            own = right.long().to(words.device)
+            nats = _nats(model, tokens.flatten(0, 1), own.flatten())
+            yield nats.view(own.shape).mean(dim=1).cpu(), records
 
 
 def batches(images, size: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:

@@ -65,6 +65,8 @@ def lock_whole() -> None:
     from dvc import dvcfile
     from dvc.utils.serialize import _common, _yaml, modify_yaml
 
+    reader, writer = _yaml_1_2()
+
     def dump(path: str, data: Any, dumper: Callable[..., Any], **words: Any) -> None:
         words.pop("fs", None)  # the local one
         with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
@@ -78,11 +80,11 @@ def lock_whole() -> None:
             return
         data = _common._load_data(path, parser=parse, fs=fs) if os.path.exists(path) else {}
         yield data
-        dump(path, data, yaml.dump, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        dump(path, data, yaml.dump, Dumper=writer, sort_keys=False, allow_unicode=True)
 
     def parse(text: Any, path: Any) -> Any:
         try:
-            return yaml.load(text, Loader=_Loader) or {}
+            return yaml.load(text, Loader=reader) or {}
         except yaml.YAMLError:
             raise _yaml.YAMLFileCorruptedError(path) from None
 
@@ -90,32 +92,32 @@ def lock_whole() -> None:
     dvcfile.modify_yaml = modify  # type: ignore[assignment]
 
 
-class _Loader(yaml.CSafeLoader):
-    """YAML 1.2 as DVC reads it: ``1e-3`` is a number, ``off`` a word."""
+def _yaml_1_2() -> tuple[type[yaml.CSafeLoader], type[yaml.CSafeDumper]]:
+    """YAML as DVC reads and writes it: ``1e-05`` is a number, ``off`` a word, None nothing."""
 
+    class Loader(yaml.CSafeLoader):
+        pass
 
-class _Dumper(yaml.CSafeDumper):
-    """YAML 1.2 as DVC writes it: nothing for None, ``1e-05`` for the number."""
+    class Dumper(yaml.CSafeDumper):
+        def represent_nothing(self, _: None) -> yaml.ScalarNode:
+            return self.represent_scalar("tag:yaml.org,2002:null", "")
 
-    def represent_nothing(self, _: None) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:null", "")
+        def represent_number(self, value: float) -> yaml.ScalarNode:
+            said = repr(float(value))
+            if not math.isfinite(value):  # inf, -inf, nan
+                said = said.replace("inf", ".inf").replace("nan", ".nan")
+            return self.represent_scalar("tag:yaml.org,2002:float", said)
 
-    def represent_number(self, value: float) -> yaml.ScalarNode:
-        said = repr(float(value))
-        if not math.isfinite(value):  # inf, -inf, nan
-            said = said.replace("inf", ".inf").replace("nan", ".nan")
-        return self.represent_scalar("tag:yaml.org,2002:float", said)
+    Dumper.add_representer(type(None), Dumper.represent_nothing)
+    Dumper.add_representer(float, Dumper.represent_number)
+    Dumper.add_multi_representer(dict, Dumper.represent_dict)  # OrderedDict is one
+    for kind in (Loader, Dumper):
+        kind.yaml_implicit_resolvers = {}
+        for versions, tag, form, first in implicit_resolvers:
+            if (1, 2) in versions:
+                kind.add_implicit_resolver(tag, form, first)
+    return Loader, Dumper
 
-
-_Dumper.add_representer(type(None), _Dumper.represent_nothing)
-_Dumper.add_representer(float, _Dumper.represent_number)
-_Dumper.add_multi_representer(dict, _Dumper.represent_dict)  # OrderedDict is one
-
-_Loader.yaml_implicit_resolvers, _Dumper.yaml_implicit_resolvers = {}, {}
-for _versions, _tag, _form, _first in implicit_resolvers:
-    if (1, 2) in _versions:
-        _Loader.add_implicit_resolver(_tag, _form, _first)
-        _Dumper.add_implicit_resolver(_tag, _form, _first)
 
 if __name__ == "__main__":
     end_with_parent()

@@ -194,7 +194,8 @@ def train_step(
         with part("forward"):
             output, batch = answered(job, batch, guidance, progress)
     with part("losses"):
-        terms = job.objective.terms(Step(batch, output, job.model, guidance, progress))
+        seen = Step(batch, output, job.model, guidance, progress)
+        terms = job.objective.terms(seen)
         loss = job.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)
     with part("backward"):
@@ -209,9 +210,8 @@ def train_step(
                 nn.utils.clip_grad_norm_(parameters, settings.clip, foreach=True)
             optimizer.step()
     # Unchecked, and left on the device: a loss that is not finite is found at the next point.
-    score = job.task.running(output.prediction.detach(), batch.labels, batch.learned)
     detached = {name: term.detach() for name, term in terms.items()}
-    return {"loss": loss.detach()} | detached, score / batch.views
+    return {"loss": loss.detach()} | detached, job.objective.score(seen, terms) / batch.views
 
 
 def answered(

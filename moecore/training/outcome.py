@@ -8,8 +8,9 @@ import torch
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared, Split
-from moecore.nn.backbones.model import BackboneModel, Model, parameter_counts
-from moecore.nn.predict import device_of, evaluating, predictions, scores_of_blocks
+from moecore.nn.backbones.language_model import LanguageTransformer
+from moecore.nn.backbones.model import Model, parameter_counts
+from moecore.nn.predict import device_of, perplexity, predictions, scores_of_blocks
 from moecore.nn.traces import Trace
 from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import Estimate
@@ -166,10 +167,9 @@ def of_text(model: Model, data: Prepared, settings: Training) -> Evaluated:
     scores = scores_of_blocks(model, data.test.images, _labels(data.test))
     validation = scores_of_blocks(model, data.validation.images, _labels(data.validation))
     tokens = torch.from_numpy(np.array(data.tokens("test")))
-    assert isinstance(model, BackboneModel)
-    with evaluating(model):
-        printed = model.perplexity(tokens, settings.batch)
-        every = model.perplexity(tokens, 1, whole=False)
+    assert isinstance(model, LanguageTransformer)
+    printed = perplexity(model, tokens, settings.batch)
+    every = perplexity(model, tokens, 1, whole=False)
     return Evaluated(scores, validation, float(scores.mean()), Details(ppl=printed, ppl_all=every))
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
+from torch.nn.functional import cross_entropy
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
@@ -41,6 +42,7 @@ from moecore.nn.predict import predictions
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.report.column import opened
 from moecore.report.measures.zero_shot import COLUMNS
+from moecore.tasks import next_token
 from moecore.tasks.class_scores import brier, confidence, correct
 from moecore.tasks.next_token import NextToken
 from tests.measure.subjects import (
@@ -186,6 +188,25 @@ def test_loss_is_the_mean_of_nats():
     blocks = TASK.loss(prediction, labels, reduction="none")
     torch.testing.assert_close(blocks.double(), each.mean(dim=1), rtol=1e-6, atol=1e-6)
     assert math.isclose(TASK.running(prediction, labels), 3 * each.mean(), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_is_that_of_torchs_cross_entropy(dtype, smoothing, monkeypatch):
+    monkeypatch.setattr(next_token, "LOGITS", 15)  # three rows at a time, of twelve
+    prediction, labels = made()
+    prediction = (9 * prediction).to(dtype)
+    ours, theirs = (prediction.clone().requires_grad_() for _ in range(2))
+    found = TASK.loss(ours, labels, smoothing)
+    logits = theirs.float().flatten(0, 1)
+    wanted = cross_entropy(logits, labels.flatten(), label_smoothing=smoothing)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(TASK.loss(prediction, labels, smoothing), wanted.detach())
+    (3 * found).backward()
+    (3 * wanted).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    far = torch.tensor([[[1e4, 0.0, 0.0, 0.0, -1e4]]], requires_grad=True)
+    assert float(TASK.loss(far, torch.tensor([[4]])).detach()) == 2e4
 
 
 def test_the_guess_is_the_entropy_of_the_words():

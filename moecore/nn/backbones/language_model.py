@@ -4,6 +4,7 @@ of MomentumSMoE's code.
 B streams or windows, C blocks of M tokens each, L tokens of the span, d width, V words.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -32,7 +33,6 @@ from moecore.nn.layers.language_block import (
 )
 from moecore.nn.layers.moe import MoE
 
-NUMBERS = 2**24  # of logits that are there at a time where a text is read
 KINDS = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock}
 
 
@@ -160,36 +160,17 @@ class LanguageTransformer(BackboneModel):
             return last
         states = self.nothing(len(images), images.device)
         with torch.no_grad():
-            for block in images[:, :-1].unbind(1):
-                _, states = self.read(block, states, progress)
+            for before in range(images.shape[1] - 1, 0, -1):
+                _, states = self.read(images[:, -1 - before], states, progress, before=before)
         return self.read(images[:, -1], states, progress, at, blocks)[0]
 
-    @torch.no_grad()
-    def perplexity(self, tokens: Tensor, streams: int, whole: bool = True) -> float:
-        """exp of the mean nats of the next tokens of a text (n,), in evaluation mode.
+    def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
+        return self.encode(images)[1]
 
-        The text is cut into so many streams of one length, which are read block after block from
-        an empty cache; with ``whole`` a last incomplete block is left out, as papers do.
-        """
-        length = len(tokens) // streams
-        text = tokens[: streams * length].view(streams, length).to(self.positions.device)
-        block = self.image.shape[0]
-        rows = max(1, NUMBERS // self.image.outputs)
-        states = self.nothing(streams, text.device)
-        total, count = torch.zeros((), dtype=torch.float64, device=text.device), 0
-        for start in range(0, length - 1, block):
-            part = text[:, start : start + block + 1]
-            if whole and part.shape[1] <= block:
-                break
-            (final, _, _), states = self.read(part[:, :-1], states)
-            labels = part[:, 1:].flatten()
-            for some, right in zip(
-                final.flatten(0, 1).split(rows), labels.split(rows), strict=True
-            ):
-                mean = self.image.task.loss(self.predict(some[None]), right[None])
-                total += mean.double() * len(right)
-            count += len(labels)
-        return float((total / count).exp())
+    @property
+    def reach(self) -> int:
+        """Blocks of tokens before its own that a word's prediction depends on, at most."""
+        return self.config.depth * math.ceil(self.config.span / self.image.shape[0])
 
     def nothing(self, streams: int, device: torch.device) -> Tensor:
         """The cache of streams that begin, (depth, B, L, d): zeros."""
@@ -203,12 +184,15 @@ class LanguageTransformer(BackboneModel):
         progress: float = 1.0,
         at: Feature | None = None,
         blocks: tuple[int, ...] = (),
+        before: int = 0,
     ) -> tuple[tuple[Tensor, tuple, tuple[Tensor, ...]], Tensor]:
         """One block of tokens (B, M) after the cache ``states`` (depth, B, L, d).
 
         Returns (final tokens, records, features) as ``encode`` does, and the cache after it,
-        without gradient.
+        without gradient. before: so many blocks of tokens before the first that is looked at;
+        layers that it cannot see from there are left out, and their cache as it was.
         """
+        seen = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         words = words.long()
         there = (words >= 0).unsqueeze(-1)
         through = Through(self.embedding(words.clamp_min(0)))
@@ -217,10 +201,15 @@ class LanguageTransformer(BackboneModel):
         found: dict[int, Tensor] = {}
         after = []
         for index, block in enumerate(self.blocks):
-            before = states[index]
-            kept = torch.cat([before, (through.tokens * there).detach().float()], dim=1)
+            own = states[index]
+            if index > seen:
+                after.append(own)
+                continue
+            kept = torch.cat([own, (through.tokens * there).detach().float()], dim=1)
             after.append(kept[:, -self.config.span :])
-            through, entering, record = block(through, before, self.positions, context)
+            if index == seen:
+                continue
+            through, entering, record = block(through, own, self.positions, context)
             records += record
             if index in blocks:
                 found[index] = entering if at == "mlp_input" else through.tokens

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.config import Config
-from moecore.core.records import Feature, Guidance, Layout
+from moecore.core.records import Feature, Guidance, Layout, RoutingRecord
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import Interpolation
@@ -66,6 +66,10 @@ class Model(nn.Module, ABC):
         the model reads them.
         """
         return labels
+
+    def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
+        """The routing records of images, where nobody asks for predictions."""
+        return self(images).routing
 
     def share_of(self, name: str) -> float:
         """Share of the experts' parameter of this name that a token uses."""
@@ -151,10 +155,6 @@ class BackboneModel(Model):
 
     def begin(self) -> None:
         """Streams begin anew: forget what they left."""
-
-    def perplexity(self, tokens: Tensor, streams: int, whole: bool = True) -> float:
-        """Of text; images have none."""
-        raise NotImplementedError
 
     @abstractmethod
     def predict(self, tokens: Tensor) -> Tensor:

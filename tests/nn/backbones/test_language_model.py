@@ -133,6 +133,29 @@ def test_blocks_of_any_length_give_the_same():
     torch.testing.assert_close(read_on(made, tokens, 4), read_on(made, tokens, 24))
 
 
+@pytest.mark.parametrize("context", [1, 2, 4, 7])
+@pytest.mark.parametrize("span", [2, 4, 6, 9])
+@pytest.mark.parametrize("layers", ["smoe", "adam"])
+@torch.no_grad()
+def test_what_no_layer_looks_at_is_not_computed(layers, span, context):
+    made = model(context=context, span=span, layers=layers)
+    windows = stream(3 * 4 * (context + 1)).view(3, context + 1, 4)
+    states = made.nothing(3, windows.device)
+    for before in windows[:, :-1].unbind(1):
+        _, states = made.read(before, states)
+    (wanted, _, _), _ = made.read(windows[:, -1], states)
+    ran = []
+    handles = [block.register_forward_hook(lambda *_: ran.append(1)) for block in made.blocks]
+    tokens, records, _ = made.encode(windows)
+    torch.testing.assert_close(tokens, wanted)
+    apart = math.ceil(span / 4)
+    needed = [max(0, 3 - math.ceil(before / apart)) for before in range(context, -1, -1)]
+    assert len(ran) == sum(needed)
+    assert torch.equal(made.routing_of(windows)[2].probs, records[2].probs)
+    for handle in handles:
+        handle.remove()
+
+
 def test_before_a_text_begins_there_is_nothing():
     made = model()
     tokens = stream(8)
