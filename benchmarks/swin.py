@@ -3,19 +3,23 @@ experts against the dense one.
 
     python -m benchmarks.swin [--rounds 8] [--batch 8] [--threads 2] [--kind swin | swin_v2]
 
-Images of 224 pixels (V1, window 7) or 256 (V2, window 8), 1,000 classes, AdamW. Contestants take
-turns in one process; both sides have torch's own fused optimizer and the same weights.
+Images of 224 pixels (V1, window 7) or 256 (V2, window 8), 1,000 classes; all have torch's own fused
+AdamW and, but for the experts, the same weights. timm's model stands twice: as it comes, with
+torch's own settings of the machine, and with ours (``tune``), which are most of what is gained.
+Each contestant is a process of its own that waits for its turn.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.timing import LEAST, Ratio, take_turns
+from benchmarks.timing import LEAST, Ratio, processes_take_turns, serve
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_v2 import SwinV2
@@ -52,44 +56,46 @@ class Step(NamedTuple):
         self.optimizer.step()
 
 
-def models(kind: Any) -> dict[str, tuple[nn.Module, Callable[[Any], Tensor]]]:
-    """The contestants by name, and how their logits are read."""
+CONTESTANTS = ("timm", "timm with our settings", "ours", "experts")
+
+
+def contestant(name: str, kind: Any, batch: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Make this process a contestant; returns its step."""
     define_missing_operators()
     import timm
 
     size, window = SIZES[kind]
-    name = {"swin": "swin_tiny_patch4_window7_224", "swin_v2": "swinv2_tiny_window8_256"}[kind]
-    theirs = timm.create_model(name, pretrained=False, num_classes=CLASSES, drop_path_rate=0.0)
-    classes = Classification(classes=tuple(map(str, range(CLASSES))))
-    image = ImageSpec(channels=3, size=size, mean=(0.5,) * 3, std=(0.25,) * 3, task=classes)
-    settings = {"swin": Swin, "swin_v2": SwinV2}[kind](window=window)
-    ours = settings.build(image)
-    ours.load_state_dict(swin_weights(theirs.state_dict()))
-    moe = MoE(router=NoisyTopK(k=2), experts=Mlp(number=8, hidden_ratio=2))
-    sparse = settings.build(image, moe)
-    return {
-        "timm": (theirs, lambda said: said),
-        "ours": (ours, lambda said: said.prediction),
-        "experts": (sparse, lambda said: said.prediction),
-    }
-
-
-def race(kind: str, batch: int, rounds: int) -> None:
-    """Print images a second of ours, and the ratios."""
+    known = {"swin": "swin_tiny_patch4_window7_224", "swin_v2": "swinv2_tiny_window8_256"}[kind]
+    theirs = timm.create_model(known, pretrained=False, num_classes=CLASSES, drop_path_rate=0.0)
+    model, logits = theirs, lambda said: said
+    if name in ("ours", "experts"):
+        classes = Classification(classes=tuple(map(str, range(CLASSES))))
+        image = ImageSpec(channels=3, size=size, mean=(0.5,) * 3, std=(0.25,) * 3, task=classes)
+        moe = MoE(router=NoisyTopK(k=2), experts=Mlp(number=8, hidden_ratio=2))
+        settings = {"swin": Swin, "swin_v2": SwinV2}[kind](window=window)
+        model = settings.build(image, moe if name == "experts" else None)
+        logits = lambda said: said.prediction
+        if name == "ours":
+            model.load_state_dict(swin_weights(theirs.state_dict()))
     drawn = torch.Generator().manual_seed(0)
-    images = torch.rand(batch, 3, SIZES[kind][0], SIZES[kind][0], generator=drawn)
+    images = torch.rand(batch, 3, size, size, generator=drawn)
     labels = torch.randint(CLASSES, (batch,), generator=drawn)
-    for dtype in (torch.float32, torch.bfloat16):
-        runs = {}
-        for name, (model, logits) in models(kind).items():
-            optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
-            runs[name] = Step(model, logits, optimizer, images, labels, dtype).run
-        seconds = take_turns(runs, rounds)
-        own = min(seconds["ours"])
-        name = str(dtype).removeprefix("torch.")
-        print(f"{kind}, {name}: {batch / own:.1f} images/s, {1e3 * own:.0f} ms a step")
+    optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
+    return Step(model, logits, optimizer, images, labels, dtype).run
+
+
+def race(kind: str, batch: int, rounds: int, threads: int | None) -> None:
+    """Print images a second of ours, and the ratios."""
+    for precision in ("float32", "bfloat16"):
+        words = ["--kind", kind, "--batch", str(batch), "--precision", precision]
+        words += ["--threads", str(threads)] if threads else []
+        command = [sys.executable, "-m", "benchmarks.swin", *words, "--one"]
+        seconds = processes_take_turns({name: [*command, name] for name in CONTESTANTS}, rounds)
+        own = median(seconds["ours"])
+        print(f"{kind}, {precision}: {batch / own:.1f} images/s, {1e3 * own:.0f} ms a step")
         for one, other, to_reach in (
             ("ours", "timm", f", to reach {TARGET}"),
+            ("ours", "timm with our settings", ""),
             ("experts", "ours", ""),
         ):
             found = Ratio.of(seconds[one], seconds[other])
@@ -108,11 +114,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, help="default: all cores")
     parser.add_argument("--kind", choices=SIZES, default="swin")
+    parser.add_argument("--one", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--precision", default="float32", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    tune()
+    if not options.one:
+        race(options.kind, options.batch, options.rounds, options.threads)
+        return
+    if options.one != "timm":
+        tune()
     if options.threads:
         torch.set_num_threads(options.threads)
-    race(options.kind, options.batch, options.rounds)
+    serve(contestant(options.one, options.kind, options.batch, getattr(torch, options.precision)))
 
 
 if __name__ == "__main__":

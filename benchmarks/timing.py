@@ -1,8 +1,12 @@
-"""Contestants take turns in one process; a figure is a ratio of two turns of the same round."""
+"""Contestants take turns, in one process or in one each where they want other settings of the
+machine, which cannot be set back; a figure is a ratio of two turns of the same round.
+"""
 
 import resource
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median, quantiles
 from typing import NamedTuple
 
@@ -59,6 +63,59 @@ def take_turns(
             run()
             seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+def serve(run: Run, warm: int = 4, count: int = 3) -> None:
+    """What a contestant's process does: one turn a line of standard input, answered by the median
+    seconds of its ``count`` runs.
+    """
+    for _ in range(warm):
+        run()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        seconds = []
+        for _ in range(count):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+        print(median(seconds), flush=True)
+
+
+def processes_take_turns(
+    commands: Mapping[str, Sequence[str]], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each turn of the contestants that these commands ``serve``.
+
+    Raises RuntimeError where one ends.
+    """
+    workers: dict[str, subprocess.Popen] = {}
+    try:
+        for name, command in commands.items():
+            workers[name] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            _answer(name, workers[name])  # ready, before the next one starts
+        seconds: dict[str, list[float]] = {name: [] for name in workers}
+        for _ in range(rounds):
+            for name, worker in workers.items():
+                assert worker.stdin is not None
+                worker.stdin.write("\n")
+                worker.stdin.flush()
+                seconds[name].append(float(_answer(name, worker)))
+        return seconds
+    finally:
+        for worker in workers.values():
+            worker.communicate()
+
+
+def _answer(name: str, worker: subprocess.Popen) -> str:
+    assert worker.stdout is not None
+    line = worker.stdout.readline()
+    if not line:
+        raise RuntimeError(
+            f"the contestant {name!r} ended with status {worker.wait()}; its error stands above"
+        )
+    return line.strip()
 
 
 def shortest(run: Run, repeats: int) -> float:

@@ -9,9 +9,7 @@ turns, and ratios are those of one round.
 """
 
 import argparse
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, gelu, scaled_dot_product_attention
 
-from benchmarks.timing import LEAST, Ratio
+from benchmarks.timing import LEAST, Ratio, processes_take_turns, serve
 from moecore.core.config import Config
 from moecore.core.records import Batch, Guidance, RoutingContext, Step
 from moecore.nn.backbones.image import ImageSpec
@@ -169,70 +167,21 @@ def go_stock() -> None:
     )
 
 
-def turn(contestant: str, size: str) -> Callable[[], float]:
-    """Make this process a contestant; each call takes some steps and returns the median seconds of
-    one.
-    """
-    stock = contestant == "stock"
+def contestant(name: str, size: str) -> Callable[[], None]:
+    """Make this process a contestant; returns its step."""
+    stock = name == "stock"
     if stock:
         go_stock()
     else:
         tune()
-    sparse = not contestant.startswith("dense")
-    run = bench(sizes()[size], CONTESTANTS[contestant], sparse=sparse, stock=stock).step
-    for _ in range(4):
-        run()
-
-    def steps(count: int = 3) -> float:
-        seconds = []
-        for _ in range(count):
-            start = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - start)
-        return median(seconds)
-
-    return steps
-
-
-def serve(contestant: str, size: str) -> None:
-    """A contestant's process: one turn per line of standard input, answered by its seconds."""
-    take = turn(contestant, size)
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        print(take(), flush=True)
+    sparse = not name.startswith("dense")
+    return bench(sizes()[size], CONTESTANTS[name], sparse=sparse, stock=stock).step
 
 
 def race(size: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of one step by contestant and round."""
     command = [sys.executable, "-m", "benchmarks.training_step", "--size", size, "--one"]
-    workers = {}
-    try:
-        for name in CONTESTANTS:
-            workers[name] = subprocess.Popen(
-                [*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            _answer(name, workers[name])  # ready, before the next one starts
-        seconds: dict[str, list[float]] = {name: [] for name in workers}
-        for _ in range(rounds):
-            for name, worker in workers.items():
-                worker.stdin.write("\n")
-                worker.stdin.flush()
-                seconds[name].append(float(_answer(name, worker)))
-        return seconds
-    finally:
-        for worker in workers.values():
-            worker.stdin.close()
-            worker.wait()
-            worker.stdout.close()
-
-
-def _answer(name: str, worker: subprocess.Popen) -> str:
-    line = worker.stdout.readline()
-    if not line:
-        raise RuntimeError(
-            f"the contestant {name!r} ended with status {worker.wait()}; its error stands above"
-        )
-    return line.strip()
+    return processes_take_turns({name: [*command, name] for name in CONTESTANTS}, rounds)
 
 
 def main() -> None:
@@ -246,7 +195,7 @@ def main() -> None:
     parser.add_argument("--one", choices=tuple(CONTESTANTS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        serve(options.one, options.size[0])
+        serve(contestant(options.one, options.size[0]))
         return
     for size in options.size:
         seconds = race(size, options.rounds)
