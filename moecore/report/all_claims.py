@@ -101,7 +101,7 @@ class Answer(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """holds, equivalent, open, contradicted; "" where nothing was found."""
+        """holds, equivalent, open, differs; "" where nothing was found."""
         if self.entry is None:
             return ""
         holds = self.entry["verdict"] == "holds" and self.claim.better == "equivalent"

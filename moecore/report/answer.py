@@ -14,7 +14,7 @@ from moecore.report.words import between, shown, unbroken
 
 VERDICTS = {
     "holds": ("holds", "hold"),
-    "contradicted": ("is contradicted", "are contradicted"),
+    "differs": ("comes out otherwise here", "come out otherwise here"),
     "open": ("stays open", "stay open"),
 }
 NAMED = 3  # claims of a verdict that are named; of more only their number is told

@@ -19,7 +19,7 @@ from moecore.report.view import NONE, Block, Grid, Item, Line, Picture
 from moecore.report.words import PIXEL, epsilon, with_named_epsilons
 
 MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
-LOOKS = {True: "verdict holds", False: "verdict contradicted", None: "verdict open"}
+LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
 WORST_FIRST = (False, None, True)
 
 WORST = "worst_case"

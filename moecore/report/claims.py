@@ -25,7 +25,7 @@ class Evaluated(NamedTuple):
     ours: Cell
     theirs: Cell
     difference: Difference
-    verdict: str  # "holds", "contradicted" or "open"
+    verdict: str  # "holds", "differs" or "open"
     p: float | None  # of the verdict's test; None where there is no interval
     p_holm: float | None = None  # corrected over the claims of its paper; questions have none
     verdict_holm: str = ""  # the verdict that the corrected p leaves
@@ -88,7 +88,7 @@ def corrected(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def verdict(difference: Difference, asked: Comparison) -> str:
-    """holds, contradicted or open.
+    """holds, differs or open.
 
     higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes it.
     equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
@@ -102,10 +102,10 @@ def verdict(difference: Difference, asked: Comparison) -> str:
     if asked.margin is not None:
         if size + inner < asked.margin:
             return "holds"
-        return "contradicted" if size - half > asked.margin else "open"
+        return "differs" if size - half > asked.margin else "open"
     if size <= half:
         return "open"
-    return "holds" if (difference.value > 0) == (asked.better == "higher") else "contradicted"
+    return "holds" if (difference.value > 0) == (asked.better == "higher") else "differs"
 
 
 def p_of(difference: Difference, asked: Comparison) -> float | None:

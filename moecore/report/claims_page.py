@@ -66,7 +66,7 @@ def _opening(states: Sequence[Status], claims: Sequence[Answer]) -> list[str]:
     counted = Counter(states)
     rows = [f"- {counted[name]} {words}" for name, words in STATES.items() if counted[name]]
     verdicts = Counter(one.verdict or "not run yet" for one in claims)
-    order = ("holds", "equivalent", "open", "contradicted", "not run yet")
+    order = ("holds", "equivalent", "open", "differs", "not run yet")
     told = ", ".join(f"{verdicts[name]} {name}" for name in order if verdicts[name])
     lines = [
         "# What the papers show, and what the studies here found of it",
@@ -91,7 +91,8 @@ def _opening(states: Sequence[Status], claims: Sequence[Answer]) -> list[str]:
         "",
         "*difference*: the claimed method minus the other with its 95 % interval, and what that is"
         " over; *open* names the smallest difference that the design could have seen (80 % power"
-        " at 5 %). [intervals.md](intervals.md) says how.",
+        " at 5 %); *differs*: these runs show the opposite, which says nothing of the paper's own."
+        " [intervals.md](intervals.md) says how.",
     ]
     return lines
 
@@ -178,7 +179,7 @@ def _questions(questions: Sequence[Answer]) -> list[str]:
     """What no paper claims."""
     if not questions:
         return []
-    words = {"holds": "yes", "equivalent": "yes", "contradicted": "no"}
+    words = {"holds": "yes", "equivalent": "yes", "differs": "no"}
     rows = []
     for one in questions:
         here, difference, verdict, study = _answered(one)

@@ -16,7 +16,7 @@ from moecore.statistics.intervals import Interval
 
 NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
 OLDER = "written by other code, over seeds alone: run the study again"
-ANSWERS = {"holds": "yes", "contradicted": "no"}  # to a question
+ANSWERS = {"holds": "yes", "differs": "no"}  # to a question
 AGES = ("mae_of_median", "mae_pooled", *COHORT_CHECKS)
 COLUMNS = {
     "ece_after": "number",

@@ -9,14 +9,14 @@ from moecore.report.words import Cell, between, decimals, limits_of, shown, sign
 from moecore.statistics.crossed import BOTH, ITEMS, SEEDS
 from moecore.study.selection import Claim, Question
 
-MARKS = {"holds": "✓ holds", "contradicted": "✗ contradicted", "open": "? open", "": "–"}
+MARKS = {"holds": "✓ holds", "differs": "✗ differs here", "open": "? open", "": "–"}
 HOW = (
     "Difference: the claimed method minus the other, with its 95 % interval. "
     "It is paired by seed and by item, which is a test image, or a person where people have "
     "several; below it stands what the interval is over. A claim of a direction holds where the "
-    "interval lies on its side, is contradicted where it lies on the other, and is open where it "
+    "interval lies on its side, differs here where it lies on the other, and is open where it "
     "includes 0. A claim that two methods are equivalent within a margin holds where the 90 % "
-    "interval lies within it (two one-sided tests at 5 %), and is contradicted where the 95 % "
+    "interval lies within it (two one-sided tests at 5 %), and differs here where the 95 % "
     "interval lies wholly outside. “With Holm”: the same after Holm's correction over the claims "
     "of one paper. An open row tells the smallest difference that this design could have seen "
     "with 80 % power at 5 %: (t(0.975) + t(0.8)) · standard error. Data and sizes are not those "

@@ -96,8 +96,8 @@ def test_direction_and_order_decide():
     ]
     assert [found.verdict for found in evaluate([claim(**case) for case in cases], shown)] == [
         "holds",
-        "contradicted",
-        "contradicted",
+        "differs",
+        "differs",
         "holds",
     ]
 
@@ -112,7 +112,7 @@ def found(value: float, half: float | None) -> Difference:
     ("value", "half", "expected"),
     [
         (0.15, 0.05, "holds"),
-        (-0.15, 0.05, "contradicted"),
+        (-0.15, 0.05, "differs"),
         (0.0, 0.1, "open"),
         (0.05, 0.0501, "open"),
         (0.1, None, "open"),
@@ -129,7 +129,7 @@ def test_verdicts_of_a_direction(value, half, expected):
         (0.0, 0.1, "holds"),
         (0.04, 0.06, "holds"),  # 90 %: 0.04 + 0.06 · 1.645/1.96 = 0.0904
         (0.04, 0.075, "open"),  # 0.04 + 0.0629 > 0.1
-        (0.2, 0.09, "contradicted"),
+        (0.2, 0.09, "differs"),
         (0.2, 0.11, "open"),
         (0.15, 0.06, "open"),
         (0.0, None, "open"),
@@ -236,7 +236,7 @@ def test_questions_are_answered_in_a_table_of_their_own():
     )
     text = claims_markdown(found)
     claims, asked = text.split("## What no paper claims")
-    assert "contradicted |" not in text.split("\n\n", 2)[2] and "✓ holds" in claims
+    assert "differs |" not in text.split("\n\n", 2)[2] and "✓ holds" in claims
     assert "| Do views agree? | yes |" in asked and "| Do views agree? | no |" in asked
     assert "| open |" in asked and "✓" not in asked
     flat = flat_evaluated(found)
@@ -348,7 +348,7 @@ def test_where_claims_are_shown(tmp_path):
     )
     assert (
         lines[-2].endswith(" | Match, first expert (`match_top1`), higher is claimed, pretrain |")
-        and "✗ contradicted" in lines[-1]
+        and "✗ differs here" in lines[-1]
     )
     assert len({line.replace("\\|", "").count("|") for line in lines[4:]}) == 1
     stored = flat_claims(evaluated)

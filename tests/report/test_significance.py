@@ -373,7 +373,7 @@ def test_claims_are_counted():
     asked = [claim(), claim(better="lower"), claim(metric="test_accuracy")]
     text = answer_of_claims(evaluate(asked, shown))
     assert text.startswith("Of 3 claims that were tested here, 1 holds (prc against vmoe: Match")
-    assert "1 is contradicted" in text and "1 stays open" in text
+    assert "1 comes out otherwise here" in text and "1 stays open" in text
     one = answer_of_claims(evaluate(asked[:1], shown))
     assert one.startswith("The one claim that was tested here holds (prc against vmoe: ")
 
