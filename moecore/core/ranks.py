@@ -89,6 +89,10 @@ def join() -> None:
 
 def _meet(rank: int, size: int, patience: timedelta) -> distributed.Store:
     meeting = os.environ.get(MEETING)
+    if not meeting and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        found = f"RANK and WORLD_SIZE say that this is one of {size} ranks, but not where they meet"
+        ways = "`python -m moecore.run.local_ranks`, torchrun, or a launcher (docs/cluster.md)"
+        raise UserError(f"ranks: {found} (MASTER_ADDR, MASTER_PORT); start them by {ways}")
     where = f"file://{meeting}" if meeting else "env://"
     return next(distributed.rendezvous(where, rank, size, timeout=patience))[0]
 
@@ -108,7 +112,7 @@ def say_once(text: str) -> None:
     try:
         here = _Met.store or _meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ALIKE)
         first = here.add("failed", 1) == 1
-    except RuntimeError:  # the others are not there, or no longer
+    except (RuntimeError, UserError):  # the others are not there, or no longer, or nowhere
         here, first = None, True
     if first:
         print(text, file=sys.stderr, flush=True)

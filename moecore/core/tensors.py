@@ -5,7 +5,7 @@ a rank holds of a sharded tensor.
 import base64
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +59,47 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             "again"
         )
     return found, metadata
+
+
+def read_sharded(folder: Path, of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """What all ranks wrote into a folder of torch.distributed.checkpoint, as this process holds it:
+    sharded anew, or whole. of: the tensor here that a name's values are for.
+
+    Raises UserError where a file is damaged.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        found = {}
+        about = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        for name, value in about.items():
+            own = with_axis(of(name))
+            assert isinstance(value, TensorStorageMetadata)  # the files hold nothing else
+            if value.size == own.shape:
+                found[name] = torch.zeros_like(own)
+            else:
+                found[name] = torch.zeros(value.size, dtype=value.properties.dtype)
+        load(found, storage_reader=HuggingFaceStorageReader(str(folder)))
+    except (Exception, CheckpointException) as error:
+        again = "delete it and start the stage again"
+        raise UserError(f"{folder}: no readable checkpoint ({in_short(error)}); {again}") from error
+    return found
+
+
+def in_short(error: BaseException) -> str:
+    """What is wrong, in a line: torch's own error of a checkpoint holds the tracebacks of all
+    ranks.
+    """
+    failures = getattr(error, "failures", {})
+    each = {rank: str(failure) for rank, (failure, _) in failures.items()}
+    return "; ".join(f"rank {rank}: {each[rank]}" for rank in sorted(each)) or str(error)
+
+
+def with_axis(value: Tensor) -> Tensor:
+    """Scalars with an axis: slices of a file have one."""
+    return value if value.ndim else value.reshape(1)
 
 
 def content(tensors: Mapping[str, Tensor]) -> str:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple
 
 from moecore.core.files import FullDisk, UserError, room_for
@@ -139,12 +140,18 @@ def no_room(found: re.Match[str]) -> str:
         return f"DVC: {said}"
 
 
-def run_job(job: Job, environment: Mapping[str, str], started: list[subprocess.Popen]) -> int:
+def run_job(
+    job: Job, environment: Mapping[str, str], started: list[subprocess.Popen], ending: Event
+) -> int:
     """DVC's exit code for the stages of a job; its output is passed on line by line.
 
     Where DVC stops only because another process is at the same path, the rest is tried again.
+    ending: set before all that was ``started`` is ended; nothing starts after it.
     """
+    code = 143
     for _ in range(TRIES):
+        if ending.is_set():
+            break
         process = subprocess.Popen(
             dvc("--wait-for-lock", "repro", "--single-item", *job.stages),
             env=os.environ | environment,
@@ -153,6 +160,8 @@ def run_job(job: Job, environment: Mapping[str, str], started: list[subprocess.P
             text=True,
         )
         started.append(process)
+        if ending.is_set():  # in between
+            process.terminate()
         met = False
         refused = False
         for line in process.stdout or ():
@@ -180,6 +189,7 @@ def run(
     free = list(environments)
     running: dict[Future, tuple[Job, list[Mapping[str, str]]]] = {}
     started: list[subprocess.Popen] = []
+    ending = Event()
     failed = False
     with ThreadPoolExecutor(jobs) as pool:
         try:
@@ -194,7 +204,7 @@ def run(
                     given = together(places)
                     if _alone(job.stages[0], above):
                         given = all_cores(given)
-                    running[pool.submit(run_job, job, given, started)] = (job, places)
+                    running[pool.submit(run_job, job, given, started, ending)] = (job, places)
                 if not running:
                     return [stage for stage in above if stage not in done]
                 finished: set[Future] = wait(running, return_when=FIRST_COMPLETED).done
@@ -204,6 +214,7 @@ def run(
                     failed = failed or future.result() != 0
                     done |= set(job.stages) if future.result() == 0 else set()
         except BaseException:
+            ending.set()
             for process in started:  # DVC ends its stages: they watch their parent
                 process.terminate()
             raise

@@ -5,7 +5,6 @@ that runs a command in the foreground (``srun``, or any other), and with what ea
 Without the variable nothing here is used. docs/cluster.md shows a file.
 """
 
-import ctypes
 import os
 import shlex
 import shutil
@@ -14,22 +13,24 @@ import string
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.run.local_ranks import MEETING
-from moecore.run.stage import PR_SET_PDEATHSIG, end_with_parent
-from moecore.study.document import load
+from moecore.run.local_ranks import LAUNCHED, rank_by_slurm, threads_by_slurm
+from moecore.run.stage import MEETING, end_with_parent, has_failed, with_parent
+from moecore.study.document import Document, load
 from moecore.study.params import validate_whole
 
 CLUSTER = "MOECORE_CLUSTER"
-LAUNCHED = "MOECORE_LAUNCHED"  # tasks a machine; set for what a launcher started
 TRAINING = ("teacher", "pretrain", "finetune", "adversarial")
 FINAL = (0, 1, 2)  # exit codes that a second try would not change: done, an error, wrong words
+# Of SLURM's variables, what a job of its own is to know: all others tell of the job around it
+OWN = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS")
 
 
 class Needs(Config):
@@ -38,7 +39,7 @@ class Needs(Config):
     nodes: int = Field(1, ge=1, description="machines")
     ranks: int = Field(1, ge=1, description="processes a machine, of a stage that trains")
     gpus: int = Field(0, ge=0, description="a machine")
-    cores: int = Field(2, ge=1, description="a machine")
+    cores: int = Field(2, ge=1, description="of each process")
     memory: str = Field("8G", description="a machine, as the launcher writes it")
     time: str = Field("1:00:00", description="limit, as the launcher writes it")
 
@@ -65,6 +66,9 @@ class Cluster(Config):
     default: Needs = Needs()
     stages: dict[str, Some] = Field({}, description="by the stage's name in dvc.yaml")
     tries: int = Field(3, ge=1, description="starts of a stage that is preempted or out of time")
+    steps: bool = Field(
+        False, description="stages are steps of the job of SLURM that `moecore run` is in, not jobs"
+    )
 
     def needs(self, stage: str) -> Needs:
         """What the stage gets; one process where it does not train."""
@@ -91,22 +95,65 @@ class Cluster(Config):
         return {name for _, name, _, _ in string.Formatter().parse(self.launch) if name is not None}
 
 
+KEYS = tuple(Needs.model_fields)
+FIELDS = {*KEYS, "stage", "tasks"}  # of ``launch``
+
+
 def read_cluster(path: str) -> Cluster:
-    """The file; raises UserError with file, line and what is allowed."""
-    found = validate_whole(Cluster, load(path))
-    allowed = {*Needs.model_fields, "stage", "tasks"}
-    if unknown := found.fields - allowed:
-        listed = ", ".join(sorted(allowed))
-        raise UserError(f"{path}: launch: found {{{min(unknown)}}}; allowed: {listed}")
-    words = shlex.split(found.launch)
-    if words and shutil.which(words[0]) is None:
-        raise UserError(f"{path}: launch: found {words[0]}, which is no command here; install it")
-    for stage in (*found.stages, "default"):
-        needs = found.default if stage == "default" else found.needs(stage)
-        if needs.nodes > 1 and "tasks" not in found.fields:
-            mend = "name {tasks} in launch, as `srun --nodes={nodes} --ntasks={tasks}` does"
-            raise UserError(f"{path}: {stage}.nodes: found {needs.nodes}; {mend}, or take 1")
+    """The file; raises UserError with file, line and what is allowed, a line for each mistake."""
+    document = load(path)
+    found = validate_whole(Cluster, document)
+    if wrong := [*_of_launch(found, document), *_of_stages(found, document)]:
+        raise UserError("\n".join(wrong))
     return found
+
+
+def _of_launch(cluster: Cluster, document: Document) -> Iterator[str]:
+    """What is wrong with the launcher's words."""
+    place = f"{document.place(['launch'])}: launch"
+    try:
+        words = shlex.split(cluster.launch)
+        if unknown := cluster.fields - FIELDS:
+            yield f"{place}: found {{{min(unknown)}}}; allowed: {', '.join(sorted(FIELDS))}"
+            return
+        cluster.launch.format(**dict.fromkeys(FIELDS, 1))
+    except ValueError as error:
+        yield f"{place}: found {cluster.launch!r} ({error}); allowed: words as a shell reads them"
+        return
+    if not words:
+        yield f"{place}: found no words; allowed: a launcher, or env for this machine"
+    elif shutil.which(words[0]) is None:
+        yield f"{place}: found {words[0]}, which is no command here; install it"
+
+
+def _of_stages(cluster: Cluster, document: Document) -> Iterator[str]:
+    """What is wrong with the stages' needs."""
+    known = stages_known()
+    for stage in ("default", *cluster.stages):
+        keys = ["default"] if stage == "default" else ["stages", stage]
+        needs = cluster.default if stage == "default" else cluster.needs(stage)
+        places = {key: f"{document.place([*keys, key])}: {'.'.join([*keys, key])}" for key in KEYS}
+        if stage not in ("default", *known):
+            allowed = f"no stage; allowed: {', '.join(known)}"
+            yield f"{document.place(keys)}: stages.{stage}: {allowed}"
+        elif stage not in ("default", *TRAINING):
+            for key in ("nodes", "ranks"):
+                if (number := getattr(cluster.stages[stage], key) or 1) > 1:
+                    why = f"as it does not train ({', '.join(TRAINING)} do)"
+                    yield f"{places[key]}: found {number}; allowed: 1, {why}"
+        if needs.nodes > 1 and "tasks" not in cluster.fields:
+            mend = "name {tasks} in launch, as `srun --nodes={nodes} --ntasks={tasks}` does"
+            yield f"{places['nodes']}: found {needs.nodes}; {mend}, or take 1"
+        if 0 < needs.gpus < needs.ranks:
+            own = f"found {needs.gpus} for {needs.ranks} ranks"
+            yield f"{places['gpus']}: {own}; allowed: one a rank, or 0"
+
+
+def stages_known() -> list[str]:
+    """The stages' names: of their scripts, and of those that are a part of one."""
+    folders = getattr(find_spec("stages"), "submodule_search_locations", None) or []
+    scripts = {path.stem for folder in folders for path in Path(folder).glob("[a-z]*.py")}
+    return sorted({*scripts, "adversarial", "routing"} - {"server"})
 
 
 def stage_of(words: Sequence[str]) -> str:
@@ -140,6 +187,8 @@ def hand_over() -> None:
     words = sys.orig_argv[1:]
     if words[:1] != ["-m"] or not words[1].startswith("stages.") or words[1] == "stages.server":
         return
+    if "RANK" in os.environ:  # whoever started this rank is the launcher
+        return
     end_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -158,9 +207,11 @@ def run(cluster: Cluster, words: Sequence[str]) -> int:
         folder = Path(".state/meetings").resolve()
         folder.mkdir(parents=True, exist_ok=True)
         meeting = folder / uuid.uuid4().hex
-        shared = {LAUNCHED: str(needs.ranks), MEETING: str(meeting)}
         process = subprocess.Popen(
-            command(cluster, words), env=os.environ | shared, preexec_fn=_end_with_this
+            command(cluster, words),
+            env=environment_of(cluster, needs, meeting),
+            stdin=subprocess.DEVNULL,
+            preexec_fn=with_parent,
         )
         try:
             code = process.wait()
@@ -169,39 +220,31 @@ def run(cluster: Cluster, words: Sequence[str]) -> int:
             process.wait()
             raise
         finally:
-            meeting.unlink(missing_ok=True)
+            failed = has_failed(meeting)
+            for left_over in folder.glob(f"{meeting.name}*"):
+                left_over.unlink()
         code = code if code >= 0 else 128 - code
+        code = 1 if failed and code else code  # not of those that ended because one had failed
         if code in FINAL:
             break
-        name = " ".join(words[1:]).removeprefix("stages.")
         again = f"it is started again, {left} more times at most" if left else "given up"
-        print(f"{name}: ended from outside (exit code {code}); {again}", file=sys.stderr)
+        said = f"ended from outside (exit code {code}); {again}"
+        print(f"{' '.join(words[1:]).removeprefix('stages.')}: {said}", file=sys.stderr)
     return code
 
 
-def rank_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank, from those of a SLURM task; {} where there are none, or one task."""
-    size = int(environment.get("SLURM_NTASKS", "1"))
-    if "RANK" in environment or "SLURM_PROCID" not in environment or size == 1:
-        return {}
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": environment[LAUNCHED],
-    }
-
-
-def threads_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """As many threads as the task has cores, where nothing else is said: not every cluster binds
-    tasks to their cores.
+def environment_of(cluster: Cluster, needs: Needs, meeting: Path) -> dict[str, str]:
+    """What a launched process is told: where its ranks meet, and nothing of the job of SLURM that
+    this process may be in, where `srun` would start a step of that job, and a rank be counted
+    among its tasks.
     """
-    cores = environment.get("SLURM_CPUS_PER_TASK")
-    if cores is None or "MOECORE_THREADS" in environment:
-        return {}
-    return {"MOECORE_THREADS": cores, "OMP_NUM_THREADS": cores}
-
-
-def _end_with_this() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    found = dict(os.environ)
+    if "SLURM_JOB_ID" in found and not cluster.steps:
+        found = {
+            name: value
+            for name, value in found.items()
+            if name in OWN or not name.startswith(("SLURM_", "SLURMD_"))
+        }
+    # srun leaves the other tasks running where one fails, unless it is told
+    found.setdefault("SLURM_KILL_BAD_EXIT", "1")
+    return found | {LAUNCHED: str(needs.ranks), MEETING: str(meeting)}

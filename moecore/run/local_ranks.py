@@ -3,7 +3,7 @@
 ``python -m moecore.run.local_ranks 2 -m stages.pretrain vmoe 0``
 
 torchrun does the same, over a port that listens everywhere; a cluster's launcher starts ranks on
-several machines.
+several machines, where a task of SLURM is told here which rank it is.
 """
 
 import os
@@ -12,12 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moecore.run.stage import end_with_parent
+from moecore.run.stage import MEETING, end_with_parent, has_failed, with_parent
 
-MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
+LAUNCHED = "MOECORE_LAUNCHED"  # tasks a machine; set for what a launcher started
 POLL = 0.05  # seconds
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
@@ -29,22 +29,24 @@ def start(size: int, words: Sequence[str]) -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
-        shared = {
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            MEETING: str(Path(folder, "meeting")),
-        }
-        running = [
-            subprocess.Popen(
-                [sys.executable, *words],
-                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(size)
-        ]
+        meeting = Path(folder, "meeting")
+        shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), MEETING: str(meeting)}
+        running: list[subprocess.Popen] = []
         try:
-            return first_failure(running)
+            for rank in range(size):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                running.append(
+                    subprocess.Popen(
+                        [sys.executable, *words],
+                        env=os.environ | shared | own,
+                        preexec_fn=with_parent,
+                    )
+                )
+            code = first_failure(running)
         finally:
             end(running)
+        # one that ended because another had failed may have been seen first
+        return 1 if code and has_failed(meeting) else code
 
 
 def first_failure(running: Sequence[subprocess.Popen]) -> int:
@@ -73,6 +75,29 @@ def end(running: Sequence[subprocess.Popen]) -> None:
         except subprocess.TimeoutExpired:
             one.kill()
             one.wait()
+
+
+def rank_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a rank, from those of a SLURM task; {} where there are none, or one task."""
+    size = int(environment.get("SLURM_NTASKS", "1"))
+    if "RANK" in environment or "SLURM_PROCID" not in environment or size == 1:
+        return {}
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": environment[LAUNCHED],
+    }
+
+
+def threads_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """As many threads as the task has cores, where nothing else is said: not every cluster binds
+    tasks to their cores.
+    """
+    cores = environment.get("SLURM_CPUS_PER_TASK")
+    if cores is None or "MOECORE_THREADS" in environment:
+        return {}
+    return {"MOECORE_THREADS": cores, "OMP_NUM_THREADS": cores}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,16 @@ from moecore.study.remembered import in_order
 
 PR_SET_PDEATHSIG = 1
 ENDED = 143  # the exit code of what was ended from outside
-GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
+MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
+FAILED = ".failed"  # after the name of the file where ranks met: one of them has an error
+# gloo's and NCCL's words
+GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "ncclRemoteError",
+    "remote process exited",
+)
 
 
 def run_stage(
@@ -41,14 +50,37 @@ def run_stage(
     except UserError as error:
         several = "\n" in str(error)
         where = "" if several else f"{' '.join([function.__name__, *words])}: "
+        _has_failed()
         say_once(f"{where}{error}")
         _exit(1)
-    except RuntimeError as error:
-        if not any(said in str(error) for said in GONE) or not several_ranks():
+    except Exception as error:
+        if not another_is_gone(error):
+            _has_failed()
             raise
         told = "another rank has ended; what was trained is in the checkpoint"
         say_once(f"{' '.join([function.__name__, *words])}: {told}")
         _exit(ENDED)
+
+
+def another_is_gone(error: BaseException) -> bool:
+    """Whether an error of one of several ranks says that another has ended."""
+    if not several_ranks() or not isinstance(error, RuntimeError):
+        return False
+    of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return of_torch or any(said in str(error) for said in GONE)
+
+
+def _has_failed() -> None:
+    """Let the launcher know that this rank ends with an error, which another start would meet
+    again: the others end too, but as if from outside, and no launcher tells which came first.
+    """
+    if several_ranks() and MEETING in os.environ:
+        Path(os.environ[MEETING] + FAILED).touch()
+
+
+def has_failed(meeting: str | Path) -> bool:
+    """Whether a rank that met in this file has ended with an error."""
+    return Path(f"{meeting}{FAILED}").exists()
 
 
 def _exit(code: int) -> None:
@@ -106,6 +138,14 @@ def end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it died in between
         sys.exit(ENDED)
+
+
+def with_parent() -> None:
+    """For a process that is being started, before it runs: on Linux, SIGTERM when its parent dies,
+    from its first moment on.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _terminate(*_: Any) -> None:

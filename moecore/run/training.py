@@ -99,7 +99,8 @@ def training_run(
         join()
     elif os.environ.get("RANK", "0") != "0":
         sys.exit(0)
-    refuse_unlike("params", json.dumps(params.model_dump(mode="json"), sort_keys=True))
+    refuse_unlike("params", json.dumps([name, params.model_dump(mode="json")], sort_keys=True))
+    refuse_unlike("data", (data.folder / "card.json").read_text(encoding="utf-8"))
     refuse_unlike("sources", own_code() if joined() else "")
     if not ranks().first:
         yield TrainingRun(None, Path(same_text("")), name.replace("/", " "))

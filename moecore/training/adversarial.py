@@ -50,7 +50,9 @@ class Adversarial(Config):
         regularizers are not attacked. Labels and affines stay.
         """
         attack = Pgd(steps=self.steps, form=self.form)
-        own = own_generators(generator, batch.images)
+        own: Generator | list[Generator] = generator
+        if self.form == "strong":  # the other form draws nothing
+            own = own_generators(generator, batch.images)
         with evaluating(model):  # the attack itself turns autocast off
             labels = model.targets(batch.labels).to(batch.images.device)
             images = attack(model, task, batch.images, labels, self.epsilon, own)

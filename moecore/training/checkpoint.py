@@ -24,10 +24,21 @@ import torch
 from torch import Tensor, distributed, nn
 
 from moecore.core.files import UserError, checksum, read_json, whole_file, write_sealed
-from moecore.core.ranks import ranks
-from moecore.core.tensors import is_spread, like, own_part, read_tensors, whole_of, write_tensors
+from moecore.core.ranks import ranks, refuse_unlike, same_text
+from moecore.core.tensors import (
+    in_short,
+    is_spread,
+    like,
+    own_part,
+    read_sharded,
+    read_tensors,
+    whole_of,
+    with_axis,
+    write_tensors,
+)
 
 AGAIN = "delete it and start the stage again"
+UNTOUCHED = "what was there before is untouched. Free some space and start again"
 Tensors = dict[str, Tensor]
 Reader = Callable[[], tuple[Tensors, dict[str, Any]]]
 
@@ -57,10 +68,11 @@ class Checkpoint:
         if any(is_spread(value) for value in tensors.values()):
             self._start(self._sharded(step, tensors, note))
             return
+        if not ranks().first:
+            return
         copied = {name: whole_of(value).detach().cpu().clone() for name, value in tensors.items()}
-        if ranks().first:
-            about = {"step": str(step), "note": json.dumps(note)}
-            self._start(lambda: self._replace(copied, about))
+        about = {"step": str(step), "note": json.dumps(note)}
+        self._start(lambda: self._replace(copied, about))
 
     def wait(self) -> None:
         """Until what ``save`` began is written. Raises UserError where it could not be."""
@@ -76,12 +88,16 @@ class Checkpoint:
         checkpoint.
 
         Of a damaged one it is said, and the one before is taken. Raises UserError where that is
-        damaged too, or not there (files are written atomically: only a failing disk does that).
+        damaged too, or not there (files are written atomically: only a failing disk does that),
+        and where ranks do not find the same.
         """
         there = state_of(model, optimizer)
+        names = (self.pointer, self.path, self.before)
+        refuse_unlike("checkpoints", str([name.name for name in names if name.exists()]))
         if not (readers := self._readers(model, optimizer)):
             return 0, {}
         tensors, found = first_whole(readers)
+        refuse_unlike("checkpoints", found["step"])
         weights = {name: value for name, value in tensors.items() if name.startswith("model.")}
         model.load_state_dict(
             {name.removeprefix("model."): like(weights[name], there[name]) for name in weights}
@@ -106,15 +122,32 @@ class Checkpoint:
             return [partial(read_tensors, path) for path in files]
 
         def sharded(about: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-            folder = self.folder / about["folder"]
-            for name, digest in about["files"].items():
-                if not (folder / name).is_file() or checksum(folder / name) != digest:
-                    raise UserError(f"{folder / name}: damaged, or not there; {AGAIN}")
-            return read_sharded(folder, model, optimizer), about
+            # all ranks read the one that the first finds whole: they read it together
+            whole = same_text(self._damage(about) if ranks().first else "")
+            if whole:
+                raise UserError(whole)
+            return read_sharded(self.folder / about["folder"], of), about
+
+        parameters = _parameters(optimizer)
+        state = model.state_dict()
+
+        def of(name: str) -> Tensor:
+            kind, _, rest = name.partition(".")
+            if kind == "model":
+                return state[rest]
+            return parameters[int(rest.split(".")[0])].detach()
 
         last = read_json(self.pointer, sealed=True)
         each = [last] if last["before"] is None else [last, last["before"]]
         return [partial(sharded, about) for about in each]
+
+    def _damage(self, about: dict[str, Any]) -> str:
+        """What is wrong with the files of a sharded checkpoint; "" where nothing is."""
+        folder = self.folder / about["folder"]
+        for name, digest in about["files"].items():
+            if not (folder / name).is_file() or checksum(folder / name) != digest:
+                return f"{folder / name}: damaged, or not there; {AGAIN}"
+        return ""
 
     def _start(self, write: Callable[[], None]) -> None:
         def kept() -> None:
@@ -136,20 +169,25 @@ class Checkpoint:
             self._group = distributed.new_group(backend="gloo")
         target = self.folder / f"sharded-{step}"
         stager = DefaultStager(StagingOptions(False, False, False, False))
-        copied: Any = stager.stage({name: _axis(value) for name, value in tensors.items()})
+        copied: Any = stager.stage({name: with_axis(value) for name, value in tensors.items()})
         stager.close()
 
         def write() -> None:
             writer = HuggingFaceStorageWriter(str(target), save_distributed=True)
             try:
+                if ranks().first:  # a killed process's part: all shards in it would be read
+                    shutil.rmtree(target, ignore_errors=True)
+                distributed.barrier(self._group)
                 save(copied, storage_writer=writer, process_group=self._group)
             except (Exception, CheckpointException) as error:
                 shutil.rmtree(target, ignore_errors=True)  # a part of it is of no use
+                why = in_short(error)
+                if "Errno" not in why and "os error" not in why:  # no file's, so another rank's end
+                    raise RuntimeError(f"{target}: could not be written ({why})") from error
                 size = sum(own_part(value).nbytes for value in copied.values())
                 free = shutil.disk_usage(self.folder).free
-                why = f"could not be written ({in_short(error)}): it takes {size:,} bytes a rank"
-                again = "what was there before is untouched. Free some space and start again"
-                raise UserError(f"{target}: {why}; {free:,} are free; {again}") from error
+                takes = f"could not be written ({why}): it takes {size:,} bytes a rank"
+                raise UserError(f"{target}: {takes}; {free:,} are free; {UNTOUCHED}") from error
             if not ranks().first:
                 return
             last = read_json(self.pointer, sealed=True) if self.pointer.exists() else None
@@ -185,47 +223,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
         for index, values in state.items()
         for name, value in values.items()
     }
-
-
-def read_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """What all ranks wrote, as this process holds it: sharded anew, or whole.
-
-    Raises UserError where a file is damaged.
-    """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    reader = HuggingFaceStorageReader(str(folder))
-    parameters = _parameters(optimizer)
-    there = model.state_dict()
-    try:
-        found = {}
-        about = reader.read_metadata().state_dict_metadata
-        for name, value in about.items():
-            kind, _, rest = name.partition(".")
-            of = there[rest] if kind == "model" else parameters[int(rest.split(".")[0])].detach()
-            assert isinstance(value, TensorStorageMetadata)  # the files hold nothing else
-            if value.size == _axis(of).shape:
-                found[name] = torch.zeros_like(_axis(of))
-            else:
-                found[name] = torch.zeros(value.size, dtype=value.properties.dtype)
-        load(found, storage_reader=HuggingFaceStorageReader(str(folder)))
-    except (Exception, CheckpointException) as error:
-        raise UserError(f"{folder}: no readable checkpoint ({in_short(error)}); {AGAIN}") from error
-    return found
-
-
-def in_short(error: BaseException) -> str:
-    """What is wrong, in a line: torch's own error holds the tracebacks of all ranks."""
-    failures = getattr(error, "failures", {})
-    each = {rank: str(failure) for rank, (failure, _) in failures.items()}
-    return "; ".join(f"rank {rank}: {each[rank]}" for rank in sorted(each)) or str(error)
-
-
-def _axis(value: Tensor) -> Tensor:
-    """Scalars with an axis: slices of a file have one."""
-    return value if value.ndim else value.reshape(1)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import OrderedDict
 from pathlib import Path
+from threading import Event
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -104,7 +105,7 @@ def test_each_seed_has_a_teacher_and_several_are_trained_at_once():
 def test_all_cores_are_for_what_runs_alone(monkeypatch):
     given = {}
 
-    def fake(job, environment, started):
+    def fake(job, environment, started, ending):
         given.update(dict.fromkeys(job.stages, environment))
         return 0
 
@@ -143,7 +144,7 @@ def test_what_is_timed_runs_alone_and_last():
 def test_nothing_starts_after_a_failure(monkeypatch):
     ran = []
 
-    def fake(job, environment, started):
+    def fake(job, environment, started, ending):
         ran.append((job.stages, dict(environment)))
         return int(job.stages[0] == "teacher@0")
 
@@ -420,12 +421,12 @@ def test_a_job_whose_disk_is_full_indeed_is_done_once_there_is_room(disk, monkey
     (disk.folder / "b.in").write_text("1")
     project.with_dvc()
     job = Job(("b",))
-    assert run_job(job, {}, []) == 0
+    assert run_job(job, {}, [], Event()) == 0
     lock = (disk.folder / "dvc.lock").read_bytes()
     (disk.folder / "b.in").write_text("2")
     disk.fill(free=1_000_000)  # its output takes the place of the old one, its copy finds none
     capfd.readouterr()
-    assert run_job(job, {}, []) != 0
+    assert run_job(job, {}, [], Event()) != 0
     (said,) = [line for line in capfd.readouterr().out.splitlines() if "could not be" in line]
     assert re.match(r"DVC: \.dvc/\S+/b.bin: could not be written, no space left on device", said)
     assert "it takes 2,000,001 bytes; " in said and "Traceback" not in said
@@ -433,7 +434,7 @@ def test_a_job_whose_disk_is_full_indeed_is_done_once_there_is_room(disk, monkey
     left = list(disk.folder.glob(".dvc/cache/files/**/.*.tmp"))
     assert sum(path.stat().st_size for path in left) < 100, "DVC's own probes of links at most"
     disk.clear()
-    assert run_job(job, {}, []) == 0
+    assert run_job(job, {}, [], Event()) == 0
     assert (disk.folder / "dvc.lock").read_bytes() != lock
 
 

@@ -26,13 +26,14 @@ from moecore.core.tensors import read_tensors
 from moecore.pipeline import places
 from moecore.run.launch import (
     Cluster,
+    Needs,
     command,
-    rank_by_slurm,
+    environment_of,
     read_cluster,
     run,
     stage_of,
-    threads_by_slurm,
 )
+from moecore.run.local_ranks import rank_by_slurm, threads_by_slurm
 from tests.project import COMMAND, PARAMS, Project
 
 CONFIG = """\
@@ -163,7 +164,28 @@ def written(folder: Path, text: str) -> str:
         ("launch: env\ndefault: {nodes: 0}\n", "cluster.yaml:2:11: default.nodes"),
         ("launch: env\nstages:\n  pretrain: {gpu: 1}\n", "cluster.yaml:3:14: stages.pretrain.gpu"),
         ("launch: env {cpus}\n", "launch: found {cpus}; allowed: cores, gpus, memory, nodes"),
-        ("launch: no-such-launcher\n", "launch: found no-such-launcher, which is no command here"),
+        (
+            "launch: no-such-launcher\n",
+            "cluster.yaml:1:1: launch: found no-such-launcher, which is no command here",
+        ),
+        ("tries: 2\nlaunch: env {\n", "cluster.yaml:2:1: launch: found 'env {' ("),
+        (
+            "launch: env 'A=b\n",
+            'cluster.yaml:1:1: launch: found "env \'A=b" (No closing quotation)',
+        ),
+        ("launch: ''\n", "cluster.yaml:1:1: launch: found no words; allowed: a launcher, or env"),
+        (
+            "launch: env\nstages:\n  pretrian: {gpus: 1}\n",
+            "cluster.yaml:3:3: stages.pretrian: no stage; allowed: adversarial, calibrate, code",
+        ),
+        (
+            "launch: env\nstages:\n  prepare: {ranks: 4}\n",
+            "cluster.yaml:3:13: stages.prepare.ranks: found 4; allowed: 1, as it does not train",
+        ),
+        (
+            "launch: env\nstages:\n  pretrain: {ranks: 4, gpus: 2}\n",
+            "cluster.yaml:3:24: stages.pretrain.gpus: found 2 for 4 ranks; allowed: one a rank, or",
+        ),
         (
             "launch: env\nstages: {pretrain: {nodes: 2}}\n",
             "pretrain.nodes: found 2; name {tasks} in launch",
@@ -174,6 +196,49 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path, text, said):
     with pytest.raises(UserError) as error:
         read_cluster(written(tmp_path, text))
     assert said in str(error.value)
+
+
+def test_a_job_of_its_own_knows_nothing_of_the_job_around_it(monkeypatch):
+    around = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "4",
+        "SLURM_PROCID": "0",
+        "SLURMD_NODENAME": "n1",
+    }
+    for name, value in (around | {"SLURM_CONF": "/c", "SLURM_ACCOUNT": "lab"}).items():
+        monkeypatch.setenv(name, value)
+    given = environment_of(Cluster(launch="srun"), Needs(), Path("/m"))
+    kept = {name: value for name, value in given.items() if name.startswith("SLURM")}
+    assert kept == {"SLURM_CONF": "/c", "SLURM_ACCOUNT": "lab", "SLURM_KILL_BAD_EXIT": "1"}
+    given = environment_of(Cluster(launch="srun", steps=True), Needs(ranks=2), Path("/m"))
+    assert around.items() <= given.items()
+    assert (given["MOECORE_LAUNCHED"], given["MOECORE_MEETING"]) == ("2", "/m")
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert environment_of(Cluster(launch="srun"), Needs(), Path("/m"))["SLURM_NTASKS"] == "4"
+
+
+def test_this_machines_own_launcher_inside_a_job(tmp_path, monkeypatch):
+    """`launch: env` in a job of four tasks: one process where a stage does not train, two ranks as
+    the file says where it does.
+    """
+    monkeypatch.setattr(Project, "forked", False)
+    small = PARAMS.replace("[dense, vmoe, tgr]", "[vmoe]")
+    project = Project(tmp_path, small)
+    text = "launch: env\nstages: {pretrain: {ranks: 2}}\n"
+    around = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    project.given = around | {"MOECORE_CLUSTER": written(tmp_path, text)}
+    for stage in (
+        "code",
+        "prepare pretrain",
+        "teacher 0",
+        "teacher_router vmoe 0",
+        "pretrain vmoe 0",
+    ):
+        words = [PYTHON, "-m", *f"stages.{stage}".split()]
+        done = project.attempt(words, project.given)
+        assert done.returncode == 0, done.stderr
+    record = project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl"
+    assert '"runtime.ranks": 2' in record.read_text()
 
 
 def test_what_is_started():
@@ -236,6 +301,17 @@ def test_only_what_is_ended_from_outside_is_started_again(tmp_path, monkeypatch,
         "most",
         "pretrain vmoe 0: ended from outside (exit code 143); given up",
     ]
+
+
+def test_an_error_of_one_rank_is_not_tried_again(tmp_path, monkeypatch, capfd):
+    """The others end as if from outside, and their code is the higher."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "launcher"
+    script.write_text('#!/bin/sh\necho x >> marks\ntouch "$MOECORE_MEETING.failed"\nexit 143\n')
+    script.chmod(0o755)
+    assert run(Cluster(launch=str(script), tries=3), ["-m", "stages.pretrain", "vmoe", "0"]) == 1
+    assert Path("marks").read_text() == "x\n"
+    assert not capfd.readouterr().err and not list(Path(".state/meetings").iterdir())
 
 
 def test_jobs_take_the_cards_that_were_given(monkeypatch):
@@ -338,6 +414,18 @@ def test_a_failing_stage_and_a_killed_driver_leave_no_job(project):
     assert queue(project.given) == ["pretrain"]
     stage.send_signal(signal.SIGKILL)
     stage.wait()
+    waited(lambda: queue(project.given) == [])
+    # The whole driver, in a job of its own
+    driver = subprocess.Popen(
+        [PYTHON, "-c", COMMAND, "run", "--jobs", "2"],
+        cwd=project.folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    waited(lambda: "pretrain" in queue(project.given))
+    driver.kill()
+    driver.wait()
     waited(lambda: queue(project.given) == [])
     # Preempted: SLURM ends it, and it is started again and goes on.
     stage = subprocess.Popen(

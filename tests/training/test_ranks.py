@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from pydantic import TypeAdapter
@@ -202,7 +203,8 @@ def main(target: str, *meshes: str) -> None:
             if name not in names or (apart > 1 and name in TOGETHER):
                 continue
             settings = settings.model_copy(update={"shard": shard, "expert_parallel": apart})
-            both = computed(job, settings, settings.epochs if shard == 1 else 1)
+            long = shard == 1 or (size == shard and apart == 1)
+            both = computed(job, settings, settings.epochs if long else 1)
             if name in alone:
                 found[f"{name} {size // shard}×{mesh}"] = differences(both, alone[name])
     refused = refusals() if size == 2 else {}
@@ -366,7 +368,10 @@ def killed(project: Project, everyone: bool, wait: float) -> None:
         time.sleep(0.002)
     time.sleep(wait)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for child in children if everyone else children[-1:]:
+    for child in children:
+        for found in psutil.Process(int(child)).net_connections():
+            assert found.status != "LISTEN" or found.laddr.ip == "127.0.0.1", found
+    for child in children if everyone else [random.choice(children)]:
         os.kill(int(child), signal.SIGKILL)
     said, _ = process.communicate()
     assert process.returncode not in (0, 1, None)
@@ -451,6 +456,41 @@ def test_ranks_with_other_params_or_code_end_with_one_line(project, tmp_path, wh
         f"pretrain vmoe 0: ranks: found {what} that differ between ranks; start all of them in one "
         "folder, or in copies of the same state"
     ]
+
+
+def test_an_error_of_the_first_rank_alone_is_the_code_of_all(project, tmp_path):
+    """Its disk is full: the others, which end as if from outside, do not hide it."""
+    code = (
+        "import os, resource, runpy, sys; "
+        "limit = 20_000 if os.environ['RANK'] == '0' else resource.RLIM_INFINITY; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)); sys.argv = sys.argv[1:]; "
+        "runpy.run_module('stages.pretrain', run_name='__main__')"
+    )
+    shutil.rmtree(project.folder / ".state", ignore_errors=True)
+    ended = subprocess.run(
+        [sys.executable, "-m", "moecore.run.local_ranks", "2", "-c", code, "pretrain", "vmoe", "0"],
+        cwd=project.folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False), ended.stderr
+    said = [line for line in ended.stderr.splitlines() if "could not be written" in line]
+    assert len(said) == 1 and "it takes" in said[0], ended.stderr
+
+
+def test_ranks_without_a_place_to_meet(project):
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "stages.pretrain", "vmoe", "0"],
+        cwd=project.folder,
+        env=os.environ | alone,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    (said,) = ended.stderr.strip().splitlines()
+    assert "this is one of 2 ranks, but not where they meet (MASTER_ADDR, MASTER_PORT)" in said
 
 
 def test_a_stage_that_does_not_train_is_one_process(project):
