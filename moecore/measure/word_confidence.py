@@ -13,9 +13,8 @@ from torch import Tensor
 
 from moecore.data.prepared import Split, evenly_spread
 from moecore.nn.backbones.language_model import LanguageTransformer
-from moecore.nn.predict import batches, device_of, evaluating
+from moecore.nn.predict import batches, device_of, evaluating, words_at_once
 
-NUMBERS = 2**20  # of logits that are there at a time: they stay in a core's cache
 FITTED = 2**14  # tokens of the validation text that the temperature, one number, is fitted to
 
 
@@ -28,7 +27,7 @@ class Tokens(NamedTuple):
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits (n, V) fp32 of some tokens after the other, and their labels (n,)."""
-        rows = max(1, NUMBERS // self.model.image.task.outputs)
+        rows = words_at_once(self.model.image.task.outputs, self.final.device)
         final, labels = self.final.flatten(0, 1).split(rows), self.labels.flatten().split(rows)
         with torch.no_grad():
             for some, right in zip(final, labels, strict=True):

@@ -19,8 +19,10 @@ from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.backbones.model import Model
 from moecore.tasks.next_token import NextToken
 
-NUMBERS = 2**26  # of the predictions of blocks that are read together
-LOGITS = 2**19  # of few words at a time, 2 MiB
+TOKENS = 2**13  # of blocks that are read together, those before them counted
+LOGITS = 2**19  # of few words at a time on a CPU, 2 MiB: they stay in its cache
+ON_GPU = 2**26  # and on a GPU
+LEAST = 64  # words at a time: the head's weights are read once for all of them
 STREAMS = 32  # read together where one text is
 VOXELS = 2**24  # of a batch of volumes: 64 of 64³, 64 MiB in fp32
 
@@ -84,6 +86,10 @@ def perplexity(
     """
     block = model.image.shape[0]
     length = len(tokens) // streams
+    if length <= (block if whole else 1):
+        most = len(tokens) // (block + 1)
+        found = f"the text has {len(tokens):,} words, and {streams} streams read it"
+        raise UserError(f"perplexity: {found}; allowed: 1 to {most} streams of a block of {block}")
     known = length - 1 if not whole else (length - 1) // block * block  # words with one after them
     number = math.ceil(known / block)
     text = tokens[: streams * length].view(streams, length).long().to(device_of(model))
@@ -116,16 +122,21 @@ def _nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
     """
     task = model.image.task
     assert isinstance(task, NextToken)
-    rows = max(1, LOGITS // task.outputs)
+    rows = words_at_once(task.outputs, tokens.device)
     parts = zip(tokens.split(rows), labels.split(rows), strict=True)
     return torch.cat([task.token_loss(model.predict(few), right) for few, right in parts])
+
+
+def words_at_once(outputs: int, device: torch.device) -> int:
+    """Of how many words there are logits over ``outputs`` words at a time."""
+    return max(LEAST, (LOGITS if device.type == "cpu" else ON_GPU) // outputs)
 
 
 def _block_by_block(
     model: Model, images, labels: Tensor
 ) -> Iterator[tuple[Tensor, tuple[RoutingRecord, ...]]]:
     assert isinstance(model, LanguageTransformer)
-    size = max(1, NUMBERS // (model.image.task.outputs * math.prod(images.shape[1:])))
+    size = max(1, TOKENS // math.prod(images.shape[1:]))
     with evaluating(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
         for words, right in zip(
             batches(images, size, device_of(model)), labels.split(size), strict=True

@@ -185,7 +185,9 @@ def drawn(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int
     """A word's number from logits (V,)."""
     if not sampling.temperature:
         return int(logits.argmax())
-    probs, order = (logits.double() / sampling.temperature).softmax(dim=0).sort(descending=True)
+    # from the largest: a tiny temperature leaves it, and no infinity less another
+    above = (logits.double() - logits.max()) / sampling.temperature
+    probs, order = above.softmax(dim=0).sort(descending=True)
     before = probs.cumsum(dim=0) - probs  # the likeliest word always stays
     kept = torch.where(before < sampling.top_p, probs, 0)
     return int(order[torch.multinomial(kept, 1, generator=generator)])

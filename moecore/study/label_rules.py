@@ -80,7 +80,11 @@ def _text(study: Study) -> Found:
         method = study.methods.get(name)
         if method is None:
             continue  # ``selection_rules`` says so
-        for needs, what in ((method.views == 2, "two views"), (method.guided, "a teacher")):
+        for needs, what in (
+            (method.views == 2, "two views"),
+            (method.guided, "a teacher"),
+            (method.upcycle, "a dense teacher to begin as"),
+        ):
             if needs:
                 text = f"the method needs {what}, and data.pretrain is text; take another method"
                 yield ("methods", name), text

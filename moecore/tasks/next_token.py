@@ -19,6 +19,7 @@ from moecore.tasks.base import Details, Reduction, Score
 from moecore.tasks.errors import Errors
 
 LOGITS = 2**19  # that are looked at together, 2 MiB: they stay in the cache
+LEAST = 8  # words, however many logits each has
 
 
 class NextToken(Errors):
@@ -185,4 +186,4 @@ class _MeanCrossEntropy(torch.autograd.Function):
 def _few(values: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
     """Rows of ``values`` that go with LOGITS logits each, which are ``values`` unless given."""
     words = (values if logits is None else logits).shape[-1]
-    return values.split(max(1, LOGITS // words))
+    return values.split(max(LEAST, LOGITS // words))

@@ -92,10 +92,12 @@ def job_for(
         train = Split(train.images, places.permutation(train.labels))
     if guide is not None:
         guide = guide.to(device)
-    learned: Loaded | Stream = to_device(train, device)
-    if "tokens" in data.card:
+    learned: Loaded | Stream
+    if "tokens" in data.card:  # a text is read as a stream; its windows are not moved
         tokens = torch.from_numpy(np.array(data.tokens("train")))
         learned = Stream(tokens.to(device), *data.card["size"])
+    else:
+        learned = to_device(train, device)
     validation = to_device(data.validation, device)
     return Job(model, learned, validation, objective, guide, views, isolation)
 

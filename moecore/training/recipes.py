@@ -41,6 +41,22 @@ def guiding(
     return build_guide(teacher, method, method.sized(backbone).stages).to(device)
 
 
+def stream_length(data: Prepared, batch: int) -> int | None:
+    """Words of each of ``batch`` streams of a training text; None where the data are no text.
+
+    Raises UserError where the test text, whose perplexity is that of as many streams, leaves them
+    no block: before the training, and not after it.
+    """
+    if not data.task.long:
+        return None
+    words, block = len(data.tokens("test")), data.card["size"][0]
+    if words // batch <= block:
+        found = f"batch is {batch}, and the text has {words:,} test tokens"
+        most = words // (block + 1)
+        raise UserError(f"{found}; allowed: 1 to {most} streams of a block of {block}")
+    return len(data.tokens("train")) // batch
+
+
 def pretraining(
     method: Method,
     backbone: Backbone,
@@ -53,8 +69,7 @@ def pretraining(
     """``method`` from scratch, guided by the teacher in the folder ``guide`` where it has one."""
     torch.manual_seed(seed)
     model = method.sized(backbone).build(ImageSpec.from_card(data.card), method.moe)
-    length = len(data.tokens("train")) // settings.batch if data.task.long else None
-    model.remember(settings.batch, length)
+    model.remember(settings.batch, stream_length(data, settings.batch))
     teacher = load_guide(guide)
     if method.upcycle:
         if teacher is None:

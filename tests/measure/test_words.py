@@ -123,7 +123,7 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
 
 
 def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
-    monkeypatch.setattr(word_confidence, "NUMBERS", 12 * 17)  # seventeen tokens at a time
+    monkeypatch.setattr(word_confidence, "words_at_once", lambda *_: 17)
     known = tokens_of(subject.model, subject.data.test, 5)
     logits, _ = predictions(subject.model, subject.data.test.images, 5, routing=False)
     logits, labels = logits.flatten(0, 1), known.labels.flatten()

@@ -169,4 +169,7 @@ def read_vocabulary(folder: Path, words: int) -> list[str]:
     if len(found) != words:
         again = "run the stage that writes it again"
         raise UserError(f"{path}: found {len(found):,} words; allowed: {words:,}; {again}")
+    if lacking := {UNKNOWN, END} - set(found):
+        again = "run the stage that writes it again"
+        raise UserError(f"{path}: found no {min(lacking)}, which every vocabulary has; {again}")
     return found

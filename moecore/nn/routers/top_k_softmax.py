@@ -62,7 +62,9 @@ class TopKSoftmaxRouter(NoisyTopKRouter):
         super().__init__(
             NoisyTopK(k=config.k, noise_std=config.noise_std, renormalise=True), width, experts
         )
-        self.bias = nn.Parameter(torch.zeros(experts))
+        bound = width**-0.5  # torch's start of a linear map, as in the language models' code
+        nn.init.uniform_(self.weight, -bound, bound)
+        self.bias = nn.Parameter(nn.init.uniform_(torch.empty(experts), -bound, bound))
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()

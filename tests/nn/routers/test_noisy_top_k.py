@@ -415,13 +415,16 @@ def test_softmax_over_the_chosen_invariances():
 
 def test_softmax_over_the_chosen_ties_go_to_the_lowest_index():
     router = TopKSoftmax(k=2).build(4, 4).eval()
+    torch.nn.init.zeros_(router.bias)
     assert router(torch.zeros(1, 1, 4))[1].chosen.flatten().tolist() == [True, True, False, False]
 
 
 def test_softmax_over_the_chosen_settings():
     assert TopKSoftmax().provides == {"load"} and TopKSoftmax().active(8) == 2
     router = TopKSoftmax().build(6, 4)
-    assert router.weight.shape == (4, 6) and not router.bias.any()
+    assert router.weight.shape == (4, 6) and router.bias.shape == (4,)
+    for start in (router.weight, router.bias):  # torch's start of a linear map
+        assert 0 < start.abs().max() <= 6**-0.5
     with pytest.raises(UserError, match="k is 5, but there are 4 experts"):
         TopKSoftmax(k=5).build(6, 4)
     with pytest.raises(ValidationError):
