@@ -2,7 +2,7 @@
 gradient steps.
 
     python -m benchmarks.attacks [--rounds 8] [--size default vit_tiny vit_s] [--steps 10] [--images
-    64]
+    64] [--device cuda]
 
 "Alone" is the package's APGD on the model as it was trained: parameters that take gradients,
 nothing frozen. All take turns in one process; a ratio is time over time of one round, so below 1
@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.timing import LEAST, Ratio, take_turns
+from benchmarks.layers import wait
+from benchmarks.timing import LEAST, Ratio, Run, take_turns
 from benchmarks.training_step import bench, sizes
 from moecore.attacks import Attack
 from moecore.attacks.apgd import Apgd
@@ -69,15 +70,20 @@ def alone(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Tenso
     return attack.perturb(images, labels, best_loss=True)
 
 
-def race(name: str, images: int, steps: int, rounds: int) -> list[dict]:
+def race(name: str, images: int, steps: int, rounds: int, device: str = "cpu") -> list[dict]:
     """One row per contestant: images a second, and its time over that of the package alone."""
     size = sizes()[name]
-    model = bench(size, torch.float32).model
+    model = bench(size, torch.float32, device=device).model
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.rand(images, size.channels, size.side, size.side, generator=generator)
-    labels = torch.randint(0, size.classes, (images,), generator=generator)
+    pixels = torch.rand(images, size.channels, size.side, size.side, generator=generator).to(device)
+    labels = torch.randint(0, size.classes, (images,), generator=generator).to(device)
+
+    def waited(run: Attacked) -> Run:
+        return lambda: (run(), wait(device))
+
     with evaluating(model):
-        seconds = take_turns(contestants(model, pixels, labels, steps), rounds)
+        runs = contestants(model, pixels, labels, steps)
+        seconds = take_turns({who: waited(run) for who, run in runs.items()}, rounds)
     return [
         {
             "size": name,
@@ -112,10 +118,11 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", default=["default"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen = parser.parse_args()
-    tune()
+    tune(chosen.device)
     for name in chosen.size:
-        rows = race(name, chosen.images, chosen.steps, chosen.rounds)
+        rows = race(name, chosen.images, chosen.steps, chosen.rounds, chosen.device)
         Console().print(
             table(
                 rows,

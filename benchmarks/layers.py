@@ -118,6 +118,12 @@ def dense(size: Size) -> nn.Module:
     return Mlp(size.width, size.k * size.hidden)
 
 
+def wait(device: str) -> None:
+    """Until a GPU has done all that it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def _renormalised(size: Size) -> nn.Module:
     return NoisyTopK(k=size.k, renormalise=True).build(size.width, size.experts)
 
@@ -137,21 +143,27 @@ def tokens_of(size: Size, seed: int = 0) -> Tensor:
 
 
 def step(
-    layer: nn.Module, size: Size, dtype: torch.dtype, parameters: torch.dtype = torch.float32
+    layer: nn.Module,
+    size: Size,
+    dtype: torch.dtype,
+    parameters: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Callable[[], None]:
-    """A call that runs the layer forward and backward, to the gradients of tokens and parameters.
+    """A call that runs the layer forward and backward, to the gradients of tokens and parameters,
+    and waits until the device has done so.
 
     dtype: of the products. With ``parameters`` in fp32, autocast sees to it; otherwise layer and
     tokens are in ``parameters``.
     """
-    layer = layer.to(parameters)
-    tokens = tokens_of(size).to(parameters).requires_grad_()
-    towards = tokens_of(size, seed=1).to(parameters)
+    layer = layer.to(device, parameters)
+    tokens = tokens_of(size).to(device, parameters).requires_grad_()
+    towards = tokens_of(size, seed=1).to(device, parameters)
     leaves = [tokens, *layer.parameters()]
 
     def run() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype != parameters):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype != parameters):
             outputs = prediction(layer(tokens))
         torch.autograd.grad(outputs, leaves, towards.to(outputs.dtype), allow_unused=True)
+        wait(device)
 
     return run

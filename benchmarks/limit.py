@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.layers import wait
 from benchmarks.timing import shortest
 from moecore.nn.grouped import register_flop_formulas
 from moecore.training.runtime import Runtime
@@ -35,26 +36,36 @@ class Peaks(NamedTuple):
     bandwidth: float  # bytes/s, two vectors read and one written
 
 
-def peaks(side: int = 2048, length: int = 2**26) -> Peaks:
+def peaks(device: str = "cpu", side: int = 2048, length: int = 2**26) -> Peaks:
     """Probe with (side × side) products in fp32 and bf16 and with vectors of ``length`` fp32
-    numbers, far larger than any cache.
+    numbers, far larger than any cache; of a GPU with four times as large ones.
     """
+    if device == "cuda":
+        side, length = 4 * side, 4 * length
     flops = {
-        str(dtype).removeprefix("torch."): _flops(side, dtype)
+        str(dtype).removeprefix("torch."): _flops(side, dtype, device)
         for dtype in (torch.float32, torch.bfloat16)
     }
-    first = torch.ones(length)
-    second = torch.ones(length)
+    first = torch.ones(length, device=device)
+    second = torch.ones(length, device=device)
     output = torch.empty_like(first)
-    return Peaks(
-        flops, 3 * first.nbytes / shortest(lambda: torch.add(first, second, out=output), 8)
-    )
+
+    def add() -> None:
+        torch.add(first, second, out=output)
+        wait(device)
+
+    return Peaks(flops, 3 * first.nbytes / shortest(add, 8))
 
 
-def _flops(side: int, dtype: torch.dtype) -> float:
-    left = torch.randn(side, side).to(dtype)
+def _flops(side: int, dtype: torch.dtype, device: str) -> float:
+    left = torch.randn(side, side, device=device).to(dtype)
     output = torch.empty_like(left)
-    return 2 * side**3 / shortest(lambda: torch.mm(left, left, out=output), 8)
+
+    def product() -> None:
+        torch.mm(left, left, out=output)
+        wait(device)
+
+    return 2 * side**3 / shortest(product, 8)
 
 
 def versions() -> dict[str, str]:

@@ -1,9 +1,12 @@
 """All races: the MoE layer against dense MLPs, limits and peers; the training step; what
 regularizers cost. Writes one JSON.
 
-    python -m benchmarks.race [--quick] [--only layer peers step regularizers]
+    python -m benchmarks.race [--quick] [--only layer peers step regularizers] [--device cuda]
     python -m benchmarks.table benchmarks/race.json
 
+On a GPU layers have 66,192 tokens and steps 16 times the batch, both are raced compiled too, and
+the places where a step's host waits for the device are counted; peers are a CPU's. What is written
+there is benchmarks/race_cuda.json.
 Contestants take turns in one process (training steps: one process each), 8 rounds or more; a figure
 is the median of the rounds' ratios, with its quartiles, and the ratio of the shortest turns. Run it
 with nothing else on the machine.
@@ -13,6 +16,7 @@ with nothing else on the machine.
 import argparse
 import gc
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -33,8 +37,10 @@ from moecore.training.runtime import tune
 
 VIT_S = Size(images=32, tokens=197, width=384, hidden=1536, experts=8, k=2)
 MANY = VIT_S._replace(experts=128, k=1)
+ON_GPU = 336  # images of a layer there: 66,192 tokens
 HUNDREDS = Size(images=1, tokens=200, width=784, hidden=64, experts=400, k=1)
 DENSE = ((VIT_S, "float32", 1.10), (VIT_S, "bfloat16", 1.10), (MANY, "bfloat16", 1.9))
+DENSE_ON_GPU = 1.30
 TARGETS = {  # ours / peer, by number of experts where it depends on it
     "transformers grouped_mm": 0.85,
     "transformers eager": {8: 0.85, 128: 0.05, 400: 0.02},
@@ -44,6 +50,7 @@ TARGETS = {  # ours / peer, by number of experts where it depends on it
     "soft-moe-pytorch": None,
 }
 RACES = ("layer", "peers", "step", "regularizers")
+CUDA = "cuda"
 MODELS = ("default", "vit_tiny", "vit_s")
 REGULARIZER = 1.02
 STEP_LIMIT = 2.5
@@ -78,6 +85,44 @@ def row(
 
 def skipped(race: str, what: str, precision: str, reason: str) -> dict:
     return {"race": race, "what": what, "precision": precision, "skipped": reason}
+
+
+def device_rows(rounds: int) -> Iterator[dict]:
+    """On a GPU: ours against the dense MLP, as they are and both compiled."""
+    for size, precision, _ in DENSE:
+        size = size._replace(images=ON_GPU)
+        for word, change in (("", lambda layer: layer), (", compiled", torch.compile)):
+            runs = {
+                build.__name__: step(change(build(size)), size, torch_dtype(precision), device=CUDA)
+                for build in (layers.ours, layers.dense)
+            }
+            turns = take_turns(runs, rounds)
+            what = f"ViT-S, {size.shown()}{word}"
+            target = DENSE_ON_GPU if size.experts == 8 else None
+            yield row("layer / dense MLP", what, precision, turns["ours"], turns["dense"], target)
+
+
+def waits(run: Run) -> int:
+    """How often the host waits for the GPU in ``run``."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(one.message) for one in said)
+
+
+def wait_rows(names: tuple[str, ...]) -> Iterator[dict]:
+    """The host's waits in a training step, which are numbers and no ratios."""
+    for name in names:
+        size = training_step.sized(name, CUDA)
+        made = training_step.bench(size, torch.bfloat16, device=CUDA)
+        for _ in range(3):  # the first steps load libraries
+            made.step()
+        said = f"{waits(made.queued)} waits of the host"
+        yield skipped("waits in a step", name, "bfloat16", said)
 
 
 def layer_rows(rounds: int, found: Peaks) -> Iterator[dict]:
@@ -151,16 +196,21 @@ def _parameters(peer: Peer) -> tuple[torch.dtype, ...]:
     return ()
 
 
-def step_rows(rounds: int, found: Peaks, names: tuple[str, ...]) -> Iterator[dict]:
+def step_rows(
+    rounds: int, found: Peaks, names: tuple[str, ...], device: str = "cpu"
+) -> Iterator[dict]:
     """The training step against the same model on stock torch, the dense ViT, and its own limit."""
     for name in names:
-        seconds = training_step.race(name, rounds)
-        size = training_step.sizes()[name]
+        seconds = training_step.race(name, rounds, device)
+        size = training_step.sized(name, device)
+        if ours := seconds.get(training_step.COMPILED):
+            what = f"{name}, compiled, {size.batch / median(ours):,.0f} images/s"
+            yield row("step / stock torch", what, "bfloat16", ours, seconds["stock"], 0.5)
         for contestant, target in training_step.TARGETS.items():
             precision = contestant.split()[1]
             ours = seconds[contestant]
             yield row("step / stock torch", name, precision, ours, seconds["stock"], target)
-            run = training_step.bench(size, torch_dtype(precision)).step
+            run = training_step.bench(size, torch_dtype(precision), device=device).step
             run()
             limits = [limit(run, found)] * rounds
             yield row("step / limit", name, precision, ours, limits, STEP_LIMIT)
@@ -213,8 +263,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=240, help=most)
     models = "of the races of the training step"
     parser.add_argument("--models", nargs="+", default=list(MODELS), help=models)
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/race.json"))
+    parser.add_argument("--device", choices=("cpu", CUDA), default="cpu")
+    parser.add_argument(
+        "--json", type=Path, help="default: benchmarks/race.json, or race_cuda.json"
+    )
     options = parser.parse_args()
+    if options.device == CUDA and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here; allowed: cpu")
+    if options.json is None:
+        options.json = Path(
+            "benchmarks", "race.json" if options.device == "cpu" else "race_cuda.json"
+        )
     if options.rounds < LEAST:
         parser.error(f"--rounds is {options.rounds}; a figure needs at least {LEAST}")
     return options
@@ -224,6 +283,11 @@ def figures(options: argparse.Namespace, found: Peaks) -> Iterator[dict]:
     """All figures that are asked for, in the order of ``--only``."""
     rounds = 3 if options.quick else options.rounds
     models = MODELS[:2] if options.quick else tuple(options.models)
+    if options.device == CUDA:
+        yield from device_rows(rounds)
+        yield from step_rows(rounds, found, models, CUDA)
+        yield from wait_rows(models)
+        return
     races = {
         "layer": lambda: layer_rows(rounds, found),
         "peers": lambda: peer_rows(rounds, options.quick, options.seconds),
@@ -236,8 +300,8 @@ def figures(options: argparse.Namespace, found: Peaks) -> Iterator[dict]:
 
 def main() -> None:
     options = arguments()
-    runtime = tune()
-    found = peaks()
+    runtime = tune(options.device)
+    found = peaks(options.device)
     machine = described(runtime) | {"peak_flops": found.flops, "bandwidth": found.bandwidth}
     console = Console(stderr=True)
     rows = []

@@ -6,6 +6,7 @@ What the README shows works as it is written there.
 
 import re
 import sys
+import warnings
 
 import pytest
 import torch
@@ -202,6 +203,31 @@ def test_our_layer_equals_mixture_of_experts():
     tokens = tokens_of(SMALL)
     # so no token was dropped
     torch.testing.assert_close(prediction(ours(tokens)), theirs(tokens)[0], atol=1e-4, rtol=1e-3)
+
+
+def test_the_race_of_a_gpu_runs_small_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(race, "CUDA", "cpu")
+    monkeypatch.setattr(race, "ON_GPU", 2)
+    monkeypatch.setattr(race, "DENSE", ((SMALL, "bfloat16", 1.1),))
+    monkeypatch.setattr(torch, "compile", lambda layer: layer)
+    rows = list(race.device_rows(2))
+    assert [row["what"].endswith("compiled") for row in rows] == [False, True]
+    assert all(row["median"] > 0 and row["rounds"] == 2 for row in rows)
+
+    seconds = {name: [1.0] for name in (*training_step.CONTESTANTS, training_step.COMPILED)}
+    monkeypatch.setattr(training_step, "race", lambda *_: seconds)
+    monkeypatch.setattr(training_step, "sizes", lambda: {"small": SIZE})
+    rows = list(race.step_rows(1, PEAKS, ("small",)))
+    assert rows[0]["what"] == "small, compiled, 4 images/s" and len(rows) == 6
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    told = "called a synchronizing CUDA operation (Triggered internally at …)"
+    monkeypatch.setattr(
+        training_step.Bench, "queued", lambda self: warnings.warn(told, stacklevel=1)
+    )
+    monkeypatch.setattr(training_step.Bench, "step", lambda self: None)
+    (row,) = race.wait_rows(("small",))
+    assert row["skipped"] == "1 waits of the host"
 
 
 def test_limits_by_hand():

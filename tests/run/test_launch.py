@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moecore.core.files import UserError
@@ -34,7 +35,7 @@ from moecore.run.launch import (
     stage_of,
 )
 from moecore.run.local_ranks import rank_by_slurm, threads_by_slurm
-from tests.project import COMMAND, PARAMS, Project
+from tests.project import COMMAND, PARAMS, ROOT, Project
 
 CONFIG = """\
 ClusterName=test
@@ -239,6 +240,26 @@ def test_this_machines_own_launcher_inside_a_job(tmp_path, monkeypatch):
         assert done.returncode == 0, done.stderr
     record = project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl"
     assert '"runtime.ranks": 2' in record.read_text()
+
+
+def test_a_stage_that_still_imports_ends_with_what_started_it(tmp_path):
+    script = (
+        "import subprocess, sys, time; "
+        "child = subprocess.Popen([sys.executable, '-m', 'stages.pretrain', 'vmoe', '0']); "
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen(
+        [PYTHON, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = int(parent.stdout.readline())
+    time.sleep(0.3)
+    parent.kill()
+    parent.wait()
+    waited(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 1)
 
 
 def test_what_is_started():
