@@ -65,7 +65,7 @@ def _decay(given: Mapping[str, Any]) -> float:
 class Training(Config):
     """One training run: optimizer, cosine schedule with linear warm-up, augmented views."""
 
-    epochs: int = Field(ge=1)
+    epochs: int = Field(ge=1, le=10**6)
     batch: int = Field(ge=1, description="images per step")
     learning_rate: float = Field(gt=0, description="peak, after the warm-up")
     final_learning_rate: float = Field(default=1e-6, ge=0, description="at the end of the cosine")
@@ -89,6 +89,7 @@ class Training(Config):
     updates: int | None = Field(
         default=None,
         ge=1,
+        le=10**9,
         description="updates of an epoch; null: as many as go once over the training data",
     )
     shard: int = Field(

@@ -123,7 +123,7 @@ class ViewSettings(Config):
         "zeros", description="Outside the image: black, the nearest pixel, the mirror image"
     )
     size: int | None = Field(
-        None, ge=4, description="Height and width of the view; without it the image's own"
+        None, ge=4, le=2**14, description="Height and width of the view; without it the image's own"
     )
 
     @property

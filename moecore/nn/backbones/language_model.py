@@ -52,7 +52,7 @@ class LanguageModel(BackboneConfig):
         "blocks before, or that after a first block of Adam",
     )
     mlp_ratio: float = Field(
-        default=1.0, gt=0, description="hidden width of a dense feed-forward over d"
+        default=1.0, gt=0, le=1000, description="hidden width of a dense feed-forward over d"
     )
     dropout: float = Field(
         default=0.1,

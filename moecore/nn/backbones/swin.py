@@ -38,7 +38,9 @@ class SwinSettings(BackboneConfig):
         description="swin_moe, swin_v2: windows of each stage for which positions were learned; "
         "null: those of this model",
     )
-    mlp_ratio: float = Field(default=4.0, gt=0, description="hidden width of the dense MLP / width")
+    mlp_ratio: float = Field(
+        default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
+    )
     qkv_bias: bool = True
     drop_path: float = Field(
         default=0.0,

@@ -28,7 +28,9 @@ class TextTower(Config):
     width: int = Field(default=64, ge=8, le=2**16, description="width of a token")
     depth: int = Field(default=2, ge=1, le=1000, description="number of blocks")
     heads: int = Field(default=4, ge=1, description="attention heads; they divide the width")
-    mlp_ratio: float = Field(default=4.0, gt=0, description="hidden width of the dense MLP / width")
+    mlp_ratio: float = Field(
+        default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
+    )
     mask: Literal["causal", "full"] = Field(
         default="causal",
         description="which tokens a token attends to: itself and those before, "

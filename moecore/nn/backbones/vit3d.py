@@ -27,7 +27,9 @@ class Vit3d(BackboneConfig):
     width: int = Field(default=192, ge=8, le=2**16, description="width of a token")
     depth: int = Field(default=12, ge=1, le=1000, description="number of blocks")
     heads: int = Field(default=3, ge=1, description="attention heads; they divide the width")
-    mlp_ratio: float = Field(default=4.0, gt=0, description="hidden width of the dense MLP / width")
+    mlp_ratio: float = Field(
+        default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
+    )
     stem: Literal["linear", "pooled", "conv"] = Field(
         default="linear",
         description=(

@@ -35,7 +35,10 @@ class Eigen(ExpertsConfig):
     kind: Literal["eigen"] = "eigen"
     number: int = Field(default=8, ge=2, le=2**16, description="experts")
     hidden_ratio: float = Field(
-        default=4.0, gt=0, description="hidden width h of one expert over the token width d"
+        default=4.0,
+        gt=0,
+        le=1000,
+        description="hidden width h of one expert over the token width d",
     )
     rank: int | None = Field(
         default=None,

@@ -30,6 +30,7 @@ class SoftSlots(RouterConfig):
     slots: int = Field(
         default=1,
         ge=1,
+        le=2**16,
         description=(
             "slots per expert; as much work as k experts per token: round(tokens · k / experts)"
         ),
