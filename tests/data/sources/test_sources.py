@@ -20,7 +20,13 @@ from moecore.data import prepared
 from moecore.data.arrays import Jpegs
 from moecore.data.files import decode_cache
 from moecore.data.files.cifar_files import SETS, read_binary
-from moecore.data.files.decode import Unreadable, decode_image, header_problem
+from moecore.data.files.decode import (
+    Packing,
+    Unreadable,
+    decode_image,
+    header_problem,
+    pack_image,
+)
 from moecore.data.prepared import Prepared
 from moecore.data.sources import Source, cifar, fashion_mnist
 from moecore.data.sources.cifar import Cifar
@@ -546,6 +552,58 @@ def test_only_pictures_are_decoded_and_large_ones_in_little_memory(tmp_path, mon
     monkeypatch.setattr(Image.Image, "copy", lambda one: copies.append(one.size) or whole(one))
     assert decode_image(tmp_path / "large.png", 8, 3).shape == (3, 8, 8)
     assert (5000, 5000) not in copies
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("form", ["JPEG", "WEBP"])
+def test_exif_that_is_damaged_is_one_unreadable_file(tmp_path, form):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    exif[0x010E] = "hello"
+    path = tmp_path / f"bad.{form.lower()}"
+    Image.new("RGB", (40, 48)).save(path, exif=exif)
+    content = path.read_bytes()
+    tags = content.index(b"MM\0*" if b"MM\0*" in content else b"II*\0")
+    said = set()
+    for place in range(tags, tags + 40):
+        for value in (0, 127, 255):
+            path.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
+            try:
+                decode_image(path, 32, 3)
+            except Unreadable as error:
+                said.add(str(error))
+    assert any("its header or its EXIF is damaged (error: " in why for why in said), said
+    assert not any("\n" in why for why in said)
+
+
+def test_more_pixels_than_allowed_are_refused_by_the_header(tmp_path):
+    path = tmp_path / "large.png"
+    Image.new("1", (8193, 8192)).save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:200])  # no pixel is asked for
+    said = "has 8193 × 8192 pixels; allowed: 67,108,864 in all, as of 8192 × 8192"
+    for refused in (decode_image, lambda path, *_: pack_image(path, Packing(32, True, 3, 90))):
+        with pytest.raises(Unreadable, match=said):
+            refused(path, 32, 3)
+    assert header_problem(path) == said
+    Image.new("L", (1, 20_000)).save(path)
+    with pytest.raises(Unreadable, match="long with a short side of 32; allowed: 65,500"):
+        pack_image(path, Packing(32, True, 3, 90))
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    image_classes(tmp_path / "raw", {"a": 20, "b": 20})
+    os.mkfifo(tmp_path / "raw/pipe")
+    source = ImageFolder(root=str(tmp_path / "raw"), size=8, on_error="skip")
+    for name, make in (("z.png", os.mkfifo), ("y.png", lambda path: path.symlink_to("../pipe"))):
+        pipe = tmp_path / "raw/a" / name
+        make(pipe)
+        with pytest.raises(UserError, match=f"{name}: found a pipe, a socket or a device; allow"):
+            source.prepare(tmp_path / "out")
+        with pytest.raises(Unreadable, match="no file but a folder, a pipe or a device"):
+            decode_image(pipe, 8, 3)
+        assert header_problem(pipe)
+        pipe.unlink()
 
 
 def test_bin_files_that_lead_out_of_their_folder(tmp_path):
