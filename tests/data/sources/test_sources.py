@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
-from moecore.core.files import UserError, checksum
+from moecore.core.files import FullDisk, UserError, checksum
 from moecore.data import prepared
 from moecore.data.arrays import Jpegs
 from moecore.data.files import decode_cache
@@ -441,6 +441,49 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
     before = len(packed)
     other = kept(tmp_path, short_side=40, quality=80).prepare(tmp_path / "other")
     assert len(packed) == before + 24 and other["jpeg"]["bytes"] < card["jpeg"]["bytes"]
+
+
+def test_damaged_state_of_decoding_starts_afresh(tmp_path):
+    imagenet_folder(tmp_path / "raw")
+    cache = decode_cache.DecodeCache(tmp_path / "cache", 8, 3)
+    paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
+    array, said = cache.decode("test", paths)
+    expected, progress = array.read_bytes(), tmp_path / "cache/test.json"
+    state = progress.read_text()
+    far = state.replace('"done": 8', '"done": 99')
+    for content in ("[]", "null", "{}", "{", "\0", far):
+        progress.write_text(content)
+        array.write_bytes(b"\0" * len(expected))
+        assert cache.decode("test", paths) == (array, said) and array.read_bytes() == expected
+    for content in (b"junk", expected[:-1], expected.replace(b"|u1", b"|i1")):
+        array.write_bytes(content)
+        assert cache.decode("test", paths) == (array, said) and array.read_bytes() == expected
+        assert progress.read_text() == state
+    packing = decode_cache.Packing(8, False, 3, 90)
+    packed = cache.pack("train", paths, packing)[0].path
+    expected = packed.read_bytes()
+    for name, content in (("train.bin", expected[:-1]), ("train_files.npy", b"junk")):
+        (tmp_path / "cache" / name).write_bytes(content)
+        cache.pack("train", paths, packing)
+        assert packed.read_bytes() == expected
+    packed.write_bytes(expected + b"torn")
+    cache.pack("train", paths, packing)
+    assert packed.read_bytes() == expected
+
+
+def test_a_disk_that_is_full_while_packing_is_one_line(tmp_path, limited):
+    imagenet_folder(tmp_path / "raw")
+    cache = decode_cache.DecodeCache(tmp_path / "cache", 8, 3)
+    paths = sorted((tmp_path / "raw/train").rglob("*.JPEG"))
+    packing = decode_cache.Packing(8, False, 3, 90)
+    with limited(3000), pytest.raises(FullDisk) as error:
+        cache.pack("train", paths, packing)
+    size = sum(len(pack_image(path, packing).content) for path in paths)
+    assert f"cache/train.bin: could not be written, file too large: it takes {size:,} bytes" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)
+    assert cache.pack("train", paths, packing)[0].path.stat().st_size == size
 
 
 def test_unreadable_images_are_listed_or_left_out_of_the_jpeg_files(tmp_path):
