@@ -103,8 +103,8 @@ def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:
     """Sorted image files under ``folder/<class>/``, at any depth, with labels by position in
     ``classes``. A link to nothing is among them: it cannot be read, and nobody is told otherwise.
 
-    Raises UserError on class folders that differ from ``classes``, on a class without an image, and
-    on links that lead out of ``root``.
+    Raises UserError on class folders that differ from ``classes``, on a class without an image, on
+    links that lead out of ``root``, and on pipes and devices.
     """
     if (found := class_names(folder)) != classes:
         lacking = set(classes) - set(found)
@@ -124,16 +124,19 @@ def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:
 
 
 def _images_below(root: Path, folder: Path) -> Iterator[Path]:
-    """The image files at any depth; links to folders are not followed, those to files are."""
+    """The image files at any depth; links to folders are not followed, those to files are.
+
+    Raises UserError on what is called as an image and is no file: a pipe would be read for ever.
+    """
     for path in folder.rglob("*"):
         if path.suffix.lower() not in SUFFIXES:
             continue
         if path.is_symlink():  # all above it are folders of their own
             inside(root, path)
-            if not path.is_dir():
-                yield path
-        elif path.is_file():
+        if path.is_file() or not path.exists():
             yield path
+        elif not path.is_dir():
+            raise UserError(f"{path}: found a pipe, a socket or a device; allowed: image files")
 
 
 def subset(files: Files, rows: np.ndarray) -> Files:

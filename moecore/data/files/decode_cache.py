@@ -3,7 +3,6 @@ parallel, and go on where a killed run stopped.
 """
 
 import hashlib
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from moecore.core.files import UserError, write_json
-from moecore.data.arrays import new_array
+from moecore.core.files import UserError, read_json, room_for, write_sealed
+from moecore.data.arrays import check_array, new_array
 from moecore.data.files.decode import Packed, Packing, Unreadable, decode_image, pack_image
 from moecore.data.writer import JpegFile, Part
 
@@ -43,12 +42,12 @@ class DecodeCache(NamedTuple):
         the unreadable ones.
 
         State is saved every 1,024 files, while the next ones are decoded; another file list, file
-        length, size or number of channels starts afresh.
+        length, size or number of channels starts afresh, and so do damaged files of a state.
         """
         array = self.folder / f"{split}.npy"
         progress = self.folder / f"{split}.json"
-        state = self._resume(array, progress, self._key(paths))
         shape = (len(paths), self.channels, self.size, self.size)
+        state = self._resume(split, array, (shape, np.uint8), self._key(paths))
         out = new_array(array, np.uint8, shape, begun=state["done"] > 0)
         begun = range(state["done"], len(paths))
         for rows, reasons in _chunks(begun, lambda row: self._fill(out, row, paths[row])):
@@ -56,7 +55,7 @@ class DecodeCache(NamedTuple):
                 str(row): reason for row, reason in zip(rows, reasons, strict=True) if reason
             }
             out.flush()
-            write_json(progress, state | {"done": rows.stop})
+            write_sealed(progress, state | {"done": rows.stop})
         return array, {int(row): reason for row, reason in state["failures"].items()}
 
     def pack(
@@ -69,31 +68,30 @@ class DecodeCache(NamedTuple):
         """
         file = self.folder / f"{split}.bin"
         progress = self.folder / f"{split}.json"
-        state = self._resume(file, progress, f"{packing} {self._key(paths)}")
         # length, height and width of each
-        listed = self.folder / f"{split}_files.npy"
-        table = new_array(listed, np.int64, (len(paths), 3), begun=state["done"] > 0)
+        listed, shape = self.folder / f"{split}_files.npy", (len(paths), 3)
+        key = f"{packing} {self._key(paths)}"
+        state: dict[str, Any] = {"bytes": 0} | self._resume(split, listed, (shape, np.int64), key)
+        table = new_array(listed, np.int64, shape, begun=state["done"] > 0)
         histogram = np.array(
             state.get("histogram", np.zeros((packing.channels, 256))), dtype=np.int64
         )
         begun = range(state["done"], len(paths))
-        with open(file, "r+b" if state["done"] else "wb") as out:
-            out.truncate(int(table[: state["done"], 0].sum()))
-            out.seek(0, os.SEEK_END)
-            for rows, found in _chunks(begun, lambda row: _packed(paths[row], packing)):
-                for row, one in zip(rows, found, strict=True):
-                    if isinstance(one, str):
-                        state["failures"][str(row)] = one
-                        table[row] = 0
-                        continue
-                    out.write(one.content)
-                    table[row] = (len(one.content), *one.extent)
-                    histogram += one.histogram
-                out.flush()
-                os.fsync(out.fileno())
-                table.flush()
-                state |= {"done": rows.stop, "histogram": histogram.tolist()}
-                write_json(progress, state)
+        _append(file, state["bytes"], b"")
+        for rows, found in _chunks(begun, lambda row: _packed(paths[row], packing)):
+            contents = []
+            for row, one in zip(rows, found, strict=True):
+                if isinstance(one, str):
+                    state["failures"][str(row)] = one
+                    table[row] = 0
+                    continue
+                contents.append(one.content)
+                table[row] = (len(one.content), *one.extent)
+                histogram += one.histogram
+            state["bytes"] = _append(file, state["bytes"], b"".join(contents))
+            table.flush()
+            state |= {"done": rows.stop, "histogram": histogram.tolist()}
+            write_sealed(progress, state)
         bad = {int(row): reason for row, reason in state["failures"].items()}
         whole = np.delete(table, sorted(bad), axis=0)
         return JpegFile(file, whole[:, 0], whole[:, 1:], histogram, packing), bad
@@ -105,12 +103,20 @@ class DecodeCache(NamedTuple):
             return str(error)
         return None
 
-    def _resume(self, file: Path, progress: Path, key: str) -> dict[str, Any]:
+    def _resume(
+        self, split: str, array: Path, kind: tuple[tuple[int, ...], Any], key: str
+    ) -> dict[str, Any]:
+        """How far a killed run of the same ``key`` got, where all that it left is whole."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if file.is_file() and progress.is_file():
-            state = json.loads(progress.read_text(encoding="utf-8"))
-            if state["key"] == key:
-                return state
+        try:
+            state = read_json(self.folder / f"{split}.json", sealed=True)
+            check_array(array, *kind)
+        except UserError:  # nothing there, or damaged: all of it can be made again
+            state = {}
+        # only ``pack`` has bytes; lengthened with zeros, its file would hold images that are none
+        whole = _length(self.folder / f"{split}.bin") >= state.get("bytes", -1)
+        if whole and state.get("key") == key:
+            return state
         return {"key": key, "done": 0, "failures": {}}
 
     def _key(self, paths: list[Path]) -> str:
@@ -125,6 +131,19 @@ def _length(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return -1
+
+
+def _append(file: Path, start: int, content: bytes) -> int:
+    """Write to the disk what comes after ``start`` bytes of a file, which begins where it is not:
+    where it ends then. Raises FullDisk where there is no room.
+    """
+    size = start + len(content)
+    with room_for(file, size), open(file, "ab") as out:  # closing writes too
+        out.truncate(start)  # what a killed run wrote and never said
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    return size
 
 
 def _chunks(rows: range, work: Callable[[int], Result]) -> Iterator[tuple[range, Iterator[Result]]]:

@@ -10,6 +10,7 @@ from moecore.core.files import UserError, checksum, whole_file
 
 BLOCK = 1 << 20
 TIMEOUT = 60.0  # seconds without any byte
+DIGITS = 20  # of a number of bytes: Python reads no number of thousands
 LARGEST = 1 << 30  # bytes; the largest file fetched here, CIFAR-10, has 163 MiB
 
 
@@ -40,6 +41,7 @@ def fetch(url: str, path: str | Path, check: Callable[[Path], None]) -> None:
             http.client.HTTPException,
             TimeoutError,
             ConnectionError,
+            ValueError,  # of an address, which a redirection names: a word of it is too long
         ) as error:
             raise UserError(
                 f"{url}: download failed ({error}); check the network, or put the file at {path} "
@@ -51,6 +53,9 @@ def fetch(url: str, path: str | Path, check: Callable[[Path], None]) -> None:
 def _stream(url: str, path: Path) -> None:
     with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, open(path, "wb") as handle:
         promised = answer.headers.get("Content-Length", "")
+        if promised.isdecimal() and len(promised) > DIGITS:
+            found = f"promises a number of bytes with {len(promised)} digits"
+            raise UserError(f"{url}: {found}; allowed: up to {LARGEST} bytes. Fetch it by hand")
         expected = int(promised) if promised.isdecimal() else None
         received = 0
         while received <= LARGEST >= (expected or 0) and (block := answer.read(BLOCK)):

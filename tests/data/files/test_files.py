@@ -103,14 +103,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.folder / self.path.lstrip("/")
-        if self.path in ("/short", "/odd", "/huge", "/endless"):
+        if self.path in ("/short", "/odd", "/huge", "/digits", "/endless"):
             content = b"half"
         elif path.is_file():
             content = path.read_bytes()
         else:
             content = None
         self.send_response(404 if content is None else 200)
-        told = {"/short": "100", "/odd": "many", "/huge": str(1 << 40), "/endless": None}
+        told = {"/short": "100", "/odd": "many", "/huge": str(1 << 40), "/digits": "9" * 5000}
+        told["/endless"] = None
         length = told.get(self.path, str(len(content or b"")))
         if length is not None:
             self.send_header("Content-Length", length)
@@ -159,6 +160,7 @@ def test_every_failure_leaves_nothing(server, tmp_path, monkeypatch):
         ("short", "expected 100 bytes, found 4|IncompleteRead|download"),
         ("odd", "published: abc"),
         ("huge", "sends 1099511627776 bytes; allowed: 1048576"),
+        ("digits", "promises a number of bytes with 5000 digits; allowed: up to 1048576"),
         ("endless", "sends more than 1048576 bytes; allowed: 1048576"),
     ):
         with pytest.raises(UserError, match=said):
@@ -171,6 +173,9 @@ def test_every_failure_leaves_nothing(server, tmp_path, monkeypatch):
         fetch("file:///etc/hostname", tmp_path / "here" / "file", lambda path: None)
     with pytest.raises(UserError, match="download failed"):
         fetch("http://127.0.0.1:9/closed", tmp_path / "here" / "file", lambda path: None)
+    for address in (f"http://{'long' * 20}.org/", "http://[1:2/"):
+        with pytest.raises(UserError, match=r"download failed \(.*\); check the network"):
+            fetch(address, tmp_path / "here" / "file", lambda path: None)
     assert not list((tmp_path / "here").iterdir())
 
 

@@ -303,6 +303,19 @@ def test_what_is_in_the_cache_is_not_read_again(tmp_path, monkeypatch):
     assert len(read) == 12
 
 
+def test_a_flipped_bit_in_the_cache_is_not_prepared(tmp_path, monkeypatch):
+    source = cohort(tmp_path / "raw")
+    first = source.prepare(tmp_path / "a")
+    kept = next((tmp_path / "cache").glob("*.image.npy"))
+    content = bytearray(kept.read_bytes())
+    content[-9001] ^= 0x40
+    kept.write_bytes(content)
+    read = []
+    real = bids.read_subject
+    monkeypatch.setattr(bids, "read_subject", lambda *given: read.append(1) or real(*given))
+    assert source.prepare(tmp_path / "b")["files"] == first["files"] and len(read) == 1
+
+
 def test_label_map_mask_and_derivatives(tmp_path):
     source = cohort(tmp_path / "raw")
     source.prepare(tmp_path / "maps")

@@ -15,12 +15,18 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
-from moecore.core.files import UserError, checksum
+from moecore.core.files import FullDisk, UserError, checksum
 from moecore.data import prepared
 from moecore.data.arrays import Jpegs
 from moecore.data.files import decode_cache
 from moecore.data.files.cifar_files import SETS, read_binary
-from moecore.data.files.decode import Unreadable, decode_image, header_problem
+from moecore.data.files.decode import (
+    Packing,
+    Unreadable,
+    decode_image,
+    header_problem,
+    pack_image,
+)
 from moecore.data.prepared import Prepared
 from moecore.data.sources import Source, cifar, fashion_mnist
 from moecore.data.sources.cifar import Cifar
@@ -437,6 +443,49 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
     assert len(packed) == before + 24 and other["jpeg"]["bytes"] < card["jpeg"]["bytes"]
 
 
+def test_damaged_state_of_decoding_starts_afresh(tmp_path):
+    imagenet_folder(tmp_path / "raw")
+    cache = decode_cache.DecodeCache(tmp_path / "cache", 8, 3)
+    paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
+    array, said = cache.decode("test", paths)
+    expected, progress = array.read_bytes(), tmp_path / "cache/test.json"
+    state = progress.read_text()
+    far = state.replace('"done": 8', '"done": 99')
+    for content in ("[]", "null", "{}", "{", "\0", far):
+        progress.write_text(content)
+        array.write_bytes(b"\0" * len(expected))
+        assert cache.decode("test", paths) == (array, said) and array.read_bytes() == expected
+    for content in (b"junk", expected[:-1], expected.replace(b"|u1", b"|i1")):
+        array.write_bytes(content)
+        assert cache.decode("test", paths) == (array, said) and array.read_bytes() == expected
+        assert progress.read_text() == state
+    packing = decode_cache.Packing(8, False, 3, 90)
+    packed = cache.pack("train", paths, packing)[0].path
+    expected = packed.read_bytes()
+    for name, content in (("train.bin", expected[:-1]), ("train_files.npy", b"junk")):
+        (tmp_path / "cache" / name).write_bytes(content)
+        cache.pack("train", paths, packing)
+        assert packed.read_bytes() == expected
+    packed.write_bytes(expected + b"torn")
+    cache.pack("train", paths, packing)
+    assert packed.read_bytes() == expected
+
+
+def test_a_disk_that_is_full_while_packing_is_one_line(tmp_path, limited):
+    imagenet_folder(tmp_path / "raw")
+    cache = decode_cache.DecodeCache(tmp_path / "cache", 8, 3)
+    paths = sorted((tmp_path / "raw/train").rglob("*.JPEG"))
+    packing = decode_cache.Packing(8, False, 3, 90)
+    with limited(3000), pytest.raises(FullDisk) as error:
+        cache.pack("train", paths, packing)
+    size = sum(len(pack_image(path, packing).content) for path in paths)
+    assert f"cache/train.bin: could not be written, file too large: it takes {size:,} bytes" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)
+    assert cache.pack("train", paths, packing)[0].path.stat().st_size == size
+
+
 def test_unreadable_images_are_listed_or_left_out_of_the_jpeg_files(tmp_path):
     settings = kept(tmp_path, short_side=40)
     (tmp_path / "raw/train/n01440764/003.JPEG").write_bytes(b"not an image")
@@ -546,6 +595,58 @@ def test_only_pictures_are_decoded_and_large_ones_in_little_memory(tmp_path, mon
     monkeypatch.setattr(Image.Image, "copy", lambda one: copies.append(one.size) or whole(one))
     assert decode_image(tmp_path / "large.png", 8, 3).shape == (3, 8, 8)
     assert (5000, 5000) not in copies
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("form", ["JPEG", "WEBP"])
+def test_exif_that_is_damaged_is_one_unreadable_file(tmp_path, form):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    exif[0x010E] = "hello"
+    path = tmp_path / f"bad.{form.lower()}"
+    Image.new("RGB", (40, 48)).save(path, exif=exif)
+    content = path.read_bytes()
+    tags = content.index(b"MM\0*" if b"MM\0*" in content else b"II*\0")
+    said = set()
+    for place in range(tags, tags + 40):
+        for value in (0, 127, 255):
+            path.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
+            try:
+                decode_image(path, 32, 3)
+            except Unreadable as error:
+                said.add(str(error))
+    assert any("its header or its EXIF is damaged (error: " in why for why in said), said
+    assert not any("\n" in why for why in said)
+
+
+def test_more_pixels_than_allowed_are_refused_by_the_header(tmp_path):
+    path = tmp_path / "large.png"
+    Image.new("1", (8193, 8192)).save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:200])  # no pixel is asked for
+    said = "has 8193 × 8192 pixels; allowed: 67,108,864 in all, as of 8192 × 8192"
+    for refused in (decode_image, lambda path, *_: pack_image(path, Packing(32, True, 3, 90))):
+        with pytest.raises(Unreadable, match=said):
+            refused(path, 32, 3)
+    assert header_problem(path) == said
+    Image.new("L", (1, 20_000)).save(path)
+    with pytest.raises(Unreadable, match="long with a short side of 32; allowed: 65,500"):
+        pack_image(path, Packing(32, True, 3, 90))
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    image_classes(tmp_path / "raw", {"a": 20, "b": 20})
+    os.mkfifo(tmp_path / "raw/pipe")
+    source = ImageFolder(root=str(tmp_path / "raw"), size=8, on_error="skip")
+    for name, make in (("z.png", os.mkfifo), ("y.png", lambda path: path.symlink_to("../pipe"))):
+        pipe = tmp_path / "raw/a" / name
+        make(pipe)
+        with pytest.raises(UserError, match=f"{name}: found a pipe, a socket or a device; allow"):
+            source.prepare(tmp_path / "out")
+        with pytest.raises(Unreadable, match="no file but a folder, a pipe or a device"):
+            decode_image(pipe, 8, 3)
+        assert header_problem(pipe)
+        pipe.unlink()
 
 
 def test_bin_files_that_lead_out_of_their_folder(tmp_path):
