@@ -13,6 +13,7 @@ from moecore.core.config import changed
 from moecore.core.files import UserError
 from moecore.core.records import Layout, RoutingContext
 from moecore.data.loader import to_device
+from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
@@ -24,11 +25,13 @@ from moecore.nn.layers.windows import Merge, Windows, merged
 from moecore.nn.predict import predictions
 from moecore.nn.traces import covering
 from moecore.tasks.classification import Classification
-from moecore.training.artifacts import load_model, save_model, transferred
+from moecore.training.artifacts import load_model, save_guide, save_model, transferred
 from moecore.training.guide import aligned_blocks, build_guide, standing_alone
 from moecore.training.job import Job
 from moecore.training.loop import fit
+from moecore.training.method import Method
 from moecore.training.objective import Objective
+from moecore.training.recipes import pretraining
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 from moecore.training.upcycle import continuing, upcycle
 from tests.nn.test_every_method import METHODS, SHIFTED
@@ -365,6 +368,25 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
         with pytest.raises(UserError, match=r"windows of \(8, 8\), the model has \(5, 5\)"):
             other = swin(kind, window=window, pretrained_windows=(5, 5))
             upcycle(other.build(image, moe), dense)
+
+
+@pytest.mark.parametrize("kind", ["swin_moe", "swin_v2"])
+def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
+    torch.manual_seed(0)
+    dense = swin(kind, window=8).build(IMAGE.model_copy(update={"size": 16})).eval()
+    method = Method(router=TOP_1, experts=EXPERTS, upcycle=True)
+    save_guide(tmp_path, build_guide(dense, method, (2, 2)))
+    card = {**IMAGE.model_dump(mode="json"), "kind": "drawn"}
+    data = Prepared(card, images(4), images(4), images(4))
+    learned = pretraining(method, swin(kind, window=8), SHIFTED, data, tmp_path, 0, "cpu").model
+    save_model(tmp_path / "dense", dense)
+    moved = transferred(tmp_path / "dense", learned.image, None)
+    pixels = torch.rand(3, 1, 8, 8)
+    torch.testing.assert_close(
+        learned.eval()(pixels).prediction, moved.eval()(pixels).prediction, atol=1e-5, rtol=1e-5
+    )
+    save_model(tmp_path / "student", learned)
+    assert load_model(tmp_path / "student").config.pretrained_windows == (8, 8)
 
 
 def test_a_bias_that_was_learned_for_these_windows_is_left_as_it_is():
