@@ -23,7 +23,7 @@ from moecore.training.job import Job, job_for
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Finetuning, Training
-from moecore.training.upcycle import upcycle
+from moecore.training.upcycle import continuing, upcycle
 
 
 class Recipe(NamedTuple):
@@ -67,13 +67,17 @@ def pretraining(
     device: str,
 ) -> Recipe:
     """``method`` from scratch, guided by the teacher in the folder ``guide`` where it has one."""
-    torch.manual_seed(seed)
-    model = method.sized(backbone).build(ImageSpec.from_card(data.card), method.moe)
-    model.remember(settings.batch, stream_length(data, settings.batch))
+    image = ImageSpec.from_card(data.card)
+    sized = method.sized(backbone)
     teacher = load_guide(guide)
     if method.upcycle:
         if teacher is None:
             raise UserError(f"{guide}: holds no teacher; run `dvc repro teacher_router`")
+        sized = continuing(sized, image, teacher.teacher)
+    torch.manual_seed(seed)  # only now: to load a teacher draws numbers
+    model = sized.build(image, method.moe)
+    model.remember(settings.batch, stream_length(data, settings.batch))
+    if method.upcycle and teacher is not None:
         upcycle(model, teacher.teacher, method.upcycle_noise)
     job = job_for(
         model,

@@ -3,14 +3,38 @@
 Komatsuzaki et al. 2023; MoGE, §3.1.
 """
 
+from typing import TypeVar
+
 import torch
 from torch import nn
 
 from moecore.core.files import UserError
+from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.swin import SwinSettings
 from moecore.nn.experts.base import ExpertsModule
 from moecore.nn.experts.mlp import MlpExperts
 from moecore.nn.layers.moe import MoELayer
+
+Settings = TypeVar("Settings")
+
+
+def continuing(config: Settings, image: ImageSpec, dense: BackboneModel) -> Settings:
+    """The settings ``config`` of a model for ``image`` that starts from ``dense``: its continuous
+    position bias goes on counting in the windows that it was learned for, unless ``config`` says
+    which those are.
+    """
+    theirs = dense.config
+    if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
+        return config
+    # A null on both sides with one size of windows is exact, oblong windows too: leave it.
+    same = theirs.pretrained_windows is None and config.depths == theirs.depths
+    if same and config.windows(image) == theirs.windows(dense.image):
+        return config
+    if config.pretrained_windows is not None or config.depths != theirs.depths:
+        return config
+    learned = theirs.trained_on(dense.image).pretrained_windows
+    return config.model_copy(update={"pretrained_windows": learned})
 
 
 @torch.no_grad()
@@ -28,6 +52,7 @@ def upcycle(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> B
     if dense.config.kind != model.config.kind:
         found = f"the teacher is a {dense.config.kind}, the model a {model.config.kind}"
         raise UserError(f"upcycle: {found}; allowed: both of one kind")
+    _same_positions(model, dense)
     weights = dict(dense.state_dict())
     own = model.state_dict()
     if dense.image.answers != model.image.answers:
@@ -47,6 +72,19 @@ def upcycle(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> B
             raise UserError(f"upcycle: {name} is {found}; {needed}")
         own[name].copy_(value)
     return model
+
+
+def _same_positions(model: BackboneModel, dense: BackboneModel) -> None:
+    """Raise UserError where a continuous position bias would count in other windows than those
+    that it was learned for: what it counts in is no weight, so nothing else would say so.
+    """
+    if not isinstance(model.config, SwinSettings) or model.config.depths != dense.config.depths:
+        return
+    here = model.config.trained_on(model.image).pretrained_windows
+    there = dense.config.trained_on(dense.image).pretrained_windows
+    if here != there:
+        found = f"the teacher's positions were learned for windows of {there}, the model has {here}"
+        raise UserError(f"upcycle: {found}; set model.pretrained_windows to the teacher's, or null")
 
 
 def _same_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) -> None:

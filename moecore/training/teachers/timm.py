@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from moecore.core.config import Config
@@ -108,6 +109,10 @@ class Timm(Config):
                 in_chans=image.channels,
                 img_size=None if self._swin else image.size,  # None: the model's own
             )
+        except SafetensorError as error:
+            file = self.checkpoint or f"the downloaded weights of {self.name}"
+            mend = "copy or download it again"
+            raise UserError(f"teacher.checkpoint: {file}: damaged ({error}); {mend}") from error
         except RuntimeError as error:
             if self.checkpoint is None:
                 raise

@@ -13,6 +13,7 @@ from moecore.core.config import changed
 from moecore.core.files import UserError
 from moecore.core.records import Layout, RoutingContext
 from moecore.data.loader import to_device
+from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
@@ -24,13 +25,15 @@ from moecore.nn.layers.windows import Merge, Windows, merged
 from moecore.nn.predict import predictions
 from moecore.nn.traces import covering
 from moecore.tasks.classification import Classification
-from moecore.training.artifacts import load_model, save_model, transferred
+from moecore.training.artifacts import load_model, save_guide, save_model, transferred
 from moecore.training.guide import aligned_blocks, build_guide, standing_alone
 from moecore.training.job import Job
 from moecore.training.loop import fit
+from moecore.training.method import Method
 from moecore.training.objective import Objective
+from moecore.training.recipes import pretraining
 from moecore.training.teachers.torchvision_operators import define_missing_operators
-from moecore.training.upcycle import upcycle
+from moecore.training.upcycle import continuing, upcycle
 from tests.nn.test_every_method import METHODS, SHIFTED
 from tests.training.small import CPU, images
 
@@ -57,7 +60,7 @@ def swin(kind: str, **changes) -> SwinSettings:
     return changed("model", SMALL, {"kind": kind, **changes}, Backbone)
 
 
-def timm_model(kind: str, size: int, config: Swin):
+def timm_model(kind: str, size: int, config: SwinSettings):
     define_missing_operators()
     from timm.models.swin_transformer import SwinTransformer
     from timm.models.swin_transformer_v2 import SwinTransformerV2
@@ -88,6 +91,15 @@ def renamed(state: dict) -> dict:
     }
 
 
+def tiny(kind: str, size: int, window: int):
+    """Swin-T of the published sizes, ours and timm's with the same random weights."""
+    config = (Swin if kind == "swin" else SwinV2)(window=window)
+    theirs = timm_model(kind, size, config)
+    ours = config.build(spec(size)).eval()
+    ours.load_state_dict(renamed(theirs.state_dict()))
+    return ours, theirs
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "window", "patch"),
     [
@@ -115,6 +127,44 @@ def test_it_is_timms_model(kind, size, window, patch):
     gradient = torch.autograd.grad(found.square().sum(), seen)[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "window"),
+    [
+        ("swin", 224, 7),
+        ("swin", 192, 6),
+        ("swin_v2", 256, 8),
+        ("swin_v2", 256, 16),
+    ],
+)
+def test_tiny_is_timms_tiny(kind, size, window):
+    ours, theirs = tiny(kind, size, window)
+    pixels = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(ours.normalised(pixels)), ours(pixels).prediction
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_tiny_at_192_with_windows_of_7_is_timms_where_timm_is_right():
+    """Grids of 48, 24 and 12, which 7 does not divide: timm shifts, pads then, and looks at the
+    padding, so rows from round the end see far ones. Ours is another function there; it is timm's
+    in the last stage, one window of 6 × 6, and all through with windows of 6 (above).
+    """
+    ours, theirs = tiny("swin", 192, 7)
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.rand(1, 3, 192, 192, generator=generator)
+    tokens = torch.randn(1, 12, 12, 384, generator=generator)
+    with torch.no_grad():
+        expected = theirs.layers[3](tokens).flatten(1, 2)
+        found = ours.layers[3].downsample(tokens.flatten(1, 2))
+        for block in ours.layers[3].blocks:
+            found = block(found)[0]
+        whole = theirs(ours.normalised(pixels)) - ours(pixels).prediction
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale)
+    assert whole.abs().max() > 1e-3, "timm pads as we do now: compare the whole model"
 
 
 def reference_mates(grid, window: int, shifted: bool) -> torch.Tensor:
@@ -287,6 +337,64 @@ def test_upcycled_it_computes_what_the_dense_model_does(kind, router):
     torch.testing.assert_close(
         sparse(pixels).prediction, dense(pixels).prediction, atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "window"), [(8, 8), (8, 4), (8, 3), (24, 8), (16, 4)])
+def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, kind, size, window):
+    """As fine-tuning brings the dense model there: a continuous bias counts in its old windows."""
+    torch.manual_seed(0)
+    dense = swin(kind, window=8).build(IMAGE.model_copy(update={"size": 16})).eval()
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    image = IMAGE.model_copy(update={"size": size})
+    config = continuing(swin(kind, window=window), image, dense)
+    learned = config.trained_on(image).pretrained_windows
+    assert learned == (None if kind == "swin" else (8, 8))
+    moe = MoE(router=TOP_1, experts=EXPERTS)
+    sparse = upcycle(config.build(image, moe), dense).eval()
+    moved = dense.config.trained_on(dense.image).model_copy(update={"window": window}).build(image)
+    moved.load_state_dict(moved.moved(dict(dense.state_dict()), dense.config, dense.image))
+    moved.eval()
+    if window == dense.config.window:
+        save_model(tmp_path, dense)
+        moved = transferred(tmp_path, image, None).eval()
+    pixels = torch.rand(3, 1, size, size)
+    torch.testing.assert_close(
+        sparse(pixels).prediction, moved(pixels).prediction, atol=1e-5, rtol=1e-5
+    )
+    if kind != "swin":
+        with pytest.raises(UserError, match=r"windows of \(8, 8\), the model has \(5, 5\)"):
+            other = swin(kind, window=window, pretrained_windows=(5, 5))
+            upcycle(other.build(image, moe), dense)
+
+
+@pytest.mark.parametrize("kind", ["swin_moe", "swin_v2"])
+def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
+    torch.manual_seed(0)
+    dense = swin(kind, window=8).build(IMAGE.model_copy(update={"size": 16})).eval()
+    method = Method(router=TOP_1, experts=EXPERTS, upcycle=True)
+    save_guide(tmp_path, build_guide(dense, method, (2, 2)))
+    card = {**IMAGE.model_dump(mode="json"), "kind": "drawn"}
+    data = Prepared(card, images(4), images(4), images(4))
+    learned = pretraining(method, swin(kind, window=8), SHIFTED, data, tmp_path, 0, "cpu").model
+    save_model(tmp_path / "dense", dense)
+    moved = transferred(tmp_path / "dense", learned.image, None)
+    pixels = torch.rand(3, 1, 8, 8)
+    torch.testing.assert_close(
+        learned.eval()(pixels).prediction, moved.eval()(pixels).prediction, atol=1e-5, rtol=1e-5
+    )
+    save_model(tmp_path / "student", learned)
+    assert load_model(tmp_path / "student").config.pretrained_windows == (8, 8)
+
+
+def test_a_bias_that_was_learned_for_these_windows_is_left_as_it_is():
+    """Also of oblong images, whose windows one number cannot say."""
+    for size in (8, (4, 8)):
+        image = IMAGE.model_copy(update={"size": size})
+        config = swin("swin_moe", window=8)
+        assert continuing(config, image, config.build(image)) is config
 
 
 def test_top_1_routing_gets_almost_no_task_gradient_in_v2():

@@ -341,3 +341,19 @@ def test_a_file_of_another_model_is_refused_with_its_names(tmp_path):
     save_file(state, path)
     with pytest.raises(UserError, match=r"layers\.3\.downsample\.norm\.weight"):
         Timm(name=SWIN["swin"], checkpoint=str(path)).build(IMAGENET)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x08" + 30 * b"\x00", "cut"], ids=["empty", "foreign", "cut"]
+)
+@pytest.mark.parametrize("name", [NAME, SWIN["swin"]])
+def test_a_damaged_file_is_named_in_one_line(tmp_path, name, content):
+    path = tmp_path / "damaged.safetensors"
+    if content == "cut":  # a download that broke off
+        save_file({"head.weight": torch.zeros(5, 5)}, path)
+        content = path.read_bytes()[:-20]
+    path.write_bytes(content)
+    said = r"^teacher\.checkpoint: .*damaged\.safetensors: damaged"
+    with pytest.raises(UserError, match=said) as refused:
+        Timm(name=name, checkpoint=str(path)).build(IMAGENET)
+    assert "\n" not in str(refused.value)
