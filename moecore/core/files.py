@@ -222,7 +222,7 @@ def places(root: str | tuple[str, ...]) -> list[Path]:
     roots = (root,) if isinstance(root, str) else root
     home = repository()
     found: list[Path] = []
-    for path in (Path(r).expanduser() for r in roots):
+    for path in (Path(os.path.expanduser(r)) for r in roots):
         candidates = [path]
         if home and not path.is_absolute():
             candidates.append(home / path)

@@ -10,7 +10,7 @@ from moecore.core.sources import FAMILIES
 from moecore.study.document import Document
 from moecore.study.label_rules import label_rules
 from moecore.study.method_rules import method_rules
-from moecore.study.problems import spell
+from moecore.study.problems import line_of
 from moecore.study.selection_rules import selection_rules
 from moecore.study.study import Study
 from moecore.study.training_rules import schedule_rules
@@ -22,7 +22,7 @@ Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 def cross_checks(document: Document, study: Study | None) -> Iterator[str]:
     """One line per misfit, with file, line and column; study: None where the file was refused."""
     for keys, text in _misfits(document, study):
-        yield f"{document.place(keys)}: {spell(keys)}: {text}"
+        yield line_of(document, keys, text)
 
 
 HUGE = {int: 10**15, float: 1e100}
@@ -34,12 +34,14 @@ def not_finite(document: Document) -> Iterator[str]:
         if isinstance(value, int) or math.isfinite(value):
             most = HUGE[type(value)]
             if abs(value) > most:
-                text = f"found {value:.3g}; allowed: numbers up to {most:.0e}"
-                yield f"{document.place(keys)}: {spell(keys)}: {text}"
+                # An integer may be beyond every float, and beyond what Python would spell.
+                shown = f"{value:.3g}" if abs(value) < 10**300 else "a number beyond 1e+300"
+                text = f"found {shown}; allowed: numbers up to {most:.0e}"
+                yield line_of(document, keys, text)
         else:
             found = "nan" if math.isnan(value) else f"{'-' * (value < 0)}inf"
             text = f"found .{found}; allowed: a finite number".replace(".-", "-.")
-            yield f"{document.place(keys)}: {spell(keys)}: {text}"
+            yield line_of(document, keys, text)
 
 
 def _numbers(value: Any, keys: tuple = ()) -> Iterator[tuple[tuple, float]]:

@@ -4,27 +4,29 @@
 twice in one mapping is an error.
 """
 
-import re
-from collections.abc import Hashable, Iterator, Sequence
+import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.cyaml import CParser
 from ruamel.yaml.error import MarkedYAMLError, StringMark, YAMLError
-from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent, ScalarEvent
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.resolver import Resolver
 
 from moecore.core.files import UserError
+from moecore.study.mistakes import LONG, cut, faults_of, plain, values_of
 
 TAG = "tag:yaml.org,2002:"
 CORE = ("null", "bool", "int", "float", "str", "seq", "map")  # YAML 1.2's core schema
 TEXT = ("timestamp", "value")  # ruamel's dates, and YAML 1.1's "=": text in the core schema
 DEEP = 64  # levels of a file
-NAME = 255  # letters of a word: no file has a longer name
-SPLIT = re.compile(r"[\s/]+")
+LARGE = 10**7  # bytes of a file: ours have 30 thousand
 MANY = 100_000  # values of a file, those that aliases repeat among them
 NOT_OF = {"int": "an integer", "float": "a number", "bool": "true or false"}
 
@@ -106,11 +108,13 @@ class Document:
         holder = ".".join(keys[:depth]) or "the file"
         known = ", ".join(map(str, there)) or "no keys"
         hint = near(keys[depth], there)
-        return f"{place}: {'.'.join(keys)}: missing{hint}; {holder} has: {known}"
+        return plain(f"{place}: {'.'.join(keys)}: missing{hint}; {holder} has: {known}")
 
 
 def near(word: Any, known: Sequence[Any]) -> str:
     """``, did you mean 'x'?`` where a known word is close, else nothing."""
+    if len(str(word)) > LONG:
+        return ""  # nothing that is known is so long, and looking for it takes seconds
     close = get_close_matches(str(word), [str(name) for name in known], 1)
     return f", did you mean {close[0]!r}?" if close else ""
 
@@ -121,16 +125,16 @@ def parse(text: str, path: str = "params.yaml") -> Document:
     Raises UserError for a syntax error or a key that is written twice: file, line and column.
     """
     try:
-        _refuse_depth(text, path)
+        _refuse_size(text, path)
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return Document(path, None, None)
-        if _values(node, {}) > MANY:
+        if values_of(node) > MANY:
             found = "aliases repeat values until they are more than"
             raise UserError(f"{_place(path, node.start_mark)}: {found} {MANY:,}; allowed: fewer")
-        if faults := set(_faults(node, ())):
-            raise UserError("\n".join(_in_order(faults, path)))
+        if faults := set(faults_of(node)):
+            raise UserError(cut(_in_order(faults, path)))
         return Document(path, loader.construct_document(node), node)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -146,45 +150,44 @@ def load(path: str) -> Document:
     Raises UserError for a file that is missing or not UTF-8, and like ``parse``.
     """
     try:
-        with open(path, encoding="utf-8") as handle:
-            return parse(handle.read(), str(path))
+        if stat.S_ISFIFO(mode := Path(path).stat().st_mode) or stat.S_ISCHR(mode):
+            raise UserError(f"{path}: found a pipe or a device, which may not end; allowed: a file")
+        with open(path, "rb") as handle:
+            content = handle.read(LARGE + 1)
+        if len(content) > LARGE:
+            raise UserError(f"{path}: found more than {LARGE:,} bytes; allowed: fewer")
+        return parse(content.decode("utf-8"), str(path))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         hint = "start from the folder that holds it"
         raise UserError(f"{path}: cannot be read ({reason}); {hint}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+        before = error.object[: error.start].split(b"\n")
+        place = f"{path}:{len(before)}:{len(before[-1]) + 1}"
+        raise UserError(f"{place}: not UTF-8 text (byte {error.start})") from None
 
 
-def _refuse_depth(text: str, path: str) -> None:
-    """Raise UserError where values lie deeper than DEEP, before anything descends to them."""
+def _refuse_size(text: str, path: str) -> None:
+    """Raise UserError where values lie deeper than DEEP, before anything descends to them, and
+    where there are more than MANY.
+    """
     events = _Loader(text)
     depth = 0
+    scalars = 0
     while events.check_event():
         event = events.get_event()
         if isinstance(event, CollectionStartEvent):
             depth += 1
         elif isinstance(event, CollectionEndEvent):
             depth -= 1
+        elif isinstance(event, ScalarEvent):
+            scalars += 1
         if depth > DEEP:
             where = _place(path, event.start_mark)
             raise UserError(f"{where}: nested more than {DEEP} levels deep; allowed: fewer")
-
-
-def _values(node: Node, known: dict[int, int]) -> int:
-    """How many values a node stands for, with those that its aliases repeat; each is looked at
-    once. One that contains itself counts as none here.
-    """
-    if id(node) in known:
-        return known[id(node)]
-    known[id(node)] = 0
-    inner: list[Node] = []
-    if isinstance(node, MappingNode):
-        inner = [value for _, value in node.value]
-    elif isinstance(node, SequenceNode):
-        inner = node.value
-    known[id(node)] = 1 + sum(_values(value, known) for value in inner)
-    return known[id(node)]
+        if scalars > 2 * MANY:  # a key and a value each
+            where = _place(path, event.start_mark)
+            raise UserError(f"{where}: found more than {MANY:,} values; allowed: fewer")
 
 
 def _place(path: str, mark: StringMark | None) -> str:
@@ -199,45 +202,16 @@ def _in_order(faults: set[tuple[StringMark, str]], path: str) -> list[str]:
     return [lines[place] for place in sorted(lines)]
 
 
-def _faults(node: Node, above: tuple[int, ...]) -> Iterator[tuple[StringMark, str]]:
-    """Every key below ``node`` that is written twice, and every alias that contains itself."""
-    if id(node) in above:
-        yield node.start_mark, "this value contains itself through an alias"
-        return
-    above = (*above, id(node))
-    if isinstance(node, MappingNode):
-        yield from _twice(node)
-        for _, value in node.value:
-            yield from _faults(value, above)
-    elif isinstance(node, SequenceNode):
-        for value in node.value:
-            yield from _faults(value, above)
-    elif not str(node.tag).endswith(":str"):
-        return
-    elif "\0" in node.value:
-        yield node.start_mark, "found a text with the character NUL; allowed: any other"
-    elif len(node.value) > NAME and (long := max(map(len, SPLIT.split(node.value)))) > NAME:
-        yield node.start_mark, f"found a word of {long} letters; allowed: {NAME}, as in file names"
-
-
-def _twice(node: MappingNode) -> Iterator[tuple[StringMark, str]]:
-    first: dict[Hashable, StringMark] = {}
-    for key, _ in node.value:
-        # `1` and `"1"` are two keys, so the tag belongs to the name.
-        name = (str(key.tag), key.value) if isinstance(key, ScalarNode) else id(key)
-        if name in first:
-            line = first[name].line + 1
-            yield (
-                key.start_mark,
-                f"key {key.value!r} is written twice, first on line {line}; keep one",
-            )
-        first.setdefault(name, key.start_mark)
-
-
 def _child(node: Node | None, key: str | int) -> tuple[StringMark, Node] | None:
     if isinstance(node, MappingNode):
-        found = [(name.start_mark, value) for name, value in node.value if name.value == str(key)]
-        return found[-1] if found else None  # merged keys come first, and the file's own key wins
+        return _entries(node).get(str(key))
     if isinstance(node, SequenceNode) and isinstance(key, int) and key < len(node.value):
         return node.value[key].start_mark, node.value[key]
     return None
+
+
+@lru_cache(maxsize=64)
+def _entries(node: MappingNode) -> dict[str, tuple[StringMark, Node]]:
+    """Key → place and value; of thousands of keys each would else be sought among all."""
+    # Merged keys come first, and the file's own key wins.
+    return {name.value: (name.start_mark, value) for name, value in node.value}

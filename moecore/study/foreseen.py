@@ -7,9 +7,10 @@ from typing import NamedTuple
 from moecore.core.files import UserError
 from moecore.study.data_rules import as_in_stages, data_problems, pair_rules, previews_of, said
 from moecore.study.document import Document, load
+from moecore.study.mistakes import cut
 from moecore.study.model_rules import model_rules
 from moecore.study.overlay import stages_of
-from moecore.study.problems import spell
+from moecore.study.problems import line_of
 from moecore.study.study import Study
 from moecore.study.training_rules import size_rules, unneeded, untrained_routers
 from moecore.study.whole import looked_through
@@ -39,7 +40,7 @@ def foresee(
     stages = stages_of(Path(path).parent)
     study, problems = looked_through(document, stages)
     if study is None:
-        raise UserError("\n".join(problems))
+        raise UserError(cut(problems))
     with as_in_stages(Path(path).parent if home is None else home):
         previews = previews_of(study)
     missing = list(_lines(document, data_problems(previews, document.data.get("data", {}))))
@@ -52,7 +53,7 @@ def foresee(
     if missing and not problems and not others:
         others = [f"{document.path}: all else is in order"]
     if lines := [*problems, *missing, *others]:
-        raise UserError("\n".join(lines))
+        raise UserError(cut(lines))
     notes = [f"data.{phase}: {said(preview)}" for phase, preview in previews.items()]
     notes += [line for line in (unneeded(study), untrained_routers(study)) if line is not None]
     return Foreseen(study, tuple(notes), _seen(preview.seen for preview in previews.values()))
@@ -60,7 +61,7 @@ def foresee(
 
 def _lines(document: Document, found: Iterable[tuple[tuple, str]]) -> Iterator[str]:
     for keys, text in found:
-        yield f"{document.place(keys)}: {spell(keys)}: {text}"
+        yield line_of(document, keys, text)
 
 
 def _seen(paths: Iterable[tuple[Path, ...]]) -> tuple[Path, ...]:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError
 from moecore.measure import MEASUREMENTS
 from moecore.study.document import Document, load, near
+from moecore.study.mistakes import plain
+from moecore.study.problems import show
 from moecore.study.study import PHASES, SECTIONS, Study, needed
 
 OVERLAY = "overlay.yaml"
@@ -154,7 +156,12 @@ def stages_of(folder: Path) -> tuple[str, ...]:
     path = folder / "dvc.yaml"
     if not path.is_file():
         return ()
-    return tuple(name for name in load(str(path)).get(["stages"]) if name != "code")
+    document = load(str(path))
+    stages = document.get(["stages"])
+    if not isinstance(stages, dict):
+        place = document.place(["stages"])
+        raise UserError(f"{place}: stages: found {show(stages)}; allowed: stages by their names")
+    return tuple(name for name in stages if name != "code")
 
 
 def _sections() -> tuple[str, ...]:
@@ -184,7 +191,7 @@ def _of_sections(document: Document, allowed: Sequence[str]) -> Document:
             place = document.place([key])
             hint = near(key, allowed)
             listed = ", ".join(allowed)
-            raise UserError(f"{place}: {key}: unknown section{hint}; allowed: {listed}")
+            raise UserError(plain(f"{place}: {key}: unknown section{hint}; allowed: {listed}"))
     return document
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from moecore.core.sources import ROOT
 from moecore.study.document import Document, near
+from moecore.study.mistakes import plain
 from moecore.study.slots import Slot, child, describe, is_model, members, resolve
 
 LONGEST = 60  # characters of a value that are shown
@@ -39,14 +40,19 @@ def problems(
         keys = (*places.get(str(path[0]), (path[0],)), *path[1:]) if path else ()
         place = document.place(keys)
         _, line, column = place.rsplit(":", 2)
-        text = f"{place}: {spell(keys)}: {_complaint(item, path, slot, owner)}"
+        text = line_of(document, keys, _complaint(item, path, slot, owner))
         lines.setdefault((int(line), int(column), keys), text)
     return [lines[key] for key in sorted(lines, key=lambda key: key[:2])]
 
 
+def line_of(document: Document, keys: Sequence[str | int], text: str) -> str:
+    """One line with the place, the key and what is wrong, however the file spells it."""
+    return f"{document.place(keys)}: {spell(keys)}: {plain(text)}"
+
+
 def spell(keys: Sequence[str | int]) -> str:
     """``("a", 0, "b")`` as ``a[0].b``."""
-    words = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys]
+    words = [f"[{key}]" if isinstance(key, int) else f".{plain(str(key), LONGEST)}" for key in keys]
     return "".join(words).lstrip(".") or "(the whole file)"
 
 
@@ -102,8 +108,7 @@ def _wrong_kind(item: Any, slot: Slot) -> str:
     found = item["ctx"]["tag"]
     family = next(iter(members(slot).values())).__module__.rpartition(".")[0]
     hint = unlisted(found, family.replace(".", "/")) or near(found, known)
-    if len(found) > LONGEST:
-        found = found[: LONGEST - 3] + "..."
+    found = plain(found, LONGEST)
     return f"found {slot.discriminator}: {found}{hint}; allowed: {', '.join(known)}"
 
 
@@ -132,7 +137,7 @@ def show(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, dict):
-        return f"the keys {', '.join(map(str, value))}" if value else "{}"
+        return plain(f"the keys {', '.join(map(str, value))}", 300) if value else "{}"
     if isinstance(value, list):
         return f"a list of {len(value)}"
     text = repr(value) if isinstance(value, str) else json.dumps(value)

@@ -4,7 +4,7 @@ On the raw data, so that these problems show beside all others, also where a sec
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, get_args
 
 from moecore.study.document import near
@@ -77,11 +77,15 @@ def _claims(whole: dict, run: dict) -> Found:
 def _once(run: dict) -> Found:
     for key in ("methods", "seeds", "phases", "measurements"):
         values = _list(run.get(key))
+        before: set[Any] = set()
         for index, value in enumerate(values):
-            if value in values[:index]:
+            # Lists and mappings, which no set takes, are refused by their type.
+            known = value if isinstance(value, Hashable) else repr(value)
+            if known in before:
                 yield ("run", key, index), f"{value!r} is there twice; keep one"
             if key == "seeds" and isinstance(value, int) and value < 0:
                 yield ("run", key, index), f"found {value}; allowed: integers ≥ 0"
+            before.add(known)
 
 
 def _names(methods: list) -> Found:

@@ -3,7 +3,7 @@
 A teacher must have the patches, the depth and the size for it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -132,26 +132,52 @@ def _tokens(layout: Layout) -> int:
 def schedule_rules(study: Study) -> Found:
     """Warm-ups that are longer than the training; no data are needed to see it."""
     for keys, _, training in trainings(study):
-        if training.warmup_epochs > training.epochs:
-            found = f"found {training.warmup_epochs:g}, but epochs is {training.epochs}"
-            yield (*keys, "warmup_epochs"), f"{found}; allowed: 0 to {training.epochs}"
+        yield from _schedule(keys, training)
+    yield from _own(study, _schedule)
+
+
+def _schedule(keys: tuple, training: Any) -> Found:
+    if training.warmup_epochs > training.epochs:
+        found = f"found {training.warmup_epochs:g}, but epochs is {training.epochs}"
+        yield (*keys, "warmup_epochs"), f"{found}; allowed: 0 to {training.epochs}"
+
+
+def _own(study: Study, rule: Callable[[tuple, Any], Found]) -> Found:
+    """What a rule says of ``pretrain`` as methods change it, where it is not said of all."""
+    if study.pretrain is None:
+        return
+    of_all = set(rule((), study.pretrain))
+    for name, method in study.methods.items():
+        try:
+            changed = method.pretrained(study.pretrain) if method.pretrain else study.pretrain
+        except UserError:
+            continue  # ``method_rules`` says it
+        for keys, text in rule((), changed):
+            if (keys, text) not in of_all:
+                yield ("methods", name, "pretrain", *keys), text
 
 
 def size_rules(study: Study, previews: Mapping[str, Preview]) -> Found:
     """Batches and shots that the training images of a phase do not give."""
     for keys, phase, training in trainings(study):
-        preview = previews.get(phase)
-        if preview and preview.counts:
-            yield from _training(keys, phase, training, preview)
-        if preview and preview.short_side is None:
-            yield from _shift((*keys, "views", "shift"), phase, training.views, preview)
-        if preview and preview.short_side is not None:
-            yield from _whole_images((*keys, "views"), phase, training.views, preview.short_side)
+        if preview := previews.get(phase):
+            yield from _sizes(keys, phase, training, preview)
     preview = previews.get("pretrain")
+    if preview is not None:
+        yield from _own(study, lambda keys, own: _sizes(keys, "pretrain", own, preview))
     if preview is not None and preview.counts and _fits_routers(study):
         yield from _batch(
             ("teacher_router", "batch"), study.teacher_router, preview.images["train"], "pretrain"
         )
+
+
+def _sizes(keys: tuple, phase: str, training: Any, preview: Preview) -> Found:
+    if preview.counts:
+        yield from _training(keys, phase, training, preview)
+    if preview.short_side is None:
+        yield from _shift((*keys, "views", "shift"), phase, training.views, preview)
+    else:
+        yield from _whole_images((*keys, "views"), phase, training.views, preview.short_side)
 
 
 def _training(keys: tuple, phase: str, training: Any, preview: Preview) -> Found:

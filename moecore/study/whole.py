@@ -8,8 +8,10 @@ from typing import Any
 from moecore.core.files import UserError
 from moecore.study.checks import cross_checks, not_finite
 from moecore.study.document import Document, load
+from moecore.study.mistakes import cut
 from moecore.study.overlay import stages_of
 from moecore.study.params import validate_whole
+from moecore.study.problems import line_of
 from moecore.study.slots import Slot, describe
 from moecore.study.study import OPTIONAL, PHASES, SECTIONS, Study, needed
 
@@ -28,7 +30,7 @@ def check_document(document: Document, stages: Sequence[str]) -> Study:
     """Validate a whole params.yaml for these stages; raises UserError with one line per problem."""
     study, problems = looked_through(document, stages)
     if study is None or problems:
-        raise UserError("\n".join(problems))
+        raise UserError(cut(problems))
     return study
 
 
@@ -72,7 +74,7 @@ def _sections(document: Document, stages: Sequence[str]) -> Iterator[str]:
     for key in data:
         if key in Study.model_fields and key not in _welcome(readers, stages):
             text = f"no stage of dvc.yaml reads it; allowed: {', '.join(readers)}"
-            yield f"{document.place([key])}: {key}: {text}"
+            yield line_of(document, [key], text)
     yield from _run_keys(document, stages, run)
     yield from _data(document, stages)
 

@@ -7,6 +7,7 @@ tokens and all of it written.
 import json
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -27,6 +28,7 @@ from moecore.tasks.image_text import ImageText
 
 HALVES = re.compile("[\ud800-\udfff]")  # of letters: JSON may hold one alone, UTF-8 none
 LONGEST = 100_000  # letters of a caption: a page of a book has 3,000
+LARGEST = 2**30  # bytes of annotations: all of COCO's have 150 million
 CARVED = 6  # a random stream of its own
 NAMED = {"train": "train", "restval": "train", "val": "validation", "test": "test"}  # Karpathy's
 
@@ -153,16 +155,27 @@ def carved(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[C
     return {split: [images[place] for place in sorted(rows)] for split, rows in places.items()}
 
 
-def annotations(path: Path) -> Any:
-    """The JSON of a user's file. Raises UserError that names it."""
+def text_of(path: Path, what: str) -> str:
+    """The text of a user's file. Raises UserError that names it."""
     try:
-        return json.loads(path.read_bytes().decode("utf-8"))
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) and not path.is_dir():
+            raise UserError(f"{path}: found a pipe or a device; allowed: a file of {what}")
+        if found.st_size > LARGEST:
+            raise UserError(f"{path}: has {found.st_size:,} bytes; allowed: {LARGEST:,}")
+        return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; fetch the annotations first") from None
+        raise UserError(f"{path}: no such file; fetch the {what} first") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read, {(error.strerror or '').lower()}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8: {error}") from None
+
+
+def annotations(path: Path) -> Any:
+    """The JSON of a user's file. Raises UserError that names it."""
+    try:
+        return json.loads(text_of(path, "annotations"))
     except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{path}: not valid JSON: {error}") from None
 

@@ -13,6 +13,7 @@ from moecore.data.files.captioned_files import (
     carved,
     grouped,
     karpathy,
+    text_of,
 )
 
 
@@ -45,14 +46,7 @@ class Flickr30k(CaptionedFiles):
 
 def of_token_file(path: Path) -> Iterator[tuple[str, str]]:
     """(image, caption) of lines ``name.jpg#0<TAB>caption``. Raises UserError with the line."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; fetch the captions first") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read, {(error.strerror or '').lower()}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error}") from None
+    text = text_of(path, "captions")
     seen: set[str] = set()
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
