@@ -47,7 +47,9 @@ class GradientAttack(AttackBase):
 
     @property
     def together(self) -> int | None:
-        return self.group if self.objective == "balance" else None
+        if self.objective == "balance":
+            return self.group
+        return None
 
     @property
     def climbs_task(self) -> bool:
@@ -55,7 +57,9 @@ class GradientAttack(AttackBase):
 
     def refuses(self, task: Task) -> str | None:
         reason = refusal(self.objective, task)
-        return f"{self.kind} with {reason}" if reason else None
+        if reason:
+            return f"{self.kind} with {reason}"
+        return None
 
     def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
         if self.objective == "routing_change" and getattr(model, "moe", None) is None:

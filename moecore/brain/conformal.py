@@ -27,7 +27,9 @@ def conformal_radius(residuals: np.ndarray, level: float = 0.9) -> float | None:
         )
     # In floating point 10 · 0.9 may be 9.000000000000002, whose ceiling is 10.
     rank = math.ceil((len(residuals) + 1) * level - 1e-9)
-    return float(np.sort(residuals)[rank - 1]) if rank <= len(residuals) else None
+    if rank <= len(residuals):
+        return float(np.sort(residuals)[rank - 1])
+    return None
 
 
 def one_each(participants: Sequence[str]) -> list[int]:

@@ -175,10 +175,14 @@ def group_counts(groups: Sequence[str] | None) -> dict[str, int]:
 
 
 def _minus(predicted: float | None, age: float | None) -> float | None:
-    return None if predicted is None or age is None else predicted - age
+    if predicted is None or age is None:
+        return None
+    return predicted - age
 
 
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return str(value)

@@ -20,7 +20,9 @@ def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -
     labels = prepared.train.labels
     where = prepared.task.by_class(torch.from_numpy(labels))
     if where is None:
-        return montage(prepared, shots) if images.ndim == 5 else row_of(prepared, shots)
+        if images.ndim == 5:
+            return montage(prepared, shots)
+        return row_of(prepared, shots)
     rows, classes = where
     names = prepared.task.classes[:most_classes]
     figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(names) + 0.4), layout="constrained")

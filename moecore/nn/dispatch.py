@@ -169,7 +169,9 @@ class _Combine(Function):
 
 def whole(pieces: list[Tensor]) -> Tensor:
     """The pieces one after the other; a single one as it is, without a copy."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces)
 
 
 def _sortable(experts: Tensor, number: int) -> Tensor:

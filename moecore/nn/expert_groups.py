@@ -82,7 +82,9 @@ class Plan:
 
     def place(self, rows: Tensor, group: Group) -> Tensor | None:
         """Where an expert's product may be written at once; None for several experts."""
-        return rows[group.rows] if group.alone else None
+        if group.alone:
+            return rows[group.rows]
+        return None
 
     def back(self, seated: Tensor, group: Group, rows: Tensor) -> None:
         """Write what several experts have on their seats to the rows (R, n)."""

@@ -86,7 +86,10 @@ def perplexity(
     """
     block = model.image.shape[0]
     length = len(tokens) // streams
-    if length <= (block if whole else 1):
+    least = 1
+    if whole:
+        least = block
+    if length <= least:
         most = len(tokens) // (block + 1)
         found = f"the text has {len(tokens):,} words, and {streams} streams read it"
         raise UserError(f"perplexity: {found}; allowed: 1 to {most} streams of a block of {block}")
@@ -129,7 +132,10 @@ def _nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
 
 def words_at_once(outputs: int, device: torch.device) -> int:
     """Of how many words there are logits over ``outputs`` words at a time."""
-    return max(LEAST, (LOGITS if device.type == "cpu" else ON_GPU) // outputs)
+    logits = ON_GPU
+    if device.type == "cpu":
+        logits = LOGITS
+    return max(LEAST, logits // outputs)
 
 
 def _block_by_block(

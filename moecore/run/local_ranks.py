@@ -46,7 +46,9 @@ def start(size: int, words: Sequence[str]) -> int:
         finally:
             end(running)
         # one that ended because another had failed may have been seen first
-        return 1 if code and has_failed(meeting) else code
+        if code and has_failed(meeting):
+            return 1
+        return code
 
 
 def first_failure(running: Sequence[subprocess.Popen]) -> int:

@@ -131,7 +131,9 @@ def _opened(path: str | Path, size: int, channels: int) -> Image.Image:
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # a copy of a large picture is a gigabyte
         plain = _plain(image)
-        return plain if plain.mode == MODES[channels] else plain.convert(MODES[channels])
+        if plain.mode == MODES[channels]:
+            return plain
+        return plain.convert(MODES[channels])
 
 
 def _regular(path: str | Path) -> None:

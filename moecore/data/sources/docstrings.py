@@ -98,7 +98,9 @@ class Docstrings(TextSettings):
         place = int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) / 2**32
         if place < self.test:
             return "test"
-        return "validation" if place < self.test + self.validation else "train"
+        if place < self.test + self.validation:
+            return "validation"
+        return "train"
 
 
 def found(name: str):

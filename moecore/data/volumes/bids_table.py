@@ -169,7 +169,9 @@ def _subject(row: dict[str, str], ages: tuple[float, float]) -> tuple[Subject, l
 
 def _optional(row: dict[str, str], name: str) -> str:
     value = row.get(name, "")
-    return "" if value in MISSING else value
+    if value in MISSING:
+        return ""
+    return value
 
 
 def _number(text: str) -> float | None:

@@ -144,9 +144,13 @@ def _root(at: Slope, low: float, high: float, close: float) -> float:
 def _within(newton: float, low: float, high: float, limits: tuple[float, float]) -> float:
     """Newton's step, or one inside the bracket; a limit that was not looked at is tried itself."""
     if newton <= low:
-        return low if low in limits else math.sqrt(low * high)
+        if low in limits:
+            return low
+        return math.sqrt(low * high)
     if newton >= high:
-        return high if high in limits else math.sqrt(low * high)
+        if high in limits:
+            return high
+        return math.sqrt(low * high)
     return newton
 
 

@@ -99,7 +99,9 @@ def same_place(is_own: np.ndarray, is_first: np.ndarray) -> float | None:
     right = (others * is_first).sum(axis=(1, 2))
     pairs = (others.sum(axis=-1) * is_first.any(axis=-1)).sum(axis=1)
     having = pairs > 0
-    return float((right[having] / pairs[having]).mean()) if having.any() else None
+    if having.any():
+        return float((right[having] / pairs[having]).mean())
+    return None
 
 
 def correlation(found: Cubes, tissue: int, resamples: int) -> Estimate:

@@ -18,7 +18,9 @@ Read = list[tuple[str, list[int]]]  # words with their experts, that with most w
 def towers_in(model: Model) -> TwoTowerModel | None:
     """The two towers of a model; None where it has none."""
     found = model.model if isinstance(model, Guided) else model
-    return found if isinstance(found, TwoTowerModel) else None
+    if isinstance(found, TwoTowerModel):
+        return found
+    return None
 
 
 @torch.no_grad()

@@ -183,7 +183,9 @@ def shown(task: Task, value: float) -> str:
 def worse_limit(task: Task, found: Interval) -> float:
     """The end of an interval that holds the worse scores."""
     low, high = limits(found)
-    return low if task.score.better == "higher" else high
+    if task.score.better == "higher":
+        return low
+    return high
 
 
 def with_limits(task: Task, found: Interval) -> str:

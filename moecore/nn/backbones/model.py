@@ -73,7 +73,9 @@ class Model(nn.Module, ABC):
 
     def share_of(self, name: str) -> float:
         """Share of the experts' parameter of this name that a token uses."""
-        return 1.0 if self.moe is None else self.moe.active_share
+        if self.moe is None:
+            return 1.0
+        return self.moe.active_share
 
     @property
     def experts_and_router(self) -> MoE:
