@@ -4,6 +4,7 @@ a rank holds of a sharded tensor.
 
 import base64
 import hashlib
+import json
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from moecore.core.files import UserError, full, whole_file
 
-CONTENT = "sha256"  # in the metadata
+CONTENT = "sha256"  # in the metadata, of files written before: of the tensors alone
+WHOLE = "sha256_of_all"  # of the tensors and of all else in the metadata
 
 
 def write_tensors(
@@ -27,7 +29,8 @@ def write_tensors(
     Raises UserError where they cannot be written, such as on a full disk.
     """
     ready = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    about = dict(metadata or {}) | {CONTENT: content(ready)}
+    about = dict(metadata or {})
+    about[WHOLE] = content(ready, about)
     with whole_file(path, sum(value.nbytes for value in ready.values())) as temporary:
         try:
             save_file(ready, temporary, metadata=about)
@@ -52,8 +55,11 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise UserError(
             f"{path}: no readable weights ({error}); delete it and run its stage again"
         ) from error
-    expected = metadata.pop(CONTENT, None)
-    if expected is not None and content(found) != expected:
+    whole, before = metadata.pop(WHOLE, None), metadata.pop(CONTENT, None)
+    differs = before is not None and content(found) != before
+    if whole is not None:
+        differs = content(found, metadata) != whole
+    if differs:
         raise UserError(
             f"{path}: damaged, its content is not what was written; delete it and run its stage "
             "again"
@@ -102,9 +108,13 @@ def with_axis(value: Tensor) -> Tensor:
     return value if value.ndim else value.reshape(1)
 
 
-def content(tensors: Mapping[str, Tensor]) -> str:
-    """The sha256 of names, kinds, shapes and bytes; tensors are contiguous and on the CPU."""
+def content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """The sha256 of names, kinds, shapes and bytes, and of the ``metadata`` where there are some;
+    tensors are contiguous and on the CPU.
+    """
     found = hashlib.sha256()
+    if metadata is not None:
+        found.update(json.dumps(sorted(metadata.items())).encode())
     for name in sorted(tensors):
         value = tensors[name]
         found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())

@@ -230,12 +230,20 @@ def scalars(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def locked(folder: Path = Path()) -> dict[str, dict[str, Any]]:
-    """The stages of a dvc.lock as they last ran; none where there is no such file."""
+    """The stages of a dvc.lock as they last ran; none without one. UserError where it is another's."""
     lock = folder / "dvc.lock"
     if not lock.is_file():
         return {}
     # DVC writes this file, so the rules of YAML 1.1 do no harm; libyaml reads it 3 times faster
     # than ruamel's loader (0.2 s for 114 stages).
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    content = yaml.load(lock.read_text(encoding="utf-8"), Loader=loader) or {}
-    return content.get("stages", {})
+    try:
+        content = yaml.load(lock.read_text(encoding="utf-8"), Loader=loader) or {}
+        stages = content.get("stages", {})
+        if not all(isinstance(entry, dict) for entry in stages.values()):
+            raise TypeError("a stage without entries")
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        mend = "take the one of the last commit, or delete it: then all stages run anew"
+        raise UserError(f"{lock}: is not as DVC writes it ({why}); {mend}") from error
+    return stages

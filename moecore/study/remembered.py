@@ -32,7 +32,7 @@ def in_order(
     memory = Path(path).parent / MEMORY
     key = _key(Path(path), Path(path).parent if home is None else home)
     kept = _recalled(memory)
-    if kept.get("key") == key and _facts(kept.get("seen", {})) == kept.get("seen"):
+    if kept.get("key") == key and _facts(kept["seen"]) == kept["seen"]:
         return f"{path}: {kept['says']}"
     from moecore.study.parts import check_parts  # imports torch
 
@@ -65,10 +65,15 @@ def _facts(paths: Iterable[str]) -> dict[str, list[int] | None]:
 
 
 def _recalled(memory: Path) -> dict[str, Any]:
+    """What is remembered; nothing where that is not as it was written: all is checked anew."""
     try:
-        return json.loads(memory.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # nothing remembered: the file is checked anew
+        found = json.loads(memory.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    kinds = {"key": str, "seen": dict, "says": str}
+    if isinstance(found, dict) and all(isinstance(found.get(n), k) for n, k in kinds.items()):
+        return found
+    return {}
 
 
 def _key(path: Path, home: Path) -> str:

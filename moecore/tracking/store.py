@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
 
 from moecore.core.files import UserError, repository
 from moecore.run.history_file import locked
@@ -189,7 +188,7 @@ class Locked:
         try:
             self._stages = locked(self.folder)
             self._of_lock = lock
-        except yaml.YAMLError:
+        except UserError:
             pass  # DVC is writing it: what was read before holds until the next time
 
 

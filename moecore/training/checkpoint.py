@@ -97,13 +97,18 @@ class Checkpoint:
         if not (readers := self._readers(model, optimizer)):
             return 0, {}
         tensors, found = first_whole(readers)
-        refuse_unlike("checkpoints", found["step"])
+        refuse_unlike("checkpoints", found.get("step", ""))
         weights = {name: value for name, value in tensors.items() if name.startswith("model.")}
-        model.load_state_dict(
-            {name.removeprefix("model."): like(weights[name], there[name]) for name in weights}
-        )
-        _restore_optimizer(optimizer, tensors)
-        return int(found["step"]), json.loads(found["note"])
+        try:
+            step, note = int(found["step"]), json.loads(found["note"])
+            model.load_state_dict(
+                {name.removeprefix("model."): like(weights[name], there[name]) for name in weights}
+            )
+            _restore_optimizer(optimizer, tensors)
+        except (KeyError, ValueError, IndexError, RuntimeError) as error:
+            why = str(error).strip().splitlines()[0]
+            raise UserError(f"{self.path}: holds no checkpoint of this ({why}); {AGAIN}") from error
+        return step, note
 
     def _replace(self, tensors: Tensors, about: dict[str, str]) -> None:
         """Keep the last as the one before, and write the new one in its place."""

@@ -119,6 +119,8 @@ def _remembered_speedup(device: str, name: str) -> float:
     path = Path(".state/runtime.json")
     machine = f"{platform.node()}, {name}, torch {torch.__version__}"
     known = read_json(path) if path.exists() else {}
+    if not isinstance(known, dict) or not isinstance(known.get(machine, 0.0), (int, float)):
+        known = {}  # not as it was written: measured anew
     if machine not in known:
         known[machine] = round(_bf16_speedup(device), 2)
         write_json(path, known)

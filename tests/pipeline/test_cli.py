@@ -31,6 +31,7 @@ from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline.cli import app
 from moecore.run.stage import run_stage
 from moecore.study.overlay import presets_of
+from moecore.study.remembered import _recalled as recalled
 from tests.data.making import image_classes
 from tests.project import PARAMS, ROOT, Project
 from tests.volumes import COLOURS, write_classes
@@ -143,7 +144,9 @@ def _refuse(path: Path, *_: object) -> None:
 
 def test_what_is_remembered_may_be_damaged(place):
     assert moecore("check").exit_code == 0
-    (place / ".state/checked.json").write_text("{", encoding="utf-8")
+    for content in ("{", "[]", "null", '{"key": "", "seen": {}}', "[" * 100_000):
+        (place / ".state/checked.json").write_text(content, encoding="utf-8")
+        assert recalled(place / ".state/checked.json") == {}
     assert moecore("check").exit_code == 0
 
 

@@ -7,6 +7,7 @@ Sparse upcycling: a dense checkpoint becomes a mixture of experts.
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from moecore.training.loop import fit, total_steps
 from moecore.training.meter import MEMORY
 from moecore.training.method import Method
 from moecore.training.objective import Objective
+from moecore.training.optimizer import build_optimizer
 from moecore.training.outcome import Log, outcome
 from moecore.training.settings import Training
 from moecore.training.upcycle import upcycle
@@ -460,6 +462,41 @@ def test_a_flipped_bit_in_a_checkpoint_is_seen_and_the_one_before_taken(tmp_path
     assert again[0].step <= steps[1] + 3
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_another_step_in_the_header_of_a_checkpoint_is_seen(tmp_path, capsys):
+    run = fit(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path))
+    for _ in range(3):
+        next(run)
+    run.close()
+    last = tmp_path / "checkpoint.safetensors"
+    content = last.read_bytes()
+    changed = re.sub(rb'("step":"\d*)\d"', rb'\g<1>2"', content)
+    assert changed != content and len(changed) == len(content)
+    last.write_bytes(changed)
+    job = task()
+    step, _ = Checkpoint(tmp_path).load(job.learners, build_optimizer(job.model, SETTINGS))
+    assert step == int(read_tensors(tmp_path / "before.safetensors")[1]["step"])
+    assert capsys.readouterr().err.startswith(f"{last}: damaged, its content is not what was")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "about"),
+    [
+        ({"model.other": torch.ones(2)}, {"step": "2", "note": "{}"}),
+        ({"optimizer.99.exp_avg": torch.ones(2)}, {"step": "2", "note": "{}"}),
+        ({}, {"step": "2p", "note": "{}"}),
+        ({}, {"step": "2", "note": "["}),
+        ({"weight": torch.ones(2)}, {}),
+    ],
+    ids=["names", "index", "step", "note", "foreign"],
+)
+def test_a_file_that_holds_another_thing_is_one_line(tmp_path, tensors, about):
+    write_tensors(tmp_path / "checkpoint.safetensors", tensors, about)
+    job = task()
+    with pytest.raises(UserError, match="safetensors: holds no checkpoint of this") as caught:
+        Checkpoint(tmp_path).load(job.learners, build_optimizer(job.model, SETTINGS))
+    assert "\n" not in str(caught.value)
 
 
 def test_two_damaged_checkpoints_stop_the_training(tmp_path):

@@ -78,6 +78,9 @@ def test_what_is_chosen_is_reported_and_remembered(tmp_path, monkeypatch):
         (machine,) = json.loads(remembered.read_text())
         remembered.write_text(json.dumps({machine: 9.0}))
         assert tune().bf16_speedup == 9.0
+        for damaged in ([], None, 3, {machine: "fast"}):
+            remembered.write_text(json.dumps(damaged))
+            assert 0 < tune().bf16_speedup != 9.0, "measured anew"
     finally:
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision(before[1])
