@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def in_order(
     head = f"in order ({trained})"
     says = "\n".join([head, *(f"  {note}" for note in found.notes)])
     seen = _facts(map(str, found.seen))
-    write_json(memory, {"key": key, "seen": seen, "says": says})
+    with suppress(OSError):  # a file in place of the folder, or no right to write: not remembered
+        write_json(memory, {"key": key, "seen": seen, "says": says})
     return f"{path}: {says}"
 
 
@@ -66,9 +68,11 @@ def _facts(paths: Iterable[str]) -> dict[str, list[int] | None]:
 
 def _recalled(memory: Path) -> dict[str, Any]:
     try:
-        return json.loads(memory.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # nothing remembered: the file is checked anew
+        found = json.loads(memory.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # nothing remembered: the file is checked anew
         return {}
+    whole = isinstance(found, dict) and isinstance(found.get("seen"), dict) and "says" in found
+    return found if whole else {}
 
 
 def _key(path: Path, home: Path) -> str:

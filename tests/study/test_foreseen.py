@@ -3,6 +3,7 @@
 Whatever is written into params.yaml, the check answers in words.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from moecore.core.files import UserError
 from moecore.core.sources import ROOT
 from moecore.data.sources.digits import Digits
 from moecore.study.foreseen import foresee
+from moecore.study.remembered import in_order
 from tests.data.making import image_classes
 from tests.project import PARAMS
 
@@ -176,6 +178,20 @@ def test_a_dvc_yaml_without_stages_is_said(project, found):
     (project / "dvc.yaml").write_text(f"stages: {found}\n", encoding="utf-8")
     (line,) = refused(project / "params.yaml")
     assert "dvc.yaml:1:1: stages: found" in line and "allowed: stages by their names" in line
+
+
+@pytest.mark.parametrize("found", ["[]", "3", "{}", '{"seen": null}', "[" * 100_000])
+def test_a_damaged_memory_is_none(project, found):
+    memory = project / ".state/checked.json"
+    memory.parent.mkdir()
+    memory.write_text(found, encoding="utf-8")
+    assert "in order (" in in_order(project / "params.yaml")
+    assert "in order (" in json.loads(memory.read_text(encoding="utf-8"))["says"]
+
+
+def test_a_file_in_place_of_the_memorys_folder_is_no_mistake(project):
+    (project / ".state").write_text("", encoding="utf-8")
+    assert "in order (" in in_order(project / "params.yaml")
 
 
 def test_ten_thousand_mistakes_are_twenty_lines_and_their_number(project):
