@@ -19,6 +19,7 @@ class SplitSettings(Config):
     validation: float = Field(
         0.1,
         gt=0,
+        allow_inf_nan=False,
         description=(
             "Split off the training set for validation: below 1 a share of each class, from 1 on a "
             "number of images in all"

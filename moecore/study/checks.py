@@ -35,7 +35,8 @@ def not_finite(document: Document) -> Iterator[str]:
             most = HUGE[type(value)]
             if abs(value) > most:
                 # An integer may be beyond every float, and beyond what Python would spell.
-                shown = f"{value:.3g}" if abs(value) < 10**300 else "a number beyond 1e+300"
+                small = isinstance(value, float) or abs(value) < 10**308
+                shown = f"{value:.3g}" if small else "a number beyond 1e+308"
                 text = f"found {shown}; allowed: numbers up to {most:.0e}"
                 yield line_of(document, keys, text)
         else:

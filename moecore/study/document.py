@@ -173,19 +173,20 @@ def _refuse_size(text: str, path: str) -> None:
     """
     events = _Loader(text)
     depth = 0
-    scalars = 0
+    values = 0
     while events.check_event():
         event = events.get_event()
         if isinstance(event, CollectionStartEvent):
             depth += 1
+            values += 1
         elif isinstance(event, CollectionEndEvent):
             depth -= 1
         elif isinstance(event, ScalarEvent):
-            scalars += 1
+            values += 1
         if depth > DEEP:
             where = _place(path, event.start_mark)
             raise UserError(f"{where}: nested more than {DEEP} levels deep; allowed: fewer")
-        if scalars > 2 * MANY:  # a key and a value each
+        if values > 2 * MANY:  # a key and a value each
             where = _place(path, event.start_mark)
             raise UserError(f"{where}: found more than {MANY:,} values; allowed: fewer")
 

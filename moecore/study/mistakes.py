@@ -183,8 +183,9 @@ def _faults(node: Node, above: set[int], done: set[int]) -> Iterator[Fault]:
 def _word(node: ScalarNode) -> Iterator[Fault]:
     if not str(node.tag).endswith(":str"):
         if len(node.value) > LONG:
-            text = f"found a number of {len(node.value):,} letters; allowed: {LONG}"
-            yield node.start_mark, text
+            what = "an integer" if str(node.tag).endswith(":int") else "a number"
+            found = f"not valid YAML: {node.value[:40]!r} is not {what}"
+            yield node.start_mark, f"{found} of up to {LONG} letters, it has {len(node.value):,}"
     elif "\0" in node.value:
         yield node.start_mark, "found a text with the character NUL; allowed: any other"
     elif len(node.value) > LONG and (long := max(map(len, WORDS.split(node.value)))) > LONG:

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def in_order(
     head = f"in order ({trained})"
     says = "\n".join([head, *(f"  {note}" for note in found.notes)])
     seen = _facts(map(str, found.seen))
-    write_json(memory, {"key": key, "seen": seen, "says": says})
+    with suppress(OSError):  # a file in place of the folder, or no right to write: not remembered
+        write_json(memory, {"key": key, "seen": seen, "says": says})
     return f"{path}: {says}"
 
 

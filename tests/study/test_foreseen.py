@@ -3,6 +3,7 @@
 Whatever is written into params.yaml, the check answers in words.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from moecore.core.files import UserError
 from moecore.core.sources import ROOT
 from moecore.data.sources.digits import Digits
 from moecore.study.foreseen import foresee
+from moecore.study.remembered import in_order
 from tests.data.making import image_classes
 from tests.project import PARAMS
 
@@ -133,6 +135,84 @@ def test_a_swin_that_cannot_be_is_refused_with_its_line(project, old, new, said)
 def test_absurd_numbers_are_refused_with_their_line(project, old, new, said):
     lines = refused(edit(project, (old, new)))
     assert any("params.yaml:" in line and said in line for line in lines), lines
+
+
+IMAGES = "kind: digits, size: 28"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("epochs: ", f"epochs: {10**200} #", "training.epochs: found 1e+200"),
+        (IMAGES, f"{IMAGES}, validation: .inf", "data.pretrain.validation: found .inf"),
+        (IMAGES, f"{IMAGES}, validation: 1.0e400", "data.pretrain.validation: found .inf"),
+        ("epochs: ", "epochs: 1000000000000000 #", "training.epochs: found 1e+15, which would"),
+        ("  dense: {}", '  dense: {}\n  "a\\nb": {}', r"methods.a\nb: found the name 'a\nb'"),
+        (IMAGES, 'kind: "fash\\nion"', r"data.pretrain: found kind: fash\nion"),
+        (
+            "  dense: {}",
+            "  dense: {pretrain: {batch: 1000000000}}",
+            "methods.dense.pretrain.batch: found 1000000000, but there are",
+        ),
+        (
+            "  dense: {}",
+            "  dense: {pretrain: {warmup_epochs: 99}}",
+            "methods.dense.pretrain.warmup_epochs: found 99, but epochs is 2; allowed: 0 to 2",
+        ),
+    ],
+)
+def test_what_was_a_traceback_or_accepted_is_one_line(project, old, new, said):
+    (line,) = refused(edit(project, (old, new)))
+    assert line.startswith(f"{project}/params.yaml:") and said in line, line
+
+
+@pytest.mark.parametrize("root", ["~nosuchuser/x", r"a\nb"])
+def test_an_odd_root_is_a_folder_that_is_not_there(project, root):
+    lines = refused(edit(project, (IMAGES, f'kind: image_folder, root: "{root}"')))
+    assert f"data.pretrain.root: {root} and " in lines[0] or f"root: {root}: no such" in lines[0]
+    assert all(line.startswith(f"{project}/params.yaml") for line in lines), lines
+
+
+@pytest.mark.parametrize("found", ["null", "3", "text", "[a]"])
+def test_a_dvc_yaml_without_stages_is_said(project, found):
+    (project / "dvc.yaml").write_text(f"stages: {found}\n", encoding="utf-8")
+    (line,) = refused(project / "params.yaml")
+    assert "dvc.yaml:1:1: stages: found" in line and "allowed: stages by their names" in line
+
+
+@pytest.mark.parametrize("found", ["[]", "3", "{}", '{"seen": null}', "[" * 100_000])
+def test_a_damaged_memory_is_none(project, found):
+    memory = project / ".state/checked.json"
+    memory.parent.mkdir()
+    memory.write_text(found, encoding="utf-8")
+    assert "in order (" in in_order(project / "params.yaml")
+    assert "in order (" in json.loads(memory.read_text(encoding="utf-8"))["says"]
+
+
+def test_a_file_in_place_of_the_memorys_folder_is_no_mistake(project):
+    (project / ".state").write_text("", encoding="utf-8")
+    assert "in order (" in in_order(project / "params.yaml")
+
+
+def test_ten_thousand_mistakes_are_twenty_lines_and_their_number(project):
+    path = project / "params.yaml"
+    more = "".join(f"u{number}: 1\n" for number in range(10_000))
+    path.write_text(path.read_text(encoding="utf-8") + more, encoding="utf-8")
+    lines = refused(path)
+    assert len(lines) == 21 and lines[-1].endswith("and 9,980 more; mend these first")
+
+
+def test_many_seeds_are_compared_at_once(project):
+    seeds = ", ".join(map(str, range(20_000)))
+    (line,) = refused(edit(project, ("seeds: [0]", f"seeds: [{seeds}, 7]")))
+    assert "run.seeds[20000]: 7 is there twice; keep one" in line
+
+
+def test_many_blocks_are_no_long_line(project):
+    blocks = list(range(60_000))
+    (line,) = refused(edit(project, ("  vmoe:\n", f"  vmoe:\n    blocks: {blocks}\n")))
+    assert "methods.vmoe.blocks: found [0, 1" in line and "a model of 4 blocks" in line
+    assert len(line) < 2000
 
 
 def test_a_teacher_of_other_stages_is_refused(project):

@@ -8,6 +8,7 @@ Every copy has one part as the README says, ``my_part.py`` and a line in ``__ini
 
 import importlib
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -25,9 +26,11 @@ from moecore.core.files import UserError
 from moecore.core.sources import ROOT
 from moecore.study.assign import assign, assigned
 from moecore.study.contracts import CONTRACTS, lacks, lacks_of_measurement
-from moecore.study.document import parse
+from moecore.study.document import load, parse
+from moecore.study.mistakes import cut
 from moecore.study.params import Key, check, keys, read
 from moecore.study.parts import LOADED, check_parts
+from moecore.study.problems import spell
 from moecore.study.slots import Slot, resolve
 from moecore.study.study import MEASURED, SECTIONS, Study
 from moecore.tasks.base import Task
@@ -126,7 +129,18 @@ def test_merge_keys_and_their_places():
         ("a: !!int x", "params.yaml:1:4: not valid YAML: 'x' is not an integer"),
         ("a: !!bool x", "params.yaml:1:4: not valid YAML: 'x' is not true or false"),
         ("\x00", "params.yaml: not valid YAML"),
+        ("a: 1\n? [a, b]\n: 1\n", "params.yaml:2:3: found a list as a key; allowed: a word"),
+        ("a:\n  ? {a: b}\n  : 1\n", "params.yaml:2:5: found a mapping as a key"),
+        ("? &k [a]\n: 1\n? *k\n: 2\n", "params.yaml:1:3: found a list as a key"),
+        (f"a: 0x{'f' * 5000}", "params.yaml:1:4: not valid YAML: '0xff"),
+        (f"a: 0o{'7' * 6000}", "is not an integer of up to 255 letters, it has 6,002"),
+        (f"a: -{'9' * 400}", "is not an integer of up to 255 letters, it has 401"),
+        (f"? {'k' * 5000}\n: 1", "params.yaml:1:3: found a word of 5000 letters"),
+        ('"a\\0b": 1', "params.yaml:1:1: found a text with the character NUL"),
+        (f"a: [{'1,' * 200_000}1]", "found more than 100,000 values; allowed: fewer"),
+        (f"a: [{'[],' * 200_000}1]", "found more than 100,000 values; allowed: fewer"),
     ],
+    ids=lambda text: text[:20].encode("unicode_escape").decode(),
 )
 def test_faults_of_the_text_have_a_place(text, expected):
     with pytest.raises(UserError) as caught:
@@ -243,6 +257,40 @@ def test_single_problems(text, expected):
 def test_a_missing_file_is_named():
     with pytest.raises(UserError, match="nowhere.yaml: cannot be read"):
         read(Params, "nowhere.yaml", method="vmoe")
+
+
+@pytest.mark.parametrize("levels", [5, 20])
+def test_aliases_of_ancestors_are_found_at_once(levels):
+    """Every simple path through these is a factorial of them."""
+    text = "x"
+    for level in reversed(range(levels)):
+        above = "".join(f"*a{one}, " for one in range(level + 1))
+        text = f"&a{level} [{above}{text}]"
+    every = ", ".join(f"*a{one}" for one in range(levels))
+    with pytest.raises(UserError, match="contains itself through an alias"):
+        parse(f"z: {text}\ny: [{every}]\n")
+
+
+def test_what_is_no_file_of_text_is_said(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_bytes(b"a: 1\nb: \xff\n")
+    with pytest.raises(UserError, match=r"params.yaml:2:4: not UTF-8 text \(byte 8\)"):
+        load(str(path))
+    path.write_bytes(b"#" * 10_000_001)
+    with pytest.raises(UserError, match="found more than 10,000,000 bytes"):
+        load(str(path))
+    path.unlink()
+    os.mkfifo(path)
+    for pipe in (str(path), "/dev/zero"):
+        with pytest.raises(UserError, match="found a pipe or a device"):
+            load(pipe)
+
+
+def test_a_line_is_a_line_and_no_longer_than_a_screen():
+    assert spell(("a\nb\u2028", 0, "c" * 200)) == rf"a\nb\u2028[0].{'c' * 28}...{'c' * 28}"
+    assert cut(["p:1:1: a"] * 20) == "\n".join(["p:1:1: a"] * 20)
+    lines = cut(["p:1:1: a"] * 10_000).split("\n")
+    assert len(lines) == 21 and lines[-1] == "p: and 9,980 more; mend these first"
 
 
 def test_imports_are_light():

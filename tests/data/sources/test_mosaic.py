@@ -5,6 +5,8 @@ COCO's and Flickr30k's captions, from generated files in their forms.
 """
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -493,3 +495,20 @@ def test_annotations_that_are_no_file_or_never_end(tmp_path, name):
     path.write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(UserError, match="given: not valid JSON|given:1: found"):
         settings.read()
+    path.unlink()
+    with path.open("wb") as handle:
+        handle.truncate(2**30 + 1)
+    with pytest.raises(UserError, match="given: has 1,073,741,825 bytes; allowed: 1,073,741,824"):
+        settings.read()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="given: found a pipe or a device; allowed: a file of"):
+        settings.read()
+
+
+@pytest.mark.parametrize("root", ["~nosuchuser/images", "~nosuchuser"])
+def test_the_folder_of_a_user_that_is_none_is_not_there(root):
+    with pytest.raises(UserError, match=f"{root}: no such folder"):
+        Flickr30k(root=root, captions_file="x").prepare(Path("unused"))
+    problem = Flickr30k(root=root, captions_file="x").preview().problem
+    assert problem is not None and root in problem
