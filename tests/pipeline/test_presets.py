@@ -36,6 +36,10 @@ TOGETHER = [  # combinations that the READMEs name
     ("moge", ("imagenet", "swin_imagenet", "experts_64")),
     ("moge", ("imagenet_upcycled", "swin_upcycled")),
     ("moge", ("imagenet_upcycled", "swin_b_upcycled")),
+    ("moge", ("imagenet", "swin_moe_s")),
+    ("moge", ("imagenet", "swin_moe_b")),
+    ("moge", ("tiny_imagenet", "experts_128", "table_5_filter")),
+    ("moge", ("tiny_imagenet", "vit_b")),
     ("ermoe", ("tiny_imagenet", "top_4")),
 ]
 ALTERNATIVES = [
@@ -45,6 +49,7 @@ ALTERNATIVES = [
     ("tgr", ("experts_4", "experts_32", "experts_64", "experts_128")),
     ("moge", ("tiny_imagenet", "imagenet")),
     ("moge", ("top_2", "top_5", "top_9")),
+    ("moge", ("swin_moe_s", "swin_moe_b")),
     ("ermoe", ("tiny_imagenet", "cifar10")),
     ("ermoe", ("top_1", "top_3", "top_4", "top_6")),
 ]
@@ -368,6 +373,55 @@ PAPER = {
             "methods.moge.upcycle": True,
         },
     ),
+    "moge table 6, ViT-B": (
+        "moge",
+        ("tiny_imagenet", "vit_b"),
+        {
+            "model.patch": 8,
+            "model.width": 768,
+            "model.depth": 12,
+            "model.heads": 12,
+            "methods.moge.blocks": [9, 11],
+            "methods.moge.experts.number": 32,
+        },
+    ),
+    "swin-moe's repository, S with 8 experts": (
+        "moge",
+        ("imagenet", "swin_moe_s"),
+        {
+            "data.pretrain.size": 192,
+            "model.kind": "swin_moe",
+            "model.width": 96,
+            "model.depths": [2, 2, 18, 2],
+            "model.window": 12,
+            "methods.vmoe.experts": {"kind": "mlp", "number": 8, "hidden_ratio": 4, "dropout": 0.1},
+            "methods.vmoe.router.k": 1,
+            "methods.vmoe.router.capacity_factor": 1.25,
+            "methods.vmoe.regularizers": [  # 0.01 of their mean
+                {"kind": "importance", "weight": 5e-3},
+                {"kind": "load", "weight": 5e-3},
+            ],
+            "methods.vmoe.blocks": [5, 7, 9, 11, 13, 15, 17, 19, 21, 23],
+            "pretrain.epochs": 90,
+            "pretrain.batch": 4096,
+            "pretrain.learning_rate": 1e-3,
+            "pretrain.weight_decay": 0.1,
+            "pretrain.clip": 3.0,
+        },
+    ),
+    "swin-moe's repository, B with 32 experts": (
+        "moge",
+        ("imagenet", "swin_moe_b"),
+        {
+            "model.width": 128,
+            "model.heads": [4, 8, 16, 32],
+            "model.drop_path": 0.3,
+            "methods.vmoe.experts.number": 32,
+            "methods.vmoe.router.capacity_factor": 1.25,
+            "pretrain.weight_decay": 0.1,
+            "pretrain.clip": 3.0,
+        },
+    ),
     "ermoe sections 6 to 10": (
         "ermoe",
         (),
@@ -423,6 +477,40 @@ def test_group_sparsity_of_moge(names, weight, end):
         **methods["vmoe"],
         "regularizers": 0,
     }  # section 3.1: all else is unchanged
+
+
+TABLE_5 = {  # each method's σ_0, σ_min and γ; None where they are the paper's own
+    "moge": (10, 1.5, 0.3),
+    "moge_sigma_3": (3, 3, None),
+    "moge_sigma_2_5": (2.5, 2.5, None),
+    "moge_sigma_2": (2, 2, None),  # the row γ = 0, too
+    "moge_sigma_1_5": (1.5, 1.5, None),
+    "moge_gamma_3": (10, 2, 3),
+    "moge_gamma_1": (10, 2, 1),
+    "moge_end_2": (10, 2, 0.3),
+    "moge_end_1": (10, 1, 0.3),
+    "moge_end_0_5": (10, 0.5, 0.3),
+}
+
+
+def test_table_5_of_moge_varies_the_gaussian_and_nothing_else():
+    data = data_of("moge", ("table_5_sigma",))
+    methods = data["methods"]
+    assert (
+        data["run"]["methods"] == ["vmoe", *TABLE_5]
+        and data["model"] == (data_of("moge", ("swin",))["model"])
+    )
+    for name, (start, end, exponent) in TABLE_5.items():
+        *others, found = methods[name]["regularizers"]
+        assert {**methods[name], "regularizers": others} == methods["vmoe"]
+        assert (found["sigma_start"], found["sigma_end"]) == (start, end)
+        assert exponent in (None, found["exponent"]) and found["weight"] == 4e-3
+    methods = data_of("moge", ("tiny_imagenet", "experts_128", "table_5_filter"))["methods"]
+    filters = {"moge": "3g", "moge_5g": "5g", "moge_3a": "3a", "moge_5a": "5a"}
+    for name, row in filters.items():
+        *others, found = methods[name]["regularizers"]
+        assert {**methods[name], "regularizers": others} == methods["vmoe"]
+        assert f"{found['size']}{found.get('filter', 'gaussian')[0]}" == row
 
 
 def millions(study: str, names: tuple[str, ...], method: str, folder) -> float:
