@@ -230,7 +230,7 @@ def scalars(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def locked(folder: Path = Path()) -> dict[str, dict[str, Any]]:
-    """The stages of a dvc.lock as they last ran; none without one. UserError where it is another's."""
+    """The stages of a dvc.lock as they last ran; none without one. UserError if it is another's."""
     lock = folder / "dvc.lock"
     if not lock.is_file():
         return {}

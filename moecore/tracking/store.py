@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-
 from moecore.core.files import UserError, repository
 from moecore.run.history_file import locked
 from moecore.tracking import answers, database
