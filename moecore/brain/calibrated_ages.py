@@ -10,7 +10,7 @@ from moecore.brain.measured_ages import Result, measured
 from moecore.brain.model_card import model_card
 from moecore.brain.prediction_table import prediction_rows, write_predictions
 from moecore.brain.reference import beyond_ages, reference_of, unlike
-from moecore.core.files import whole_folder, write_json, write_whole
+from moecore.core.files import whole_folder, write_sealed, write_whole
 from moecore.core.plain import plain
 from moecore.data.prepared import SPLITS
 from moecore.measure import calibration
@@ -58,9 +58,8 @@ def write(folder: Path, ages: Ages, line: Fit, result: Result, item: str) -> Non
         rows += prediction_rows(ages.subjects[split], split, said, radius, flags)
     with whole_folder(folder) as target:
         if line.fitted:
-            text = line.fitted.to_json() + "\n"
-            write_whole(target / "calibrator.json", text)
-        write_json(target / "reference.json", plain(reference))
+            write_sealed(target / "calibrator.json", line.fitted.model_dump(mode="json"))
+        write_sealed(target / "reference.json", plain(reference))
         write_predictions(target / "predictions.csv", rows)
         card = model_card(ages.data.card, result, item)
         write_whole(target / "MODEL_CARD.md", card)

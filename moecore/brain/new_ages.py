@@ -18,6 +18,7 @@ from moecore.brain.prediction_table import (
     write_predictions,
 )
 from moecore.brain.reference import Reference, beyond_ages, unknown_site, unlike
+from moecore.core.config import read_as
 from moecore.core.files import UserError, checksum, read_json
 from moecore.core.records import RoutingRecord
 from moecore.measure.calibrators.linear import FittedLinear
@@ -115,10 +116,7 @@ def calibration_of(folder: Path, model_folder: Path) -> Calibration:
     path = folder / "calibrator.json"
     if not path.exists():
         return Calibration(reference, None)
-    try:
-        return Calibration(reference, FittedLinear.from_json(path.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        raise UserError(f"{path}: not a fitted linear calibrator: {error}") from error
+    return Calibration(reference, read_as(path, FittedLinear, "a fitted linear calibrator"))
 
 
 def _reference(path: Path) -> Reference:

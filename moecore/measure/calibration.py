@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, write_sealed
 from moecore.measure.base import Subject
 from moecore.measure.calibrators import Calibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
@@ -149,7 +149,7 @@ def _of_words(
 
 
 def _write(fitted: FittedTemperature, files: Files) -> None:
-    write_whole(files.out / "calibrator.json", fitted.to_json() + "\n")
+    write_sealed(files.out / "calibrator.json", fitted.model_dump(mode="json"))
 
 
 def quality(task: Task, logits: Tensor, labels: Tensor, resamples: int) -> Quality:

@@ -12,10 +12,10 @@ from unicodedata import category
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from moecore.brain.new_ages import calibrator_of
+from moecore.core.config import read_as
 from moecore.core.files import UserError, whole_file
 from moecore.core.inside import inside
 from moecore.data.files.decode import BACKGROUND, MODES, Unreadable, decode_image
@@ -212,8 +212,5 @@ def _calibrator(
                 f"{path}: no such file; --calibrator is a folder that `calibrate` wrote"
             )
         return None, f"probabilities are not calibrated: there is no {path}"
-    try:
-        fitted = FittedTemperature.from_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        raise UserError(f"{path}: not a fitted temperature: {error}") from error
+    fitted = read_as(path, FittedTemperature, "a fitted temperature")
     return fitted, f"probabilities are calibrated: temperature {fitted.temperature:.4g} of {path}"

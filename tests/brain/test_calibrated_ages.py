@@ -24,6 +24,7 @@ from moecore.brain.prediction_table import (
     write_predictions,
 )
 from moecore.brain.reference import QUANTITIES
+from moecore.core.config import read_as
 from moecore.core.files import UserError, read_json
 from moecore.measure.calibrators.linear import FittedLinear, Linear
 from moecore.statistics.intervals import Estimate
@@ -276,7 +277,7 @@ def test_too_few_validation_participants_have_no_interval(ages, line, tmp_path):
 
 
 def test_the_calibrator_on_disk_is_the_fitted_one(folder, line):
-    assert FittedLinear.from_json((folder / "calibrator.json").read_text()) == line.fitted
+    assert read_as(folder / "calibrator.json", FittedLinear, "a calibrator") == line.fitted
 
 
 def drawn(n: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray, list[str]]:

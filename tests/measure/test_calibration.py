@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from torch.nn.functional import cross_entropy
 
+from moecore.core.config import read_as
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure import cohort_checks
@@ -78,7 +79,7 @@ def test_quality_by_hand():
 
 def test_the_test_split_before_and_after(made):
     subject, found, folder = made
-    fitted = FittedTemperature.from_json((folder / "out/calibrator.json").read_text())
+    fitted = read_as(folder / "out/calibrator.json", FittedTemperature, "a calibrator")
     assert (found.temperature, found.at_limit) == (fitted.temperature, fitted.at_limit)
     test = subject.data.test
     labels = labels_of(test.labels)
@@ -119,8 +120,12 @@ def test_the_stage_writes_what_was_measured(tmp_path, monkeypatch):
     stage.calibrate("pretrain", "dense", 0)
     path = tmp_path / "artifacts/measured/calibrate/pretrain/dense/0.json"
     found = read_result(path, Result, "calibrate")
-    written = (tmp_path / "artifacts/calibrate/pretrain/dense/0/calibrator.json").read_text()
-    assert FittedTemperature.from_json(written).temperature == found.temperature
+    path = tmp_path / "artifacts/calibrate/pretrain/dense/0/calibrator.json"
+    written = read_as(path, FittedTemperature, "a calibrator")
+    assert written.temperature == found.temperature
+    path.write_text(path.read_text().replace(f"{found.temperature}", "9.25"))
+    with pytest.raises(UserError, match="calibrator.json: damaged, its content is not what was"):
+        read_as(path, FittedTemperature, "a calibrator")
 
 
 def settings(**changes) -> CohortChecks:

@@ -27,6 +27,7 @@ from moecore.brain.new_ages import calibration_of, calibrator_of
 from moecore.brain.new_ages import predict_ages as predict
 from moecore.brain.new_volumes import find_volumes, prepared
 from moecore.brain.prediction_table import read_predictions
+from moecore.core.config import read_as
 from moecore.core.files import UserError
 from moecore.data.files.decode import decode_image
 from moecore.measure.calibrators.linear import FittedLinear, Linear
@@ -109,7 +110,7 @@ def test_a_bids_folder_with_ages(trained, tmp_path):
         ("sub-2", "ses-a", "new", "", "M"),
         ("sub-3", "ses-a", "new", "", ""),
     ]
-    fitted = FittedLinear.from_json((calibrator_of(target) / "calibrator.json").read_text())
+    fitted = read_as(calibrator_of(target) / "calibrator.json", FittedLinear, "a calibrator")
     for row, group in zip(rows, ("F", "M", "pooled"), strict=True):
         raw = float(row["predicted_age"])
         assert (

@@ -10,6 +10,7 @@ import torch
 from moecore.brain.measured_ages import Result
 from moecore.brain.prediction_table import read_predictions
 from moecore.core import streams
+from moecore.core.config import read_as
 from moecore.core.files import UserError
 from moecore.data.sources.digits import Digits
 from moecore.measure.base import read_result
@@ -226,8 +227,10 @@ def test_it_predicts_years_and_writes_everything(results):
     assert [float(row["predicted_age"]) for row in rows[-9:]] == pytest.approx(
         said.tolist(), abs=1e-3
     )
-    fitted = FittedLinear.from_json(
-        (folder / "artifacts/calibrate/pretrain/dense/0/calibrator.json").read_text()
+    fitted = read_as(
+        (folder / "artifacts/calibrate/pretrain/dense/0/calibrator.json"),
+        FittedLinear,
+        "a calibrator",
     )
     assert fitted.pooled.n == 20
     path = folder / "artifacts/measured/calibrate/pretrain/dense/0.json"
