@@ -5,6 +5,7 @@ a rank holds of a sharded tensor.
 import base64
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.core.files import UserError, full, whole_file
 
@@ -187,3 +188,55 @@ def like(value: Tensor, target: Tensor) -> Tensor:
 
     placements = getattr(target, "placements", None)
     return distribute_tensor(value.to(target.device), mesh, placements)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights as ``model.<name>`` and the optimizer's state as ``optimizer.<number>.<field>``."""
+    state = optimizer.state_dict()["state"]
+    return {f"model.{name}": value for name, value in model.state_dict().items()} | {
+        f"optimizer.{index}.{name}": value
+        for index, values in state.items()
+        for name, value in values.items()
+    }
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters that it changes, in the order of its state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Take up the optimizer's state of ``state_of``."""
+    whole = optimizer.state_dict()
+    parameters = parameters_of(optimizer)
+    for name, value in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, field = name.split(".")
+            of = parameters[int(index)].detach()
+            if field == "step":
+                value = value.reshape(())
+            elif not is_spread(value):
+                value = like(value, of)
+            whole["state"].setdefault(int(index), {})[field] = value
+    optimizer.load_state_dict(whole)
+
+
+def misfit(
+    tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> str:
+    """Why the tensors are not what ``state_of`` made of such a model; "" where they are."""
+    wanted = {f"model.{name}": value for name, value in model.state_dict().items()}
+    parameters = parameters_of(optimizer)
+    for name, value in tensors.items():
+        if name in wanted:
+            of = wanted[name]
+        else:
+            numbered = re.fullmatch(r"optimizer\.(\d{1,9})\.([^.]+)", name)
+            if numbered is None or int(numbered[1]) >= len(parameters):
+                return f"{name} is not of this model"
+            of = torch.zeros(()) if numbered[2] == "step" else parameters[int(numbered[1])]
+        found, shape = (tuple(with_axis(one).shape) for one in (value, of))
+        if found != shape:
+            return f"{name} has shape {found}, the model's {shape}"
+    lacking = next((name for name in wanted if name not in tensors), None)
+    return "" if lacking is None else f"{lacking} is missing"

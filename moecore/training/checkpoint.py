@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -29,9 +30,13 @@ from moecore.core.tensors import (
     in_short,
     is_spread,
     like,
+    misfit,
     own_part,
+    parameters_of,
     read_sharded,
     read_tensors,
+    restore_optimizer,
+    state_of,
     whole_of,
     with_axis,
     write_tensors,
@@ -87,9 +92,9 @@ class Checkpoint:
         """Restore model and optimiser; returns (steps done, note), or (0, {}) where there is no
         checkpoint.
 
-        Of a damaged one it is said, and the one before is taken. Raises UserError where that is
-        damaged too, or not there (files are written atomically: only a failing disk does that),
-        and where ranks do not find the same.
+        Of a damaged one, or another model's, it is said, and the one before is taken. Raises
+        UserError where that is no better, or not there (files are written atomically: only a
+        failing disk damages them), and where ranks do not find the same.
         """
         there = state_of(model, optimizer)
         names = (self.pointer, self.path, self.before)
@@ -97,21 +102,19 @@ class Checkpoint:
         if not (readers := self._readers(model, optimizer)):
             return 0, {}
         tensors, found = first_whole(readers)
-        refuse_unlike("checkpoints", found.get("step", ""))
+        refuse_unlike("checkpoints", str(found["step"]))
         weights = {name: value for name, value in tensors.items() if name.startswith("model.")}
-        try:
-            step, note = int(found["step"]), json.loads(found["note"])
-            model.load_state_dict(
-                {name.removeprefix("model."): like(weights[name], there[name]) for name in weights}
-            )
-            _restore_optimizer(optimizer, tensors)
-        except (KeyError, ValueError, IndexError, RuntimeError) as error:
-            why = str(error).strip().splitlines()[0]
-            raise UserError(f"{self.path}: holds no checkpoint of this ({why}); {AGAIN}") from error
-        return step, note
+        model.load_state_dict(
+            {name.removeprefix("model."): like(weights[name], there[name]) for name in weights}
+        )
+        restore_optimizer(optimizer, tensors)
+        return found["step"], found["note"]
 
     def _replace(self, tensors: Tensors, about: dict[str, str]) -> None:
         """Keep the last as the one before, and write the new one in its place."""
+        for path in (self.path, self.before):
+            if path.is_dir():
+                raise UserError(f"{path}: a folder, in the place of a checkpoint; {AGAIN}")
         if self.path.exists():
             with whole_file(self.before) as spare:
                 try:
@@ -124,7 +127,7 @@ class Checkpoint:
         """What reads each checkpoint that is there, the last one first."""
         if not self.pointer.exists():
             files = [path for path in (self.path, self.before) if path.exists()]
-            return [partial(read_tensors, path) for path in files]
+            return [_fitting(path, partial(read_tensors, path), model, optimizer) for path in files]
 
         def sharded(about: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
             # all ranks read the one that the first finds whole: they read it together
@@ -133,7 +136,7 @@ class Checkpoint:
                 raise UserError(whole)
             return read_sharded(self.folder / about["folder"], of), about
 
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         state = model.state_dict()
 
         def of(name: str) -> Tensor:
@@ -144,7 +147,10 @@ class Checkpoint:
 
         last = read_json(self.pointer, sealed=True)
         each = [last] if last["before"] is None else [last, last["before"]]
-        return [partial(sharded, about) for about in each]
+        return [
+            _fitting(self.folder / about["folder"], partial(sharded, about), model, optimizer)
+            for about in each
+        ]
 
     def _damage(self, about: dict[str, Any]) -> str:
         """What is wrong with the files of a sharded checkpoint; "" where nothing is."""
@@ -220,30 +226,23 @@ def first_whole(readers: Sequence[Reader]) -> tuple[Tensors, dict[str, Any]]:
     return readers[-1]()
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Weights as ``model.<name>`` and the optimizer's state as ``optimizer.<number>.<field>``."""
-    state = optimizer.state_dict()["state"]
-    return {f"model.{name}": value for name, value in model.state_dict().items()} | {
-        f"optimizer.{index}.{name}": value
-        for index, values in state.items()
-        for name, value in values.items()
-    }
+def _fitting(
+    path: Path, read: Reader, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Reader:
+    """What reads a checkpoint, its step and note as they were before they were text; its UserError
+    where it is another model's, before anything of the model is replaced.
+    """
 
+    def fitting() -> tuple[Tensors, dict[str, Any]]:
+        tensors, about = read()
+        why = misfit(tensors, model, optimizer)
+        step, note = -1, None
+        with suppress(KeyError, ValueError, RecursionError):  # it is said below
+            step, note = int(about["step"]), json.loads(about["note"])
+        if not why and (step < 0 or not isinstance(note, dict)):
+            why = "its step and note are not as they are written"
+        if why:
+            raise UserError(f"{path}: holds no checkpoint of this training ({why}); {AGAIN}")
+        return tensors, {"step": step, "note": note}
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    whole = optimizer.state_dict()
-    parameters = _parameters(optimizer)
-    for name, value in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, field = name.split(".")
-            of = parameters[int(index)].detach()
-            if field == "step":
-                value = value.reshape(())
-            elif not is_spread(value):
-                value = like(value, of)
-            whole["state"].setdefault(int(index), {})[field] = value
-    optimizer.load_state_dict(whole)
+    return fitting

@@ -499,6 +499,49 @@ def test_a_file_that_holds_another_thing_is_one_line(tmp_path, tensors, about):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("change", ["width", "name", "index", "field", "less"])
+def test_of_another_models_checkpoint_it_is_said_and_the_one_before_taken(tmp_path, capsys, change):
+    def made() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    kept = Checkpoint(tmp_path)
+    first = made()
+    kept.save(100, *first, {"dtype": "float32"})
+    kept.save(200, *made(), {"dtype": "float32"})
+    kept.wait()
+    tensors, about = read_tensors(kept.path)
+    weight = tensors.pop("model.weight")
+    others = {
+        "width": {"model.weight": torch.zeros(3, 5)},
+        "name": {"model.wheight": weight},
+        "index": {"model.weight": weight, "optimizer.7.exp_avg": weight + 0},
+        "field": {"model.weight": weight, "optimizer.0.exp_avg": torch.zeros(3)},
+        "less": {},
+    }
+    write_tensors(kept.path, tensors | others[change], about)
+    again, optimizer = made()
+    assert kept.load(again, optimizer) == (100, {"dtype": "float32"})
+    assert torch.equal(again.weight, first[0].weight)
+    said = capsys.readouterr().err
+    assert said.startswith(f"{kept.path}: holds no checkpoint of this training (")
+    assert said.count("\n") == 1 and said.endswith("The checkpoint before it is taken\n")
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "before"])
+def test_a_folder_in_the_place_of_a_checkpoint_is_one_line(tmp_path, name):
+    path = tmp_path / f"{name}.safetensors"
+    path.mkdir()
+    model = torch.nn.Linear(1, 1)
+    kept = Checkpoint(tmp_path)
+    kept.save(1, model, torch.optim.SGD(model.parameters()), {})
+    with pytest.raises(UserError, match=f"^{path}: a folder, in the place of a checkpoint; "):
+        kept.wait()
+
+
 def test_two_damaged_checkpoints_stop_the_training(tmp_path):
     run = fit(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path))
     for _ in range(3):
