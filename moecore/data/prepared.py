@@ -137,6 +137,8 @@ class Prepared(NamedTuple):
         wanted = CARD_KEYS + VOLUME_KEYS if axes == 3 else CARD_KEYS
         if lacking := [key for key in wanted if key not in card]:
             raise UserError(f"{folder / 'card.json'}: lacks {', '.join(lacking)}; {AGAIN}")
+        if found := _misfit(card):
+            raise UserError(f"{folder / 'card.json'}: {found}; {AGAIN}")
         try:
             task = read_task(card["task"])
         except ValidationError as error:
@@ -149,6 +151,30 @@ class Prepared(NamedTuple):
         return Prepared(card, train, validation, test, folder)
 
 
+def _misfit(card: dict[str, Any]) -> str:
+    """The first of what is read here that a card without a checksum may hold as another kind."""
+    size = card["size"] if isinstance(card["size"], list) else [card["size"]]
+    wanted: dict[str, tuple[Any, type, str]] = {
+        "size": (size if len(size) in (1, 3) else [None], int, "one number, or one or three"),
+        "channels": ([card["channels"]], int, "a number"),
+        "images": (_of_splits(card["images"]), int, "a number for each split"),
+        "counts": (_of_splits(card["counts"]), dict, "numbers by name for each split"),
+        "files": ([card["files"]], dict, "checksums by name"),
+    }
+    if len(size) == 1 and isinstance(card["size"], list):
+        wanted["tokens"] = (_of_splits(card.get("tokens")), int, "a number for each split")
+    if len(size) == 3:
+        wanted["regions"] = ([card["regions"] or []], list, "a list")
+    for key, (found, kind, needed) in wanted.items():
+        if not all(isinstance(one, kind) for one in found):
+            return f"{key}: found {str(card.get(key))[:60]!r}; needed: {needed}"
+    return ""
+
+
+def _of_splits(value: Any) -> list[Any]:
+    return [value.get(split) for split in SPLITS] if isinstance(value, dict) else [None]
+
+
 def _open_images(folder: Path, card: dict[str, Any], task: AnyTask, split: str) -> Split:
     number = card["images"][split]
     shape = (number, card["channels"], card["size"], card["size"])
@@ -158,7 +184,7 @@ def _open_images(folder: Path, card: dict[str, Any], task: AnyTask, split: str) 
         images = _checked(folder / f"{split}_images.npy", shape, np.uint8)
     labels = _labels(folder, task, split, number)
     counts = card["counts"][split]
-    if task.counts(labels) != [counts[name] for name in task.classes]:
+    if task.counts(labels) != [counts.get(name) for name in task.classes]:
         path = folder / f"{split}_labels.npy"
         raise UserError(f"{path}: its class counts are not those of card.json; {AGAIN}")
     return Split(images, labels)

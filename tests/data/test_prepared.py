@@ -164,6 +164,31 @@ def test_damaged_folders_are_refused(tmp_path, damage, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("images", None, "images: found 'None'; needed: a number for each split"),
+        ("images", {"train": 10, "validation": 10}, "needed: a number for each split"),
+        ("counts", [], "counts: found '[]'; needed: numbers by name for each split"),
+        ("counts", {"train": {}, "validation": {}, "test": {}}, "its class counts are not those"),
+        ("files", None, "files: found 'None'; needed: checksums by name"),
+        ("files", [], "files: found '[]'; needed: checksums by name"),
+        ("channels", None, "channels: found 'None'; needed: a number"),
+        ("size", [1, 2, 3, 4], "size: found '[1, 2, 3, 4]'; needed: one number, or one or three"),
+        ("size", [4], "tokens: found 'None'; needed: a number for each split"),
+        ("size", "x", "size: found 'x'; needed: one number"),
+    ],
+)
+def test_a_card_without_a_checksum_that_holds_another_kind_is_one_line(tmp_path, key, value, said):
+    write_prepared(tmp_path, FACTS, parts())
+    card = read_json(tmp_path / "card.json")
+    write_json(tmp_path / "card.json", card | {key: value})
+    with pytest.raises(UserError) as error:
+        Prepared.open(tmp_path)
+    assert said in str(error.value) and "card.json" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def header(text, version=b"\1\0"):
     length = len(text).to_bytes(2 if version == b"\1\0" else 4, "little")
     return b"\x93NUMPY" + version + length + text.encode() + bytes(24)
