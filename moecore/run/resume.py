@@ -32,8 +32,13 @@ def work_folder(
     """
     key = _key(params, [*inputs, *code_of(item, params, script)])
     home = Path(".state") / item
-    home.mkdir(parents=True, exist_ok=True)
-    with open(home / "lock", "w") as lock:
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        opened = open(home / "lock", "w")
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(f"{home / 'lock'}: cannot be written, {why}; mend that") from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,7 +106,12 @@ class Kept:
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / "kept.jsonl"
         self.parts: dict[str, Any] = {}
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        try:
+            lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            mend = "remove it, and the stage starts again"
+            raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()
             with whole_file(self.path) as temporary:
@@ -124,7 +134,7 @@ class Kept:
         try:
             found = json.loads(line)
             self.parts[found["key"]] = found["part"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
                 f"{self.path}:{number}: not a kept part; "
                 "remove the file, and the stage starts again"

@@ -36,7 +36,7 @@ from moecore.run.history_file import (
     seconds,
 )
 from moecore.run.progress import clock
-from moecore.run.resume import Kept
+from moecore.run.resume import Kept, work_folder
 
 
 class Params(Config):
@@ -341,6 +341,25 @@ def test_damage_is_named(tmp_path):
     kept.path.write_text("nonsense\n" + kept.path.read_text())
     with pytest.raises(UserError, match=r"kept.jsonl:1: not a kept part"):
         Kept(tmp_path)
+    kept.path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(UserError, match=r"kept.jsonl:1: not a kept part"):
+        Kept(tmp_path)
+    kept.path.unlink()
+    kept.path.mkdir()
+    with pytest.raises(UserError, match=r"kept.jsonl: cannot be read, is a directory; remove it"):
+        Kept(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".state", ".state/measure", ".state/measure/lock"])
+def test_what_lies_in_the_place_of_a_work_folder_is_one_line(name):
+    (path := Path(name)).parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if path.name == "lock" else path.write_text("")
+    Path("artifacts/code/stages").mkdir(parents=True)
+    Path("artifacts/code/stages/measure.json").write_text("{}")
+    with pytest.raises(UserError, match=r"^\.state/measure/lock: cannot be written, ") as error:
+        with work_folder("measure", Params(), [], "measure.py"):
+            pass
+    assert "\n" not in str(error.value)
 
 
 @pytest.fixture
