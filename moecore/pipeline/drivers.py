@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +27,13 @@ def alone(path: Path = HELD) -> Iterator[None]:
 
     Raises UserError that says who does, since when, and what to do.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+", encoding="utf-8") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = open(path, "a+", encoding="utf-8")
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be written, {why}; mend that") from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,7 +102,17 @@ def _yaml_1_2() -> tuple[type[yaml.CSafeLoader], type[yaml.CSafeDumper]]:
     """YAML as DVC reads and writes it: ``1e-05`` is a number, ``off`` a word, None nothing."""
 
     class Loader(yaml.CSafeLoader):
-        pass
+        def number(self, node: yaml.ScalarNode) -> int:
+            """``010`` is ten."""
+            digits = self.construct_scalar(node).replace("_", "")
+            return int(digits, 0 if re.match("[-+]?0[box]", digits) else 10)
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            """A key that is there twice is refused: a merge of two commits left both."""
+            keys = [(key.tag, str(key.value)) for key, _ in node.value]
+            if len(set(keys)) != len(keys):
+                raise yaml.constructor.ConstructorError(None, None, "a key is there twice")
+            return super().construct_mapping(node, deep)
 
     class Dumper(yaml.CSafeDumper):
         def represent_nothing(self, _: None) -> yaml.ScalarNode:
@@ -111,6 +127,7 @@ def _yaml_1_2() -> tuple[type[yaml.CSafeLoader], type[yaml.CSafeDumper]]:
     Dumper.add_representer(type(None), Dumper.represent_nothing)
     Dumper.add_representer(float, Dumper.represent_number)
     Dumper.add_multi_representer(dict, Dumper.represent_dict)  # OrderedDict is one
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.number)
     for kind in (Loader, Dumper):
         kind.yaml_implicit_resolvers = {}
         for versions, tag, form, first in implicit_resolvers:

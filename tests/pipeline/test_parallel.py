@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moecore.core.files import FullDisk, whole_folder, write_json
+from moecore.core.files import FullDisk, UserError, whole_folder, write_json
 from moecore.pipeline import drivers
 from moecore.pipeline.parallel import FULL, Job, next_job, no_room, run, run_job
 from stages import server as stages_server
@@ -402,6 +402,47 @@ def test_the_quick_lock_file_is_dvcs_own(quick, tmp_path):
     with pytest.raises(Exception, match="dvc.lock', YAML file structure is corrupted"):
         with quick[1](str(tmp_path / "dvc.lock")):
             pass
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 08",
+        "a: 010",
+        "a: -010",
+        "a: 0o17",
+        "a: 0x1F",
+        "a: 1_0",
+        "a: 0",
+        "a: &x {b: 1}\nc: {<<: *x, b: 2}",
+    ],
+)
+def test_a_lock_file_written_by_hand_is_read_as_dvc_reads_it(quick, tmp_path, text):
+    from dvc.utils.serialize import parse_yaml
+
+    (tmp_path / "dvc.lock").write_text(text + "\n")
+    with quick[1](str(tmp_path / "dvc.lock")) as data:
+        assert data == parse_yaml(text, "dvc.lock")
+
+
+@pytest.mark.parametrize("text", ["a: 1\na: 2\n", "s:\n  b: {c: 1}\n  b: {c: 2}\n"])
+def test_a_key_that_is_twice_in_a_lock_file_is_refused_as_by_dvc(quick, tmp_path, text):
+    (tmp_path / "dvc.lock").write_text(text)
+    for modify in quick:
+        with pytest.raises(Exception, match="dvc.lock', YAML file structure is corrupted"):
+            with modify(str(tmp_path / "dvc.lock")):
+                pass
+    assert (tmp_path / "dvc.lock").read_text() == text
+
+
+def test_what_lies_in_the_place_of_a_drivers_file_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder/driver.json").mkdir(parents=True)
+    for name in ("file", "folder"):
+        path = tmp_path / name / "driver.json"
+        with pytest.raises(UserError, match=f"^{path}: cannot be written, .*; mend that"):
+            with drivers.alone(path):
+                pass
 
 
 STAGE = """\
