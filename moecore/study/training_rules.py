@@ -22,8 +22,6 @@ from moecore.training.upcycle import upcycle
 
 Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
-MOST = {"epochs": 10**6, "updates": 10**9}  # of Training
-WIDEST = 2**14  # pixels of a view
 SECTION = ("teacher", "model")
 
 
@@ -139,13 +137,6 @@ def schedule_rules(study: Study) -> Found:
 
 
 def _schedule(keys: tuple, training: Any) -> Found:
-    for key, most in MOST.items():
-        if (getattr(training, key, None) or 0) > most:
-            found = f"found {getattr(training, key):.3g}, which would not end"
-            yield (*keys, key), f"{found}; allowed: up to {most:,}"
-    if (size := training.views.size or 0) > WIDEST:
-        found = f"found {size:.3g} pixels, for which no memory is large enough"
-        yield (*keys, "views", "size"), f"{found}; allowed: up to {WIDEST:,}"
     if training.warmup_epochs > training.epochs:
         found = f"found {training.warmup_epochs:g}, but epochs is {training.epochs}"
         yield (*keys, "warmup_epochs"), f"{found}; allowed: 0 to {training.epochs}"

@@ -146,7 +146,7 @@ IMAGES = "kind: digits, size: 28"
         ("epochs: ", f"epochs: {10**200} #", "training.epochs: found 1e+200"),
         (IMAGES, f"{IMAGES}, validation: .inf", "data.pretrain.validation: found .inf"),
         (IMAGES, f"{IMAGES}, validation: 1.0e400", "data.pretrain.validation: found .inf"),
-        ("epochs: ", "epochs: 1000000000000000 #", "training.epochs: found 1e+15, which would"),
+        ("epochs: ", "epochs: 1000000000000000 #", "training.epochs: found 1000000000000000"),
         ("  dense: {}", '  dense: {}\n  "a\\nb": {}', r"methods.a\nb: found the name 'a\nb'"),
         (IMAGES, 'kind: "fash\\nion"', r"data.pretrain: found kind: fash\nion"),
         (
