@@ -135,7 +135,7 @@ def end_with_parent() -> None:
     if sys.platform != "linux":
         return
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    with_parent()
     if os.getppid() != parent:  # it died in between
         sys.exit(ENDED)
 

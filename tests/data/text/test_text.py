@@ -4,6 +4,7 @@ Tokenizers of captions, and mosaics whose captions say what they show.
 """
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from moecore.data.text.tokenizers import (
 )
 from moecore.data.text.words import lowered, numbered, rarer_unknown, read_vocabulary, windows
 from moecore.tasks.image_text import NONE, ImageText
+from moecore.training.recipes import stream_length
 
 SOURCE = '''
 """Read a file and give its lines back, one after the other."""
@@ -99,6 +101,17 @@ def test_streams_are_read_block_after_block_and_again_from_elsewhere():
     own, following, _ = text.take(2, 3, 7, torch.tensor([1]))
     words, labels, _ = text.take(2, 3, 7)
     assert torch.equal(own, words[1:]) and torch.equal(following, labels[1:])
+
+
+def test_a_test_text_too_short_for_the_batch_is_refused_before_the_training():
+    words = {"train": range(1000), "test": range(20)}
+    data = SimpleNamespace(
+        task=SimpleNamespace(long=True), card={"size": [4]}, tokens=lambda split: words[split]
+    )
+    assert stream_length(data, 3) == 333, "six words each: a block of four and the one after it"
+    assert stream_length(data, 4) == 250
+    with pytest.raises(UserError, match="batch is 5, and the text has 20 test tokens; .* 1 to 4 "):
+        stream_length(data, 5)
 
 
 def test_a_batch_that_leaves_no_block_is_refused():
