@@ -16,10 +16,7 @@ from typing import Any
 
 
 class UserError(Exception):
-    """A problem that the user can mend; its text is the whole message.
-
-    Stages print it and exit with 1.
-    """
+    """A problem that the user can mend; its text is the whole message. Stages exit with 1."""
 
 
 class FullDisk(UserError):
@@ -170,7 +167,18 @@ SEAL = "content_sha256"  # the last key of what ``write_sealed`` writes
 
 def write_sealed(path: str | Path, value: Mapping[str, Any]) -> None:
     """``write_json`` of an object with a checksum of its content, which ``read_json`` verifies."""
-    write_json(path, {**value, SEAL: _seal(value)})
+    write_json(path, sealed_object(value))
+
+
+def sealed_object(value: Mapping[str, Any]) -> dict[str, Any]:
+    """An object of JSON with a checksum of its content as its last key."""
+    return {**value, SEAL: _seal(value)}
+
+
+def is_whole(found: Any) -> bool:
+    """Whether this is such an object, and its content that which was sealed; the key is removed."""
+    seal = found.pop(SEAL, None) if isinstance(found, dict) else None
+    return seal is not None and seal == _seal(found)
 
 
 def _seal(value: Any) -> str:
@@ -193,10 +201,10 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
         raise UserError(f"{path}: cannot be read, {why}; {again}") from None
     except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{path}: not valid JSON ({error}); {again}") from error
-    seal = found.pop(SEAL, None) if isinstance(found, dict) else None
-    if sealed and seal is None:
+    has_seal = isinstance(found, dict) and SEAL in found
+    if sealed and not has_seal:
         raise UserError(f"{path}: damaged, it has no checksum ({SEAL}); {again}")
-    if seal is not None and seal != _seal(found):
+    if has_seal and not is_whole(found):
         raise UserError(f"{path}: damaged, its content is not what was written; {again}")
     return found
 
@@ -221,15 +229,9 @@ def places(root: str | tuple[str, ...]) -> list[Path]:
     """
     roots = (root,) if isinstance(root, str) else root
     home = repository()
-    found: list[Path] = []
-    for path in (Path(os.path.expanduser(r)) for r in roots):
-        candidates = [path]
-        if home and not path.is_absolute():
-            candidates.append(home / path)
-        for candidate in candidates:
-            if candidate not in found:
-                found.append(candidate)
-    return found
+    given = [Path(os.path.expanduser(one)) for one in roots]
+    found = [place for path in given for place in ((path, home / path) if home else (path,))]
+    return list(dict.fromkeys(found))  # an absolute one stays as it is in any folder
 
 
 def found_file(name: str) -> Path:

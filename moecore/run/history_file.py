@@ -240,8 +240,9 @@ def locked(folder: Path = Path()) -> dict[str, dict[str, Any]]:
     try:
         content = yaml.load(lock.read_text(encoding="utf-8"), Loader=loader) or {}
         stages = content.get("stages", {})
-        if not all(isinstance(entry, dict) for entry in stages.values()):
-            raise TypeError("a stage without entries")
+        for name, entry in stages.items():
+            if not all("path" in file for kind in ("deps", "outs") for file in entry.get(kind, ())):
+                raise TypeError(f"a file of {name} without its path")
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
         mend = "take the one of the last commit, or delete it: then all stages run anew"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, is_whole, sealed_object, whole_file
 from moecore.core.sources import CODE
 from moecore.run.history import Run, record
 from moecore.run.history_file import append_line
@@ -125,7 +125,7 @@ class Kept:
         Either way it has been JSON, so a resumed stage ends with the same bits as any other.
         """
         if name not in self.parts:
-            line = json.dumps({"key": name, "part": compute()}) + "\n"
+            line = json.dumps(sealed_object({"key": name, "part": compute()})) + "\n"
             append_line(self.path, line, sync=True)
             self.parts[name] = json.loads(line)["part"]
         return self.parts[name]
@@ -133,10 +133,12 @@ class Kept:
     def _add(self, line: bytes, number: int) -> None:
         try:
             found = json.loads(line)
+            if not is_whole(found):
+                raise ValueError("another content than was written")
             self.parts[found["key"]] = found["part"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
-                f"{self.path}:{number}: not a kept part; "
+                f"{self.path}:{number}: damaged, not a part as it was kept; "
                 "remove the file, and the stage starts again"
             ) from None
 

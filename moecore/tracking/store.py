@@ -19,6 +19,7 @@ from moecore.tracking import answers, database
 
 PATIENCE = 300.0  # seconds, for another process that imports
 QUIET = 10.0  # seconds, until that is said
+WRITTEN = 0.5  # seconds in which DVC has written a lock file that was not whole
 SILENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -157,6 +158,7 @@ class Locked:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._of_lock: Stamp = None
+        self._damaged: Stamp = None
         self._of_stages: tuple[Stamp, ...] = ()
         self._stages: dict[str, dict] = {}
         self._alive: set[str] | None = None
@@ -187,8 +189,11 @@ class Locked:
         try:
             self._stages = locked(self.folder)
             self._of_lock = lock
-        except UserError:
-            pass  # DVC is writing it: what was read before holds until the next time
+        except UserError as error:  # what was read before holds until the next time
+            time.sleep(WRITTEN)
+            if lock != self._damaged and stamp(self.folder / "dvc.lock") == lock:
+                self._damaged = lock  # said once
+                print(f"{error}; no run is known to be current before", file=sys.stderr, flush=True)
 
 
 def stamp(file: Path) -> Stamp:

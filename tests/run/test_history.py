@@ -339,10 +339,15 @@ def test_damage_is_named(tmp_path):
     kept = Kept(tmp_path)
     kept.part("a", lambda: 1)
     kept.path.write_text("nonsense\n" + kept.path.read_text())
-    with pytest.raises(UserError, match=r"kept.jsonl:1: not a kept part"):
+    with pytest.raises(UserError, match=r"kept.jsonl:1: damaged, not a part as"):
+        Kept(tmp_path)
+    kept.path.unlink()
+    Kept(tmp_path).part("a", lambda: 12)
+    kept.path.write_text(kept.path.read_text().replace("12", "13"))
+    with pytest.raises(UserError, match=r"kept.jsonl:1: damaged, not a part as"):
         Kept(tmp_path)
     kept.path.write_text("[" * 100_000 + "\n")
-    with pytest.raises(UserError, match=r"kept.jsonl:1: not a kept part"):
+    with pytest.raises(UserError, match=r"kept.jsonl:1: damaged, not a part as"):
         Kept(tmp_path)
     kept.path.unlink()
     kept.path.mkdir()
@@ -455,7 +460,7 @@ def test_a_line_that_finds_no_room_leaves_nothing_that_hides_the_next(limited):
 def test_a_part_that_finds_no_room_is_computed_again(limited):
     kept = Kept(Path())
     kept.part("one", lambda: 1)
-    with limited(60), pytest.raises(FullDisk, match=r"kept.jsonl: could not be written"):
+    with limited(160), pytest.raises(FullDisk, match=r"kept.jsonl: could not be written"):
         kept.part("two", lambda: "x" * 100)
     assert Kept(Path()).parts == {"one": 1}
     assert kept.part("two", lambda: 2) == 2

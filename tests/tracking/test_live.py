@@ -270,6 +270,20 @@ def test_what_dvc_locked_is_current(study, run_of):
     assert run_of(1).data.tags["dvc.current"] == "false"
 
 
+@pytest.mark.parametrize("content", ["stages: [", "stages: {code: 3}", "stages: {a: {outs: 3}}"])
+def test_a_damaged_lock_file_is_named_once(study, run_of, capsys, content):
+    study.write(0)
+    Path("dvc.lock").write_text(content)
+    importer = Importer()
+    assert importer.update() == Counts(added=1)
+    assert run_of(0).data.tags["dvc.current"] == "false"
+    said = capsys.readouterr().err.strip()
+    assert "dvc.lock: is not as DVC writes it" in said and "\n" not in said
+    study.write(1)
+    importer.update()
+    assert "dvc.lock" not in capsys.readouterr().err
+
+
 def test_a_run_whose_history_and_process_are_gone_is_ended(study, run_of):
     study.write()
     imported()

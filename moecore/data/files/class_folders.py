@@ -19,6 +19,7 @@ from moecore.data.splits import SplitSettings
 
 SMALLEST = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 QUALITY = 95
+NAMED = 5  # classes without an image
 
 
 class KeptSettings(SplitSettings):
@@ -113,10 +114,18 @@ def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:
             f"{folder}: class folders differ; lacking: {_names(lacking)}; unknown: "
             f"{_names(unknown)}"
         )
-    lists = [sorted(_images_below(root, inside(root, folder / name))) for name in classes]
-    if empty := [name for name, paths in zip(classes, lists, strict=True) if not paths]:
+    lists: list[list[Path]] = []
+    empty: list[str] = []
+    for name in classes:
+        lists.append(sorted(_images_below(root, inside(root, folder / name))))
+        if not lists[-1]:
+            empty.append(name)
+        if len(empty) == NAMED:  # `/` itself may stand there, with millions of files
+            break
+    if empty:
+        more = " (the rest was not looked at)" * (len(lists) < len(classes))
         raise UserError(
-            f"{folder}: no image in class {', '.join(empty)}; allowed endings: "
+            f"{folder}: no image in class {', '.join(empty)}{more}; allowed endings: "
             f"{' '.join(sorted(SUFFIXES))}"
         )
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in lists])
@@ -128,15 +137,31 @@ def _images_below(root: Path, folder: Path) -> Iterator[Path]:
 
     Raises UserError on what is called as an image and is no file: a pipe would be read for ever.
     """
-    for path in folder.rglob("*"):
-        if path.suffix.lower() not in SUFFIXES:
+    for entry in _entries(folder):
+        if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
             continue
-        if path.is_symlink():  # all above it are folders of their own
+        path = Path(entry.path)
+        if entry.is_symlink():  # all above it are folders of their own
             inside(root, path)
-        if path.is_file() or not path.exists():
+        if entry.is_file() or not path.exists():
             yield path
-        elif not path.is_dir():
+        elif not entry.is_dir():
             raise UserError(f"{path}: found a pipe, a socket or a device; allowed: image files")
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """All that lies in a folder, at any depth; UserError where a folder cannot be listed."""
+    left: list[str | Path] = [folder]
+    while left:
+        here = left.pop()
+        try:
+            with os.scandir(here) as listed:
+                entries = list(listed)
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise UserError(f"{here}: cannot be listed, {why}; mend that, or remove it") from error
+        yield from entries
+        left += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def subset(files: Files, rows: np.ndarray) -> Files:

@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -42,7 +43,7 @@ class DecodeCache(NamedTuple):
         the unreadable ones.
 
         State is saved every 1,024 files, while the next ones are decoded; another file list, file
-        length, size or number of channels starts afresh, and so do damaged files of a state.
+        length, size or number of channels starts afresh, and so does a damaged state or array.
         """
         array = self.folder / f"{split}.npy"
         progress = self.folder / f"{split}.json"
@@ -55,6 +56,7 @@ class DecodeCache(NamedTuple):
                 str(row): reason for row, reason in zip(rows, reasons, strict=True) if reason
             }
             out.flush()
+            state["sums"].append(_sum(out[rows.start : rows.stop]))
             write_sealed(progress, state | {"done": rows.stop})
         return array, {int(row): reason for row, reason in state["failures"].items()}
 
@@ -88,8 +90,10 @@ class DecodeCache(NamedTuple):
                 contents.append(one.content)
                 table[row] = (len(one.content), *one.extent)
                 histogram += one.histogram
-            state["bytes"] = _append(file, state["bytes"], b"".join(contents))
+            content = b"".join(contents)
+            state["bytes"] = _append(file, state["bytes"], content)
             table.flush()
+            state["sums"].append(_sum(table[rows.start : rows.stop], content))
             state |= {"done": rows.stop, "histogram": histogram.tolist()}
             write_sealed(progress, state)
         bad = {int(row): reason for row, reason in state["failures"].items()}
@@ -108,16 +112,29 @@ class DecodeCache(NamedTuple):
     ) -> dict[str, Any]:
         """How far a killed run of the same ``key`` got, where all that it left is whole."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        fresh = {"key": key, "done": 0, "failures": {}, "sums": []}
         try:
             state = read_json(self.folder / f"{split}.json", sealed=True)
             check_array(array, *kind)
         except UserError:  # nothing there, or damaged: all of it can be made again
-            state = {}
-        # only ``pack`` has bytes; lengthened with zeros, its file would hold images that are none
-        whole = _length(self.folder / f"{split}.bin") >= state.get("bytes", -1)
-        if whole and state.get("key") == key:
-            return state
-        return {"key": key, "done": 0, "failures": {}}
+            return fresh
+        if state.get("key") != key:
+            return fresh
+        rows = np.load(array, mmap_mode="r", allow_pickle=False)[: state["done"]]
+        pieces = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
+        if list(self._sums(split, pieces, "bytes" in state)) != state.get("sums"):
+            return fresh
+        return state
+
+    def _sums(self, split: str, pieces: list[np.ndarray], packed: bool) -> Iterator[str]:
+        """The checksum of each piece as it is now; packed: with the files that it lists."""
+        if not packed:
+            yield from map(_sum, pieces)
+            return
+        file = self.folder / f"{split}.bin"
+        with open(file, "rb") if file.is_file() else BytesIO() as opened:
+            for piece in pieces:
+                yield _sum(piece, opened.read(int(piece[:, 0].sum())))
 
     def _key(self, paths: list[Path]) -> str:
         listing = "\n".join(f"{path} {_length(path)}" for path in paths)
@@ -131,6 +148,14 @@ def _length(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return -1
+
+
+def _sum(*parts: np.ndarray | bytes) -> str:
+    """A checksum of their bytes, one after the other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part)
+    return digest.hexdigest()
 
 
 def _append(file: Path, start: int, content: bytes) -> int:

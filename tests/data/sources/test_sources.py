@@ -3,6 +3,7 @@
 Class folders of image files: splits, damage, resuming after a kill.
 """
 
+import errno
 import hashlib
 import io
 import os
@@ -278,8 +279,28 @@ def test_wrong_folders_are_named(tmp_path):
     (tmp_path / "empty/b").mkdir()
     with pytest.raises(UserError, match="no image in class a, b"):
         ImageFolder(root=str(tmp_path / "empty")).prepare(tmp_path / "out")
+    for name in "cdefgh":
+        (tmp_path / "empty" / name).mkdir()
+    with pytest.raises(UserError, match=r"class a, b, c, d, e \(the rest was not looked at\);"):
+        ImageFolder(root=str(tmp_path / "empty")).prepare(tmp_path / "out")
     with pytest.raises(UserError, match="no such folder"):
         ImageFolder(root=str(tmp_path / "nowhere")).prepare(tmp_path / "out")
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    image_classes(tmp_path / "raw", {"a": 9, "b": 9})
+    below = tmp_path / "raw/b/deeper"
+    below.mkdir()
+    real = os.scandir
+
+    def scandir(folder):
+        if str(folder) == str(below):
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return real(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match="raw/b/deeper: cannot be listed, permission denied; mend"):
+        ImageFolder(root=str(tmp_path / "raw")).prepare(tmp_path / "out")
 
 
 def test_short_side_and_centre_crop(tmp_path):
@@ -455,14 +476,21 @@ def test_damaged_state_of_decoding_starts_afresh(tmp_path):
         progress.write_text(content)
         array.write_bytes(b"\0" * len(expected))
         assert cache.decode("test", paths) == (array, said) and array.read_bytes() == expected
-    for content in (b"junk", expected[:-1], expected.replace(b"|u1", b"|i1")):
+    flipped = expected[:-1] + bytes([expected[-1] ^ 1])
+    for content in (b"junk", expected[:-1], expected.replace(b"|u1", b"|i1"), flipped):
         array.write_bytes(content)
         assert cache.decode("test", paths) == (array, said) and array.read_bytes() == expected
         assert progress.read_text() == state
     packing = decode_cache.Packing(8, False, 3, 90)
     packed = cache.pack("train", paths, packing)[0].path
     expected = packed.read_bytes()
-    for name, content in (("train.bin", expected[:-1]), ("train_files.npy", b"junk")):
+    listed = (tmp_path / "cache/train_files.npy").read_bytes()
+    for name, content in (
+        ("train.bin", expected[:-1]),
+        ("train.bin", expected[:100] + bytes([expected[100] ^ 1]) + expected[101:]),
+        ("train_files.npy", b"junk"),
+        ("train_files.npy", listed[:-8] + bytes([listed[-8] ^ 1]) + listed[-7:]),
+    ):
         (tmp_path / "cache" / name).write_bytes(content)
         cache.pack("train", paths, packing)
         assert packed.read_bytes() == expected
