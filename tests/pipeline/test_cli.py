@@ -351,7 +351,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(project):
 def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(project):
     """The limit on a file's size stands in for the full disk: writing past it fails alike."""
     script = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
+        "import resource, sys; sys.dont_write_bytecode = True; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
         "sys.argv = ['pretrain', 'vmoe', '0']; from stages.pretrain import pretrain; "
         "from moecore.run.stage import run_stage; run_stage(pretrain)"
     )

@@ -485,7 +485,8 @@ def test_a_page_that_finds_no_room_leaves_page_and_numbers_as_they_are(copied):
         (reports / name).write_text("{}")
     before = sorted(reports.rglob("*"))
     script = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
+        "import resource, sys; sys.dont_write_bytecode = True; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
         "sys.argv = ['compare']; from stages.compare import compare; "
         "from moecore.run.stage import run_stage; run_stage(compare)"
     )

@@ -379,6 +379,10 @@ def killed(project: Project, everyone: bool, wait: float) -> None:
     assert not any(Path(f"/proc/{child}").exists() for child in children), "all have ended"
 
 
+# Python up to 3.12.7 keeps a compiled file of which only the beginning had room.
+SMALL_FILES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def full(project: Project) -> None:
     """A limit on a file's size stands in for the full disk; what was there before stays."""
     pointer = next(project.folder.glob(".state/pretrain/vmoe/0/*/sharded.json"))
@@ -390,7 +394,7 @@ def full(project: Project) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", limit, "local_ranks", "2", "-m", "stages.pretrain", "vmoe", "0"],
         cwd=project.folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | SMALL_FILES,
         capture_output=True,
         text=True,
     )
@@ -470,7 +474,7 @@ def test_an_error_of_the_first_rank_alone_is_the_code_of_all(project, tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", "moecore.run.local_ranks", "2", "-c", code, "pretrain", "vmoe", "0"],
         cwd=project.folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | SMALL_FILES,
         capture_output=True,
         text=True,
     )
