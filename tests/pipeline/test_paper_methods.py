@@ -121,3 +121,63 @@ def test_distillation_is_logged_and_upcycling_starts_from_the_teacher(project):
     # one that started from nothing
     ahead = trained(project, "pretrain", "upcycled").test_score.value
     assert ahead > trained(project, "pretrain", "joint").test_score.value
+
+
+SWIN = "model: {kind: swin_moe, patch: 2, width: 16, depths: [2, 2], heads: [1, 2], window: 4}"
+ON_IMAGES = ("invariance", "corruptions", "stability", "few_shot", "lipschitz", "cost", "explorer")
+
+
+@pytest.fixture(scope="module")
+def on_swin(tmp_path_factory) -> Project:
+    """A Swin-MoE, grid 12 when fine-tuned (three windows of 4), which every measurement measured.
+
+    Attack, calibration and transfer too; k = 2 of 4 experts in both stages.
+    """
+    vit = "model: {kind: vit, patch: 8, width: 32, depth: 4, heads: 2, mlp_ratio: 2}"
+    text = PARAMS.replace(vit, SWIN).replace("[dense, vmoe, tgr]", "[dense, vmoe]")
+    text += "few_shot: {shots: [1, 5], draws: 2}\n"
+    text += "explorer: {images: 4, attack: {kind: pgd, steps: 2}}\n"
+    made = Project(tmp_path_factory.mktemp("swin"), text)
+    item = ("finetune", "vmoe", "0")
+    for words in (
+        ("prepare", "pretrain"),
+        ("prepare", "finetune"),
+        *(
+            (stage, name, "0")
+            for name in ("vmoe", "dense")
+            for stage in ("teacher_router", "pretrain")
+        ),
+        ("finetune", *item),
+        ("finetune", "finetune", "dense", "0"),
+        ("calibrate", *item),
+        ("robustness", *item),
+        ("transfer", "finetune", "0"),
+        ("measure", "routing", *item),
+        *(("measure", name, *item) for name in ON_IMAGES),
+    ):
+        made.stage(*words)
+    return made
+
+
+# what each measured at a Swin with experts in two stages, of 12 × 12 and of 6 × 6 tokens
+MEASURED = {
+    "calibrate": lambda found: found["test_images"] == 359 and found["temperature"] > 0,
+    "robustness": lambda found: len(found["attacks"]["pgd-2"][1]["routing_change"]) == 2,
+    "routing": lambda found: found["experts_per_token"] == 2 and 0 < found["chosen_iou"] < 1,
+    "invariance": lambda found: all(0 < row["agreement"] <= 1 for row in found["transforms"]),
+    "corruptions": lambda found: (
+        {row["name"] for row in found["corruptions"]} == {"fog", "contrast"}
+    ),
+    "stability": lambda found: len(found["noise"][0]["agreement_by_layer"]) == 2,
+    "few_shot": lambda found: found["features"] == 32,  # the last stage's width
+    "lipschitz": lambda found: (
+        [(one["tokens"], one["violations"]) for one in found["layers"]] == [(4, 0), (4, 0)]
+    ),
+    "cost": lambda found: 0 < found["routing_flops_per_image"] < found["flops_per_image"],
+    "explorer": lambda found: len(found["layers"]) == 2,
+}
+
+
+@pytest.mark.parametrize("what", MEASURED)
+def test_every_measurement_runs_on_swin(on_swin, what):
+    assert MEASURED[what](measured(on_swin, f"{what}/finetune", "vmoe"))

@@ -120,9 +120,13 @@ def tokens_of(
             for pixels in batches(images, batch, device)
         ]
     layers = [torch.cat(layer).flatten(0, 1) for layer in zip(*encoded, strict=True)]
+    return [layer[_places(len(layer), tokens, seed).to(layer.device)] for layer in layers]
+
+
+def _places(count: int, tokens: int, seed: int) -> Tensor:
+    """Which tokens of ``count``; the same in layers that have as many, a hierarchy's have fewer."""
     drawn = np.random.default_rng(seed_of("measured_tokens", seed))
-    chosen = drawn.permutation(len(layers[0]))[:tokens]
-    return [layer[torch.from_numpy(np.sort(chosen)).to(layer.device)] for layer in layers]
+    return torch.from_numpy(np.sort(drawn.permutation(count)[:tokens]))
 
 
 def layer_of(found: Lemma1) -> LemmaLayer:
