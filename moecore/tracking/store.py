@@ -193,7 +193,7 @@ class Locked:
             time.sleep(WRITTEN)
             if lock != self._damaged and stamp(self.folder / "dvc.lock") == lock:
                 self._damaged = lock  # said once
-                print(f"{error}; no run is known to be current before", file=sys.stderr, flush=True)
+                print(f"{error}. Until then no run counts as current", file=sys.stderr, flush=True)
 
 
 def stamp(file: Path) -> Stamp:
