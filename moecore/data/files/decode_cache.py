@@ -154,7 +154,7 @@ def _sum(*parts: np.ndarray | bytes) -> str:
     """A checksum of their bytes, one after the other."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part)
+        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).data)
     return digest.hexdigest()
 
 
