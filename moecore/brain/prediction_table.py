@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, whole_text
 from moecore.measure.calibrators.linear import POOLED, FittedLinear
 
 FLAGS = "; "  # between two flags of one volume
@@ -138,10 +138,7 @@ def write_predictions(
     ``error``; None: there is no such column.
     """
     errors = [] if left_out is None else ["error"]
-    with (
-        whole_file(path) as temporary,
-        open(temporary, "w", newline="", encoding="utf-8") as handle,
-    ):
+    with whole_text(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow([*COLUMNS, *errors])
         writer.writerows([*map(_text, row), *("" for _ in errors)] for row in rows)

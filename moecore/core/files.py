@@ -11,6 +11,7 @@ import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,17 @@ def write_json(path: str | Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
+@contextmanager
+def whole_text(path: str | Path) -> Iterator[StringIO]:
+    """What is written to the yielded file replaces ``path`` at the end; nothing does on failure.
+
+    It is kept in memory until then, so that a disk without room for it is said with its size.
+    """
+    text = StringIO(newline="")  # line ends stay as they are written
+    yield text
+    write_whole(path, text.getvalue())
+
+
 def write_whole(path: str | Path, text: str) -> None:
     """Write a text as UTF-8, atomically."""
     content = text.encode()
@@ -207,36 +219,6 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     if has_seal and not is_whole(found):
         raise UserError(f"{path}: damaged, its content is not what was written; {again}")
     return found
-
-
-def repository() -> Path | None:
-    """The outermost DVC project around the stage that runs, or None outside of DVC.
-
-    A study is a DVC project within that of the repository.
-    """
-    inner = os.environ.get("DVC_ROOT")
-    if not inner:
-        return None
-    home = Path(inner).resolve()
-    above = [folder for folder in home.parents if (folder / ".dvc").is_dir()]
-    return above[-1] if above else home
-
-
-def places(root: str | tuple[str, ...]) -> list[Path]:
-    """The folders to look in for raw data, in order.
-
-    A relative one counts from the working folder, then from the repository that DVC runs in.
-    """
-    roots = (root,) if isinstance(root, str) else root
-    home = repository()
-    given = [Path(os.path.expanduser(one)) for one in roots]
-    found = [place for path in given for place in ((path, home / path) if home else (path,))]
-    return list(dict.fromkeys(found))  # an absolute one stays as it is in any folder
-
-
-def found_file(name: str) -> Path:
-    """The file that ``name`` means in the places of raw data; as it is where there is none."""
-    return next((path for path in places(name) if path.is_file()), Path(name))
 
 
 def checksum(path: str | Path, algorithm: str = "sha256") -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from ruamel.yaml.resolver import implicit_resolvers
 
-from moecore.core.files import UserError, room_for, whole_file
+from moecore.core.files import UserError, room_for, whole_text
 from moecore.run.stage import end_with_parent
 
 HELD = Path(".state/driver.json")  # who drives, since when
@@ -75,7 +75,7 @@ def lock_whole() -> None:
 
     def dump(path: str, data: Any, dumper: Callable[..., Any], **words: Any) -> None:
         words.pop("fs", None)  # the local one
-        with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        with whole_text(path) as file:
             dumper(data, file, **words)
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, whole_text
 from moecore.data.text.tokenizers import Encoded, Tokenizer, tokenizer_in
 from moecore.measure.routing_metrics.words import words_read
 from moecore.nn.backbones.two_towers import TwoTowerModel
@@ -99,10 +99,7 @@ def nearest(predicted: Predicted) -> list[list[tuple[str, float]]]:
 
 def write_matches(path: Path, texts: Sequence[str], found: list[list[tuple[str, float]]]) -> None:
     """The best pictures of each text: text, place from 1 on, file, cosine."""
-    with (
-        whole_file(path) as temporary,
-        open(temporary, "w", newline="", encoding="utf-8") as handle,
-    ):
+    with whole_text(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow(("text", "place", "file", "cosine"))
         for text, matches in zip(texts, found, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moecore.brain.new_ages import calibrator_of
 from moecore.core.config import read_as
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, whole_text
 from moecore.core.inside import inside
 from moecore.data.files.decode import BACKGROUND, MODES, Unreadable, decode_image
 from moecore.measure.calibrators.temperature import FittedTemperature
@@ -135,10 +135,7 @@ def caption(row: Row) -> str:
 
 def write_table(path: Path, predicted: Predicted) -> None:
     """One line a file: file, prediction, probability, the number of each column, error."""
-    with (
-        whole_file(path) as temporary,
-        open(temporary, "w", newline="", encoding="utf-8") as handle,
-    ):
+    with whole_text(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow(("file", "prediction", "probability", *predicted.columns, "error"))
         for row in predicted.rows:

@@ -114,8 +114,9 @@ class Kept:
             raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()
-            with whole_file(self.path) as temporary:
-                temporary.write_bytes(b"".join(lines))
+            content = b"".join(lines)
+            with whole_file(self.path, len(content)) as temporary:
+                temporary.write_bytes(content)
         for number, line in enumerate(lines, 1):
             self._add(line, number)
 

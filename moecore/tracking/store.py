@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from moecore.core.files import UserError, repository
+from moecore.core.files import UserError
+from moecore.core.roots import repository
 from moecore.run.history_file import locked
 from moecore.tracking import answers, database
 

@@ -340,7 +340,8 @@ def test_dvcs_lock_file_is_whole_on_a_full_disk(tmp_path, monkeypatch, limited):
 
     ran("a", 10)
     before = lock.read_text()
-    with limited(1000), pytest.raises(FullDisk, match="dvc.lock: could not be written, file too"):
+    said = "dvc.lock: could not be written, file too large: it takes 5,0"
+    with limited(1000), pytest.raises(FullDisk, match=said):
         ran("b", 5000)
     assert lock.read_text() == before
     assert list(tmp_path.iterdir()) == [lock]

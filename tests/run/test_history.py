@@ -14,14 +14,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moecore.brain.prediction_table import corrected, prediction_rows, write_predictions
 from moecore.core.config import Config
 from moecore.core.files import FullDisk, UserError, read_json
 from moecore.core.sources import ROOT
-from moecore.run import progress
+from moecore.data.volumes.subjects import Subject, write_subjects
+from moecore.run import new_pictures, progress
 from moecore.run.history import record
 from moecore.run.history_file import (
     NAME,
@@ -35,6 +38,7 @@ from moecore.run.history_file import (
     scalars,
     seconds,
 )
+from moecore.run.new_captions import write_matches
 from moecore.run.progress import clock
 from moecore.run.resume import Kept, work_folder
 
@@ -495,6 +499,45 @@ def test_results_and_tables_on_a_full_disk_leave_the_earlier_ones(limited, what)
     assert not list(Path().rglob("*.part"))
     reported()
     assert '"status": "FINISHED"' in (OUT / NAME).read_text()
+
+
+def subjects_written(path: Path, times: int) -> None:
+    write_subjects(path, [Subject("one", "", 61.25, "F", site="Ärzte")] * times)
+
+
+def ages_written(path: Path, times: int) -> None:
+    who = [Subject("one", "", 61.25, "F")._asdict() | {"age": "61.25"}] * times
+    said = corrected(np.full(times, 60.0), ["F"] * times, None)
+    write_predictions(path, prediction_rows(who, "test", said, None, [[]] * times))
+
+
+def matches_written(path: Path, times: int) -> None:
+    write_matches(path, ["a red, square thing"], [[("one.png", 0.25)] * times])
+
+
+def pictures_written(path: Path, times: int) -> None:
+    rows = [new_pictures.Row("one.png", "square", 0.5, (0.5, 0.5))] * times
+    new_pictures.write_table(path, new_pictures.Predicted(("a", "b"), rows, [], []))
+
+
+@pytest.mark.parametrize(
+    "write", [subjects_written, ages_written, matches_written, pictures_written]
+)
+def test_a_csv_file_that_finds_no_room_says_its_size_and_leaves_the_earlier(write, limited):
+    path = Path("table.csv")
+    write(path, 100)
+    size = path.stat().st_size
+    write(path, 2)
+    before = path.read_bytes()
+    assert before.count(b"\n") == 3 and b"\r" not in before
+    with limited(1000), pytest.raises(FullDisk) as error:
+        write(path, 100)
+    assert str(error.value).startswith(
+        f"{path}: could not be written, file too large: it takes {size:,} bytes; a file may have 1"
+    )
+    assert path.read_bytes() == before and [one.name for one in Path().glob("*.part")] == []
+    write(path, 100)
+    assert path.stat().st_size == size
 
 
 def full(*_, **words) -> None:

@@ -16,8 +16,9 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, places
+from moecore.core.files import UserError
 from moecore.core.inside import inside
+from moecore.core.roots import places
 from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview

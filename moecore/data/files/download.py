@@ -6,7 +6,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from moecore.core.files import UserError, checksum, whole_file
+from moecore.core.files import UserError, checksum, room_for, whole_file
 
 BLOCK = 1 << 20
 TIMEOUT = 60.0  # seconds without any byte
@@ -58,9 +58,10 @@ def _stream(url: str, path: Path) -> None:
             raise UserError(f"{url}: {found}; allowed: up to {LARGEST} bytes. Fetch it by hand")
         expected = int(promised) if promised.isdecimal() else None
         received = 0
-        while received <= LARGEST >= (expected or 0) and (block := answer.read(BLOCK)):
-            handle.write(block)
-            received += len(block)
+        with room_for(path, expected, path):
+            while received <= LARGEST >= (expected or 0) and (block := answer.read(BLOCK)):
+                handle.write(block)
+                received += len(block)
     if max(received, expected or 0) > LARGEST:
         found = f"{expected} bytes" if expected else f"more than {LARGEST} bytes"
         raise UserError(f"{url}: sends {found}; allowed: {LARGEST}. Fetch it by hand")

@@ -5,13 +5,15 @@ python -m moecore.data.phantom.bids FOLDER --subjects 20
 
 import argparse
 import csv
+import gzip
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
+from pydantic import ValidationError
 
-from moecore.core.files import whole_file, write_json, write_whole
+from moecore.core.files import UserError, whole_file, whole_text, write_json, write_whole
 from moecore.data.phantom.fields import SIDE, VOXEL_MM
 from moecore.data.phantom.numbers import Preset
 from moecore.data.sources.phantom import LICENCE, Phantom, Visit, simulate
@@ -77,10 +79,7 @@ def _describe(folder: Path, phantom: Phantom) -> None:
 
 
 def _table(path: Path, columns: tuple[str, ...], rows: list[list]) -> None:
-    with (
-        whole_file(path) as temporary,
-        open(temporary, "w", newline="", encoding="utf-8") as handle,
-    ):
+    with whole_text(path) as handle:
         table = csv.writer(handle, delimiter="\t", lineterminator="\n")
         table.writerow(columns)
         table.writerows(rows)
@@ -98,11 +97,13 @@ def _write_visit(folder: Path, preset: Preset, visit: Visit) -> None:
     for name, values in zip(names, [made.volume, *made.regions], strict=True):
         image = nibabel.Nifti1Image(values.astype(np.float32), AFFINE)
         image.header.set_xyzt_units("mm")
-        image.to_filename(place / f"{'_'.join(words)}_{name}.nii.gz")
+        content = gzip.compress(image.to_bytes(), 1, mtime=0)
+        with whole_file(place / f"{'_'.join(words)}_{name}.nii.gz", len(content)) as temporary:
+            temporary.write_bytes(content)
 
 
 def main() -> None:
-    """Read the command line and write the cohort."""
+    """Read the command line and write the cohort; what cannot be done is one line."""
     parser = argparse.ArgumentParser(
         description=f"Write a SIMULATED cohort as BIDS files ({SIDE}³ voxels of {VOXEL_MM:g} mm)."
     )
@@ -118,7 +119,14 @@ def main() -> None:
     )
     parser.add_argument("--preset", choices=get_args(Preset), default="demo")
     arguments = vars(parser.parse_args())
-    write_bids(arguments.pop("folder"), Phantom(**arguments))
+    folder = arguments.pop("folder")
+    try:
+        write_bids(folder, Phantom(**arguments))
+    except ValidationError as error:
+        told = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        parser.error("; ".join(told))
+    except UserError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

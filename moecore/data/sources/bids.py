@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, places
+from moecore.core.files import UserError
+from moecore.core.roots import places
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
 from moecore.data.volumes.bids_table import Problem, Table, read_table

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError, places
+from moecore.core.files import UserError
+from moecore.core.roots import places
 from moecore.data.files.cifar_files import SETS, check_lengths, fetch_archive, read_binary
 from moecore.data.files.decode import resized
 from moecore.data.preview import Preview, class_counts

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError, places
+from moecore.core.files import UserError
+from moecore.core.roots import places
 from moecore.data.files.decode import resized
 from moecore.data.files.download import fetch
 from moecore.data.files.idx import idx_shape, read_idx

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.files import UserError, found_file
+from moecore.core.files import UserError
+from moecore.core.roots import found_file
 from moecore.data.files.captioned_files import (
     CaptionedFiles,
     Captions,

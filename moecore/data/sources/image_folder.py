@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moecore.core.files import UserError, places
+from moecore.core.files import UserError
+from moecore.core.roots import places
 from moecore.data.files.class_folders import (
     KeptSettings,
     class_names,

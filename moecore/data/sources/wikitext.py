@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError, checksum, places
+from moecore.core.files import UserError, checksum
+from moecore.core.roots import places
 from moecore.data.preview import Preview
 from moecore.data.text.words import END, SPLITS, UNKNOWN, Reading, TextSettings, write_text
 from moecore.tasks.next_token import NextToken

@@ -14,7 +14,8 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, found_file, room_for, write_whole
+from moecore.core.files import UserError, checksum, room_for, write_whole
+from moecore.core.roots import found_file
 from moecore.data.text.words import lowered
 from moecore.tasks.image_text import ImageText
 

@@ -7,7 +7,7 @@ from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from moecore.core.files import UserError, whole_file
+from moecore.core.files import UserError, whole_text
 from moecore.core.inside import inside
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
@@ -28,10 +28,7 @@ class Subject(NamedTuple):
 
 def write_subjects(path: Path, subjects: Sequence[Subject]) -> None:
     """Write one row a subject, with a head line; ages as short as they can be read back exactly."""
-    with (
-        whole_file(path) as temporary,
-        open(temporary, "w", newline="", encoding="utf-8") as handle,
-    ):
+    with whole_text(path) as handle:
         rows = csv.writer(handle, lineterminator="\n")
         rows.writerow(Subject._fields)
         rows.writerows(subjects)

@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, found_file
+from moecore.core.files import UserError
+from moecore.core.roots import found_file
 from moecore.core.tensors import read_tensors
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel

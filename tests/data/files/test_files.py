@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from moecore.core.files import UserError, checksum
+from moecore.core.files import FullDisk, UserError, checksum
 from moecore.core.inside import inside
 from moecore.data.files import cifar_files, download
 from moecore.data.files.download import check_digest, fetch
@@ -177,6 +177,19 @@ def test_every_failure_leaves_nothing(server, tmp_path, monkeypatch):
         with pytest.raises(UserError, match=r"download failed \(.*\); check the network"):
             fetch(address, tmp_path / "here" / "file", lambda path: None)
     assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_download_without_room_says_what_it_takes(server, tmp_path, limited):
+    folder, url = server
+    (folder / "file").write_bytes(b"content" * 1000)
+    place = tmp_path / "here" / "file"
+    with limited(1000), pytest.raises(FullDisk) as error:
+        fetch(url + "file", place, lambda path: None)
+    said = f"{place}: could not be written, file too large: it takes 7,000 bytes; a file may have"
+    assert str(error.value).startswith(said)
+    assert not list((tmp_path / "here").iterdir())
+    fetch(url + "file", place, lambda path: None)
+    assert place.stat().st_size == 7000
 
 
 def test_fashion_mnist_is_fetched_and_checked(server, tmp_path, monkeypatch):

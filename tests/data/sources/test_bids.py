@@ -4,6 +4,7 @@ file.
 
 import gzip
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -108,6 +109,23 @@ def test_the_phantom_s_command_line(tmp_path, monkeypatch):
     )
     main()
     assert len(list(tmp_path.glob("sub-*/anat/*_T1w.nii.gz"))) == 8 and len(rows_of(tmp_path)) == 8
+
+
+def test_what_the_phantom_s_command_line_cannot_do_is_one_line(
+    tmp_path, monkeypatch, capsys, limited
+):
+    def said(*words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["phantom_bids", str(tmp_path / "raw"), *words])
+        with pytest.raises(SystemExit):
+            main()
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert "error: subjects: Input should be greater than or equal to 8" in said("--subjects", "0")
+    no_room = "could not be written, file too large: it takes"
+    for size, takes in ((100, rf"ts.tsv: {no_room} \d+"), (5000, rf"gz: {no_room} \d+,\d+")):
+        with limited(size):
+            assert re.search(f"{takes} bytes; a file", said("--subjects", "8"))
+    assert not list(tmp_path.rglob("*.nii.gz")) and not list(tmp_path.rglob("*.part"))
 
 
 def break_everything(root):
