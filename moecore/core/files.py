@@ -167,9 +167,10 @@ def whole_text(path: str | Path) -> Iterator[StringIO]:
     write_whole(path, text.getvalue())
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a text as UTF-8, atomically."""
-    content = text.encode()
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write bytes, or a text as UTF-8, atomically."""
+    if isinstance(content, str):
+        content = content.encode()
     with whole_file(path, len(content)) as temporary:
         temporary.write_bytes(content)
 

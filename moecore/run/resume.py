@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, is_whole, sealed_object, whole_file
+from moecore.core.files import UserError, is_whole, sealed_object, write_whole
 from moecore.core.sources import CODE
 from moecore.run.history import Run, record
 from moecore.run.history_file import append_line
@@ -114,9 +114,7 @@ class Kept:
             raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()
-            content = b"".join(lines)
-            with whole_file(self.path, len(content)) as temporary:
-                temporary.write_bytes(content)
+            write_whole(self.path, b"".join(lines))
         for number, line in enumerate(lines, 1):
             self._add(line, number)
 

@@ -10,12 +10,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moecore.core.config import Config
-from moecore.core.files import FullDisk, UserError, room_for
+from moecore.core.files import FullDisk, UserError, write_whole
 from moecore.run.history_file import item
 from moecore.run.stage import end_with_parent
 from moecore.tracking.names import TRAININGS
@@ -46,12 +47,14 @@ def figures(study: Path, header: Mapping[str, Any]) -> Figures:
     return _of_result(study / "artifacts/measured" / f"{path}.json", stage)
 
 
-def write_png(figure: "Figure", path: Path) -> None:
+def png(figure: "Figure") -> bytes:
     """The figure as a file, drawn once: ``savefig`` would draw it a second time to lay it out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.dpi = DPI
-    FigureCanvasAgg(figure).print_png(path)
+    file = BytesIO()
+    FigureCanvasAgg(figure).print_png(file)
+    return file.getvalue()
 
 
 def _samples(folder: Path) -> Figures:
@@ -133,9 +136,7 @@ def draw(study: Path, header: Mapping[str, Any], folder: Path) -> list[str]:
     said = []
     try:
         for name, figure in figures(study, header):
-            path = folder / f"{name}.png"
-            with room_for(path):
-                write_png(figure, path)
+            write_whole(folder / f"{name}.png", png(figure))
             said.append(name)
     except FullDisk:  # it is drawn the next time
         raise

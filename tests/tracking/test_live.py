@@ -3,7 +3,6 @@
 Histories into MLflow, once: nothing twice, nothing lost, nothing stale.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -601,20 +600,20 @@ def test_a_full_database_is_one_clear_line_and_the_import_goes_on_later(study, m
     assert len(steps(study)) == 2000
 
 
-def test_pictures_that_find_no_room_are_drawn_the_next_time(study, monkeypatch):
+def test_pictures_that_find_no_room_are_drawn_the_next_time(study, monkeypatch, limited):
+    from matplotlib.figure import Figure
+
     from moecore.tracking import figures
 
-    def full(figure, path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     drawn = Path("drawn")
-    with monkeypatch.context() as patch:
-        patch.setattr(figures, "figures", lambda *_: [("curve", None)])
-        patch.setattr(figures, "write_png", full)
-        with pytest.raises(FullDisk, match=r"drawn/curve.png: could not be written, no space left"):
-            figures.draw(study.folder, {}, drawn)
-        patch.setattr(figures, "write_png", lambda figure, path: path.write_bytes(b"png"))
-        assert figures.draw(study.folder, {}, drawn) == ["curve"]
+    monkeypatch.setattr(figures, "figures", lambda *_: [("curve", Figure())])
+    size = len(figures.png(Figure()))
+    with limited(1000), pytest.raises(FullDisk) as error:
+        figures.draw(study.folder, {}, drawn)
+    said = f"{drawn}/curve.png: could not be written, file too large: it takes {size:,} bytes; a "
+    assert str(error.value).startswith(said) and list(drawn.iterdir()) == []
+    assert figures.draw(study.folder, {}, drawn) == ["curve"]
+    assert (drawn / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_store_on_a_disk_that_is_full_indeed_is_filled_later(study, monkeypatch, disk):

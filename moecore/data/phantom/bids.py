@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 from pydantic import ValidationError
 
-from moecore.core.files import UserError, whole_file, whole_text, write_json, write_whole
+from moecore.core.files import UserError, whole_text, write_json, write_whole
 from moecore.data.phantom.fields import SIDE, VOXEL_MM
 from moecore.data.phantom.numbers import Preset
 from moecore.data.sources.phantom import LICENCE, Phantom, Visit, simulate
@@ -98,8 +98,7 @@ def _write_visit(folder: Path, preset: Preset, visit: Visit) -> None:
         image = nibabel.Nifti1Image(values.astype(np.float32), AFFINE)
         image.header.set_xyzt_units("mm")
         content = gzip.compress(image.to_bytes(), 1, mtime=0)
-        with whole_file(place / f"{'_'.join(words)}_{name}.nii.gz", len(content)) as temporary:
-            temporary.write_bytes(content)
+        write_whole(place / f"{'_'.join(words)}_{name}.nii.gz", content)
 
 
 def main() -> None:
