@@ -6,6 +6,7 @@ Histories into MLflow, once: nothing twice, nothing lost, nothing stale.
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -628,7 +629,11 @@ def test_a_store_on_a_disk_that_is_full_indeed_is_filled_later(study, monkeypatc
         sync()
     assert str(error.value).startswith(f"{file}: could not be written, no space left on device; ")
     assert "bytes are free; what was there before is untouched. Free some" in str(error.value)
+    about = re.search(
+        rf"; with all histories on disk, {file} takes about (\d\S+) bytes$", str(error.value)
+    )
     disk.clear()
     sync()
     assert len(steps(study)) == 3000
+    assert about and int(about[1].replace(",", "")) == pytest.approx(file.stat().st_size, rel=0.2)
     assert only(study).info.status == "FINISHED"
