@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,12 +98,16 @@ def _answer(line: socket.socket, stages: Stages) -> None:
     """Fork the stage; end it where the client is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
-    folder, words, environment = json.loads(line.makefile().readline())
+    request = line.makefile().readline()
+    if not request.endswith("\n"):  # killed before it had asked
+        os._exit(0)
+    folder, words, environment = json.loads(request)
     pid = os.fork()
     if not pid:
         line.close()
         _stage(stages, folder, words, environment, descriptors)
-    line.sendall(f"{pid}\n".encode())
+    with suppress(ConnectionError):  # where the client is gone by now, ``select`` says so
+        line.sendall(f"{pid}\n".encode())
     ended = os.pidfd_open(pid)
     if ended not in select.select([ended, line], [], [])[0]:
         os.kill(pid, signal.SIGTERM)

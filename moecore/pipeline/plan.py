@@ -41,7 +41,7 @@ class Pipeline(NamedTuple):
 def asked() -> Pipeline:
     """What DVC says of the dvc.yaml in the working directory.
 
-    Raises UserError with its own words where it fails.
+    Raises UserError where it fails: with its own words, but for a damaged dvc.lock.
     """
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
@@ -54,6 +54,7 @@ def asked() -> Pipeline:
                 for after, before in repo.index.graph.edges
             ]
     except DvcException as error:
+        locked()
         raise UserError(f"dvc: {error}") from None
     return Pipeline(status, edges)
 

@@ -238,13 +238,15 @@ def locked(folder: Path = Path()) -> dict[str, dict[str, Any]]:
     # than ruamel's loader (0.2 s for 114 stages).
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        content = yaml.load(lock.read_text(encoding="utf-8"), Loader=loader) or {}
+        content = yaml.load(lock.read_text(encoding="utf-8"), Loader=loader)
+        if content is None:
+            raise ValueError("empty, as a `dvc repro` leaves it that is killed while it writes")
         stages = content.get("stages", {})
         for name, entry in stages.items():
             if not all("path" in file for kind in ("deps", "outs") for file in entry.get(kind, ())):
                 raise TypeError(f"a file of {name} without its path")
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
-        mend = "take the one of the last commit, or delete it: then all stages run anew"
+        mend = "delete it: what ran here is then taken from DVC's cache; or restore a committed one"
         raise UserError(f"{lock}: is not as DVC writes it ({why}); {mend}") from error
     return stages

@@ -321,6 +321,27 @@ def test_with_dvc(tmp_path, monkeypatch, capsys):
     assert "a modified" in text and "after first" in text
 
 
+def test_a_lock_file_that_a_kill_left_empty_is_named_with_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Repo.init(no_scm=True).close()
+    Path("dvc.yaml").write_text("stages: {first: {cmd: echo 1 > out, outs: [out]}}\n")
+    with Repo() as repo:
+        repo.reproduce()
+    assert "first" in Path("dvc.lock").read_text()
+    Path("out").unlink()
+    for content in ("", "stages: ["):
+        Path("dvc.lock").write_text(content)
+        with pytest.raises(
+            UserError, match="dvc.lock: is not as DVC writes it .*; delete it: what"
+        ):
+            asked()
+    Path("dvc.lock").unlink()
+    assert asked().status  # and it goes on
+    with Repo() as repo:
+        repo.reproduce()
+    assert Path("out").read_text() == "1\n"
+
+
 def test_dvcs_own_words_where_there_is_no_pipeline(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="dvc: you are not inside of a DVC repository"):

@@ -247,6 +247,27 @@ def test_a_stage_ends_with_who_started_it(project):
         time.sleep(0.05)
 
 
+def test_a_client_that_is_killed_as_it_asks_leaves_no_stage_and_no_traceback():
+    script = """
+import os, socket, time
+from moecore.pipeline import forked
+forked.run_stage = lambda *_: time.sleep(600)
+asked = b'["/", ["stages.long"], {}]\\n'
+for request in (None, b"", asked[:5], asked):
+    line, client = socket.socketpair()
+    if request is not None:
+        socket.send_fds(client, [b"."], [1, 2])
+        client.sendall(request)
+    client.close()
+    if os.fork() == 0:
+        forked._answer(line, {"long": None})
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n" * 4, "")
+
+
 def running(project: Project) -> list[str]:
     """Processes that work in the folder of the project."""
     found = []

@@ -270,7 +270,9 @@ def test_what_dvc_locked_is_current(study, run_of):
     assert run_of(1).data.tags["dvc.current"] == "false"
 
 
-@pytest.mark.parametrize("content", ["stages: [", "stages: {code: 3}", "stages: {a: {outs: 3}}"])
+@pytest.mark.parametrize(
+    "content", ["", "stages: [", "stages: {code: 3}", "stages: {a: {outs: 3}}"]
+)
 def test_a_damaged_lock_file_is_named_once(study, run_of, capsys, content):
     study.write(0)
     Path("dvc.lock").write_text(content)
@@ -635,5 +637,5 @@ def test_a_store_on_a_disk_that_is_full_indeed_is_filled_later(study, monkeypatc
     disk.clear()
     sync()
     assert len(steps(study)) == 3000
-    assert about and int(about[1].replace(",", "")) == pytest.approx(file.stat().st_size, rel=0.2)
+    assert about and 0.5 < int(about[1].replace(",", "")) / file.stat().st_size < 2
     assert only(study).info.status == "FINISHED"
