@@ -1,6 +1,7 @@
 """What ``dvc repro`` would run, why, and how long it took the last time."""
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +15,7 @@ from moecore.run.progress import clock
 from moecore.study.document import load
 
 HASHING = "code"  # the stage that hashes the code; it takes a second
+BUSY = Path(".dvc/tmp/rwlock")
 ALWAYS = "always changed"  # DVC's words for it in a study
 
 
@@ -41,10 +43,24 @@ class Pipeline(NamedTuple):
 def asked() -> Pipeline:
     """What DVC says of the dvc.yaml in the working directory.
 
-    Raises UserError where it fails: with its own words, but for a damaged dvc.lock.
+    DVC empties its list of busy files before it writes it, and a kill in between leaves one that no
+    DVC goes on with: it is removed. Raises UserError where DVC fails: with its own words, but for a
+    damaged dvc.lock.
     """
+    from dvc.rwlock import RWLockFileCorruptedError
+
+    try:
+        return _asked()
+    except RWLockFileCorruptedError:  # DVC reads it only while nobody writes it
+        BUSY.unlink(missing_ok=True)
+        print(f"{BUSY}: damaged, as DVC leaves it when it is killed; removed", file=sys.stderr)
+        return _asked()
+
+
+def _asked() -> Pipeline:
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
+    from dvc.rwlock import RWLockFileCorruptedError
 
     try:
         with room_for(Path(".dvc")), Repo() as repo:
@@ -53,6 +69,8 @@ def asked() -> Pipeline:
                 (_name(before.addressing), _name(after.addressing))
                 for after, before in repo.index.graph.edges
             ]
+    except RWLockFileCorruptedError:
+        raise
     except DvcException as error:
         locked()
         raise UserError(f"dvc: {error}") from None

@@ -23,6 +23,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.pipeline.code_hashes import code_files
 from moecore.pipeline.dvc_file import CONFIG, study_dvc
 from moecore.pipeline.plan import (
+    BUSY,
     Pipeline,
     Planned,
     asked,
@@ -321,7 +322,7 @@ def test_with_dvc(tmp_path, monkeypatch, capsys):
     assert "a modified" in text and "after first" in text
 
 
-def test_a_lock_file_that_a_kill_left_empty_is_named_with_what_to_do(monkeypatch, tmp_path):
+def test_files_that_a_kill_of_dvc_left_empty_are_named_or_removed(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     Repo.init(no_scm=True).close()
     Path("dvc.yaml").write_text("stages: {first: {cmd: echo 1 > out, outs: [out]}}\n")
@@ -336,7 +337,11 @@ def test_a_lock_file_that_a_kill_left_empty_is_named_with_what_to_do(monkeypatch
         ):
             asked()
     Path("dvc.lock").unlink()
-    assert asked().status  # and it goes on
+    for content in ("", '{"write": {'):
+        BUSY.write_text(content)
+        assert asked().status  # and it goes on
+        assert capsys.readouterr().err.startswith(f"{BUSY}: damaged, as DVC leaves it when it is ")
+        assert not BUSY.exists() or json.loads(BUSY.read_text())
     with Repo() as repo:
         repo.reproduce()
     assert Path("out").read_text() == "1\n"
