@@ -7,17 +7,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from ruamel.yaml.resolver import implicit_resolvers
 
 from moecore.core.files import UserError, room_for, whole_text
 from moecore.run.stage import end_with_parent
 
+BUSY = "rwlock"  # in DVC's folder: which process reads or writes which files
 HELD = Path(".state/driver.json")  # who drives, since when
 
 
@@ -59,6 +62,41 @@ def _who(path: Path) -> str:
 def dvc(*words: str) -> list[str]:
     """The command line of a DVC process that ends with the one that starts it."""
     return [sys.executable, "-m", "moecore.pipeline.drivers", *words]
+
+
+def free(repo: Any) -> None:
+    """Remove from DVC's list of busy files what killed processes left in it; ``repo`` is its Repo.
+
+    DVC itself drops those whose number no process has, but another one may have got it since. And
+    it empties the list before it writes it: a kill in between leaves one that no DVC goes on with.
+    """
+    from dvc.rwlock import RWLockFileCorruptedError, _edit_rwlock
+
+    busy = Path(repo.tmp_dir, BUSY)
+    if not busy.exists():
+        return
+    guarded = partial(_edit_rwlock, repo.tmp_dir, repo.fs)  # as DVC does: nobody writes meanwhile
+    try:
+        with guarded(repo.config["core"].get("hardlink_lock", False)) as found:
+            written, read = found["write"], found["read"]
+            for path in [path for path, one in written.items() if not _holds(one)]:
+                del written[path]
+            for path in list(read):
+                read[path] = [one for one in read[path] if _holds(one)]
+    except RWLockFileCorruptedError:
+        busy.unlink(missing_ok=True)
+        print(f"{busy}: damaged, as DVC leaves it when it is killed; removed", file=sys.stderr)
+
+
+def _holds(entry: Mapping[str, Any]) -> bool:
+    """Whether the process that an entry names is the one that wrote it, and no later one."""
+    try:
+        words = psutil.Process(entry["pid"]).cmdline()
+    except psutil.AccessDenied:
+        return True
+    except (psutil.NoSuchProcess, KeyError):
+        return False
+    return bool(words) and entry["cmd"].endswith(words[-1])
 
 
 def lock_whole() -> None:

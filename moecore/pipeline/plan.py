@@ -1,7 +1,6 @@
 """What ``dvc repro`` would run, why, and how long it took the last time."""
 
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -10,12 +9,12 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, read_json, room_for
 from moecore.core.sources import CODE, ROOT
 from moecore.pipeline.code_hashes import code_files
+from moecore.pipeline.drivers import free
 from moecore.run.history_file import NAME, locked, read_lines
 from moecore.run.progress import clock
 from moecore.study.document import load
 
 HASHING = "code"  # the stage that hashes the code; it takes a second
-BUSY = Path(".dvc/tmp/rwlock")
 ALWAYS = "always changed"  # DVC's words for it in a study
 
 
@@ -43,34 +42,20 @@ class Pipeline(NamedTuple):
 def asked() -> Pipeline:
     """What DVC says of the dvc.yaml in the working directory.
 
-    DVC empties its list of busy files before it writes it, and a kill in between leaves one that no
-    DVC goes on with: it is removed. Raises UserError where DVC fails: with its own words, but for a
-    damaged dvc.lock.
+    What killed processes left busy is free again. Raises UserError where DVC fails: with its own
+    words, but for a damaged dvc.lock.
     """
-    from dvc.rwlock import RWLockFileCorruptedError
-
-    try:
-        return _asked()
-    except RWLockFileCorruptedError:  # DVC reads it only while nobody writes it
-        BUSY.unlink(missing_ok=True)
-        print(f"{BUSY}: damaged, as DVC leaves it when it is killed; removed", file=sys.stderr)
-        return _asked()
-
-
-def _asked() -> Pipeline:
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
-    from dvc.rwlock import RWLockFileCorruptedError
 
     try:
         with room_for(Path(".dvc")), Repo() as repo:
+            free(repo)
             status = repo.status(targets=["dvc.yaml"])
             edges = [
                 (_name(before.addressing), _name(after.addressing))
                 for after, before in repo.index.graph.edges
             ]
-    except RWLockFileCorruptedError:
-        raise
     except DvcException as error:
         locked()
         raise UserError(f"dvc: {error}") from None

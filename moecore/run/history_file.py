@@ -234,12 +234,10 @@ def locked(folder: Path = Path()) -> dict[str, dict[str, Any]]:
     lock = folder / "dvc.lock"
     if not lock.is_file():
         return {}
-    # DVC writes this file, so the rules of YAML 1.1 do no harm; libyaml reads it 3 times faster
-    # than ruamel's loader (0.2 s for 114 stages).
+    # The rules of YAML 1.1 do no harm here; libyaml is 3 times as fast as ruamel's loader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        content = yaml.load(lock.read_text(encoding="utf-8"), Loader=loader)
-        if content is None:
+        if (content := yaml.load(lock.read_text(encoding="utf-8"), Loader=loader)) is None:
             raise ValueError("empty, as a `dvc repro` leaves it that is killed while it writes")
         stages = content.get("stages", {})
         for name, entry in stages.items():

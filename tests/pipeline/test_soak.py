@@ -22,7 +22,7 @@ import pytest
 
 from moecore.core.files import SEAL
 from moecore.core.tensors import read_tensors
-from moecore.pipeline.plan import BUSY
+from moecore.pipeline.drivers import BUSY
 from moecore.run.history_file import locked, points, read_lines
 from moecore.tracking.known import UID
 from tests import forked
@@ -262,9 +262,9 @@ def mend(project: Project) -> None:
     if lock.exists() and not lock.read_bytes():
         assert "dvc.lock: is not as DVC writes it (empty" in project.attempt(PLAN).stderr
         lock.unlink()
-    busy = project.folder / BUSY
-    if busy.exists() and not busy.read_bytes():
-        assert f"{BUSY}: damaged" in project.run(PLAN).stderr
+    busy = project.folder / ".dvc/tmp" / BUSY
+    empty = busy.exists() and not busy.read_bytes()
+    assert (f"{busy}: damaged" in project.run(PLAN).stderr) == empty
 
 
 @pytest.mark.parametrize("command", ["dvc repro", "moecore run"])

@@ -27,10 +27,8 @@ from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_vo
 from moecore.data.volumes.volumes import REGIONS, Stored, SubjectFiles, read_subject
 from moecore.data.workers import each
 
-PLACE = (
-    "a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for sub-01 or "
-    "sub-01_ses-1, * for anything"
-)
+PLACE = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for sub-01 \
+or sub-01_ses-1, * for anything"""
 
 
 class Maps(Config):
