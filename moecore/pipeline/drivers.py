@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +74,9 @@ def free(repo: Any) -> None:
     busy = Path(repo.tmp_dir, BUSY)
     if not busy.exists():
         return
-    guarded = partial(_edit_rwlock, repo.tmp_dir, repo.fs)  # as DVC does: nobody writes meanwhile
+    hardlink = repo.config["core"].get("hardlink_lock", False)
     try:
-        with guarded(repo.config["core"].get("hardlink_lock", False)) as found:
+        with _edit_rwlock(repo.tmp_dir, repo.fs, hardlink) as found:  # nobody writes it meanwhile
             written, read = found["write"], found["read"]
             for path in [path for path, one in written.items() if not _holds(one)]:
                 del written[path]

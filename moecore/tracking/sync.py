@@ -46,8 +46,8 @@ class Importer:
                 self._forget()  # what arrived is asked of the store the next time
                 store = file_of(uri())
                 if isinstance(error, FullDisk) and store is not None:
-                    told = f"with all histories on disk, {store} takes about {takes():,} bytes"
-                    raise FullDisk(f"{error}; {told}") from error
+                    whole = f"with all histories on disk, {store} takes about {takes():,} bytes"
+                    raise FullDisk(f"{error}; {whole}") from error
                 raise
 
     @property
