@@ -41,7 +41,7 @@ REFUSED = (
     AssertionError,
     ArithmeticError,
 )
-KEYED = re.compile(r"((?:model|router|experts|blocks|finetune|regions)(?:\.\w+)*)(: | is )")
+KEYED = re.compile(r"((?:model|router|text|experts|blocks|finetune|regions)(?:\.\w+)*)(: | is )")
 
 
 def mistake_in(error: Exception) -> str:

@@ -283,10 +283,16 @@ def test_models_and_data_of_text_are_looked_at_before_anything_runs(tmp_path, ke
     file.write_text(TEXT, encoding="utf-8")
     blocks = "blocks of 64 tokens, each read after 3 others"
     assert foresee(file).notes[0].startswith(f"data.pretrain: Docstrings; {blocks}")
+    assert any(says in line for line in lines_of(tmp_path, data))
+
+
+def lines_of(folder: Path, data: dict) -> list[str]:
+    """What the check says of such a params.yaml."""
+    file = folder / "params.yaml"
     file.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
     with pytest.raises(UserError) as refused:
         foresee(file)
-    assert says in str(refused.value)
+    return str(refused.value).split("\n")
 
 
 CAPTIONS = """\
@@ -298,6 +304,39 @@ teacher: {kind: no_teacher}
 pretrain: {epochs: 1, batch: 8, learning_rate: 0.001, views: {shift: 1}}
 retrieval: {at: [1]}
 """
+
+
+LIMITED = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 1.0, "group_size": 1}
+LOOKAHEADS = [
+    ("router.kind", {"kind": "expert_choice"}),
+    ("router.kind", {"kind": "soft_slots"}),
+    ("router.kind", {"kind": "hash", "by": "patch"}),
+    ("router.k", LIMITED | {"k": 2}),
+    ("router.batch_priority", LIMITED | {"batch_priority": True}),
+    ("router.group_size", {key: LIMITED[key] for key in ("kind", "k", "capacity_factor")}),
+    ("router.router.k", {"kind": "frozen_copy", "router": LIMITED | {"k": 2}}),
+]
+
+
+@pytest.mark.parametrize(("study", "tower"), [(TEXT, ""), (CAPTIONS, "text.")])
+def test_routers_that_look_ahead_are_refused_line_by_line(tmp_path, study, tower):
+    data = yaml.safe_load(study)
+    data["model"].get("image", {})["patch"] = 4
+    experts = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
+    data["methods"] = {"causal": {}}
+    for number, (_, router) in enumerate(LOOKAHEADS):
+        part = {"router": router, "experts": experts, "blocks": "all"}
+        data["methods"][f"m{number}"] = {"text": part} if tower else part
+    data["run"]["methods"] = list(data["methods"])
+    lines = lines_of(tmp_path, data)
+    assert len(lines) == len(LOOKAHEADS)
+    written = (tmp_path / "params.yaml").read_text(encoding="utf-8").split("\n")
+    for number, (key, _) in enumerate(LOOKAHEADS):
+        place, _, said = lines[number].partition(f": methods.m{number}.{tower}{key}: found ")
+        file, line, _ = place.rsplit(":", 2)
+        assert file.endswith("params.yaml") and "; allowed" in said
+        word = "router" if key.endswith("group_size") else key.rpartition(".")[2]
+        assert written[int(line) - 1].strip().startswith(word)
 
 
 def of_captions(edit) -> list[str]:

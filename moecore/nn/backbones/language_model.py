@@ -68,7 +68,7 @@ class LanguageModel(BackboneConfig):
 
     def build(self, image: ImageSpec, moe: MoE | None = None) -> "LanguageTransformer":
         """The model for such text; raises UserError where sizes do not fit, for images, and for
-        routers that look at what a text does not have.
+        routers that look ahead or at what a text does not have.
         """
         if len(image.shape) != 1:
             found = f"model.kind: found language_model, but the data have {len(image.shape)} axes"
@@ -76,10 +76,8 @@ class LanguageModel(BackboneConfig):
         if self.width % self.heads:
             allowed = f"a divisor of model.width = {self.width}"
             raise UserError(f"model.heads: found {self.heads}; allowed: {allowed}")
-        lacking = sorted(moe.router.wants & {"patches", "teacher"}) if moe is not None else []
-        if moe is not None and lacking:
-            reads = f"the router {moe.router.kind} reads {', '.join(lacking)}"
-            raise UserError(f"model.kind: language_model has none, but {reads}; choose another")
+        if moe is not None:
+            moe.check_text()
         return LanguageTransformer(self, image, moe)
 
 

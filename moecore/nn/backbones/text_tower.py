@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.layers.block import Block, FeedForward, Mlp, attend, attention_weights
 from moecore.nn.layers.moe import MoE
@@ -19,7 +18,6 @@ from moecore.tasks.image_text import ImageText
 
 PRIMES = (2_654_435_761, 40_503_001)  # mix the numbers of a caption's tokens
 MARK = 2**23  # marks are below: fp32 holds them exactly
-ABSENT = frozenset({"patches", "teacher"})  # what a caption does not have
 
 
 class TextTower(Config):
@@ -96,12 +94,13 @@ class TextTransformer(nn.Module):
     """
 
     def __init__(self, config: TextTower, task: ImageText) -> None:
-        """Raises UserError for routers that look at what a caption does not have."""
+        """Raises UserError for routers that look at what a caption does not have, and under a
+        causal mask for those that look ahead.
+        """
         super().__init__()
         moe, width = config.moe, config.width
-        if moe is not None and (lacking := sorted(moe.router.wants & ABSENT)):
-            reads = f"the router {moe.router.kind} reads {', '.join(lacking)}"
-            raise UserError(f"text: captions have none, but {reads}; choose another")
+        if moe is not None:
+            moe.check_text("text.router", config.mask == "causal")
         self.config = config
         self.task = task
         self.positions = nn.Parameter(torch.empty(task.context, width))

@@ -12,10 +12,12 @@ from moecore.nn.experts import Experts
 from moecore.nn.experts.base import ExpertsModule
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers import Router
+from moecore.nn.routers.base import CAUSAL
 
 if TYPE_CHECKING:
     from moecore.nn.expert_parallel import PartedExperts
 
+NOT_IN_TEXTS = frozenset({"patches", "teacher"})  # fields of RoutingContext
 Blocks = Literal["every_2", "last_2", "all"] | tuple[int, ...]
 
 
@@ -50,6 +52,16 @@ class MoE(Config):
             self.router.wants,
             lends=self.experts.provides,
         )
+
+    def check_text(self, key: str = "router", causal: bool = True) -> None:
+        """Raise UserError for a router that reads what a text does not have, and in a causal model
+        for one that looks ahead.
+        """
+        if lacking := sorted(self.router.wants & NOT_IN_TEXTS):
+            found = f"found {self.router.kind}, which reads {', '.join(lacking)}"
+            raise UserError(f"{key}.kind: {found}; texts have none; allowed: {CAUSAL}")
+        if causal:
+            self.router.check_causal(key)
 
     def indices(self, depth: int) -> tuple[int, ...]:
         """The blocks (from 0, ascending) of a model of ``depth`` blocks that hold experts.

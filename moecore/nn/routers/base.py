@@ -5,6 +5,8 @@ from typing import Protocol, Self
 from moecore.core.config import Config
 from moecore.core.files import UserError
 
+CAUSAL = "top_k_softmax, eigenbasis, or noisy_top_k without a capacity"  # for language models
+
 
 class ChoosesK(Protocol):
     """A router each of whose tokens uses k experts."""
@@ -55,6 +57,11 @@ class RouterConfig(Config):
                 f"{key} is {self.k}, but there are {experts} experts (experts.number); k may be "
                 f"at most {experts}"
             )
+
+    def check_causal(self, key: str = "router") -> None:
+        """Raise UserError where a token's experts depend on later tokens or on other sequences, in
+        training or in evaluation. A router that decides per token never raises.
+        """
 
     def finetuned(self) -> Self:
         """The router as it goes on when its model is fine-tuned."""

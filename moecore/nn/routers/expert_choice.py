@@ -11,10 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.grouped import full_precision
-from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.base import CAUSAL, RouterConfig
 from moecore.nn.routers.capacity import as_written, share_of
 from moecore.nn.routers.decision import router_logits
 from moecore.nn.routers.expert_plan import ExpertPlan
@@ -53,6 +54,11 @@ class ExpertChoice(RouterConfig):
     def active(self, experts: int) -> float:
         """k · capacity_factor, and at most all ``experts``."""
         return min(float(experts), self.k * self.capacity_factor)
+
+    def check_causal(self, key: str = "router") -> None:
+        """Raise UserError: whether an expert takes a token depends on all tokens of its group."""
+        found = "found expert_choice, whose experts choose among all words, later ones too"
+        raise UserError(f"{key}.kind: {found}; allowed: {CAUSAL}")
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "ExpertChoiceRouter":
         """The router of ``width``-wide tokens over ``experts`` experts.

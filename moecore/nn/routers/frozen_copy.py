@@ -42,6 +42,10 @@ class FrozenCopy(RouterConfig):
         """What the router of the first phase wants."""
         return self.router.wants
 
+    def check_causal(self, key: str = "router") -> None:
+        """Raise UserError where the router of the first phase does."""
+        self.router.check_causal(f"{key}.router")
+
     def phase(self, progress: float) -> float:
         """0 while the router learns, 1 once it is frozen."""
         return float(progress >= self.until)

@@ -3,12 +3,14 @@
 B images, T tokens per image, E experts, k chosen per token, d width.
 """
 
+import json
 from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.dispatch import SparsePlan
@@ -60,12 +62,32 @@ class NoisyTopK(RouterConfig):
 
     @model_validator(mode="after")
     def _priority_needs_capacity(self) -> "NoisyTopK":
-        limited = self.capacity_factor is not None or self.eval_capacity_factor is not None
-        if self.batch_priority and not limited:
+        if self.batch_priority and not self.has_capacity:
             raise ValueError(
                 "`batch_priority` orders tokens for a capacity: give `capacity_factor` too"
             )
         return self
+
+    @property
+    def has_capacity(self) -> bool:
+        """Whether experts leave tokens out, in training or in evaluation."""
+        return self.capacity_factor is not None or self.eval_capacity_factor is not None
+
+    def check_causal(self, key: str = "router") -> None:
+        """Raise UserError where a later token, or one of another sequence, may take a token's place
+        in an expert: under a capacity all but one choice per token, in the tokens' own order.
+        """
+        if not self.has_capacity:
+            return
+        for name, most, why in (
+            ("k", 1, "later words' first choices are served before a word's second"),
+            ("batch_priority", False, "later words may be served before earlier ones"),
+            ("group_size", 1, "words of other texts take a word's place"),
+        ):
+            if (value := getattr(self, name)) > most:
+                found = f"found {json.dumps(value)}, but with a capacity {why}"
+                allowed = f"{json.dumps(most)}, or capacities of null"
+                raise UserError(f"{key}.{name}: {found}; allowed in a causal text: {allowed}")
 
     @property
     def provides(self) -> frozenset[str]:

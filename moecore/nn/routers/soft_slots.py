@@ -9,10 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
 from moecore.nn.grouped import full_precision, to_autocast
-from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.base import CAUSAL, RouterConfig
 
 # under the root of a norm, so that a token of zeros has a gradient
 EPSILON = 1e-6
@@ -39,6 +40,11 @@ class SoftSlots(RouterConfig):
     def active(self, experts: int) -> float:
         """All ``experts``: every token reaches each of them."""
         return float(experts)
+
+    def check_causal(self, key: str = "router") -> None:
+        """Raise UserError: every slot is a mean of all tokens."""
+        found = "found soft_slots, whose slots are means of all words, later ones too"
+        raise UserError(f"{key}.kind: {found}; allowed: {CAUSAL}")
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "SoftSlotsRouter":
         """The router of ``width``-wide tokens over ``experts`` experts."""

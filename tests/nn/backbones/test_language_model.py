@@ -241,7 +241,7 @@ def test_parameters_are_as_many_as_printed():
         (
             {},
             MoE(router=TeacherRouted(k=1), experts=Mlp(number=4), blocks="all"),
-            "model.kind: language_model has none, but the router teacher_routed reads teacher",
+            "router.kind: found teacher_routed, which reads teacher",
         ),
     ],
 )

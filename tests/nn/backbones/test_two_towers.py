@@ -185,7 +185,7 @@ def test_every_method_trains_in_the_image_tower_beside_experts_of_words(tmp_path
         torch.testing.assert_close(part, texts[:batch], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["vmoe", "ermoe", "soft_moe", "expert_choice", "stable_moe"])
+@pytest.mark.parametrize("name", ["vmoe", "ermoe", "stable_moe"])
 def test_routers_of_the_text_tower(name):
     entry = METHODS[name]
     text = {"router": entry.router, "experts": entry.experts, "blocks": (1,)}
@@ -201,9 +201,7 @@ def test_routers_of_the_text_tower(name):
 
 def test_routers_that_look_at_what_captions_do_not_have_are_refused():
     text = {"router": {"kind": "hash"}, "experts": {"kind": "mlp", "number": 4}, "blocks": [1]}
-    with pytest.raises(
-        UserError, match="text: captions have none, but the router hash reads patch"
-    ):
+    with pytest.raises(UserError, match="text.router.kind: found hash, which reads patches"):
         captioned(Method.model_validate({"text": text}))
     prc = MOE | {"regularizers": [{"kind": "pairwise_consistency"}]}
     with pytest.raises(

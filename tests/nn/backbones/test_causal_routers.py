@@ -1,0 +1,112 @@
+"""No router of a language model looks ahead: a changed later word, of the same text or of another
+in its batch, never moves an earlier logit, in training or in evaluation.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.core.sources import ROOT
+from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
+from moecore.nn.backbones.text_tower import TextTower, TextTransformer
+from moecore.nn.layers.moe import MoE
+from moecore.study.document import load
+from moecore.training.method import Method
+from tests.nn.backbones.test_language_model import WORDS, text
+from tests.nn.backbones.test_two_towers import TASK
+
+METHODS = {
+    name: Method.model_validate(entry)
+    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
+    if entry
+}
+EXPERTS = {"kind": "mlp", "number": 4, "hidden_ratio": 1.0}
+LIMITED = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 0.5, "group_size": 1}
+BLOCK = 12
+
+
+def moe_of(router: dict, experts: dict = EXPERTS) -> MoE:
+    return MoE.model_validate({"router": router, "experts": experts, "blocks": "all"})
+
+
+def read_logits(model: LanguageTransformer, words: Tensor) -> Tensor:
+    """Logits (B, M, V); the random draws are always the same ones."""
+    torch.manual_seed(0)
+    return model(words).prediction
+
+
+def assert_causal(moe: MoE) -> None:
+    torch.manual_seed(0)
+    words = torch.randint(WORDS, (2, 1, BLOCK))
+    model = LanguageModel(width=8, depth=2, heads=2, span=4).build(text(BLOCK, 0), moe).double()
+    for training in (True, False):
+        model.train(training)
+        logits = read_logits(model, words)
+        for stream, place in product(range(2), range(1, BLOCK)):
+            changed = words.clone()
+            changed[stream, :, place] = (words[stream, :, place] + 1) % WORDS
+            moved = (read_logits(model, changed) - logits).abs() > 1e-9
+            assert not moved[:, :place].any(), (training, stream, place)
+            assert moved[stream, place].any() and not moved[1 - stream].any()
+
+
+REFUSED = {"teacher_routed", "hash_moe", "expert_choice", "soft_moe"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_later_word_never_moves_an_earlier_logit(name):
+    moe = MoE(router=METHODS[name].router, experts=METHODS[name].experts, blocks="all")
+    if name in REFUSED:
+        with pytest.raises(UserError, match=f"^router.kind: found {moe.router.kind}"):
+            LanguageModel(width=8, heads=2).build(text(), moe)
+    else:
+        assert_causal(moe)
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        LIMITED,
+        LIMITED | {"capacity_factor": None, "eval_capacity_factor": 0.5},
+        {"kind": "frozen_copy", "router": LIMITED, "until": 0.5},
+        {"kind": "top_k_softmax", "k": 2, "noise_std": 1.0},
+        {"kind": "hash", "k": 2, "by": "position"},
+        {"kind": "eigenbasis", "k": 2, "context": "attention_output"},
+        {"kind": "eigenbasis", "k": 2, "context": "learned"},
+    ],
+)
+def test_nor_under_other_settings_that_are_taken(router):
+    assert_causal(moe_of(router))
+
+
+LOOKAHEADS = [
+    ("kind", {"kind": "expert_choice", "k": 1}),
+    ("kind", {"kind": "soft_slots"}),
+    ("k", LIMITED | {"k": 2}),
+    ("batch_priority", LIMITED | {"batch_priority": True}),
+    ("group_size", LIMITED | {"group_size": 2}),
+    ("k", {"kind": "noisy_top_k", "k": 2, "eval_capacity_factor": 0.5, "group_size": 1}),
+    ("router.k", {"kind": "frozen_copy", "router": LIMITED | {"k": 2}}),
+]
+
+
+@pytest.mark.parametrize(("key", "router"), LOOKAHEADS)
+def test_what_looks_ahead_is_refused_and_would_move_earlier_logits(key, router, monkeypatch):
+    moe = moe_of(router)
+    with pytest.raises(UserError, match=f"^router.{key}: found .*; allowed"):
+        LanguageModel(width=8, heads=2).build(text(), moe)
+    monkeypatch.setattr(MoE, "check_text", lambda self: None)
+    with pytest.raises(AssertionError):
+        assert_causal(moe)
+
+
+@pytest.mark.parametrize(("key", "router"), LOOKAHEADS)
+def test_a_causal_text_tower_refuses_them_and_one_with_full_attention_does_not(key, router):
+    task = TASK
+    tower = TextTower(width=16, depth=1, heads=2, moe=moe_of(router))
+    with pytest.raises(UserError, match=f"^text.router.{key}: found .*; allowed"):
+        TextTransformer(tower, task)
+    TextTransformer(tower.model_copy(update={"mask": "full"}), task)
