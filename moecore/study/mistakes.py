@@ -41,7 +41,9 @@ REFUSED = (
     AssertionError,
     ArithmeticError,
 )
-KEYED = re.compile(r"((?:model|router|text|experts|blocks|finetune|regions)(?:\.\w+)*)(: | is )")
+KEYED = re.compile(
+    r"((?:model|teacher|router|text|experts|blocks|finetune|regions)(?:\.\w+)*)(: | is )"
+)
 
 
 def mistake_in(error: Exception) -> str:

@@ -37,8 +37,14 @@ def upcycling_rules(study: Study, name: str, method: Method, model: BackboneMode
 
 
 def building_rules(study: Study, phase: str, image: ImageSpec) -> Found:
-    """Whether the dense teacher can be built for the images of a phase."""
+    """Whether the teacher can be built for the images of a phase."""
     yield from _refused(_teacher(study, image)[1], phase)
+    teacher = study.teacher
+    if teacher is not None and teacher.kind == "timm" and len(image.shape) == 2:
+        try:
+            teacher.check_name(image)
+        except UserError as error:
+            yield worded(error)
 
 
 def _refused(refused: Exception | None, phase: str) -> Found:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from moecore.training.teachers.torchvision_operators import define_missing_opera
 
 # buffers of Swin, which are no weights
 FOLLOWS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
+
+MODULES = ("vision_transformer", "deit", "swin_transformer", "swin_transformer_v2")  # of timm
+ALLOWED = "plain ViT, DeiT, DeiT-III (vit_*, deit_*, deit3_*), Swin V1 and V2 (swin_*, swinv2_*)"
 
 # by the number of special tokens
 POOLING: dict[int, Literal["mean", "class", "class+distillation"]] = {
@@ -55,7 +59,27 @@ class Timm(Config):
         adapted by timm. The classes keep the pretraining's numbers: "0", "1", … Raises UserError
         for an unknown name, a missing or foreign file, or a model of another architecture.
         """
-        source = self._timm_model(image)
+        model, weights = self._convert_model(self._load_source(image), image)
+        model.load_state_dict(weights)
+        return model.eval()
+
+    def check_name(self, image: ImageSpec) -> None:
+        """Raise UserError where ``build`` would for the name alone; nothing is downloaded, and on
+        the meta device nothing is computed.
+        """
+        timm = self._import_timm()
+        source = timm.create_model(self.name, pretrained=False, **self._image_arguments(image))
+        self._convert_model(source, image)
+
+    def _convert_model(
+        self, source: Any, image: ImageSpec
+    ) -> tuple[BackboneModel, dict[str, Tensor]]:
+        """Return our model of a timm model, and the weights for it.
+
+        Raises UserError where ours lacks something that timm's has.
+        """
+        if parts := unsupported_swin(source) if self._is_swin else unsupported_vit(source):
+            raise self._name_error(f"which has {', '.join(parts)}")
         config = source.pretrained_cfg
         spec = ImageSpec(
             channels=image.channels,
@@ -64,35 +88,70 @@ class Timm(Config):
             std=_for_channels(config["std"], image.channels),
             task=Classification(classes=tuple(map(str, range(source.num_classes)))),
         )
-        if self._swin:
-            settings = swin_settings(source, self.name)
-            trained = spec.model_copy(update={"size": source.patch_embed.img_size[0]})
-            weights = swin_weights(source.state_dict())
-            model = settings.trained_on(trained).build(spec)
-            weights = model.moved(weights, settings, trained)
-        else:
-            model = vit_settings(source, self.name).build(spec)
-            weights = source.state_dict()
-        missing = model.load_state_dict(weights, strict=False)
-        if missing.missing_keys or missing.unexpected_keys:
-            unmatched = [*missing.missing_keys, *missing.unexpected_keys][:4]
-            found = f"{self.name} is not a plain ViT, DeiT or Swin: unmatched {unmatched}"
-            raise UserError(f"teacher.name: {found}")
-        return model.eval()
+        weights: dict[str, Tensor] = source.state_dict()
+        try:
+            if self._is_swin:
+                settings = swin_settings(source)
+                trained = spec.model_copy(update={"size": source.patch_embed.img_size[0]})
+                model = settings.trained_on(trained).build(spec)
+                weights = model.moved(swin_weights(weights), settings, trained)
+            else:
+                model = vit_settings(source).build(spec)
+        except UserError as error:
+            raise self._name_error(
+                f"which does not fit images of {image.size} pixels: {error}"
+            ) from error
+        if unmatched := unmatched_weights(model.state_dict(), weights):
+            raise self._name_error(
+                f"whose weights {', '.join(unmatched[:4])} ours does not have alike"
+            )
+        return model, weights
+
+    def _name_error(self, why: str) -> UserError:
+        return UserError(f"teacher.name: found {self.name}, {why}; allowed: {ALLOWED}")
 
     @property
-    def _swin(self) -> bool:
-        return self.name.startswith(("swin_", "swinv2_")) and "_cr_" not in self.name
+    def _is_swin(self) -> bool:
+        return self.name.startswith(("swin_", "swinv2_"))
 
-    def _timm_model(self, image: ImageSpec) -> Any:
-        define_missing_operators()
-        import timm
+    def _image_arguments(self, image: ImageSpec) -> dict[str, Any]:
+        """Return what timm is told of the images; a Swin keeps its own size (None)."""
+        return {"in_chans": image.channels, "img_size": None if self._is_swin else image.size}
 
-        if not timm.is_model(self.name.split(".")[0]):
+    def _import_timm(self) -> Any:
+        """Return the module timm.
+
+        Raises UserError where it does not know the name, or has no weights of it and no checkpoint
+        is given.
+        """
+        with torch.device("cpu"):  # what is made at its import has values
+            define_missing_operators()
+            import timm
+
+        architecture = self.name.split(".")[0]
+        if not timm.is_model(architecture):
             near = timm.list_models(f"*{self.name.split('_')[0]}*")[:5]
             example = ", ".join(near) or "deit_small_patch16_224"
             allowed = f"a timm model name, for example {example}"
             raise UserError(f"teacher.name: found {self.name!r}; allowed: {allowed}")
+        if not timm.models.is_model_in_modules(architecture, MODULES):
+            module = next(
+                name
+                for name in timm.models.list_modules()
+                if timm.models.is_model_in_modules(architecture, [name])
+            )
+            raise self._name_error(f"which has the architecture {module}")
+        if self.checkpoint is None and not timm.is_model_pretrained(self.name):
+            known = timm.list_pretrained(f"{architecture}.*")
+            allowed = ", ".join([*known, "with teacher.checkpoint any"])
+            raise UserError(
+                f"teacher.name: found {self.name}, of which timm has no weights; allowed: {allowed}"
+            )
+        return timm
+
+    def _load_source(self, image: ImageSpec) -> Any:
+        """timm's model with its weights."""
+        timm = self._import_timm()
         overlay = None
         if self.checkpoint is not None:
             if not (self.checkpoint.endswith(".safetensors") and Path(self.checkpoint).is_file()):
@@ -106,8 +165,7 @@ class Timm(Config):
                 self.name,
                 pretrained=True,
                 pretrained_cfg_overlay=overlay,
-                in_chans=image.channels,
-                img_size=None if self._swin else image.size,  # None: the model's own
+                **self._image_arguments(image),
             )
         except SafetensorError as error:
             file = self.checkpoint or f"the downloaded weights of {self.name}"
@@ -121,16 +179,35 @@ class Timm(Config):
             ) from error
 
 
-def vit_settings(source: Any, name: str) -> Vit:
-    """Our settings of a timm VisionTransformer or VisionTransformerDistilled.
+def unsupported_vit(source: Any) -> list[str]:
+    """Return in words what of a timm model our ViT does not have."""
+    block = source.blocks[0]
+    if type(block).__name__ != "Block":
+        return [f"blocks of the kind {type(block).__name__}"]
+    embedding, attention, mlp = (
+        type(part).__name__ for part in (source.patch_embed, block.attn, block.mlp)
+    )
+    activation = type(block.mlp.act).__name__
+    pooling = "token" if source.has_class_token else "avg"
+    parts = {
+        f"patches by {embedding}": embedding != "PatchEmbed",
+        "register tokens": source.num_reg_tokens > 0,
+        "no learned positions": source.pos_embed is None,
+        "a norm before the first block": not isinstance(source.norm_pre, nn.Identity),
+        f"attention of the kind {attention}": attention != "Attention",
+        f"gated feed-forwards ({mlp})": mlp != "Mlp",
+        f"the activation {activation}": activation != "GELU",
+        f"the pooling {source.global_pool}": source.global_pool != pooling,
+        "the last norm before the mean of the tokens": (
+            pooling == "avg" and isinstance(source.fc_norm, nn.Identity)
+        ),
+        "no classifier": source.num_classes == 0,
+    }
+    return [words for words, is_there in parts.items() if is_there]
 
-    Raises UserError for other architectures.
-    """
-    required = ("patch_embed", "blocks", "pos_embed", "num_prefix_tokens")
-    complete = all(hasattr(source, attribute) for attribute in required)
-    if not complete or not hasattr(source.blocks[0], "attn"):
-        allowed = "timm's plain vision transformers (vit_*, deit_*, deit3_*)"
-        raise UserError(f"teacher.name: found {name}; allowed: {allowed}")
+
+def vit_settings(source: Any) -> Vit:
+    """Our settings of a timm VisionTransformer or VisionTransformerDistilled."""
     block = source.blocks[0]
     return Vit(
         patch=source.patch_embed.patch_size[0],
@@ -142,17 +219,21 @@ def vit_settings(source: Any, name: str) -> Vit:
         position_on_class=not source.no_embed_class,
         layer_scale=None if isinstance(block.ls1, nn.Identity) else 1e-6,
         qkv_bias=block.attn.qkv.bias is not None,
+        norm_eps=block.norm1.eps,
     )
 
 
-def swin_settings(source: Any, name: str) -> SwinSettings:
-    """Our settings of a timm SwinTransformer or SwinTransformerV2.
+def unsupported_swin(source: Any) -> list[str]:
+    """Return in words what of a timm model our Swin does not have."""
+    first = [stage.blocks[0] for stage in source.layers]
+    window = max(block.window_size[0] for block in first)
+    if any(block.window_size[0] < min(window, *block.input_resolution) for block in first):
+        return ["windows of unlike sizes in its stages"]
+    return []
 
-    Raises UserError for other architectures.
-    """
-    if not hasattr(source, "layers") or not hasattr(source.layers[0].blocks[0], "window_size"):
-        allowed = "timm's Swin transformers (swin_*, swinv2_* but for swinv2_cr_*)"
-        raise UserError(f"teacher.name: found {name}; allowed: {allowed}")
+
+def swin_settings(source: Any) -> SwinSettings:
+    """Our settings of a timm SwinTransformer or SwinTransformerV2."""
     first = [stage.blocks[0] for stage in source.layers]
     second = hasattr(first[0].attn, "logit_scale")
     learned = None
@@ -177,6 +258,13 @@ def swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, value in state.items()
         if not name.endswith(FOLLOWS)
     }
+
+
+def unmatched_weights(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
+    """Names of weights that only one of two models has, or in another shape."""
+    names = dict.fromkeys([*theirs, *ours])
+    own, other = ({name: one.shape for name, one in state.items()} for state in (ours, theirs))
+    return [name for name in names if own.get(name) != other.get(name)]
 
 
 def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:

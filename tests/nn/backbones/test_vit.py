@@ -69,7 +69,7 @@ def timm_model(**settings):
 )
 def test_dense_logits_equal_timms(settings):
     source = timm_model(**settings)
-    model = vit_settings(source, "timm's").build(IMAGE)
+    model = vit_settings(source).build(IMAGE)
     model.load_state_dict(source.state_dict())
     images = torch.rand(4, 3, 32, 32)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGE.mean, IMAGE.std))

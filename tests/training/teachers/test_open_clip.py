@@ -274,16 +274,6 @@ def test_what_cannot_be_a_teacher_is_refused(settings, said):
         Timm(**settings).build(IMAGENET)
 
 
-def test_an_architecture_that_is_no_plain_vit_is_refused():
-    define_missing_operators()
-    import timm
-
-    from moecore.training.teachers.timm import vit_settings
-
-    with pytest.raises(UserError, match="plain vision transformers"):
-        vit_settings(timm.create_model("resnet10t", pretrained=False), "resnet10t")
-
-
 SWIN = {
     "swin": "swin_tiny_patch4_window7_224",
     "swin_v2": "swinv2_tiny_window8_256",
