@@ -20,10 +20,10 @@ from benchmarks import layers
 from benchmarks.layers import Size
 from benchmarks.peers import torch_dtype
 from benchmarks.timing import LEAST, Ratio, take_turns
-from moecore.nn import expert_groups
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.grouped import grouped_linear, grouped_mlp
+from moecore.nn.kernels import expert_groups
+from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 from moecore.training.runtime import tune
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

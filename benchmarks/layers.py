@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, silu
 
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.mlp import Mlp as MlpExperts
-from moecore.nn.grouped import grouped_linear
+from moecore.nn.kernels.grouped import grouped_linear
 from moecore.nn.layers.block import Mlp
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.routers.noisy_top_k import NoisyTopK

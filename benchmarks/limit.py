@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.layers import wait
 from benchmarks.timing import shortest
-from moecore.nn.grouped import register_flop_formulas
+from moecore.core.torch_internals import TorchDispatchMode, tree_leaves
+from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.training.runtime import Runtime
 
 PACKAGES = (

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.records import Layout
+from moecore.core.torch_internals import assert_on_device
 
 # relative difference of resolution that is rounding: turned and mirrored views have equal
 # resolution
@@ -186,7 +187,7 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
     sound = (expansion > FLAT * linear.flatten(1).norm(dim=1) ** linear.shape[1]) & finite
     if affines.device.type != "cpu":
         # reading the answer here would make the host wait
-        torch._assert_async(sound.all(), "correspondence: an affine is singular")
+        assert_on_device(sound.all(), "correspondence: an affine is singular")
     elif not sound.all():
         image = int((~sound).nonzero()[0])
         found = f"the affine of view {view} of image {image} is singular: {affines[image].tolist()}"

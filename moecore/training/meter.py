@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moecore.core.files import UserError
 from moecore.core.ranks import joined, of_all_ranks, ranks
 from moecore.core.tensors import own_part
+from moecore.core.torch_internals import TorchDispatchMode, storage_address, tree_leaves
 
 MEMORY = "memory_mb"  # of one step, among the values of the first logged point
 WEIGHED = 1  # the step, from 0, whose memory is taken: the first after the optimizer has its state
@@ -61,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _keep(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_address(tensor)
         if key in self._known:
             return
         self._known[key] = weakref.finalize(storage, self._free, key, storage.nbytes())

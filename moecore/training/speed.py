@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from moecore.core.files import UserError
 from moecore.core.ranks import ranks
+from moecore.core.torch_internals import compiler_error
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoELayer
 
@@ -98,14 +99,14 @@ class CompiledBlocks:
                 del block.forward
 
     def _guarded(self, compiled: Callable, plain: Callable) -> Callable:
-        from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+        refused = compiler_error()
 
         def forward(*inputs: Any) -> Any:
             if not self.blocks:
                 return plain(*inputs)
             try:
                 return compiled(*inputs)
-            except TorchDynamoException as error:
+            except refused as error:
                 self._give_up(error)
             return plain(*inputs)
 

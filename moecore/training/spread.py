@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from moecore.core.files import UserError
 from moecore.core.ranks import ranks
 from moecore.core.tensors import like, whole_of
-from moecore.nn.expert_parallel import PartedExperts
+from moecore.nn.kernels.expert_parallel import PartedExperts
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.language_block import LanguageBlock
 from moecore.nn.layers.moe import MoELayer

@@ -13,7 +13,7 @@ from moecore.core.sources import ROOT
 from moecore.data.loader import OnDevice, OnDisk
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.grouped import grouped_linear
+from moecore.nn.kernels.grouped import grouped_linear
 from moecore.nn.layers.block import attend
 from moecore.study.document import load
 from moecore.training.guide import build_guide, standing_alone

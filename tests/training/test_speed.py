@@ -21,8 +21,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from moecore.core.files import UserError
 from moecore.core.ranks import join, leave, ranks
 from moecore.core.sources import ROOT
-from moecore.nn import grouped
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.kernels import grouped
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.predict import predictions

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.measure.costs.clock import Clock, timed
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.grouped import register_flop_formulas
+from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.predict import device_of, evaluating
 from moecore.training.guide import Guide

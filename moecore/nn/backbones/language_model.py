@@ -16,7 +16,6 @@ from moecore.core.records import (
     Feature,
     Guidance,
     Layout,
-    ModelOutput,
     RoutingContext,
     RoutingRecord,
 )
@@ -133,14 +132,6 @@ class LanguageTransformer(BackboneModel):
         if self.memory is not None:
             self.memory.clear()
 
-    def forward(
-        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
-    ) -> ModelOutput:
-        """progress: share of the training that is done."""
-        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
-        heads = self.heads(tokens)
-        return ModelOutput(heads[0], records, heads)
-
     def encode(
         self,
         images: Tensor,
@@ -218,10 +209,6 @@ class LanguageTransformer(BackboneModel):
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens (B, M, d) to the logits (B, M, V) of the only head."""
         return (self.head(tokens),)
-
-    def predict(self, tokens: Tensor) -> Tensor:
-        """Final tokens (B, M, d) to logits (B, M, V)."""
-        return self.heads(tokens)[0]
 
     def _feed_forwards(self) -> list[FeedForward]:
         config = self.config

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.config import Config
-from moecore.core.records import Feature, Guidance, Layout, RoutingRecord
+from moecore.core.records import Feature, Guidance, Layout, ModelOutput, RoutingRecord
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import Interpolation
@@ -108,6 +108,17 @@ class BackboneModel(Model):
     def depth(self) -> int:
         """Number of blocks."""
 
+    def forward(
+        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
+    ) -> ModelOutput:
+        """``guidance``: a teacher's, for routers that want it.
+
+        ``progress``: share of the training that is done.
+        """
+        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
+        heads = self.heads(tokens)
+        return ModelOutput(average_heads(heads), records, heads)
+
     @abstractmethod
     def encode(
         self,
@@ -159,12 +170,23 @@ class BackboneModel(Model):
         """Streams begin anew: forget what they left."""
 
     @abstractmethod
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Final tokens to the outputs (B, K) of every head."""
+
     def predict(self, tokens: Tensor) -> Tensor:
-        """Final tokens to outputs (B, K)."""
+        """Final tokens to outputs (B, K), averaged over the heads (as DeiT does at inference)."""
+        return average_heads(self.heads(tokens))
 
     def normalised(self, images: Tensor) -> Tensor:
         """Images in [0, 1] to the scale that the model was trained at."""
         return (images - self.pixel_mean) / self.pixel_std
+
+
+def average_heads(heads: tuple[Tensor, ...]) -> Tensor:
+    """Return the prediction of all heads; one head's own bits."""
+    if len(heads) == 1:
+        return heads[0]
+    return torch.stack(heads).mean(dim=0)
 
 
 def parameter_counts(model: Model) -> dict[str, int]:

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.records import Feature, Guidance, Layout, ModelOutput, RoutingContext
+from moecore.core.records import Feature, Guidance, Layout, RoutingContext
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneConfig, BackboneModel
 from moecore.nn.correspondence import match_tokens
@@ -84,17 +84,6 @@ class SingleLayerModel(BackboneModel):
         """The image's pixels in all channels."""
         return self.width
 
-    def forward(
-        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
-    ) -> ModelOutput:
-        """``guidance``: a teacher's, for routers that want it.
-
-        ``progress``: share of the training that is done.
-        """
-        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
-        heads = self.heads(tokens)
-        return ModelOutput(heads[0], records, heads)
-
     def encode(
         self,
         images: Tensor,
@@ -120,10 +109,6 @@ class SingleLayerModel(BackboneModel):
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens (B, 1, d) to the logits (B, K) of the only head."""
         return (self.head(tokens[:, 0]),)
-
-    def predict(self, tokens: Tensor) -> Tensor:
-        """Final tokens (B, 1, d) to logits (B, K)."""
-        return self.heads(tokens)[0]
 
     def _context(
         self, images: Tensor, guidance: Guidance | None, progress: float

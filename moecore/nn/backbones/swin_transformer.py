@@ -15,7 +15,6 @@ from moecore.core.records import (
     Feature,
     Guidance,
     Layout,
-    ModelOutput,
     RoutingContext,
     RoutingRecord,
 )
@@ -124,17 +123,6 @@ class SwinTransformer(BackboneModel):
         """Width of a block's tokens."""
         return self.places[block].width
 
-    def forward(
-        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
-    ) -> ModelOutput:
-        """``guidance``: a teacher's, for routers that want it.
-
-        ``progress``: share of the training that is done.
-        """
-        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
-        prediction = self.predict(tokens)
-        return ModelOutput(prediction, records, (prediction,))
-
     def encode(
         self,
         images: Tensor,
@@ -167,9 +155,9 @@ class SwinTransformer(BackboneModel):
             return tokens, records, (tokens,) * len(blocks)
         return tokens, records, tuple(found[index] for index in blocks)
 
-    def predict(self, tokens: Tensor) -> Tensor:
-        """Final tokens (B, T, width) to outputs (B, K)."""
-        return self.image.task.predict(self.head(tokens.mean(dim=1)))
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Final tokens (B, T, width) to the outputs (B, K) of the only head."""
+        return (self.image.task.predict(self.head(tokens.mean(dim=1))),)
 
     def moved(
         self,

@@ -15,7 +15,6 @@ from moecore.core.records import (
     Feature,
     Guidance,
     Layout,
-    ModelOutput,
     RoutingContext,
     RoutingRecord,
 )
@@ -128,17 +127,6 @@ class Transformer(BackboneModel):
         found = of_other_pixels(weights[weight], weights[bias], old, new)
         return dict(zip((weight, bias), found, strict=True))
 
-    def forward(
-        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
-    ) -> ModelOutput:
-        """``guidance``: a teacher's, for routers that want it.
-
-        ``progress``: share of the training that is done.
-        """
-        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
-        heads = self.heads(tokens)
-        return ModelOutput(_mean(heads), records, heads)
-
     def encode(
         self,
         images: Tensor,
@@ -190,10 +178,6 @@ class Transformer(BackboneModel):
             return (first,)
         return first, self.image.task.predict(self.head_dist(tokens[:, 1]))
 
-    def predict(self, tokens: Tensor) -> Tensor:
-        """Final tokens to outputs (B, K), averaged over the heads (as DeiT does at inference)."""
-        return _mean(self.heads(tokens))
-
     def _contexts(
         self, images: Tensor, tokens: torch.Size, guidance: Guidance | None, progress: float
     ) -> dict[int, RoutingContext]:
@@ -230,13 +214,6 @@ class Transformer(BackboneModel):
             else:
                 found.append(Mlp(self.config.width, hidden, self.config.activation))
         return found
-
-
-def _mean(heads: tuple[Tensor, ...]) -> Tensor:
-    """The prediction of all heads; one head's own bits."""
-    if len(heads) == 1:
-        return heads[0]
-    return torch.stack(heads).mean(dim=0)
 
 
 def _token(width: int, wanted: bool) -> nn.Parameter | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
-from moecore.core.records import Feature, Guidance, Layout, ModelOutput, RoutingRecord
+from moecore.core.records import Guidance, Layout, ModelOutput, RoutingRecord
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneConfig, BackboneModel
 from moecore.nn.backbones.swin import Swin
@@ -177,29 +177,23 @@ class TwoTowerModel(BackboneModel):
         captions: Tensor | None = None,
     ) -> ModelOutput:
         """captions: one of each image, (B, M); None where only images are looked at."""
-        tokens, records, _ = self.visual.encode(images, guidance=guidance, progress=progress)
-        prediction = self.predict(tokens)
+        output = super().forward(images, guidance, progress)
         if captions is None:
-            return ModelOutput(prediction, records, (prediction,))
+            return output
         target, spoken = self.text_side(captions, progress)
         # stacked, not viewed: a sharded model hangs its hooks on what it returns
         target = torch.stack([target], dim=1)
-        return ModelOutput(prediction, records, (prediction,), target, spoken)
+        return output._replace(target=target, text_routing=spoken)
 
     def encode(
-        self,
-        images: Tensor,
-        at: Feature | None = None,
-        blocks: tuple[int, ...] = (),
-        guidance: Guidance | None = None,
-        progress: float = 1.0,
+        self, images: Tensor, *asked: Any, **named: Any
     ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
-        """Of the image tower."""
-        return self.visual.encode(images, at, blocks, guidance, progress)
+        """Return what the image tower's does."""
+        return self.visual.encode(images, *asked, **named)
 
-    def predict(self, tokens: Tensor) -> Tensor:
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens of the image tower to image sides (B, w + 1)."""
-        return self.image_side(self.visual.predict(tokens))
+        return (self.image_side(self.visual.predict(tokens)),)
 
     def image_side(self, embedding: Tensor) -> Tensor:
         """Embeddings (B, w) to (B, w + 1): scale · unit vector, and the bias; fp32."""

@@ -20,7 +20,7 @@ from moecore.nn.experts.base import (
     drawn_bases,
     positive_qr,
 )
-from moecore.nn.grouped import grouped_linear, grouped_mlp
+from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 
 _STD = 0.02  # of the entries of both maps at the start, as the plain `mlp` experts have them
 

@@ -11,7 +11,7 @@ from moecore.core.files import UserError
 from moecore.core.streams import bernoulli_like
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import ExpertsConfig, ExpertsModule
-from moecore.nn.grouped import grouped_linear, grouped_mlp
+from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 from moecore.nn.layers.block import quick_gelu
 
 

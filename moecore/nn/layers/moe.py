@@ -15,7 +15,7 @@ from moecore.nn.routers import Router
 from moecore.nn.routers.base import CAUSAL
 
 if TYPE_CHECKING:
-    from moecore.nn.expert_parallel import PartedExperts
+    from moecore.nn.kernels.expert_parallel import PartedExperts
 
 NOT_IN_TEXTS = frozenset({"patches", "teacher"})  # fields of RoutingContext
 Blocks = Literal["every_2", "last_2", "all"] | tuple[int, ...]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, relu, scaled_dot_product_attention
 
 from moecore.core.records import RoutingContext
-from moecore.nn.grouped import full_precision
+from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.layers.block import Block, FeedForward, linear
 from moecore.nn.layers.windows import Grid, Windows, built_here
 

@@ -15,7 +15,7 @@ from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.base import default_rank, drawn_bases, positive_qr
-from moecore.nn.grouped import full_precision
+from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.decision import decision, top_k
 from moecore.nn.routers.projected_plan import ProjectedPlan

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
-from moecore.nn.grouped import full_precision
+from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import CAUSAL, RouterConfig
 from moecore.nn.routers.capacity import as_written, share_of
 from moecore.nn.routers.decision import router_logits

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moecore.nn.dispatch import Rows, whole
-from moecore.nn.grouped import rows_at_once, to_autocast
+from moecore.nn.kernels.grouped import rows_at_once, to_autocast
 
 
 class ExpertPlan(NamedTuple):

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.grouped import full_precision
+from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.decision import decision, top_k
 

@@ -14,7 +14,7 @@ from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.grouped import full_precision
+from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.capacity import as_written, within_capacity
 from moecore.nn.routers.decision import decision, router_logits, top_k

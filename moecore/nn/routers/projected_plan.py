@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moecore.nn.dispatch import Rows, SparsePlan
-from moecore.nn.grouped import to_autocast
+from moecore.nn.kernels.grouped import to_autocast
 
 
 class ProjectedPlan(NamedTuple):

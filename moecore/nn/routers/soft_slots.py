@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
-from moecore.nn.grouped import full_precision, to_autocast
+from moecore.nn.kernels.grouped import full_precision, to_autocast
 from moecore.nn.routers.base import CAUSAL, RouterConfig
 
 # under the root of a norm, so that a token of zeros has a gradient

@@ -134,7 +134,7 @@ def test_padding_is_taken_off():
 def test_the_grouped_product_counts_like_the_loop(monkeypatch):
     tokens, moe = torch.randn(2, 40, 16), layer()
     loop = flops_per_image(moe, tokens)
-    monkeypatch.setattr("moecore.nn.grouped._LOOPED_ROWS", 0)
+    monkeypatch.setattr("moecore.nn.kernels.grouped._LOOPED_ROWS", 0)
     assert flops_per_image(moe, tokens) == loop
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import gelu
 
-from moecore.nn.expert_groups import Group, Plan
+from moecore.core.torch_internals import multiply_gelu_slope
+from moecore.nn.kernels.expert_groups import Group, Plan
 
 
 class ExpertLoop(Function):
@@ -116,7 +117,7 @@ class ExpertMlp(Function):
                 part = plan.seated(grad, group, up.dtype)
                 to_second.add(hidden, part, group)
                 to_inner = second.backward(part, group, None)
-                torch.ops.aten.gelu_backward.grad_input(to_inner, inner, grad_input=to_inner)
+                multiply_gelu_slope(to_inner, inner)
                 to_first.add(plan.seated(rows, group, up.dtype), to_inner, group)
                 if wants_rows:
                     place = plan.place(to_rows, group)

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu, linear
 from torch.utils.flop_counter import FlopCounterMode
 
-from moecore.nn import expert_groups, grouped
-from moecore.nn.expert_groups import Group, Plan
-from moecore.nn.grouped import (
+from moecore.nn.kernels import expert_groups, grouped
+from moecore.nn.kernels.expert_groups import Group, Plan
+from moecore.nn.kernels.grouped import (
     can_group,
     experts_of_rows,
     grouped_linear,
     grouped_mlp,
     register_flop_formulas,
 )
-from moecore.nn.tiles import Tiles, height_for, number
+from moecore.nn.kernels.tiles import Tiles, height_for, number
 
 
 @pytest.fixture(autouse=True, params=["loop", "groups", "grouped_mm", "tiles"])

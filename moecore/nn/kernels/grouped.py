@@ -13,8 +13,9 @@ from torch.autograd import Function
 from torch.nn.functional import gelu, grouped_mm
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from moecore.nn.expert_loop import ExpertLoop, ExpertMlp
-from moecore.nn.tiles import TiledProduct
+from moecore.core.torch_internals import grouped_operator
+from moecore.nn.kernels.expert_loop import ExpertLoop, ExpertMlp
+from moecore.nn.kernels.tiles import TiledProduct
 
 _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
 _ALIGNMENT = 16  # bytes, of every stride and of the start of the data
@@ -146,8 +147,9 @@ def register_flop_formulas() -> None:
 
     Calling it again does nothing.
     """
-    if torch.ops.aten._grouped_mm not in flop_registry:
-        register_flop_formula(torch.ops.aten._grouped_mm)(_grouped_flops)
+    operator = grouped_operator()
+    if operator not in flop_registry:
+        register_flop_formula(operator)(_grouped_flops)
 
 
 def _grouped_flops(

@@ -1,0 +1,47 @@
+"""Every name of torch that is not public and that results depend on, with the public way that would
+take its place.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # none is public
+from torch.utils._pytree import tree_leaves as tree_leaves  # a recursion over lists and dicts
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Fail later, on the device, where ``condition`` is false; the public way, ``assert`` of its
+    value, makes the host wait.
+    """
+    torch._assert_async(condition, message)
+
+
+def multiply_gelu_slope(grad: Tensor, inner: Tensor) -> None:
+    """Multiply ``grad`` in place by the slope of GELU at ``inner``; the public
+    ``torch.autograd.grad`` of ``gelu`` takes two buffers more.
+    """
+    torch.ops.aten.gelu_backward.grad_input(grad, inner, grad_input=grad)
+
+
+def grouped_operator() -> Any:
+    """Return the operator that counters of FLOPs see of ``torch.nn.functional.grouped_mm``, which
+    is public and of which they count nothing by themselves.
+    """
+    return torch.ops.aten._grouped_mm
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return what tells a tensor's storage from every other one that lives; the public
+    ``data_ptr`` is 0 of all that have no values.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def compiler_error() -> type[Exception]:
+    """Return the class of what ``torch.compile`` raises, which has no public name; its module takes
+    seconds to import.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
