@@ -5,6 +5,7 @@ B images, T tokens per image, P patches, D spatial axes (2 for images, 3 for vol
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -124,7 +125,7 @@ def sides(values: Tensor, pairs: TokenPairs, layout: Layout) -> tuple[Tensor, Te
 
     Raises UserError where the values do not fit the layout.
     """
-    tokens = layout.special + _count(layout)
+    tokens = layout.special + prod(layout.grid)
     if values.shape[:2] != (2 * len(pairs.first), tokens):
         needed = f"({2 * len(pairs.first)}, {tokens}, …)"
         raise UserError(
@@ -134,20 +135,6 @@ def sides(values: Tensor, pairs: TokenPairs, layout: Layout) -> tuple[Tensor, Te
     flat = values.flatten(0, 1)
     # plain indexing: its gradient is deterministic on every device
     return flat[pairs.first], flat[pairs.second]
-
-
-def paired(
-    values: Tensor, affines: Tensor, layout: Layout, special: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Both sides of each pair and whether it was found: (B, T', E), (B, T', E), (B, T') bool;
-    patches first, then special tokens.
-
-    values: (2B, T, E) and affines: (2B, D+1, D+1), first B = view 1, last B = view 2 of the same
-    images.
-    Raises UserError where shapes do not fit or an affine cannot be undone.
-    """
-    pairs = token_pairs(affines, layout, special)
-    return *sides(values, pairs, layout), pairs.found
 
 
 def match_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
@@ -197,10 +184,6 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
 
 def _sides(layout: Layout) -> list[float]:
     return [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
-
-
-def _count(layout: Layout) -> int:
-    return torch.Size(layout.grid).numel()
 
 
 def _centres(layout: Layout, device: torch.device) -> Tensor:

@@ -23,9 +23,9 @@ from moecore.measure.routing_metrics.overlays import (
 )
 from moecore.measure.routing_metrics.sweeps import Sweeps
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.correspondence import paired
 from moecore.nn.predict import predictions
 from tests.measure.subjects import digits, measured_twice
+from tests.nn.test_correspondence import paired
 from tests.routed import tiny
 
 SETTINGS = Routing.model_validate(

@@ -14,7 +14,7 @@ from moecore.core.records import Layout
 from moecore.core.streams import generator_for
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views import Affine, Crop, ViewSettings, make_views
-from moecore.nn.correspondence import match_tokens, paired, partners, token_pairs
+from moecore.nn.correspondence import match_tokens, partners, sides, token_pairs
 
 SQUARE = Layout(special=1, grid=(2, 3), size=(8, 12))  # patches of 4 × 4: 0 1 2 / 3 4 5
 
@@ -30,6 +30,12 @@ def partners_of(first, second, layout=SQUARE):
         place if there else None
         for place, there in zip(index[0].tolist(), found[0].tolist(), strict=True)
     ]
+
+
+def paired(values, affines, layout, special):
+    """Both sides of each pair (B, T', E), and whether it was found (B, T')."""
+    pairs = token_pairs(affines, layout, special)
+    return *sides(values, pairs, layout), pairs.found
 
 
 def test_identity_views_give_identity_pairs():
