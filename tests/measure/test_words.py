@@ -26,7 +26,7 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.tokenizers import tokenizer_in
 from moecore.data.text.words import read_vocabulary
-from moecore.measure import few_shot, routing, word_confidence, word_swaps, zero_shot
+from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps, zero_shot
 from moecore.measure.base import Subject, at_once
 from moecore.measure.calibration import Calibrate, Files, calibrate
 from moecore.measure.calibrators.temperature import Temperature, slope
@@ -412,6 +412,14 @@ def mosaics(tmp_path_factory):
 
 
 @torch.no_grad()
+def test_the_chance_of_retrieval(mosaics):
+    recall = retrieval.measure(mosaics, retrieval.Retrieval(pictures=0, at=(1, 5, 30)), at_once)
+    assert (recall.images, recall.captions) == (30, 150)
+    assert [row.chance for row in recall.text_to_image] == [1 / 30, 5 / 30, 1]
+    any_own = [1 - math.comb(145, k) / math.comb(150, k) for k in (1, 5, 30)]
+    assert [row.chance for row in recall.image_to_text] == pytest.approx(any_own)
+
+
 def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     settings = ZeroShot(source=DIGITS, templates=TEMPLATES)
     found = zero_shot.measure(mosaics, settings, at_once)
