@@ -8,6 +8,7 @@ from math import comb, sqrt
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
@@ -25,11 +26,12 @@ from moecore.statistics.crossed import (
     paired_seeds,
 )
 from moecore.statistics.intervals import (
+    Estimate,
     Interval,
     bootstrap,
     bootstrap_mean,
+    mean_share,
     over_seeds,
-    share,
     wilson,
 )
 from moecore.statistics.paired import (
@@ -41,6 +43,7 @@ from moecore.statistics.paired import (
     paired_t,
     pairs,
 )
+from moecore.tasks.image_text import ImageText
 from tests.project import ROOT
 
 KNOWN = [
@@ -284,11 +287,28 @@ def test_people_are_resampled_and_not_their_images():
 
 def test_a_share_over_people():
     hits = np.repeat(np.arange(20) % 2 == 0, 5)
-    assert share(hits) == wilson(50, 100) == share(hits, np.arange(100))
-    wide = share(hits, np.repeat(np.arange(20), 5))
-    assert wide.value == 0.5 and wide.high - wide.low > 1.8 * (share(hits).high - share(hits).low)
-    sure = share(np.ones(4, bool), np.array([0, 0, 1, 1]))
+    assert mean_share(hits) == wilson(50, 100) == mean_share(hits, np.arange(100))
+    wide = mean_share(hits, np.repeat(np.arange(20), 5))
+    assert wide.value == 0.5 and wide.high - wide.low > 1.8 * (
+        mean_share(hits).high - mean_share(hits).low
+    )
+    sure = mean_share(np.ones(4, bool), np.array([0, 0, 1, 1]))
     assert (sure.value, sure.high) == (1, 1)
+
+
+def test_limits_of_a_share_are_shares():
+    hits = torch.ones(100)
+    hits[0] = 0
+    assert Estimate.of_mean(hits).interval == wilson(99, 100)
+    hits[0] = 0.5  # no longer right or wrong alone: the bootstrap
+    bounded = Estimate.of_mean(hits)
+    assert (
+        bounded.value == pytest.approx(0.995)
+        and 0.98 < bounded.low < bounded.value < bounded.high == 1
+    )
+    assert Estimate.of_mean(hits, is_share=False).high > 1
+    task = ImageText(words=9, context=4, captions=2, end=2, vocabulary="0" * 64)
+    assert task.interval(hits.double()) == bounded.interval
 
 
 def test_by_hand():
