@@ -158,6 +158,9 @@ class BackboneModel(Model):
     def begin(self) -> None:
         """Streams begin anew: forget what they left."""
 
+    def end_step(self) -> None:
+        """Update what the optimiser does not, after each of its steps; on every rank."""
+
     @abstractmethod
     def predict(self, tokens: Tensor) -> Tensor:
         """Final tokens to outputs (B, K)."""
