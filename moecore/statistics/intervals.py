@@ -4,7 +4,6 @@ everything else.
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import NormalDist
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -28,22 +27,15 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
-    """Wilson's score interval of a share (Wilson, 1927); valid for small counts and for shares of 0
-    and 1.
+    """Return a share with Wilson's score interval (Wilson, 1927), valid for small counts and for
+    shares of 0 and 1.
 
     Raises ValueError unless 0 ≤ successes ≤ count and count ≥ 1.
     """
-    if not 0 <= successes <= count or count < 1:
-        raise ValueError(
-            f"wilson: {successes} successes of {count}; 0 ≤ successes ≤ count and count ≥ 1 are "
-            "needed"
-        )
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    share = successes / count
-    shrink = 1 + z * z / count
-    centre = (share + z * z / (2 * count)) / shrink
-    half = z / shrink * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return Interval(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
+    from scipy.stats import binomtest  # slow to import
+
+    limits = binomtest(successes, count).proportion_ci(level, "wilson")
+    return Interval(successes / count, limits.low, limits.high)
 
 
 def over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
