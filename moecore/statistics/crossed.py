@@ -69,7 +69,7 @@ class Difference(NamedTuple):
         if not any(source.variance for source in self.sources):
             return 0.0
 
-        from scipy.optimize import brentq  # slow to import
+        from scipy.optimize import root_scalar  # slow to import
 
         def gap(log_tail: float) -> float:
             return self._reach(math.exp(log_tail)) - distance
@@ -82,7 +82,7 @@ class Difference(NamedTuple):
         ]
         log_tail = math.log(max(*alone, 1e-300))
         if gap(log_tail) > 0:
-            log_tail = brentq(gap, log_tail, math.log(0.5), xtol=1e-15)
+            log_tail = root_scalar(gap, bracket=(log_tail, math.log(0.5)), xtol=1e-15).root
         return 2 * math.exp(log_tail)
 
     def _reach(self, tail: float) -> float:

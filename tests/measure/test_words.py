@@ -29,7 +29,7 @@ from moecore.data.text.words import read_vocabulary
 from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps, zero_shot
 from moecore.measure.base import Subject, at_once
 from moecore.measure.calibration import Calibrate, Files, calibrate
-from moecore.measure.calibrators.temperature import Temperature, slope
+from moecore.measure.calibrators.temperature import Temperature, nll_slope
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
 from moecore.measure.probes.linear_probe import ridges
 from moecore.measure.word_confidence import tokens_of
@@ -135,8 +135,8 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
     torch.testing.assert_close(found.sure.flatten(), confidence(scaled), rtol=1e-5, atol=1e-6)
     assert torch.equal(found.hits.flatten(), correct(scaled, labels))
     for beta in (0.3, 2.0):
-        expected = slope(logits.double(), labels, beta)
-        assert known.slope(beta) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        expected = nll_slope(logits.double(), labels, beta)
+        assert known.nll_slope(beta) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_the_temperature_of_a_text(subject, tmp_path):
