@@ -24,7 +24,6 @@ from benchmarks.timing import LEAST, Ratio, Run, take_turns
 from benchmarks.training_step import bench, sizes
 from moecore.attacks import Attack
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.base import generators
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.target import rounded
@@ -53,7 +52,6 @@ def contestants(
         ALONE: lambda: alone(model, images, labels, steps),
         "ours apgd": ours(Apgd(steps=steps)),
         "ours apgd, bf16": ours(Apgd(steps=steps), rounded(model)),
-        "ours apgd_reference": ours(ApgdReference(steps=steps)),
         "ours pgd": ours(Pgd(steps=steps)),
     }
 

@@ -18,7 +18,7 @@ from moecore.brain.reference import AgeInterval
 from moecore.core.config import Config
 from moecore.measure.calibrators.linear import FitOn, FittedLinear
 from moecore.statistics.crossed import kept_items
-from moecore.statistics.intervals import Estimate, share
+from moecore.statistics.intervals import Estimate, mean_share
 from moecore.tasks.errors import median_mae
 from moecore.tasks.regression import Regression
 
@@ -129,7 +129,7 @@ def interval(ages: Ages, line: Fit) -> AgeInterval:
     errors = np.abs(ages.corrected("test", line.fitted).best - ages.known("test"))
     coverage = None
     if radius is not None:
-        coverage = Estimate.of(share(errors <= radius, ages.data.test.people))
+        coverage = Estimate.of(mean_share(errors <= radius, ages.data.test.people))
     method = "split conformal, |residuals| of one volume of each validation participant"
     if line.fitted is not None and line.fitted.fit_on == "validation":
         # Then the residuals are a little too small, and the interval too narrow.

@@ -133,7 +133,7 @@ def _of_words(
     data = subject.data
     model = cast(LanguageTransformer, subject.model)
     known = tokens_of(model, data.validation, settings.batch, FITTED)
-    fitted = calibrator.fit_slope(known.slope, close=1e-5)
+    fitted = calibrator.fit_slope(known.nll_slope, tolerance=1e-7)
     _write(fitted, files)
     test = tokens_of(model, data.test, settings.batch)
     before, after = test.answers(1.0, fitted.temperature)

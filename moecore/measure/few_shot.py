@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.measure.base import Parts, Subject, kept, why_not_flat
-from moecore.measure.probes.linear_probe import Ridge, read_by_head, ridges
+from moecore.measure.probes.linear_probe import read_by_head
 from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import over_seeds
 
@@ -89,21 +89,22 @@ def measure(subject: Subject, settings: FewShot, parts: Parts) -> Result:
         drawn(subject, max(fits, default=0), settings.seed, draw) for draw in range(settings.draws)
     ]
     used = np.unique(np.concatenate([one.flatten() for one in wanted]))
-    known = Known(subject, features(subject, np.asarray(test.images), settings.batch))
-    few = known.test[:0]
+    tested = features(subject, np.asarray(test.images), settings.batch)
+    few = tested[:0]
     if fits:
         few = features(subject, np.asarray(train.images[used]), settings.batch)
 
     def row(shots: int) -> Shots:
-        tried = []
+        draws = []
         for one in wanted:
             chosen = one[:, :shots].flatten()
-            tried.append(known.tried(few[np.searchsorted(used, chosen)], train.labels[chosen]))
-        return shots_of(shots, tried)
+            own = few[np.searchsorted(used, chosen)]
+            draws.append(fit_draw(subject, tested, own, train.labels[chosen]))
+        return shots_of(shots, draws)
 
     return Result(
         test_images=len(test.images),
-        features=known.test.shape[1],
+        features=tested.shape[1],
         rows=[kept(parts, f"{n} shots", Shots, lambda n=n: row(n)) for n in fits],
         skipped=[
             TooFew(shots=n, why=f"the smallest class, {name}, has {least} training images")
@@ -139,7 +140,7 @@ def features(subject: Subject, images: np.ndarray, batch: int) -> Tensor:
     return torch.from_numpy(read_by_head(subject.model, images, batch)[1])
 
 
-class Tried(NamedTuple):
+class DrawScores(NamedTuple):
     """One draw under every penalty of EXPONENTS."""
 
     scores: Tensor  # (30,), on the test split
@@ -147,35 +148,32 @@ class Tried(NamedTuple):
     items: Tensor  # (M,) fp64, each test image's score under that one
 
 
-class Known(NamedTuple):
-    """The model and the features (M, D) of its test split."""
+def fit_draw(subject: Subject, tested: Tensor, few: Tensor, labels: np.ndarray) -> DrawScores:
+    """Return the scores on the test split of ridges that are fitted to a few images.
 
-    subject: Subject
-    test: Tensor
+    tested: features (M, D) of the test split; few: features (N, D); labels: (N,).
+    """
+    from sklearn.linear_model import Ridge  # slow to import
 
-    def tried(self, few: Tensor, labels: np.ndarray) -> Tried:
-        """The ridges of a few images, features (N, D) and labels (N,), on the test split."""
-        task = self.subject.data.task
-        device = self.subject.device
-        mean = few.mean(dim=0)
-        scale = few.std(dim=0, correction=0) + LEAST
-        ridge = ridges(
-            with_bias((few - mean) / scale).to(device),
-            targets_of(torch.from_numpy(labels), task.outputs).to(device),
-        )
-        chosen = preferred(ridge)
-        right = torch.zeros(len(EXPONENTS), dtype=torch.float64)
-        items = []
-        known = torch.from_numpy(np.array(self.subject.data.test.labels))
-        for part, own in zip(self.test.split(CHUNK), known.split(CHUNK), strict=True):
-            directions = with_bias((part - mean) / scale).to(device) @ ridge.basis
-            for place, exponent in enumerate(EXPONENTS):
-                said = (directions @ ridge.shrunk(2.0**exponent)).cpu()
-                scores = task.scores(said, own).double()
-                right[place] += scores.sum()
-                if exponent == chosen:
-                    items.append(scores)
-        return Tried(right / len(known), chosen, torch.cat(items))
+    task = subject.data.task
+    mean = few.mean(dim=0)
+    scale = few.std(dim=0, correction=0) + LEAST
+    given = with_bias((few - mean) / scale), targets_of(torch.from_numpy(labels), task.outputs)
+    chosen = choose_exponent(*given)
+    ridges = {
+        exponent: Ridge(2.0**exponent, fit_intercept=False).fit(*given) for exponent in EXPONENTS
+    }
+    right = torch.zeros(len(EXPONENTS), dtype=torch.float64)
+    items = []
+    known = torch.from_numpy(np.array(subject.data.test.labels))
+    for part, own in zip(tested.split(CHUNK), known.split(CHUNK), strict=True):
+        ready = with_bias((part - mean) / scale)
+        for place, (exponent, ridge) in enumerate(ridges.items()):
+            scores = task.scores(torch.from_numpy(ridge.predict(ready)), own).double()
+            right[place] += scores.sum()
+            if exponent == chosen:
+                items.append(scores)
+    return DrawScores(right / len(known), chosen, torch.cat(items))
 
 
 def with_bias(features: Tensor) -> Tensor:
@@ -188,37 +186,37 @@ def targets_of(labels: Tensor, classes: int) -> Tensor:
     return 2 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
 
 
-def preferred(ridge: Ridge) -> int:
-    """The exponent of the least squared error on images left out; of equal ones the largest.
+def choose_exponent(features: Tensor, targets: Tensor) -> int:
+    """Return the exponent of the least squared error on images left out; of equal ones the largest.
 
     The squared error, as accuracy has many ties. With one image a class the class of the image left
     out is unknown to the others, so that the error tells only how far to shrink.
+    features: (N, D); targets: (N, K).
     """
-    errors = {
-        exponent: float((ridge.left_out(2.0**exponent) - ridge.y).square().mean())
-        for exponent in EXPONENTS
-    }
-    return min(reversed(EXPONENTS), key=errors.__getitem__)
+    from sklearn.linear_model import RidgeCV  # slow to import
+
+    penalties = np.exp2(EXPONENTS[::-1])
+    return int(np.log2(RidgeCV(penalties, fit_intercept=False).fit(features, targets).alpha_))
 
 
-def shots_of(shots: int, tried: Sequence[Tried]) -> Shots:
+def shots_of(shots: int, draws: Sequence[DrawScores]) -> Shots:
     """The row of several draws."""
-    every = torch.stack([one.scores for one in tried])  # (draws, 30)
-    own = [float(one.scores[EXPONENTS.index(one.chosen)]) for one in tried]
+    every = torch.stack([draw.scores for draw in draws])  # (draws, 30)
+    own = [float(draw.scores[EXPONENTS.index(draw.chosen)]) for draw in draws]
     means = every.mean(dim=0).tolist()
     leaky = max(reversed(range(len(EXPONENTS))), key=means.__getitem__)
-    found = over_seeds(own)
+    mean = over_seeds(own)
     best = over_seeds(every[:, leaky].tolist())
     return Shots(
         shots=shots,
-        score=found.value,
-        low=found.low,
-        high=found.high,
+        score=mean.value,
+        low=mean.low,
+        high=mean.high,
         scores=own,
-        exponents=[one.chosen for one in tried],
+        exponents=[draw.chosen for draw in draws],
         leaky_score=best.value,
         leaky_low=best.low,
         leaky_high=best.high,
         leaky_exponent=EXPONENTS[leaky],
-        items=kept_items(torch.stack([one.items for one in tried]).mean(dim=0).numpy()),
+        items=kept_items(torch.stack([draw.items for draw in draws]).mean(dim=0).numpy()),
     )

@@ -99,14 +99,14 @@ def summarised(found: Slopes, settings: Lipschitz) -> Estimates:
     """Means with intervals and maxima over images."""
     crossed = int(found.crossed.sum())
     return Estimates(
-        local_mean=Estimate.of_mean(found.local),
+        local_mean=Estimate.of_mean(found.local, is_share=False),
         local_max=float(found.local.max()),
-        margin_mean=Estimate.of_mean(found.margin),
+        margin_mean=Estimate.of_mean(found.margin, is_share=False),
         margin_max=float(found.margin.max()),
-        reached_mean=Estimate.of_mean(found.reached),
+        reached_mean=Estimate.of_mean(found.reached, is_share=False),
         reached_max=float(found.reached.max()),
         lower_bound=float(found.lower_bound.max()),
-        lower_bound_mean=Estimate.of_mean(found.lower_bound),
+        lower_bound_mean=Estimate.of_mean(found.lower_bound, is_share=False),
         at_boundary=Estimate.of(wilson(crossed, len(found.crossed))),
         jump_max=float(found.jump.max()),
         radius=settings.radius,

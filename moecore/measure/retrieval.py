@@ -23,9 +23,10 @@ from moecore.nn.predict import evaluating, joined, predictions
 from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.image_text import NONE, ImageText
-from moecore.tasks.recall import absent, image_to_text, text_to_image
+from moecore.tasks.recall import absent, hit_share, image_to_text, text_to_image
 
 WORDS = 60  # that a page shows: the most frequent
+ONE = torch.tensor([1])  # image is right for a caption
 
 
 class Retrieval(Config):
@@ -97,13 +98,14 @@ def measure(subject: Subject, settings: Retrieval, parts: Parts) -> Result:
     labels = torch.from_numpy(test.labels[:number].copy())
     sides, _ = predictions(subject.model, images, settings.batch, routing=False)
     texts = subject.model.targets(labels)
-    captions = int((~absent(texts)).sum())
+    own = (~absent(texts)).sum(dim=1)  # captions of each image
+    captions = int(own.sum())
     at = tuple(sorted(set(settings.at)))
     return Result(
         images=len(labels),
         captions=captions,
-        text_to_image=recalls(text_to_image(sides, texts, at), at, len(labels)),
-        image_to_text=recalls(image_to_text(sides, texts, at), at, captions),
+        text_to_image=recall_rows(text_to_image(sides, texts, at), at, len(labels), ONE),
+        image_to_text=recall_rows(image_to_text(sides, texts, at), at, captions, own),
         scale=float(sides[:, :-1].norm(dim=1).mean()),
         layers=text_layers(subject, labels),
         **pictured(subject, images, labels, settings),
@@ -140,16 +142,20 @@ def pictured(
     }
 
 
-def recalls(found: Tensor, at: tuple[int, ...], gallery: int) -> list[Recall]:
-    """A row a k of values (N, k)."""
+def recall_rows(hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor) -> list[Recall]:
+    """Return a row per k of hits (N, k) in a gallery of so many.
+
+    own: how many of the gallery are right, for each image or alike (1,); by chance all are one tie.
+    """
+    chance = hit_share(torch.zeros_like(own), gallery - own, own, at).mean(dim=0).tolist()
     return [
         Recall(
             k=k,
             recall=Estimate.of_mean(values),
-            chance=min(1.0, k / gallery),
+            chance=by_chance,
             items=kept_items(values.numpy()),
         )
-        for k, values in zip(at, found.unbind(1), strict=True)
+        for k, by_chance, values in zip(at, chance, hits.unbind(1), strict=True)
     ]
 
 

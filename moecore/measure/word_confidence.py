@@ -33,17 +33,14 @@ class Tokens(NamedTuple):
             for some, right in zip(final, labels, strict=True):
                 yield self.model.predict(some[None])[0].float(), right
 
-    def slope(self, beta: float) -> tuple[float, float]:
-        """First and second derivative of the mean nats in β = 1/T, see temperature.slope."""
-        first, second = 0.0, 0.0
+    def nll_slope(self, beta: float) -> float:
+        """Return the derivative of the mean nats in β = 1/T, see temperature.nll_slope."""
+        total = 0.0
         for logits, right in self.parts():
-            probs = torch.softmax(beta * logits, dim=1)
-            mean = (probs * logits).sum(dim=1)
-            spread = (probs * (logits - mean[:, None]).square()).sum(dim=1)
+            mean = (torch.softmax(beta * logits, dim=1) * logits).sum(dim=1)
             chosen = logits.gather(1, right[:, None])[:, 0]
-            first += float((mean - chosen).double().sum())
-            second += float(spread.double().sum())
-        return first / self.labels.numel(), second / self.labels.numel()
+            total += float((mean - chosen).double().sum())
+        return total / self.labels.numel()
 
     def answers(self, *temperatures: float) -> list["Answers"]:
         """What the logits over each temperature are worth."""

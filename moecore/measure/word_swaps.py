@@ -94,7 +94,7 @@ def measure(subject: Subject, settings: WordSwaps, parts: Parts) -> Result:
         nats, records = blocks_read(subject.model, images, labels)
         return swapped(share, len(chosen), nats, nats - clean, routed, records)
 
-    found = Estimate.of_mean(clean)
+    found = Estimate.of_mean(clean, is_share=False)
     return Result(
         blocks=len(where),
         candidates=len(places),
@@ -137,7 +137,7 @@ def swapped(
         alike = torch.stack([agreement_by_image(a.probs, b.probs) for a, b in pairs])
         same = float(alike.mean())
         items["selection_change"] = torch.stack(moved).mean(dim=0)
-    found = Estimate.of_mean(nats)
+    found = Estimate.of_mean(nats, is_share=False)
     return Swapped(
         share=share,
         words=words,

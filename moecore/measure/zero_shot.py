@@ -25,7 +25,7 @@ from moecore.data.text.tokenizers import tokenizer_in
 from moecore.measure.base import Estimate, Parts, Subject
 from moecore.nn.predict import predictions
 from moecore.statistics.crossed import kept_items
-from moecore.statistics.intervals import share
+from moecore.statistics.intervals import mean_share
 from moecore.tasks.classification import BEST
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.recall import cosines
@@ -121,8 +121,8 @@ def measure(subject: Subject, settings: ZeroShot, parts: Parts) -> Result:
         data=about,
         images=len(labels),
         templates=len(settings.templates),
-        accuracy=Estimate.of(share(right.numpy())),
-        top5=Estimate.of(share(among.numpy())) if len(names) > BEST else None,
+        accuracy=Estimate.of(mean_share(right.numpy())),
+        top5=Estimate.of(mean_share(among.numpy())) if len(names) > BEST else None,
         chance=1 / len(names),
         rows=[
             ClassRow(

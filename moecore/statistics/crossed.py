@@ -17,7 +17,6 @@ from moecore.statistics.intervals import Interval, images_of
 
 LEVEL = 0.95
 POWER = 0.8
-BISECTIONS = 80
 BOTH = "items × seeds"
 ITEMS = "items"
 SEEDS = "seeds"
@@ -70,26 +69,28 @@ class Difference(NamedTuple):
         if not any(source.variance for source in self.sources):
             return 0.0
 
+        from scipy.optimize import root_scalar  # slow to import
+
+        def gap(log_tail: float) -> float:
+            return self._reach(math.exp(log_tail)) - distance
+
         # Both sources together reach the distance at a smaller t than either does alone.
         alone = [
             float(stdtr(source.freedom, -distance / math.sqrt(source.variance)))
             for source in self.sources
             if source.variance > 0
         ]
-        low = math.log(max(*alone, 1e-300))  # of one tail
-        high = math.log(0.5)
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            if self._reach(math.exp(middle)) > distance:
-                low = middle
-            else:
-                high = middle
-        return 2 * math.exp(low)
+        log_tail = math.log(max(*alone, 1e-300))
+        if gap(log_tail) > 0:
+            log_tail = root_scalar(gap, bracket=(log_tail, math.log(0.5)), xtol=1e-15).root
+        return 2 * math.exp(log_tail)
 
     def _reach(self, tail: float) -> float:
         """Half the width of the interval that leaves ``tail`` on either side."""
         squares = [
-            source.variance * float(stdtrit(source.freedom, tail)) ** 2 for source in self.sources
+            source.variance * float(stdtrit(source.freedom, tail)) ** 2
+            for source in self.sources
+            if source.variance > 0
         ]
         return math.sqrt(math.fsum(squares))
 

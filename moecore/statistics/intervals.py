@@ -4,7 +4,6 @@ everything else.
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import NormalDist
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -28,22 +27,15 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
-    """Wilson's score interval of a share (Wilson, 1927); valid for small counts and for shares of 0
-    and 1.
+    """Return a share with Wilson's score interval (Wilson, 1927), valid for small counts and for
+    shares of 0 and 1.
 
     Raises ValueError unless 0 ≤ successes ≤ count and count ≥ 1.
     """
-    if not 0 <= successes <= count or count < 1:
-        raise ValueError(
-            f"wilson: {successes} successes of {count}; 0 ≤ successes ≤ count and count ≥ 1 are "
-            "needed"
-        )
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    share = successes / count
-    shrink = 1 + z * z / count
-    centre = (share + z * z / (2 * count)) / shrink
-    half = z / shrink * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return Interval(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
+    from scipy.stats import binomtest  # slow to import
+
+    limits = binomtest(successes, count).proportion_ci(level, "wilson")
+    return Interval(successes / count, limits.low, limits.high)
 
 
 def over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
@@ -69,6 +61,7 @@ def bootstrap(
     seed: int = 0,
     level: float = 0.95,
     lowest: float = -math.inf,
+    highest: float = math.inf,
     people: np.ndarray | None = None,
 ) -> Interval:
     """Basic (reflected) bootstrap interval (Davison & Hinkley, 1997, eq. 5.6) of a statistic of
@@ -77,9 +70,9 @@ def bootstrap(
     people: (count,), whose image each is; then people are drawn anew, each with all its images, as
     two images of one person are no two persons. None: images are drawn.
 
-    statistic: takes the indices (count,) of a resample and returns a float, never below ``lowest``.
-    Reflected and not percentile, because the ECE is biased upward on finite samples and a resample
-    adds that bias once more, which the reflection takes out; hence the
+    statistic: takes the indices (count,) of a resample and returns a float, never below ``lowest``
+    or above ``highest``. Reflected and not percentile, because the ECE is biased upward on finite
+    samples and a resample adds that bias once more, which the reflection takes out; hence the
     interval of an ECE may lie below its value.  Raises ValueError where there are no images.
     """
     if count < 1:
@@ -97,7 +90,7 @@ def bootstrap(
             )
             for _ in range(resamples)
         ]
-    return reflected(value, drawn, level, lowest)
+    return reflected(value, drawn, level, lowest, highest)
 
 
 def images_of(people: np.ndarray | None) -> list[np.ndarray] | None:
@@ -115,25 +108,29 @@ def bootstrap_mean(
     values: np.ndarray,
     resamples: int = 1000,
     lowest: float = 0.0,
+    highest: float = math.inf,
     people: np.ndarray | None = None,
 ) -> Interval:
-    """The mean of one value an image, (N,), with its bootstrap interval; see ``bootstrap``."""
+    """Return the mean of one value per image, (N,), with its bootstrap interval."""
     return bootstrap(
         lambda chosen: float(values[chosen].mean()),
         len(values),
         resamples,
         lowest=lowest,
+        highest=highest,
         people=people,
     )
 
 
-def share(hits: np.ndarray, people: np.ndarray | None = None) -> Interval:
-    """The share of hits (N,) bool: Wilson's interval, or over people where they have several."""
-    if images_of(people) is None:
-        return wilson(int(hits.sum()), len(hits))
-    found = bootstrap_mean(np.asarray(hits, np.float64), people=people)
-    assert found.high is not None  # a bootstrap has limits
-    return found._replace(high=min(1.0, found.high))
+def mean_share(shares: np.ndarray, people: np.ndarray | None = None) -> Interval:
+    """Return the mean of one share per image, (N,) in [0, 1], with its interval in [0, 1].
+
+    Wilson's where all are 0 or 1; the bootstrap else, and over people who have several images.
+    """
+    shares = np.asarray(shares, np.float64)
+    if images_of(people) is None and np.isin(shares, (0, 1)).all():
+        return wilson(int(shares.sum()), len(shares))
+    return bootstrap_mean(shares, highest=1.0, people=people)
 
 
 def reflected(
@@ -169,9 +166,12 @@ class Estimate(Config):
         return cls(**interval._asdict())
 
     @classmethod
-    def of_mean(cls, values: Tensor) -> Self:
-        """The mean of one value an item, (N,), with its bootstrap interval."""
-        return cls.of(bootstrap_mean(values.double().numpy()))
+    def of_mean(cls, values: Tensor, is_share: bool = True) -> Self:
+        """Return the mean of one value ≥ 0 per item, (N,), with its interval: as a share's, in
+        [0, 1], or by the bootstrap.
+        """
+        interval = mean_share if is_share else bootstrap_mean
+        return cls.of(interval(values.double().numpy()))
 
 
 def squared_cv(values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import Draws
-from moecore.statistics.intervals import Estimate, Interval, images_of, share
+from moecore.statistics.intervals import Estimate, Interval, images_of, mean_share
 from moecore.statistics.paired import paired_bootstrap, paired_difference, pairs
 from moecore.tasks.base import Details, Reduction, Score
 from moecore.tasks.class_scores import confusion, correct, nll, within
@@ -112,7 +112,7 @@ class Classification(Config):
 
     def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
         """Wilson's interval of the share; the bootstrap over people who have several images."""
-        return share(scores.numpy(), people)
+        return mean_share(scores.numpy(), people)
 
     def worst(self, one: Tensor, other: Tensor) -> Tensor:
         return one & other

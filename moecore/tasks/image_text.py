@@ -22,6 +22,7 @@ from torch.nn.functional import logsigmoid
 from moecore.core.files import UserError
 from moecore.core.ranks import joined, ranks, rows_of_all, total_over_ranks
 from moecore.core.streams import Draws
+from moecore.statistics.intervals import Interval, mean_share
 from moecore.tasks.base import Details, Reduction, Score
 from moecore.tasks.errors import Errors
 from moecore.tasks.recall import MARKS, absent, text_to_image
@@ -159,6 +160,10 @@ class ImageText(Errors):
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
         return float(self.scores(prediction, labels).mean())
+
+    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
+        """Return the mean share with its 95 % interval in [0, 1]."""
+        return mean_share(scores.numpy(), people)
 
     def worst(self, one: Tensor, other: Tensor) -> Tensor:
         return torch.minimum(one, other)

@@ -39,7 +39,7 @@ def text_to_image(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
     flat = texts.flatten(0, 1)
     there = ~absent(flat)
     owner = torch.arange(number, device=flat.device).repeat_interleave(captions)
-    found = []
+    rows = []
     for part, who in zip(
         flat.split(max(1, CHUNK // number)), owner.split(max(1, CHUNK // number)), strict=True
     ):
@@ -47,20 +47,20 @@ def text_to_image(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
         right = said.gather(0, who[None])[0]
         above = (said > right + TIE).sum(dim=0)
         level = ((said - right).abs() <= TIE).sum(dim=0) - 1
-        found.append(hits(above, level, at))
-    each = torch.cat(found).masked_fill(~there[:, None], 0.0).view(number, captions, len(at))
+        rows.append(hit_share(above, level, torch.ones_like(level), at))
+    each = torch.cat(rows).masked_fill(~there[:, None], 0.0).view(number, captions, len(at))
     return each.sum(dim=1) / there.view(number, captions).sum(dim=1, keepdim=True)
 
 
 def image_to_text(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
     """R@k of each image (N, d + 1) among all captions (N, C, d + 3): (N, k) fp64; any of its
-    captions counts. Ties as in ``text_to_image``, of the best own caption with those of others.
+    captions counts. Ties as in ``text_to_image``, of all own captions that are as near as the best.
     """
     number, captions = texts.shape[:2]
     flat = texts.flatten(0, 1)
     there = ~absent(flat)
     size = max(1, CHUNK // len(flat))
-    found = []
+    hits = []
     for first in range(0, number, size):
         said = cosines(images[first : first + size], flat).masked_fill(~there, -2.0)
         rows = torch.arange(len(said), device=said.device)
@@ -68,17 +68,22 @@ def image_to_text(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
         for caption in range(captions):
             own[rows, (first + rows) * captions + caption] = True
         best = said.masked_fill(~own, -2.0).amax(dim=1, keepdim=True)
-        others = said.masked_fill(own, -2.0)
-        above = (others > best + TIE).sum(dim=1)
-        level = ((others - best).abs() <= TIE).sum(dim=1)
-        found.append(hits(above, level, at))
-    return torch.cat(found)
+        above = (said > best + TIE).sum(dim=1)
+        equal = (said - best).abs() <= TIE
+        hits.append(hit_share(above, (equal & ~own).sum(dim=1), (equal & own).sum(dim=1), at))
+    return torch.cat(hits)
 
 
-def hits(above: Tensor, level: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Share of the orders of a tie in which one of ``level`` + 1 equals is among the first k, where
-    ``above`` others are before all of them: (n, k) fp64.
+def hit_share(above: Tensor, others: Tensor, own: Tensor, at: tuple[int, ...]) -> Tensor:
+    """Return the share of a tie's orders in which one of its right answers is among the first k:
+    (n, k) fp64; 1 − C(others, r)/C(others + own, r) with r = k − above places for the tie.
+
+    above: (n,), answers before the tie; others and own: (n,), wrong and right answers in it.
     """
     places = torch.tensor(at, dtype=torch.float64, device=above.device)
     room = places[None, :] - above.double()[:, None]
-    return (room / (level.double()[:, None] + 1)).clamp(0.0, 1.0)
+    share = torch.zeros_like(room)
+    for right in range(1, int(own.max()) + 1):
+        more = (room / (others.double()[:, None] + right)).clamp(0.0, 1.0)
+        share += (1 - share) * more * (own >= right)[:, None]
+    return share

@@ -209,6 +209,7 @@ def train_step(
                 parameters = [parameter for group in groups for parameter in group["params"]]
                 nn.utils.clip_grad_norm_(parameters, settings.clip, foreach=True)
             optimizer.step()
+        job.model.end_step()
     # Unchecked, and left on the device: a loss that is not finite is found at the next point.
     detached = {name: term.detach() for name, term in terms.items()}
     return {"loss": loss.detach()} | detached, job.objective.score(seen, terms) / batch.views

@@ -6,21 +6,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from moecore.attacks import Attack
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.base import generators
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import frozen_parameters, image_gradient
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.square import Square
 from moecore.core.files import UserError
-from tests.attacks.models import CLASSES, SETS, Curved, Linear, Smooth, vit
+from tests.attacks.models import CLASSES, Curved, Linear, Smooth, vit
 
 GRADIENT = [Fgsm(), Pgd(steps=4), Pgd(steps=4, form="strong"), Apgd(steps=8)]
 OBJECTIVES = ["cross_entropy", "dlr", "balance", "routing_change"]
-PLAIN = [*GRADIENT, ApgdReference(steps=8), Square(queries=20)]
-ALL = [
-    attack.model_copy(update={"objective": name}) for attack in GRADIENT for name in OBJECTIVES
-] + [*PLAIN[4:], ApgdReference(loss="dlr", steps=8)]
+ALL = [attack.model_copy(update={"objective": name}) for attack in GRADIENT for name in OBJECTIVES]
 
 
 def named(attack) -> str:
@@ -43,7 +38,7 @@ def run(attack, model, images, labels, epsilon, seed=0, task=CLASSES):
 
 @pytest.mark.parametrize(
     "attack",
-    [*GRADIENT, Pgd(), Apgd(), ApgdReference(steps=8)],
+    [*GRADIENT, Pgd(), Apgd()],
     ids=lambda attack: f"{attack.kind}{named(attack)}",
 )
 def test_reaches_the_optimum_of_a_linear_model(attack):
@@ -54,23 +49,6 @@ def test_reaches_the_optimum_of_a_linear_model(attack):
     direction = torch.where(labels == 1, -1.0, 1.0)[:, None] * weight.sign()
     expected = (images + 0.1 * direction.reshape(images.shape)).clamp(0, 1)
     assert torch.allclose(run(attack, Linear(weight), images, labels, 0.1), expected, atol=1e-6)
-
-
-def test_square_reaches_the_optimum_of_a_linear_model():
-    # The package never moves a square to the last row or column, so these have weight 0 here. Where
-    # even the best image is classified right, square goes on to it; where not, it stops at the
-    # first image that is misclassified.
-    weight = torch.tensor([1.0, -2.0, 0.0, 3.0, -1.0, 0.0, 0.0, 0.0, 0.0])
-    images, labels = case(32, side=3)
-    sign = torch.where(labels == 1, 1.0, -1.0)[:, None]
-    best = (images.flatten(1) - 0.2 * sign * weight.sign()).clamp(0, 1) @ weight + 0.3
-    found = (
-        run(Square(queries=500), Linear(weight, 0.3), images, labels, 0.2).flatten(1) @ weight + 0.3
-    )
-    stands, clean = best * sign[:, 0] > 0, (images.flatten(1) @ weight + 0.3) * sign[:, 0] > 0
-    assert stands.any() and (clean & ~stands).any()
-    assert torch.allclose(found[stands], best[stands], atol=1e-5)
-    assert (found * sign[:, 0] <= 0)[~stands].all()
 
 
 @pytest.mark.parametrize("attack", ALL, ids=named)
@@ -155,7 +133,7 @@ def test_an_image_is_attacked_alike_in_any_batch_and_order(attack):
 
 @pytest.mark.parametrize(
     "attack",
-    [Pgd(steps=1, form="strong"), Apgd(steps=2), ApgdReference(steps=2), Square(queries=2)],
+    [Pgd(steps=1, form="strong"), Apgd(steps=2)],
     ids=named,
 )
 def test_a_random_start_is_drawn_by_the_generator(attack):
@@ -225,7 +203,7 @@ def test_no_gradient_of_a_parameter_is_computed():
             seen.append(any(parameter.requires_grad for parameter in model.parameters()))
             return model(images)
 
-    for attack in PLAIN:
+    for attack in GRADIENT:
         run(attack, Spy(), *case(side=8), 0.1)
     assert (
         seen and not any(seen) and all(parameter.requires_grad for parameter in model.parameters())
@@ -234,7 +212,7 @@ def test_no_gradient_of_a_parameter_is_computed():
         assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("attack", [attack for attack in ALL if attack.kind != "square"], ids=named)
+@pytest.mark.parametrize("attack", ALL, ids=named)
 def test_a_vit_with_experts_is_attacked_as_its_weights_were_never_frozen(attack, monkeypatch):
     images, labels = case(4, side=8)
     model = vit({"kind": "noisy_top_k"})
@@ -271,7 +249,7 @@ def test_the_gradient_is_fp32_under_autocast():
 
 def test_refuses_what_makes_no_sense():
     images, labels = case(side=3)
-    for attack in PLAIN:
+    for attack in GRADIENT:
         for bad, epsilon in (
             (images * 255, 0.1),
             (images.to(torch.uint8), 0.1),
@@ -280,18 +258,9 @@ def test_refuses_what_makes_no_sense():
         ):
             with pytest.raises(ValueError, match="attack"):
                 run(attack, Linear(torch.ones(9)), bad, labels, epsilon)
-    for attack in (
-        Fgsm(objective="dlr"),
-        Pgd(objective="dlr"),
-        Apgd(objective="dlr"),
-        ApgdReference(loss="dlr"),
-    ):
+    for attack in (Fgsm(objective="dlr"), Pgd(objective="dlr"), Apgd(objective="dlr")):
         with pytest.raises(UserError, match="at least 3 classes, and the model has 2"):
             run(attack, Linear(torch.ones(9)), images, labels, 0.1)
-    several = torch.ones(5, 2, dtype=torch.uint8)
-    for attack in (ApgdReference(), Square()):
-        with pytest.raises(UserError, match="one label per image"):
-            run(attack, Linear(torch.ones(9)), images, several, 0.1, task=SETS)
 
 
 def test_the_union_picks_by_kind_and_refuses_the_rest():
@@ -302,20 +271,11 @@ def test_the_union_picks_by_kind_and_refuses_the_rest():
     assert union.validate_python({"kind": "apgd", "objective": "dlr"}) == Apgd(
         steps=100, objective="dlr"
     )
-    assert (
-        union.validate_python({"kind": "square"}).queries == 5000
-        and Pgd().steps == 40
-        and ApgdReference().steps == 100
-    )
-    bad = [
+    assert Pgd().steps == 40 and Apgd().steps == 100
+    for settings_ in [
         {"kind": "apgd_"},
         {"kind": "fgsm", "steps": 3},
         {"kind": "pgd", "steps": 0},
-        {"kind": "square", "objective": "dlr"},
-    ]
-    for settings_ in [
-        *bad,
-        {"kind": "apgd_reference", "loss": "balance"},
         {"kind": "pgd", "objective": "hinge"},
     ]:
         with pytest.raises(ValidationError):

@@ -6,12 +6,10 @@ import torch
 from torch import nn
 
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import image_gradient
 from moecore.attacks.objectives import goal_of
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.square import Square
 from moecore.attacks.target import Target, drawn_places, rounded
 from moecore.core.files import UserError
 from moecore.core.records import ModelOutput
@@ -26,8 +24,6 @@ ATTACKS = [
     Pgd(steps=3, form="strong"),
     BALANCE,
     Apgd(steps=5),
-    ApgdReference(steps=5),
-    Square(queries=10),
 ]
 
 
@@ -107,11 +103,7 @@ def test_the_global_random_state_is_left():
 def test_names_say_what_is_not_usual():
     gradient = (Pgd(), Pgd(steps=10, form="strong"), Pgd(steps=10, objective="dlr"))
     assert [attack.name for attack in gradient] == ["pgd", "pgd-10-strong", "pgd-dlr-10"]
-    assert [attack.name for attack in (ApgdReference(loss="dlr"), Square(queries=100), Apgd())] == [
-        "apgd_reference-dlr",
-        "square-100",
-        "apgd",
-    ]
+    assert Apgd().name == "apgd"
 
 
 def test_a_subset_is_drawn_once_in_order():
@@ -139,9 +131,7 @@ def test_an_attack_says_itself_what_it_does_not_apply_to():
     assert Pgd().does_not_apply(dense, YEARS) is None
     real = "needs classes, and these labels are real numbers"
     assert Apgd(objective="dlr").refuses(YEARS) == f"apgd with objective dlr {real}"
-    assert Square().does_not_apply(dense, YEARS) == f"square {real}"
     several = "needs one label per image, and these images have several labels each"
-    assert ApgdReference().refuses(SETS) == f"apgd_reference {several}"
     assert Apgd(objective="dlr").refuses(SETS) == f"apgd with objective dlr {several}"
     assert Apgd(objective="cross_entropy").refuses(SETS) is None
 
@@ -278,11 +268,3 @@ def test_objectives_of_classes_refuse_real_labels(objective):
         match=f"objective {objective} needs classes, and these labels are real numbers; choose",
     ):
         goal_of(objective, 0.0, Regressor(WEIGHT), YEARS, VOLUMES, LABELS)
-
-
-@pytest.mark.parametrize("attack", [ApgdReference(steps=2), Square(queries=2)])
-def test_the_reference_package_refuses_real_labels(attack):
-    with pytest.raises(
-        UserError, match=f"{attack.kind} needs classes, and these labels are real numbers"
-    ):
-        run(attack, Regressor(WEIGHT), VOLUMES, LABELS, 0.1)

@@ -402,7 +402,7 @@ def test_nothing_is_applied_to_what_cannot_be_corrected():
 
 def test_survives_json_and_names_its_predictor():
     found = fitted(*drawn(), fit_on="validation")
-    again = FittedLinear.from_json(found.to_json())
+    again = FittedLinear.model_validate_json(found.model_dump_json())
     assert (
         again == found
         and again.predictor_sha256 == HASH
@@ -410,7 +410,7 @@ def test_survives_json_and_names_its_predictor():
         and again.groups["F"].n == 100
     )
     with pytest.raises(ValidationError):
-        FittedLinear.from_json(found.to_json().replace(HASH, "unknown"))
+        FittedLinear.model_validate_json(found.model_dump_json().replace(HASH, "unknown"))
 
 
 def test_yaml_chooses_the_calibrator_by_kind():
@@ -466,7 +466,7 @@ def test_keeps_order_and_survives_json():
     logits, labels = logits_of(200, 2.0)
     fitted = Temperature().fit(logits, labels)
     assert torch.equal(fitted.apply(logits).argmax(1), logits.argmax(1))
-    assert FittedTemperature.from_json(fitted.to_json()) == fitted
+    assert FittedTemperature.model_validate_json(fitted.model_dump_json()) == fitted
 
 
 def test_says_where_no_temperature_inside_the_limits_is_best():

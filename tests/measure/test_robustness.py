@@ -33,8 +33,7 @@ SETTINGS = Robustness(
         {"kind": "pgd", "steps": 4, "objective": "balance", "group": 10},
         {"kind": "pgd", "steps": 4, "objective": "routing_change"},
         {"kind": "apgd", "steps": 8},
-        {"kind": "apgd_reference", "steps": 8, "loss": "dlr"},
-        {"kind": "square", "queries": 20},
+        {"kind": "apgd", "steps": 8, "objective": "dlr"},
     ),
 )
 NAMES = [
@@ -43,8 +42,7 @@ NAMES = [
     "pgd-balance-10-4",
     "pgd-routing_change-4",
     "apgd-8",
-    "apgd_reference-dlr-8",
-    "square-20",
+    "apgd-dlr-8",
 ]
 ROWS = len(NAMES) * 3
 IDLE = "the model has no MoE layer whose routing could change"
@@ -157,20 +155,19 @@ def test_survivors_alone_have_the_same_accuracy_and_no_routing(subjects, results
 
 
 def test_what_makes_no_sense_for_the_labels_is_refused():
-    pgd, dlr, square = ({"kind": "pgd"}, {"kind": "pgd", "objective": "dlr"}, {"kind": "square"})
+    pgd, dlr = {"kind": "pgd"}, {"kind": "pgd", "objective": "dlr"}
 
     def settings(*attacks, **changes):
         return Robustness(epsilons=(0.1,), attacks=attacks, **changes)
 
-    refuse(settings(pgd, dlr, square, survivors=True), CLASSES)
+    refuse(settings(pgd, dlr, survivors=True), CLASSES)
     refuse(settings(pgd, survivors=True), SETS)
     allowed = "allowed: fgsm, pgd or apgd with objective task, balance or routing_change"
-    for attack, what in ((dlr, "pgd with objective dlr"), (square, "square")):
-        found = rf"attacks\[1\]: {what} needs classes, and these labels are real numbers; {allowed}"
-        with pytest.raises(UserError, match=found):
-            refuse(settings(pgd, attack), YEARS)
-        with pytest.raises(UserError, match=r"attacks\[1\]: .* several labels each; allowed"):
-            refuse(settings(pgd, attack), SETS)
+    what = r"attacks\[1\]: pgd with objective dlr needs classes, and these labels are real numbers"
+    with pytest.raises(UserError, match=f"{what}; {allowed}"):
+        refuse(settings(pgd, dlr), YEARS)
+    with pytest.raises(UserError, match=r"attacks\[1\]: .* several labels each; allowed"):
+        refuse(settings(pgd, dlr), SETS)
     with pytest.raises(UserError, match="survivors: found true, but .* never simply right"):
         refuse(settings(pgd, survivors=True), YEARS)
 

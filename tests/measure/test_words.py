@@ -12,8 +12,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
@@ -26,12 +24,11 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.tokenizers import tokenizer_in
 from moecore.data.text.words import read_vocabulary
-from moecore.measure import few_shot, routing, word_confidence, word_swaps, zero_shot
+from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps, zero_shot
 from moecore.measure.base import Subject, at_once
 from moecore.measure.calibration import Calibrate, Files, calibrate
-from moecore.measure.calibrators.temperature import Temperature, slope
+from moecore.measure.calibrators.temperature import Temperature, nll_slope
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
-from moecore.measure.probes.linear_probe import ridges
 from moecore.measure.word_confidence import tokens_of
 from moecore.measure.word_swaps import WordSwaps
 from moecore.measure.zero_shot import ZeroShot
@@ -135,8 +132,8 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
     torch.testing.assert_close(found.sure.flatten(), confidence(scaled), rtol=1e-5, atol=1e-6)
     assert torch.equal(found.hits.flatten(), correct(scaled, labels))
     for beta in (0.3, 2.0):
-        expected = slope(logits.double(), labels, beta)
-        assert known.slope(beta) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        expected = nll_slope(logits.double(), labels, beta)
+        assert known.nll_slope(beta) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_the_temperature_of_a_text(subject, tmp_path):
@@ -252,37 +249,9 @@ def refitted(x: torch.Tensor, y: torch.Tensor, penalty: float) -> torch.Tensor:
     return torch.linalg.solve(x.T @ x + penalty * torch.eye(x.shape[1]).double(), x.T @ y)
 
 
-@pytest.mark.parametrize(("images", "width"), [(12, 30), (12, 11), (30, 8), (13, 12), (12, 12)])
-@pytest.mark.parametrize("exponent", [-10, -3, 0, 7, 19])
-def test_weights_and_left_out_images_equal_explicit_refits(images, width, exponent):
-    x, y = drawn_set(0, images, width)
-    ridge = ridges(x, y)
-    penalty = 2.0**exponent
-    expected = refitted(x, y, penalty)
-    torch.testing.assert_close(ridge.weights(penalty), expected, rtol=1e-6, atol=1e-8)
-    others = [torch.arange(images) != place for place in range(images)]
-    one_by_one = torch.stack([x[~keep][0] @ refitted(x[keep], y[keep], penalty) for keep in others])
-    torch.testing.assert_close(ridge.left_out(penalty), one_by_one, rtol=1e-6, atol=1e-7)
-
-
-@given(st.integers(0, 10**6), st.integers(4, 12), st.sampled_from(EXPONENTS))
-def test_both_paths_agree(seed, images, exponent):
-    # Columns of zeros change nothing, but make the features more than the images.
-    x, y = drawn_set(seed, images, 3)
-    wide = torch.cat([x, torch.zeros(images, 20, dtype=torch.float64)], dim=1)
-    primal, dual = ridges(x, y), ridges(wide, y)
-    assert primal.own.shape == (images, 4) and dual.own.shape == (images, images)
-    penalty = 2.0**exponent
-    torch.testing.assert_close(
-        primal.weights(penalty), dual.weights(penalty)[:4], rtol=1e-5, atol=1e-7
-    )
-    torch.testing.assert_close(
-        primal.left_out(penalty), dual.left_out(penalty), rtol=1e-5, atol=1e-6
-    )
-
-
-def test_the_penalty_is_that_of_the_least_error_on_images_left_out():
-    x, y = drawn_set(3, 18, 40)
+@pytest.mark.parametrize("width", [5, 40])
+def test_the_penalty_is_that_of_the_least_error_on_images_left_out(width):
+    x, y = drawn_set(3, 18, width)
     errors = {}
     for exponent in EXPONENTS:
         guesses = []
@@ -290,12 +259,12 @@ def test_the_penalty_is_that_of_the_least_error_on_images_left_out():
             keep = torch.arange(18) != place
             guesses.append(x[place] @ refitted(x[keep], y[keep], 2.0**exponent))
         errors[exponent] = float((torch.stack(guesses) - y).square().mean())
-    assert few_shot.preferred(ridges(x, y)) == min(errors, key=errors.__getitem__)
+    assert few_shot.choose_exponent(x, y) == min(errors, key=errors.__getitem__)
 
 
 def test_of_equal_errors_the_largest_penalty_is_taken():
     x = torch.zeros(4, 2, dtype=torch.float64)
-    assert few_shot.preferred(ridges(x, torch.ones(4, 2, dtype=torch.float64))) == EXPONENTS[-1]
+    assert few_shot.choose_exponent(x, torch.ones(4, 2, dtype=torch.float64)) == EXPONENTS[-1]
 
 
 @pytest.fixture(scope="module")
@@ -412,6 +381,14 @@ def mosaics(tmp_path_factory):
 
 
 @torch.no_grad()
+def test_the_chance_of_retrieval(mosaics):
+    recall = retrieval.measure(mosaics, retrieval.Retrieval(pictures=0, at=(1, 5, 30)), at_once)
+    assert (recall.images, recall.captions) == (30, 150)
+    assert [row.chance for row in recall.text_to_image] == [1 / 30, 5 / 30, 1]
+    any_own = [1 - math.comb(145, k) / math.comb(150, k) for k in (1, 5, 30)]
+    assert [row.chance for row in recall.image_to_text] == pytest.approx(any_own)
+
+
 def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     settings = ZeroShot(source=DIGITS, templates=TEMPLATES)
     found = zero_shot.measure(mosaics, settings, at_once)

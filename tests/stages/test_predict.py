@@ -286,7 +286,7 @@ def test_probabilities_are_calibrated_where_there_is_a_calibrator(pictures, tmp_
     main([str(model), str(pictures), "--out", str(tmp_path / "plain.csv")])
     folder = tmp_path / "artifacts/calibrate/finetune/vmoe/0"
     folder.mkdir(parents=True)
-    (folder / "calibrator.json").write_text(FittedTemperature(temperature=0.25).to_json())
+    (folder / "calibrator.json").write_text(FittedTemperature(temperature=0.25).model_dump_json())
     main([str(model), str(pictures), "--out", str(tmp_path / "sharp.csv")])
     assert "probabilities are calibrated: temperature 0.25" in capsys.readouterr().out
     plain, sharp = rows_of(tmp_path / "plain.csv"), rows_of(tmp_path / "sharp.csv")

@@ -4,6 +4,7 @@ Images and captions in one space: losses against sums written out, recall with t
 """
 
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from moecore.data.preview import read_task
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.tasks.multi_label import MultiLabel
-from moecore.tasks.recall import image_to_text, text_to_image
+from moecore.tasks.recall import hit_share, image_to_text, text_to_image
 from moecore.tasks.regression import Regression
 
 ONE = Classification(classes=("a", "b", "c"))
@@ -377,9 +378,17 @@ def test_recall_by_hand():
     assert found[2].tolist() == [1.0, 1.0, 1.0]
     back = image_to_text(images, texts, (1, 2, 5))
     assert back[0].tolist() == [1.0, 1.0, 1.0]
-    assert back[2, 0] == pytest.approx(1 / 3)  # its caption z is level with the two of image 1
-    # image 1: y of image 0 is above, its own z (0) is level with x and the two z of image 2
-    assert back[1].tolist() == pytest.approx([0.0, 1 / 4, 1.0])
+    assert back[2, 0] == 0.5  # its two captions z are level with the two of image 1
+    # image 1: y of image 0 is above; its two z (0) are level with x and the two z of image 2
+    assert back[1].tolist() == pytest.approx([0.0, 2 / 5, 1.0])
+
+
+@given(st.integers(0, 2), st.integers(0, 3), st.integers(1, 3), st.integers(1, 4))
+def test_a_tie_counts_for_the_share_of_its_orders_that_hit(above, others, own, k):
+    orders = list(permutations([False] * others + [True] * own))
+    wanted = sum(any(([False] * above + list(order))[:k]) for order in orders) / len(orders)
+    given = (torch.tensor([number]) for number in (above, others, own))
+    assert float(hit_share(*given, (k,))) == pytest.approx(wanted)
 
 
 def test_two_images_with_one_caption_share_the_hit_whichever_comes_first():

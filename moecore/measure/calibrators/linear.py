@@ -46,10 +46,7 @@ class Line(Config):
 
 
 class FittedLinear(Config):
-    """The fitted lines: one for all, and one for each group that had enough.
-
-    ``to_json`` and ``from_json`` keep them exactly.
-    """
+    """The fitted lines: one for all, and one for each group that had enough."""
 
     kind: Literal["linear"] = "linear"
     fit_on: FitOn = Field(description="Split whose predictions it was fitted to.")
@@ -93,15 +90,6 @@ class FittedLinear(Config):
     def used(self, groups: Sequence[str]) -> list[str]:
         """Whose line corrects each prediction: the group's, or ``pooled`` where it has none."""
         return [group if group in self.groups else POOLED for group in groups]
-
-    def to_json(self) -> str:
-        """The fitted calibrator as one line of JSON."""
-        return self.model_dump_json()
-
-    @classmethod
-    def from_json(cls, text: str) -> "FittedLinear":
-        """Read what ``to_json`` wrote; raises pydantic's ValidationError for anything else."""
-        return cls.model_validate_json(text)
 
 
 class Linear(Config):

@@ -3,8 +3,8 @@
 N images, K classes. Source: Guo et al. (2017).
 """
 
-import math
 from collections.abc import Callable
+from functools import cache
 from typing import Literal
 
 import torch
@@ -15,11 +15,9 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.tasks.base import Task
 
-Slope = Callable[[float], tuple[float, float]]  # β → dNLL/dβ, d²NLL/dβ²
-
 
 class FittedTemperature(Config):
-    """A fitted temperature; ``to_json`` and ``from_json`` keep it exactly."""
+    """A fitted temperature."""
 
     kind: Literal["temperature"] = "temperature"
     temperature: float = Field(
@@ -34,15 +32,6 @@ class FittedTemperature(Config):
     def apply(self, logits: Tensor) -> Tensor:
         """Calibrated logits, (N, K) to (N, K); the order of the classes stays, and the accuracy."""
         return logits / self.temperature
-
-    def to_json(self) -> str:
-        """The fitted calibrator as one line of JSON."""
-        return self.model_dump_json()
-
-    @classmethod
-    def from_json(cls, text: str) -> "FittedTemperature":
-        """Read what ``to_json`` wrote; raises pydantic's ValidationError for anything else."""
-        return cls.model_validate_json(text)
 
 
 class Temperature(Config):
@@ -72,7 +61,7 @@ class Temperature(Config):
         return False
 
     def fit(self, logits: Tensor, labels: Tensor) -> FittedTemperature:
-        """The temperature with the smallest NLL, by safeguarded Newton steps in fp64.
+        """Return the temperature with the smallest NLL, in fp64.
 
         logits: (N, K); labels: (N,), of the validation split, never of the test split. ``at_limit``
         of the result tells where no temperature inside the limits is best (perfect separation, or
@@ -83,16 +72,25 @@ class Temperature(Config):
         _check(logits, labels)
         logits = logits.detach().double().cpu()
         labels = labels.long().cpu()
-        return self.fit_slope(lambda beta: slope(logits, labels, beta))
+        return self.fit_slope(lambda beta: nll_slope(logits, labels, beta))
 
-    def fit_slope(self, at: Slope, close: float = 1e-12) -> FittedTemperature:
-        """The same of an NLL that is given by its derivatives in β = 1/T: of predictions that are
-        too many to be there at once. close: relative step at which Newton's are at their end.
+    def fit_slope(
+        self, slope_at: Callable[[float], float], tolerance: float = 1e-12
+    ) -> FittedTemperature:
+        """Return the temperature with the smallest NLL, given its slope dNLL/dβ at β = 1/T: for
+        predictions that are too many to be there at once. tolerance: relative, of β.
         """
+        from scipy.optimize import root_scalar  # slow to import
+
+        slope_at = cache(slope_at)
         low, high = 1 / self.highest, 1 / self.lowest
-        limits = {low: self.highest, high: self.lowest}
-        beta = _root(at, low, high, close)
-        return FittedTemperature(temperature=limits.get(beta, 1 / beta), at_limit=beta in limits)
+        # the NLL is convex in β
+        if slope_at(low) >= 0:
+            return FittedTemperature(temperature=self.highest, at_limit=True)
+        if slope_at(high) <= 0:
+            return FittedTemperature(temperature=self.lowest, at_limit=True)
+        beta = root_scalar(slope_at, bracket=(low, high), rtol=tolerance).root
+        return FittedTemperature(temperature=1 / beta)
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:
@@ -117,50 +115,8 @@ def _check(logits: Tensor, labels: Tensor) -> None:
         )
 
 
-def _root(at: Slope, low: float, high: float, close: float) -> float:
-    """β = 1/T at the NLL's minimum in [low, high], one of its ends where it lies beyond.
-
-    The NLL is convex in β: the slope's sign keeps the bracket, Newton finds the root in it. An end
-    is looked at only where Newton's steps lead there.
-    """
-    lowest, highest = low, high
-    beta = 1.0
-    for _ in range(200):
-        slope, curvature = at(beta)
-        if (beta == lowest and slope >= 0) or (beta == highest and slope <= 0):
-            return beta
-        if slope < 0:
-            low = beta
-        else:
-            high = beta
-        newton = beta - slope / curvature if curvature > 0 else -math.copysign(math.inf, slope)
-        following = _within(newton, low, high, (lowest, highest))
-        if abs(following - beta) <= close * beta:
-            return following
-        beta = following
-    return beta
-
-
-def _within(newton: float, low: float, high: float, limits: tuple[float, float]) -> float:
-    """Newton's step, or one inside the bracket; a limit that was not looked at is tried itself."""
-    if newton <= low:
-        if low in limits:
-            return low
-        return math.sqrt(low * high)
-    if newton >= high:
-        if high in limits:
-            return high
-        return math.sqrt(low * high)
-    return newton
-
-
-def slope(logits: Tensor, labels: Tensor, beta: float) -> tuple[float, float]:
-    """First and second derivative of the mean NLL in β: E[z̄ − z_label] and E[Var z].
-
-    Both under softmax(βz).
-    """
-    probs = torch.softmax(beta * logits, dim=1)
-    mean = (probs * logits).sum(1)
-    variance = (probs * (logits - mean[:, None]).square()).sum(1)
+def nll_slope(logits: Tensor, labels: Tensor, beta: float) -> float:
+    """Return the derivative of the mean NLL in β, E[z̄ − z_label] under softmax(βz)."""
+    mean = (torch.softmax(beta * logits, dim=1) * logits).sum(1)
     chosen = logits.gather(1, labels[:, None])[:, 0]
-    return float((mean - chosen).mean()), float(variance.mean())
+    return float((mean - chosen).mean())

@@ -141,10 +141,10 @@ def ramp(
     return Ramp(
         sigmas=sigmas,
         threshold=threshold,
-        class_changes=Estimate.of_mean(steps.class_changes),
-        jumps_mean=Estimate.of_mean(steps.jumps),
+        class_changes=Estimate.of_mean(steps.class_changes, is_share=False),
+        jumps_mean=Estimate.of_mean(steps.jumps, is_share=False),
         jumps_items=kept_items(steps.jumps.double().numpy()),
-        total_variation=Estimate.of_mean(steps.total_variation),
+        total_variation=Estimate.of_mean(steps.total_variation, is_share=False),
         largest_step=Estimate.of_mean(steps.largest_step),
         mean_probability=true.mean(0).tolist(),
         score=(predicted == labels[:, None]).double().mean(0).tolist(),

@@ -2,12 +2,12 @@
 
 Alain & Bengio (2016), arXiv 1610.01644.
 
-N images, F features, K targets of an image.
+N images, F features.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -67,52 +67,3 @@ def linear_probe(
     }
     best = min(sorted(errors, reverse=True), key=errors.__getitem__)
     return fitted[best], best
-
-
-class Ridge(NamedTuple):
-    """The ridges of all penalties at once: weights are B (C / (Λ + λ)).
-
-    With N ≥ F the eigenvectors V of XᵀX are B, and C = VᵀXᵀY; with N < F those of XXᵀ are Q,
-    B = XᵀQ and C = QᵀY. One eigendecomposition gives either.
-    """
-
-    eigenvalues: Tensor  # Λ, (R,) ≥ 0
-    basis: Tensor  # B, (F, R)
-    targets: Tensor  # C, (R, K)
-    own: Tensor  # (N, R): XB with N ≥ F, else Q
-    y: Tensor  # (N, K)
-
-    def weights(self, penalty: float) -> Tensor:
-        """(XᵀX + λI)⁻¹ XᵀY, (F, K)."""
-        return self.basis @ self.shrunk(penalty)
-
-    def shrunk(self, penalty: float) -> Tensor:
-        """C / (Λ + λ), (R, K)."""
-        return self.targets / (self.eigenvalues + penalty)[:, None]
-
-    def left_out(self, penalty: float) -> Tensor:
-        """What a ridge fitted without an image says of it, for every image; (N, K).
-
-        y − (y − ŷ)/(1 − h) with the leverage h; where N < F, y − z/G with z = (XXᵀ + λI)⁻¹y and G
-        that inverse's diagonal, which loses no digits where h is close to 1.
-        """
-        inverse = 1 / (self.eigenvalues + penalty)
-        fitted = self.own @ self.shrunk(penalty)
-        diagonal = (self.own.square() * inverse).sum(dim=1)[:, None]
-        if len(self.y) < len(self.basis):
-            return self.y - fitted / diagonal
-        return self.y - (self.y - fitted) / (1 - diagonal)
-
-
-def ridges(features: Tensor, targets: Tensor) -> Ridge:
-    """All ridges of features (N, F) on targets (N, K), fp64.
-
-    In fp64: the bias alone has an eigenvalue of about 10⁴·N, beside which fp32 loses λ = 2⁻¹⁰.
-    """
-    if len(features) < features.shape[1]:
-        eigenvalues, vectors = torch.linalg.eigh(features @ features.T)
-        basis = features.T @ vectors
-        return Ridge(eigenvalues.clamp_min(0), basis, vectors.T @ targets, vectors, targets)
-    eigenvalues, basis = torch.linalg.eigh(features.T @ features)
-    own = features @ basis
-    return Ridge(eigenvalues.clamp_min(0), basis, own.T @ targets, own, targets)

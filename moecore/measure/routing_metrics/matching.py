@@ -185,13 +185,11 @@ def match_limits(
             lambda chosen, hits=counts[:, column]: float(hits[chosen].sum() / number[chosen].sum()),
             len(number),
             lowest=0.0,
+            highest=1.0,
             people=whose,
         )
         limits[f"{name}_low"] = found.low
-        if found.high is None:
-            limits[f"{name}_high"] = None
-        else:
-            limits[f"{name}_high"] = min(1.0, found.high)
+        limits[f"{name}_high"] = found.high
     return MatchingLimits(**limits)
 
 

@@ -13,7 +13,6 @@ from moecore.measure.under_attack.curves import (
     no_better,
     not_judged,
     shown,
-    worst_of,
 )
 from moecore.tasks.base import Task
 
@@ -37,7 +36,7 @@ def pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) -> Lin
 
 def apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) -> Line:
     """APGD reaches at least what PGD does, on average."""
-    best = _strongest_row(curves, attacks, _adaptive)
+    best = _strongest_row(curves, attacks, _of_kind("apgd"))
     plain = _strongest_row(curves, attacks, _of_kind("pgd"))
     if best is None or plain is None:
         return not_judged("apgd_beats_pgd", f"apgd and pgd on the task's loss {BOTH}")
@@ -74,21 +73,6 @@ def larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) -> Lin
     return Line(name="larger_epsilon", holds=not falling, text=text)
 
 
-def square_only(task: Task, curves: Curves, attacks: Sequence[Attack], images: int) -> Line:
-    """No image is broken by the search without gradients alone, at the largest epsilon."""
-    strongest: dict[bool, list[Row]] = {True: [], False: []}
-    for attack in attacks:
-        rows = curves[attack.name]
-        if not isinstance(rows, Skipped):
-            strongest[attack.kind == "square"].append(rows[-1])
-    if not all(strongest.values()):
-        return not_judged("square_only", f"square and an attack with gradients {BOTH}")
-    search, gradient = (worst_of(task, strongest[square], images) for square in (True, False))
-    alone = int((gradient & ~search).sum())
-    text = f"{alone} of {images} images ({alone / images:.1%}) are broken by square alone"
-    return Line(name="square_only", holds=alone == 0, text=text)
-
-
 def _strongest_row(
     curves: Curves, attacks: Sequence[Attack], wanted: Callable[[Attack], bool]
 ) -> Row | None:
@@ -105,7 +89,3 @@ def _strongest_row(
 def _of_kind(kind: str) -> Callable[[Attack], bool]:
     """The attacks of a kind on the task's loss."""
     return lambda attack: attack.kind == kind and attack.climbs_task
-
-
-def _adaptive(attack: Attack) -> bool:
-    return attack.kind in ("apgd", "apgd_reference") and attack.climbs_task

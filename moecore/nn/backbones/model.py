@@ -169,6 +169,9 @@ class BackboneModel(Model):
     def begin(self) -> None:
         """Streams begin anew: forget what they left."""
 
+    def end_step(self) -> None:
+        """Update what the optimiser does not, after each of its steps; on every rank."""
+
     @abstractmethod
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens to the outputs (B, K) of every head."""

@@ -26,7 +26,7 @@ from moecore.nn.layers.patch_embed import Interpolation
 from moecore.tasks.image_text import NONE, ImageText
 
 ImageTower = Annotated[Vit | Swin | SwinMoe | SwinV2, Field(discriminator="kind")]
-HIGHEST = 100.0  # of the scale (CLIP)
+HIGHEST = math.log(100.0)  # of the logit scale (CLIP)
 TEXTS = 1024  # captions a forward pass where none learns
 
 
@@ -132,6 +132,11 @@ class TwoTowerModel(BackboneModel):
         self.text_frozen = frozen
         self.train(self.training)
 
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Clip the logit scale; in the forward pass its gradient would be 0 beyond (open_clip)."""
+        self.logit_scale.clamp_(max=HIGHEST)
+
     def begin_finetuning(self) -> None:
         """The text tower stays where its settings say so."""
         self.freeze_text(self.config.text.frozen != "never")
@@ -198,7 +203,7 @@ class TwoTowerModel(BackboneModel):
     def image_side(self, embedding: Tensor) -> Tensor:
         """Embeddings (B, w) to (B, w + 1): scale · unit vector, and the bias; fp32."""
         with torch.autocast(embedding.device.type, enabled=False):
-            scale = self.logit_scale.float().exp().clamp_max(HIGHEST)
+            scale = self.logit_scale.float().exp()
             unit = normalize(embedding.float(), dim=1)
             bias = unit.new_zeros(1) if self.logit_bias is None else self.logit_bias.float()
             return torch.cat([scale * unit, bias.expand(len(unit), 1)], dim=1)

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.apgd_reference import ApgdReference
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.square import Square
 from moecore.attacks.target import Target
 from moecore.measure.base import Skipped
 from moecore.measure.under_attack import audit as module
@@ -27,7 +25,6 @@ from moecore.measure.under_attack.compared_curves import (
     apgd_beats_pgd,
     larger_epsilon,
     pgd_beats_fgsm,
-    square_only,
 )
 from moecore.measure.under_attack.curves import Curve, Left, Line, Row, run_of, unpacked, worst_case
 from moecore.statistics.intervals import bootstrap_mean, wilson
@@ -170,17 +167,16 @@ def test_pgd_must_reach_fgsms_error():
     assert pgd_beats_fgsm(YEARS, curves, other).holds is None
 
 
-@pytest.mark.parametrize("best", [Apgd(), ApgdReference()])
-def test_apgd_must_reach_pgds_loss(best):
-    both = [Pgd(), best]
+def test_apgd_must_reach_pgds_loss():
+    both = [Pgd(), Apgd()]
     plain = {"pgd": curve(0.5, loss=2.0)}
-    strong = plain | {best.kind: curve(0.9, loss=2.0)}
+    strong = plain | {"apgd": curve(0.9, loss=2.0)}
     assert apgd_beats_pgd(CLASSES, strong, both).holds is True
-    weak = plain | {best.kind: curve(0.1, loss=1.9)}
+    weak = plain | {"apgd": curve(0.1, loss=1.9)}
     assert apgd_beats_pgd(CLASSES, weak, both).holds is False
     assert apgd_beats_pgd(CLASSES, plain, [Pgd()]).holds is None
-    other = plain | {"apgd_reference-dlr": curve(0.1, loss=1.0)}
-    assert apgd_beats_pgd(CLASSES, other, [Pgd(), ApgdReference(loss="dlr")]).holds is None
+    other = plain | {"apgd-dlr": curve(0.1, loss=1.0)}
+    assert apgd_beats_pgd(CLASSES, other, [Pgd(), Apgd(objective="dlr")]).holds is None
 
 
 def test_apgd_must_reach_pgds_error():
@@ -200,21 +196,9 @@ def test_a_larger_ball_never_helps():
     assert larger_epsilon(YEARS, {"fgsm": curve(1)}, [Fgsm()]).holds is None
 
 
-def test_images_that_square_alone_breaks_show():
-    attacks = [Fgsm(), Pgd(), Square()]
-    curves = {"fgsm": curve(1, hits=(1, 0, 1)), "pgd": curve(1, hits=(1, 1, 0))}
-    found = square_only(CLASSES, curves | {"square": curve(1, hits=(1, 0, 0))}, attacks, 3)
-    assert found.holds is True
-    line = square_only(CLASSES, curves | {"square": curve(1, hits=(0, 1, 1))}, attacks, 3)
-    assert line.holds is False and "1 of 3 images (33.3%)" in line.text
-    assert square_only(CLASSES, curves, attacks[:2], 3).holds is None
-    assert square_only(CLASSES, {"square": curve(1)}, [Square()], 3).holds is None
-
-
 def test_a_skipped_attack_is_not_compared():
-    curves = {"fgsm": UNROUTED, "pgd": curve(0.5), "square": UNROUTED}
+    curves = {"fgsm": UNROUTED, "pgd": curve(0.5)}
     assert pgd_beats_fgsm(CLASSES, curves, [Fgsm(), Pgd()]).holds is None
-    assert square_only(CLASSES, curves, [Fgsm(), Pgd(), Square()], 1).holds is None
     assert larger_epsilon(YEARS, {"pgd": UNROUTED}, [Pgd()]).holds is None
 
 
@@ -349,7 +333,7 @@ def test_all_lines_of_classes_are_there_and_only_the_first_images_are_used(monke
     given = of_classes(Smooth())._replace(only=torch.zeros(40, dtype=torch.bool))
     curves = {"pgd": curve(0.5, hits=(1,) * 40)}
     lines = audit(given, Audit(images=8, steps=2), 0.1, curves, [Pgd()])
-    assert [line.name for line in lines] == [*LINES, "square_only"] and seen == [(8, 8, None)]
+    assert [line.name for line in lines] == [*LINES] and seen == [(8, 8, None)]
 
 
 def test_all_lines_of_a_real_target_are_there():
