@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-LOOKS = [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")]
+LOOKS = [(1400, "light"), (390, "dark")]
 
 
 @pytest.fixture(scope="session")

@@ -1,173 +1,40 @@
-"""What an addition costs: each is made in a copy of the project, counted, and run."""
+"""What an addition costs: all are made in one copy of the project, counted, and run together."""
 
 import difflib
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from moecore.core.files import read_json
 from moecore.pipeline.dvc_file import study_dvc
-from tests.project import PARAMS, ROOT, Project
+from tests.project import ROOT, Project
 
-SMALL = re.sub(r"epochs: 2", "epochs: 1", PARAMS).replace("steps: 20", "steps: 2")
-
-
-class Addition:
-    """A copy of the project to which something is added."""
-
-    def __init__(self, folder: Path, params: str = SMALL) -> None:
-        self.project = Project(folder, params)
-        self.project.forked = False
-
-    def part(self, old: str, new: str, rename: Callable[[str], str]) -> None:
-        """Add the file ``new``: the file ``old`` under other names."""
-        text = (ROOT / old).read_text(encoding="utf-8")
-        self.file(new, rename(text))
-
-    def file(self, path: str, text: str) -> None:
-        assert not (ROOT / path).exists()
-        (self.project.folder / path).write_text(text, encoding="utf-8")
-
-    def line(
-        self, path: str, *, before: str = "", add: str, into: tuple[str, str] | None = None
-    ) -> None:
-        """Add a line to a file of the project before the first line that begins with ``before``."""
-        file = self.project.folder / path
-        text = file.read_text(encoding="utf-8")
-        replaced = [(f"\n{before}", f"\n{add}\n{before}")] + ([into] if into else [])
-        for old, new in replaced:
-            assert old in text, f"{path} has no {old!r}"
-            text = text.replace(old, new, 1)
-        file.write_text(text, encoding="utf-8")
-
-    def join(
-        self,
-        family: str,
-        like: tuple[str, str],
-        new: tuple[str, str],
-        before: str,
-        into: tuple[str, str],
-        rename: Callable[[str], str] = str,
-    ) -> None:
-        """Add a part to a family: a copy of another under a new kind and class, and its two lines.
-
-        like, new: (kind, class); before: the kind that follows it; into: text of the union, and
-        the same with the new class.
-        """
-        (old_kind, old_class), (kind, name) = like, new
-
-        def renamed(text: str) -> str:
-            text = text.replace(f'"{old_kind}"', f'"{kind}"')
-            return rename(re.sub(rf"\b{old_class}\b", name, text))
-
-        self.part(f"{family}/{old_kind}.py", f"{family}/{kind}.py", renamed)
-        dotted = family.replace("/", ".")
-        self.line(
-            f"{family}/__init__.py",
-            before=f"from {dotted}.{before} ",
-            add=f"from {dotted}.{kind} import {name}",
-            into=into,
-        )
-        assert self.cost()[f"{family}/__init__.py"] == 2
-
-    def cost(self) -> dict[str, int]:
-        """Files of the code that changed, with the number of lines that were added or replaced."""
-        found = {}
-        for folder in ("moecore", "stages"):
-            for file in sorted((ROOT / folder).rglob("*.py")):
-                path = file.relative_to(ROOT)
-                old = file.read_text(encoding="utf-8").splitlines()
-                new = (self.project.folder / path).read_text(encoding="utf-8").splitlines()
-                lines = [line for line in difflib.ndiff(old, new) if line.startswith("+ ")]
-                if lines:
-                    found[str(path)] = len(lines)
-        return found
-
-    def run(self, *stages: str) -> None:
-        for stage in stages:
-            self.project.stage(*stage.split())
-
-    def measured(self, name: str) -> dict:
-        return read_json(self.project.folder / f"artifacts/measured/{name}.json")
-
-
-@pytest.fixture
-def addition(tmp_path) -> Addition:
-    return Addition(tmp_path)
-
-
-TRAINED = ("prepare pretrain", "teacher_router vmoe 0", "pretrain vmoe 0")
-LOOKED_AT = "measure invariance pretrain vmoe 0"
-
-
-def test_a_router(addition):
-    addition.join(
-        "moecore/nn/routers",
-        ("hash", "Hash"),
-        ("lottery", "Lottery"),
-        before="noisy_top_k",
-        into=("\n    | NoisyTopK", "\n    | Lottery\n    | NoisyTopK"),
-    )
-    assert len(addition.cost()) == 1
-    edit(addition, "vmoe", "router: {kind: noisy_top_k, k: 2}", "router: {kind: lottery, k: 2}")
-    edit(addition, "vmoe", "      - {kind: load, weight: 0.005}\n", "")
-    addition.run(*TRAINED, LOOKED_AT)
-    assert addition.measured("pretrain/vmoe/0")["test_count"] > 0
-
-
-def test_a_regularizer(addition):
-    addition.join(
-        "moecore/training/regularizers",
-        ("z_loss", "ZLoss"),
-        ("quiet", "Quiet"),
-        before="router_kl",
-        into=("    | RouterKl", "    | Quiet\n    | RouterKl"),
-    )
-    assert len(addition.cost()) == 1
-    edit(addition, "vmoe", "{kind: load, weight: 0.005}", "{kind: quiet, weight: 0.005}")
-    addition.run(*TRAINED)
-    history = addition.project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl"
-    assert '"quiet"' in history.read_text(encoding="utf-8")
-
-
-def test_a_data_source(addition):
-    source(addition)
-    assert len(addition.cost()) == 1
-    addition.run("prepare pretrain", "teacher_router dense 0", "pretrain dense 0")
-    assert addition.measured("pretrain/dense/0")["test_count"] > 0
-
-
-def test_a_task(addition):
-    addition.join(
-        "moecore/tasks",
-        ("classification", "Classification"),
-        ("graded", "Graded"),
-        before="multi_label",
-        into=("    Classification | MultiLabel", "    Classification | Graded | MultiLabel"),
-    )
-    assert len(addition.cost()) == 1
-    source(addition, graded)
-    addition.run(*TRAINED, LOOKED_AT, "robustness pretrain vmoe 0")
-    assert addition.measured("robustness/pretrain/vmoe/0")["worst_case"]
-
-
-def test_a_backbone(addition):
-    addition.join(
-        "moecore/nn/backbones",
-        ("vit", "Vit"),
-        ("plain", "Plain"),
-        before="single_layer",
-        into=("    SingleLayer |", "    Plain | SingleLayer |"),
-    )
-    assert len(addition.cost()) == 1
-    addition.project.edit("\nmodel: {kind: vit", "\nmodel: {kind: plain")
-    addition.run(*TRAINED, LOOKED_AT)
-    assert addition.measured("pretrain/vmoe/0")["test_count"] > 0
-
-
+PARTS = (  # family; kind and class of the part that is copied; those of the new one
+    ("nn/routers", "hash Hash", "lottery Lottery"),
+    ("training/regularizers", "z_loss ZLoss", "quiet Quiet"),
+    ("attacks", "fgsm Fgsm", "nudge Nudge"),
+    ("tasks", "classification Classification", "graded Graded"),
+    ("data/sources", "digits Digits", "numerals Numerals"),
+    ("nn/backbones", "vit Vit", "plain Plain"),
+)
+PARAMS = """\
+run:
+  {methods: [mine], seeds: [0], phases: [pretrain], measurements: [brightness, invariance],
+  thorough: [pretrain]}
+data: {pretrain: {kind: numerals, size: 16}}
+model: {kind: plain, patch: 8, width: 32, depth: 4, heads: 2, mlp_ratio: 2}
+methods:
+  mine:
+    router: {kind: lottery, k: 2}
+    experts: {kind: mlp, number: 4, hidden_ratio: 1}
+    regularizers: [{kind: quiet, weight: 0.005}]
+teacher_router: {steps: 2, batch: 64, learning_rate: 0.01}
+pretrain: {epochs: 1, batch: 64, learning_rate: 0.001}
+robustness: {images: 16, epsilons: [0.05], attacks: [{kind: nudge}], audit: {images: 8, steps: 1}}
+brightness: {images: 8}
+invariance: {images: 8}
+"""
+STAGES = ["prepare", "teacher_router", "pretrain", "robustness", "measure", "compare"]
 MEASUREMENT = '''\
 """How bright the test images are."""
 
@@ -213,52 +80,85 @@ def figures(result: Result) -> Figures:
     """None."""
     yield from ()
 '''
-MEASURED = """\
-run:
-  {methods: [dense], seeds: [0], phases: [pretrain], measurements: [brightness],
-  thorough: [pretrain]}
-data: {pretrain: {kind: digits, size: 16}}
-model: {kind: vit, patch: 8, width: 32, depth: 4, heads: 2, mlp_ratio: 2}
-methods: {dense: {}}
-teacher_router: {steps: 2, batch: 64, learning_rate: 0.01}
-pretrain: {epochs: 1, batch: 64, learning_rate: 0.001}
-brightness: {images: 8}
-"""
 
 
-def test_a_measurement(tmp_path):
-    addition = Addition(tmp_path, MEASURED)
-    addition.file("moecore/measure/brightness.py", MEASUREMENT)
-    addition.file("moecore/report/measures/brightness.py", SHOWN)
-    addition.line(
-        "moecore/measure/__init__.py",
-        before="    cohort_checks,",
-        add="    brightness,",
-        into=(
-            "MEASUREMENTS = {\n",
-            "MEASUREMENTS = {\n"
-            '    "brightness": Measurement.of(brightness, brightness.Brightness),\n',
-        ),
-    )
-    shown = 'Shown("brightness", "b", brightness.Result, brightness.COLUMNS, brightness.figures)'
-    addition.line(
-        "moecore/report/measures/__init__.py",
-        before="    calibration,\n    cohort",
-        add="    brightness,",
-        into=("SHOWN = (\n", f"SHOWN = (\n    {shown},\n"),
-    )
-    assert addition.cost() == {
+def add_part(folder: Path, family: str, like: str, new: str) -> None:
+    """Copy a part of a family under a new kind and class, and list it: two lines."""
+    (old_kind, old_name), (kind, name) = like.split(), new.split()
+    home = folder / "moecore" / family
+    text = (home / f"{old_kind}.py").read_text(encoding="utf-8")
+    text = re.sub(rf"\b{old_name}\b", name, text.replace(f'"{old_kind}"', f'"{kind}"'))
+    (home / f"{kind}.py").write_text(text, encoding="utf-8")
+    listing = (home / "__init__.py").read_text(encoding="utf-8")
+    imports, _, union = listing.rpartition(" = Annotated[")
+    line = f"from moecore.{family.replace('/', '.')}.{old_kind} import {old_name}\n"
+    assert line in imports and old_name in union
+    imports = imports.replace(line, line + line.replace(old_kind, kind).replace(old_name, name))
+    union = re.sub(rf"\b{old_name}\b", f"{old_name} | {name}", union, count=1)
+    (home / "__init__.py").write_text(f"{imports} = Annotated[{union}", encoding="utf-8")
+
+
+def add_measurement(folder: Path) -> None:
+    """Add the two files of a measurement, and its two lines in each of two lists."""
+    rooms = {"measure": MEASUREMENT, "report/measures": SHOWN}
+    for room, text in rooms.items():
+        (folder / "moecore" / room / "brightness.py").write_text(text, encoding="utf-8")
+    entry = '"brightness": Measurement.of(brightness, brightness.Brightness)'
+    insert_lines(folder / "moecore/measure/__init__.py", "MEASUREMENTS = {\n", entry)
+    entry = 'Shown("brightness", "b", brightness.Result, brightness.COLUMNS, brightness.figures)'
+    insert_lines(folder / "moecore/report/measures/__init__.py", "SHOWN = (\n", entry)
+
+
+def insert_lines(file: Path, beginning: str, entry: str) -> None:
+    """Insert ``brightness`` into the first list of imports, and an entry into another list."""
+    text = file.read_text(encoding="utf-8")
+    for at, line in ((" import (\n", "brightness"), (beginning, entry)):
+        assert at in text, f"{file} has no {at!r}"
+        text = text.replace(at, f"{at}    {line},\n", 1)
+    file.write_text(text, encoding="utf-8")
+
+
+def count_changed_lines(folder: Path) -> dict[str, int]:
+    """Return how many lines were added to or replaced in each file that is in both projects."""
+    counts = {}
+    for file in [*(ROOT / "moecore").rglob("*.py"), *(ROOT / "stages").glob("*.py")]:
+        path = file.relative_to(ROOT)
+        old = file.read_text(encoding="utf-8").splitlines()
+        new = (folder / path).read_text(encoding="utf-8").splitlines()
+        if old != new:
+            counts[str(path)] = sum(line.startswith("+ ") for line in difflib.ndiff(old, new))
+    return counts
+
+
+def test_a_part_is_a_file_and_two_lines_and_all_of_them_run(tmp_path):
+    """Of a router, regularizer, attack, task, source, backbone and measurement."""
+    project = Project(tmp_path, PARAMS)
+    project.forked = False  # the copy's own code
+    for family, like, new in PARTS:
+        add_part(tmp_path, family, like, new)
+    source = tmp_path / "moecore/data/sources/numerals.py"
+    text = source.read_text(encoding="utf-8").replace("tasks.classification", "tasks.graded")
+    source.write_text(re.sub(r"\bClassification\b", "Graded", text), encoding="utf-8")
+    add_measurement(tmp_path)
+    assert count_changed_lines(tmp_path) == {
+        **{f"moecore/{family}/__init__.py": 2 for family, _, _ in PARTS},
         "moecore/measure/__init__.py": 2,
         "moecore/report/measures/__init__.py": 2,
     }
-    text = study_dvc(["prepare", "teacher_router", "pretrain", "measure"])
-    (tmp_path / "dvc.yaml").write_text(text, encoding="utf-8")
-    addition.run("prepare pretrain", "teacher_router dense 0", "pretrain dense 0")
-    addition.run("measure brightness pretrain dense 0", "compare")
-    table = (tmp_path / "reports/compare.json").read_text(encoding="utf-8")
-    assert '"brightness' in table
-    page = (tmp_path / "reports/index.html").read_text(encoding="utf-8")
-    assert "Brightness" in page
+    (tmp_path / "dvc.yaml").write_text(study_dvc(STAGES), encoding="utf-8")
+    for stage in ("prepare pretrain", "teacher_router mine 0", "pretrain mine 0"):
+        project.stage(*stage.split())
+    for stage in ("robustness", "measure brightness", "measure invariance"):
+        project.stage(*stage.split(), "pretrain", "mine", "0")
+    project.stage("compare")
+    card = read_json(tmp_path / "artifacts/data/pretrain/card.json")
+    assert card["task"]["kind"] == "graded"
+    history = tmp_path / "artifacts/history/pretrain/mine/0/history.jsonl"
+    assert '"quiet"' in history.read_text(encoding="utf-8")
+    attacks = read_json(tmp_path / "artifacts/measured/robustness/pretrain/mine/0.json")
+    assert "nudge" in str(attacks) and attacks["worst_case"]
+    assert '"brightness' in (tmp_path / "reports/compare.json").read_text(encoding="utf-8")
+    assert "Brightness" in (tmp_path / "reports/index.html").read_text(encoding="utf-8")
 
 
 OVERLAY = """\
@@ -295,31 +195,3 @@ def test_a_study(tmp_path):
     assert not (study / ".dvc/cache").exists() and (tmp_path / ".dvc/cache/files").is_dir()
     listed = project.run(["dvc", "stage", "list", "--all", "--name-only"]).stdout
     assert "mine" not in listed and "pretrain@vmoe-0" in listed
-
-
-def graded(text: str) -> str:
-    """A source of the new task."""
-    return text.replace(
-        "tasks.classification import Classification", "tasks.graded import Graded"
-    ).replace("Classification(", "Graded(")
-
-
-def source(addition: Addition, rename: Callable[[str], str] = str) -> None:
-    """Add a data source, and use it."""
-    addition.join(
-        "moecore/data/sources",
-        ("digits", "Digits"),
-        ("numerals", "Numerals"),
-        before="phantom",
-        into=("    | Phantom\n", "    | Numerals\n    | Phantom\n"),
-        rename=rename,
-    )
-    addition.project.edit("pretrain: {kind: digits", "pretrain: {kind: numerals")
-
-
-def edit(addition: Addition, method: str, old: str, new: str) -> None:
-    """Replace text in the settings of a method."""
-    text = (addition.project.folder / "params.yaml").read_text(encoding="utf-8")
-    begin = text.index(f"\n  {method}:\n")
-    at = text.index(old, begin)
-    addition.project.write(text[:at] + new + text[at + len(old) :])

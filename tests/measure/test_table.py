@@ -51,7 +51,7 @@ from moecore.study.selection import Selection
 from stages.sizes import Params
 from tests.measure.subjects import built, captioned, digits, measured_twice
 from tests.measure.test_words import text
-from tests.nn.test_every_method import METHODS
+from tests.methods import METHODS, REPRESENTATIVE
 from tests.volumes import write_cohort
 
 SMALL = {
@@ -320,7 +320,7 @@ def row(paper_sizes: Result, name: str) -> Row:
     return one
 
 
-@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.routed_by_teacher])
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_without_memory_the_counts_are_those_of_a_real_model(name):
     one = Sized(name=name, model=SMALL_VIT, method=METHODS[name], size=32, classes=10)
     made = built_sizes(one)

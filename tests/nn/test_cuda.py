@@ -9,29 +9,24 @@ import torch
 from moecore.attacks.apgd import climb
 from moecore.attacks.gradient import SlopeOf, frozen_parameters
 from moecore.attacks.pgd import Pgd
-from moecore.core.sources import ROOT
 from moecore.data.loader import OnDevice, OnDisk
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import grouped_linear
 from moecore.nn.layers.block import attend
-from moecore.study.document import load
 from moecore.training.guide import build_guide, standing_alone
 from moecore.training.job import Ahead, Job, training_batch
 from moecore.training.loop import fit, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
 from moecore.training.speed import CompiledBlocks
+from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU, IMAGE, SETTINGS, task
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
 ]
-METHODS = {
-    name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
-}
 CUDA = CPU._replace(device="cuda")
 
 
@@ -44,7 +39,7 @@ def made(method: Method) -> Job:
     return task(method, guide=guide)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_prediction_routing_and_gradient_agree_in_fp32(name):
     torch.set_float32_matmul_precision("highest")
     found = []
@@ -89,7 +84,7 @@ SHIFTED = SETTINGS.model_copy(update={"views": type(SETTINGS.views)(shift=1)})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_a_step_never_waits_for_the_device(name, dtype):
     given = on_cuda(METHODS[name])
     optimizer = build_optimizer(given.model, SHIFTED)
@@ -123,7 +118,7 @@ def test_a_compiled_step_never_waits_and_learns_the_same(name):
         train_step(*arguments)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_evaluation_and_attacks_in_fp32_never_wait_inside(name):
     given = on_cuda(METHODS[name])
     model = standing_alone(given.model, given.guide).cuda().eval()

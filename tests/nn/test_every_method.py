@@ -1,4 +1,4 @@
-"""Every method of params.yaml through the same calls: train, save, load, predict, measure.
+"""Every method of params.yaml through the same calls: train, save, load, predict.
 
 Predictions: any batch size, bytes or pixels; modes and random state stay as they were.
 """
@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.records import ModelOutput, RoutingRecord
-from moecore.core.sources import ROOT
 from moecore.data.loader import to_device
 from moecore.data.prepared import Split
 from moecore.data.views.views import Affine, ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predictions
-from moecore.study.document import load
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.guide import build_guide, standing_alone
 from moecore.training.job import Job
@@ -25,13 +23,10 @@ from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
+from tests.methods import METHODS, REPRESENTATIVE, load_methods
 from tests.training.small import CPU, IMAGE, SETTINGS, task
 from tests.volumes import VOLUMES, ball
 
-METHODS = {
-    name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
-}
 SHIFTED = SETTINGS.model_copy(update={"epochs": 1, "views": type(SETTINGS.views)(shift=1)})
 ASKED_FOR = {
     "dense",
@@ -77,59 +72,42 @@ def test_params_yaml_has_every_method_of_the_papers():
 @pytest.mark.parametrize("name", METHODS)
 def test_it_trains_is_saved_and_predicts_the_same_in_any_batch(tmp_path, name):
     model, values = trained(METHODS[name])
-    assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)
+    assert all(torch.isfinite(torch.tensor(list(row.values()))).all() for row in values)
     save_model(tmp_path, model)
     images = torch.rand(7, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     loaded = load_model(tmp_path)
     expected, records = predictions(model, images, batch=7)
+    assert len(records) == (2 if METHODS[name].moe else 0)
+    for record in records:
+        check_record(record)
     for batch in (1, 3, 7):
         logits, again = predictions(loaded, images, batch=batch)
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
         for ours, theirs in zip(again, records, strict=True):
             assert torch.equal(ours.chosen, theirs.chosen)
+    # Attacks need the gradient: no part may cut the graph between pixels and loss.
+    pixels = images[:3].requires_grad_()
+    model.eval()(pixels).prediction.logsumexp(-1).sum().backward()
+    assert pixels.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.moe])
-def test_its_records_mean_what_they_say(name):
-    model, _ = trained(METHODS[name])
-    _, records = predictions(
-        model, torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(1)), batch=5
-    )
-    assert len(records) == 2
-    for record in records:
-        assert (
-            record.probs.shape == (5, 5, 8)
-            and record.chosen.dtype == torch.bool
-            and record.combine.dtype == torch.float32
-        )
-        torch.testing.assert_close(record.probs.sum(dim=-1), torch.ones(5, 5))
-        assert (record.probs >= 0).all() and (record.load >= 0).all() and (record.load <= 1).all()
-        assert (
-            not (record.combine != 0)[~record.chosen].any() and torch.isfinite(record.logits).all()
-        )
+def check_record(record: RoutingRecord) -> None:
+    """Fail where a record of seven images does not mean what it says."""
+    assert record.probs.shape == (7, 5, 8)
+    assert record.chosen.dtype == torch.bool and record.combine.dtype == torch.float32
+    torch.testing.assert_close(record.probs.sum(dim=-1), torch.ones(7, 5))
+    assert (record.probs >= 0).all() and (record.load >= 0).all() and (record.load <= 1).all()
+    assert not (record.combine != 0)[~record.chosen].any()
+    assert torch.isfinite(record.logits).all()
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.moe])
-def test_the_image_reaches_the_prediction_with_a_gradient(name):
-    """Attacks need it: no part may cut the graph between pixels and loss."""
-    model, _ = trained(METHODS[name])
-    images = torch.rand(3, 1, 8, 8, requires_grad=True)
-    model.eval()(images).prediction.logsumexp(-1).sum().backward()
-    assert images.grad.abs().sum() > 0
-
-
-ON_VOLUMES = {
-    name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "pipelines/all_methods/params.yaml")).data["methods"].items()
-}
+ON_VOLUMES = load_methods("pipelines/all_methods/params.yaml")
 VIEWS = ViewSettings(flip=True, affine=Affine(degrees=10, translate=0.05, scale=(0.9, 1.1)))
 SETTINGS = Training(epochs=1, batch=8, learning_rate=1e-3, log_every=1, views=VIEWS)
 MODEL = Vit3d(patch=4, width=32, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2)
 
 
 def split(count: int, seed: int) -> Split:
-    import numpy as np
-
     ages = np.linspace(20, 90, count, dtype=np.float32)
     return Split(np.stack([ball(age, seed + i)[0] for i, age in enumerate(ages)]), ages)
 
@@ -157,7 +135,7 @@ def trained_on_volumes(method: Method):
     return standing_alone(model, guide), values
 
 
-@pytest.mark.parametrize("name", ON_VOLUMES)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_it_trains_on_volumes_and_predicts_years(tmp_path, name):
     model, values = trained_on_volumes(ON_VOLUMES[name])
     assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)

@@ -1,0 +1,16 @@
+"""The methods of params.yaml: all, for one grid of builds and steps, and six for other places."""
+
+from moecore.core.sources import ROOT
+from moecore.study.document import load
+from moecore.training.method import Method
+
+
+def load_methods(path: str) -> dict[str, Method]:
+    """Return the methods that a params.yaml of this repository has, by name."""
+    entries = load(str(ROOT / path)).data["methods"]
+    return {name: Method.model_validate(entry) for name, entry in entries.items()}
+
+
+METHODS = load_methods("params.yaml")
+# Every kind of plan, a guided one, and one whose loss reads pairs of views
+REPRESENTATIVE = ("prc_moge", "ermoe", "tgr", "stable_moe", "expert_choice", "soft_moe")
