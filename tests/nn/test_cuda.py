@@ -9,7 +9,6 @@ import torch
 from moecore.attacks.apgd import climb
 from moecore.attacks.gradient import SlopeOf, frozen_parameters
 from moecore.attacks.pgd import Pgd
-from moecore.core.sources import ROOT
 from moecore.data.loader import OnDevice, OnDisk
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
@@ -22,6 +21,7 @@ from moecore.training.loop import fit, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
 from moecore.training.speed import CompiledBlocks
+from tests.project import SHIPPED
 from tests.training.small import CPU, IMAGE, SETTINGS, task
 
 pytestmark = [
@@ -29,8 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
 ]
 METHODS = {
-    name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
+    name: Method.model_validate(entry) for name, entry in load(str(SHIPPED)).data["methods"].items()
 }
 CUDA = CPU._replace(device="cuda")
 

@@ -25,12 +25,12 @@ from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
+from tests.project import SHIPPED
 from tests.training.small import CPU, IMAGE, SETTINGS, task
 from tests.volumes import VOLUMES, ball
 
 METHODS = {
-    name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
+    name: Method.model_validate(entry) for name, entry in load(str(SHIPPED)).data["methods"].items()
 }
 SHIFTED = SETTINGS.model_copy(update={"epochs": 1, "views": type(SETTINGS.views)(shift=1)})
 ASKED_FOR = {

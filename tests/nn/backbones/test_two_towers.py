@@ -10,7 +10,6 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.core.sources import ROOT
 from moecore.data.loader import to_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.image import ImageSpec
@@ -29,6 +28,7 @@ from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
+from tests.project import SHIPPED
 from tests.training.small import CPU
 
 TASK = ImageText(words=20, context=7, captions=2, end=2, vocabulary="0" * 64)
@@ -40,8 +40,7 @@ SMALL = TwoTowers(
 )
 SETTINGS = Training(epochs=2, batch=10, learning_rate=1e-2, log_every=2, views={"shift": 1})
 METHODS = {
-    name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
+    name: Method.model_validate(entry) for name, entry in load(str(SHIPPED)).data["methods"].items()
 }
 MOE = {
     "router": {"kind": "noisy_top_k", "k": 2},
