@@ -46,7 +46,7 @@ class _Group(TyperGroup):
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            typer.echo(f"{error.filename}: {os.strerror(error.errno).lower()}", err=True)
+            typer.echo(f"{error.filename}: {str(error.strerror).lower()}", err=True)
             raise typer.Exit(1) from None
 
 
