@@ -32,7 +32,7 @@ def measure(what: str, phase: Phase, method: str, seed: int) -> None:
     measurement = MEASUREMENTS[what]
     params = read_section(what, measurement.settings)
     with resumable(what, params, __file__, phase, method, seed) as (run, parts):
-        subject = opened(phase, method, seed, measurement.guided)
+        subject = opened(phase, method, seed, measurement.guided, parts.folder)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
             named = read(Named, method=method).method.regions
             subject = subject._replace(regions=named.experts if named else ())
@@ -43,9 +43,9 @@ def measure(what: str, phase: Phase, method: str, seed: int) -> None:
             run.result(Skipped(skipped=reason))
 
 
-def opened(phase: Phase, method: str, seed: int, guided: bool) -> Subject:
+def opened(phase: Phase, method: str, seed: int, guided: bool, work: Path) -> Subject:
     """The trained model and its data; its teacher only where a measurement looks at it."""
-    device = tune().device
+    device = tune(work=work).device
     model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
     data = Prepared.open(Path("artifacts/data") / phase)
     # The teacher was fitted on the images of the pretraining.

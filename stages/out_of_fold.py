@@ -51,7 +51,7 @@ def out_of_fold(method: str, seed: int) -> None:
                     bar.update(metrics.step)
 
         recipe = Recipe(params.model, params.pretrain, params.method, params.out_of_fold)
-        found = held_out(recipe, data, seed, tune(), work, follow, run.log)
+        found = held_out(recipe, data, seed, tune(work=work), work, follow, run.log)
         write_rows(Path("artifacts", item), found.rows)
         run.result(found.result)
 

@@ -30,10 +30,10 @@ def robustness(phase: Phase, method: str, seed: int) -> None:
     settings = params.robustness
     data = Prepared.open(Path("artifacts/data") / phase)
     refuse(settings, data.task)
-    title = f"robustness {phase} {method} seed {seed}"
     with resumable("robustness", params, __file__, phase, method, seed) as (run, kept):
-        model = load_model(Path("artifacts") / phase / method / str(seed)).to(tune().device)
-        with progress(title, settings.parts) as bar:
+        device = tune(work=kept.folder).device
+        model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
+        with progress(f"robustness {phase} {method} seed {seed}", settings.parts) as bar:
 
             def parts(name: str, compute: Callable[[], Any]) -> Any:
                 found = kept.part(name, compute)

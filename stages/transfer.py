@@ -36,7 +36,7 @@ def transfer(phase: Phase, seed: int) -> None:
     ):
         kept = Kept(work)
         data = Prepared.open(inputs[0])
-        device = tune().device
+        device = tune(work=work).device
         models = {name: load_model(folder).to(device) for name, folder in folders.items()}
 
         def parts(name, compute):

@@ -1,4 +1,4 @@
-"""The methods of params.yaml: all, for one grid of builds and steps, and six for other places."""
+"""The methods of tests/params.yaml: all, for one grid of builds and steps, and six for other places."""
 
 from moecore.core.sources import ROOT
 from moecore.study.document import load
@@ -11,6 +11,6 @@ def load_methods(path: str) -> dict[str, Method]:
     return {name: Method.model_validate(entry) for name, entry in entries.items()}
 
 
-METHODS = load_methods("params.yaml")
+METHODS = load_methods("tests/params.yaml")
 # Every kind of plan, a guided one, and one whose loss reads pairs of views
 REPRESENTATIVE = ("prc_moge", "ermoe", "tgr", "stable_moe", "expert_choice", "soft_moe")

@@ -18,6 +18,7 @@ from moecore.run.history_file import locked
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ROOT / "tests/params.yaml"  # as the root's is shipped; that one is its user's to edit
 COPIED = ("moecore", "stages", "dvc.yaml", ".dvcignore", ".gitignore")
 
 COMMAND = "from moecore.pipeline.cli import app; app()"
@@ -89,6 +90,13 @@ def forget_files() -> None:
         closures._data_files,
     ):
         cached.cache_clear()
+
+
+def copy_shipped(folder: Path) -> Path:
+    """Make ``folder`` a root as it is shipped: its params.yaml and dvc.yaml. Returns it."""
+    shutil.copy(SHIPPED, folder / "params.yaml")
+    shutil.copy(ROOT / "dvc.yaml", folder)
+    return folder
 
 
 class Project:

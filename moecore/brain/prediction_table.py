@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.files import UserError, whole_text
+from moecore.core.plain import spreadsheet_cell
 from moecore.measure.calibrators.linear import POOLED, FittedLinear
 
 FLAGS = "; "  # between two flags of one volume
@@ -141,9 +142,12 @@ def write_predictions(
     with whole_text(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow([*COLUMNS, *errors])
-        writer.writerows([*map(_text, row), *("" for _ in errors)] for row in rows)
+        for row in rows:
+            cells = map(_text, row) if left_out is None else map(spreadsheet_cell, map(_text, row))
+            writer.writerow([*cells, *("" for _ in errors)])
         for subject, why in left_out or ():
-            writer.writerow([*(subject.get(name, "") for name in COLUMNS), why])
+            cells = [*(subject.get(name, "") for name in COLUMNS), why]
+            writer.writerow(map(spreadsheet_cell, cells))
 
 
 def read_predictions(path: str | Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:

@@ -1,6 +1,7 @@
-"""Results as JSON has them."""
+"""Results as JSON has them, texts as spreadsheets take them."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,3 +27,14 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, bool)):
         return value
     return str(value)
+
+
+def spreadsheet_cell(value: Any) -> Any:
+    """Return a cell for CSV: an apostrophe before a text that a spreadsheet would run as a formula.
+
+    Numbers, negative ones too, stay numbers.
+    """
+    if not isinstance(value, str) or value[:1] not in ("=", "+", "-", "@", "\t", "\r"):
+        return value
+    is_number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-inf", value, re.IGNORECASE)
+    return value if is_number else f"'{value}"

@@ -34,7 +34,10 @@ def write_tensors(
     about[WHOLE] = content(ready, about)
     with whole_file(path, sum(value.nbytes for value in ready.values())) as temporary:
         try:
+            temporary.touch()
+            mode = temporary.stat().st_mode  # as the umask says; safetensors' own file is 0600
             save_file(ready, temporary, metadata=about)
+            temporary.chmod(mode)
         except SafetensorError as error:
             if full(error):
                 raise  # it is said what space is needed

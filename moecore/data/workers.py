@@ -12,15 +12,26 @@ from typing import Any, TypeVar
 
 from threadpoolctl import threadpool_limits
 
+from moecore.core.files import UserError
 from moecore.core.operating_system import available_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def requested_threads() -> int:
+    """Return $MOECORE_THREADS, or 0 where it is not set; raises UserError for what is no number."""
+    given = os.environ.get("MOECORE_THREADS") or "0"
+    if not given.isdecimal():
+        raise UserError(
+            f"MOECORE_THREADS: found {given!r}; allowed: a number of threads, 1 or more"
+        )
+    return int(given)
+
+
 def workers() -> int:
     """How many threads may work: $MOECORE_THREADS, else the cores this process may use."""
-    return int(os.environ.get("MOECORE_THREADS") or 0) or available_cores()
+    return requested_threads() or available_cores()
 
 
 class _Limit:

@@ -1,5 +1,6 @@
 """The command ``moecore``: thin functions over what does the work, imported when called."""
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -41,6 +42,11 @@ class _Group(TyperGroup):
                 return super().invoke(ctx)
         except UserError as error:
             typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            typer.echo(f"{error.filename}: {str(error.strerror).lower()}", err=True)
             raise typer.Exit(1) from None
 
 

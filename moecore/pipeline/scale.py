@@ -19,9 +19,10 @@ from moecore.core.files import UserError
 from moecore.measure.costs.passes import flops_per_image
 from moecore.nn.backbones.model import BackboneModel, parameter_counts
 from moecore.nn.layers.moe import MoELayer
+from moecore.nn.meta_device import on_meta_device
 from moecore.report.words import shown
 from moecore.study.data_rules import previews_of
-from moecore.study.model_rules import image_of, weightless
+from moecore.study.model_rules import image_of
 from moecore.study.study import Study
 from moecore.training.meter import LiveBytes
 
@@ -136,7 +137,7 @@ def table(study: Study, peaks: Peaks) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     for name in study.run.methods:
         method = study.methods[name]
-        with weightless():
+        with on_meta_device():
             model = method.sized(study.model).build(image_of(preview), method.moe)
             found = counted(model, method.views)
         for ranks in SIZES:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError, whole_text
+from moecore.core.plain import spreadsheet_cell
 from moecore.data.text.tokenizers import Encoded, Tokenizer, tokenizer_in
 from moecore.measure.routing_metrics.words import words_read
 from moecore.nn.backbones.two_towers import TwoTowerModel
@@ -104,7 +105,8 @@ def write_matches(path: Path, texts: Sequence[str], found: list[list[tuple[str, 
         writer.writerow(("text", "place", "file", "cosine"))
         for text, matches in zip(texts, found, strict=True):
             for place, (file, cosine) in enumerate(matches, 1):
-                writer.writerow((text, place, file, f"{cosine:.6g}"))
+                cells = (text, place, file, f"{cosine:.6g}")
+                writer.writerow(map(spreadsheet_cell, cells))
 
 
 def spoken(

@@ -18,6 +18,7 @@ from moecore.brain.new_ages import calibrator_of
 from moecore.core.config import read_as
 from moecore.core.files import UserError, whole_text
 from moecore.core.inside import inside
+from moecore.core.plain import spreadsheet_cell
 from moecore.data.files.decode import BACKGROUND, MODES, Unreadable, decode_image
 from moecore.measure.calibrators.temperature import FittedTemperature
 from moecore.nn.backbones.image import ImageSpec
@@ -137,11 +138,13 @@ def write_table(path: Path, predicted: Predicted) -> None:
     """One line a file: file, prediction, probability, the number of each column, error."""
     with whole_text(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
-        writer.writerow(("file", "prediction", "probability", *predicted.columns, "error"))
+        head = ("file", "prediction", "probability", *predicted.columns, "error")
+        writer.writerow(map(spreadsheet_cell, head))
         for row in predicted.rows:
             numbers = [f"{value:.6g}" for value in row.numbers] or [""] * len(predicted.columns)
             probability = "" if row.probability is None else f"{row.probability:.6g}"
-            writer.writerow((row.file, row.prediction, probability, *numbers, row.error))
+            cells = (row.file, row.prediction, probability, *numbers, row.error)
+            writer.writerow(map(spreadsheet_cell, cells))
 
 
 def _decoded(

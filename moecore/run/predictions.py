@@ -6,6 +6,7 @@ A file that cannot be read keeps its row, which says why.
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -203,13 +204,13 @@ def files_of(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
     if not folder.is_dir():
         found = "a file" if folder.exists() else "no such folder"
         raise UserError(f"{folder}: {found}; FOLDER is a folder with the files to predict")
-    left_out = {path.resolve() for path in without}
+    left_out = {os.path.realpath(path) for path in without}  # of a link to itself, too
     found = [
         path
         for path in sorted(folder.rglob("*"))
         if (path.is_file() or (path.is_symlink() and not path.is_dir()))  # a link to nothing
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and path.resolve() not in left_out
+        and os.path.realpath(path) not in left_out
     ]
     if not found:
         raise UserError(f"{folder}: holds no files; FOLDER is a folder with the files to predict")

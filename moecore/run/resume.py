@@ -104,7 +104,8 @@ class Kept:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = Path(folder) / "kept.jsonl"
+        self.folder = Path(folder)
+        self.path = self.folder / "kept.jsonl"
         self.parts: dict[str, Any] = {}
         try:
             lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []

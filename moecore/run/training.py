@@ -33,7 +33,7 @@ class TrainingRun:
         self.recorded = run
         self.work = work
         self.title = title
-        self.runtime = tune()
+        self.runtime = tune(work=work)
 
     def train(
         self,

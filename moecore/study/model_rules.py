@@ -4,16 +4,13 @@ What a constructor refuses is said before anything runs, with the line of the me
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
-
-import torch
-from torch.overrides import TorchFunctionMode
 
 from moecore.data.preview import Preview
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
 from moecore.nn.layers.moe import MoELayer
+from moecore.nn.meta_device import on_meta_device
 from moecore.study.contracts import takes
 from moecore.study.mistakes import REFUSED, placed
 from moecore.study.study import PHASES, Study
@@ -24,10 +21,6 @@ from moecore.training.method import Method
 Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 ANY_CLASSES = Classification(classes=("one", "other"))  # where they are not known yet
-
-# Random draws, which nobody sees of a model without values
-IN_PLACE = (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_)
-NEW = (torch.randn, torch.rand)
 
 
 class Phase(NamedTuple):
@@ -46,7 +39,7 @@ def model_rules(study: Study, previews: Mapping[str, Preview]) -> list[tuple[tup
         if name in previews and getattr(study, name) is not None
     ]
     found: list[tuple[tuple, str]] = []
-    with weightless():
+    with on_meta_device():
         for phase in (phase for phase in phases if phase.name == "pretrain"):
             found += building_rules(study, phase.name, phase.image)
         for name in study.run.methods:
@@ -118,29 +111,3 @@ def _goes_on(phase: Phase, start: BackboneModel | None, model: BackboneModel) ->
     moved = start is not None and start.layout.grid != model.layout.grid
     if moved and len(model.layout.grid) == 3 and mode != "bilinear":
         yield (phase.name, "interpolation"), f"found {mode}; allowed for volumes: bilinear"
-
-
-@contextmanager
-def weightless() -> Iterator[None]:
-    """What is built inside has shapes and no values (torch's meta device); nothing is drawn."""
-    with torch.device("meta"), _Undrawn():
-        yield
-
-
-class _Undrawn(TorchFunctionMode):
-    """Passes over random draws, whose values nobody sees here.
-
-    On the meta device ``normal_`` imports torch's compiler before it does nothing: 2.4 of the 5
-    seconds that a check then took.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func in IN_PLACE or getattr(func, "__module__", "") == torch.nn.init.__name__:
-            return args[0] if args else named["tensor"]
-        if func in NEW:
-            named.pop("generator", None)
-            return torch.empty(*args, **named)
-        return func(*args, **named)

@@ -17,6 +17,7 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel, Model
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import Interpolation
+from moecore.nn.meta_device import on_meta_device
 from moecore.tasks.image_text import ImageText
 from moecore.training.guide import Guide, Guided
 
@@ -110,11 +111,14 @@ def load_model(folder: str | Path) -> Model:
 def load_unguided(folder: str | Path) -> BackboneModel:
     """The same, without the teacher that its router may ask."""
     card = load_card(folder)
+    path = Path(folder) / "model.safetensors"
+    weights, _ = read_tensors(path)
     # The first weights are drawn, and then replaced: the caller's draws stay what they were.
     with torch.random.fork_rng(devices=[]):
+        with on_meta_device():  # settings of another size are refused before they take memory
+            fill(card.build(), weights, path, assign=True)
         model = card.build()
-    path = Path(folder) / "model.safetensors"
-    fill(model, read_tensors(path)[0], path)
+    fill(model, weights, path)
     return model.eval()
 
 
@@ -229,10 +233,12 @@ def _load_guide(folder: Path, settings: GuideCard, size: Size | None = None) -> 
     return guide.eval()
 
 
-def fill(module: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
+def fill(
+    module: nn.Module, weights: Mapping[str, Tensor], path: Path, assign: bool = False
+) -> None:
     """Give a module its weights; raises UserError that names their file where they do not fit."""
     try:
-        module.load_state_dict(dict(weights))
+        module.load_state_dict(dict(weights), assign=assign)
     except RuntimeError as error:
         found = " ".join(str(error).split("\n")[1].split())
         again = "run the stage that writes it again"

@@ -22,7 +22,7 @@ from moecore.nn.predict import predictions, scores_of_blocks
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import standing_alone
 from moecore.training.job import Ahead, Job, attacked, training_batch
-from moecore.training.meter import WEIGHED, Meter, held_in_training, taken
+from moecore.training.meter import WEIGHED, Meter, check_predictions, held_in_training, taken
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
@@ -234,6 +234,7 @@ def validate(model: Model, split: Loaded) -> dict[str, float]:
         mean = float(scores_of_blocks(model, split.images, labels).mean())
         return {f"validation_{task.logged}": mean, "validation_loss": mean}
     prediction, _ = predictions(model, split.images, batch=500, routing=False)
+    check_predictions(prediction, "validation")
     labels = model.targets(labels)
     return {
         f"validation_{task.logged}": task.mean_score(prediction, labels),

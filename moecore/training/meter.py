@@ -203,6 +203,14 @@ def taken(
     return values
 
 
+def check_predictions(prediction: Tensor, split: str) -> None:
+    """Raise UserError where predictions (N, …) are not finite, which no score would show."""
+    bad = int((~prediction.isfinite()).flatten(1).any(dim=1).sum())
+    if bad:
+        found = f"{bad} of {len(prediction)} predictions of the {split} split are not finite"
+        raise UserError(f"{found}. Lower the learning rate or a weight")
+
+
 def _shown(means: dict[str, float]) -> str:
     listed = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
     return f"means since the last logged point: {listed}"

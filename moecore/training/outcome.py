@@ -16,7 +16,7 @@ from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Details
-from moecore.training.meter import MEMORY, counted_as
+from moecore.training.meter import MEMORY, check_predictions, counted_as
 from moecore.training.settings import Training
 
 Agreement = tuple[float | None, ...]  # one share a point in time; None where it is not defined
@@ -152,6 +152,7 @@ def of_images(model: Model, data: Prepared) -> Evaluated:
     """Of predictions that fit into memory."""
     task = model.image.task
     prediction, labels = _predicted(model, data.test)
+    check_predictions(prediction, "test")
     # A loss is reported in the unit of the training, which a target's deviation sets.
     _, deviation = task.head
     return Evaluated(

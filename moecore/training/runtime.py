@@ -8,6 +8,8 @@ alone.
 import ctypes
 import os
 import platform
+import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from moecore.core.files import read_json, write_json
+from moecore.core.files import UserError, read_json, write_json, write_sealed
 from moecore.core.operating_system import available_cores
+from moecore.core.ranks import ranks
+from moecore.data.workers import requested_threads
 from moecore.training.speed import Compile, compile_asked
 
 # oneDNN keeps a compiled product of every shape that it met, about 0.6 MB each. Rounded as they are
@@ -46,18 +50,23 @@ class Runtime(NamedTuple):
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-def tune(device: str | None = None) -> Runtime:
+def tune(device: str | None = None, work: Path | None = None) -> Runtime:
     """Set allocator, threads and matmul precision for this process and probe bf16.
 
     Device: env MOECORE_DEVICE, else CUDA, else CPU. Whether blocks are compiled: see
-    ``compile_asked``.
+    ``compile_asked``. work: the folder of a stage that may be resumed; see ``kept_threads``.
+    Raises UserError where the environment names no device or no number of threads.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT_PRODUCTS)  # before any product
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = device or os.environ.get("MOECORE_DEVICE") or found
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that share this machine's cores
-    given = int(os.environ.get("MOECORE_THREADS", 0))
-    threads = given or max(1, available_cores() // ranks)
+    device = device or _requested_device()
+    cores = available_cores()
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
+    threads = requested_threads() or max(1, cores // sharing)
+    if work is not None:
+        threads = kept_threads(work, threads)
+        if threads > cores:
+            slower = f"that it began with, on {cores}: slower, with the same bits"
+            print(f"{work}: goes on with the {threads} threads {slower}", file=sys.stderr)
     torch.set_num_threads(threads)
     allocator = _keep_large_blocks() if device == "cpu" else "cuda caching"
     precision, error = _matmul_precision(device)
@@ -65,6 +74,31 @@ def tune(device: str | None = None) -> Runtime:
     speedup = _remembered_speedup(device, name)
     compiled = compile_asked(device)
     return Runtime(device, name, threads, allocator, precision, error, speedup, compiled)
+
+
+def _requested_device() -> str:
+    """Return $MOECORE_DEVICE, else CUDA where there is one, else the CPU."""
+    has_cuda = torch.cuda.is_available()
+    device = os.environ.get("MOECORE_DEVICE")
+    if not device:
+        return "cuda" if has_cuda else "cpu"
+    if re.fullmatch(r"cpu|cuda(:\d+)?" if has_cuda else "cpu", device) is None:
+        allowed = "cpu, cuda, cuda:0, …" if has_cuda else "cpu; torch sees no GPU here"
+        raise UserError(f"MOECORE_DEVICE: found {device!r}; allowed: {allowed}")
+    return device
+
+
+def kept_threads(work: Path, threads: int) -> int:
+    """Return the number of threads that the stage of ``work`` began with; ``threads`` at its start.
+
+    Another number splits sums in other places, so a resumed stage would end with other bits.
+    """
+    path = work / "threads.json"
+    if path.exists():
+        return read_json(path, sealed=True)["threads"]
+    if ranks().first:
+        write_sealed(path, {"threads": threads})
+    return threads
 
 
 def device_name(device: str) -> str:

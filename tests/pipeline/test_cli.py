@@ -33,7 +33,7 @@ from moecore.run.stage import run_stage
 from moecore.study.overlay import presets_of
 from moecore.study.remembered import _recalled as recalled
 from tests.data.making import image_classes
-from tests.project import PARAMS, ROOT, Project
+from tests.project import PARAMS, ROOT, SHIPPED, Project
 from tests.volumes import COLOURS, write_classes
 
 
@@ -41,7 +41,7 @@ from tests.volumes import COLOURS, write_classes
 def place(tmp_path, monkeypatch):
     """A folder with our params.yaml on data that are always there, dvc.yaml and one study."""
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
-    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    text = SHIPPED.read_text(encoding="utf-8")
     fashion = "{kind: fashion_mnist, validation: 5000}"
     assert fashion in text
     text = text.replace(fashion, "{kind: digits, size: 28}")
@@ -55,6 +55,16 @@ def place(tmp_path, monkeypatch):
 
 def moecore(*words: str):
     return CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_a_read_only_project_is_one_line(monkeypatch):
+    def refuse(path, value):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("moecore.pipeline.cli.write_json", refuse)
+    said = moecore("schema")
+    assert said.exit_code == 1 and said.stderr.count("\n") == 1
+    assert "params.schema.json: read-only file system" in said.stderr
 
 
 def test_a_file_in_order_is_checked_once(place, monkeypatch):
@@ -451,7 +461,7 @@ def test_readmes_example_runs_to_the_page_and_to_a_prediction(tmp_path):
 @pytest.fixture(scope="module")
 def looked(tmp_path_factory) -> Project:
     """A project whose study `quick` ran, with a shorter training."""
-    params = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    params = SHIPPED.read_text(encoding="utf-8")
     project = Project(tmp_path_factory.mktemp("quick"), params).with_dvc()
     ignored = shutil.ignore_patterns("artifacts", "reports", ".state", "dvc.lock")
     study = project.folder / "pipelines/quick"

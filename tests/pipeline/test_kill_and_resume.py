@@ -98,6 +98,14 @@ def test_killed_at_random_moments_it_ends_bit_equal(project, stage):
     assert outcome(project, stage) == undisturbed
 
 
+def test_resumed_with_more_threads_it_goes_on_with_as_many_as_it_began_with(project):
+    undisturbed, words = outcome(project, "pretrain"), STAGES["pretrain"][0]
+    assert project.killed(*words, when=lambda: logged(project, "pretrain") >= 20)
+    done = project.attempt_stage(*words, env={"MOECORE_THREADS": "3"})
+    assert done.returncode == 0, done.stderr
+    assert outcome(project, "pretrain") == undisturbed
+
+
 def test_killed_while_a_checkpoint_is_written_it_ends_bit_equal(project):
     undisturbed = outcome(project, "pretrain")
     script = (

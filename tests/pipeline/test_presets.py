@@ -6,6 +6,7 @@ Nothing is trained and no data are needed: models are built without memory (torc
 import re
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from moecore.study.overlay import presets_of, resolve
 from moecore.study.whole import check
 from moecore.study.written import write_params
 from moecore.tasks.classification import Classification
+from tests.project import copy_shipped
 
 PAPERS = ("prc", "tgr", "moge", "ermoe")
 EACH = [(study, ()) for study in PAPERS] + [
@@ -56,7 +58,8 @@ ALTERNATIVES = [
 
 def data_of(study: str, names: tuple[str, ...] = ()) -> dict:
     """The whole params.yaml of a study with presets, as plain data."""
-    return resolve(ROOT / "pipelines" / study, ROOT, names).document.data
+    with TemporaryDirectory() as root:
+        return resolve(ROOT / "pipelines" / study, copy_shipped(Path(root)), names).document.data
 
 
 @pytest.fixture
@@ -67,7 +70,7 @@ def folder(tmp_path):
         place = tmp_path / "pipelines" / study
         if not place.exists():
             shutil.copytree(ROOT / "pipelines" / study, place)
-        list(write_params(place, ROOT, names))
+        list(write_params(place, copy_shipped(tmp_path), names))
         return place
 
     return make

@@ -24,7 +24,7 @@ from moecore.study.params import check as check_text
 from moecore.study.selection import Selection
 from moecore.study.study import Study
 from moecore.training.outcome import Outcome
-from tests.project import ROOT
+from tests.project import SHIPPED
 from tests.report.generated import NEW, TRANSFORMS, write_results
 from tests.report.test_report import METHODS, assert_self_contained
 
@@ -361,7 +361,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
 
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
-    study = check_text(Study, (ROOT / "params.yaml").read_text(encoding="utf-8"))
+    study = check_text(Study, SHIPPED.read_text(encoding="utf-8"))
     assert list(Ahead(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
     known = foreseen(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)

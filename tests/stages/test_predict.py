@@ -29,6 +29,7 @@ from moecore.brain.new_volumes import find_volumes, prepared
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.config import read_as
 from moecore.core.files import UserError
+from moecore.core.plain import spreadsheet_cell
 from moecore.data.files.decode import decode_image
 from moecore.measure.calibrators.linear import FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature
@@ -328,13 +329,17 @@ def test_links_out_of_the_folder_and_odd_names_keep_their_rows(model, pictures, 
     (tmp_path / "secret.png").write_bytes(one.read_bytes())
     (pictures / "out.png").symlink_to(tmp_path / "secret.png")
     (pictures / "dead.png").symlink_to(pictures / "nothing")
+    (pictures / "itself.png").symlink_to(pictures / "itself.png")
+    (pictures / "=1+1.png").write_bytes(one.read_bytes())
     (pictures / "in.png").symlink_to(one)
     (pictures / "two\nlines.png").write_bytes(one.read_bytes())
     Path(pictures, os.fsdecode(b"\xff.png")).write_bytes(one.read_bytes())
-    assert predict_folder(Given(model, pictures, tmp_path / "out.csv")) == 2
+    assert predict_folder(Given(model, pictures, tmp_path / "out.csv")) == 3
     rows = {row["file"]: row for row in rows_of(tmp_path / "out.csv")}
     assert "found 'out.png', which leads out of this folder" in rows["out.png"]["error"]
     assert "No such file" in rows["dead.png"]["error"]
+    assert rows["itself.png"]["error"]
+    assert "'=1+1.png" in rows, "a spreadsheet would compute it"
     assert {"in.png", r"two\nlines.png", r"\udcff.png"} <= {
         name for name, row in rows.items() if row["prediction"]
     }
@@ -456,3 +461,13 @@ def test_a_dense_model_says_that_there_is_no_routing(browser, pictures, tmp_path
     with opened(browser, tmp_path / "out.html", 1400, "light") as page:
         assert "This model is dense" in page.locator("body").inner_text()
         assert page.locator("input[name=layer]").count() == 0
+
+
+@pytest.mark.parametrize("text", ["-1.5", "+3e-4", "-inf", "plain", "", "a=b", -2.5, None])
+def test_numbers_and_plain_texts_are_cells_as_they_are(text):
+    assert spreadsheet_cell(text) == text
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "-"])
+def test_what_a_spreadsheet_would_run_is_text(text):
+    assert spreadsheet_cell(text) == f"'{text}"

@@ -14,9 +14,9 @@ from moecore.data.sources.digits import Digits
 from moecore.study.foreseen import foresee
 from moecore.study.remembered import in_order
 from tests.data.making import image_classes
-from tests.project import PARAMS
+from tests.project import PARAMS, SHIPPED
 
-FILE = ROOT / "params.yaml"
+FILE = SHIPPED
 FASHION = "{kind: fashion_mnist, validation: 5000}"
 DIGITS = "{kind: digits, size: 28}"
 

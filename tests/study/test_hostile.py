@@ -20,10 +20,11 @@ from moecore.core.files import UserError
 from moecore.core.sources import ROOT
 from moecore.data.loader import to_device
 from moecore.data.prepared import Split
+from moecore.nn.meta_device import on_meta_device
 from moecore.run.stage import metrics_named
 from moecore.study.data_rules import previews_of
 from moecore.study.foreseen import foresee
-from moecore.study.model_rules import image_of, weightless
+from moecore.study.model_rules import image_of
 from moecore.study.study import Study
 from moecore.training.guide import build_guide
 from moecore.training.job import Job, training_batch
@@ -148,7 +149,7 @@ def step(study: Study, name: str) -> None:
     assert study.model is not None and training is not None
     image = image_of(previews_of(study)["pretrain"])
     backbone = method.sized(study.model)
-    with weightless():
+    with on_meta_device():
         small = backbone.build(image, method.moe)
     if sum(weight.numel() for weight in small.parameters()) > LARGE:
         return

@@ -12,7 +12,7 @@ from moecore.study.foreseen import foresee
 from moecore.study.params import validate_whole
 from moecore.study.study import Study
 from moecore.study.whole import check
-from tests.project import ROOT
+from tests.project import ROOT, SHIPPED
 
 FILE = ROOT / "pipelines/brain_age/params.yaml"
 FLAT = {"kind": "digits", "size": 16}
@@ -162,7 +162,7 @@ def test_a_cohort_in_the_main_study_names_every_stage_that_measures_flat_images(
     def edit(data):
         data["data"]["pretrain"], data["model"] = {"kind": "phantom"}, {"kind": "vit3d"}
 
-    found = "\n".join(problems(edit, ROOT / "params.yaml"))
+    found = "\n".join(problems(edit, SHIPPED))
     assert (
         "run.thorough: invariance, corruptions, stability, lipschitz "
         "measure flat images with classes, which data.pretrain has not" in found
@@ -180,7 +180,7 @@ def test_a_cohort_in_the_main_study_names_every_stage_that_measures_flat_images(
 
 
 def test_images_with_classes_are_left_alone():
-    assert problems(lambda data: None, ROOT / "params.yaml") == []
+    assert problems(lambda data: None, SHIPPED) == []
 
 
 def test_the_check_as_a_whole_names_file_and_line(tmp_path):

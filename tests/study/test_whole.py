@@ -4,7 +4,6 @@ A study as what differs from the root's params.yaml: laid over it, written, kept
 """
 
 import json
-import shutil
 from pathlib import Path
 from textwrap import indent
 
@@ -16,9 +15,10 @@ from moecore.study.document import load, parse
 from moecore.study.overlay import merge, resolve
 from moecore.study.whole import check, schema
 from moecore.study.written import changes, params_text, write_params
+from tests.project import SHIPPED, copy_shipped
 
-FILE = ROOT / "params.yaml"
-STUDIES = [FILE, *sorted((ROOT / "pipelines").glob("*/params.yaml"))]
+FILE = SHIPPED
+STUDIES = [ROOT / "params.yaml", *sorted((ROOT / "pipelines").glob("*/params.yaml"))]
 
 
 @pytest.fixture
@@ -222,8 +222,7 @@ OVERLAYS = sorted((ROOT / "pipelines").glob("*/overlay.yaml"))
 @pytest.fixture
 def study(tmp_path):
     """A study of this overlay, beside a copy of the root's params.yaml."""
-    for name in ("params.yaml", "dvc.yaml"):
-        shutil.copy(ROOT / name, tmp_path)
+    copy_shipped(tmp_path)
 
     def make(overlay: str, **presets: str) -> Path:
         folder = tmp_path / "pipelines/own"
@@ -242,10 +241,11 @@ def values(folder: Path, *presets: str) -> dict:
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.parent.name)
-def test_written_files_are_fresh(path):
+def test_written_files_are_fresh(study, path):
+    folder = study(path.read_text(encoding="utf-8"))
     written = (path.parent / "params.yaml").read_text(encoding="utf-8")
-    assert written == params_text(path.parent, ROOT), "run `moecore study write`"
-    assert load(str(path.parent / "params.yaml")).data == values(path.parent)
+    assert written == params_text(folder, folder.parents[1]), "run `moecore study write`"
+    assert load(str(path.parent / "params.yaml")).data == values(folder)
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.parent.name)
@@ -294,7 +294,7 @@ def test_an_overlay_of_five_lines_is_a_study(study):
         "pretrain: {epochs: 1}\n"
     )
     assert list(write_params(folder, folder.parents[1]))
-    root = load(str(ROOT / "params.yaml")).data
+    root = load(str(SHIPPED)).data
     found = load(str(folder / "params.yaml")).data
     assert found["model"] == root["model"] | {"width": 48}
     assert found["methods"] == root["methods"] and found["cost"] == root["cost"]
@@ -311,7 +311,7 @@ def test_sections_given_whole_inherit_nothing(study):
 
 def test_methods_are_those_that_the_overlay_names(study):
     folder = study("run: {methods: [vmoe]}\nmethods:\n  vmoe: {router: {k: 1}}\n  own: {}\n")
-    root = load(str(ROOT / "params.yaml")).data["methods"]["vmoe"]
+    root = load(str(SHIPPED)).data["methods"]["vmoe"]
     changed = root | {"router": root["router"] | {"k": 1}}
     assert values(folder)["methods"] == {"vmoe": changed, "own": {}}
 

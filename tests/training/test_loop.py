@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moecore.core.files import FullDisk, UserError, read_json, whole_folder
+from moecore.core.files import SEAL, FullDisk, UserError, read_json, whole_folder, write_sealed
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
@@ -28,7 +28,7 @@ from moecore.training.artifacts import (
 )
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import Ahead, job_for, training_batch
-from moecore.training.loop import fit, total_steps
+from moecore.training.loop import fit, total_steps, validate
 from moecore.training.meter import MEMORY
 from moecore.training.method import Method
 from moecore.training.objective import Objective
@@ -328,6 +328,30 @@ def test_what_does_not_fit_is_refused(tmp_path, model):
         )
     with pytest.raises(UserError, match="do not fit the model"):
         transferred(tmp_path, IMAGE, None)
+
+
+def test_weights_are_readable_as_other_files_are(tmp_path, model):
+    save_model(tmp_path, model)
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
+
+
+def test_settings_of_an_absurd_size_are_refused_before_they_take_memory(tmp_path, model):
+    save_model(tmp_path, model)
+    card = json.loads((tmp_path / "model.json").read_text())
+    card["backbone"] |= {"width": 2**16, "mlp_ratio": 1000}  # 17 GB in each matrix of an MLP
+    write_sealed(tmp_path / "model.json", {key: card[key] for key in card if key != SEAL})
+    with pytest.raises(UserError, match=r"model\.safetensors: not the weights of this model"):
+        load_model(tmp_path)
+
+
+def test_a_model_whose_outputs_are_no_numbers_does_not_pass(monkeypatch):
+    job = task()
+    with torch.no_grad():
+        job.model.head.bias[0] = 3e38
+        job.model.head.weight[0] = 3e38
+    assert all(weight.isfinite().all() for weight in job.model.parameters())
+    with pytest.raises(UserError, match="validation split are not finite"):
+        validate(job.model, job.validation)
 
 
 def test_damaged_files_are_named(tmp_path, model):

@@ -41,13 +41,13 @@ from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.settings import Training
 from tests.nn.backbones import test_two_towers
-from tests.project import PARAMS, Project
+from tests.project import PARAMS, SHIPPED, Project
 from tests.training import test_isolation
 from tests.training.small import CPU, IMAGE, task
 from tests.volumes import balls
 
 ENTRIES = {
-    **load(str(ROOT / "params.yaml")).data["methods"],
+    **load(str(SHIPPED)).data["methods"],
     "capacity": {
         "router": {"kind": "noisy_top_k", "k": 2, "capacity_factor": 1.0, "group_size": 4},
         "experts": {"kind": "mlp", "number": 4},

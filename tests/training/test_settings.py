@@ -86,6 +86,35 @@ def test_what_is_chosen_is_reported_and_remembered(tmp_path, monkeypatch):
         torch.set_float32_matmul_precision(before[1])
 
 
+def test_a_resumed_stage_keeps_its_threads_and_says_where_there_are_fewer_cores(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOECORE_DEVICE", "cpu")
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        for asked, cores, threads in (("3", {0, 1, 2, 3}, 3), ("1", {0, 1, 2}, 3), ("1", {0}, 3)):
+            monkeypatch.setenv("MOECORE_THREADS", asked)
+            monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
+            assert tune(work=tmp_path).threads == threads == torch.get_num_threads()
+            said = capfd.readouterr().err
+            assert ("3 threads" in said and "on 1:" in said) == (len(cores) < threads), said
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MOECORE_THREADS", "x"), ("MOECORE_THREADS", "-1"), ("MOECORE_DEVICE", "x")],
+)
+def test_an_odd_machine_setting_is_one_line(monkeypatch, name, value):
+    monkeypatch.setenv("MOECORE_DEVICE", "cpu")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{name}: found '{value}'; allowed: .+$"):
+        tune()
+
+
 SETTINGS = Training(epochs=1, batch=1, learning_rate=1.0, final_learning_rate=0.2, weight_decay=0.3)
 
 

@@ -42,11 +42,11 @@ from moecore.training.speed import (
     trace_file,
     traced,
 )
+from tests.project import SHIPPED
 from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, task
 
 METHODS = {
-    name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
+    name: Method.model_validate(entry) for name, entry in load(str(SHIPPED)).data["methods"].items()
 }
 # methods that differ only in what they learn from share their blocks
 DISTINCT = {(method.moe, method.guided): name for name, method in METHODS.items()}

@@ -21,7 +21,7 @@ from moecore.core.records import (
 )
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneConfig, BackboneModel
-from moecore.nn.layers.block import FeedForward
+from moecore.nn.layers.block import FeedForward, HiddenRatio
 from moecore.nn.layers.language_block import (
     AdamBlock,
     LanguageBlock,
@@ -50,7 +50,7 @@ class LanguageModel(BackboneConfig):
         description="how a feed-forward's change is added: as it is, with the momentum of the "
         "blocks before, or that after a first block of Adam",
     )
-    mlp_ratio: float = Field(
+    mlp_ratio: HiddenRatio = Field(
         default=1.0, gt=0, le=1000, description="hidden width of a dense feed-forward over d"
     )
     dropout: float = Field(

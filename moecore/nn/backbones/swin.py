@@ -8,6 +8,7 @@ from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneConfig
 from moecore.nn.backbones.swin_transformer import SwinTransformer
+from moecore.nn.layers.block import HiddenRatio
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.window_attention import SwinKind
 from moecore.nn.layers.windows import Grid, merged, window_and_shift
@@ -38,7 +39,7 @@ class SwinSettings(BackboneConfig):
         description="swin_moe, swin_v2: windows of each stage for which positions were learned; "
         "null: those of this model",
     )
-    mlp_ratio: float = Field(
+    mlp_ratio: HiddenRatio = Field(
         default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     qkv_bias: bool = True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingContext, RoutingRecord
-from moecore.nn.layers.block import Block, FeedForward, Mlp, attend, attention_weights
+from moecore.nn.layers.block import Block, FeedForward, HiddenRatio, Mlp, attend, attention_weights
 from moecore.nn.layers.moe import MoE
 from moecore.tasks.image_text import ImageText
 
@@ -26,7 +26,7 @@ class TextTower(Config):
     width: int = Field(default=64, ge=8, le=2**16, description="width of a token")
     depth: int = Field(default=2, ge=1, le=1000, description="number of blocks")
     heads: int = Field(default=4, ge=1, description="attention heads; they divide the width")
-    mlp_ratio: float = Field(
+    mlp_ratio: HiddenRatio = Field(
         default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     mask: Literal["causal", "full"] = Field(

@@ -12,6 +12,7 @@ from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec, check_sizes
 from moecore.nn.backbones.model import BackboneConfig
 from moecore.nn.backbones.transformer import Transformer
+from moecore.nn.layers.block import HiddenRatio
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import PatchEmbed
 
@@ -24,7 +25,7 @@ class Vit(BackboneConfig):
     width: int = Field(default=192, ge=8, le=2**16, description="width of a token")
     depth: int = Field(default=12, ge=1, le=1000, description="number of blocks")
     heads: int = Field(default=3, ge=1, description="attention heads; they divide the width")
-    mlp_ratio: float = Field(
+    mlp_ratio: HiddenRatio = Field(
         default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     pooling: Literal["class", "class+distillation", "mean"] = Field(

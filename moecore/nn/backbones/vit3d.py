@@ -14,7 +14,7 @@ from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec, check_sizes
 from moecore.nn.backbones.model import BackboneConfig
 from moecore.nn.backbones.transformer import Transformer
-from moecore.nn.layers.block import Activation
+from moecore.nn.layers.block import Activation, HiddenRatio
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, PooledStem, waves
 
@@ -27,7 +27,7 @@ class Vit3d(BackboneConfig):
     width: int = Field(default=192, ge=8, le=2**16, description="width of a token")
     depth: int = Field(default=12, ge=1, le=1000, description="number of blocks")
     heads: int = Field(default=3, ge=1, description="attention heads; they divide the width")
-    mlp_ratio: float = Field(
+    mlp_ratio: HiddenRatio = Field(
         default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     stem: Literal["linear", "pooled", "conv"] = Field(

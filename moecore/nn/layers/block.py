@@ -1,8 +1,9 @@
 """One pre-norm transformer block with timm's parameter names."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import AfterValidator, ValidationInfo
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
@@ -19,6 +20,17 @@ def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
     if bias:
         nn.init.zeros_(layer.bias)
     return layer
+
+
+def check_hidden_width(ratio: float, settings: ValidationInfo) -> float:
+    """Return the ratio; raises ValueError where it leaves a model's hidden layers no unit."""
+    width = settings.data.get("width")
+    if width is not None and width * ratio < 1:
+        raise ValueError(f"allowed: {1 / width:.3g} or more, one hidden unit at a width of {width}")
+    return ratio
+
+
+HiddenRatio = Annotated[float, AfterValidator(check_hidden_width)]  # of a field after ``width``
 
 
 class FeedForward(nn.Module):

@@ -13,6 +13,9 @@ from torch.nn.functional import conv3d, unfold
 from moecore.core.files import UserError
 from moecore.core.records import Layout
 from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.language_model import LanguageModel
+from moecore.nn.backbones.swin import SwinSettings
+from moecore.nn.backbones.text_tower import TextTower
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoE
@@ -375,3 +378,9 @@ def test_upcycled_it_computes_what_the_dense_model_does():
     sparse = upcycle(SMALL_3D.model_copy(update={"mlp_ratio": 1.0}).build(SPEC, moe), dense).eval()
     volumes = torch.rand(2, 1, 8, 12, 4)
     torch.testing.assert_close(sparse(volumes).prediction, dense(volumes).prediction)
+
+
+@pytest.mark.parametrize("kind", [Vit, Vit3d, SwinSettings, TextTower, LanguageModel])
+def test_a_hidden_layer_has_a_unit(kind):
+    with pytest.raises(ValidationError, match=r"(?s)mlp_ratio.*allowed: 0.\d+ or more"):
+        kind(mlp_ratio=1e-9)
