@@ -50,6 +50,7 @@ def check(params: Params = HERE) -> None:
     from moecore.study.remembered import in_order
 
     typer.echo(in_order(params, also=metrics_named))
+    _say_changed_raw_data(params)
 
 
 def plan(
@@ -65,6 +66,7 @@ def plan(
     if not scale:
         from moecore.pipeline.plan import main
 
+        _say_changed_raw_data(HERE)
         main()
         return
     from moecore.pipeline.scale import Peaks, table
@@ -89,6 +91,7 @@ def run(jobs: Jobs = None, sets: Sets = None) -> None:
         for line in assign(HERE, sets) or ["nothing changes"]:
             typer.echo(f"{HERE}: {line}")
     in_order(also=metrics_named)
+    _say_changed_raw_data(HERE)
     reproduce(jobs)
 
 
@@ -179,6 +182,13 @@ def study_run(folder: Folder, jobs: Jobs = None, sets: Sets = None) -> None:
         raise UserError(f"{folder}: found no params.yaml; write it: moecore study write {folder}")
     os.chdir(folder)
     run(jobs, sets)
+
+
+def _say_changed_raw_data(params: Path) -> None:
+    from moecore.pipeline.raw_data import changed_raw_data
+
+    for line in changed_raw_data(params):
+        typer.echo(line)
 
 
 def _claims() -> None:
