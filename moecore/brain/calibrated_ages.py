@@ -1,9 +1,7 @@
 """Calibration for data whose labels are ages: correct, measure, and write what a user needs."""
 
 from pathlib import Path
-from typing import Annotated, cast
-
-from pydantic import Field
+from typing import cast
 
 from moecore.brain.ages import Ages, Fit, fit
 from moecore.brain.measured_ages import Result, measured
@@ -13,13 +11,10 @@ from moecore.brain.reference import beyond_ages, reference_of, unlike
 from moecore.core.files import whole_folder, write_sealed, write_whole
 from moecore.core.plain import plain
 from moecore.data.prepared import SPLITS
-from moecore.measure import calibration
 from moecore.measure.base import Subject
 from moecore.measure.calibration import Calibrate, Files
 from moecore.measure.calibrators.linear import Linear
 from moecore.nn.predict import predictions
-
-AnyCalibration = Annotated[calibration.Result | Result, Field(discriminator="kind")]
 
 
 def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:

@@ -13,7 +13,7 @@ import numpy as np
 from moecore.brain.reference import Reference
 from moecore.core.files import UserError
 from moecore.core.inside import inside
-from moecore.data.volumes.bids_table import tab_separated
+from moecore.data.volumes.bids_table import read_tsv
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.volumes import read_volume
 
@@ -128,7 +128,7 @@ def _participants(path: Path) -> Participants:
     """Age, sex, site as in predictions.csv; {} where there is no such file."""
     if not inside(path.parent, path).exists():
         return {}
-    columns, rows = tab_separated(path)
+    columns, rows = read_tsv(path)
     if rows and "participant_id" not in columns:
         raise UserError(f"{path}: lacks the column participant_id")
     problems = []

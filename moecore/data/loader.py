@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import FEW_SHOT, generator_for
-from moecore.data.arrays import Jpegs
+from moecore.data.jpeg_store import Jpegs
 from moecore.data.prepared import Split
 from moecore.data.sampling import Uneven, send
 from moecore.tasks import AnyTask
@@ -25,11 +25,6 @@ IN_MEMORY = 8 << 30  # bytes of a split, beside the CPU
 @lru_cache(maxsize=2)
 def _order(n: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(n, generator=generator_for(seed, epoch))
-
-
-def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
-    """The order of n images in an epoch: int64 (n,), a permutation."""
-    return _order(n, seed, epoch).clone()
 
 
 def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:

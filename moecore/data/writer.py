@@ -3,8 +3,6 @@
 Counts and hashes what it wrote.
 """
 
-import errno
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,9 +12,10 @@ import numpy as np
 from PIL import Image
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, room_for, write_sealed
-from moecore.data.arrays import check_array, jpeg_files, new_array, save_array
+from moecore.core.files import UserError, checksum, write_sealed
 from moecore.data.files.decode import Packing
+from moecore.data.jpeg_store import jpeg_files
+from moecore.data.npy import new_array, open_array, save_array
 from moecore.data.prepared import SPLITS
 from moecore.data.workers import each
 from moecore.tasks.classification import Classification
@@ -70,7 +69,7 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
     """Write the three splits and ``card.json`` to ``folder`` (made where missing); the card.
 
     Raises UserError on labels that are not the task's, classes without an image, and images that do
-    not fit the labels or the size, and FullDisk.
+    not fit the labels or the size.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,13 +162,13 @@ def _counts(facts: Facts, split: str, labels: np.ndarray) -> dict[str, int]:
     return counts
 
 
-def _write_jpegs(folder: Path, split: str, labels: int, found: JpegFile) -> None:
-    if len(found.lengths) != labels:
-        raise UserError(f"{split}: {len(found.lengths)} images for {labels} labels")
+def _write_jpegs(folder: Path, split: str, labels: int, images: JpegFile) -> None:
+    if len(images.lengths) != labels:
+        raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
     content, offsets, extents = (folder / name for name in jpeg_files(split))
-    _take_over(found.path, content)
-    save_array(offsets, np.concatenate([[0], found.lengths.cumsum()]))
-    save_array(extents, found.extents)
+    shutil.move(images.path, content)
+    save_array(offsets, np.concatenate([[0], images.lengths.cumsum()]))
+    save_array(extents, images.extents)
 
 
 def _write_images(
@@ -177,27 +176,17 @@ def _write_images(
 ) -> None:
     shape = (labels, facts.channels, facts.size, facts.size)
     if isinstance(images, Path):
-        _take_over(images, path)
-        return check_array(path, shape, np.uint8)
+        shutil.move(images, path)
+        open_array(path, shape, np.uint8)
+        return
     out = new_array(path, np.uint8, shape)
     row = 0
     for chunk in images:
         if chunk.dtype != np.uint8 or chunk.shape[1:] != shape[1:] or row + len(chunk) > shape[0]:
-            found = f"images {row} on are {chunk.dtype} {chunk.shape}"
-            raise UserError(f"{path.name}: {found}; expected uint8 {shape} in all")
+            wrong = f"images {row} on are {chunk.dtype} {chunk.shape}"
+            raise UserError(f"{path.name}: {wrong}; expected uint8 {shape} in all")
         out[row : row + len(chunk)] = chunk
         row += len(chunk)
     if row != shape[0]:
         raise UserError(f"{path.name}: {row} images for {shape[0]} labels")
     out.flush()
-
-
-def _take_over(source: Path, path: Path) -> None:
-    try:
-        os.replace(source, path)
-    except OSError as error:
-        if error.errno != errno.EXDEV:  # another file system: it has to be copied
-            raise
-        with room_for(path, source.stat().st_size):
-            shutil.copyfile(source, path)
-        source.unlink()

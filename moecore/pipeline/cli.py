@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moecore.core.files import UserError, room_for, write_json
+from moecore.core.files import UserError, explain_full_disk, write_json
 
 Params = Annotated[Path, typer.Argument(help="the params.yaml")]
 Jobs = Annotated[
@@ -37,7 +37,7 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with room_for():
+            with explain_full_disk():
                 return super().invoke(ctx)
         except UserError as error:
             typer.echo(str(error), err=True)

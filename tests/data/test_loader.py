@@ -28,7 +28,6 @@ from moecore.data.loader import (
     OnDevice,
     OnDisk,
     batch_indices,
-    epoch_order,
     few_shot,
     room,
     steps_per_epoch,
@@ -50,24 +49,24 @@ def test_an_epoch_sees_each_image_at_most_once(n, batch, seed, epoch):
     steps = steps_per_epoch(n, batch)
     seen = torch.cat([batch_indices(n, batch, seed, epoch * steps + i) for i in range(steps)])
     assert (
-        torch.equal(seen, epoch_order(n, seed, epoch)[: steps * batch])
+        torch.equal(seen, batch_indices(n, n, seed, epoch)[: steps * batch])
         and len(seen.unique()) == steps * batch
     )
 
 
 def test_orders_are_permutations_that_differ_and_cannot_be_spoilt():
-    first = epoch_order(100, 0, 0)
-    other = epoch_order(100, 0, 1)
+    first = batch_indices(100, 100, 0, 0)
+    other = batch_indices(100, 100, 0, 1)
     assert torch.equal(first.sort().values, torch.arange(100)) and not torch.equal(first, other)
-    assert not torch.equal(first, epoch_order(100, 1, 0))
+    assert not torch.equal(first, batch_indices(100, 100, 1, 0))
     batch_indices(100, 10, 0, 0).zero_()
-    epoch_order(100, 0, 0).zero_()
-    assert torch.equal(epoch_order(100, 0, 0), first)
+    batch_indices(100, 100, 0, 0).zero_()
+    assert torch.equal(batch_indices(100, 100, 0, 0), first)
 
 
 def test_global_random_state_is_untouched():
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    epoch_order(10, 3, 4), few_shot(TWO, np.arange(10) % 2, 2, 0), generator_for(1, 2)
+    batch_indices(10, 10, 3, 4), few_shot(TWO, np.arange(10) % 2, 2, 0), generator_for(1, 2)
     assert torch.equal(torch.get_rng_state(), before[0]) and np.array_equal(
         np.random.get_state()[1], before[1]
     )

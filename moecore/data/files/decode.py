@@ -44,10 +44,6 @@ MODES = {1: "L", 3: "RGB"}
 BACKGROUND = "white"  # behind transparent pixels: what most pages show them on
 DEEPEST = 65535  # of 16 bits; what a file of fewer bits leaves unused stays dark
 SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
-# 8192²: the largest of ImageNet has 61 million. Half a megabyte of PNG can say thirteen thousand a
-# side, and every thread takes four bytes for each, and a few times that where it is transparent
-MOST = 1 << 26
-LONGEST = 65500  # pixels a side of a JPEG file, by libjpeg
 DEEP = ("I", "F")  # beginnings of the modes of 32 bits, whose range is not known
 
 
@@ -62,8 +58,7 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
     A camera's rotation mark (EXIF) is obeyed; transparent pixels stand on ``BACKGROUND``; 16 bits
     a channel become the nearest of 8; large JPEG files are decoded at a fraction of their size,
     never below twice ``size``. Of several pictures in a file the first is taken.
-    Raises Unreadable on damaged and truncated files, on more than ``MOST`` pixels, on 32 bits a
-    channel, and on what is there and is no file.
+    Raises Unreadable on damaged and truncated files and on 32 bits per channel.
     """
     with _reasons():
         return square(_opened(path, size, channels), size).transpose(2, 0, 1)
@@ -98,11 +93,6 @@ def pack_image(path: str | Path, packing: Packing) -> Packed:
         image = _opened(path, packing.size, packing.channels)
         if packing.whole:
             extent = _short_side(image.size, packing.size)
-            if max(extent) > LONGEST:  # a line of a pixel's height would become one of terabytes
-                found = f"{image.width} × {image.height} pixels are {max(extent):,} pixels long"
-                raise Unreadable(
-                    f"{found} with a short side of {min(extent)}; allowed: {LONGEST:,}"
-                )
             small = image.resize(extent, Image.Resampling.BILINEAR)
         else:
             small = Image.fromarray(square(image, packing.size).squeeze())
@@ -116,7 +106,6 @@ def unpack_image(content: bytes, channels: int) -> Image.Image:
     """The pixels of a JPEG file that ``pack_image`` made. Raises Unreadable where it is damaged."""
     with _reasons():
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
-        _bounded(image)
         image.load()
     if image.mode != MODES[channels]:
         raise Unreadable(of_mode(image.mode))
@@ -124,9 +113,7 @@ def unpack_image(content: bytes, channels: int) -> Image.Image:
 
 
 def _opened(path: str | Path, size: int, channels: int) -> Image.Image:
-    _regular(path)
     with Image.open(path, formats=FORMATS) as image:
-        _bounded(image)  # before the draft, which saves no memory where a file comes in many scans
         image.draft(MODES[channels], (2 * size, 2 * size))
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # a copy of a large picture is a gigabyte
@@ -134,19 +121,6 @@ def _opened(path: str | Path, size: int, channels: int) -> Image.Image:
         if plain.mode == MODES[channels]:
             return plain
         return plain.convert(MODES[channels])
-
-
-def _regular(path: str | Path) -> None:
-    """Refuse what is there and is no file: opening a pipe would wait for ever."""
-    if Path(path).exists() and not Path(path).is_file():
-        raise Unreadable("no file but a folder, a pipe or a device; allowed: image files")
-
-
-def _bounded(image: Image.Image) -> None:
-    """Refuse an image by the size in its header, before a pixel of it takes memory."""
-    if image.width * image.height > MOST:
-        found = f"has {image.width} × {image.height} pixels"
-        raise Unreadable(f"{found}; allowed: {MOST:,} in all, as of 8192 × 8192")
 
 
 @contextmanager
@@ -177,18 +151,6 @@ def _reasons() -> Iterator[None]:
     ) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise Unreadable(f"its header or its EXIF is damaged ({why})") from error
-
-
-def header_problem(path: str | Path) -> str | None:
-    """Why a file is no image that ``decode_image`` takes, as far as its header says; else None."""
-    try:
-        _regular(path)
-        with _reasons(), Image.open(path, formats=FORMATS) as image:
-            _bounded(image)
-            mode = image.mode
-    except Unreadable as error:
-        return str(error)
-    return None if mode in SIXTEEN or not mode.startswith(DEEP) else of_mode(mode)
 
 
 def of_mode(mode: str) -> str:

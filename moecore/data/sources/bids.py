@@ -15,8 +15,8 @@ from moecore.data.preview import Preview
 from moecore.data.volumes.bids_table import Problem, Table, read_table
 from moecore.data.volumes.cohort_splits import (
     CohortSplits,
+    count_cohort,
     listed,
-    look_at_cohort,
     of_ages,
     split_cohort,
 )
@@ -132,14 +132,14 @@ class Bids(CohortSplits, Grid):
         return self._write(folder, cache, table, usable, problems)
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; tables and headers are read."""
+        """What ``prepare`` would write; tables are read and files are sought."""
         known = of_ages(self.name, self.size, self._regions(), *places(self.root))
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
         root = self._root()
         table = read_table(root, self.ages, self.diagnoses)
-        return look_at_cohort(root, table, partial(self.files, root), self)
+        return count_cohort(root, table, partial(self.files, root), self)
 
     def _regions(self) -> tuple[str, ...]:
         return REGIONS if self.maps or self.dseg else ()

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.core.roots import places
-from moecore.data.files.cifar_files import SETS, check_lengths, fetch_archive, read_binary
+from moecore.data.files.cifar_files import SETS, fetch_archive, read_binary
 from moecore.data.files.decode import resized
 from moecore.data.preview import Preview, class_counts
 from moecore.data.splits import SplitSettings, limited, split_train
@@ -86,7 +86,7 @@ class Cifar(SplitSettings):
         )
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; of the files only the lengths are looked at."""
+        """What ``prepare`` would write; no file is read."""
         task = Classification(classes=SETS[self.classes].names)
         known = Preview(f"CIFAR-{self.classes}", 3, self.size, task, seen=tuple(places(self.root)))
         return known.completed(self._look)
@@ -97,11 +97,6 @@ class Cifar(SplitSettings):
         place = self._there(roots)
         if place is None and not self.download:
             raise UserError(self._absent(roots))
-        found: dict[str, Any] = {"seen": [place] if place else []}
-        if place is None:
-            found["note"] = f"prepare will download it into {roots[0]}"
-        elif place.is_dir():
-            found["seen"] += check_lengths(place, chosen)
         # the authors drew as many images of each class
         labels, test_labels = (
             np.arange(sum(files.values())) % self.classes for files in (chosen.train, chosen.test)
@@ -110,7 +105,9 @@ class Cifar(SplitSettings):
         test = limited(test_labels, self.test_limit, self.seed)
         parts = {"train": labels[train], "validation": labels[validation]}
         parts["test"] = test_labels[test]
-        return found | {"counts": class_counts(f"CIFAR-{self.classes}", chosen.names, parts)}
+        note = None if place else f"prepare will download it into {roots[0]}"
+        counts = class_counts(f"CIFAR-{self.classes}", chosen.names, parts)
+        return {"counts": counts, "note": note}
 
     def _find(self) -> Path:
         """The folder with all .bin files, or the archive."""

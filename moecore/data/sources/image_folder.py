@@ -11,8 +11,8 @@ from moecore.core.roots import places
 from moecore.data.files.class_folders import (
     KeptSettings,
     class_names,
+    count_folders,
     list_images,
-    look_at_folders,
     subset,
 )
 from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
@@ -77,7 +77,7 @@ class ImageFolder(KeptSettings):
         return card
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; files are counted, and a header a class is opened."""
+        """What ``prepare`` would write; files are counted."""
         roots = tuple(places(self.root))
         known = Preview(self._name(roots[0]), self.channels, self.size, None, seen=roots)
         return known.completed(self._look)
@@ -85,9 +85,8 @@ class ImageFolder(KeptSettings):
     def _look(self) -> dict[str, Any]:
         root = self._root()
         classes, splits = self._splits(root)
-        found = look_at_folders(self._name(root), root, classes, splits, self.on_error)
         known = {"task": Classification(classes=classes), "short_side": self.short_side}
-        return found | known
+        return known | count_folders(self._name(root), root, classes, splits)
 
     def _name(self, root: Path) -> str:
         return self.name or root.resolve().name

@@ -12,8 +12,8 @@ from moecore.core.roots import places
 from moecore.data.files.class_folders import (
     KeptSettings,
     class_names,
+    count_folders,
     list_images,
-    look_at_folders,
     subset,
 )
 from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
@@ -81,7 +81,7 @@ class Imagenet(KeptSettings):
         return card
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; files are counted, and a header a class is opened."""
+        """What ``prepare`` would write; files are counted."""
         known = Preview("ImageNet", 3, self.size, None, seen=tuple(places(self.root)))
         return known.completed(self._look)
 
@@ -89,9 +89,8 @@ class Imagenet(KeptSettings):
         root = self._root()
         classes = class_names(root / "train")
         splits = self._splits(root, classes)
-        found = look_at_folders("ImageNet", root, classes, splits, self.on_error)
         known = {"task": Classification(classes=classes), "short_side": self.short_side}
-        return found | known
+        return known | count_folders("ImageNet", root, classes, splits)
 
     def _splits(self, root: Path, classes: tuple[str, ...]) -> dict[str, Files]:
         train = list_images(root, root / "train", classes)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, room_for, write_whole
+from moecore.core.files import UserError, checksum, write_whole
 from moecore.core.roots import found_file
 from moecore.data.text.words import lowered
 from moecore.tasks.image_text import ImageText
@@ -140,8 +140,7 @@ class BpeTokenizer:
         return str(self.loaded.id_to_token(token))
 
     def write(self, folder: Path) -> str:
-        with room_for(folder / THEIRS, self.path.stat().st_size):
-            shutil.copyfile(self.path, folder / THEIRS)
+        shutil.copyfile(self.path, folder / THEIRS)
         return THEIRS
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, checksum, write_sealed, write_whole
-from moecore.data.arrays import save_array
+from moecore.data.npy import save_array
 from moecore.tasks.next_token import NextToken
 
 END = "<eos>"

@@ -64,11 +64,6 @@ def invert(pixels: Tensor, strength: Tensor) -> Tensor:
     return 255 - pixels
 
 
-def identity(pixels: Tensor, strength: Tensor) -> Tensor:
-    """The image itself."""
-    return pixels
-
-
 def autocontrast(pixels: Tensor, strength: Tensor) -> Tensor:
     """Stretch each channel to 0..255; a channel of one level stays as it is."""
     low = pixels.amin((2, 3), keepdim=True)

@@ -204,12 +204,6 @@ def identity_view(images: Tensor | Uneven) -> Tensor:
     return images.to(torch.float32).mul_(1 / 255)
 
 
-def identity_affines(images: Tensor) -> Tensor:
-    """The affines (B, 3, 3) of views that change nothing; (B, 4, 4) of volumes."""
-    side = images.ndim - 1
-    return torch.eye(side, device=images.device).expand(len(images), side, side)
-
-
 def _frame(
     settings: ViewSettings,
     original: Sequence[int] | tuple[Tensor, Tensor],

@@ -2,7 +2,6 @@
 the rows.
 """
 
-import csv
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -96,7 +95,7 @@ def _rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]
             f"{path}: no such file; a cohort needs it, with the columns {', '.join(NEEDED)} (set "
             "`root` to its folder)"
         )
-    columns, rows = tab_separated(path)
+    columns, rows = read_tsv(path)
     if lacking := [name for name in needed if name not in columns]:
         found = " ".join(", ".join(columns).split()) or "nothing"
         raise UserError(
@@ -108,24 +107,22 @@ def _rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]
     return rows
 
 
-def tab_separated(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns of a table with a head line, and its rows, without blanks around the values.
+def read_tsv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns of a table with a head line, and its rows, without blanks around values.
 
-    Raises UserError where it is no text in UTF-8, or has a value that no table has.
+    Raises UserError where it is no text in UTF-8, or no table.
     """
+    import pandas  # a second of import, for those who use it
+
     try:
-        with open(path, newline="", encoding="utf-8-sig") as handle:
-            table = csv.DictReader(handle, delimiter="\t", restval="")
-            columns = list(table.fieldnames or ())
-            rows = [{name: (row[name] or "").strip() for name in columns if name} for row in table]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error}") from None
-    except csv.Error as error:  # a value of more than 131,072 letters: a quote that nothing closes
-        raise UserError(f"{path}: no table of values between tabs: {error}") from None
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise UserError(f"{path}: cannot be read, {why}") from None
-    return columns, rows
+        table = pandas.read_csv(
+            path, sep="\t", dtype=str, keep_default_na=False, encoding="utf-8-sig", index_col=False
+        )
+    except (OSError, ValueError) as error:  # pandas' own errors and UnicodeDecodeError are these
+        why = " ".join(str(error).split())
+        raise UserError(f"{path}: no table of values between tabs: {why}") from None
+    table = table.fillna("").apply(lambda column: column.str.strip())
+    return list(table.columns), table.to_dict("records")
 
 
 def _visits(

@@ -1,5 +1,5 @@
 """Which participant belongs to which split, stratified by age and sex, never by session; and what a
-cohort says before a volume is read: its tables, its files, and their headers.
+cohort says before a volume is read: its tables and its files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,6 @@ from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
 from moecore.data.splits import quotas
 from moecore.data.volumes.bids_table import Problem, Table
-from moecore.data.volumes.nifti import header_problem
 from moecore.data.volumes.subjects import Subject
 from moecore.data.volumes.volumes import SubjectFiles
 from moecore.tasks.regression import Regression
@@ -137,38 +136,27 @@ def of_ages(
     return Preview(name, 1, size, task, regions=regions, seen=seen)
 
 
-def look_at_cohort(root: Path, table: Table, files: Files, settings: CohortSplits) -> dict:
-    """``counts`` and ``seen`` of a Preview; headers are opened, volumes are not read.
+def count_cohort(root: Path, table: Table, files: Files, settings: CohortSplits) -> dict[str, Any]:
+    """Return ``counts``, ``seen`` and ``note`` of a Preview; no volume is opened.
 
     files: a subject's files, or None and what is wrong with them. Raises UserError that lists the
     problems of the whole cohort, unless ``settings.on_error`` is "skip".
     """
     problems = list(table.problems)
-    seen = [root, root / "participants.tsv"]
     usable = []
     for subject in table.subjects:
         paths, wrong = files(subject)
-        if paths is not None:
-            seen.append(paths.t1)
-            wrong = [why for path in _all(paths) if (why := header_problem(path))]
         problems += [Problem(*subject[:2], why) for why in wrong]
-        if not wrong:
+        if paths is not None:
             usable.append(subject)
-    stops = getattr(settings, "on_error", "stop") == "stop"
-    if problems and stops:
+    if problems and getattr(settings, "on_error", "stop") == "stop":
         raise UserError(listed(root, problems))
     known = {subject.participant_id for subject in usable}
     asked = {who: split for who, split in table.splits.items() if who in known}
     rows = split_cohort(usable, settings, asked)
-    found: dict[str, Any] = {"counts": {split: (len(part),) for split, part in rows.items()}}
-    if problems:
-        found["note"] = f"{len(problems)} problems; those subjects will be left out"
-    return found | {"seen": seen}
-
-
-def _all(files: SubjectFiles) -> list[Path]:
-    maps = list((files.maps or {}).values())
-    return [path for path in (files.t1, files.mask, *maps, files.dseg) if path is not None]
+    note = f"{len(problems)} problems; those subjects will be left out" if problems else None
+    counts = {split: (len(part),) for split, part in rows.items()}
+    return {"counts": counts, "note": note, "seen": [root, root / "participants.tsv"]}
 
 
 def listed(root: Path, problems: Sequence[Problem]) -> str:

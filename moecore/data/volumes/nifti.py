@@ -14,10 +14,6 @@ from moecore.core.files import UserError
 # two affines are the same where they put every corner of the volume closer than this
 APART_MM = 0.1
 MOST = 512**3  # voxels: a head at 0.5 mm; their values take half a gigabyte
-# bytes before the values, and extensions of a header (notes of other programs): nibabel reads each
-# whole, and kilobytes of gzip can say gigabytes
-BEFORE = 1 << 26
-EXTENSIONS = 1000
 EDGES_MM = (0.01, 100.0)  # of a voxel
 NUMBERS = "biuf"  # numpy's kinds that are real numbers; not complex ones, not colours
 
@@ -69,15 +65,6 @@ def same_place(one: Volume, other: Volume) -> str | None:
     return None
 
 
-def header_problem(path: Path) -> str | None:
-    """Why a file is no volume, as far as its header says; None where nothing is wrong with it."""
-    try:
-        _opened(path)
-    except Unusable as error:
-        return str(error)
-    return None
-
-
 def _opened(path: Path) -> Any:
     """nibabel's image of a file whose header says a volume; no value is read.
 
@@ -86,46 +73,9 @@ def _opened(path: Path) -> Any:
     if not path.is_file():
         raise Unusable(f"{path}: {'no file' if path.exists() else 'no such file'}")
     with _damage(path):
-        _check_extensions(path)
         image = _nibabel().load(path)
         _check_header(path, image)
     return image
-
-
-def _check_extensions(path: Path) -> None:
-    """Refuse what would take much memory before nibabel looks at it; what is only wrong is left to
-    it. Little is unpacked, and nothing kept.
-    """
-    nibabel = _nibabel()
-    pair = path.with_name(path.name.replace(".img", ".hdr"))  # where the header has its own file
-    with nibabel.openers.ImageOpener(str(pair if pair.is_file() else path)) as handle:
-        start = handle.read(nibabel.Nifti2Header.sizeof_hdr + 4)
-        kinds = (nibabel.Nifti1Header, nibabel.Nifti2Header)
-        kind = next((kind for kind in kinds if kind.may_contain_header(start)), None)
-        if kind is None:  # another format
-            return
-        at = kind.sizeof_hdr + 4
-        header = kind(start[: at - 4], check=False)
-        offset = float(header["vox_offset"])
-        if BEFORE < offset < math.inf:
-            found = f"says that its values begin after {offset:,.0f} bytes"
-            raise Unusable(f"{path}: {found}; allowed: up to {BEFORE:,}")
-        if start[at - 4 : at - 3] in (b"", b"\0"):  # no extensions
-            return
-        number = 0
-        # in a file of its own they reach to its end
-        apart = pair.name.lower().rsplit(".hdr", 1)[-1] in ("", ".gz", ".bz2", ".zst")
-        while at + 16 <= (math.inf if apart else offset):
-            handle.seek(at)
-            if len(size := handle.read(4)) < 4:
-                return
-            length = int(np.frombuffer(size, f"{header.endianness}i4")[0])
-            at, number = at + length, number + 1
-            # below 8 nibabel reads to the end of the file
-            if length < 8 or at > BEFORE or number > EXTENSIONS:
-                found = f"extension {number} of its header has {length:,} bytes"
-                allowed = f"8 or more, {BEFORE:,} in all, of up to {EXTENSIONS:,} extensions"
-                raise Unusable(f"{path}: {found}; allowed: {allowed}")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, checksum, write_sealed
-from moecore.data.arrays import new_array, save_array
+from moecore.data.npy import new_array, save_array
 from moecore.data.prepared import SPLITS
 from moecore.data.volumes.subjects import SEXES, Subject, sex_counts, write_subjects
 from moecore.data.volumes.volume_checks import flags

@@ -5,7 +5,6 @@ COCO's and Flickr30k's captions, from generated files in their forms.
 """
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
-from moecore.core.files import UserError, read_json, write_json
+from moecore.core.files import UserError, read_json
 from moecore.data.contact import contact_sheet
 from moecore.data.loader import few_shot, to_device
 from moecore.data.prepared import SPLITS, Prepared
@@ -268,15 +267,6 @@ def test_a_damaged_set_is_refused(tmp_path):
     np.save(tmp_path / "test_labels.npy", SETS & [[1, 0]])
     with pytest.raises(UserError, match=r"holds int64 \(4, 2\); card.json says uint8 \(4, 2\)"):
         Prepared.open(tmp_path)
-    np.save(tmp_path / "test_labels.npy", (SETS & [[1, 0]]).astype(np.uint8))
-    with pytest.raises(UserError, match="class counts are not those of card.json"):
-        Prepared.open(tmp_path)
-    write_json(
-        tmp_path / "card.json",
-        {key: value for key, value in read_json(tmp_path / "card.json").items() if key != "images"},
-    )
-    with pytest.raises(UserError, match="card.json: lacks images"):
-        Prepared.open(tmp_path)
 
 
 COLOURS = ("red", "green", "blue", "white", "black")
@@ -426,14 +416,8 @@ def test_odd_token_files_are_refused(tmp_path, lines, says):
             lambda c: c["images"][0].update(file_name="../../../etc/passwd"),
             "leads out of this folder",
         ),
-        (lambda c: c["images"][0].update(file_name="a\0.png"), "no file can be called"),
-        (lambda c: c["images"][0].update(file_name="x" * 300), "no file can be called: file name"),
-        (lambda c: c["images"][0].update(file_name="\ud800"), "no file can be called"),
         (lambda c: c["images"][0].update(file_name=5), "odd file_name, 5, which is no text"),
-        (lambda c: c["annotations"][0].update(image_id=[0]), "has an odd unhashable type"),
         (lambda c: c["annotations"][0].update(caption=None), "odd caption, None, which is no text"),
-        (lambda c: c["annotations"][0].update(caption="\ud800"), "half a letter"),
-        (lambda c: c["annotations"][0].update(caption="word " * 30_000), "of 149,999 letters"),
     ],
 )
 def test_odd_annotations_are_refused(tmp_path, edit, says):
@@ -476,34 +460,6 @@ def test_a_link_that_leads_out_is_refused(tmp_path):
     settings = Flickr30k(root=str(root), captions_file=str(path), size=8)
     with pytest.raises(UserError, match="found '0.png', which leads out"):
         settings.prepare(tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["annotations", "karpathy", "captions_file"])
-def test_annotations_that_are_no_file_or_never_end(tmp_path, name):
-    path = tmp_path / "given"
-    kind = Flickr30k if name == "captions_file" else CocoCaptions
-    given = (str(path),) if name == "annotations" else str(path)
-    settings = kind.model_validate(
-        {"root": str(tmp_path), "folders": (".",), name: given}
-        if kind is CocoCaptions
-        else {"root": str(tmp_path), name: given}
-    )
-    path.mkdir()
-    with pytest.raises(UserError, match="given: cannot be read, is a directory"):
-        settings.read()
-    path.rmdir()
-    path.write_text("[" * 100_000, encoding="utf-8")
-    with pytest.raises(UserError, match="given: not valid JSON|given:1: found"):
-        settings.read()
-    path.unlink()
-    with path.open("wb") as handle:
-        handle.truncate(2**30 + 1)
-    with pytest.raises(UserError, match="given: has 1,073,741,825 bytes; allowed: 1,073,741,824"):
-        settings.read()
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(UserError, match="given: found a pipe or a device; allowed: a file of"):
-        settings.read()
 
 
 @pytest.mark.parametrize("root", ["~nosuchuser/images", "~nosuchuser"])

@@ -321,7 +321,7 @@ def test_labels_come_as_the_task_stores_them(mosaics):
     )
 
 
-@pytest.mark.parametrize("source", ["def (", "a\0b", "(" * 10_000, "-" * 100_000 + "1"])
+@pytest.mark.parametrize("source", ["def (", "a\0b"])
 def test_what_is_no_python_is_named(source):
     with pytest.raises(UserError, match="package/file.py: no Python of this version"):
         list(prose(source, "package/file.py"))

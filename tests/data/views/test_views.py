@@ -24,7 +24,6 @@ from moecore.data.views.views import (
     Affine,
     Crop,
     ViewSettings,
-    identity_affines,
     identity_view,
     make_views,
 )
@@ -111,7 +110,7 @@ def test_images_that_are_kept_whole_need_a_crop():
 def test_the_default_changes_nothing():
     views = make_views(IMAGES, ViewSettings(), generator_for(0))
     assert torch.equal(views.images, identity_view(IMAGES)) and torch.equal(
-        views.affines, identity_affines(IMAGES)
+        views.affines, torch.eye(3).expand(len(IMAGES), 3, 3)
     )
 
 

@@ -16,7 +16,6 @@ from moecore.data.views.views import (
     Crop,
     Intensity,
     ViewSettings,
-    identity_affines,
     identity_view,
     make_views,
 )
@@ -45,7 +44,7 @@ def test_nothing_asked_nothing_changed():
     views = make_views(VOLUMES, ViewSettings(), generator_for(0))
     assert views.images.dtype == torch.float32 and torch.equal(views.images, VOLUMES.float())
     assert torch.equal(views.affines, torch.eye(4).expand(16, 4, 4)) and torch.equal(
-        identity_affines(VOLUMES), views.affines
+        torch.eye(4).expand(len(VOLUMES), 4, 4), views.affines
     )
     assert torch.equal(identity_view(VOLUMES), views.images)
 
