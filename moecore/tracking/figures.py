@@ -59,8 +59,8 @@ def png(figure: "Figure") -> bytes:
 
 def _samples(folder: Path) -> Figures:
     # Here, as it brings torch, which an import without new runs does not need.
-    from moecore.data.contact import contact_sheet
     from moecore.data.prepared import Prepared
+    from moecore.report.contact_sheet import contact_sheet
 
     yield "samples", contact_sheet(Prepared.open(folder))
 

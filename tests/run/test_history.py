@@ -482,7 +482,7 @@ def test_a_history_that_finds_no_room_to_be_published_leaves_the_earlier_one(mon
         patch.setattr(shutil, "copyfile", full)
         with pytest.raises(FullDisk) as error, recorded() as run:
             run.log(1, {"loss": 2.0})
-        said = f"{OUT}: could not be written, no space left on device; "
+        said = f"{OUT}/{NAME}: could not be written, no space left on device; "
         assert str(error.value).startswith(said)
         assert not capsys.readouterr().err, "of one full disk, one line tells"
         with pytest.raises(ZeroDivisionError), recorded() as run:

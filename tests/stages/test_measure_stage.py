@@ -20,7 +20,6 @@ from moecore.brain.ages import Ages, fit
 from moecore.brain.out_of_fold import folds_of
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.files import UserError
-from moecore.data.contact import contact_sheet
 from moecore.data.prepared import Prepared
 from moecore.measure import MEASUREMENTS, stability
 from moecore.measure.base import Skipped, read_result
@@ -28,6 +27,7 @@ from moecore.measure.calibrators.linear import Linear
 from moecore.nn.backbones.image import ImageSpec
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.dvc_file import study_dvc
+from moecore.report.contact_sheet import contact_sheet
 from moecore.training.artifacts import save_model, save_no_guide
 from stages import out_of_fold as stage
 from stages.measure import measure

@@ -17,13 +17,11 @@ from moecore.data.corruptions.digital import (
     bytes_of,
     contrast,
     elastic_transform,
-    gaussian_noise,
-    impulse_noise,
     jpeg_compression,
     pixelate,
-    shot_noise,
 )
 from moecore.data.corruptions.draws import draws
+from moecore.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise
 from moecore.data.corruptions.weather import brightness, fog, frost, snow
 
 Corruption = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]

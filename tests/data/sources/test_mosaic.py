@@ -16,7 +16,6 @@ from PIL import Image
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
-from moecore.data.contact import contact_sheet
 from moecore.data.loader import few_shot, to_device
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.coco_captions import CocoCaptions
@@ -26,6 +25,7 @@ from moecore.data.sources.mosaic import Mosaic, composed, drawn_cells, multi_hot
 from moecore.data.splits import SplitSettings, carve
 from moecore.data.text.tokenizers import tokenizer_in
 from moecore.data.writer import Facts, Part, write_prepared
+from moecore.report.contact_sheet import contact_sheet
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 

@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from moecore.core.files import UserError
 from moecore.data.phantom import template as phantom_template
-from moecore.data.phantom.anatomy import Anatomy
+from moecore.data.phantom.anatomy import Anatomy, taken
 from moecore.data.phantom.fields import SIDE, smooth_fields, spline_basis
 from moecore.data.phantom.geometry import Pose, placed, rotation, wall_for
 from moecore.data.phantom.numbers import (
@@ -23,7 +23,6 @@ from moecore.data.phantom.numbers import (
 )
 from moecore.data.phantom.shells import CONTRAST, HEAD, drawn, outside, shells
 from moecore.data.phantom.template import level_set, template
-from moecore.data.phantom.tissue import taken
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.phantom import Phantom, simulate
 from moecore.data.volumes.volumes import normalised

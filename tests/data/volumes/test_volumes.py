@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError, read_json, write_json
 from moecore.data import prepared
-from moecore.data.contact import contact_sheet, middle_slices
 from moecore.data.loader import few_shot, to_device
 from moecore.data.prepared import Prepared
 from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
@@ -27,6 +26,7 @@ from moecore.data.volumes.volume_cache import VolumeCache
 from moecore.data.volumes.volume_checks import flags, impossible
 from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
 from moecore.data.volumes.volumes import Stored, SubjectFiles, normalised, read_volume
+from moecore.report.contact_sheet import contact_sheet, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
 
