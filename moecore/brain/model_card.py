@@ -35,7 +35,7 @@ HEAD = """\
 | --- | --- | --- | --- | --- |"""
 
 
-def model_card(card: Mapping[str, Any], result: Result, item: str) -> str:
+def render_model_card(card: Mapping[str, Any], result: Result, item: str) -> str:
     """The text of MODEL_CARD.md.
 
     card: the prepared data's; result: what ``calibrate`` measured; item: phase/method/seed.

@@ -57,7 +57,7 @@ def find_volumes(folder: str | Path) -> list[NewVolume]:
     return [NewVolume(path, _mask(path), _subject(path, bids, table), folder) for path in paths]
 
 
-def prepared(
+def prepare_volumes(
     found: list[NewVolume], reference: Reference
 ) -> tuple[list[np.ndarray | None], list[str]]:
     """Each volume as the model takes it, and for each why it cannot be used, naming its file.

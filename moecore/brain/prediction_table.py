@@ -61,7 +61,7 @@ class Corrected(NamedTuple):
         return {name: values for name, values in named.items() if values is not None}
 
 
-def corrected(raw: np.ndarray, sexes: Sequence[str], fitted: FittedLinear | None) -> Corrected:
+def correct_ages(raw: np.ndarray, sexes: Sequence[str], fitted: FittedLinear | None) -> Corrected:
     """Raw predictions (N,) with both corrections. No age is looked at."""
     raw = np.asarray(raw, np.float64)
     if fitted is None:

@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 
 from moecore.core.files import UserError
-from moecore.data.files.decode import Unreadable, square, unpack_image
+from moecore.data.files.decode import Unreadable, centre_square, unpack_image
 from moecore.data.npy import AGAIN, open_array
-from moecore.data.workers import workers
+from moecore.data.workers import thread_count
 
 
 def jpeg_files(split: str) -> list[str]:
@@ -81,7 +81,7 @@ class Jpegs:
         return replace(self, places=self.places[key])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        squares = list(_threads(workers()).map(self._square, self.places))
+        squares = list(_threads(thread_count()).map(self._square, self.places))
         array = np.stack(squares) if squares else np.empty(self.shape, np.uint8)
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -90,14 +90,14 @@ class Jpegs:
 
         Raises UserError where one is damaged, naming the file and the image.
         """
-        return list(_threads(workers()).map(self._pixels, self.places[rows]))
+        return list(_threads(thread_count()).map(self._pixels, self.places[rows]))
 
     def _pixels(self, place: int) -> np.ndarray:
         pixels = np.asarray(self._opened(place))
         return pixels.reshape(*pixels.shape[:2], self.channels)
 
     def _square(self, place: int) -> np.ndarray:
-        return square(self._opened(place), self.size).transpose(2, 0, 1)
+        return centre_square(self._opened(place), self.size).transpose(2, 0, 1)
 
     def _opened(self, place: int) -> Image.Image:
         start, stop = self.offsets[place : place + 2]

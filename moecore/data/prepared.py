@@ -29,7 +29,7 @@ from moecore.core.files import UserError, checksum, read_json
 from moecore.data.jpeg_store import Jpegs
 from moecore.data.npy import AGAIN, open_array
 from moecore.data.preview import read_task
-from moecore.data.text.words import windows
+from moecore.data.text.words import block_windows
 from moecore.data.volumes.subjects import read_subjects
 from moecore.tasks import AnyTask
 
@@ -77,7 +77,7 @@ class Split(NamedTuple):
         return None if self.people is None else self.people[places]
 
 
-def evenly_spread(total: int, number: int | None) -> np.ndarray:
+def evenly_spaced_indices(total: int, number: int | None) -> np.ndarray:
     """``number`` indices evenly spread over ``total``, all where there are fewer or it is None.
 
     Evenly spread, so that a set sorted by class gives every class.
@@ -175,7 +175,7 @@ def _open_volumes(folder: Path, card: dict[str, Any], task: AnyTask, split: str)
 def _open_text(folder: Path, card: dict[str, Any], task: AnyTask, split: str) -> Split:
     path = folder / f"{split}_tokens.npy"
     tokens = open_array(path, (card["tokens"][split],), np.int32)
-    images, labels = windows(tokens, card["size"][0], card["channels"] - 1)
+    images, labels = block_windows(tokens, card["size"][0], card["channels"] - 1)
     task.check(labels, f"{path}: tokens")
     return Split(images, labels)
 

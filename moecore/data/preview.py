@@ -58,7 +58,7 @@ class Preview(NamedTuple):
         return self._replace(**fields)
 
 
-def preview_of_card(card: Mapping[str, Any], path: Path) -> Preview:
+def card_preview(card: Mapping[str, Any], path: Path) -> Preview:
     """Return the preview of data that ``prepare`` has written; ``path`` is the card's.
 
     Raises KeyError or pydantic.ValidationError where the card is of other code than this.

@@ -9,7 +9,7 @@ from moecore.data.prepared import Prepared
 PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, superior
 
 
-def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -> Figure:
+def draw_contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -> Figure:
     """A figure with the first ``shots`` training images of each class, a row a class (of at most
     ``most_classes``).
 
@@ -21,8 +21,8 @@ def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -
     where = prepared.task.by_class(torch.from_numpy(labels))
     if where is None:
         if images.ndim == 5:
-            return montage(prepared, shots)
-        return row_of(prepared, shots)
+            return draw_volume_montage(prepared, shots)
+        return draw_first_images(prepared, shots)
     rows, classes = where
     names = prepared.task.classes[:most_classes]
     figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(names) + 0.4), layout="constrained")
@@ -34,7 +34,7 @@ def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -
     return figure
 
 
-def row_of(prepared: Prepared, shots: int) -> Figure:
+def draw_first_images(prepared: Prepared, shots: int) -> Figure:
     """The first training images, where labels are no classes."""
     number = min(shots, len(prepared.train.labels))
     figure = Figure(figsize=(1.2 * number, 1.6), layout="constrained")
@@ -45,7 +45,7 @@ def row_of(prepared: Prepared, shots: int) -> Figure:
     return figure
 
 
-def montage(prepared: Prepared, shots: int = 8) -> Figure:
+def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
     """Middle slices of ``shots`` training volumes, evenly spread from the youngest to the oldest;
     age and sex above, flags marked with *.
     """

@@ -18,7 +18,7 @@ from moecore.core.files import FullDisk, UserError, read_json, whole_folder, wri
 from moecore.data import prepared
 from moecore.data.npy import new_array
 from moecore.data.prepared import Prepared
-from moecore.data.preview import preview_of_card
+from moecore.data.preview import card_preview
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
@@ -27,8 +27,8 @@ from moecore.data.sources.imagenet import Imagenet
 from moecore.data.sources.mosaic import Mosaic
 from moecore.data.sources.phantom import Phantom
 from moecore.data.splits import SplitSettings
-from moecore.data.workers import each, one_blas_thread
-from moecore.data.writer import Facts, Part, moments, write_prepared
+from moecore.data.workers import map_in_threads, one_blas_thread
+from moecore.data.writer import DatasetInfo, Part, channel_moments, write_prepared
 from moecore.tasks.classification import Classification
 from tests.data.making import cohort, image_classes
 
@@ -37,7 +37,7 @@ class Made(SplitSettings):
     kind: str = "made"
 
 
-FACTS = Facts("Made", Classification(classes=("a", "b")), 3, 4, "none", "here", Made())
+FACTS = DatasetInfo("Made", Classification(classes=("a", "b")), 3, 4, "none", "here", Made())
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 3, 4, 4), np.uint8)
 LABELS = np.arange(10) % 2
 
@@ -75,7 +75,7 @@ def test_writing_twice_gives_the_same_bytes(tmp_path):
 
 
 def test_moments_do_not_depend_on_chunks():
-    assert moments(IMAGES, 3) == moments(IMAGES)
+    assert channel_moments(IMAGES, 3) == channel_moments(IMAGES)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +184,12 @@ def test_results_come_in_order(threads, monkeypatch):
         time.sleep(0.002 * (5 - number % 5))
         return number * number
 
-    assert list(each(late, range(23))) == [number * number for number in range(23)]
+    assert list(map_in_threads(late, range(23))) == [number * number for number in range(23)]
 
 
 def test_an_error_is_raised_where_its_result_is_due(monkeypatch):
     monkeypatch.setenv("MOECORE_THREADS", "2")
-    found = each(lambda number: 6 // (3 - number), range(6))
+    found = map_in_threads(lambda number: 6 // (3 - number), range(6))
     assert [next(found) for _ in range(3)] == [2, 3, 6]
     with pytest.raises(ZeroDivisionError):
         next(found)
@@ -197,7 +197,7 @@ def test_an_error_is_raised_where_its_result_is_due(monkeypatch):
 
 def test_blas_has_one_thread_meanwhile_and_its_own_afterwards():
     before = blas_threads()
-    assert before and list(each(lambda _: blas_threads(), range(3))) == [{1}] * 3
+    assert before and list(map_in_threads(lambda _: blas_threads(), range(3))) == [{1}] * 3
     assert blas_threads() == before
 
 
@@ -243,7 +243,7 @@ def test_what_is_said_beforehand_is_what_is_written(tmp_path, monkeypatch, kind)
     assert said.problem is None and said.note is None
     source.prepare(tmp_path / "out")
     card = tmp_path / "out/card.json"
-    written = preview_of_card(read_json(card), card)
+    written = card_preview(read_json(card), card)
     assert said.counts == written.counts and said.images == written.images
     assert (said.name, said.channels, said.shape) == (written.name, written.channels, written.shape)
     assert said.classes == written.classes and said.task.kind == written.task.kind

@@ -2,12 +2,14 @@
 
 import numpy as np
 
-from moecore.data.corruptions.scale import share
+from moecore.data.corruptions.scale import severity_share
 
 
 def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Normal noise in every value; the parameter is its standard deviation."""
-    sigma = share(image, severity, (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38))
+    sigma = severity_share(
+        image, severity, (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38)
+    )
     return image + sigma * random.standard_normal(image.shape)
 
 
@@ -16,7 +18,7 @@ def shot_noise(image: np.ndarray, severity: int, random: np.random.Generator) ->
 
     Black stays black.
     """
-    photons = share(image, severity, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
+    photons = severity_share(image, severity, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
     return random.poisson(image * photons) / photons
 
 
@@ -24,6 +26,8 @@ def impulse_noise(image: np.ndarray, severity: int, random: np.random.Generator)
     """Salt and pepper: the parameter is the share of values that become 0 or 1, with equal
     chance.
     """
-    amount = share(image, severity, (0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27))
+    amount = severity_share(
+        image, severity, (0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27)
+    )
     drawn = random.random(image.shape)
     return np.where(drawn < amount / 2, 0.0, np.where(drawn < amount, 1.0, image))

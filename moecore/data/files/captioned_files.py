@@ -17,10 +17,15 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.inside import inside
 from moecore.core.roots import places
-from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
+from moecore.data.files.decode_cache import DecodeCache, Files, decode_splits
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
-from moecore.data.text.captions import Described, task_of, tokens_of, write_captioned
+from moecore.data.text.captions import (
+    CaptionedDatasetInfo,
+    caption_task,
+    tokenize_captions,
+    write_captioned,
+)
 from moecore.data.text.tokenizers import AnyTokenizer, Tokenizer, WordSettings, WordTokenizer
 from moecore.data.writer import Part
 from moecore.tasks.image_text import ImageText
@@ -81,16 +86,18 @@ class CaptionedFiles(Config):
             text for _, one in splits["train"] for text in one.captions
         )
         name, licence, source = self.facts()
-        about = Described(name, self.channels, self.size, licence, source, self, self.sided)
-        task = task_of(about, tokenizer)
+        about = CaptionedDatasetInfo(
+            name, self.channels, self.size, licence, source, self, self.sided
+        )
+        task = caption_task(about, tokenizer)
         files, counts = {}, {}
         for split, found in splits.items():
             captions = [one.captions for _, one in found]
-            labels, counts[split] = tokens_of(captions, tokenizer, task)
+            labels, counts[split] = tokenize_captions(captions, tokenizer, task)
             files[split] = Files([path for path, _ in found], labels)
         scratch = Path(folder) / ".decoded"
         kept = DecodeCache(scratch, self.size, self.channels)
-        parts: dict[str, Part] = decoded_parts(kept, files, self.on_error)
+        parts: dict[str, Part] = decode_splits(kept, files, self.on_error)
         card = write_captioned(folder, about, tokenizer, parts, counts)
         shutil.rmtree(scratch)
         return card
@@ -109,7 +116,9 @@ class CaptionedFiles(Config):
         return {"task": self._task(self.tokenizer.build(training)), "counts": counts}
 
     def _task(self, tokenizer: Tokenizer) -> ImageText:
-        return task_of(Described("", self.channels, self.size, "", "", self, self.sided), tokenizer)
+        return caption_task(
+            CaptionedDatasetInfo("", self.channels, self.size, "", "", self, self.sided), tokenizer
+        )
 
     def _found(self) -> dict[str, list[tuple[Path, Captions]]]:
         """The files of each split, and what is said of them, after the limits."""
@@ -140,7 +149,7 @@ class CaptionedFiles(Config):
         return found
 
 
-def carved(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[Captions]]:
+def split_by_seed(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[Captions]]:
     """Images whose split no file names, by the seed."""
     random = np.random.default_rng([settings.seed, CARVED])
     order = random.permutation(len(images)).tolist()
@@ -151,7 +160,7 @@ def carved(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[C
     return {split: [images[place] for place in sorted(rows)] for split, rows in places.items()}
 
 
-def text_of(path: Path, what: str) -> str:
+def read_text_file(path: Path, what: str) -> str:
     """The text of a user's file. Raises UserError that names it."""
     try:
         return path.read_bytes().decode("utf-8")
@@ -163,19 +172,19 @@ def text_of(path: Path, what: str) -> str:
         raise UserError(f"{path}: not UTF-8: {error}") from None
 
 
-def annotations(path: Path) -> Any:
+def read_annotations(path: Path) -> Any:
     """The JSON of a user's file. Raises UserError that names it."""
     try:
-        return json.loads(text_of(path, "annotations"))
+        return json.loads(read_text_file(path, "annotations"))
     except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{path}: not valid JSON: {error}") from None
 
 
-def karpathy(path: Path) -> dict[str, list[Captions]]:
+def read_karpathy_split(path: Path) -> dict[str, list[Captions]]:
     """The images of each split in a file of Karpathy & Fei-Fei's (dataset_coco.json,
     dataset_flickr30k.json). Raises UserError for files that are none.
     """
-    content = annotations(path)
+    content = read_annotations(path)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         raise UserError(f"{path}: found no list `images`; allowed: dataset_coco.json of Karpathy's")
     found: dict[str, list[Captions]] = {split: [] for split in SPLITS}
@@ -190,11 +199,11 @@ def karpathy(path: Path) -> dict[str, list[Captions]]:
             raise UserError(f"{path}: images[{number}]: lacks or has an odd {error}") from None
         found[split].append(Captions("/".join(part for part in parts if part), said))
     for part in found.values():
-        refuse_odd(path, part)
+        check_captions(path, part)
     return found
 
 
-def refuse_odd(path: Path, images: list[Captions]) -> None:
+def check_captions(path: Path, images: list[Captions]) -> None:
     """Raise UserError for an image without captions, with an empty one, or that is there twice."""
     seen: set[str] = set()
     for image in images:
@@ -205,7 +214,7 @@ def refuse_odd(path: Path, images: list[Captions]) -> None:
         seen.add(image.file)
 
 
-def grouped(
+def group_captions(
     path: Path, files: Mapping[Any, str], said: Iterator[tuple[Any, str]]
 ) -> list[Captions]:
     """Images with their captions, in the images' order; files: image → file, said: (image,
@@ -217,5 +226,5 @@ def grouped(
             raise UserError(f"{path}: found a caption of image {image!r}, which is not listed")
         captions[image].append(text)
     found = [Captions(file, tuple(captions[image])) for image, file in files.items()]
-    refuse_odd(path, found)
+    check_captions(path, found)
     return found

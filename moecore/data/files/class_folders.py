@@ -20,7 +20,7 @@ SMALLEST = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 QUALITY = 95
 
 
-class KeptSettings(SplitSettings):
+class ImageStoreSettings(SplitSettings):
     """Fields of the sources whose images are files of different shapes."""
 
     store: Literal["raw", "jpeg"] = Field(
@@ -154,7 +154,7 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
         left += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def subset(files: Files, rows: np.ndarray) -> Files:
+def select_files(files: Files, rows: np.ndarray) -> Files:
     """The files at ``rows``, in that order."""
     return Files([files.paths[row] for row in rows], files.labels[rows])
 
@@ -169,7 +169,7 @@ def _names(names: set[str]) -> str:
     return words
 
 
-def count_folders(
+def preview_folders(
     name: str, root: Path, classes: Sequence[str], splits: Mapping[str, Files]
 ) -> dict[str, Any]:
     """Return ``counts`` and ``seen`` of a Preview, from the files of each split below ``root``.

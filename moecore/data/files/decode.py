@@ -16,7 +16,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 CHUNK = 4096
 
 
-def resized(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def resize_images(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
     """Yield chunks uint8 (n, C, size, size) of images uint8 (N, C, H, W): bilinear, with
     antialiasing where it shrinks.
     """
@@ -61,7 +61,7 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
     Raises Unreadable on damaged and truncated files and on 32 bits per channel.
     """
     with _reasons():
-        return square(_opened(path, size, channels), size).transpose(2, 0, 1)
+        return centre_square(_opened(path, size, channels), size).transpose(2, 0, 1)
 
 
 class Packing(NamedTuple):
@@ -95,7 +95,7 @@ def pack_image(path: str | Path, packing: Packing) -> Packed:
             extent = _short_side(image.size, packing.size)
             small = image.resize(extent, Image.Resampling.BILINEAR)
         else:
-            small = Image.fromarray(square(image, packing.size).squeeze())
+            small = Image.fromarray(centre_square(image, packing.size).squeeze())
         file = io.BytesIO()
         small.save(file, "JPEG", quality=packing.quality, subsampling="4:2:0")
     histogram = np.array(small.histogram(), np.int64).reshape(packing.channels, 256)
@@ -108,7 +108,7 @@ def unpack_image(content: bytes, channels: int) -> Image.Image:
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
         image.load()
     if image.mode != MODES[channels]:
-        raise Unreadable(of_mode(image.mode))
+        raise Unreadable(refused_mode(image.mode))
     return image
 
 
@@ -153,7 +153,7 @@ def _reasons() -> Iterator[None]:
         raise Unreadable(f"its header or its EXIF is damaged ({why})") from error
 
 
-def of_mode(mode: str) -> str:
+def refused_mode(mode: str) -> str:
     """Why images of a mode are not taken."""
     return f"has mode {mode}; allowed: 8 or 16 bits a channel"
 
@@ -165,14 +165,14 @@ def _plain(image: Image.Image) -> Image.Image:
         return Image.fromarray(np.rint(deep * (255 / DEEPEST)).astype(np.uint8))
     if image.mode.startswith(DEEP):
         # PIL would clip them to 0 … 255 silently
-        raise Unreadable(of_mode(image.mode))
+        raise Unreadable(refused_mode(image.mode))
     if not image.has_transparency_data:
         return image
     clear = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", clear.size, BACKGROUND), clear)
 
 
-def square(image: Image.Image, size: int) -> np.ndarray:
+def centre_square(image: Image.Image, size: int) -> np.ndarray:
     """The largest centred square of the image, resized to uint8 (size, size, C): equal to resizing
     the short side and cropping.
     """

@@ -169,7 +169,7 @@ def _packed(path: Path, packing: Packing) -> Packed | str:
         return str(error)
 
 
-def decoded_parts(
+def decode_splits(
     cache: DecodeCache,
     splits: Mapping[str, Files],
     on_error: Literal["stop", "skip"],

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import ndimage
 
 from moecore.data.phantom.fields import VOXEL_ML, smooth_fields
-from moecore.data.phantom.geometry import Placement, Pose, draw_pose, placed
+from moecore.data.phantom.geometry import Placement, Pose, draw_pose, place_template
 from moecore.data.phantom.numbers import (
     CORTEX_LOG_SD,
     FLUID,
@@ -30,7 +30,7 @@ from moecore.data.phantom.numbers import (
     ventricle_share,
     white_share,
 )
-from moecore.data.phantom.template import Template, template
+from moecore.data.phantom.template import Template, load_template
 
 MOST = 0.9  # of what a voxel holds may be taken from it
 ROUNDS = 4  # of sharing out what capped voxels could not give
@@ -111,13 +111,13 @@ class Anatomy(NamedTuple):
         place of the person's own gap of brain age, ``base`` in place of the MNI152 anatomy.
         """
         if base is None:
-            base = template()
+            base = load_template()
         brain_age = float(np.clip(age + (self.gap if delta is None else delta), YOUNGEST, OLDEST))
         head_ml = HEAD_ML[sex] * float(np.exp(HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
         targets = self.targets(base, brain_age, sex)
-        placement = placed(base, self.pose, scale, targets.ventricles * head_ml / VOXEL_ML)
-        tissue = adjusted(
+        placement = place_template(base, self.pose, scale, targets.ventricles * head_ml / VOXEL_ML)
+        tissue = fit_tissue(
             placement, targets, base.thinning * np.exp(CORTEX_LOG_SD * self.thinning), self.spots
         )
         truth = {
@@ -168,7 +168,7 @@ def _volumes(tissue: Tissue, targets: Targets, head_ml: float) -> dict[str, floa
     return made | {"head_ml": head} | wanted
 
 
-def adjusted(
+def fit_tissue(
     placement: Placement, targets: Targets, thinning: np.ndarray, spots: np.ndarray
 ) -> Tissue:
     """Move tissue across its boundaries until grey and white matter have their shares of the head.
@@ -180,12 +180,12 @@ def adjusted(
     white = placement.white
     fluid = placement.fluid
     head = float((grey + white + fluid + placement.ventricles).sum(dtype=np.float64))
-    to_grey = transfer(
+    to_grey = move_tissue(
         white, grey, _total(white) - targets.white * head, _blurred(grey), _blurred(white)
     )
     white = white - to_grey
     grey_between = grey + to_grey
-    to_fluid = transfer(
+    to_fluid = move_tissue(
         grey_between,
         fluid,
         _total(grey_between) - targets.grey * head,
@@ -195,7 +195,7 @@ def adjusted(
     grey = grey_between - to_fluid
     fluid = fluid + to_fluid
     high = np.clip(spots - LESION_SPOT, 0, 1)
-    lesions = taken(
+    lesions = take_tissue(
         white, (placement.caps + LESION_SPOT_WEIGHT * high) ** 2, targets.lesions * head
     )
     brightness = (
@@ -207,7 +207,7 @@ def adjusted(
     )
 
 
-def transfer(
+def move_tissue(
     source: np.ndarray, sink: np.ndarray, amount: float, where: np.ndarray, back: np.ndarray
 ) -> np.ndarray:
     """What goes from ``source`` to ``sink`` in each voxel, ``amount`` voxels in all, in proportion
@@ -215,11 +215,11 @@ def transfer(
     the result is negative.
     """
     if amount > 0:
-        return taken(source, where, amount)
-    return -taken(sink, back, -amount)
+        return take_tissue(source, where, amount)
+    return -take_tissue(sink, back, -amount)
 
 
-def taken(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
+def take_tissue(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
     """Take ``amount`` voxels from ``source`` in proportion to ``weight`` × source, at most 90 % of
     a voxel's content; float32, as source.
     """

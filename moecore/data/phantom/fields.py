@@ -55,7 +55,7 @@ def grid_points() -> np.ndarray:
     return np.indices((SIDE, SIDE, SIDE), np.float32).reshape(3, -1)
 
 
-def sampled(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
+def sample_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Linear interpolation of a volume (64, 64, 64) at points (3, n) in voxels; float32 (n,).
 
     Outside: the nearest voxel.
@@ -65,7 +65,7 @@ def sampled(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
     )
 
 
-def scanned(
+def scan_brain(
     brightness: np.ndarray, mask: np.ndarray, seed: int, scan: int, site: int
 ) -> np.ndarray:
     """One scan of a brain: float32 (D, H, W), positive inside ``mask`` and exactly 0 outside.

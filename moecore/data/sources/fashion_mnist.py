@@ -9,12 +9,12 @@ from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.core.roots import places
-from moecore.data.files.decode import resized
+from moecore.data.files.decode import resize_images
 from moecore.data.files.download import download_file
 from moecore.data.files.idx import read_idx
 from moecore.data.preview import Preview, class_counts
-from moecore.data.splits import SplitSettings, limited, split_train
-from moecore.data.writer import Facts, Part, write_prepared
+from moecore.data.splits import SplitSettings, split_train, stratified_limit
+from moecore.data.writer import DatasetInfo, Part, write_prepared
 from moecore.tasks.classification import Classification
 
 URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
@@ -68,8 +68,8 @@ class FashionMnist(SplitSettings):
         images, labels = _read(root, "train")
         train, validation = split_train(labels, self)
         test_images, test_labels = _read(root, "t10k")
-        test = limited(test_labels, self.test_limit, self.seed)
-        facts = Facts(
+        test = stratified_limit(test_labels, self.test_limit, self.seed)
+        facts = DatasetInfo(
             "Fashion-MNIST",
             Classification(classes=CLASSES),
             1,
@@ -82,9 +82,11 @@ class FashionMnist(SplitSettings):
             folder,
             facts,
             {
-                "train": Part(labels[train], resized(images[train], self.size)),
-                "validation": Part(labels[validation], resized(images[validation], self.size)),
-                "test": Part(test_labels[test], resized(test_images[test], self.size)),
+                "train": Part(labels[train], resize_images(images[train], self.size)),
+                "validation": Part(
+                    labels[validation], resize_images(images[validation], self.size)
+                ),
+                "test": Part(test_labels[test], resize_images(test_images[test], self.size)),
             },
         )
 
@@ -101,7 +103,7 @@ class FashionMnist(SplitSettings):
             raise UserError(_absent(roots))
         labels, test_labels = np.repeat(np.arange(10), 6000), np.repeat(np.arange(10), 1000)
         train, validation = split_train(labels, self)
-        test = limited(test_labels, self.test_limit, self.seed)
+        test = stratified_limit(test_labels, self.test_limit, self.seed)
         parts = {"train": labels[train], "validation": labels[validation]}
         parts["test"] = test_labels[test]
         note = None if root else f"prepare will download it into {roots[0]}"

@@ -9,20 +9,20 @@ from pydantic import Field
 from moecore.core.files import UserError
 from moecore.core.roots import places
 from moecore.data.files.class_folders import (
-    KeptSettings,
+    ImageStoreSettings,
     class_names,
-    count_folders,
     list_images,
-    subset,
+    preview_folders,
+    select_files,
 )
-from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
+from moecore.data.files.decode_cache import DecodeCache, Files, decode_splits
 from moecore.data.preview import Preview
-from moecore.data.splits import carve, limited, split_train
-from moecore.data.writer import Facts, write_prepared
+from moecore.data.splits import split_train, stratified_limit, stratified_split
+from moecore.data.writer import DatasetInfo, write_prepared
 from moecore.tasks.classification import Classification
 
 
-class ImageFolder(KeptSettings):
+class ImageFolder(ImageStoreSettings):
     """``root/{train,validation|val,test}/<class>/*.png``, or ``root/<class>/*.png`` split by the
     seed.
 
@@ -62,8 +62,8 @@ class ImageFolder(KeptSettings):
         scratch = Path(folder) / ".decoded"
         kept = DecodeCache(scratch, self.size, self.channels)
         packing = self.packing(self.size, self.channels)
-        parts = decoded_parts(kept, splits, self.on_error, packing)
-        facts = Facts(
+        parts = decode_splits(kept, splits, self.on_error, packing)
+        facts = DatasetInfo(
             self._name(root),
             Classification(classes=classes),
             self.channels,
@@ -86,7 +86,7 @@ class ImageFolder(KeptSettings):
         root = self._root()
         classes, splits = self._splits(root)
         known = {"task": Classification(classes=classes), "short_side": self.short_side}
-        return known | count_folders(self._name(root), root, classes, splits)
+        return known | preview_folders(self._name(root), root, classes, splits)
 
     def _name(self, root: Path) -> str:
         return self.name or root.resolve().name
@@ -115,14 +115,19 @@ class ImageFolder(KeptSettings):
                 if (root / name).is_dir():
                     fixed[split] = list_images(root, root / name, classes)
         if "test" not in fixed:
-            kept, carved = carve(rest.labels, self.test, self.seed, purpose=2)
-            fixed["test"] = subset(rest, carved)
-            rest = subset(rest, kept)
-        chosen = limited(fixed["test"].labels, self.test_limit, self.seed)
-        fixed["test"] = subset(fixed["test"], chosen)
+            kept, carved = stratified_split(rest.labels, self.test, self.seed, purpose=2)
+            fixed["test"] = select_files(rest, carved)
+            rest = select_files(rest, kept)
+        chosen = stratified_limit(fixed["test"].labels, self.test_limit, self.seed)
+        fixed["test"] = select_files(fixed["test"], chosen)
         if "validation" in fixed:
             return classes, fixed | {
-                "train": subset(rest, limited(rest.labels, self.train_limit, self.seed))
+                "train": select_files(
+                    rest, stratified_limit(rest.labels, self.train_limit, self.seed)
+                )
             }
         kept, carved = split_train(rest.labels, self)
-        return classes, fixed | {"train": subset(rest, kept), "validation": subset(rest, carved)}
+        return classes, fixed | {
+            "train": select_files(rest, kept),
+            "validation": select_files(rest, carved),
+        }

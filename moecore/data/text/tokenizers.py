@@ -16,7 +16,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError, checksum, write_whole
 from moecore.core.roots import found_file
-from moecore.data.text.words import lowered
+from moecore.data.text.words import lower_words
 from moecore.tasks.image_text import ImageText
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unk>"
@@ -77,8 +77,8 @@ class WordTokenizer:
         return hashlib.sha256(self._text().encode()).hexdigest()
 
     def encode(self, text: str, context: int) -> Encoded:
-        numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lowered(text)]
-        tokens, cut = framed(numbers, context, SPECIAL.index(START), self.end)
+        numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
+        tokens, cut = pad_tokens(numbers, context, SPECIAL.index(START), self.end)
         return Encoded(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
 
     def word(self, token: int) -> str:
@@ -127,7 +127,7 @@ class BpeTokenizer:
 
     def encode(self, text: str, context: int) -> Encoded:
         numbers = self.loaded.encode(text, add_special_tokens=False).ids
-        tokens, cut = framed(numbers, context, self.start, self.end)
+        tokens, cut = pad_tokens(numbers, context, self.start, self.end)
         return Encoded(tokens, cut, 0)
 
     def _number(self, special: str) -> int:
@@ -144,7 +144,7 @@ class BpeTokenizer:
         return THEIRS
 
 
-def framed(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
+def pad_tokens(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
     """Tokens between ``start`` and ``end``, filled with 0 to ``context``; whether they were cut."""
     kept = numbers[: context - 2]
     tokens = [start, *kept, end]
@@ -159,7 +159,7 @@ class WordSettings(Config):
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
         """The vocabulary of these captions: most frequent first, ties by the alphabet."""
-        counts = Counter(word for text in training for word in lowered(text))
+        counts = Counter(word for text in training for word in lower_words(text))
         kept = sorted(
             (word for word, n in counts.items() if n >= self.least), key=lambda w: (-counts[w], w)
         )
@@ -181,7 +181,7 @@ class BpeSettings(Config):
 AnyTokenizer = Annotated[WordSettings | BpeSettings, Field(discriminator="kind")]
 
 
-def tokenizer_in(folder: Path, task: ImageText) -> Tokenizer:
+def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:
     """The tokenizer that was written to ``folder``, of a data set or beside a model.
 
     Raises UserError where it is missing or not the task's.

@@ -2,7 +2,7 @@
 
 ``{train,validation,test}_tokens.npy`` are int32 (n,), ``vocabulary.txt`` has a word a line, in the
 order of the token numbers. A split's items are blocks of M tokens, each read with the C − 1 blocks
-before it: see ``windows``.
+before it: see ``block_windows``.
 """
 
 import re
@@ -49,23 +49,23 @@ class TextSettings(Config):
         return (self.block,)
 
 
-def lowered(text: str) -> list[str]:
+def lower_words(text: str) -> list[str]:
     """The words of a text in lower case, punctuation apart."""
     return WORD.findall(text.lower())
 
 
-def words_of(text: str, reading: Reading) -> list[str]:
+def split_words(text: str, reading: Reading) -> list[str]:
     """The words of a text that somebody wrote, as a source with this reading would have them:
     ``<eos>`` before it and between its paragraphs (prose) or lines (blanks), none at its end.
     """
     if reading == "prose":
-        parts = [lowered(part) for part in re.split(r"\n\s*\n", text.strip())]
+        parts = [lower_words(part) for part in re.split(r"\n\s*\n", text.strip())]
     else:
         parts = [line.split() for line in text.strip().split("\n")]
     return [word for part in parts for word in (END, *part)]
 
 
-def rarer_unknown(train: Iterable[Sequence[str]], least: int) -> list[str]:
+def build_vocabulary(train: Iterable[Sequence[str]], least: int) -> list[str]:
     """The vocabulary of training lines: ``<eos>``, ``<unk>``, and every word that occurs at least
     ``least`` times, most frequent first, ties by the alphabet.
     """
@@ -74,7 +74,7 @@ def rarer_unknown(train: Iterable[Sequence[str]], least: int) -> list[str]:
     return [END, UNKNOWN, *(word for word in kept if word not in (END, UNKNOWN))]
 
 
-def numbered(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
+def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
     """Token numbers (n,) int32 of lines, each closed by ``<eos>``; a word that is not in the
     vocabulary is ``<unk>``.
     """
@@ -89,7 +89,7 @@ def numbered(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.n
     return np.fromiter(every(), np.int32)
 
 
-def windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
+def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
     """Blocks with what is read before them, and the words after each token.
 
     tokens: (n,). Returns (N, C, M) with C = context + 1, whose last M tokens are the block and of
@@ -145,14 +145,14 @@ def write_text(
         "mean": [0.0] * channels,
         "std": [1.0] * channels,
         "seed": settings.seed,
-        "files": {name: checksum(folder / name) for name in file_names()},
+        "files": {name: checksum(folder / name) for name in text_file_names()},
         "settings": settings.model_dump(mode="json"),
     }
     write_sealed(folder / "card.json", card)
     return card
 
 
-def file_names() -> list[str]:
+def text_file_names() -> list[str]:
     """Names of the files of a prepared text, but the card."""
     return [*(f"{split}_tokens.npy" for split in SPLITS), "vocabulary.txt"]
 

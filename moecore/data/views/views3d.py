@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import Draws
-from moecore.data.sampling import fold, inside, send
-from moecore.data.views.geometry import uniform
+from moecore.data.sampling import fold_indices, is_inside, to_device_async
+from moecore.data.views.geometry import uniform_draws
 
 
 def make_volume_views(volumes: Tensor, settings, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -40,15 +40,15 @@ def make_volume_views(volumes: Tensor, settings, draws: Draws) -> tuple[Tensor, 
         views = _shift_and_flip(volumes, shifts, mirrored, settings.fill)
     if settings.intensity:
         factors, powers = (
-            uniform(draws, low, high)
+            uniform_draws(draws, low, high)
             for low, high in (settings.intensity.factor, settings.intensity.gamma)
         )
         factors, powers = (
-            send(values.to(torch.float32), volumes.device).view(-1, 1, 1, 1, 1)
+            to_device_async(values.to(torch.float32), volumes.device).view(-1, 1, 1, 1, 1)
             for values in (factors, powers)
         )
         views = views.pow_(powers).mul_(factors)
-    return views.clamp_(0, 1), send(affines.to(torch.float32), volumes.device)
+    return views.clamp_(0, 1), to_device_async(affines.to(torch.float32), volumes.device)
 
 
 def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
@@ -64,7 +64,9 @@ def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
     # view to original, both −1 … 1
     theta = torch.linalg.inv(unit) @ torch.linalg.inv(affines) @ unit
     # grid_sample names the last axis first
-    grid = _grid(send(theta[:, [2, 1, 0]].to(torch.float32), volumes.device), volumes.shape[2:])
+    grid = _grid(
+        to_device_async(theta[:, [2, 1, 0]].to(torch.float32), volumes.device), volumes.shape[2:]
+    )
     return F.grid_sample(
         volumes.to(torch.float32), grid, mode="bilinear", padding_mode=fill, align_corners=False
     )
@@ -99,13 +101,13 @@ def _refuse(settings) -> None:
 def _affine(settings, size: list[int], draws: Draws) -> Tensor:
     """Scale, then turn about the three axes, then move; about the centre."""
     low, high = settings.scale
-    factors = uniform(draws, low, high)
+    factors = uniform_draws(draws, low, high)
     turns = torch.stack(
-        [uniform(draws, -settings.degrees, settings.degrees).deg2rad() for _ in size],
+        [uniform_draws(draws, -settings.degrees, settings.degrees).deg2rad() for _ in size],
         dim=1,
     )
     moves = torch.stack(
-        [uniform(draws, -settings.translate, settings.translate) * side for side in size],
+        [uniform_draws(draws, -settings.translate, settings.translate) * side for side in size],
         dim=1,
     )
     return centred_volume_affines(
@@ -126,7 +128,7 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
     turned = torch.arange(depth).flip(0) - shifts[:, :1]
     places[0] = torch.where(mirrored[:, None], turned, places[0])
     first, second, third = (
-        send(fold(where, length, fill), volumes.device)
+        to_device_async(fold_indices(where, length, fill), volumes.device)
         for where, length in zip(places, size, strict=True)
     )
     # Whole lines of the last axis are copied; the lines' numbers are made on the device.
@@ -137,7 +139,7 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
         views = views.gather(4, third[:, None, None, None].expand(views.shape))
     if fill == "zeros" and shifts.any():
         for axis, (where, length) in enumerate(zip(places, size, strict=True)):
-            seen = send(inside(where, length), volumes.device)
+            seen = to_device_async(is_inside(where, length), volumes.device)
             views.mul_(seen.view(count, *[1] * (axis + 1), length, *[1] * (2 - axis)))
     return views.to(torch.float32)
 

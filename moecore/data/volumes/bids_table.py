@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moecore.core.files import UserError
 from moecore.core.inside import inside
 from moecore.data.prepared import SPLITS
-from moecore.data.volumes.subjects import Subject, odd_id
+from moecore.data.volumes.subjects import Subject, id_problem
 
 NEEDED = ("participant_id", "age", "sex")
 SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": "", "n/a": ""}
@@ -53,7 +53,7 @@ def read_table(
     subjects = []
     seen: Counter[str] = Counter()
     for participant in {row["participant_id"]: row for row in rows}:
-        if odd := odd_id("participant_id", participant):  # before it becomes a path
+        if odd := id_problem("participant_id", participant):  # before it becomes a path
             problems.append(Problem(participant, "*", f"{path}: {odd}"))
             continue
         mine = [row for row in rows if row["participant_id"] == participant]
@@ -145,7 +145,7 @@ def _subject(row: dict[str, str], ages: tuple[float, float]) -> tuple[Subject, l
     age = _number(row["age"])
     sex = row["sex"].lower()
     session = _optional(row, "session_id")
-    if session and (odd := odd_id("session_id", session)):
+    if session and (odd := id_problem("session_id", session)):
         wrong.append(odd)
     if age is None:
         wrong.append(f"age is {row['age']!r}, not a number")

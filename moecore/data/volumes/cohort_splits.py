@@ -13,7 +13,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
-from moecore.data.splits import quotas
+from moecore.data.splits import class_quotas
 from moecore.data.volumes.bids_table import Problem, Table
 from moecore.data.volumes.subjects import Subject
 from moecore.data.volumes.volumes import SubjectFiles
@@ -116,7 +116,7 @@ def _drawn(rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]) -
         return rows[:0]
     names, counts = np.unique(groups[rows], return_counts=True)
     random = np.random.default_rng(seed)
-    takes = quotas(counts, number)
+    takes = class_quotas(counts, number)
     return np.concatenate(
         [
             random.permutation(rows[groups[rows] == name])[:take]
@@ -128,7 +128,7 @@ def _drawn(rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]) -
 Files = Callable[[Subject], tuple[SubjectFiles | None, list[str]]]
 
 
-def of_ages(
+def age_preview(
     name: str, size: tuple[int, int, int], regions: tuple[str, ...], *seen: Path
 ) -> Preview:
     """The preview of a cohort whose volumes have ages, before anything is counted."""
@@ -136,7 +136,9 @@ def of_ages(
     return Preview(name, 1, size, task, regions=regions, seen=seen)
 
 
-def count_cohort(root: Path, table: Table, files: Files, settings: CohortSplits) -> dict[str, Any]:
+def preview_cohort(
+    root: Path, table: Table, files: Files, settings: CohortSplits
+) -> dict[str, Any]:
     """Return ``counts``, ``seen`` and ``note`` of a Preview; no volume is opened.
 
     files: a subject's files, or None and what is wrong with them. Raises UserError that lists the
@@ -150,7 +152,7 @@ def count_cohort(root: Path, table: Table, files: Files, settings: CohortSplits)
         if paths is not None:
             usable.append(subject)
     if problems and getattr(settings, "on_error", "stop") == "stop":
-        raise UserError(listed(root, problems))
+        raise UserError(list_problems(root, problems))
     known = {subject.participant_id for subject in usable}
     asked = {who: split for who, split in table.splits.items() if who in known}
     rows = split_cohort(usable, settings, asked)
@@ -159,7 +161,7 @@ def count_cohort(root: Path, table: Table, files: Files, settings: CohortSplits)
     return {"counts": counts, "note": note, "seen": [root, root / "participants.tsv"]}
 
 
-def listed(root: Path, problems: Sequence[Problem]) -> str:
+def list_problems(root: Path, problems: Sequence[Problem]) -> str:
     """What is wrong with a cohort, a line a problem."""
     lines = "\n  ".join(" ".join(problem.reason.split()) for problem in problems)
     way = "mend them, or set `on_error: skip` to leave these subjects out"

@@ -51,7 +51,7 @@ def load_volume(path: Path) -> Volume:
     return Volume(np.ascontiguousarray(image.dataobj, dtype=np.float32), zooms, image.affine)
 
 
-def same_place(one: Volume, other: Volume) -> str | None:
+def place_mismatch(one: Volume, other: Volume) -> str | None:
     """Why two volumes do not lie on the same voxels, or None where they do."""
     if one.values.shape != other.values.shape:
         return f"has the shape {other.values.shape}, the T1 {one.values.shape}"

@@ -57,7 +57,7 @@ def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
     return {name: number for name, number in counts.items() if number or name != "unknown"}
 
 
-def odd_id(name: str, value: str) -> str | None:
+def id_problem(name: str, value: str) -> str | None:
     """Why an id of a table (``name``: its column) is none, or None where it is one."""
     if ID.fullmatch(value):
         return None
@@ -65,7 +65,7 @@ def odd_id(name: str, value: str) -> str | None:
     return f"{name} is {found}; allowed: up to 100 letters a to z, digits, and . _ + - after one"
 
 
-def the_one(root: Path, pattern: str, subject: Subject) -> tuple[Path | None, str | None]:
+def find_only_file(root: Path, pattern: str, subject: Subject) -> tuple[Path | None, str | None]:
     """The only file of ``subject`` that fits ``pattern``, or None and why there is not one."""
     words = [escape(subject.participant_id)]
     if session := subject.session_id:

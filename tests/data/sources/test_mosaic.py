@@ -16,16 +16,16 @@ from PIL import Image
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
-from moecore.data.loader import few_shot, to_device
+from moecore.data.loader import few_shot_indices, to_device
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.coco_captions import CocoCaptions
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.flickr30k import Flickr30k
-from moecore.data.sources.mosaic import Mosaic, composed, drawn_cells, multi_hot_labels
-from moecore.data.splits import SplitSettings, carve
-from moecore.data.text.tokenizers import tokenizer_in
-from moecore.data.writer import Facts, Part, write_prepared
-from moecore.report.contact_sheet import contact_sheet
+from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_cells, multi_hot_labels
+from moecore.data.splits import SplitSettings, stratified_split
+from moecore.data.text.tokenizers import load_tokenizer
+from moecore.data.writer import DatasetInfo, Part, write_prepared
+from moecore.report.contact_sheet import draw_contact_sheet
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 
@@ -48,13 +48,13 @@ def test_cells_lie_row_by_row():
         np.array([1, 2, 3, 4], np.uint8)[None, :, None, None, None]
         + np.array([0, 10], np.uint8)[None, None, :, None, None]
     )
-    assert composed(cells, 2).tolist() == [[[[1, 2], [3, 4]], [[11, 12], [13, 14]]]]
+    assert compose_mosaics(cells, 2).tolist() == [[[[1, 2], [3, 4]], [[11, 12], [13, 14]]]]
 
 
 def test_rows_and_columns_of_a_cell_stay():
     cells = np.arange(4 * 6, dtype=np.uint8).reshape(1, 4, 1, 2, 3)
     # cell 0: 0 1 2 / 3 4 5, cell 1: 6 7 8 / 9 10 11 to its right, cell 2 below cell 0
-    assert composed(cells, 2)[0, 0].tolist() == [
+    assert compose_mosaics(cells, 2)[0, 0].tolist() == [
         [0, 1, 2, 6, 7, 8],
         [3, 4, 5, 9, 10, 11],
         [12, 13, 14, 18, 19, 20],
@@ -76,9 +76,9 @@ def test_draws_differ_within_a_mosaic_and_use_all_images_evenly(total, number, c
             UserError,
             match=f"a mosaic has {cells} cells, but split of the source has {total} images",
         ):
-            drawn_cells(total, number, cells, [seed])
+            draw_cells(total, number, cells, [seed])
         return
-    drawn = drawn_cells(total, number, cells, [seed])
+    drawn = draw_cells(total, number, cells, [seed])
     assert (
         drawn.shape == (number, cells)
         and all(len(set(row)) == cells for row in drawn.tolist())
@@ -88,15 +88,15 @@ def test_draws_differ_within_a_mosaic_and_use_all_images_evenly(total, number, c
     uses = np.bincount(drawn.ravel(), minlength=total)
     orders = -(-number // (total // cells))
     assert uses.max() <= orders
-    assert np.array_equal(drawn_cells(total, number + 7, cells, [seed])[:number], drawn), (
+    assert np.array_equal(draw_cells(total, number + 7, cells, [seed])[:number], drawn), (
         "more mosaics begin with the same ones"
     )
 
 
 def test_draws_depend_on_the_seed():
     assert (
-        not np.array_equal(drawn_cells(50, 10, 4, [0, 4]), drawn_cells(50, 10, 4, [1, 4]))
-        and len(np.unique(drawn_cells(50, 12, 4, [0]))) == 48
+        not np.array_equal(draw_cells(50, 10, 4, [0, 4]), draw_cells(50, 10, 4, [1, 4]))
+        and len(np.unique(draw_cells(50, 12, 4, [0]))) == 48
     )
 
 
@@ -163,8 +163,8 @@ def test_it_is_a_function_of_its_settings(folder, tmp_path):
 def test_splits_of_one_size_are_drawn_apart(tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(
-        "moecore.data.sources.mosaic.drawn_cells",
-        lambda *words: seen.setdefault(tuple(words[3]), drawn_cells(*words)),
+        "moecore.data.sources.mosaic.draw_cells",
+        lambda *words: seen.setdefault(tuple(words[3]), draw_cells(*words)),
     )
     SETTINGS.prepare(tmp_path)
     assert len(seen) == 3
@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 def test_the_contact_sheet_shows_images_with_the_class(folder):
     made = Prepared.open(folder / "mosaic")
-    sheet = contact_sheet(made, shots=2)
+    sheet = draw_contact_sheet(made, shots=2)
     for digit in range(10):
         first = np.flatnonzero(made.train.labels[:, digit])[0]
         assert np.array_equal(
@@ -216,9 +216,9 @@ def test_helpers_that_need_one_label_refuse_sets(folder):
             "5 images per class asked for, but these images have several labels each; allowed: null"
         ),
     ):
-        few_shot(MultiLabel(classes=tuple("0123456789")), split.labels, 5, 0)
+        few_shot_indices(MultiLabel(classes=tuple("0123456789")), split.labels, 5, 0)
     with pytest.raises(UserError, match="several labels each cannot be split by class"):
-        carve(split.labels, 0.5, 0)
+        stratified_split(split.labels, 0.5, 0)
     images, labels = to_device(split, "cpu").take(torch.tensor([7, 3]))
     assert np.array_equal(labels.numpy(), split.labels[[7, 3]]) and images.shape == (2, 1, 12, 12)
 
@@ -227,7 +227,7 @@ class Made(SplitSettings):
     kind: str = "made"
 
 
-FACTS = Facts("Made", MultiLabel(classes=("a", "b")), 1, 4, "none", "here", Made())
+FACTS = DatasetInfo("Made", MultiLabel(classes=("a", "b")), 1, 4, "none", "here", Made())
 IMAGES = np.zeros((4, 1, 4, 4), np.uint8)
 SETS = np.array([[1, 0], [0, 1], [1, 1], [1, 1]], np.uint8)
 
@@ -310,7 +310,7 @@ def split_file(root, name: str, folder: str):
 
 
 def spoken(data: Prepared, split: str, image: int, place: int) -> str:
-    words = tokenizer_in(data.folder, data.task).vocabulary
+    words = load_tokenizer(data.folder, data.task).vocabulary
     tokens = getattr(data, split).labels[image, place]
     return " ".join(words[token] for token in tokens if token > 2)
 

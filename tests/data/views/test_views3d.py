@@ -9,7 +9,7 @@ from scipy.ndimage import map_coordinates
 from moecore.core.files import UserError
 from moecore.core.records import Layout
 from moecore.core.streams import generator_for
-from moecore.data.sampling import fold, inside
+from moecore.data.sampling import fold_indices, is_inside
 from moecore.data.views.views import (
     Affine,
     Crop,
@@ -79,10 +79,10 @@ def one_by_one(volumes, shifts, mirrored, fill):
             places = torch.arange(length)
             if axis == 1 and turned:
                 places = places.flip(0)
-            volume = volume.index_select(axis, fold(places - move, length, fill))
+            volume = volume.index_select(axis, fold_indices(places - move, length, fill))
             volume = volume.clone()
             if fill == "zeros":
-                volume.movedim(axis, 0)[~inside(places - move, length)] = 0
+                volume.movedim(axis, 0)[~is_inside(places - move, length)] = 0
         yield volume.float()
 
 

@@ -16,17 +16,23 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError, read_json, write_json
 from moecore.data import prepared
-from moecore.data.loader import few_shot, to_device
+from moecore.data.loader import few_shot_indices, to_device
 from moecore.data.prepared import Prepared
 from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
-from moecore.data.volumes.grids import Grid, cut, resampled, resampled_inside, window
+from moecore.data.volumes.grids import (
+    Grid,
+    brain_window,
+    cut_window,
+    resample_inside,
+    resample_volume,
+)
 from moecore.data.volumes.nifti import Unusable, load_volume
 from moecore.data.volumes.subjects import Subject
 from moecore.data.volumes.volume_cache import VolumeCache
-from moecore.data.volumes.volume_checks import flags, impossible
-from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
-from moecore.data.volumes.volumes import Stored, SubjectFiles, normalised, read_volume
-from moecore.report.contact_sheet import contact_sheet, middle_slices
+from moecore.data.volumes.volume_checks import tissue_problems, volume_flags
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
+from moecore.data.volumes.volumes import Stored, SubjectFiles, normalise_intensities, read_volume
+from moecore.report.contact_sheet import draw_contact_sheet, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
 
@@ -82,7 +88,7 @@ def test_resampling_keeps_a_shape(old, new):
         indexing="ij",
     )
     ball = (np.hypot(np.hypot(points[0] - 4, points[1]), points[2]) < 24).astype(np.float32)
-    found = resampled(ball, old, new)
+    found = resample_volume(ball, old, new)
     assert (
         found.sum() * new**3 == pytest.approx(4 / 3 * np.pi * 24**3, rel=0.03)
         and 0 <= found.min()
@@ -97,14 +103,14 @@ def test_resampling_keeps_a_shape(old, new):
 
 def test_no_resampling_where_the_voxels_fit():
     t1, _ = head()
-    assert resampled(t1, (6.0, 6.0, 6.0004), 6.0) is t1
+    assert resample_volume(t1, (6.0, 6.0, 6.0004), 6.0) is t1
 
 
 def test_the_background_does_not_darken_the_rim():
     t1 = np.full((30, 30, 30), 7, np.float32)
     mask = np.zeros((30, 30, 30), bool)
     mask[6:24, 6:24, 6:24] = True
-    values, inside = resampled_inside(t1, mask, (1.0, 1.0, 1.0), 2.0)
+    values, inside = resample_inside(t1, mask, (1.0, 1.0, 1.0), 2.0)
     assert (
         inside.sum() * 8 == pytest.approx(18**3, rel=0.15)
         and np.allclose(values[inside], 7, rtol=1e-5)
@@ -117,7 +123,7 @@ def test_the_background_does_not_darken_the_rim():
 def test_the_brain_is_in_the_middle_of_the_window(low, sides):
     mask = np.zeros((42, 41, 43), bool)
     mask[tuple(slice(a, a + n) for a, n in zip(low, sides, strict=True))] = True
-    found = cut(mask, window(mask, (16, 32, 48)), (16, 32, 48))
+    found = cut_window(mask, brain_window(mask, (16, 32, 48)), (16, 32, 48))
     assert found.shape == (16, 32, 48) and found.sum() == mask.sum()  # nothing lost
     for axis, length in enumerate(found.shape):
         where = np.flatnonzero(found.any(axis=tuple({0, 1, 2} - {axis})))
@@ -127,7 +133,7 @@ def test_the_brain_is_in_the_middle_of_the_window(low, sides):
 def test_a_volume_of_that_size_stays():
     mask = np.zeros((32, 32, 32), bool)
     mask[:4] = True
-    assert window(mask, (32, 32, 32)) == (0, 0, 0)
+    assert brain_window(mask, (32, 32, 32)) == (0, 0, 0)
 
 
 @given(st.floats(0.01, 1000), st.floats(-100, 100))
@@ -135,8 +141,8 @@ def test_a_volume_of_that_size_stays():
 def test_normalising(gain, offset):
     t1, regions = head()
     mask = regions.sum(0) > 0
-    expected = normalised(t1, mask)
-    found = normalised((t1.astype(np.float64) * gain + offset), mask)
+    expected = normalise_intensities(t1, mask)
+    found = normalise_intensities((t1.astype(np.float64) * gain + offset), mask)
     assert np.allclose(found, expected, atol=1e-3)
     assert (
         ((found > 0) == mask).all()
@@ -150,7 +156,7 @@ def test_normalising_by_hand():
     # 101 values 0..100 inside: the 1st and 99th percentile are 1 and 99; 50 is in the middle:
     # 0.01 + 0.99/2
     volume = np.arange(125, dtype=np.float32).reshape(5, 5, 5)
-    found = normalised(volume, volume <= 100).ravel()
+    found = normalise_intensities(volume, volume <= 100).ravel()
     assert found[[0, 1, 50, 99, 100, 101]] == pytest.approx([0.01, 0.01, 0.505, 1, 1, 0])
     for wrong, mask, said in (
         (volume, volume < 0, "empty"),
@@ -158,25 +164,27 @@ def test_normalising_by_hand():
         (volume * np.nan, volume > 0, "numbers"),
     ):
         with pytest.raises(ValueError, match=said):
-            normalised(wrong, mask)
+            normalise_intensities(wrong, mask)
 
 
 def test_flags():
     t1, regions = head()
-    image = normalised(t1, t1 > 0)[None]
+    image = normalise_intensities(t1, t1 > 0)[None]
     shares = (regions * 255).astype(np.uint8)
-    assert flags(image, shares) == [] == flags(image, None)
-    assert "not T1-weighted" in flags(np.where(image > 0, 1.01 - image, 0), shares)[0]
-    assert flags(image, shares[[0, 2, 1]])[0].startswith("tissue fractions unusual (gm 0.1")
-    assert flags(np.where(image > 0, 0.1 * image, 0), None)[0].startswith("mean intensity unusual")
+    assert volume_flags(image, shares) == [] == volume_flags(image, None)
+    assert "not T1-weighted" in volume_flags(np.where(image > 0, 1.01 - image, 0), shares)[0]
+    assert volume_flags(image, shares[[0, 2, 1]])[0].startswith("tissue fractions unusual (gm 0.1")
+    assert volume_flags(np.where(image > 0, 0.1 * image, 0), None)[0].startswith(
+        "mean intensity unusual"
+    )
 
 
 def test_impossible_tissue():
     _, regions = head()
-    assert impossible(regions, 0.216) == [] and impossible(regions, 0.027)[0].startswith(
+    assert tissue_problems(regions, 0.216) == [] and tissue_problems(regions, 0.027)[0].startswith(
         "the tissue maps hold 20"
     )
-    assert "add up to more than 1" in impossible(regions[[0, 1, 1]], 0.216)[0]
+    assert "add up to more than 1" in tissue_problems(regions[[0, 1, 1]], 0.216)[0]
 
 
 def subjects(number, seed=0, sessions=1):
@@ -246,7 +254,7 @@ def written(folder, **changed):
         split: VolumePart(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
         for i, split in enumerate(("train", "validation", "test"))
     }
-    facts = VolumeFacts(
+    facts = VolumeDatasetInfo(
         "Made", (16, 16, 32), (3.0, 3.0, 3.0), "none", "here", Made(), simulated=True
     )
     return write_volumes(folder, facts, parts | changed), volumes, rows
@@ -351,7 +359,7 @@ def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
         )
         assert torch.equal(images[0], torch.from_numpy(np.array(train.images[1])))
     with pytest.raises(UserError, match="labels are real numbers; allowed: null"):
-        few_shot(Regression(target="age"), train.labels, 1, 0)
+        few_shot_indices(Regression(target="age"), train.labels, 1, 0)
 
 
 def test_the_montage_shows_ages_and_says_simulated(tmp_path, monkeypatch):
@@ -360,7 +368,7 @@ def test_the_montage_shows_ages_and_says_simulated(tmp_path, monkeypatch):
         "participant_id,session_id,age,sex,site,qc_flags,diagnosis\na,,30.1,,,odd,\nb,,31.1,M,,,\n"
     )
     monkeypatch.setattr(prepared, "SMALL", 0)
-    figure = contact_sheet(Prepared.open(tmp_path))
+    figure = draw_contact_sheet(Prepared.open(tmp_path))
     assert "simulated" in figure.get_suptitle() and [
         axis.get_title() for axis in figure.axes[:2]
     ] == ["30.1 years, ? *", "31.1 years, M"]
