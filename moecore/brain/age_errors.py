@@ -108,11 +108,11 @@ def age_decade(age: float) -> str:
     return f"{first}–{first + 9}"
 
 
-def draw_resample_weights(participants: Sequence[str], resamples: int, seed: int = 0) -> np.ndarray:
-    """How often each volume is in a resample, (R, N); a participant's are drawn together."""
+def draw_resample_weights(participants: Sequence[str], resamples: int) -> np.ndarray:
+    """Return how often each volume is in a resample, (R, N); a participant's are drawn together."""
     _, person = np.unique(np.array(participants, dtype=object).astype(str), return_inverse=True)
     number = person.max() + 1
-    counts = np.random.default_rng(seed).multinomial(
+    counts = np.random.default_rng(0).multinomial(
         number, np.full(number, 1 / number), size=resamples
     )
     return counts[:, person].astype(np.float64)
@@ -155,12 +155,12 @@ def _mean_errors(predictions: np.ndarray, ages: np.ndarray, drawn: np.ndarray) -
 
 def _age_errors(predictions: np.ndarray, ages: np.ndarray, drawn: np.ndarray) -> AgeErrors:
     fit = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
-    found = weighted_age_statistics(predictions, ages, drawn)
+    resampled = weighted_age_statistics(predictions, ages, drawn)
     return AgeErrors(
-        mae=_limits(fit["mae"], found["mae"], 0.0, np.inf),
-        corr=_limits(fit["corr"], found["corr"], -1.0, 1.0),
-        slope=_limits(fit["slope"], found["slope"], -np.inf, np.inf),
-        intercept=_limits(fit["intercept"], found["intercept"], -np.inf, np.inf),
+        mae=_limits(fit["mae"], resampled["mae"], 0.0, np.inf),
+        corr=_limits(fit["corr"], resampled["corr"], -1.0, 1.0),
+        slope=_limits(fit["slope"], resampled["slope"], -np.inf, np.inf),
+        intercept=_limits(fit["intercept"], resampled["intercept"], -np.inf, np.inf),
     )
 
 

@@ -29,7 +29,7 @@ class Ages(NamedTuple):
 
     @classmethod
     def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "Ages":
-        """With subjects and the hash read from disk.
+        """Return them with subjects and the hash read from disk.
 
         Raises UserError for predictions that are NaN or infinite.
         """

@@ -121,7 +121,7 @@ def test_volume_points(known: np.ndarray, sexes: list[str], test: Corrected) -> 
 
 
 def errors_by_person(ages: Ages, variants: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Of each variant's test predictions (N,) one absolute error a person, packed."""
+    """Return one absolute error per person of each variant's test predictions (N,), packed."""
     known = ages.known("test")
     people = ages.data.test.people
     return {name: kept_items(np.abs(said - known), people) for name, said in variants.items()}

@@ -59,12 +59,12 @@ def predict_ages(
     reasons.
     """
     calibration = load_calibration(calibrator or calibrator_folder(model_folder), model_folder)
-    found = find_volumes(folder)
-    volumes, reasons = prepare_volumes(found, calibration.reference)
-    used = [one for one, why in zip(found, reasons, strict=True) if not why]
-    left_out = [(one, why) for one, why in zip(found, reasons, strict=True) if why]
+    new_volumes = find_volumes(folder)
+    volumes, reasons = prepare_volumes(new_volumes, calibration.reference)
+    used = [one for one, why in zip(new_volumes, reasons, strict=True) if not why]
+    left_out = [(one, why) for one, why in zip(new_volumes, reasons, strict=True) if why]
     if not used:
-        count = f"none of {len(found)} volumes can be used"
+        count = f"none of {len(new_volumes)} volumes can be used"
         raise UserError("\n".join([*(why for _, why in left_out), count]))
     usable = np.stack([volume for volume in volumes if volume is not None])
     model = load_model(model_folder).to(tune().device)
@@ -75,14 +75,14 @@ def predict_ages(
 
 
 def new_age_rows(
-    found: Sequence[NewVolume], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
+    new_volumes: Sequence[NewVolume], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
 ) -> list[PredictionRow]:
     """The rows of predictions.csv, with a flag for all in which a volume is unlike the training.
 
     volumes: (N, 1, D, H, W); raw: (N,).
     """
     reference = calibration.reference
-    subjects = [one.subject for one in found]
+    subjects = [one.subject for one in new_volumes]
     said = correct_ages(raw, [subject["sex"] for subject in subjects], calibration.fitted)
     flags = []
     for subject, volume, best in zip(subjects, volumes, said.best, strict=True):
@@ -105,18 +105,18 @@ def calibrator_folder(model_folder: Path) -> Path:
 
 
 def load_calibration(folder: Path, model_folder: Path) -> Calibration:
-    """What lies in ``folder``. Raises UserError where it is damaged, or of another model."""
+    """Return what lies in ``folder``. Raises UserError where it is damaged, or of another model."""
     if not (folder / "reference.json").is_file():
         raise UserError(
             f"{folder}: holds no reference.json, which says how volumes are prepared and what is "
             "usual; the stage `calibrate` writes it, --calibrator names another folder"
         )
     reference = _reference(folder / "reference.json")
-    found = checksum(model_folder / "model.safetensors")
-    if found != reference.predictor_sha256:
+    digest = checksum(model_folder / "model.safetensors")
+    if digest != reference.predictor_sha256:
         raise UserError(
             f"{folder}: made for the model {reference.predictor_sha256[:12]}…, this one is "
-            f"{found[:12]}…; allowed: the calibrator of this very model"
+            f"{digest[:12]}…; allowed: the calibrator of this very model"
         )
     path = folder / "calibrator.json"
     if not path.exists():

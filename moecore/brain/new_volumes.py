@@ -58,7 +58,7 @@ def find_volumes(folder: str | Path) -> list[NewVolume]:
 
 
 def prepare_volumes(
-    found: list[NewVolume], reference: Reference
+    new_volumes: list[NewVolume], reference: Reference
 ) -> tuple[list[np.ndarray | None], list[str]]:
     """Each volume as the model takes it, and for each why it cannot be used, naming its file.
 
@@ -72,7 +72,7 @@ def prepare_volumes(
     grid = Grid(voxel_mm=edges[0], size=reference.data.size)
     volumes: list[np.ndarray | None] = []
     reasons = []
-    for one in found:
+    for one in new_volumes:
         try:
             for path in filter(None, (one.path, one.mask)):
                 inside(one.root, path)

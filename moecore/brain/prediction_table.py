@@ -51,7 +51,9 @@ class Corrected(NamedTuple):
 
     @property
     def best(self) -> np.ndarray:
-        """What intervals are around: the pooled correction, or the raw one where there is none."""
+        """The predictions that intervals are around: the pooled correction, or the raw one where
+        there is none.
+        """
         return self.raw if self.pooled is None else self.pooled
 
     @property
@@ -165,7 +167,7 @@ def read_predictions(path: str | Path, columns: Sequence[str] = COLUMNS) -> list
 
 
 def group_counts(groups: Sequence[str] | None) -> dict[str, int]:
-    """How many volumes each line corrected, the pooled one last; {} without a calibrator."""
+    """Return how many volumes each line corrected, the pooled one last; {} without a calibrator."""
     every = list(groups or ())
     names = sorted(set(every), key=lambda name: (name == POOLED, name))
     return {name: every.count(name) for name in names}

@@ -88,14 +88,14 @@ def build_reference(data: Prepared, interval: AgeInterval, sha256: str) -> Refer
     sha256: of the model's weights.
     """
     card = data.card
-    found = [describe_volume(volume, card["voxel_mm"]) for volume in data.train.images]
+    quantities = [describe_volume(volume, card["voxel_mm"]) for volume in data.train.images]
     ranges = {}
     for name in QUANTITIES:
-        values = [getattr(one, name) for one in found]
+        values = [getattr(one, name) for one in quantities]
         ranges[name] = Range(low=min(values), high=max(values))
     sites = {row["site"] for row in data.subjects("train") if row["site"]}
     return Reference(
-        volumes=len(found),
+        volumes=len(quantities),
         ranges=ranges,
         sites=tuple(sorted(sites)),
         data=describe_cohort(data),
@@ -114,10 +114,10 @@ def describe_cohort(data: Prepared) -> Cohort:
 
 def out_of_range_flags(volume: np.ndarray, reference: Reference) -> list[str]:
     """One flag for each quantity of a prepared volume that lies outside that of training."""
-    found = describe_volume(volume, reference.data.voxel_mm)
+    quantities = describe_volume(volume, reference.data.voxel_mm)
     flags = []
     for name, limits in reference.ranges.items():
-        value = getattr(found, name)
+        value = getattr(quantities, name)
         if not limits.low <= value <= limits.high:
             flags.append(
                 f"{name} {value:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"

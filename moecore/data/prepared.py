@@ -73,7 +73,7 @@ class Split(NamedTuple):
     people: np.ndarray | None = None
 
     def people_at(self, places: np.ndarray) -> np.ndarray | None:
-        """Those of the images at ``places`` (M,); None where they are not known."""
+        """The people of the images at ``places`` (M,); None where they are not known."""
         return None if self.people is None else self.people[places]
 
 
@@ -96,7 +96,7 @@ class Prepared(NamedTuple):
 
     @property
     def task(self) -> AnyTask:
-        """What the labels are."""
+        """The task of the labels."""
         return read_task(self.card["task"])
 
     def regions(self, split: str) -> np.ndarray:

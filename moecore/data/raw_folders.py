@@ -51,8 +51,8 @@ def describe_change(before: Mapping[str, Any]) -> str | None:
     now = scan_folder(folder)
     if now.sha256 == before["sha256"]:
         return None
-    found = f"found {now.files:,} files of {now.bytes:,} bytes"
-    return f"{folder}: {found}; `prepare` saw {before['files']:,} of {before['bytes']:,}"
+    counted = f"found {now.files:,} files of {now.bytes:,} bytes"
+    return f"{folder}: {counted}; `prepare` saw {before['files']:,} of {before['bytes']:,}"
 
 
 def _files_below(root: str) -> Iterator[tuple[str, int]]:

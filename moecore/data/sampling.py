@@ -63,13 +63,13 @@ class Uneven:
     @property
     def extents(self) -> tuple[Tensor, Tensor]:
         """Heights and widths, fp64 (B,) each."""
-        found = torch.tensor([image.shape[:2] for image in self.images], dtype=torch.float64)
-        return found[:, 0], found[:, 1]
+        sizes = torch.tensor([image.shape[:2] for image in self.images], dtype=torch.float64)
+        return sizes[:, 0], sizes[:, 1]
 
     def squares(self) -> Tensor:
         """Their largest centre squares, resized: uint8 (B, C, size, size) on the device."""
-        found = [centre_square(Image.fromarray(one.squeeze()), self.size) for one in self.images]
-        return to_device_async(torch.from_numpy(np.stack(found)), self.device).permute(0, 3, 1, 2)
+        squares = [centre_square(Image.fromarray(one.squeeze()), self.size) for one in self.images]
+        return to_device_async(torch.from_numpy(np.stack(squares)), self.device).permute(0, 3, 1, 2)
 
 
 def image_and_view_sizes(
@@ -83,7 +83,7 @@ def image_and_view_sizes(
 
 
 def warp_uneven(images: Uneven, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
-    """As ``warp_images``, of images of different shapes; on their device.
+    """Warp images of different shapes as ``warp_images`` does; on their device.
 
     What the views reach of each image is cut out first, and that alone is sent to the device.
     """
@@ -95,7 +95,7 @@ def warp_uneven(images: Uneven, affines: Tensor, size: tuple[int, int], fill: st
 def cut_reached_parts(
     images: Uneven, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
-    """What views of ``size`` reach of each image, with what ``fill`` puts around it, uint8
+    """Return what views of ``size`` reach of each image, with what ``fill`` puts around it, uint8
     (B, H, W, C) on the CPU, pinned beside a GPU; and the affines (B, 3, 3) from there to the views.
     """
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
@@ -156,7 +156,7 @@ def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) 
 
 
 def is_inside(index: Tensor, length: int) -> Tensor:
-    """Which indices are of 0 … length − 1."""
+    """Return which indices are of 0 … length − 1."""
     return (index >= 0) & (index < length)
 
 

@@ -101,15 +101,13 @@ def class_quotas(counts: np.ndarray, number: int) -> np.ndarray:
     return taken
 
 
-def stratified_limit(
-    labels: np.ndarray, limit: int | None, seed: int, purpose: int = 1
-) -> np.ndarray:
+def stratified_limit(labels: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
     """Sorted indices of at most ``limit`` images, stratified by class; all of them where the limit
     is None or larger.
     """
     if limit is None or limit >= len(labels):
         return np.arange(len(labels))
-    return stratified_split(labels, limit, seed, purpose)[1]
+    return stratified_split(labels, limit, seed, purpose=1)[1]
 
 
 def split_train(labels: np.ndarray, settings: SplitSettings) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def thread_count() -> int:
-    """How many threads may work: $MOECORE_THREADS, else the cores this process may use."""
+    """Return how many threads may work: $MOECORE_THREADS, else the cores this process may use."""
     return int(os.environ.get("MOECORE_THREADS") or 0) or len(os.sched_getaffinity(0))
 
 

@@ -45,7 +45,7 @@ class JpegFile(NamedTuple):
     packing: Packing
 
     def described(self) -> dict[str, int | bool]:
-        """What the card says of it."""
+        """Return what the card says of it."""
         return {
             "side": self.packing.size,
             "whole": self.packing.whole,

@@ -6,12 +6,13 @@ from matplotlib.figure import Figure
 
 from moecore.data.prepared import Prepared
 
+MOST_CLASSES = 20
 PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, superior
 
 
-def draw_contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -> Figure:
-    """A figure with the first ``shots`` training images of each class, a row a class (of at most
-    ``most_classes``).
+def draw_contact_sheet(prepared: Prepared, shots: int = 10) -> Figure:
+    """A figure with the first ``shots`` training images of each class, a row per class (of at
+    most MOST_CLASSES).
 
     Of volumes: the middle slices of ``shots`` of them, from the youngest to the oldest, a row a
     plane.
@@ -24,7 +25,7 @@ def draw_contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 
             return draw_volume_montage(prepared, shots)
         return draw_first_images(prepared, shots)
     rows, classes = where
-    names = prepared.task.classes[:most_classes]
+    names = prepared.task.classes[:MOST_CLASSES]
     figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(names) + 0.4), layout="constrained")
     axes = _bare(figure, len(names), shots)
     for row, name in enumerate(names):

@@ -81,7 +81,7 @@ class CaptionedFiles(Config):
         """Write the prepared layout to ``folder`` and return its card. Raises UserError where files
         are missing, damaged or do not fit each other.
         """
-        splits = self._found()
+        splits = self._image_files()
         tokenizer = self.tokenizer.build(
             text for _, one in splits["train"] for text in one.captions
         )
@@ -91,10 +91,10 @@ class CaptionedFiles(Config):
         )
         task = caption_task(about, tokenizer)
         files, counts = {}, {}
-        for split, found in splits.items():
-            captions = [one.captions for _, one in found]
+        for split, images in splits.items():
+            captions = [one.captions for _, one in images]
             labels, counts[split] = tokenize_captions(captions, tokenizer, task)
-            files[split] = Files([path for path, _ in found], labels)
+            files[split] = Files([path for path, _ in images], labels)
         scratch = Path(folder) / ".decoded"
         kept = DecodeCache(scratch, self.size, self.channels)
         parts: dict[str, Part] = decode_splits(kept, files, self.on_error)
@@ -103,15 +103,15 @@ class CaptionedFiles(Config):
         return card
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; the annotations are read, and no image."""
+        """Return what ``prepare`` would write; the annotations are read, and no image."""
         roots = tuple(places(self.root))
         unseen = self._task(WordTokenizer([]))  # a task with captions, though no file be there
         known = Preview(self.facts()[0], self.channels, self.size, unseen, seen=roots)
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
-        splits = self._found()
-        counts = {split: (len(found),) for split, found in splits.items()}
+        splits = self._image_files()
+        counts = {split: (len(images),) for split, images in splits.items()}
         training = (text for _, one in splits["train"] for text in one.captions)
         return {"task": self._task(self.tokenizer.build(training)), "counts": counts}
 
@@ -120,7 +120,7 @@ class CaptionedFiles(Config):
             CaptionedDatasetInfo("", self.channels, self.size, "", "", self, self.sided), tokenizer
         )
 
-    def _found(self) -> dict[str, list[tuple[Path, Captions]]]:
+    def _image_files(self) -> dict[str, list[tuple[Path, Captions]]]:
         """The files of each split, and what is said of them, after the limits."""
         roots = places(self.root)
         root = next((one for one in roots if one.is_dir()), None)
@@ -129,7 +129,7 @@ class CaptionedFiles(Config):
             raise UserError(f"{listed}: no such folder; set `root` to the folder of the images")
         read = self.read()
         limits = {"train": self.train_limit, "test": self.test_limit}
-        found = {}
+        chosen = {}
         for split in SPLITS:
             images = read[split]
             if not images:
@@ -140,13 +140,13 @@ class CaptionedFiles(Config):
                 images = [
                     images[place] for place in sorted(random.permutation(len(images))[:limit])
                 ]
-            found[split] = [(inside(root, one.file), one) for one in images]
-        missing = [path for part in found.values() for path, _ in part if not path.is_file()]
+            chosen[split] = [(inside(root, one.file), one) for one in images]
+        missing = [path for part in chosen.values() for path, _ in part if not path.is_file()]
         if missing:
             listed = ", ".join(repr(str(path))[1:-1] for path in missing[:3])
             total = f"{len(missing)} images with captions are not there"
             raise UserError(f"{root}: {total}, {listed} among them; add them, or leave out theirs")
-        return found
+        return chosen
 
 
 def split_by_seed(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[Captions]]:
@@ -187,7 +187,7 @@ def read_karpathy_split(path: Path) -> dict[str, list[Captions]]:
     content = read_annotations(path)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         raise UserError(f"{path}: found no list `images`; allowed: dataset_coco.json of Karpathy's")
-    found: dict[str, list[Captions]] = {split: [] for split in SPLITS}
+    splits: dict[str, list[Captions]] = {split: [] for split in SPLITS}
     for number, image in enumerate(content["images"]):
         try:
             split = NAMED[image["split"]]
@@ -197,10 +197,10 @@ def read_karpathy_split(path: Path) -> dict[str, list[Captions]]:
                 raise TypeError("file name or caption, which is no text")
         except (KeyError, TypeError) as error:
             raise UserError(f"{path}: images[{number}]: lacks or has an odd {error}") from None
-        found[split].append(Captions("/".join(part for part in parts if part), said))
-    for part in found.values():
+        splits[split].append(Captions("/".join(part for part in parts if part), said))
+    for part in splits.values():
         check_captions(path, part)
-    return found
+    return splits
 
 
 def check_captions(path: Path, images: list[Captions]) -> None:
@@ -225,6 +225,6 @@ def group_captions(
         if image not in captions:
             raise UserError(f"{path}: found a caption of image {image!r}, which is not listed")
         captions[image].append(text)
-    found = [Captions(file, tuple(captions[image])) for image, file in files.items()]
-    check_captions(path, found)
-    return found
+    images = [Captions(file, tuple(captions[image])) for image, file in files.items()]
+    check_captions(path, images)
+    return images

@@ -49,20 +49,20 @@ class ImageStoreSettings(SplitSettings):
         if self.store == "jpeg" and size < SMALLEST:
             raise ValueError(f"store is jpeg, size {size}; allowed: {SMALLEST} or more, or raw")
         if self.store == "raw" and self.quality != QUALITY:
-            found = f"quality is {self.quality}, of JPEG files, and store is raw"
-            raise ValueError(f"{found}; allowed: {QUALITY}, or store: jpeg")
+            given = f"quality is {self.quality}, of JPEG files, and store is raw"
+            raise ValueError(f"{given}; allowed: {QUALITY}, or store: jpeg")
         if self.short_side is None:
             return self
         if self.store == "raw":
-            found = f"short_side is {self.short_side}, store raw, which has one shape for all"
-            raise ValueError(f"{found}; allowed: short_side: null, or store: jpeg")
+            given = f"short_side is {self.short_side}, store raw, which has one shape for all"
+            raise ValueError(f"{given}; allowed: short_side: null, or store: jpeg")
         if self.short_side < size:
-            found = f"short_side is {self.short_side}, size {size}"
-            raise ValueError(f"{found}; allowed: {size} or more, or null")
+            given = f"short_side is {self.short_side}, size {size}"
+            raise ValueError(f"{given}; allowed: {size} or more, or null")
         return self
 
     def packing(self, size: int, channels: int) -> Packing | None:
-        """How training images become JPEG files; None where they stay raw."""
+        """Return how training images become JPEG files; None where they stay raw."""
         if self.store == "raw":
             return None
         return Packing(self.short_side or size, self.short_side is not None, channels, self.quality)

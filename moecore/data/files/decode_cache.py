@@ -193,9 +193,9 @@ def decode_splits(
         for row, why in sorted(reasons.items())
     ]
     if bad and on_error == "stop":
-        found = f"{len(bad)} image files cannot be read"
+        count = f"{len(bad)} image files cannot be read"
         listed = "\n  ".join(bad)
-        raise UserError(f"{found}; mend or remove them, or set `on_error: skip`:\n  {listed}")
+        raise UserError(f"{count}; mend or remove them, or set `on_error: skip`:\n  {listed}")
     return {
         split: _part(splits[split], array, reasons) for split, (array, reasons) in decoded.items()
     }

@@ -210,9 +210,9 @@ def fit_tissue(
 def move_tissue(
     source: np.ndarray, sink: np.ndarray, amount: float, where: np.ndarray, back: np.ndarray
 ) -> np.ndarray:
-    """What goes from ``source`` to ``sink`` in each voxel, ``amount`` voxels in all, in proportion
-    to ``where``; with a negative amount tissue goes the other way, in proportion to ``back``, and
-    the result is negative.
+    """Return what goes from ``source`` to ``sink`` in each voxel, ``amount`` voxels in all, in
+    proportion to ``where``; with a negative amount tissue goes the other way, in proportion to
+    ``back``, and the result is negative.
     """
     if amount > 0:
         return take_tissue(source, where, amount)

@@ -97,8 +97,8 @@ def place_template(base: Template, pose: Pose, scale: float, ventricle_voxels: f
 
 
 def find_ventricle_wall(distance: np.ndarray, voxels: float) -> float:
-    """How far outwards (mm) the ventricles' wall is to move so that they hold ``voxels``; found by
-    bisection. distance: (n,) mm.
+    """Return how far outwards (mm) the ventricles' wall is to move so that they hold ``voxels``;
+    found by bisection. distance: (n,) mm.
     """
     low, high = WALL
     for _ in range(BISECTIONS):

@@ -87,5 +87,5 @@ def ellipsoid_distance(
     size = np.reshape(axes, shape)
     near = np.sqrt(((moved / size) ** 2).sum(axis=0))
     slope = np.sqrt(((moved / size**2) ** 2).sum(axis=0))
-    found = near * (near - 1) / np.maximum(slope, 1e-6)
-    return np.where(slope > 1e-6, found, -min(axes))  # in the very middle the formula is 0 / 0
+    distance = near * (near - 1) / np.maximum(slope, 1e-6)
+    return np.where(slope > 1e-6, distance, -min(axes))  # in the very middle the formula is 0 / 0

@@ -69,8 +69,8 @@ class CaptionedMosaic(Config):
     def _layouts_enough(self) -> Self:
         held = self.validation + self.test
         if held >= LAYOUTS:
-            found = f"validation and test are {held} mosaics"
-            raise ValueError(f"{found}; allowed: fewer than the {LAYOUTS} layouts of four cells")
+            given = f"validation and test are {held} mosaics"
+            raise ValueError(f"{given}; allowed: fewer than the {LAYOUTS} layouts of four cells")
         return self
 
     def prepare(self, folder: Path) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class CaptionedMosaic(Config):
         return written
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write, from what the source says of itself."""
+        """Return what ``prepare`` would write, from what the source says of itself."""
         source = self.source.preview()
         known = build_tokenizer(source.classes or ())
         task = ImageText(

@@ -88,7 +88,7 @@ class Cifar(SplitSettings):
         )
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; no file is read."""
+        """Return what ``prepare`` would write; no file is read."""
         task = Classification(classes=SETS[self.classes].names)
         known = Preview(f"CIFAR-{self.classes}", 3, self.size, task, seen=tuple(places(self.root)))
         return known.completed(self._look)

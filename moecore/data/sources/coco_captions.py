@@ -47,8 +47,8 @@ class CocoCaptions(CaptionedFiles):
         if self.karpathy is not None:
             return read_karpathy_split(found_file(self.karpathy))
         if len(self.folders) != len(self.annotations):
-            found = f"{len(self.annotations)} annotations and {len(self.folders)} folders"
-            raise UserError(f"coco_captions: found {found}; allowed: as many")
+            given = f"{len(self.annotations)} annotations and {len(self.folders)} folders"
+            raise UserError(f"coco_captions: found {given}; allowed: as many")
         images: list[Captions] = []
         for name, folder in zip(self.annotations, self.folders, strict=True):
             images += read_coco(found_file(name), folder)

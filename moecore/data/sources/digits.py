@@ -58,7 +58,7 @@ class Digits(SplitSettings):
         )
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; the numbers of each class are known."""
+        """Return what ``prepare`` would write; the numbers of each class are known."""
         return Preview("Digits", 1, self.size, TASK).completed(self._known)
 
     def _known(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Docstrings(TextSettings):
         return write_text(folder, self, tokens, vocabulary, about)
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; how many words there are is not known before."""
+        """Return what ``prepare`` would write; how many words there are is not known before."""
         task = NextToken(words=2)
         known = Preview("Docstrings", self.context + 1, self.size, task)
         return known.completed(self._look)

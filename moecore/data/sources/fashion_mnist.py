@@ -91,7 +91,7 @@ class FashionMnist(SplitSettings):
         )
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; no file is read."""
+        """Return what ``prepare`` would write; no file is read."""
         task = Classification(classes=CLASSES)
         known = Preview("Fashion-MNIST", 1, self.size, task, seen=tuple(places(self.root)))
         return known.completed(self._look)

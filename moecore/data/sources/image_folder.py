@@ -77,7 +77,7 @@ class ImageFolder(ImageStoreSettings):
         return card
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; files are counted."""
+        """Return what ``prepare`` would write; files are counted."""
         roots = tuple(places(self.root))
         known = Preview(self._name(roots[0]), self.channels, self.size, None, seen=roots)
         return known.completed(self._look)
@@ -93,8 +93,8 @@ class ImageFolder(ImageStoreSettings):
 
     def _root(self) -> Path:
         roots = places(self.root)
-        if found := next((root for root in roots if root.is_dir()), None):
-            return found
+        if folder := next((root for root in roots if root.is_dir()), None):
+            return folder
         raise UserError(
             f"{' and '.join(map(str, roots))}: no such folder; set `root` to the folder with the "
             "class folders"

@@ -81,7 +81,7 @@ class Imagenet(ImageStoreSettings):
         return card
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; files are counted."""
+        """Return what ``prepare`` would write; files are counted."""
         known = Preview("ImageNet", 3, self.size, None, seen=tuple(places(self.root)))
         return known.completed(self._look)
 

@@ -70,7 +70,7 @@ class Mosaic(Config):
         return written
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write, from what the source says of itself."""
+        """Return what ``prepare`` would write, from what the source says of itself."""
         source = self.source.preview()
         known = source._replace(
             name=f"{source.name}, mosaics of {self.grid}×{self.grid}",
@@ -104,7 +104,7 @@ class Mosaic(Config):
 def draw_cells(
     total: int, number: int, cells: int, seed: list[int], name: str = "split"
 ) -> np.ndarray:
-    """Which of ``total`` images make each of ``number`` mosaics; int64 (number, cells), all
+    """Return which of ``total`` images make each of ``number`` mosaics; int64 (number, cells), all
     different within a mosaic.
 
     Cut from one random order of the images after the other, so that every image is used equally
@@ -142,9 +142,9 @@ def multi_hot_labels(labels: np.ndarray, classes: int) -> np.ndarray:
     """Labels of the cells int64 (n, cells) to those of the mosaics, uint8 (n, K): 1 for every class
     that occurs.
     """
-    found = np.zeros((len(labels), classes), np.uint8)
-    np.put_along_axis(found, labels, 1, axis=1)
-    return found
+    hot = np.zeros((len(labels), classes), np.uint8)
+    np.put_along_axis(hot, labels, 1, axis=1)
+    return hot
 
 
 def _chunks(images: np.ndarray, cells: np.ndarray, grid: int) -> Iterator[np.ndarray]:

@@ -36,7 +36,7 @@ class Simulated(NamedTuple):
 
     @property
     def mask(self) -> np.ndarray:
-        """Where the brain and its fluid are: bool (D, H, W)."""
+        """The voxels of the brain and its fluid: bool (D, H, W)."""
         return self.regions.sum(axis=0) > BRAIN
 
 
@@ -133,7 +133,7 @@ class Phantom(CohortSplits):
         )
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; nothing is simulated."""
+        """Return what ``prepare`` would write; nothing is simulated."""
         name = f"Simulated ageing cohort (phantom, {self.preset})"
         return age_preview(name, (SIDE,) * 3, REGIONS).completed(self._known)
 

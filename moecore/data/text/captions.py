@@ -91,7 +91,7 @@ def tokenize_captions(
     """Tokens int32 (N, C, M) of the first C captions of each image, NONE where there are fewer,
     and how many captions there are, were cut, and how many of their words are unknown.
     """
-    found = np.full((len(captions), task.captions, task.context), NONE, np.int32)
+    tokens = np.full((len(captions), task.captions, task.context), NONE, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
     known: dict[str, Encoded] = {}
     for image, texts in enumerate(captions):
@@ -99,8 +99,8 @@ def tokenize_captions(
             if text not in known:
                 known[text] = tokenizer.encode(text, task.context)
             encoded = known[text]
-            found[image, place] = encoded.tokens
+            tokens[image, place] = encoded.tokens
             counts["captions"] += 1
             counts["cut"] += encoded.cut
             counts["unknown"] += encoded.unknown
-    return found, counts
+    return tokens, counts

@@ -38,9 +38,9 @@ class Stream(NamedTuple):
         """Tokens of each of ``batch`` streams. Raises UserError where that leaves no block."""
         length = len(self.tokens) // batch
         if length <= 2 * self.block:
-            found = f"batch is {batch}, and the text has {len(self.tokens):,} training tokens"
+            given = f"batch is {batch}, and the text has {len(self.tokens):,} training tokens"
             most = max(0, len(self.tokens) // (2 * self.block + 1))
-            raise UserError(f"{found}; allowed: 1 to {most} streams of two blocks of {self.block}")
+            raise UserError(f"{given}; allowed: 1 to {most} streams of two blocks of {self.block}")
         return length
 
     def steps(self, batch: int) -> int:
@@ -50,8 +50,8 @@ class Stream(NamedTuple):
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """What step ``step`` (from 0) learns from: words (b, 1, M), the next ones (b, M), and
-        whether streams begin anew. rows: which of the ``batch`` streams; None for all.
+        """Return what step ``step`` (from 0) learns from: words (b, 1, M), the next ones (b, M),
+        and whether streams begin anew. rows: which of the ``batch`` streams; None for all.
         """
         length = self.length(batch)
         reading = reading_at_step(length, self.block, seed, step)
@@ -68,7 +68,7 @@ def count_blocks(length: int, block: int, first: int) -> int:
 
 
 def reading_at_step(length: int, block: int, seed: int, step: int) -> Reading:
-    """Where step ``step`` reads."""
+    """Return what step ``step`` reads."""
     number = 0
     while True:
         first, count = _pass(length, block, seed, number)

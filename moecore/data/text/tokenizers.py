@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
         ...
 
     def word(self, token: int) -> str:
-        """What a token stands for."""
+        """Return the word or bytes of a token."""
         ...
 
     def write(self, folder: Path) -> str:
@@ -109,8 +109,8 @@ class BpeTokenizer:
         self.loaded.no_truncation()
         self.loaded.no_padding()
         if self.loaded.get_vocab_size() != words:
-            found = f"found {self.loaded.get_vocab_size():,} words"
-            raise UserError(f"{path}: {found}; allowed: {words:,}, as tokenizer.words says")
+            counted = f"found {self.loaded.get_vocab_size():,} words"
+            raise UserError(f"{path}: {counted}; allowed: {words:,}, as tokenizer.words says")
         self.start, self._end = (self._number(special) for special in CLIP)
 
     @property
@@ -188,14 +188,14 @@ def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:
     """
     path = folder / THEIRS
     if path.is_file():
-        found: Tokenizer = BpeTokenizer(path, task.words)
+        tokenizer: Tokenizer = BpeTokenizer(path, task.words)
     else:
         path = folder / OURS
         try:
             words = path.read_text(encoding="utf-8").split("\n")[:-1]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
-        found = WordTokenizer(words[len(SPECIAL) :])
-    if found.digest != task.vocabulary:
+        tokenizer = WordTokenizer(words[len(SPECIAL) :])
+    if tokenizer.digest != task.vocabulary:
         raise UserError(f"{path}: found another vocabulary than the model's; run `prepare` again")
-    return found
+    return tokenizer

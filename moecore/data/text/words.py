@@ -45,7 +45,7 @@ class TextSettings(Config):
 
     @property
     def size(self) -> tuple[int]:
-        """What a model is built for: blocks of M tokens."""
+        """Size that a model is built for: blocks of M tokens."""
         return (self.block,)
 
 
@@ -122,8 +122,8 @@ def write_text(
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         if len(tokens[split]) <= settings.block:
-            found = f"the split {split} has {len(tokens[split])} tokens"
-            raise UserError(f"{about['name']}: {found}; a block of {settings.block} needs more")
+            short = f"the split {split} has {len(tokens[split])} tokens"
+            raise UserError(f"{about['name']}: {short}; a block of {settings.block} needs more")
         save_array(folder / f"{split}_tokens.npy", tokens[split])
     text = "".join(f"{word}\n" for word in vocabulary)
     write_whole(folder / "vocabulary.txt", text)
@@ -163,13 +163,13 @@ def read_vocabulary(folder: Path, words: int) -> list[str]:
     """
     path = folder / "vocabulary.txt"
     try:
-        found = path.read_text(encoding="utf-8").split("\n")[:-1]
+        vocabulary = path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
-    if len(found) != words:
+    if len(vocabulary) != words:
         again = "run the stage that writes it again"
-        raise UserError(f"{path}: found {len(found):,} words; allowed: {words:,}; {again}")
-    if lacking := {UNKNOWN, END} - set(found):
+        raise UserError(f"{path}: found {len(vocabulary):,} words; allowed: {words:,}; {again}")
+    if lacking := {UNKNOWN, END} - set(vocabulary):
         again = "run the stage that writes it again"
         raise UserError(f"{path}: found no {min(lacking)}, which every vocabulary has; {again}")
-    return found
+    return vocabulary

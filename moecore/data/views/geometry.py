@@ -60,7 +60,7 @@ def flip_affines(mirrored: Tensor, width: float) -> Tensor:
 
 
 def centred_affines(affines: Tensor, height: float, width: float) -> Tensor:
-    """The same linear maps, with the middle of a (height, width) image as the fixed point;
+    """Return the same linear maps, with the middle of a (height, width) image as the fixed point;
     translations stay what they are.
     """
     count = len(affines)

@@ -31,7 +31,7 @@ class Mix(Config):
 
     @property
     def active(self) -> bool:
-        """Whether anything is ever mixed."""
+        """True where anything is ever mixed."""
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0)
 
 

@@ -186,7 +186,7 @@ def volume_flips(mirrored: Tensor, length: float) -> Tensor:
 
 
 def centred_volume_affines(affines: Tensor, size: Sequence[float]) -> Tensor:
-    """The same linear maps, with the middle of a volume of ``size`` as the fixed point;
+    """Return the same linear maps, with the middle of a volume of ``size`` as the fixed point;
     translations stay what they are.
     """
     half = torch.tensor(size, dtype=torch.float64).div(2).expand(len(affines), 3)

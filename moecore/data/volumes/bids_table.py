@@ -82,10 +82,10 @@ def read_table(
 
 
 def _nobody(path: Path, diagnoses: tuple[str, ...], seen: Counter[str]) -> str:
-    found = [f"{name or 'none given'} ({number})" for name, number in sorted(seen.items())]
+    counted = [f"{name or 'none given'} ({number})" for name, number in sorted(seen.items())]
     return (
         f"{path}: nobody's diagnosis is one of {', '.join(diagnoses)} (`diagnoses`); "
-        f"found: {', '.join(found)}"
+        f"found: {', '.join(counted)}"
     )
 
 
@@ -97,9 +97,9 @@ def _rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]
         )
     columns, rows = read_tsv(path)
     if lacking := [name for name in needed if name not in columns]:
-        found = " ".join(", ".join(columns).split()) or "nothing"
+        listed = " ".join(", ".join(columns).split()) or "nothing"
         raise UserError(
-            f"{path}: lacks the columns {', '.join(lacking)}; found: {found[:200]} (columns are "
+            f"{path}: lacks the columns {', '.join(lacking)}; found: {listed[:200]} (columns are "
             "separated by tabs)"
         )
     if not rows:

@@ -112,8 +112,8 @@ def _check_header(path: Path, image: Any) -> None:
     if math.prod(shape) > MOST:
         raise Unusable(f"{path}: has the shape {shape}; allowed: up to {MOST:,} voxels")
     if image.get_data_dtype().kind not in NUMBERS:
-        found = f"its values are {image.get_data_dtype()}"
-        raise Unusable(f"{path}: {found}; allowed: whole and real numbers")
+        given = f"its values are {image.get_data_dtype()}"
+        raise Unusable(f"{path}: {given}; allowed: whole and real numbers")
     if image.header.get("sform_code", 1) == 0 and image.header.get("qform_code", 1) == 0:
         raise Unusable(
             f"{path}: says no orientation (sform_code and qform_code are 0); left and right "
@@ -123,9 +123,9 @@ def _check_header(path: Path, image: Any) -> None:
         raise Unusable(f"{path}: its affine is singular or has values that are no numbers")
     edges = np.linalg.norm(image.affine[:3, :3], axis=0)
     if edges.min() < EDGES_MM[0] or edges.max() > EDGES_MM[1]:
-        found = " × ".join(f"{edge:g}" for edge in edges)
+        given = " × ".join(f"{edge:g}" for edge in edges)
         least, most = EDGES_MM
-        raise Unusable(f"{path}: voxels of {found} mm; allowed: {least:g} to {most:g}")
+        raise Unusable(f"{path}: voxels of {given} mm; allowed: {least:g} to {most:g}")
 
 
 def _nibabel() -> Any:

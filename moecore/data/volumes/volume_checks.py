@@ -37,23 +37,23 @@ def volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
     (3, D, H, W) of wm, gm, csf or None.
     """
     inside = image[image > 0].astype(np.float32)
-    found = []
+    texts = []
     if not BRIGHTNESS[0] <= inside.mean() <= BRIGHTNESS[1]:
-        found.append(f"mean intensity unusual ({inside.mean():.2f})")
+        texts.append(f"mean intensity unusual ({inside.mean():.2f})")
     if regions is None:
-        return found
+        return texts
     unusual = [
         f"{name} {share:.2f}"
         for name, share in tissue_shares(regions).items()
         if not USUAL[name][0] <= share <= USUAL[name][1]
     ]
     if unusual:
-        found.append(f"tissue fractions unusual ({', '.join(unusual)})")
+        texts.append(f"tissue fractions unusual ({', '.join(unusual)})")
     white, grey = (_brightness(image, part) for part in regions[:2])
     # also where one of the two tissues is nowhere: a comparison with NaN is false
     if not white > grey:
-        found.append("white matter not brighter than grey matter: not T1-weighted?")
-    return found
+        texts.append("white matter not brighter than grey matter: not T1-weighted?")
+    return texts
 
 
 def _brightness(image: np.ndarray, part: np.ndarray) -> float:
@@ -74,8 +74,8 @@ def range_problem(region: np.ndarray) -> str | None:
 
 
 def tissue_problems(regions: np.ndarray, voxel_ml: float) -> list[str]:
-    """What no head can have: regions fp32 (3, D, H, W), tissue shares of wm, gm, csf; ``voxel_ml``:
-    volume of a voxel.
+    """Return what no head can have: regions fp32 (3, D, H, W), tissue shares of wm, gm, csf;
+    ``voxel_ml``: volume of a voxel.
     """
     total = regions.sum(axis=0)
     if (over := float((total > 1 + OVERLAP).mean())) > RARE:

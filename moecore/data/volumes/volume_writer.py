@@ -173,15 +173,17 @@ def _write_split(
     return sums
 
 
-def _fits(name: str, row: int, found: np.ndarray | None, array: np.ndarray) -> None:
+def _fits(name: str, row: int, volume: np.ndarray | None, array: np.ndarray) -> None:
     expected = f"expected {array.dtype} {array.shape[1:]}"
-    if found is None:
+    if volume is None:
         raise UserError(f"{name}: volume {row} has none; {expected}")
-    if found.shape != array.shape[1:] or found.dtype != array.dtype:
-        raise UserError(f"{name}: volume {row} is {found.dtype} {found.shape}; {expected}")
+    if volume.shape != array.shape[1:] or volume.dtype != array.dtype:
+        raise UserError(f"{name}: volume {row} is {volume.dtype} {volume.shape}; {expected}")
     # NaN fails this too
-    if found.dtype == np.float16 and not (0 <= found.min() <= found.max() <= 1 and found.max() > 0):
+    if volume.dtype == np.float16 and not (
+        0 <= volume.min() <= volume.max() <= 1 and volume.max() > 0
+    ):
         raise UserError(
-            f"{name}: volume {row} has values from {found.min()} to {found.max()}; allowed: 0 "
+            f"{name}: volume {row} has values from {volume.min()} to {volume.max()}; allowed: 0 "
             "(background) to 1, not all 0"
         )

@@ -130,8 +130,8 @@ def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def to_stored(volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray) -> Stored:
-    """What is stored of a volume (D, H, W), tissue shares (R, D, H, W) in [0, 1] and a brain mask
-    that lie on the final grid.
+    """Return what is stored of a volume (D, H, W), tissue shares (R, D, H, W) in [0, 1] and a brain
+    mask that lie on the final grid.
     """
     if regions is None:
         shares = None
