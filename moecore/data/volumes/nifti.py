@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.core.files import UserError
-
 # two affines are the same where they put every corner of the volume closer than this
 APART_MM = 0.1
 MOST = 512**3  # voxels: a head at 0.5 mm; their values take half a gigabyte
@@ -37,9 +35,10 @@ def load_volume(path: Path) -> Volume:
     interpolation).
 
     Raises Unusable on files that are missing, damaged or truncated, not 3-D, without an
-    orientation, or with values that are no numbers; UserError where nibabel is not installed.
+    orientation, or with values that are no numbers.
     """
-    nibabel = _nibabel()
+    import nibabel  # a third of a second, for those who use it
+
     image = _opened(path)
     with _damage(path):
         values = np.asarray(image.dataobj, dtype=np.float32)
@@ -66,22 +65,25 @@ def place_mismatch(one: Volume, other: Volume) -> str | None:
 
 
 def _opened(path: Path) -> Any:
-    """nibabel's image of a file whose header says a volume; no value is read.
+    """Return nibabel's image of a file whose header says a volume; no value is read.
 
     Raises Unusable.
     """
     if not path.is_file():
         raise Unusable(f"{path}: {'no file' if path.exists() else 'no such file'}")
+    import nibabel
+
     with _damage(path):
-        image = _nibabel().load(path)
+        image: Any = nibabel.load(path)
         _check_header(path, image)
     return image
 
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """All that nibabel raises on bad content becomes Unusable, in a line."""
-    nibabel = _nibabel()
+    """Raise Unusable, in a line, for all that nibabel raises on bad content."""
+    import nibabel
+
     try:
         yield
     except (
@@ -126,13 +128,3 @@ def _check_header(path: Path, image: Any) -> None:
         given = " × ".join(f"{edge:g}" for edge in edges)
         least, most = EDGES_MM
         raise Unusable(f"{path}: voxels of {given} mm; allowed: {least:g} to {most:g}")
-
-
-def _nibabel() -> Any:
-    try:
-        import nibabel
-    except ImportError:
-        raise UserError(
-            "reading NIfTI files needs nibabel; install moecore with its dependencies again"
-        ) from None
-    return nibabel

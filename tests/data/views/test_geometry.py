@@ -214,10 +214,10 @@ IMAGES = {
 }
 FACTORS = (0.0, 0.1, 0.55, 1.0, 1.45, 1.9)
 ENHANCE = {
-    "brightness": ImageEnhance.Brightness,
-    "contrast": ImageEnhance.Contrast,
-    "saturation": ImageEnhance.Color,
-    "sharpness": ImageEnhance.Sharpness,
+    "adjust_brightness": ImageEnhance.Brightness,
+    "adjust_contrast": ImageEnhance.Contrast,
+    "adjust_saturation": ImageEnhance.Color,
+    "adjust_sharpness": ImageEnhance.Sharpness,
 }
 
 
