@@ -14,9 +14,9 @@ from sklearn.datasets import load_sample_images
 from benchmarks.timing import shortest
 from moecore.core.streams import generator_for
 from moecore.data.files.decode import Packing, decode_image, pack_image, unpack_image
-from moecore.data.sampling import Uneven, cut_out
+from moecore.data.sampling import Uneven, cut_reached_parts
 from moecore.data.views.views import Crop, ViewSettings, make_views
-from moecore.data.writer import moments
+from moecore.data.writer import channel_moments
 
 IMAGENET = 1_281_167  # training images
 PHOTO = (500, 375)  # pixels: what most of them have
@@ -70,10 +70,10 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
         a_second(lambda: [decode_image(path, 256, 3) for path in paths], each),
         a_second(lambda: [pack_image(path, packing) for path in paths], each),
         a_second(lambda: [np.asarray(unpack_image(one.content, 3)) for one in packed], each),
-        a_second(lambda: cut_out(uneven, affines, (224, 224), "zeros"), SEVERAL),
+        a_second(lambda: cut_reached_parts(uneven, affines, (224, 224), "zeros"), SEVERAL),
         a_second(lambda: np.take(raw, random.permutation(4096)[:128], 0, out, "clip"), 128),
         a_second(lambda: hashlib.sha256(content).digest(), len(content)),
-        a_second(lambda: moments(raw[:256]), len(content)),
+        a_second(lambda: channel_moments(raw[:256]), len(content)),
         sum(len(one.content) for one in packed) / each,
     )
 

@@ -19,7 +19,7 @@ from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune
 
 # By the calibrator's kind; each fits, writes its folder and returns what it measured.
-CALIBRATED = {"temperature": calibration.calibrate, "linear": calibrated_ages.calibrate}
+CALIBRATED = {"temperature": calibration.calibrate, "linear": calibrated_ages.calibrate_ages}
 
 
 class Params(Config):

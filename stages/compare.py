@@ -43,7 +43,7 @@ def compare() -> None:
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in texts(results, evaluated).items():
             content = text.encode()
-            target = written.enter_context(whole_file(folder / name, len(content)))
+            target = written.enter_context(whole_file(folder / name))
             target.write_bytes(content)
         # git's; DVC's stage `numbers` copies the next one
         write_json(folder / "compare.json", compared)

@@ -6,7 +6,14 @@ python -m stages.out_of_fold <method> <seed>
 from pathlib import Path
 from typing import Annotated
 
-from moecore.brain.out_of_fold import OutOfFold, Recipe, check, held_out, write_absent, write_rows
+from moecore.brain.out_of_fold import (
+    OutOfFold,
+    Recipe,
+    check_out_of_fold,
+    predict_held_out,
+    write_absent,
+    write_rows,
+)
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
@@ -43,7 +50,7 @@ def out_of_fold(method: str, seed: int) -> None:
             run.result(Skipped(skipped="the calibration is fitted on other predictions"))
             return
         data = Prepared.open(source)
-        check(data, params.method, params.calibrator)
+        check_out_of_fold(data, params.method, params.calibrator)
 
         def follow(fold, steps, learning):
             with progress(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
@@ -51,7 +58,7 @@ def out_of_fold(method: str, seed: int) -> None:
                     bar.update(metrics.step)
 
         recipe = Recipe(params.model, params.pretrain, params.method, params.out_of_fold)
-        found = held_out(recipe, data, seed, tune(work=work), work, follow, run.log)
+        found = predict_held_out(recipe, data, seed, tune(work=work), work, follow, run.log)
         write_rows(Path("artifacts", item), found.rows)
         run.result(found.result)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
+from moecore.data.raw_folders import scan_raw_folders
 from moecore.data.sources import Source
 from moecore.run.history import record
 from moecore.run.stage import run_stage
@@ -26,6 +27,8 @@ def prepare(name: str) -> None:
     params = read(Params, data=name)
     target = Path("artifacts/data") / name
     with record("prepare", params, phase=name) as run:
+        if folders := scan_raw_folders(params.data):  # before they are read
+            run.table("raw", [folder._asdict() for folder in folders])
         with whole_folder(target) as folder:
             card = params.data.prepare(folder)
         run.dataset(card)

@@ -1,4 +1,4 @@
-"""The methods of tests/params.yaml: all, for one grid of builds and steps, and six for other places."""
+"""Methods of tests/params.yaml: all, for one grid of builds and steps, and six for other places."""
 
 from moecore.core.sources import ROOT
 from moecore.study.document import load

@@ -14,7 +14,7 @@ from PIL import Image
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.volumes.subjects import Subject
-from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
 from moecore.nn.backbones.image import ImageSpec
 from moecore.tasks.regression import Regression
 
@@ -80,7 +80,7 @@ def write_balls(
         parts[split] = VolumePart(
             rows, [(volume, shares if regions else None) for volume, shares in made]
         )
-    facts = VolumeFacts(
+    facts = VolumeDatasetInfo(
         "balls", size, (1.0, 1.0, 1.0), "none", "generated", Balls(), simulated=True
     )
     return write_volumes(folder, facts if regions else facts._replace(regions=()), parts)
@@ -117,7 +117,7 @@ def write_cohort(
             for place, (name, age, sex) in enumerate(zip(names, ages, sexes, strict=True))
         ]
         parts[split] = VolumePart(rows, [volume(age, generator) for age in ages])
-    facts = VolumeFacts(
+    facts = VolumeDatasetInfo(
         "small cohort",
         SHAPE,
         (3.0, 3.0, 3.0),

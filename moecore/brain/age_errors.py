@@ -43,7 +43,7 @@ class GroupErrors(Config):
     sex_specific: MeanErrors | None = None
 
 
-def age_table(
+def measure_age_errors(
     ages: np.ndarray,
     variants: Mapping[str, np.ndarray],
     participants: Sequence[str],
@@ -60,14 +60,14 @@ def age_table(
             f"calibrate: all {len(ages)} test volumes have the age {ages[0]:g}; allowed: two ages "
             "or more"
         )
-    drawn = drawn_weights(participants, resamples)
+    drawn = draw_resample_weights(participants, resamples)
     return {
         name: _age_errors(np.asarray(predictions, np.float64), ages, drawn)
         for name, predictions in variants.items()
     }
 
 
-def errors_by(
+def measure_group_errors(
     groups: Sequence[str],
     ages: np.ndarray,
     variants: Mapping[str, np.ndarray],
@@ -85,7 +85,7 @@ def errors_by(
     for group in sorted(set(groups)):
         own = np.flatnonzero(names == group)
         people = [participants[place] for place in own.tolist()]
-        drawn = drawn_weights(people, resamples)
+        drawn = draw_resample_weights(people, resamples)
         errors = {
             name: _mean_errors(np.asarray(values, np.float64)[own], ages[own], drawn)
             for name, values in variants.items()
@@ -102,23 +102,23 @@ def errors_by(
     return tuple(rows)
 
 
-def decade(age: float) -> str:
+def age_decade(age: float) -> str:
     """The decade of an age: 67.3 → "60–69"."""
     first = int(age // 10) * 10
     return f"{first}–{first + 9}"
 
 
-def drawn_weights(participants: Sequence[str], resamples: int, seed: int = 0) -> np.ndarray:
-    """How often each volume is in a resample, (R, N); a participant's are drawn together."""
+def draw_resample_weights(participants: Sequence[str], resamples: int) -> np.ndarray:
+    """Return how often each volume is in a resample, (R, N); a participant's are drawn together."""
     _, person = np.unique(np.array(participants, dtype=object).astype(str), return_inverse=True)
     number = person.max() + 1
-    counts = np.random.default_rng(seed).multinomial(
+    counts = np.random.default_rng(0).multinomial(
         number, np.full(number, 1 / number), size=resamples
     )
     return counts[:, person].astype(np.float64)
 
 
-def statistics(
+def weighted_age_statistics(
     predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
     """mae, corr, slope, intercept under each row of ``weights`` (R, N), each (R,).
@@ -155,12 +155,12 @@ def _mean_errors(predictions: np.ndarray, ages: np.ndarray, drawn: np.ndarray) -
 
 def _age_errors(predictions: np.ndarray, ages: np.ndarray, drawn: np.ndarray) -> AgeErrors:
     fit = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
-    found = statistics(predictions, ages, drawn)
+    resampled = weighted_age_statistics(predictions, ages, drawn)
     return AgeErrors(
-        mae=_limits(fit["mae"], found["mae"], 0.0, np.inf),
-        corr=_limits(fit["corr"], found["corr"], -1.0, 1.0),
-        slope=_limits(fit["slope"], found["slope"], -np.inf, np.inf),
-        intercept=_limits(fit["intercept"], found["intercept"], -np.inf, np.inf),
+        mae=_limits(fit["mae"], resampled["mae"], 0.0, np.inf),
+        corr=_limits(fit["corr"], resampled["corr"], -1.0, 1.0),
+        slope=_limits(fit["slope"], resampled["slope"], -np.inf, np.inf),
+        intercept=_limits(fit["intercept"], resampled["intercept"], -np.inf, np.inf),
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.brain.prediction_table import Corrected, corrected, read_predictions
+from moecore.brain.prediction_table import Corrected, correct_ages, read_predictions
 from moecore.core.files import UserError, checksum
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.measure.calibration import OnRefusal
@@ -29,7 +29,7 @@ class Ages(NamedTuple):
 
     @classmethod
     def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "Ages":
-        """With subjects and the hash read from disk.
+        """Return them with subjects and the hash read from disk.
 
         Raises UserError for predictions that are NaN or infinite.
         """
@@ -52,7 +52,7 @@ class Ages(NamedTuple):
 
     def corrected(self, split: str, fitted: FittedLinear | None) -> Corrected:
         """The predictions of a split as they come and corrected."""
-        return corrected(self.predicted[split], self.column(split, "sex"), fitted)
+        return correct_ages(self.predicted[split], self.column(split, "sex"), fitted)
 
 
 class Fit(NamedTuple):
@@ -71,14 +71,16 @@ class Pairs(NamedTuple):
     sexes: list[str]
 
 
-def fit(ages: Ages, calibrator: Linear, out_of_fold: Path, on_refusal: OnRefusal = "stop") -> Fit:
+def fit_age_line(
+    ages: Ages, calibrator: Linear, out_of_fold: Path, on_refusal: OnRefusal = "stop"
+) -> Fit:
     """The calibrator fitted to the pairs that it names.
 
     out_of_fold: the predictions.csv of the stage ``out_of_fold``, read only where ``calibrator``
     asks for it. Raises UserError where the fit is refused, unless ``on_refusal`` is "report": then
     the reason stands in the result.
     """
-    pairs = pairs_of(ages, calibrator, out_of_fold)
+    pairs = calibration_pairs(ages, calibrator, out_of_fold)
     try:
         return Fit(calibrator.fit(*pairs, ages.sha256), None, len(pairs.ages))
     except UserError as error:
@@ -88,7 +90,7 @@ def fit(ages: Ages, calibrator: Linear, out_of_fold: Path, on_refusal: OnRefusal
         return Fit(None, str(error), len(pairs.ages))
 
 
-def pairs_of(ages: Ages, calibrator: Linear, out_of_fold: Path) -> Pairs:
+def calibration_pairs(ages: Ages, calibrator: Linear, out_of_fold: Path) -> Pairs:
     """The pairs that a calibrator is fitted to.
 
     Raises UserError where the out-of-fold predictions are of other volumes.

@@ -1,28 +1,23 @@
 """Calibration for data whose labels are ages: correct, measure, and write what a user needs."""
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import cast
 
-from pydantic import Field
-
-from moecore.brain.ages import Ages, Fit, fit
-from moecore.brain.measured_ages import Result, measured
-from moecore.brain.model_card import model_card
+from moecore.brain.ages import Ages, Fit, fit_age_line
+from moecore.brain.measured_ages import Result, measure_ages
+from moecore.brain.model_card import render_model_card
 from moecore.brain.prediction_table import prediction_rows, write_predictions
-from moecore.brain.reference import beyond_ages, reference_of, unlike
+from moecore.brain.reference import age_range_flags, build_reference, out_of_range_flags
 from moecore.core.files import whole_folder, write_sealed, write_whole
 from moecore.core.plain import plain
 from moecore.data.prepared import SPLITS
-from moecore.measure import calibration
 from moecore.measure.base import Subject
 from moecore.measure.calibration import Calibrate, Files
 from moecore.measure.calibrators.linear import Linear
 from moecore.nn.predict import predictions
 
-AnyCalibration = Annotated[calibration.Result | Result, Field(discriminator="kind")]
 
-
-def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:
+def calibrate_ages(subject: Subject, settings: Calibrate, files: Files) -> Result:
     """A line from the split that the calibrator names; writes the folder ``files.out``."""
     data = subject.data
     predicted = {}
@@ -33,25 +28,28 @@ def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:
     ages = Ages.of(data, predicted, files.model / "model.safetensors")
     # The stage chose this function by the calibrator's kind.
     calibrator = cast(Linear, settings.calibrator)
-    line = fit(ages, calibrator, files.out_of_fold, settings.on_refusal)
-    result = measured(ages, line, calibrator.fit_on, settings.resamples)
-    write(files.out, ages, line, result, files.item)
+    line = fit_age_line(ages, calibrator, files.out_of_fold, settings.on_refusal)
+    result = measure_ages(ages, line, calibrator.fit_on, settings.resamples)
+    write_calibration(files.out, ages, line, result, files.item)
     return result
 
 
-def write(folder: Path, ages: Ages, line: Fit, result: Result, item: str) -> None:
+def write_calibration(folder: Path, ages: Ages, line: Fit, result: Result, item: str) -> None:
     """Write the folder that predictions of new volumes need, all or nothing.
 
     calibrator.json (where there is one), reference.json, predictions.csv of all splits, and
     MODEL_CARD.md. item: phase/method/seed.
     """
-    reference = reference_of(ages.data, result.interval, ages.sha256)
+    reference = build_reference(ages.data, result.interval, ages.sha256)
     rows = []
     for split in SPLITS:
         said = ages.corrected(split, line.fitted)
         volumes = getattr(ages.data, split).images
         flags = [
-            [*unlike(volume, reference), *beyond_ages(float(best), float(age), reference)]
+            [
+                *out_of_range_flags(volume, reference),
+                *age_range_flags(float(best), float(age), reference),
+            ]
             for volume, best, age in zip(volumes, said.best, ages.known(split), strict=True)
         ]
         radius = result.interval.radius
@@ -61,5 +59,5 @@ def write(folder: Path, ages: Ages, line: Fit, result: Result, item: str) -> Non
             write_sealed(target / "calibrator.json", line.fitted.model_dump(mode="json"))
         write_sealed(target / "reference.json", plain(reference))
         write_predictions(target / "predictions.csv", rows)
-        card = model_card(ages.data.card, result, item)
+        card = render_model_card(ages.data.card, result, item)
         write_whole(target / "MODEL_CARD.md", card)

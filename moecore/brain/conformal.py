@@ -32,7 +32,7 @@ def conformal_radius(residuals: np.ndarray, level: float = 0.9) -> float | None:
     return None
 
 
-def one_each(participants: Sequence[str]) -> list[int]:
+def first_volumes(participants: Sequence[str]) -> list[int]:
     """The place of each participant's first volume.
 
     Volumes of one person are not exchangeable with those of others.

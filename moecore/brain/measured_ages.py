@@ -10,9 +10,15 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moecore.brain.age_errors import AgeErrors, GroupErrors, age_table, decade, errors_by
+from moecore.brain.age_errors import (
+    AgeErrors,
+    GroupErrors,
+    age_decade,
+    measure_age_errors,
+    measure_group_errors,
+)
 from moecore.brain.ages import Ages, Fit
-from moecore.brain.conformal import conformal_radius, one_each
+from moecore.brain.conformal import conformal_radius, first_volumes
 from moecore.brain.prediction_table import Corrected, group_counts
 from moecore.brain.reference import AgeInterval
 from moecore.core.config import Config
@@ -65,17 +71,17 @@ class Result(Config):
     )
 
 
-def measured(ages: Ages, line: Fit, fit_on: FitOn, resamples: int) -> Result:
+def measure_ages(ages: Ages, line: Fit, fit_on: FitOn, resamples: int) -> Result:
     """Table S1 with intervals, the median predictor, errors by group, and the points."""
     task = cast(Regression, ages.data.task)
     known = ages.known("test")
     test = ages.corrected("test", line.fitted)
     people = ages.column("test", "participant_id")
     sexes = ages.column("test", "sex")
-    table = age_table(known, test.variants, people, resamples)
+    table = measure_age_errors(known, test.variants, people, resamples)
 
     def by(groups: list[str]) -> tuple[GroupErrors, ...]:
-        return errors_by(groups, known, test.variants, people, resamples)
+        return measure_group_errors(groups, known, test.variants, people, resamples)
 
     return Result(
         target=task.target,
@@ -93,18 +99,18 @@ def measured(ages: Ages, line: Fit, fit_on: FitOn, resamples: int) -> Result:
         median_mae=median_mae(torch.from_numpy(ages.known("train")), torch.from_numpy(known)),
         age_range=(float(known.min()), float(known.max())),
         by_sex=by(sexes),
-        by_decade=by([decade(age) for age in known]),
+        by_decade=by([age_decade(age) for age in known]),
         by_site=by(ages.column("test", "site")),
-        interval=interval(ages, line),
+        interval=conformal_interval(ages, line),
         calibration=line.fitted,
         calibration_groups=group_counts(test.groups),
         predictor_sha256=ages.sha256,
-        points=points_of(known, sexes, test),
+        points=test_volume_points(known, sexes, test),
         items=errors_by_person(ages, test.variants),
     )
 
 
-def points_of(known: np.ndarray, sexes: list[str], test: Corrected) -> Points:
+def test_volume_points(known: np.ndarray, sexes: list[str], test: Corrected) -> Points:
     """Every test volume's age, sex and predictions."""
     return Points(
         age=known.tolist(),
@@ -115,15 +121,15 @@ def points_of(known: np.ndarray, sexes: list[str], test: Corrected) -> Points:
 
 
 def errors_by_person(ages: Ages, variants: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Of each variant's test predictions (N,) one absolute error a person, packed."""
+    """Return one absolute error per person of each variant's test predictions (N,), packed."""
     known = ages.known("test")
     people = ages.data.test.people
     return {name: kept_items(np.abs(said - known), people) for name, said in variants.items()}
 
 
-def interval(ages: Ages, line: Fit) -> AgeInterval:
+def conformal_interval(ages: Ages, line: Fit) -> AgeInterval:
     """The conformal interval from the validation split, and the share of test volumes inside."""
-    places = one_each(ages.column("validation", "participant_id"))
+    places = first_volumes(ages.column("validation", "participant_id"))
     residuals = ages.corrected("validation", line.fitted).best - ages.known("validation")
     radius = conformal_radius(residuals[places], LEVEL)
     errors = np.abs(ages.corrected("test", line.fitted).best - ages.known("test"))

@@ -35,7 +35,7 @@ HEAD = """\
 | --- | --- | --- | --- | --- |"""
 
 
-def model_card(card: Mapping[str, Any], result: Result, item: str) -> str:
+def render_model_card(card: Mapping[str, Any], result: Result, item: str) -> str:
     """The text of MODEL_CARD.md.
 
     card: the prepared data's; result: what ``calibrate`` measured; item: phase/method/seed.
@@ -115,7 +115,7 @@ def _interval(interval: AgeInterval) -> str:
     )
 
 
-def _cell(found: Estimate) -> str:
-    if found.low is None:
-        return f"{found.value:.3f}"
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+def _cell(estimate: Estimate) -> str:
+    if estimate.low is None:
+        return f"{estimate.value:.3f}"
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

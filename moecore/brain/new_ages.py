@@ -10,14 +10,19 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
-from moecore.brain.new_volumes import NewVolume, find_volumes, prepared
+from moecore.brain.new_volumes import NewVolume, find_volumes, prepare_volumes
 from moecore.brain.prediction_table import (
     PredictionRow,
-    corrected,
+    correct_ages,
     prediction_rows,
     write_predictions,
 )
-from moecore.brain.reference import Reference, beyond_ages, unknown_site, unlike
+from moecore.brain.reference import (
+    Reference,
+    age_range_flags,
+    out_of_range_flags,
+    unknown_site_flags,
+)
 from moecore.core.config import read_as
 from moecore.core.files import UserError, checksum, read_json
 from moecore.core.records import RoutingRecord
@@ -53,65 +58,65 @@ def predict_ages(
     Raises UserError for a calibrator of another model, and where no volume can be used, with the
     reasons.
     """
-    calibration = calibration_of(calibrator or calibrator_of(model_folder), model_folder)
-    found = find_volumes(folder)
-    volumes, reasons = prepared(found, calibration.reference)
-    used = [one for one, why in zip(found, reasons, strict=True) if not why]
-    left_out = [(one, why) for one, why in zip(found, reasons, strict=True) if why]
+    calibration = load_calibration(calibrator or calibrator_folder(model_folder), model_folder)
+    new_volumes = find_volumes(folder)
+    volumes, reasons = prepare_volumes(new_volumes, calibration.reference)
+    used = [one for one, why in zip(new_volumes, reasons, strict=True) if not why]
+    left_out = [(one, why) for one, why in zip(new_volumes, reasons, strict=True) if why]
     if not used:
-        count = f"none of {len(found)} volumes can be used"
+        count = f"none of {len(new_volumes)} volumes can be used"
         raise UserError("\n".join([*(why for _, why in left_out), count]))
     usable = np.stack([volume for volume in volumes if volume is not None])
     model = load_model(model_folder).to(tune().device)
     said, routing = predictions(model, usable, batch)
-    rows = rows_of(used, usable, said[:, 0].double().numpy(), calibration)
+    rows = new_age_rows(used, usable, said[:, 0].double().numpy(), calibration)
     write_predictions(out, rows, [(one.subject, why) for one, why in left_out])
     return NewAges(rows, used, usable, routing, left_out)
 
 
-def rows_of(
-    found: Sequence[NewVolume], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
+def new_age_rows(
+    new_volumes: Sequence[NewVolume], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
 ) -> list[PredictionRow]:
     """The rows of predictions.csv, with a flag for all in which a volume is unlike the training.
 
     volumes: (N, 1, D, H, W); raw: (N,).
     """
     reference = calibration.reference
-    subjects = [one.subject for one in found]
-    said = corrected(raw, [subject["sex"] for subject in subjects], calibration.fitted)
+    subjects = [one.subject for one in new_volumes]
+    said = correct_ages(raw, [subject["sex"] for subject in subjects], calibration.fitted)
     flags = []
     for subject, volume, best in zip(subjects, volumes, said.best, strict=True):
         age = float(subject["age"]) if subject["age"] else None
         flags.append(
             [
-                *unlike(volume, reference),
-                *beyond_ages(float(best), age, reference),
-                *unknown_site(subject["site"], reference),
+                *out_of_range_flags(volume, reference),
+                *age_range_flags(float(best), age, reference),
+                *unknown_site_flags(subject["site"], reference),
             ]
         )
     return prediction_rows(subjects, "new", said, reference.interval.radius, flags)
 
 
-def calibrator_of(model_folder: Path) -> Path:
+def calibrator_folder(model_folder: Path) -> Path:
     """artifacts/calibrate/<phase>/<method>/<seed> of artifacts/<phase>/<method>/<seed>."""
     above = model_folder.absolute().parent
     phase = above.parent
     return phase.parent / "calibrate" / phase.name / above.name / model_folder.absolute().name
 
 
-def calibration_of(folder: Path, model_folder: Path) -> Calibration:
-    """What lies in ``folder``. Raises UserError where it is damaged, or of another model."""
+def load_calibration(folder: Path, model_folder: Path) -> Calibration:
+    """Return what lies in ``folder``. Raises UserError where it is damaged, or of another model."""
     if not (folder / "reference.json").is_file():
         raise UserError(
             f"{folder}: holds no reference.json, which says how volumes are prepared and what is "
             "usual; the stage `calibrate` writes it, --calibrator names another folder"
         )
     reference = _reference(folder / "reference.json")
-    found = checksum(model_folder / "model.safetensors")
-    if found != reference.predictor_sha256:
+    digest = checksum(model_folder / "model.safetensors")
+    if digest != reference.predictor_sha256:
         raise UserError(
             f"{folder}: made for the model {reference.predictor_sha256[:12]}…, this one is "
-            f"{found[:12]}…; allowed: the calibrator of this very model"
+            f"{digest[:12]}…; allowed: the calibrator of this very model"
         )
     path = folder / "calibrator.json"
     if not path.exists():

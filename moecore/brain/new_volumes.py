@@ -13,7 +13,7 @@ import numpy as np
 from moecore.brain.reference import Reference
 from moecore.core.files import UserError
 from moecore.core.inside import inside
-from moecore.data.volumes.bids_table import tab_separated
+from moecore.data.volumes.bids_table import read_tsv
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.volumes import read_volume
 
@@ -57,8 +57,8 @@ def find_volumes(folder: str | Path) -> list[NewVolume]:
     return [NewVolume(path, _mask(path), _subject(path, bids, table), folder) for path in paths]
 
 
-def prepared(
-    found: list[NewVolume], reference: Reference
+def prepare_volumes(
+    new_volumes: list[NewVolume], reference: Reference
 ) -> tuple[list[np.ndarray | None], list[str]]:
     """Each volume as the model takes it, and for each why it cannot be used, naming its file.
 
@@ -72,7 +72,7 @@ def prepared(
     grid = Grid(voxel_mm=edges[0], size=reference.data.size)
     volumes: list[np.ndarray | None] = []
     reasons = []
-    for one in found:
+    for one in new_volumes:
         try:
             for path in filter(None, (one.path, one.mask)):
                 inside(one.root, path)
@@ -128,7 +128,7 @@ def _participants(path: Path) -> Participants:
     """Age, sex, site as in predictions.csv; {} where there is no such file."""
     if not inside(path.parent, path).exists():
         return {}
-    columns, rows = tab_separated(path)
+    columns, rows = read_tsv(path)
     if rows and "participant_id" not in columns:
         raise UserError(f"{path}: lacks the column participant_id")
     problems = []

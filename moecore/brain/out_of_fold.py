@@ -13,7 +13,7 @@ from pydantic import Field
 
 from moecore.brain.prediction_table import (
     PredictionRow,
-    corrected,
+    correct_ages,
     prediction_rows,
     write_predictions,
 )
@@ -71,7 +71,7 @@ class HeldOut(NamedTuple):
     result: Result
 
 
-def check(data: Prepared, method: Method, calibrator: Calibrator) -> None:
+def check_out_of_fold(data: Prepared, method: Method, calibrator: Calibrator) -> None:
     """Raise UserError for classes, and for a method whose teacher saw the held-out volumes."""
     if not calibrator.calibrates(data.task):
         raise UserError(
@@ -85,7 +85,7 @@ def check(data: Prepared, method: Method, calibrator: Calibrator) -> None:
         )
 
 
-def held_out(
+def predict_held_out(
     recipe: Recipe,
     data: Prepared,
     seed: int,
@@ -101,10 +101,10 @@ def held_out(
     subjects = data.subjects("train")
     ages = data.train.labels
     people = [subject["participant_id"] for subject in subjects]
-    fold = folds_of(people, ages, recipe.settings.folds, seed)
+    fold = assign_folds(people, ages, recipe.settings.folds, seed)
     predicted = np.full(len(fold), np.nan)
     for number in range(recipe.settings.folds):
-        job = job_without(recipe, data, np.flatnonzero(fold != number), seed, runtime)
+        job = build_fold_job(recipe, data, np.flatnonzero(fold != number), seed, runtime)
         home = work / f"fold_{number}"
         home.mkdir(exist_ok=True)
         learning = fit(job, recipe.training, seed, runtime, Checkpoint(home))
@@ -114,7 +114,7 @@ def held_out(
         said, _ = predictions(job.model, volumes, recipe.settings.batch, routing=False)
         predicted[out] = said[:, 0].double().numpy()
         log(number, {"mae": float(np.abs(predicted[out] - ages[out]).mean())})
-    said = corrected(predicted, [subject["sex"] for subject in subjects], None)
+    said = correct_ages(predicted, [subject["sex"] for subject in subjects], None)
     flags = [[f"fold {number}"] for number in fold]
     mae = float(np.abs(predicted - ages).mean())
     return HeldOut(
@@ -123,7 +123,7 @@ def held_out(
     )
 
 
-def job_without(
+def build_fold_job(
     recipe: Recipe, data: Prepared, kept: np.ndarray, seed: int, runtime: Runtime
 ) -> Job:
     """The training on the volumes ``kept`` (indices) of the training split."""
@@ -154,7 +154,9 @@ def write_absent(folder: Path, calibrator: Calibrator) -> None:
         write_json(target / "absent.json", {"calibrator": calibrator.model_dump(mode="json")})
 
 
-def folds_of(participants: Sequence[str], ages: np.ndarray, folds: int, seed: int) -> np.ndarray:
+def assign_folds(
+    participants: Sequence[str], ages: np.ndarray, folds: int, seed: int
+) -> np.ndarray:
     """The fold (N,) int64 of each volume.
 
     Participants are sorted by mean age, each ``folds`` neighbours shuffled over the folds.

@@ -52,7 +52,9 @@ class Corrected(NamedTuple):
 
     @property
     def best(self) -> np.ndarray:
-        """What intervals are around: the pooled correction, or the raw one where there is none."""
+        """The predictions that intervals are around: the pooled correction, or the raw one where
+        there is none.
+        """
         return self.raw if self.pooled is None else self.pooled
 
     @property
@@ -62,7 +64,7 @@ class Corrected(NamedTuple):
         return {name: values for name, values in named.items() if values is not None}
 
 
-def corrected(raw: np.ndarray, sexes: Sequence[str], fitted: FittedLinear | None) -> Corrected:
+def correct_ages(raw: np.ndarray, sexes: Sequence[str], fitted: FittedLinear | None) -> Corrected:
     """Raw predictions (N,) with both corrections. No age is looked at."""
     raw = np.asarray(raw, np.float64)
     if fitted is None:
@@ -169,7 +171,7 @@ def read_predictions(path: str | Path, columns: Sequence[str] = COLUMNS) -> list
 
 
 def group_counts(groups: Sequence[str] | None) -> dict[str, int]:
-    """How many volumes each line corrected, the pooled one last; {} without a calibrator."""
+    """Return how many volumes each line corrected, the pooled one last; {} without a calibrator."""
     every = list(groups or ())
     names = sorted(set(every), key=lambda name: (name == POOLED, name))
     return {name: every.count(name) for name in names}

@@ -72,7 +72,7 @@ class Reference(Config):
     predictor_sha256: str
 
 
-def described(volume: np.ndarray, voxel_mm: Sequence[float]) -> Described:
+def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> Described:
     """The quantities of a prepared volume (1, D, H, W) in [0, 1], background exactly 0."""
     inside = volume[volume > 0].astype(np.float64)
     return Described(
@@ -82,29 +82,29 @@ def described(volume: np.ndarray, voxel_mm: Sequence[float]) -> Described:
     )
 
 
-def reference_of(data: Prepared, interval: AgeInterval, sha256: str) -> Reference:
+def build_reference(data: Prepared, interval: AgeInterval, sha256: str) -> Reference:
     """The ranges over the training volumes, and the facts of the data's card.
 
     sha256: of the model's weights.
     """
     card = data.card
-    found = [described(volume, card["voxel_mm"]) for volume in data.train.images]
+    quantities = [describe_volume(volume, card["voxel_mm"]) for volume in data.train.images]
     ranges = {}
     for name in QUANTITIES:
-        values = [getattr(one, name) for one in found]
+        values = [getattr(one, name) for one in quantities]
         ranges[name] = Range(low=min(values), high=max(values))
     sites = {row["site"] for row in data.subjects("train") if row["site"]}
     return Reference(
-        volumes=len(found),
+        volumes=len(quantities),
         ranges=ranges,
         sites=tuple(sorted(sites)),
-        data=cohort_of(data),
+        data=describe_cohort(data),
         interval=interval,
         predictor_sha256=sha256,
     )
 
 
-def cohort_of(data: Prepared) -> Cohort:
+def describe_cohort(data: Prepared) -> Cohort:
     """The facts of the data's card."""
     task = cast(Regression, data.task)
     named = {"target": task.target, "unit": task.unit}
@@ -112,12 +112,12 @@ def cohort_of(data: Prepared) -> Cohort:
     return Cohort(**kept, **named)
 
 
-def unlike(volume: np.ndarray, reference: Reference) -> list[str]:
+def out_of_range_flags(volume: np.ndarray, reference: Reference) -> list[str]:
     """One flag for each quantity of a prepared volume that lies outside that of training."""
-    found = described(volume, reference.data.voxel_mm)
+    quantities = describe_volume(volume, reference.data.voxel_mm)
     flags = []
     for name, limits in reference.ranges.items():
-        value = getattr(found, name)
+        value = getattr(quantities, name)
         if not limits.low <= value <= limits.high:
             flags.append(
                 f"{name} {value:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"
@@ -125,7 +125,7 @@ def unlike(volume: np.ndarray, reference: Reference) -> list[str]:
     return flags
 
 
-def beyond_ages(predicted: float, age: float | None, reference: Reference) -> list[str]:
+def age_range_flags(predicted: float, age: float | None, reference: Reference) -> list[str]:
     """Flags where the prediction or the known age lies outside the ages of training."""
     low, high = reference.data.target_range
     values = {"predicted age": predicted, "age": age}
@@ -136,6 +136,6 @@ def beyond_ages(predicted: float, age: float | None, reference: Reference) -> li
     ]
 
 
-def unknown_site(site: str, reference: Reference) -> list[str]:
+def unknown_site_flags(site: str, reference: Reference) -> list[str]:
     """A flag where a site is named that training did not have."""
     return [f"site {site} not in training"] if site and site not in reference.sites else []

@@ -14,8 +14,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from moecore.core.operating_system import largest_file_size
-
 
 class UserError(Exception):
     """A problem that the user can mend; its text is the whole message. Stages exit with 1."""
@@ -26,23 +24,20 @@ class FullDisk(UserError):
 
 
 @contextmanager
-def whole_file(path: str | Path, size: int | None = None) -> Iterator[Path]:
+def whole_file(path: str | Path) -> Iterator[Path]:
     """Write to the yielded temporary path; on success it replaces ``path`` atomically, on failure
-    nothing remains.
-
-    size: the bytes that it takes, where they are known. Raises FullDisk where there is no room,
-    naming the file and the space; what was at ``path`` before is untouched.
+    nothing remains and what was at ``path`` before is untouched.
     """
-    with _whole(Path(path), size) as temporary:
+    with _whole(Path(path)) as temporary:
         yield temporary
         with open(temporary, "rb") as handle:
             os.fsync(handle.fileno())
 
 
 @contextmanager
-def whole_folder(path: str | Path, size: int | None = None) -> Iterator[Path]:
+def whole_folder(path: str | Path) -> Iterator[Path]:
     """Like ``whole_file`` for a folder, which replaces an older one once all in it is written."""
-    with _whole(Path(path), size) as temporary:
+    with _whole(Path(path)) as temporary:
         _remove(temporary)
         temporary.mkdir()
         yield temporary
@@ -50,78 +45,53 @@ def whole_folder(path: str | Path, size: int | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def _whole(path: Path, size: int | None) -> Iterator[Path]:
-    with room_for(path, size):
-        temporary = _beside(path)
+def _whole(path: Path) -> Iterator[Path]:
+    temporary = path
     try:
-        with room_for(path, size, temporary):
-            yield temporary
-            os.replace(temporary, path)
-    finally:
-        _remove(temporary)
+        with explain_full_disk(path):
+            temporary = _beside(path)
+        try:
+            with explain_full_disk(path):
+                yield temporary
+                os.replace(temporary, path)
+        finally:
+            _remove(temporary)
+    except FullDisk as error:  # it names the file as it is called at last
+        raise FullDisk(str(error).replace(str(temporary), str(path))) from error.__cause__
 
 
 @contextmanager
-def room_for(
-    path: Path | None = None, size: int | None = None, temporary: Path | None = None
-) -> Iterator[None]:
-    """Raises FullDisk where what is done inside finds no room for ``path``.
-
-    size: bytes; where it is left out, the file is the one that the error names, if it does.
-    temporary: where it is written first, and then removed.
+def explain_full_disk(path: Path | None = None) -> Iterator[None]:
+    """Raise FullDisk where a disk, a quota or a file's largest size leaves no room for ``path``,
+    or for the file that the error names.
     """
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
-        if (number := full(error)) is None:
+        if (number := full_disk_number(error)) is None:
             raise
-        if path is None or size is None:
-            path = Path(_named(error) or path or Path.cwd())
-        raise FullDisk(_no_room(number, path, size, temporary)) from error
+        where = _written_file(error) or path or Path.cwd()
+        why = os.strerror(number).lower()
+        mend = "free some space and start again"
+        raise FullDisk(f"{where}: could not be written, {why}; {mend}") from error
 
 
-def _named(error: Exception) -> str | None:
-    """The file that could not be written, where the error says it; of a copy, the second."""
+def _written_file(error: Exception) -> str | None:
+    """Return the file that could not be written, where the error says it; of a copy, the second."""
     if isinstance(error, shutil.Error):
         return error.args[0][0][1]
     return getattr(error, "filename2", None) or getattr(error, "filename", None)
 
 
-def full(error: BaseException) -> int | None:
-    """The error's number where a disk, a quota or a file's largest size leaves no room; None for
-    any other error, and for one that was explained before.
-    """
-    if isinstance(error, UserError):
-        return None
+def full_disk_number(error: BaseException) -> int | None:
+    """Return the number of an error that says that there is no room; None of any other error."""
     number = getattr(error, "errno", None)
     said = re.search(r"(?:Errno|os error) (\d+)|disk is full", str(error))  # by other libraries
     if number is None and said:
         number = int(said[1] or errno.ENOSPC)
     return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else None
-
-
-def _no_room(number: int, path: Path, size: int | None, temporary: Path | None) -> str:
-    """What is needed, and what is free once ``temporary`` is gone."""
-    begun = []
-    words = os.strerror(number).lower()
-    if temporary is not None:
-        begun = [one.stat() for one in (temporary, *temporary.rglob("*")) if one.is_file()]
-    if size is not None:
-        words += f": it takes {size:,} bytes"
-    elif begun:
-        words += f": {sum(one.st_size for one in begun):,} bytes of it were written"
-    if number == errno.EFBIG and (most := largest_file_size()) is not None:
-        words += f"; a file may have {most:,} (`ulimit -f`)"
-    if number == errno.ENOSPC:
-        disk = os.statvfs(next(folder for folder in path.absolute().parents if folder.is_dir()))
-        free = disk.f_bavail * disk.f_frsize + sum(512 * one.st_blocks for one in begun)
-        words += f"; {free:,} bytes are free"
-        if disk.f_files > disk.f_favail == 0:
-            words += ", but there may be no more files"
-    hidden = rf"^\.(.+)\.{re.escape(platform.node())}\.\d+\.part$"
-    shown = Path(*(re.sub(hidden, r"\1", part) for part in path.parts))  # as it is called at last
-    untouched = "what was there before is untouched. Free some space and start again"
-    return f"{shown}: could not be written, {words}; {untouched}"
 
 
 def _beside(path: Path) -> Path:
@@ -159,10 +129,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 @contextmanager
 def whole_text(path: str | Path) -> Iterator[StringIO]:
-    """What is written to the yielded file replaces ``path`` at the end; nothing does on failure.
-
-    It is kept in memory until then, so that a disk without room for it is said with its size.
-    """
+    """Yield a text in memory that replaces the file ``path`` at the end, but not on failure."""
     text = StringIO(newline="")  # line ends stay as they are written
     yield text
     write_whole(path, text.getvalue())
@@ -172,7 +139,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     """Write bytes, or a text as UTF-8, atomically."""
     if isinstance(content, str):
         content = content.encode()
-    with whole_file(path, len(content)) as temporary:
+    with whole_file(path) as temporary:
         temporary.write_bytes(content)
 
 
@@ -189,10 +156,10 @@ def sealed_object(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**value, SEAL: _seal(value)}
 
 
-def is_whole(found: Any) -> bool:
+def is_whole(value: Any) -> bool:
     """Whether this is such an object, and its content that which was sealed; the key is removed."""
-    seal = found.pop(SEAL, None) if isinstance(found, dict) else None
-    return seal is not None and seal == _seal(found)
+    seal = value.pop(SEAL, None) if isinstance(value, dict) else None
+    return seal is not None and seal == _seal(value)
 
 
 def _seal(value: Any) -> str:
@@ -207,7 +174,7 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     """
     again = "delete it and run `dvc repro` again"
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
     except OSError as error:
@@ -215,12 +182,12 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
         raise UserError(f"{path}: cannot be read, {why}; {again}") from None
     except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{path}: not valid JSON ({error}); {again}") from error
-    has_seal = isinstance(found, dict) and SEAL in found
+    has_seal = isinstance(value, dict) and SEAL in value
     if sealed and not has_seal:
         raise UserError(f"{path}: damaged, it has no checksum ({SEAL}); {again}")
-    if has_seal and not is_whole(found):
+    if has_seal and not is_whole(value):
         raise UserError(f"{path}: damaged, its content is not what was written; {again}")
-    return found
+    return value
 
 
 def checksum(path: str | Path, algorithm: str = "sha256") -> str:

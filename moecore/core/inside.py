@@ -23,6 +23,8 @@ def inside(root: Path, name: str | Path) -> Path:
         short = f"{shown[:60]!r}" + "…" * (len(shown) > 60)
         raise UserError(f"{root}: found {short}, which no file can be called: {why}") from None
     if leaves:
-        found = f"found {shown!r}, which leads out of this folder"
-        raise UserError(f"{root}: {found}; allowed: files below it, and links to such")
+        allowed = "files below it, and links to such"
+        raise UserError(
+            f"{root}: found {shown!r}, which leads out of this folder; allowed: {allowed}"
+        )
     return path

@@ -32,16 +32,6 @@ def try_lock(file: IO) -> bool:
     return True
 
 
-def largest_file_size() -> int | None:
-    """Return how many bytes a file may have (``ulimit -f``), or None without a limit."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return None if size == resource.RLIM_INFINITY else size
-
-
 def set_parent_death_signal() -> None:
     """Have this process ended when its parent dies; only Linux can, elsewhere it goes on."""
     if sys.platform == "linux":

@@ -25,8 +25,8 @@ def places(root: str | tuple[str, ...]) -> list[Path]:
     roots = (root,) if isinstance(root, str) else root
     home = repository()
     given = [Path(os.path.expanduser(one)) for one in roots]
-    found = [place for path in given for place in ((path, home / path) if home else (path,))]
-    return list(dict.fromkeys(found))  # an absolute one stays as it is in any folder
+    candidates = [place for path in given for place in ((path, home / path) if home else (path,))]
+    return list(dict.fromkeys(candidates))  # an absolute one stays as it is in any folder
 
 
 def found_file(name: str) -> Path:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from moecore.core.files import UserError, full, whole_file
+from moecore.core.files import UserError, full_disk_number, whole_file
 
 CONTENT = "sha256"  # in the metadata, of files written before: of the tensors alone
 WHOLE = "sha256_of_all"  # of the tensors and of all else in the metadata
@@ -32,15 +32,15 @@ def write_tensors(
     ready = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = dict(metadata or {})
     about[WHOLE] = content(ready, about)
-    with whole_file(path, sum(value.nbytes for value in ready.values())) as temporary:
+    with whole_file(path) as temporary:
         try:
             temporary.touch()
             mode = temporary.stat().st_mode  # as the umask says; safetensors' own file is 0600
             save_file(ready, temporary, metadata=about)
             temporary.chmod(mode)
         except SafetensorError as error:
-            if full(error):
-                raise  # it is said what space is needed
+            if full_disk_number(error):
+                raise  # explained by ``whole_file``
             untouched = "what was there before is untouched"
             raise UserError(f"{path}: could not be written ({error}); {untouched}") from error
 

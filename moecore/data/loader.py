@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import FEW_SHOT, generator_for
-from moecore.data.arrays import Jpegs
+from moecore.data.jpeg_store import Jpegs
 from moecore.data.prepared import Split
-from moecore.data.sampling import Uneven, send
+from moecore.data.sampling import Uneven, to_device_async
 from moecore.tasks import AnyTask
 
 # Of a GPU's free memory, for the images of one split: the rest is for the model and its step.
@@ -25,11 +25,6 @@ IN_MEMORY = 8 << 30  # bytes of a split, beside the CPU
 @lru_cache(maxsize=2)
 def _order(n: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(n, generator=generator_for(seed, epoch))
-
-
-def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
-    """The order of n images in an epoch: int64 (n,), a permutation."""
-    return _order(n, seed, epoch).clone()
 
 
 def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
@@ -66,7 +61,7 @@ class OnDevice(NamedTuple):
         """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of
         CPU indices (B,).
         """
-        where = send(indices, self.labels.device)
+        where = to_device_async(indices, self.labels.device)
         return self.images.index_select(0, where), self.labels.index_select(0, where)
 
 
@@ -86,7 +81,9 @@ class OnDisk(NamedTuple):
         batch = torch.empty(shape, dtype=kind, pin_memory=device.type == "cuda")
         # "clip" writes into ``batch`` itself; another mode would copy once more.
         np.take(self.images, indices.numpy(), axis=0, out=batch.numpy(), mode="clip")
-        return send(batch, device), self.labels.index_select(0, send(indices, device))
+        return to_device_async(batch, device), self.labels.index_select(
+            0, to_device_async(indices, device)
+        )
 
 
 class Encoded(NamedTuple):
@@ -100,17 +97,19 @@ class Encoded(NamedTuple):
         (B,) or (B, K) of CPU indices (B,).
         """
         device = self.labels.device
-        labels = self.labels.index_select(0, send(indices, device))
+        labels = self.labels.index_select(0, to_device_async(indices, device))
         if self.images.uneven:
             whole = self.images.whole(indices.numpy())
             return Uneven(whole, self.images.size, device), labels
-        return send(torch.from_numpy(np.asarray(self.images[indices.numpy()])), device), labels
+        return to_device_async(
+            torch.from_numpy(np.asarray(self.images[indices.numpy()])), device
+        ), labels
 
 
 Loaded = OnDevice | OnDisk | Encoded
 
 
-def room(device: torch.device | str) -> int:
+def image_memory_budget(device: torch.device | str) -> int:
     """Bytes that the images of one split may take on a device: 8 GiB beside the CPU, SHARE of what
     is free on a GPU now.
     """
@@ -121,20 +120,22 @@ def room(device: torch.device | str) -> int:
 
 
 def to_device(split: Split, device: torch.device | str, limit_bytes: int | None = None) -> Loaded:
-    """Put a split's images on the device where they take at most ``limit_bytes`` there (``room`` of
-    it where that is None); else, and where they are JPEG files, leave them on disk.
+    """Put a split's images on the device where they take at most ``limit_bytes`` there, by default
+    ``image_memory_budget``; else, and where they are JPEG files, leave them on disk.
     """
     labels = torch.from_numpy(np.array(split.labels)).to(device)
     if isinstance(split.images, Jpegs):
         return Encoded(split.images, labels)
     if limit_bytes is None:
-        limit_bytes = room(device)
+        limit_bytes = image_memory_budget(device)
     if split.images.nbytes > limit_bytes:
         return OnDisk(split.images, labels)
     return OnDevice(torch.from_numpy(np.array(split.images)).to(device), labels)
 
 
-def few_shot(task: AnyTask, labels: np.ndarray | Tensor, shots_per_class: int, seed: int) -> Tensor:
+def few_shot_indices(
+    task: AnyTask, labels: np.ndarray | Tensor, shots_per_class: int, seed: int
+) -> Tensor:
     """Sorted indices of ``shots_per_class`` images of every class that occurs in labels (N,).
 
     Raises UserError where a class has fewer, and for a task whose labels are not one class each.

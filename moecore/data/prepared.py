@@ -26,10 +26,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, checksum, read_json
-from moecore.data.arrays import Jpegs, check_array
+from moecore.data.jpeg_store import Jpegs
+from moecore.data.npy import AGAIN, open_array
 from moecore.data.preview import read_task
-from moecore.data.text.words import windows
-from moecore.data.volumes.subjects import read_subjects, sex_counts
+from moecore.data.text.words import block_windows
+from moecore.data.volumes.subjects import read_subjects
 from moecore.tasks import AnyTask
 
 SPLITS = ("train", "validation", "test")
@@ -57,7 +58,6 @@ VOLUME_KEYS = (
     "skipped",
     "dtype",
 )
-AGAIN = "run the stage `prepare` again"
 SMALL = 2**28  # bytes of data whose every bit is verified when they are opened: 0.2 s at most
 
 
@@ -73,11 +73,11 @@ class Split(NamedTuple):
     people: np.ndarray | None = None
 
     def people_at(self, places: np.ndarray) -> np.ndarray | None:
-        """Those of the images at ``places`` (M,); None where they are not known."""
+        """The people of the images at ``places`` (M,); None where they are not known."""
         return None if self.people is None else self.people[places]
 
 
-def evenly_spread(total: int, number: int | None) -> np.ndarray:
+def evenly_spaced_indices(total: int, number: int | None) -> np.ndarray:
     """``number`` indices evenly spread over ``total``, all where there are fewer or it is None.
 
     Evenly spread, so that a set sorted by class gives every class.
@@ -96,7 +96,7 @@ class Prepared(NamedTuple):
 
     @property
     def task(self) -> AnyTask:
-        """What the labels are."""
+        """The task of the labels."""
         return read_task(self.card["task"])
 
     def regions(self, split: str) -> np.ndarray:
@@ -122,7 +122,7 @@ class Prepared(NamedTuple):
 
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Prepared":
-        """Open a prepared folder and hold every file against the card.
+        """Open a prepared folder and hold shape and type of every array against the card.
 
         verify: also compare the sha256 of each file, which is done of SMALL data in any case.
         Raises UserError naming the file, what the card says and what was found.
@@ -137,42 +137,16 @@ class Prepared(NamedTuple):
         wanted = CARD_KEYS + VOLUME_KEYS if axes == 3 else CARD_KEYS
         if lacking := [key for key in wanted if key not in card]:
             raise UserError(f"{folder / 'card.json'}: lacks {', '.join(lacking)}; {AGAIN}")
-        if found := _misfit(card):
-            raise UserError(f"{folder / 'card.json'}: {found}; {AGAIN}")
         try:
             task = read_task(card["task"])
         except ValidationError as error:
-            found = error.errors()[0]["msg"]
-            raise UserError(f"{folder / 'card.json'}: task: {found}; {AGAIN}") from error
+            why = error.errors()[0]["msg"]
+            raise UserError(f"{folder / 'card.json'}: task: {why}; {AGAIN}") from error
         open_split = {1: _open_text, 2: _open_images, 3: _open_volumes}[axes]
         train, validation, test = (open_split(folder, card, task, split) for split in SPLITS)
         if verify or _size(folder, card) <= SMALL:
             _verify(folder, card)
         return Prepared(card, train, validation, test, folder)
-
-
-def _misfit(card: dict[str, Any]) -> str:
-    """The first of what is read here that a card without a checksum may hold as another kind."""
-    size = card["size"] if isinstance(card["size"], list) else [card["size"]]
-    wanted: dict[str, tuple[Any, type, str]] = {
-        "size": (size if len(size) in (1, 3) else [None], int, "one number, or one or three"),
-        "channels": ([card["channels"]], int, "a number"),
-        "images": (_of_splits(card["images"]), int, "a number for each split"),
-        "counts": (_of_splits(card["counts"]), dict, "numbers by name for each split"),
-        "files": ([card["files"]], dict, "checksums by name"),
-    }
-    if len(size) == 1 and isinstance(card["size"], list):
-        wanted["tokens"] = (_of_splits(card.get("tokens")), int, "a number for each split")
-    if len(size) == 3:
-        wanted["regions"] = ([card["regions"] or []], list, "a list")
-    for key, (found, kind, needed) in wanted.items():
-        if not all(isinstance(one, kind) for one in found):
-            return f"{key}: found {str(card.get(key))[:60]!r}; needed: {needed}"
-    return ""
-
-
-def _of_splits(value: Any) -> list[Any]:
-    return [value.get(split) for split in SPLITS] if isinstance(value, dict) else [None]
 
 
 def _open_images(folder: Path, card: dict[str, Any], task: AnyTask, split: str) -> Split:
@@ -181,54 +155,33 @@ def _open_images(folder: Path, card: dict[str, Any], task: AnyTask, split: str) 
     if split == "train" and "jpeg" in card:
         images = Jpegs.open(folder, split, number, card)
     else:
-        images = _checked(folder / f"{split}_images.npy", shape, np.uint8)
-    labels = _labels(folder, task, split, number)
-    counts = card["counts"][split]
-    if task.counts(labels) != [counts.get(name) for name in task.classes]:
-        path = folder / f"{split}_labels.npy"
-        raise UserError(f"{path}: its class counts are not those of card.json; {AGAIN}")
-    return Split(images, labels)
+        images = open_array(folder / f"{split}_images.npy", shape, np.uint8)
+    return Split(images, _labels(folder, task, split, number))
 
 
 def _open_volumes(folder: Path, card: dict[str, Any], task: AnyTask, split: str) -> Split:
     number = card["images"][split]
     size = tuple(card["size"])
     shape = (number, card["channels"], *size)
-    images = _checked(folder / f"{split}_images.npy", shape, np.float16)
-    labels = _labels(folder, task, split, number)
+    images = open_array(folder / f"{split}_images.npy", shape, np.float16)
     if regions := card["regions"]:
-        _checked(folder / f"{split}_regions.npy", (number, len(regions), *size), np.uint8)
-    table = folder / f"{split}_subjects.csv"
-    subjects = read_subjects(table)
-    counts = sex_counts([row["sex"] for row in subjects])
-    if counts != card["counts"][split] or len(subjects) != number:
-        raise UserError(f"{table}: its counts are not those of card.json; {AGAIN}")
-    ages = np.array([float(row["age"]) for row in subjects], np.float32)
-    if not np.array_equal(labels, ages):
-        path = folder / f"{split}_labels.npy"
-        raise UserError(f"{path}: its ages are not those of {table.name}; {AGAIN}")
+        open_array(folder / f"{split}_regions.npy", (number, len(regions), *size), np.uint8)
+    subjects = read_subjects(folder / f"{split}_subjects.csv")
     names = np.array([row["participant_id"] for row in subjects], dtype=str)
     _, people = np.unique(names, return_inverse=True)
-    return Split(images, labels, people)
+    return Split(images, _labels(folder, task, split, number), people)
 
 
 def _open_text(folder: Path, card: dict[str, Any], task: AnyTask, split: str) -> Split:
     path = folder / f"{split}_tokens.npy"
-    tokens = _checked(path, (card["tokens"][split],), np.int32)
-    images, labels = windows(tokens, card["size"][0], card["channels"] - 1)
+    tokens = open_array(path, (card["tokens"][split],), np.int32)
+    images, labels = block_windows(tokens, card["size"][0], card["channels"] - 1)
     task.check(labels, f"{path}: tokens")
     return Split(images, labels)
 
 
 def _labels(folder: Path, task: AnyTask, split: str, number: int) -> np.ndarray:
-    path = folder / f"{split}_labels.npy"
-    check_array(path, *task.stored(number))
-    return np.load(path, allow_pickle=False)
-
-
-def _checked(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    check_array(path, shape, dtype)
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+    return np.array(open_array(folder / f"{split}_labels.npy", *task.stored(number)))
 
 
 def _size(folder: Path, card: dict[str, Any]) -> int:
@@ -242,6 +195,6 @@ def _verify(folder: Path, card: dict[str, Any]) -> None:
         path = folder / name
         if not path.is_file():
             raise UserError(f"{path}: no such file; {AGAIN}")
-        if (found := checksum(path)) != expected:
-            says = f"has sha256 {found}; card.json says {expected}"
-            raise UserError(f"{path}: {says}. Run the stage `prepare` again")
+        if (digest := checksum(path)) != expected:
+            says = f"has sha256 {digest}; card.json says {expected}"
+            raise UserError(f"{path}: {says}. {AGAIN.capitalize()}")

@@ -1,8 +1,8 @@
-"""What a source knows of its data before any pixel is read: headers, counts, and its settings."""
+"""Preview of the data that a source would write: its settings, folders and counts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -46,28 +46,20 @@ class Preview(NamedTuple):
         return tuple(self.size)
 
     def completed(self, look: Callable[[], Mapping[str, Any]]) -> "Preview":
-        """With the fields that ``look`` finds; a UserError of it becomes the ``problem``.
+        """Return it with the fields that ``look`` gives; a UserError of it becomes the ``problem``.
 
-        ``seen`` and ``note`` are added to what is there.
+        ``seen`` is added to what is there.
         """
         try:
-            found = dict(look())
+            fields = dict(look())
         except UserError as error:
             return self._replace(problem=str(error))
-        found["seen"] = tuple(dict.fromkeys((*self.seen, *found.get("seen", ()))))
-        return self._replace(**found)
+        fields["seen"] = tuple(dict.fromkeys((*self.seen, *fields.get("seen", ()))))
+        return self._replace(**fields)
 
 
-class Previewed(Protocol):
-    """A source that can say what its data will be; one without ``preview`` is not looked at."""
-
-    def preview(self) -> Preview:
-        """What ``prepare`` would write. Raises nothing that a user can mend."""
-        ...
-
-
-def preview_of_card(card: Mapping[str, Any], path: Path) -> Preview:
-    """The same of data that ``prepare`` has written; ``path`` is the card's.
+def card_preview(card: Mapping[str, Any], path: Path) -> Preview:
+    """Return the preview of data that ``prepare`` has written; ``path`` is the card's.
 
     Raises KeyError or pydantic.ValidationError where the card is of other code than this.
     """

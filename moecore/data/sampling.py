@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from moecore.data.files.decode import square
-from moecore.data.views.geometry import inverse, translation
+from moecore.data.files.decode import centre_square
+from moecore.data.views.geometry import invert_affines, translation_affines
 
 
-def send(values: Tensor, device: torch.device) -> Tensor:
+def to_device_async(values: Tensor, device: torch.device) -> Tensor:
     """Copy small CPU values to the device without making the host wait."""
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
 
 
-def warp(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
+def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
     """Bilinear views fp32 (B, C, h, w) in 0..255 of images uint8 (B, C, H, W); affines fp64
     (B, 3, 3) on the CPU.
 
@@ -31,7 +31,7 @@ def warp(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> T
     """
     height, width = images.shape[-2:]
     # view (column, row, 1) → original (column, row)
-    back = inverse(affines)[:, :2].flip(1)[:, :, [1, 0, 2]]
+    back = invert_affines(affines)[:, :2].flip(1)[:, :, [1, 0, 2]]
     half_view = torch.tensor(
         [[size[1] / 2, 0, size[1] / 2], [0, size[0] / 2, size[0] / 2], [0, 0, 1]],
         dtype=torch.float64,
@@ -40,7 +40,9 @@ def warp(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> T
     theta = (back @ half_view) / half[:, None]
     theta[:, :, 2] -= 1
     grid = F.affine_grid(
-        send(theta.to(torch.float32), images.device), [len(images), 1, *size], align_corners=False
+        to_device_async(theta.to(torch.float32), images.device),
+        [len(images), 1, *size],
+        align_corners=False,
     )
     return F.grid_sample(
         images.to(torch.float32), grid, mode="bilinear", padding_mode=fill, align_corners=False
@@ -61,16 +63,16 @@ class Uneven:
     @property
     def extents(self) -> tuple[Tensor, Tensor]:
         """Heights and widths, fp64 (B,) each."""
-        found = torch.tensor([image.shape[:2] for image in self.images], dtype=torch.float64)
-        return found[:, 0], found[:, 1]
+        sizes = torch.tensor([image.shape[:2] for image in self.images], dtype=torch.float64)
+        return sizes[:, 0], sizes[:, 1]
 
     def squares(self) -> Tensor:
         """Their largest centre squares, resized: uint8 (B, C, size, size) on the device."""
-        found = [square(Image.fromarray(one.squeeze()), self.size) for one in self.images]
-        return send(torch.from_numpy(np.stack(found)), self.device).permute(0, 3, 1, 2)
+        squares = [centre_square(Image.fromarray(one.squeeze()), self.size) for one in self.images]
+        return to_device_async(torch.from_numpy(np.stack(squares)), self.device).permute(0, 3, 1, 2)
 
 
-def shapes(
+def image_and_view_sizes(
     images: Tensor | Uneven, side: int | None
 ) -> tuple[Sequence[int] | tuple[Tensor, Tensor], tuple[int, int]]:
     """Heights and widths of the images, and of their views, which ``side`` may name."""
@@ -80,24 +82,24 @@ def shapes(
     return (height, width), (side or height, side or width)
 
 
-def warp_each(images: Uneven, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
-    """As ``warp``, of images of different shapes; on their device.
+def warp_uneven(images: Uneven, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
+    """Warp images of different shapes as ``warp_images`` does; on their device.
 
     What the views reach of each image is cut out first, and that alone is sent to the device.
     """
-    parts, moved = cut_out(images, affines, size, fill)
-    pixels = send(parts, images.device).permute(0, 3, 1, 2).contiguous()
-    return warp(pixels, moved, size, "zeros")
+    parts, moved = cut_reached_parts(images, affines, size, fill)
+    pixels = to_device_async(parts, images.device).permute(0, 3, 1, 2).contiguous()
+    return warp_images(pixels, moved, size, "zeros")
 
 
-def cut_out(
+def cut_reached_parts(
     images: Uneven, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
-    """What views of ``size`` reach of each image, with what ``fill`` puts around it, uint8
+    """Return what views of ``size`` reach of each image, with what ``fill`` puts around it, uint8
     (B, H, W, C) on the CPU, pinned beside a GPU; and the affines (B, 3, 3) from there to the views.
     """
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
-    reached = (inverse(affines) @ corners.to(torch.float64))[:, :2]
+    reached = (invert_affines(affines) @ corners.to(torch.float64))[:, :2]
     low = reached.amin(-1).floor().to(torch.int64) - 1  # a pixel more, for the interpolation
     high = reached.amax(-1).ceil().to(torch.int64) + 1
     tall, wide = (high - low).amax(0).tolist()
@@ -108,7 +110,7 @@ def cut_out(
         images.images, cut.numpy(), low.tolist(), high.tolist(), strict=True
     ):
         _cut(image, place, first, last, fill)
-    return cut, affines @ translation(low[:, 0], low[:, 1], len(images))
+    return cut, affines @ translation_affines(low[:, 0], low[:, 1], len(images))
 
 
 def _cut(
@@ -124,7 +126,7 @@ def _cut(
         place[to[0], to[1]] = image[begin[0] : end[0], begin[1] : end[1]]
         return
     rows, columns = (
-        fold(torch.arange(a, b), length, fill).numpy()
+        fold_indices(torch.arange(a, b), length, fill).numpy()
         for a, b, length in zip(first, last, image.shape[:2], strict=True)
     )
     place[: len(rows), : len(columns)] = image[rows][:, columns]
@@ -141,24 +143,24 @@ def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) 
         - shifts[:, 1:]
     )
     # Rows and columns go to the device, not their products: a hundredth of the bytes.
-    down = send(fold(rows, height, fill), images.device)
-    right = send(fold(columns, width, fill), images.device)
+    down = to_device_async(fold_indices(rows, height, fill), images.device)
+    right = to_device_async(fold_indices(columns, width, fill), images.device)
     flat = down[:, :, None] * width + right[:, None, :]
     index = flat.view(count, 1, -1).expand(-1, images.shape[1], -1)
     views = images.flatten(2).gather(2, index).view_as(images)
     if fill != "zeros" or not shifts.any():
         return views
-    tall = send(inside(rows, height), images.device)
-    wide = send(inside(columns, width), images.device)
+    tall = to_device_async(is_inside(rows, height), images.device)
+    wide = to_device_async(is_inside(columns, width), images.device)
     return views * (tall[:, :, None] & wide[:, None, :])[:, None]
 
 
-def inside(index: Tensor, length: int) -> Tensor:
-    """Which indices are of 0 … length − 1."""
+def is_inside(index: Tensor, length: int) -> Tensor:
+    """Return which indices are of 0 … length − 1."""
     return (index >= 0) & (index < length)
 
 
-def fold(index: Tensor, length: int, fill: str) -> Tensor:
+def fold_indices(index: Tensor, length: int, fill: str) -> Tensor:
     """Bring indices back into 0..length−1 as grid_sample's padding modes do."""
     if fill != "reflection":
         return index.clamp(0, length - 1)

@@ -51,7 +51,7 @@ class SplitSettings(Config):
         return self
 
 
-def carve(
+def stratified_split(
     labels: np.ndarray, amount: float, seed: int, purpose: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Split indices in two, stratified by class: (kept, carved), each sorted.
@@ -78,13 +78,13 @@ def carve(
     random = np.random.default_rng([seed, purpose])
     carved = [
         random.permutation(np.flatnonzero(labels == c))[:take]
-        for c, take in zip(classes, quotas(counts, number), strict=True)
+        for c, take in zip(classes, class_quotas(counts, number), strict=True)
     ]
     chosen = np.sort(np.concatenate(carved))
     return np.setdiff1d(np.arange(len(labels)), chosen), chosen
 
 
-def quotas(counts: np.ndarray, number: int) -> np.ndarray:
+def class_quotas(counts: np.ndarray, number: int) -> np.ndarray:
     """Share ``number`` out over classes in proportion to ``counts`` (classes,), by largest
     remainder; the sum is exact.
     """
@@ -101,18 +101,18 @@ def quotas(counts: np.ndarray, number: int) -> np.ndarray:
     return taken
 
 
-def limited(labels: np.ndarray, limit: int | None, seed: int, purpose: int = 1) -> np.ndarray:
+def stratified_limit(labels: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
     """Sorted indices of at most ``limit`` images, stratified by class; all of them where the limit
     is None or larger.
     """
     if limit is None or limit >= len(labels):
         return np.arange(len(labels))
-    return carve(labels, limit, seed, purpose)[1]
+    return stratified_split(labels, limit, seed, purpose=1)[1]
 
 
 def split_train(labels: np.ndarray, settings: SplitSettings) -> tuple[np.ndarray, np.ndarray]:
     """Sorted indices (train, validation) of a training set with ``labels`` (N,), after
     ``train_limit``.
     """
-    train, validation = carve(labels, settings.validation, settings.seed)
-    return train[limited(labels[train], settings.train_limit, settings.seed)], validation
+    train, validation = stratified_split(labels, settings.validation, settings.seed)
+    return train[stratified_limit(labels[train], settings.train_limit, settings.seed)], validation

@@ -29,8 +29,8 @@ def requested_threads() -> int:
     return int(given)
 
 
-def workers() -> int:
-    """How many threads may work: $MOECORE_THREADS, else the cores this process may use."""
+def thread_count() -> int:
+    """Return how many threads may work: $MOECORE_THREADS, else the cores this process may use."""
     return requested_threads() or available_cores()
 
 
@@ -63,14 +63,14 @@ def one_blas_thread() -> Iterator[None]:
                 _Limit.limits.restore_original_limits()
 
 
-def each(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """``function(item)`` of every item, in order; at most two results a thread wait, so that memory
     stays small.
 
     Results do not depend on the number of threads (see ``one_blas_thread``). An error is raised
     where its result is due.
     """
-    number = workers()
+    number = thread_count()
     with one_blas_thread(), ThreadPoolExecutor(number) as pool:
         waiting: deque = deque()
         for item in items:

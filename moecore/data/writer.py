@@ -3,8 +3,6 @@
 Counts and hashes what it wrote.
 """
 
-import errno
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,17 +12,18 @@ import numpy as np
 from PIL import Image
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, room_for, write_sealed
-from moecore.data.arrays import check_array, jpeg_files, new_array, save_array
+from moecore.core.files import UserError, checksum, write_sealed
 from moecore.data.files.decode import Packing
+from moecore.data.jpeg_store import jpeg_files
+from moecore.data.npy import new_array, open_array, save_array
 from moecore.data.prepared import SPLITS
-from moecore.data.workers import each
+from moecore.data.workers import map_in_threads
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.multi_label import MultiLabel
 
 
-class Facts(NamedTuple):
+class DatasetInfo(NamedTuple):
     """What a source knows of its data before any image is written."""
 
     name: str
@@ -46,7 +45,7 @@ class JpegFile(NamedTuple):
     packing: Packing
 
     def described(self) -> dict[str, int | bool]:
-        """What the card says of it."""
+        """Return what the card says of it."""
         return {
             "side": self.packing.size,
             "whole": self.packing.whole,
@@ -66,11 +65,11 @@ class Part(NamedTuple):
     images: Iterable[np.ndarray] | Path | JpegFile
 
 
-def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dict[str, Any]:
+def write_prepared(folder: Path, facts: DatasetInfo, parts: Mapping[str, Part]) -> dict[str, Any]:
     """Write the three splits and ``card.json`` to ``folder`` (made where missing); the card.
 
     Raises UserError on labels that are not the task's, classes without an image, and images that do
-    not fit the labels or the size, and FullDisk.
+    not fit the labels or the size.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +88,9 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
         mean, std = _moments_of(packed.histogram)
         jpeg = {"jpeg": packed.described()}
     else:
-        mean, std = moments(np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False))
+        mean, std = channel_moments(
+            np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
+        )
         jpeg = {}
     settings = facts.settings.model_dump(mode="json")
     card = {
@@ -105,7 +106,7 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
         "seed": settings["seed"],
         "licence": facts.licence,
         "source": facts.source,
-        "files": {name: checksum(folder / name) for name in file_names(parts)},
+        "files": {name: checksum(folder / name) for name in image_file_names(parts)},
         "settings": settings,
         **jpeg,
     }
@@ -113,7 +114,7 @@ def write_prepared(folder: Path, facts: Facts, parts: Mapping[str, Part]) -> dic
     return card
 
 
-def file_names(parts: Mapping[str, Part]) -> list[str]:
+def image_file_names(parts: Mapping[str, Part]) -> list[str]:
     """Names of the files of a prepared folder: two arrays a split, or four where JPEG is stored."""
     names = []
     for split in SPLITS:
@@ -125,7 +126,7 @@ def file_names(parts: Mapping[str, Part]) -> list[str]:
     return names
 
 
-def moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
+def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
     """Mean and population standard deviation per channel of images uint8 (N, C, H, W), in [0, 1].
 
     Exact, from histograms, which PIL counts several times as quickly as numpy.
@@ -138,7 +139,7 @@ def moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[flo
         return np.array([Image.fromarray(plane).histogram() for plane in planes], np.int64)
 
     histogram = np.zeros((channels, 256), np.int64)
-    for counts in each(counted, range(0, len(images), chunk)):
+    for counts in map_in_threads(counted, range(0, len(images), chunk)):
         histogram += counts
     return _moments_of(histogram)
 
@@ -150,7 +151,7 @@ def _moments_of(histogram: np.ndarray) -> tuple[list[float], list[float]]:
     return mean.tolist(), np.sqrt(np.maximum(share @ values**2 - mean**2, 0)).tolist()
 
 
-def _counts(facts: Facts, split: str, labels: np.ndarray) -> dict[str, int]:
+def _counts(facts: DatasetInfo, split: str, labels: np.ndarray) -> dict[str, int]:
     classes = facts.task.classes
     if len(set(classes)) != len(classes):
         raise UserError(f"{facts.name}: two classes have the same name")
@@ -163,41 +164,31 @@ def _counts(facts: Facts, split: str, labels: np.ndarray) -> dict[str, int]:
     return counts
 
 
-def _write_jpegs(folder: Path, split: str, labels: int, found: JpegFile) -> None:
-    if len(found.lengths) != labels:
-        raise UserError(f"{split}: {len(found.lengths)} images for {labels} labels")
+def _write_jpegs(folder: Path, split: str, labels: int, images: JpegFile) -> None:
+    if len(images.lengths) != labels:
+        raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
     content, offsets, extents = (folder / name for name in jpeg_files(split))
-    _take_over(found.path, content)
-    save_array(offsets, np.concatenate([[0], found.lengths.cumsum()]))
-    save_array(extents, found.extents)
+    shutil.move(images.path, content)
+    save_array(offsets, np.concatenate([[0], images.lengths.cumsum()]))
+    save_array(extents, images.extents)
 
 
 def _write_images(
-    path: Path, facts: Facts, labels: int, images: Iterable[np.ndarray] | Path
+    path: Path, facts: DatasetInfo, labels: int, images: Iterable[np.ndarray] | Path
 ) -> None:
     shape = (labels, facts.channels, facts.size, facts.size)
     if isinstance(images, Path):
-        _take_over(images, path)
-        return check_array(path, shape, np.uint8)
+        shutil.move(images, path)
+        open_array(path, shape, np.uint8)
+        return
     out = new_array(path, np.uint8, shape)
     row = 0
     for chunk in images:
         if chunk.dtype != np.uint8 or chunk.shape[1:] != shape[1:] or row + len(chunk) > shape[0]:
-            found = f"images {row} on are {chunk.dtype} {chunk.shape}"
-            raise UserError(f"{path.name}: {found}; expected uint8 {shape} in all")
+            wrong = f"images {row} on are {chunk.dtype} {chunk.shape}"
+            raise UserError(f"{path.name}: {wrong}; expected uint8 {shape} in all")
         out[row : row + len(chunk)] = chunk
         row += len(chunk)
     if row != shape[0]:
         raise UserError(f"{path.name}: {row} images for {shape[0]} labels")
     out.flush()
-
-
-def _take_over(source: Path, path: Path) -> None:
-    try:
-        os.replace(source, path)
-    except OSError as error:
-        if error.errno != errno.EXDEV:  # another file system: it has to be copied
-            raise
-        with room_for(path, source.stat().st_size):
-            shutil.copyfile(source, path)
-        source.unlink()

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupted
-from moecore.data.prepared import evenly_spread
+from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Parts, Subject, why_not_flat
 from moecore.nn.predict import predictions
 from moecore.statistics.intervals import bootstrap_mean, wilson
@@ -98,7 +98,7 @@ def measure(subject: Subject, settings: Corruptions, parts: Parts) -> Result:
     """The errors on the clean images and under each corruption."""
     test = subject.data.test
     task = subject.data.task
-    where = evenly_spread(len(test.labels), settings.images)
+    where = evenly_spaced_indices(len(test.labels), settings.images)
     images = test.images[where]
     labels = subject.model.targets(torch.from_numpy(test.labels[where]))
 
@@ -142,7 +142,9 @@ def under_corruptions(
         for severity in sorted(settings.severities):
 
             def packed_hits(name: str = name, severity: int = severity) -> str | list[float]:
-                return task.packed(hits_on(corrupted(images, name, severity, settings.seed, where)))
+                return task.packed(
+                    hits_on(corrupt_images(images, name, severity, settings.seed, where))
+                )
 
             hits = task.unpacked(parts(f"{name} {severity}", packed_hits), len(images))
             rows.append(row_of(name, severity, hits))

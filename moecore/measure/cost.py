@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.data.prepared import evenly_spread
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Parts, Subject
 from moecore.measure.costs.clock import Quartiles, quartiles
 from moecore.measure.costs.passes import (
@@ -90,7 +90,7 @@ def applies(subject: Subject) -> str | None:
 def measure(subject: Subject, settings: Cost, parts: Parts) -> Result:
     """Counts and timings on images of the test split; seconds, so that nothing is kept of them."""
     test = subject.data.test.images
-    images = np.array(test[evenly_spread(len(test), settings.images)])
+    images = np.array(test[evenly_spaced_indices(len(test), settings.images)])
     one = in_turn(images, 1, subject.device)
     many = in_turn(images, settings.batch, subject.device)
     flops = flops_per_image(subject.model, one(0))

@@ -12,7 +12,7 @@ from moecore.attacks.pgd import Pgd
 from moecore.attacks.target import Target
 from moecore.core.config import Config
 from moecore.core.tensors import packed
-from moecore.data.prepared import evenly_spread
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Parts, Subject, kept
 from moecore.measure.routing_metrics import sweeps
 from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolved
@@ -135,7 +135,7 @@ def measure(subject: Subject, settings: Explorer, parts: Parts) -> Result:
         return Part(shown=[shown(model, data.task, variant) for variant in changed[name]()])
 
     def experts() -> Experts:
-        chosen = evenly_spread(len(data.test.images), settings.gallery)
+        chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
         gallery = Gallery(chosen, data.test, data.task)
         return Experts(layers=layer_experts(model, gallery, settings.favourites))
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
-from moecore.data.prepared import evenly_spread
-from moecore.data.views.transforms import TRANSFORMS, drawn_affines, transformed
+from moecore.data.prepared import evenly_spaced_indices
+from moecore.data.views.transforms import TRANSFORMS, draw_affines, transform_images
 from moecore.measure.base import Number, Parts, Subject, kept, why_not_flat
 from moecore.measure.routing_metrics.expert_use import agreement
 from moecore.measure.routing_metrics.imed import class_maps, imed_between, mean_imed
@@ -88,11 +88,11 @@ def measure(subject: Subject, settings: Invariance, parts: Parts) -> Result:
     """IMED of every image and its moved self under each transform, and the classes' maps."""
     test = subject.data.test
     task = subject.data.task
-    where = evenly_spread(len(test.labels), settings.images)
+    where = evenly_spaced_indices(len(test.labels), settings.images)
     images = test.images[where]
     _, clean = predictions(subject.model, images, settings.batch)
     affines = {
-        name: drawn_affines(name, len(images), images.shape[-2:], settings.seed)
+        name: draw_affines(name, len(images), images.shape[-2:], settings.seed)
         for name in TRANSFORMS
     }
     probs = probs_of(clean)
@@ -178,7 +178,7 @@ def moved(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
     """Images uint8 (N, C, H, W) under affines (N, 3, 3); on the CPU, alike on every device."""
     chunks = (slice(start, start + batch) for start in range(0, len(images), batch))
     return torch.cat(
-        [transformed(torch.from_numpy(images[chunk]), affines[chunk]) for chunk in chunks]
+        [transform_images(torch.from_numpy(images[chunk]), affines[chunk]) for chunk in chunks]
     )
 
 

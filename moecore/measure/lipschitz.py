@@ -4,7 +4,7 @@ import torch
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.data.prepared import evenly_spread
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Estimate, Parts, Subject, kept, why_not_flat
 from moecore.measure.theory.lemma import Lemma, LemmaLayer, LemmaPoints, LemmaSummary, lemma
 from moecore.measure.theory.slopes import Slopes, slopes_at
@@ -78,7 +78,7 @@ def applies(subject: Subject) -> str | None:
 def measure(subject: Subject, settings: Lipschitz, parts: Parts) -> Result:
     """The slopes at images of the test split, and the lemma at their tokens."""
     test = subject.data.test
-    where = evenly_spread(len(test.labels), settings.images)
+    where = evenly_spaced_indices(len(test.labels), settings.images)
     images = test.images[where]
     labels = torch.from_numpy(test.labels[where])
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
-from moecore.data.prepared import evenly_spread
-from moecore.data.text.tokenizers import Tokenizer, tokenizer_in
+from moecore.data.prepared import evenly_spaced_indices
+from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import Estimate, Parts, Subject
 from moecore.measure.routing_metrics.overlays import Overlays, overlays
 from moecore.measure.routing_metrics.words import towers_in, words_read
@@ -116,7 +116,7 @@ def pictured(
     subject: Subject, images: np.ndarray, labels: Tensor, settings: Retrieval
 ) -> dict[str, Any]:
     """A few images and a caption of each, with the experts of patches and words."""
-    where = evenly_spread(len(images), settings.pictures)
+    where = evenly_spaced_indices(len(images), settings.pictures)
     towers = towers_in(subject.model)
     if not len(where) or towers is None:
         return {}
@@ -124,7 +124,7 @@ def pictured(
     records: tuple[RoutingRecord, ...] = ()
     if subject.model.moe is not None:
         _, records = predictions(subject.model, few, settings.batch, prediction=False)
-    tokenizer = tokenizer_in(subject.data.folder, towers.text.task)
+    tokenizer = load_tokenizer(subject.data.folder, towers.text.task)
     tokens = labels[where, 0]
     read = words_read(towers, tokens, tokenizer, most=1)
     if towers.config.text.moe is None:
@@ -175,7 +175,7 @@ def text_layers(subject: Subject, labels: Tensor) -> list[TextLayer]:
             records.append(tuple(turned(record) for record in found))
             words.append(part[model.text.spoken(part)].cpu())
     spoken = torch.cat(words).long()
-    tokenizer = tokenizer_in(subject.data.folder, model.text.task)
+    tokenizer = load_tokenizer(subject.data.folder, model.text.task)
     return [layer_of(record, spoken, tokenizer) for record in joined(records)]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
-from moecore.data.prepared import evenly_spread
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import Crop, ViewSettings
 from moecore.measure.base import Parts, Subject, kept
 from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolved, two_views
@@ -136,7 +136,7 @@ def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
     """Everything about the routing of images of the test split."""
     model = subject.model
     test = subject.data.test
-    where = evenly_spread(len(test.images), settings.images)
+    where = evenly_spaced_indices(len(test.images), settings.images)
     images = test.images[where]
     labels = test.labels[where]
     _, records = predictions(model, images, settings.batch, prediction=False)
@@ -144,7 +144,7 @@ def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
     layers, by_image = layers_of(subject, records, images, settings)
 
     def tried() -> Sweep:
-        few = evenly_spread(len(images), settings.sweeps.images)
+        few = evenly_spaced_indices(len(images), settings.sweeps.images)
         whose = None if people is None else people[few]
         known = subject.model.targets(torch.from_numpy(labels[few]))
         sample = Sample(images[few], known, subject.data.task, whose)
@@ -221,7 +221,7 @@ def augmented(
     people: np.ndarray | None = None,
 ) -> tuple[AugmentedRow, ...]:
     """The matches under each augmentation; its draws do not depend on the others in the list."""
-    few = evenly_spread(len(images), settings.augmentation_images)
+    few = evenly_spaced_indices(len(images), settings.augmentation_images)
     images = images[few]
     whose = None if people is None else people[few]
 

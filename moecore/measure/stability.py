@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
-from moecore.data.corruptions.digital import bytes_of
-from moecore.data.corruptions.draws import directions, with_noise
-from moecore.data.prepared import evenly_spread
+from moecore.data.corruptions.digital import to_uint8
+from moecore.data.corruptions.draws import add_noise, noise_directions
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Estimate, Parts, Subject, kept, why_not_flat
 from moecore.measure.noisy.noise import Ramp, changes_by_image, ramp, ramp_probs
 from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
@@ -99,14 +99,14 @@ def measure(subject: Subject, settings: Stability, parts: Parts) -> Result:
     """Both kinds of noise, and pictures of the first."""
     model = subject.model
     test = subject.data.test
-    where = evenly_spread(len(test.labels), settings.images)
+    where = evenly_spaced_indices(len(test.labels), settings.images)
     images = test.images[where]
     labels = model.targets(torch.from_numpy(test.labels[where]))
-    drawn = directions(where, images.shape[1:], settings.seed)
+    drawn = noise_directions(where, images.shape[1:], settings.seed)
     _, clean = predictions(model, images, settings.batch)
 
     def noisy(sigma: float) -> NoiseRow:
-        pixels = with_noise(images, drawn, sigma)
+        pixels = add_noise(images, drawn, sigma)
         return noise_row(model, clean, pixels, labels, subject.data.task, sigma, settings.batch)
 
     def along() -> Ramp:
@@ -115,7 +115,7 @@ def measure(subject: Subject, settings: Stability, parts: Parts) -> Result:
         return ramp(probs, labels, where, sigmas, settings.jump, few)
 
     if settings.overlays:
-        few = evenly_spread(len(labels), settings.overlays)
+        few = evenly_spaced_indices(len(labels), settings.overlays)
     else:
         few = np.array([], int)
     noise = tuple(
@@ -182,9 +182,9 @@ def shown_under_noise(
     """The images with their patches' experts, clean first; () for a dense model."""
     rows = []
     for sigma in (0.0, *sorted(settings.sigmas)):
-        pixels = with_noise(images, drawn, sigma)
+        pixels = add_noise(images, drawn, sigma)
         _, records = predictions(model, pixels, settings.batch)
         if records:
-            shown = overlays(bytes_of(pixels.numpy()), records)
+            shown = overlays(to_uint8(pixels.numpy()), records)
             rows.append(NoisyOverlays(sigma=sigma, **shown.model_dump()))
     return tuple(rows)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.data.prepared import Split, evenly_spread
+from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import batches, device_of, evaluating, words_at_once
 
@@ -76,7 +76,7 @@ def tokens_of(
     with ``most`` tokens together.
     """
     block = split.labels.shape[1]
-    where = evenly_spread(len(split.labels), most and max(1, most // block))
+    where = evenly_spaced_indices(len(split.labels), most and max(1, most // block))
     device = device_of(model)
     found = []
     with evaluating(model), torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
-from moecore.data.prepared import evenly_spread
-from moecore.data.text.words import END, UNKNOWN, read_vocabulary, windows
+from moecore.data.prepared import evenly_spaced_indices
+from moecore.data.text.words import END, UNKNOWN, block_windows, read_vocabulary
 from moecore.measure.base import Estimate, Parts, Subject, kept
 from moecore.measure.noisy.noise import changes_by_image
 from moecore.measure.routing_metrics.expert_use import agreement_by_image
@@ -76,7 +76,7 @@ def applies(subject: Subject) -> str | None:
 def measure(subject: Subject, settings: WordSwaps, parts: Parts) -> Result:
     """Nats and routing of the test text, clean and with words swapped."""
     test = subject.data.test
-    where = evenly_spread(len(test.labels), settings.images)
+    where = evenly_spaced_indices(len(test.labels), settings.images)
     labels = torch.from_numpy(np.array(test.labels[where]))
     tokens = np.array(subject.data.tokens("test"))
     vocabulary = read_vocabulary(subject.data.folder, subject.data.task.outputs)
@@ -90,7 +90,7 @@ def measure(subject: Subject, settings: WordSwaps, parts: Parts) -> Result:
         other = tokens.copy()
         other[chosen] = unknown
         context, block = test.images.shape[1] - 1, test.images.shape[2]
-        images = np.array(windows(other, block, context)[0][where])
+        images = np.array(block_windows(other, block, context)[0][where])
         nats, records = blocks_read(subject.model, images, labels)
         return swapped(share, len(chosen), nats, nats - clean, routed, records)
 

@@ -15,13 +15,13 @@ from torch.nn.functional import normalize
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.data.prepared import Prepared, evenly_spread
+from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
-from moecore.data.text.tokenizers import tokenizer_in
+from moecore.data.text.tokenizers import load_tokenizer
 from moecore.measure.base import Estimate, Parts, Subject
 from moecore.nn.predict import predictions
 from moecore.statistics.crossed import kept_items
@@ -104,7 +104,7 @@ def measure(subject: Subject, settings: ZeroShot, parts: Parts) -> Result:
         if data.card["channels"] != image.channels:
             found = f"images of {data.card['channels']} channels"
             raise UserError(f"zero_shot.source: found {found}; allowed: {image.channels}")
-        where = evenly_spread(len(data.test.labels), settings.images)
+        where = evenly_spaced_indices(len(data.test.labels), settings.images)
         images = np.asarray(data.test.images[where])
         labels = torch.from_numpy(np.array(data.test.labels[where]))
         names = settings.names or data.task.classes
@@ -145,7 +145,7 @@ def class_sides(
     """
     task = subject.model.image.task
     assert isinstance(task, ImageText)
-    tokenizer = tokenizer_in(subject.data.folder, task)
+    tokenizer = load_tokenizer(subject.data.folder, task)
     encoded = [
         [tokenizer.encode(template.format(name), task.context) for template in templates]
         for name in names

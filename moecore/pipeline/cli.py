@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moecore.core.files import UserError, room_for, write_json
+from moecore.core.files import UserError, explain_full_disk, write_json
 
 Params = Annotated[Path, typer.Argument(help="the params.yaml")]
 Jobs = Annotated[
@@ -38,7 +38,7 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with room_for():
+            with explain_full_disk():
                 return super().invoke(ctx)
         except UserError as error:
             typer.echo(str(error), err=True)
@@ -56,6 +56,7 @@ def check(params: Params = HERE) -> None:
     from moecore.study.remembered import in_order
 
     typer.echo(in_order(params, also=metrics_named))
+    _say_changed_raw_data(params)
 
 
 def plan(
@@ -71,6 +72,7 @@ def plan(
     if not scale:
         from moecore.pipeline.plan import main
 
+        _say_changed_raw_data(HERE)
         main()
         return
     from moecore.pipeline.scale import Peaks, table
@@ -95,6 +97,7 @@ def run(jobs: Jobs = None, sets: Sets = None) -> None:
         for line in assign(HERE, sets) or ["nothing changes"]:
             typer.echo(f"{HERE}: {line}")
     in_order(also=metrics_named)
+    _say_changed_raw_data(HERE)
     reproduce(jobs)
 
 
@@ -185,6 +188,13 @@ def study_run(folder: Folder, jobs: Jobs = None, sets: Sets = None) -> None:
         raise UserError(f"{folder}: found no params.yaml; write it: moecore study write {folder}")
     os.chdir(folder)
     run(jobs, sets)
+
+
+def _say_changed_raw_data(params: Path) -> None:
+    from moecore.pipeline.raw_data import changed_raw_data
+
+    for line in changed_raw_data(params):
+        typer.echo(line)
 
 
 def _claims() -> None:

@@ -16,7 +16,7 @@ import psutil
 import yaml
 from ruamel.yaml.resolver import implicit_resolvers
 
-from moecore.core.files import UserError, room_for, whole_text
+from moecore.core.files import UserError, explain_full_disk, whole_text
 from moecore.run.stage import end_with_parent
 
 BUSY = "rwlock"  # in DVC's folder: which process reads or writes which files
@@ -41,7 +41,7 @@ def alone(path: Path = HELD) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(f"{path.parent}: {_who(path)}") from None
         who = json.dumps({"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
-        with room_for(path, len(who)):
+        with explain_full_disk(path):
             file.truncate(0)
             file.write(who)
             file.flush()

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 from typing import NamedTuple
 
-from moecore.core.files import FullDisk, UserError, room_for
+from moecore.core.files import FullDisk, UserError, explain_full_disk
 from moecore.pipeline.drivers import alone, dvc
 from moecore.pipeline.places import (
     all_cores,
@@ -128,13 +128,12 @@ def pending() -> dict[str, set[str]]:
 def no_room(found: re.Match[str]) -> str:
     """What ``FULL`` found, in our words. What DVC left of the copy is removed: it never does."""
     number, source, target = found.groups()
-    path, size = Path(".dvc"), None
+    path = Path(".dvc")
     if target is not None:
         Path(target).unlink(missing_ok=True)
         path = Path(os.path.relpath(target)).parent / Path(source).name
-        size = Path(source).stat().st_size if Path(source).is_file() else None
     try:
-        with room_for(path, size):
+        with explain_full_disk(path):
             raise OSError(int(number), os.strerror(int(number)))
     except FullDisk as said:
         return f"DVC: {said}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from moecore.core.files import UserError, read_json, room_for
+from moecore.core.files import UserError, explain_full_disk, read_json
 from moecore.core.sources import CODE, ROOT
 from moecore.pipeline.code_hashes import code_files
 from moecore.pipeline.drivers import free
@@ -49,7 +49,7 @@ def asked() -> Pipeline:
     from dvc.repo import Repo
 
     try:
-        with room_for(Path(".dvc")), Repo() as repo:
+        with explain_full_disk(Path(".dvc")), Repo() as repo:
             free(repo)
             status = repo.status(targets=["dvc.yaml"])
             edges = [

@@ -17,7 +17,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, read_json, write_whole
 from moecore.core.records import RoutingRecord
 from moecore.core.streams import generator_for
-from moecore.data.text.words import UNKNOWN, Reading, read_vocabulary, words_of
+from moecore.data.text.words import UNKNOWN, Reading, read_vocabulary, split_words
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.report.drawing import expert_colours
 from moecore.report.pictures import environment
@@ -127,7 +127,7 @@ def text_of(prompt: Path, folder: Path) -> list[str]:
         known = Known.model_validate(read_json(folder / "text.json"))
     except ValidationError as error:
         raise UserError(f"{folder / 'text.json'}: {error}") from error
-    return words_of(text, known.reading)
+    return split_words(text, known.reading)
 
 
 @torch.no_grad()

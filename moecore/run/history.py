@@ -187,6 +187,5 @@ def left_of(folder: Path, work: Path) -> list[dict]:
 
 
 def _publish(folder: Path, published: Path) -> None:
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    with whole_folder(published, size) as temporary:
+    with whole_folder(published) as temporary:
         shutil.copytree(folder, temporary, dirs_exist_ok=True)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, room_for
+from moecore.core.files import UserError, explain_full_disk
 from moecore.core.plain import plain
 
 SOURCES = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
@@ -85,7 +85,7 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
     """
     content = line.encode()
     try:
-        with room_for(path, len(content)), open(path, "ab", buffering=0) as file:
+        with explain_full_disk(path), open(path, "ab", buffering=0) as file:
             _whole_line(file, content, sync)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()

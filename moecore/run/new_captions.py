@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError, whole_text
 from moecore.core.plain import spreadsheet_cell
-from moecore.data.text.tokenizers import Encoded, Tokenizer, tokenizer_in
+from moecore.data.text.tokenizers import Encoded, Tokenizer, load_tokenizer
 from moecore.measure.routing_metrics.words import words_read
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.report.predicted import Spoken
@@ -49,7 +49,7 @@ def texts_of(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
         allowed = f"1 to {MOST:,}, one a line"
         raise UserError(f"{path}: found {len(texts):,} texts; allowed: {allowed}")
     task = model.text.task
-    tokenizer = tokenizer_in(folder, task)
+    tokenizer = load_tokenizer(folder, task)
     encoded = [tokenizer.encode(text, task.context) for text in texts]
     tokens = torch.tensor([one.tokens for one in encoded], dtype=torch.int32)
     return Texts(texts, tokenizer, encoded, model.targets(tokens)[:, 0])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.brain.new_ages import calibrator_of
+from moecore.brain.new_ages import calibrator_folder
 from moecore.core.config import read_as
 from moecore.core.files import UserError, whole_text
 from moecore.core.inside import inside
@@ -205,7 +205,7 @@ def _calibrator(
     """The fitted temperature, and a remark on whether there is one."""
     if not spec.task.classes:
         return None, "predictions as they are: a number has no probability"
-    path = (folder or calibrator_of(model_folder)) / "calibrator.json"
+    path = (folder or calibrator_folder(model_folder)) / "calibrator.json"
     if not path.is_file():
         if folder is not None:
             raise UserError(

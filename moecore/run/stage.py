@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError, room_for
+from moecore.core.files import UserError, explain_full_disk
 from moecore.study.remembered import in_order
 
 PR_SET_PDEATHSIG = 1
@@ -45,7 +45,7 @@ def run_stage(
         if not trains:
             refuse_ranks()
         in_order(os.environ.get("MOECORE_PARAMS") or "params.yaml", Path(), metrics_named)
-        with room_for():
+        with explain_full_disk():
             function(**values)
     except UserError as error:
         several = "\n" in str(error)

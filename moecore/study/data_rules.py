@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
 from moecore.data.prepared import SPLITS
-from moecore.data.preview import Preview, preview_of_card
+from moecore.data.preview import Preview, card_preview
 from moecore.study.study import Study
 
 Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
@@ -104,7 +104,7 @@ def _prepared(card: Path, source: Any) -> Preview | None:
         found = read_json(card)
         # Settings that are younger than the card have their defaults in it.
         if type(source).model_validate(found["settings"]) == source:
-            return preview_of_card(found, card)
+            return card_preview(found, card)
     except (UserError, KeyError, TypeError, ValidationError):
         return None  # damaged, or of other code: `prepare` writes it anew
     return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from moecore.core.files import UserError, room_for
+from moecore.core.files import UserError, explain_full_disk
 from moecore.tracking.database import ANEW, SQLITE, file_of
 
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
@@ -95,7 +95,7 @@ def answering(address: str) -> Iterator[None]:
 
     file = file_of(address)
     try:
-        with room_for(file) if file else nullcontext():
+        with explain_full_disk(file) if file else nullcontext():
             yield
     # ImportError: of a database whose driver is not installed
     except (MlflowException, SQLAlchemyError, CommandError, Error, OSError, ImportError) as error:

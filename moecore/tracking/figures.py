@@ -59,10 +59,10 @@ def png(figure: "Figure") -> bytes:
 
 def _samples(folder: Path) -> Figures:
     # Here, as it brings torch, which an import without new runs does not need.
-    from moecore.data.contact import contact_sheet
     from moecore.data.prepared import Prepared
+    from moecore.report.contact_sheet import draw_contact_sheet
 
-    yield "samples", contact_sheet(Prepared.open(folder))
+    yield "samples", draw_contact_sheet(Prepared.open(folder))
 
 
 def _of_result(path: Path, stage: str) -> Figures:

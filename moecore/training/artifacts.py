@@ -11,7 +11,7 @@ from moecore.core.files import UserError, write_json, write_sealed, write_whole
 from moecore.core.records import Feature
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
-from moecore.data.text.tokenizers import tokenizer_in
+from moecore.data.text.tokenizers import load_tokenizer
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel, Model
@@ -75,7 +75,7 @@ def save_words(folder: Path, data: Prepared) -> None:
     into words, ``text.json``; of captions their tokenizer's file. Nothing for other data.
     """
     if isinstance(data.task, ImageText):
-        tokenizer_in(data.folder, data.task).write(folder)
+        load_tokenizer(data.folder, data.task).write(folder)
     if data.task.long:
         write_whole(folder / VOCABULARY, (data.folder / VOCABULARY).read_text(encoding="utf-8"))
         write_json(folder / "text.json", {"reading": data.card["reading"]})

@@ -116,7 +116,7 @@ class Checkpoint:
             if path.is_dir():
                 raise UserError(f"{path}: a folder, in the place of a checkpoint; {AGAIN}")
         if self.path.exists():
-            with whole_file(self.before, self.path.stat().st_size) as spare:
+            with whole_file(self.before) as spare:
                 try:
                     os.link(self.path, spare)
                 except OSError:  # a file system without links

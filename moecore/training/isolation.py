@@ -16,7 +16,7 @@ from moecore.core.ranks import joined
 from moecore.core.records import Batch, Layout
 from moecore.core.streams import Draws
 from moecore.data.prepared import Prepared
-from moecore.data.sampling import send
+from moecore.data.sampling import to_device_async
 from moecore.training.method import Method
 
 # The region of a volume of which nothing is taken away, and of a token that belongs to no expert.
@@ -61,8 +61,8 @@ class Isolation(NamedTuple):
         chosen = np.array(self.channels)[region[kept].numpy()]
         masks = torch.from_numpy(np.array(self.masks[indices[kept].numpy(), chosen]))
         found = volumes.clone()
-        where = send(kept, volumes.device)
-        found[where] = isolate(volumes[where], send(masks, volumes.device))
+        where = to_device_async(kept, volumes.device)
+        found[where] = isolate(volumes[where], to_device_async(masks, volumes.device))
         return found, region
 
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: Layout) -> Batch:
@@ -80,7 +80,7 @@ class Isolation(NamedTuple):
         if epoch in self.alone:
             return batch
         whole = (region == WHOLE).nonzero()[:, 0]
-        return batch._replace(learned=send(whole, batch.images.device))
+        return batch._replace(learned=to_device_async(whole, batch.images.device))
 
     def belongs(self, views: Tensor, region: Tensor, layout: Layout) -> Tensor:
         """The expert of each token of views (B, C, D, H, W) in [0, 1], as in Batch: int64 (B, T).
@@ -90,7 +90,7 @@ class Isolation(NamedTuple):
         """
         held = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid).flatten(1) > 0
         held = torch.cat([held.new_zeros(len(held), layout.special), held], dim=1)
-        return torch.where(held, send(region, views.device)[:, None], WHOLE)
+        return torch.where(held, to_device_async(region, views.device)[:, None], WHOLE)
 
 
 def isolation(method: Method, data: Prepared, subset: np.ndarray | None = None) -> Isolation | None:

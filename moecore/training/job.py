@@ -18,7 +18,7 @@ from moecore.core.streams import ATTACK, PERMUTED, VIEWS, Draws, generator_for
 from moecore.data.loader import Loaded, batch_indices, steps_per_epoch, to_device
 from moecore.data.prepared import Prepared, Split
 from moecore.data.text.stream import Stream
-from moecore.data.views.mix import mix
+from moecore.data.views.mix import mix_images
 from moecore.data.views.views import make_views
 from moecore.nn.backbones.model import BackboneModel
 from moecore.tasks import AnyTask
@@ -122,7 +122,7 @@ def training_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
 
         # Of a whole batch the partners are there already.
         look = None if made.draws.rows is None else others
-        views, labels = mix(views, labels, job.task, settings.mix, made.draws, look)
+        views, labels = mix_images(views, labels, job.task, settings.mix, made.draws, look)
     batch = Batch(views, labels, made.affines, job.views)
     if job.isolation is None or made.region is None:
         return batch

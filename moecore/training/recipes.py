@@ -11,7 +11,7 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.streams import seed_of
-from moecore.data.loader import few_shot
+from moecore.data.loader import few_shot_indices
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
@@ -113,7 +113,7 @@ def finetuning(
     model = transferred(start, image, learned.moe, settings.interpolation).to(device)
     subset = None
     if settings.shots is not None:
-        subset = few_shot(data.task, data.train.labels, settings.shots, seed).numpy()
+        subset = few_shot_indices(data.task, data.train.labels, settings.shots, seed).numpy()
     model.begin_finetuning()
     objective = Objective(
         learned.losses, settings.label_smoothing, learned.distillation, learned.text_losses

@@ -11,14 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.brain.age_errors import age_table, decade, drawn_weights, errors_by, statistics
-from moecore.brain.ages import Ages, Fit, fit
-from moecore.brain.calibrated_ages import write
-from moecore.brain.conformal import conformal_radius, one_each
-from moecore.brain.measured_ages import Result, measured
+from moecore.brain.age_errors import (
+    age_decade,
+    draw_resample_weights,
+    measure_age_errors,
+    measure_group_errors,
+    weighted_age_statistics,
+)
+from moecore.brain.ages import Ages, Fit, fit_age_line
+from moecore.brain.calibrated_ages import write_calibration
+from moecore.brain.conformal import conformal_radius, first_volumes
+from moecore.brain.measured_ages import Result, measure_ages
 from moecore.brain.prediction_table import (
     COLUMNS,
-    corrected,
+    correct_ages,
     prediction_rows,
     read_predictions,
     write_predictions,
@@ -43,18 +49,18 @@ def ages(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def line(ages):
-    return fit(ages, Linear(), None)
+    return fit_age_line(ages, Linear(), None)
 
 
 @pytest.fixture(scope="module")
 def found(ages, line):
-    return measured(ages, line, "train", 300)
+    return measure_ages(ages, line, "train", 300)
 
 
 @pytest.fixture(scope="module")
 def folder(ages, line, found, tmp_path_factory):
     target = tmp_path_factory.mktemp("written") / "calibrated"
-    write(target, ages, line, found, "pretrain/vmoe/0")
+    write_calibration(target, ages, line, found, "pretrain/vmoe/0")
     return target
 
 
@@ -65,7 +71,7 @@ def test_the_line_is_that_of_the_training_split(ages, line):
     ) and line.fitted.pooled.intercept == pytest.approx(intercept)
     assert (line.n, line.fitted.pooled.n, line.fitted.fit_on) == (60, 60, "train")
     assert line.fitted.predictor_sha256 == hashlib.sha256(b"weights").hexdigest()
-    other = fit(ages, Linear(fit_on="validation"), None)
+    other = fit_age_line(ages, Linear(fit_on="validation"), None)
     assert other.n == 24 and other.fitted.pooled.slope != line.fitted.pooled.slope
 
 
@@ -130,8 +136,8 @@ def test_the_interval(found, ages, line):
         found.interval.coverage.value == pytest.approx(inside.mean())
         and "also fitted" not in found.interval.method
     )
-    other = fit(ages, Linear(fit_on="validation"), None)
-    assert "also fitted" in measured(ages, other, "validation", 100).interval.method
+    other = fit_age_line(ages, Linear(fit_on="validation"), None)
+    assert "also fitted" in measure_ages(ages, other, "validation", 100).interval.method
 
 
 def test_predictions_of_every_volume(folder, ages, line, found):
@@ -205,7 +211,9 @@ def test_the_card_says_simulated_and_what_it_is_not_for(folder, ages, line, foun
         ages.predicted,
         ages.data.folder.parent / "model.safetensors",
     )
-    write(tmp_path / "out", real, line, measured(real, line, "train", 100), "pretrain/vmoe/0")
+    write_calibration(
+        tmp_path / "out", real, line, measure_ages(real, line, "train", 100), "pretrain/vmoe/0"
+    )
     text = (tmp_path / "out/MODEL_CARD.md").read_text()
     assert "SIMULATED" not in text and "scans of people" in text
 
@@ -215,17 +223,17 @@ def test_a_refused_fit_stops_or_is_reported(ages, tmp_path):
         predicted={split: np.full(len(values), 60.0) for split, values in ages.predicted.items()}
     )
     with pytest.raises(UserError, match="slope of 0"):
-        fit(flat, Linear(), None)
+        fit_age_line(flat, Linear(), None)
     with pytest.warns(UserWarning, match="Nothing is corrected"):
-        refused = fit(flat, Linear(), None, "report")
-    found = measured(flat, refused, "train", 100)
+        refused = fit_age_line(flat, Linear(), None, "report")
+    found = measure_ages(flat, refused, "train", 100)
     assert (
         "slope of 0" in found.refused
         and found.pooled is None
         and found.sex_specific is None
         and found.raw.slope.value == pytest.approx(0)
     )
-    write(tmp_path / "out", flat, refused, found, "pretrain/vmoe/0")
+    write_calibration(tmp_path / "out", flat, refused, found, "pretrain/vmoe/0")
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES - {"calibrator.json"}
     row = read_predictions(tmp_path / "out/predictions.csv")[-1]
     assert (
@@ -238,19 +246,19 @@ def test_a_refused_fit_stops_or_is_reported(ages, tmp_path):
 
 def test_out_of_fold_predictions_are_read(ages, tmp_path):
     subjects = ages.subjects["train"][::-1]
-    said = corrected([30 + 0.5 * float(row["age"]) for row in subjects], [], None)
+    said = correct_ages([30 + 0.5 * float(row["age"]) for row in subjects], [], None)
     rows = prediction_rows(subjects, "train", said, None, [[]] * len(subjects))
     write_predictions(tmp_path / "predictions.csv", rows)
-    found = fit(ages, Linear(fit_on="out_of_fold"), tmp_path / "predictions.csv")
+    found = fit_age_line(ages, Linear(fit_on="out_of_fold"), tmp_path / "predictions.csv")
     assert found.fitted.pooled.slope == pytest.approx(
         0.5, abs=1e-5
     ) and found.fitted.pooled.intercept == pytest.approx(30, abs=1e-3)
     assert found.fitted.fit_on == "out_of_fold" and found.fitted.groups["F"].n == 30
     write_predictions(tmp_path / "predictions.csv", rows[1:])
     with pytest.raises(UserError, match="not those of the training split"):
-        fit(ages, Linear(fit_on="out_of_fold"), tmp_path / "predictions.csv")
+        fit_age_line(ages, Linear(fit_on="out_of_fold"), tmp_path / "predictions.csv")
     with pytest.raises(UserError, match="no such file"):
-        fit(ages, Linear(fit_on="out_of_fold"), tmp_path / "missing.csv")
+        fit_age_line(ages, Linear(fit_on="out_of_fold"), tmp_path / "missing.csv")
 
 
 def test_predictions_that_are_no_numbers_are_refused(ages, tmp_path):
@@ -267,9 +275,9 @@ def test_too_few_validation_participants_have_no_interval(ages, line, tmp_path):
     few = ages._replace(
         subjects={**ages.subjects, "validation": ages.subjects["validation"][:1] * 24}
     )
-    found = measured(few, line, "train", 100)
+    found = measure_ages(few, line, "train", 100)
     assert found.interval.radius is None and found.interval.coverage is None
-    write(tmp_path / "out", few, Fit(line.fitted, None, 60), found, "x")
+    write_calibration(tmp_path / "out", few, Fit(line.fitted, None, 60), found, "x")
     assert (
         read_predictions(tmp_path / "out/predictions.csv")[-1]["interval_low"] == ""
         and "too few" in (tmp_path / "out/MODEL_CARD.md").read_text()
@@ -290,7 +298,9 @@ def test_a_case_by_hand():
     # ages 60, 70, 80; predictions 64, 69, 77: errors 4, −1, −3, so the MAE is 8/3.
     # slope: (−10·64 + 10·77) / 200 = 130/200 = 0.65; intercept: 70 − 0.65·70 = 24.5.
     # errors have mean 0; corr: (−10·4 + 10·−3) / √(200 · (16 + 1 + 9)) = −70/√5200.
-    found = age_table([60, 70, 80], {"raw": np.array([64.0, 69, 77])}, ["a", "b", "c"], 100)["raw"]
+    found = measure_age_errors(
+        [60, 70, 80], {"raw": np.array([64.0, 69, 77])}, ["a", "b", "c"], 100
+    )["raw"]
     assert found.mae.value == pytest.approx(8 / 3) and found.slope.value == pytest.approx(0.65)
     assert found.intercept.value == pytest.approx(24.5) and found.corr.value == pytest.approx(
         -70 / np.sqrt(5200)
@@ -306,7 +316,10 @@ def test_a_weight_is_a_volume_taken_as_often(seed):
     y, p = ages[taken], predictions[taken]
     if len(set(y)) < 3:
         return
-    found = {name: value[0] for name, value in statistics(predictions, ages, weights).items()}
+    found = {
+        name: value[0]
+        for name, value in weighted_age_statistics(predictions, ages, weights).items()
+    }
     slope, intercept = np.polyfit(y, p, 1)
     assert found["slope"] == pytest.approx(slope, rel=1e-6) and found["intercept"] == pytest.approx(
         intercept, rel=1e-6, abs=1e-5
@@ -319,7 +332,7 @@ def test_a_weight_is_a_volume_taken_as_often(seed):
 def test_intervals_hold_the_value_and_are_of_the_right_width():
     # The mean of 400 |errors| with standard deviation s has a 95 % interval of about ± 1.96·s/√400.
     ages, predictions, people = drawn(400)
-    found = age_table(ages, {"raw": predictions}, people, 2000)["raw"]
+    found = measure_age_errors(ages, {"raw": predictions}, people, 2000)["raw"]
     spread = np.abs(predictions - ages).std() / 20 * 1.96
     assert found.mae.value - found.mae.low == pytest.approx(
         spread, rel=0.12
@@ -334,7 +347,7 @@ def test_limits_are_reflected():
     # One error of 20 among 30 of 1: resamples are skewed to the right, so the reflected interval
     # reaches further down than up.
     ages = np.linspace(50, 80, 30)
-    found = age_table(
+    found = measure_age_errors(
         ages,
         {"raw": ages + np.where(np.arange(30) == 7, 20.0, 1.0)},
         [str(number) for number in range(30)],
@@ -347,11 +360,13 @@ def test_participants_are_resampled_not_sessions():
     # Four copies of each volume under the same participant add nothing: the interval is that of the
     # volumes once, not half as wide.
     ages, predictions, people = drawn()
-    once = age_table(ages, {"raw": predictions}, people, 500)["raw"]
-    four = age_table(np.tile(ages, 4), {"raw": np.tile(predictions, 4)}, people * 4, 500)["raw"]
+    once = measure_age_errors(ages, {"raw": predictions}, people, 500)["raw"]
+    four = measure_age_errors(np.tile(ages, 4), {"raw": np.tile(predictions, 4)}, people * 4, 500)[
+        "raw"
+    ]
     for name, estimate in once:
         assert getattr(four, name).model_dump() == pytest.approx(estimate.model_dump())
-    weights = drawn_weights(["a", "b", "a", "c"], 50)
+    weights = draw_resample_weights(["a", "b", "a", "c"], 50)
     assert (
         (weights[:, 0] == weights[:, 2]).all()
         and (weights[:, [0, 1, 3]].sum(1) == 3).all()
@@ -361,7 +376,7 @@ def test_participants_are_resampled_not_sessions():
 
 def test_all_variants_meet_the_same_resamples():
     ages, predictions, people = drawn()
-    found = age_table(
+    found = measure_age_errors(
         ages, {"raw": predictions, "same": predictions, "moved": predictions + 5}, people, 200
     )
     assert found["raw"] == found["same"] and found["moved"].slope.model_dump() == pytest.approx(
@@ -372,7 +387,7 @@ def test_all_variants_meet_the_same_resamples():
 
 def test_perfect_predictions_have_no_correlation_to_speak_of():
     ages, _, people = drawn()
-    found = age_table(ages, {"raw": ages}, people, 100)["raw"]
+    found = measure_age_errors(ages, {"raw": ages}, people, 100)["raw"]
     assert (
         found.mae.value == 0
         and found.slope.value == pytest.approx(1)
@@ -383,7 +398,7 @@ def test_perfect_predictions_have_no_correlation_to_speak_of():
 def test_errors_by_group():
     # F: errors 2, −4 → MAE 3, mean −1; M: one participant with errors 1 and 3 → MAE 2, mean 2, no
     # limits.
-    rows = errors_by(
+    rows = measure_group_errors(
         ["F", "M", "F", "M"],
         [60, 60, 70, 80],
         {"raw": np.array([62.0, 61, 66, 83])},
@@ -407,7 +422,7 @@ def test_errors_by_group():
     [(60, "60–69"), (69.99, "60–69"), (70, "70–79"), (5, "0–9"), (100.5, "100–109")],
 )
 def test_decades(age, expected):
-    assert decade(age) == expected
+    assert age_decade(age) == expected
 
 
 @pytest.mark.parametrize(
@@ -416,7 +431,7 @@ def test_decades(age, expected):
 )
 def test_refusals(ages, predictions):
     with pytest.raises(UserError, match="calibrate: "):
-        age_table(
+        measure_age_errors(
             np.array(ages, float),
             {"raw": np.array(predictions, float)},
             ["a", "b"][: len(ages)],
@@ -452,4 +467,4 @@ def test_the_radius_covers_new_values():
 
 
 def test_one_volume_a_participant():
-    assert one_each(["a", "b", "a", "c", "b"]) == [0, 1, 3]
+    assert first_volumes(["a", "b", "a", "c", "b"]) == [0, 1, 3]

@@ -28,14 +28,19 @@ from moecore.data.loader import (
     OnDevice,
     OnDisk,
     batch_indices,
-    epoch_order,
-    few_shot,
-    room,
+    few_shot_indices,
+    image_memory_budget,
     steps_per_epoch,
     to_device,
 )
 from moecore.data.prepared import Split
-from moecore.data.splits import SplitSettings, carve, limited, quotas, split_train
+from moecore.data.splits import (
+    SplitSettings,
+    class_quotas,
+    split_train,
+    stratified_limit,
+    stratified_split,
+)
 from moecore.tasks.classification import Classification
 
 TWO = Classification(classes=("a", "b"))
@@ -50,24 +55,24 @@ def test_an_epoch_sees_each_image_at_most_once(n, batch, seed, epoch):
     steps = steps_per_epoch(n, batch)
     seen = torch.cat([batch_indices(n, batch, seed, epoch * steps + i) for i in range(steps)])
     assert (
-        torch.equal(seen, epoch_order(n, seed, epoch)[: steps * batch])
+        torch.equal(seen, batch_indices(n, n, seed, epoch)[: steps * batch])
         and len(seen.unique()) == steps * batch
     )
 
 
 def test_orders_are_permutations_that_differ_and_cannot_be_spoilt():
-    first = epoch_order(100, 0, 0)
-    other = epoch_order(100, 0, 1)
+    first = batch_indices(100, 100, 0, 0)
+    other = batch_indices(100, 100, 0, 1)
     assert torch.equal(first.sort().values, torch.arange(100)) and not torch.equal(first, other)
-    assert not torch.equal(first, epoch_order(100, 1, 0))
+    assert not torch.equal(first, batch_indices(100, 100, 1, 0))
     batch_indices(100, 10, 0, 0).zero_()
-    epoch_order(100, 0, 0).zero_()
-    assert torch.equal(epoch_order(100, 0, 0), first)
+    batch_indices(100, 100, 0, 0).zero_()
+    assert torch.equal(batch_indices(100, 100, 0, 0), first)
 
 
 def test_global_random_state_is_untouched():
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    epoch_order(10, 3, 4), few_shot(TWO, np.arange(10) % 2, 2, 0), generator_for(1, 2)
+    batch_indices(10, 10, 3, 4), few_shot_indices(TWO, np.arange(10) % 2, 2, 0), generator_for(1, 2)
     assert torch.equal(torch.get_rng_state(), before[0]) and np.array_equal(
         np.random.get_state()[1], before[1]
     )
@@ -91,20 +96,22 @@ def test_on_device_and_on_disk_agree(tmp_path):
 
 def test_a_gpu_holds_a_share_of_what_is_free_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 << 30, 141 << 30))
-    assert room("cuda") == 40 << 30 and room("cpu") == 8 << 30
+    assert image_memory_budget("cuda") == 40 << 30 and image_memory_budget("cpu") == 8 << 30
 
 
 def test_few_shot():
     labels = np.array([0] * 10 + [1] * 4)
-    chosen = few_shot(TWO, labels, 3, 0)
-    assert torch.equal(chosen, few_shot(TWO, torch.from_numpy(labels), 3, 0)) and np.bincount(
-        labels[chosen]
-    ).tolist() == [3, 3]
-    assert not torch.equal(chosen, few_shot(TWO, labels, 3, 1)) and len(chosen.unique()) == 6
+    chosen = few_shot_indices(TWO, labels, 3, 0)
+    assert torch.equal(
+        chosen, few_shot_indices(TWO, torch.from_numpy(labels), 3, 0)
+    ) and np.bincount(labels[chosen]).tolist() == [3, 3]
+    assert (
+        not torch.equal(chosen, few_shot_indices(TWO, labels, 3, 1)) and len(chosen.unique()) == 6
+    )
     with pytest.raises(
         UserError, match="5 images per class asked for, but class 1 has 4; allowed: 1 to 4"
     ):
-        few_shot(TWO, labels, 5, 0)
+        few_shot_indices(TWO, labels, 5, 0)
 
 
 def test_streams_differ_by_every_word():
@@ -119,7 +126,7 @@ LABELS = np.repeat([0, 1, 2], [50, 30, 20])
 def test_quotas_are_exact_and_proportional(counts, data):
     counts = np.array(counts)
     number = data.draw(st.integers(1, counts.sum()))
-    taken = quotas(counts, number)
+    taken = class_quotas(counts, number)
     assert taken.sum() == number and (taken <= counts).all() and (taken >= 0).all()
     if number >= len(counts):
         assert (taken >= 1).all()
@@ -130,7 +137,7 @@ def test_quotas_are_exact_and_proportional(counts, data):
 @given(st.integers(0, 1000), st.sampled_from([0.1, 0.25, 0.5, 7, 40]))
 def test_carve_is_a_stratified_partition(seed, amount):
     labels = np.random.default_rng(seed).permutation(LABELS)
-    kept, carved = carve(labels, amount, seed)
+    kept, carved = stratified_split(labels, amount, seed)
     if amount < 1:
         number = round(amount * 100)
     else:
@@ -143,12 +150,16 @@ def test_carve_is_a_stratified_partition(seed, amount):
         np.abs(np.bincount(labels[carved], minlength=3) - np.array([50, 30, 20]) * number / 100)
         <= 1
     ).all()
-    again = carve(labels, amount, seed)
+    again = stratified_split(labels, amount, seed)
     assert np.array_equal(again[0], kept) and np.array_equal(again[1], carved)
 
 
 def test_seeds_and_purposes_differ():
-    draws = [carve(LABELS, 0.5, seed, purpose)[1].tolist() for seed in (0, 1) for purpose in (0, 1)]
+    draws = [
+        stratified_split(LABELS, 0.5, seed, purpose)[1].tolist()
+        for seed in (0, 1)
+        for purpose in (0, 1)
+    ]
     assert len({tuple(draw) for draw in draws}) == 4
 
 
@@ -160,14 +171,14 @@ def test_limits_do_not_touch_validation():
     assert np.array_equal(validation, same) and set(few) < set(train) and len(few) == 10
     assert np.bincount(LABELS[few]).tolist() == [5, 3, 2]
     assert (
-        len(limited(LABELS, None, 0)) == len(limited(LABELS, 1000, 0)) == 100
-        and len(limited(LABELS, 1, 0)) == 1
+        len(stratified_limit(LABELS, None, 0)) == len(stratified_limit(LABELS, 1000, 0)) == 100
+        and len(stratified_limit(LABELS, 1, 0)) == 1
     )
 
 
 def test_nothing_left_is_an_error():
     with pytest.raises(UserError, match="cannot split 100 images off 100; allowed: 1 to 99"):
-        carve(LABELS, 100, 0)
+        stratified_split(LABELS, 100, 0)
     with pytest.raises(ValidationError, match="validation is 1.5"):
         SplitSettings(validation=1.5)
 
@@ -221,7 +232,7 @@ def test_the_streams_of_a_student_are_what_they_always_were():
     said = [
         batch_indices(1000, 64, 3, 40).tolist(),
         [generator_for(3, 40, purpose).initial_seed() for purpose in (VIEWS, NOISE, ATTACK)],
-        few_shot(TWO, labels, 10, 3).tolist(),
+        few_shot_indices(TWO, labels, 10, 3).tolist(),
         np.random.default_rng([3, PERMUTED]).permutation(50).tolist(),
     ]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "8ddca5fd3dce9597"

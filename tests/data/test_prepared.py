@@ -6,7 +6,6 @@ meanwhile.
 What a source says beforehand is what it then writes, and what is wrong is said, not raised.
 """
 
-import gzip
 import os
 import time
 from pathlib import Path
@@ -17,11 +16,9 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from moecore.core.files import FullDisk, UserError, read_json, whole_folder, write_json
 from moecore.data import prepared
-from moecore.data.arrays import check_array, new_array, save_array
-from moecore.data.files.idx import idx_shape
+from moecore.data.npy import new_array
 from moecore.data.prepared import Prepared
-from moecore.data.preview import preview_of_card
-from moecore.data.sources import cifar, fashion_mnist
+from moecore.data.preview import card_preview
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
@@ -30,17 +27,17 @@ from moecore.data.sources.imagenet import Imagenet
 from moecore.data.sources.mosaic import Mosaic
 from moecore.data.sources.phantom import Phantom
 from moecore.data.splits import SplitSettings
-from moecore.data.workers import each, one_blas_thread
-from moecore.data.writer import Facts, Part, moments, write_prepared
+from moecore.data.workers import map_in_threads, one_blas_thread
+from moecore.data.writer import DatasetInfo, Part, channel_moments, write_prepared
 from moecore.tasks.classification import Classification
-from tests.data.making import cifar_content, cohort, fashion_folder, image_classes
+from tests.data.making import cohort, image_classes
 
 
 class Made(SplitSettings):
     kind: str = "made"
 
 
-FACTS = Facts("Made", Classification(classes=("a", "b")), 3, 4, "none", "here", Made())
+FACTS = DatasetInfo("Made", Classification(classes=("a", "b")), 3, 4, "none", "here", Made())
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 3, 4, 4), np.uint8)
 LABELS = np.arange(10) % 2
 
@@ -78,7 +75,7 @@ def test_writing_twice_gives_the_same_bytes(tmp_path):
 
 
 def test_moments_do_not_depend_on_chunks():
-    assert moments(IMAGES, 3) == moments(IMAGES)
+    assert channel_moments(IMAGES, 3) == channel_moments(IMAGES)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +108,6 @@ def truncate(folder):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def header_only(folder):
-    path = folder / "test_labels.npy"
-    path.write_bytes(path.read_bytes()[:20])
-
-
-def rubbish(folder):
-    (folder / "test_images.npy").write_bytes(b"no array at all")
-
-
 def pickled(folder):
     np.save(folder / "test_labels.npy", np.array([{}] * 10, object), allow_pickle=True)
 
@@ -132,28 +120,24 @@ def other_shape(folder):
     np.save(folder / "test_images.npy", IMAGES[:, :, :2])
 
 
-def other_counts(folder):
+def other_labels(folder):
     np.save(folder / "test_labels.npy", np.zeros(10, np.int64))
 
 
 def no_key(folder):
-    write_json(
-        folder / "card.json",
-        {k: v for k, v in read_json(folder / "card.json").items() if k != "counts"},
-    )
+    card = read_json(folder / "card.json")
+    write_json(folder / "card.json", {key: card[key] for key in card if key != "counts"})
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, "train_images.npy: expected 608 bytes, found 508"),
-        (header_only, "test_labels.npy: not a whole .npy file"),
-        (rubbish, "test_images.npy: not a whole .npy file"),
-        (pickled, "test_labels.npy: "),
+        (truncate, "train_images.npy: not a whole .npy file"),
+        (pickled, "test_labels.npy: not a whole .npy file"),
         (absent, "validation_labels.npy: no such file"),
-        (other_shape, "holds uint8 (10, 3, 2, 4); card.json says uint8 (10, 3, 4, 4)"),
-        (other_counts, "class counts are not those of card.json"),
-        (no_key, "lacks counts"),
+        (other_shape, "test_images.npy: holds uint8 (10, 3, 2, 4)"),
+        (other_labels, "test_labels.npy: has sha256"),
+        (no_key, "card.json: lacks counts"),
     ],
 )
 def test_damaged_folders_are_refused(tmp_path, damage, said):
@@ -161,65 +145,7 @@ def test_damaged_folders_are_refused(tmp_path, damage, said):
     damage(tmp_path)
     with pytest.raises(UserError) as error:
         Prepared.open(tmp_path)
-    assert said in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("images", None, "images: found 'None'; needed: a number for each split"),
-        ("images", {"train": 10, "validation": 10}, "needed: a number for each split"),
-        ("counts", [], "counts: found '[]'; needed: numbers by name for each split"),
-        ("counts", {"train": {}, "validation": {}, "test": {}}, "its class counts are not those"),
-        ("files", None, "files: found 'None'; needed: checksums by name"),
-        ("files", [], "files: found '[]'; needed: checksums by name"),
-        ("channels", None, "channels: found 'None'; needed: a number"),
-        ("size", [1, 2, 3, 4], "size: found '[1, 2, 3, 4]'; needed: one number, or one or three"),
-        ("size", [4], "tokens: found 'None'; needed: a number for each split"),
-        ("size", "x", "size: found 'x'; needed: one number"),
-    ],
-)
-def test_a_card_without_a_checksum_that_holds_another_kind_is_one_line(tmp_path, key, value, said):
-    write_prepared(tmp_path, FACTS, parts())
-    card = read_json(tmp_path / "card.json")
-    write_json(tmp_path / "card.json", card | {key: value})
-    with pytest.raises(UserError) as error:
-        Prepared.open(tmp_path)
-    assert said in str(error.value) and "card.json" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def header(text, version=b"\1\0"):
-    length = len(text).to_bytes(2 if version == b"\1\0" else 4, "little")
-    return b"\x93NUMPY" + version + length + text.encode() + bytes(24)
-
-
-def of_shape(shape, kind="|u1"):
-    return f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}\n"
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        header(of_shape("(24,)"), b"\2\0"),
-        header(of_shape("(99999999999999999999999,)")),
-        header(of_shape("(-1, -24)")),
-        header(of_shape("(4294967296, 4294967296)")),
-        header(of_shape(f"({'9' * 5000},)")),
-        header(of_shape("(3,)", "|O")),
-        header("{" * 9000),
-        header("(" * 30000 + ")" * 30000),
-        header("__import__('os').abort()"),
-        header(of_shape("(24,)", "|u1\0")),
-    ],
-    ids=["2.0", "digits", "negative", "overflow", "long", "object", "open", "deep", "call", "nul"],
-)
-def test_hostile_headers_are_one_line(tmp_path, content):
-    path = tmp_path / "images.npy"
-    path.write_bytes(content)
-    with pytest.raises(UserError) as error:
-        check_array(path, (24,), np.uint8)
-    assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{tmp_path}/{said}") and "\n" not in str(error.value)
 
 
 def test_one_changed_byte_is_seen_of_large_data_only_by_verify(tmp_path, monkeypatch):
@@ -258,12 +184,12 @@ def test_results_come_in_order(threads, monkeypatch):
         time.sleep(0.002 * (5 - number % 5))
         return number * number
 
-    assert list(each(late, range(23))) == [number * number for number in range(23)]
+    assert list(map_in_threads(late, range(23))) == [number * number for number in range(23)]
 
 
 def test_an_error_is_raised_where_its_result_is_due(monkeypatch):
     monkeypatch.setenv("MOECORE_THREADS", "2")
-    found = each(lambda number: 6 // (3 - number), range(6))
+    found = map_in_threads(lambda number: 6 // (3 - number), range(6))
     assert [next(found) for _ in range(3)] == [2, 3, 6]
     with pytest.raises(ZeroDivisionError):
         next(found)
@@ -271,7 +197,7 @@ def test_an_error_is_raised_where_its_result_is_due(monkeypatch):
 
 def test_blas_has_one_thread_meanwhile_and_its_own_afterwards():
     before = blas_threads()
-    assert before and list(each(lambda _: blas_threads(), range(3))) == [{1}] * 3
+    assert before and list(map_in_threads(lambda _: blas_threads(), range(3))) == [{1}] * 3
     assert blas_threads() == before
 
 
@@ -285,22 +211,6 @@ def test_the_limit_holds_until_the_last_user_has_left():
         assert blas_threads() == {1}
         second.__exit__(None, None, None)
         assert blas_threads() == {2}
-
-
-def fashion(folder, monkeypatch) -> FashionMnist:
-    monkeypatch.setattr(fashion_mnist, "SHA256", fashion_folder(folder / "raw"))
-    return FashionMnist(root=(str(folder / "absent"), str(folder / "raw")), train_limit=50)
-
-
-def small_cifar(folder, monkeypatch) -> Cifar:
-    real = cifar.SETS[10]
-    small = real._replace(train=dict.fromkeys(real.train, 80), test=dict.fromkeys(real.test, 200))
-    monkeypatch.setitem(cifar.SETS, 10, small)
-    (folder / "raw").mkdir()
-    for name, number in (small.train | small.test).items():
-        labels = [[row % 10] for row in range(number)]
-        (folder / "raw" / name).write_bytes(cifar_content(np.array(labels)))
-    return Cifar(root=str(folder / "raw"), size=16, validation=0.25, test_limit=100)
 
 
 def folders(folder, monkeypatch) -> ImageFolder:
@@ -318,8 +228,6 @@ def wnids(folder, monkeypatch) -> Imagenet:
 
 SOURCES = {
     "digits": lambda *_: Digits(size=12, seed=3, test_limit=50),
-    "fashion_mnist": fashion,
-    "cifar": small_cifar,
     "image_folder": folders,
     "imagenet": wnids,
     "mosaic": lambda *_: Mosaic(source=Digits(), grid=2, train=200, validation=60, test=60),
@@ -335,7 +243,7 @@ def test_what_is_said_beforehand_is_what_is_written(tmp_path, monkeypatch, kind)
     assert said.problem is None and said.note is None
     source.prepare(tmp_path / "out")
     card = tmp_path / "out/card.json"
-    written = preview_of_card(read_json(card), card)
+    written = card_preview(read_json(card), card)
     assert said.counts == written.counts and said.images == written.images
     assert (said.name, said.channels, said.shape) == (written.name, written.channels, written.shape)
     assert said.classes == written.classes and said.task.kind == written.task.kind
@@ -348,40 +256,16 @@ def problem(source) -> str:
     return found
 
 
-def test_files_that_are_missing_or_too_short_are_named(tmp_path, monkeypatch):
-    source = small_cifar(tmp_path, monkeypatch)
-    path = tmp_path / "raw/data_batch_2.bin"
-    path.write_bytes(path.read_bytes()[:-5])
-    assert f"{path}: expected 245840 bytes (80 records of 3073), found 245835" in problem(source)
-    path.unlink()
-    assert "CIFAR-10 is not in" in problem(source)
+@pytest.mark.parametrize("kind", [FashionMnist, Cifar])
+def test_published_sets_that_are_absent_or_downloaded(tmp_path, kind):
+    source = kind(root=str(tmp_path))
+    assert str(tmp_path) in problem(source)
     download = source.model_copy(update={"download": True}).preview()
     assert download.problem is None and "will download it into" in download.note
-
-
-def test_headers_of_idx_files(tmp_path, monkeypatch):
-    source = fashion(tmp_path, monkeypatch)
-    path = tmp_path / "raw/train-images-idx3-ubyte.gz"
-    assert idx_shape(path, 3) == (200, 28, 28)
-    content = gzip.decompress(path.read_bytes())
-    path.write_bytes(gzip.compress(content[:4] + b"\0\0\0\x07" + content[8:]))
-    assert "7 train images but 200 labels" in problem(source)
-    path.write_bytes(gzip.compress(b"\0\0\x09\3" + content[4:]))
-    assert "starts with 00 00 09 03; allowed: 00 00 08 03" in problem(source)
-    path.write_bytes(path.read_bytes()[:9])
-    assert "damaged or truncated gzip file of 9 bytes" in problem(source)
-    path.unlink()
-    assert "raw lacks train-images-idx3-ubyte" in problem(source)
-
-
-def test_the_first_image_of_each_class_is_opened(tmp_path, monkeypatch):
-    source = folders(tmp_path, monkeypatch)
-    (tmp_path / "raw/train/dog/notes.txt").write_text("no image")
-    assert source.preview().note == "files that are no images are passed over (1 .txt)"
-    first = min((tmp_path / "raw/train/dog").glob("*.png"))
-    first.write_text("no image either")
-    assert str(first) in problem(source) and "on_error: skip" in problem(source)
-    assert source.model_copy(update={"on_error": "skip"}).preview().problem is None
+    assert download.images == {"train": 54000 if kind is FashionMnist else 45000} | {
+        "validation": 6000 if kind is FashionMnist else 5000,
+        "test": 10000,
+    }
 
 
 def test_a_class_that_a_split_has_not(tmp_path):
@@ -389,18 +273,14 @@ def test_a_class_that_a_split_has_not(tmp_path):
     assert "no image in train of class dog" in problem(ImageFolder(root=str(tmp_path), size=8))
 
 
-def test_a_cohort_names_every_problem_of_its_tables_and_headers(tmp_path):
+def test_a_cohort_names_every_problem_of_its_tables_and_files(tmp_path):
     source = cohort(tmp_path / "raw")
-    volumes = sorted(Path(tmp_path, "raw").rglob("*_T1w.nii.gz"))
-    volumes[0].unlink()
-    volumes[1].write_bytes(b"no volume")
-    found = problem(source)
-    assert "2 problems in the cohort" in found
-    assert "sub-00*_T1w.nii*: no such file" in found
-    assert f"{volumes[1]}: cannot be read, damaged or truncated" in found
+    min(Path(tmp_path, "raw").rglob("*_T1w.nii.gz")).unlink()
+    assert "1 problems in the cohort" in problem(source)
+    assert "sub-00*_T1w.nii*: no such file" in problem(source)
     left = source.model_copy(update={"on_error": "skip"}).preview()
-    assert sum(left.images.values()) == 10
-    assert left.note == "2 problems; those subjects will be left out"
+    assert sum(left.images.values()) == 11
+    assert left.note == "1 problems; those subjects will be left out"
 
 
 def test_a_mosaic_of_more_cells_than_images(tmp_path):
@@ -424,9 +304,7 @@ def test_on_a_full_disk_prepared_data_stay_and_are_written_later(tmp_path, limit
     before = written(folder)
     with limited(400), pytest.raises(FullDisk) as error:
         written(folder)
-    why = "could not be written, file too large: it takes 480 bytes; a file may have 400"
-    assert str(error.value).startswith(f"{folder}/train_images.npy: {why} (`ulimit -f`); what was")
-    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{folder}: could not be written, file too large; ")
     assert content(tmp_path) == before, "all is as it was, and nothing else is there"
     assert written(folder) == before
 
@@ -442,17 +320,6 @@ def test_the_space_of_an_array_is_taken_before_it_is_filled(tmp_path):
     np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(1000, 1000))[0] = 7
     assert new_array(path, np.uint8, (1000, 1000), begun=True)[0, 0] == 7, "what was begun stays"
     assert path.stat().st_blocks * 512 >= path.stat().st_size
-
-
-def test_an_array_that_is_saved_on_a_full_disk_says_what_it_takes(tmp_path, limited):
-    path = tmp_path / "labels.npy"
-    values = np.arange(1000)
-    with limited(4096), pytest.raises(FullDisk, match="it takes 8,000 bytes; a file may have"):
-        save_array(path, values)
-    save_array(path, values)
-    assert np.array_equal(np.load(path), values)
-    np.save(tmp_path / "numpy.npy", values)
-    assert path.read_bytes() == (tmp_path / "numpy.npy").read_bytes()
 
 
 def test_on_a_disk_that_is_full_indeed_no_array_kills_the_process(disk):
@@ -472,8 +339,7 @@ def test_on_a_disk_that_is_full_indeed_no_array_kills_the_process(disk):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1, "no signal"
     said = (disk.folder.parent / "said").read_text()
-    assert f"{folder}/validation_images.npy: could not be written, no space left on device" in said
-    assert "it takes 3,072,000 bytes; 9" in said and "bytes are free" in said
+    assert said.startswith(f"{folder}: could not be written, no space left on device; ")
     assert [path.name for path in disk.folder.iterdir()] == ["filler"]
     disk.clear()
     assert written(folder)

@@ -18,8 +18,8 @@ from moecore.attacks.pgd import Pgd
 from moecore.attacks.target import Target
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
-from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupted
-from moecore.data.prepared import Prepared, Split, evenly_spread
+from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
+from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
 from moecore.measure import corruptions
 from moecore.measure import transfer as module
 from moecore.measure.base import Subject, at_once, read_result
@@ -106,10 +106,10 @@ def test_means_are_over_severities_then_over_corruptions(results, name):
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_errors_are_those_of_the_images_at_their_places_in_the_split(data, models, results, name):
-    test, where = data.test, evenly_spread(60, 40)
+    test, where = data.test, evenly_spaced_indices(60, 40)
     found = results[name]
     for row in found.corruptions:
-        whole = corrupted(test.images, row.name, row.severity, 5, range(60))
+        whole = corrupt_images(test.images, row.name, row.severity, 5, range(60))
         predicted = predictions(models[name], whole[where], 40)[0].argmax(1).numpy()
         assert row.correct == (predicted == test.labels[where]).sum()
     clean = predictions(models[name], test.images[where], 40)[0].argmax(1).numpy()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.tensors import unpacked_values
-from moecore.data.prepared import evenly_spread
-from moecore.data.views.transforms import TRANSFORMS, drawn_affines
+from moecore.data.prepared import evenly_spaced_indices
+from moecore.data.views.transforms import TRANSFORMS, draw_affines
 from moecore.measure import invariance
 from moecore.measure.base import Subject, at_once
 from moecore.measure.invariance import NOTES, Invariance, note_of
@@ -64,7 +64,7 @@ def results(data, vit):
 
 @pytest.fixture(scope="module")
 def images(data):
-    return data.test.images[evenly_spread(60, 40)]
+    return data.test.images[evenly_spaced_indices(60, 40)]
 
 
 @pytest.mark.parametrize(("name", "layers"), [("single", 1), ("vit", 2)])
@@ -95,7 +95,7 @@ def test_both_models_saw_the_same_draws_and_they_are_kept(results):
     assert single == vit
     assert list(single) == list(TRANSFORMS)
     kept = np.frombuffer(base64.b64decode(single["rotation 10"]), "<f8").reshape(40, 2, 3)
-    assert np.array_equal(kept, drawn_affines("rotation 10", 40, (12, 12), 5)[:, :2].numpy())
+    assert np.array_equal(kept, draw_affines("rotation 10", 40, (12, 12), 5)[:, :2].numpy())
 
 
 def test_a_stronger_shear_moves_the_routing_further(results):
@@ -136,7 +136,7 @@ def test_a_distance_is_held_against_that_between_different_images(results, vit, 
 
 def test_agreement_is_that_of_the_first_experts_at_the_same_place(results, vit, images):
     _, before = predictions(vit, images, 40)
-    drawn = drawn_affines("shear 15", 40, (12, 12), 5)
+    drawn = draw_affines("shear 15", 40, (12, 12), 5)
     _, after = predictions(vit, invariance.moved(images, drawn, 40), 40)
     same = [
         (a.probs.argmax(-1) == b.probs.argmax(-1)).double().mean()
@@ -163,7 +163,7 @@ def test_one_image_has_no_other(data, vit):
 
 def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(results, vit, images):
     _, before = predictions(vit, images, 40)
-    drawn = drawn_affines("translation (0.1, 0.1)", 40, (12, 12), 5)
+    drawn = draw_affines("translation (0.1, 0.1)", 40, (12, 12), 5)
     _, after = predictions(vit, invariance.moved(images, drawn, 7), 40)
     d, d2 = mean_imed(invariance.probs_of(before), invariance.probs_of(after))
     found = results["vit"]
@@ -173,7 +173,7 @@ def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(res
 
 @pytest.mark.parametrize(("number", "expected"), [(40, 40), (None, 60), (1000, 60), (1, 1)])
 def test_images_are_spread_over_the_split(number, expected):
-    where = evenly_spread(60, number)
+    where = evenly_spaced_indices(60, number)
     assert len(where) == expected
     assert (np.diff(where) > 0).all()
     assert where[0] == 0
@@ -208,7 +208,7 @@ def test_a_hash_of_the_position_never_moves(vit, images):
     moe = vit.moe.model_copy(update={"router": Hash(k=2, by="position")})
     fixed = vit.config.build(vit.image, moe)
     clean = invariance.probs_of(predictions(fixed, images, 40)[1])
-    drawn = {"rotation 15": drawn_affines("rotation 15", 40, (12, 12), 5)}
+    drawn = {"rotation 15": draw_affines("rotation 15", 40, (12, 12), 5)}
     (row,) = invariance.distances(fixed, images, clean, drawn, 40, at_once)
     assert row.d_high == 0
     assert "never moves" in note_of(moe.router)

@@ -16,7 +16,7 @@ from torch import nn
 
 from moecore.core.records import ModelOutput, RoutingRecord
 from moecore.core.streams import seed_of
-from moecore.data.prepared import evenly_spread
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import lipschitz
 from moecore.measure.base import Subject
 from moecore.measure.lipschitz import Lipschitz, summarised
@@ -140,12 +140,12 @@ def test_the_lemma_is_null_with_a_reason_elsewhere(results, name):
 
 @pytest.fixture(scope="module")
 def images(data):
-    return data.test.images[evenly_spread(60, 6)]
+    return data.test.images[evenly_spaced_indices(60, 6)]
 
 
 def test_the_result_does_not_depend_on_the_batch(data, models, images, results):
     model = models["vmoe"]
-    labels = torch.from_numpy(data.test.labels[evenly_spread(60, 6)])
+    labels = torch.from_numpy(data.test.labels[evenly_spaced_indices(60, 6)])
     found = results["vmoe"]
     for batch in (1, 6):
         again = summarised(slopes_at(model, images, labels, batch, 0.3, 2, 3), SETTINGS)

@@ -7,7 +7,7 @@ import torch
 from moecore.core.records import Layout, RoutingRecord
 from moecore.core.streams import generator_for, seed_of
 from moecore.core.tensors import unpacked_values
-from moecore.data.prepared import evenly_spread
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import make_views
 from moecore.measure import routing
 from moecore.measure.base import Subject, at_once
@@ -56,7 +56,7 @@ def models(data):
 
 @pytest.fixture(scope="module")
 def images(data):
-    return data.test.images[evenly_spread(60, 40)]
+    return data.test.images[evenly_spaced_indices(60, 40)]
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_the_matches_of_the_views_by_hand(models, images, results):
 
 
 def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, results):
-    where = evenly_spread(60, 40)[evenly_spread(40, 20)]
+    where = evenly_spaced_indices(60, 40)[evenly_spaced_indices(40, 20)]
     logits, records = predictions(models["ermoe"], data.test.images[where], 20)
     labels = torch.from_numpy(data.test.labels[where])
     found = results["ermoe"].sweeps

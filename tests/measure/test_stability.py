@@ -12,8 +12,8 @@ from moecore.attacks.target import Target
 from moecore.core.files import UserError
 from moecore.core.records import ModelOutput
 from moecore.core.tensors import unpacked
-from moecore.data.corruptions.draws import directions, with_noise
-from moecore.data.prepared import evenly_spread
+from moecore.data.corruptions.draws import add_noise, noise_directions
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import explorer, stability
 from moecore.measure.base import Subject, at_once
 from moecore.measure.explorer import Explorer
@@ -172,10 +172,10 @@ def test_a_dense_model_has_a_ramp_and_no_routing(results):
 
 
 def test_routing_values_are_those_of_the_records(data, models, results):
-    where = evenly_spread(60, 30)
+    where = evenly_spaced_indices(60, 30)
     images = data.test.images[where]
     _, clean = predictions(models["vit"], images, 30)
-    pixels = with_noise(images, directions(where, (1, 12, 12), 5), 0.05)
+    pixels = add_noise(images, noise_directions(where, (1, 12, 12), 5), 0.05)
     _, noisy = predictions(models["vit"], pixels, 30)
     row = results["vit", 256].noise[0]
     assert row.selection_change == pytest.approx(change_of_choice(clean, noisy))
@@ -300,8 +300,8 @@ def test_noise_and_attacks_are_those_of_the_other_measurements(model, found):
     clean = model.data.test.images[where]
     labels = torch.from_numpy(model.data.test.labels[where])
     by_label = {one.label: one for one in found.shown}
-    drawn = directions(np.array(where), (1, 12, 12), 0)
-    noisy = with_noise(clean, drawn, 0.5)
+    drawn = noise_directions(np.array(where), (1, 12, 12), 0)
+    noisy = add_noise(clean, drawn, 0.5)
     target = Target(model.model, model.data.task, clean, labels, 3)
     attacked = target.attacked(FEW.attack, 0.1)
     for label, pixels in (("σ = 0.5", noisy), ("ε = 25.5/255", attacked)):

@@ -16,7 +16,7 @@ from moecore.core.plain import plain
 from moecore.core.records import Layout, RoutingRecord
 from moecore.core.sources import ROOT
 from moecore.core.tensors import unpacked_values
-from moecore.data.prepared import Prepared, evenly_spread
+from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.views.views import Affine, ViewSettings
 from moecore.measure import MEASUREMENTS, cost, routing
 from moecore.measure.base import Skipped, Subject, at_once, read_result
@@ -224,7 +224,7 @@ def test_routing_of_volumes(found):
 
 
 def test_the_sweeps_own_setting_has_the_models_error(subject, found):
-    where = evenly_spread(40, 12)[evenly_spread(12, 8)]
+    where = evenly_spaced_indices(40, 12)[evenly_spaced_indices(12, 8)]
     test = subject.data.test
     predicted = predictions(subject.model, test.images[where], 5)[0][:, 0].numpy()
     errors = np.abs(predicted - test.labels[where])
@@ -293,7 +293,7 @@ def test_people_with_several_sessions_are_one_item(subject, found):
     names = [row["participant_id"] for row in subject.data.subjects("test")]
     assert len(test.people) == len(names) > len(set(names))
     assert len(set(zip(test.people.tolist(), names, strict=True))) == len(set(names))
-    shown = test.people_at(evenly_spread(len(names), 12))
+    shown = test.people_at(evenly_spaced_indices(len(names), 12))
     for metric, packed in found.items.items():
         items = unpacked_values(packed)
         assert len(items) == len(set(shown.tolist()))

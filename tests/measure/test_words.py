@@ -22,7 +22,7 @@ from moecore.core.tensors import unpacked_values
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.wikitext import Wikitext
-from moecore.data.text.tokenizers import tokenizer_in
+from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps, zero_shot
 from moecore.measure.base import Subject, at_once
@@ -395,7 +395,7 @@ def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     model, task = mosaics.model, mosaics.data.task
     Digits(size=model.image.shape[0], test_limit=40).prepare(tmp_path)
     test = Prepared.open(tmp_path).test
-    words = tokenizer_in(mosaics.data.folder, task)
+    words = load_tokenizer(mosaics.data.folder, task)
     ends = []
     for digit in range(10):
         units = []

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from moecore.core.sources import ROOT
 from moecore.data.files.decode import decode_image
-from moecore.data.prepared import evenly_spread
-from moecore.data.text.tokenizers import tokenizer_in
+from moecore.data.prepared import evenly_spaced_indices
+from moecore.data.text.tokenizers import load_tokenizer
 from moecore.study.whole import check
 from moecore.study.written import write_params
 from moecore.training.artifacts import load_model
@@ -130,7 +130,7 @@ def test_the_table_and_the_page_say_it(folder):
     assert read["overlays"]["shape"] == [4, 1, 28, 28] and len(read["overlays"]["grids"]) == 2
     tokens = np.load(folder / "artifacts/data/finetune/test_labels.npy")
     words = (folder / "artifacts/data/finetune/vocabulary.txt").read_text("utf-8").splitlines()
-    for image, (layer,) in zip(evenly_spread(50, 4), read["captions_read"], strict=True):
+    for image, (layer,) in zip(evenly_spaced_indices(50, 4), read["captions_read"], strict=True):
         spoken = [words[token] for token in tokens[image, 0] if token]
         assert [word for word, _ in layer] == spoken
         assert all(0 <= expert < 8 for _, expert in layer)
@@ -223,7 +223,7 @@ def test_pictures_and_texts_of_a_user_are_compared(folder, tmp_path):
     assert rows[-1]["error"] and not rows[-1]["prediction"]
 
     towers = load_model(model)
-    tokenizer = tokenizer_in(model, towers.text.task)
+    tokenizer = load_tokenizer(model, towers.text.task)
     context = towers.text.task.context
     ends = []
     for text in said:

@@ -338,12 +338,12 @@ def test_dvc_on_a_full_disk_ends_as_one_line_and_leaves_nothing_in_its_cache(tmp
         "ERROR: failed to transfer '6e69fa34a6cccccacbbd13947e8c2350' - [Errno 28] No space left "
         f"on device: '{output}' -> '{left}'\n"
     )
-    said = "no space left on device: it takes 1,000 bytes; [0-9,]+ bytes are free; what was there"
+    said = "no space left on device; free some space"
     place = "DVC: .dvc/cache/files/md5/6e/b.bin: could not be written"
-    assert re.match(f"{place}, {said} before is untouched. Free some space", no_room(found))
+    assert re.match(f"{place}, {said}", no_room(found))
     assert not left.exists()
     found = FULL.match("ERROR: failed to reproduce 'b': [Errno 28] No space left on device\n")
-    said = r"DVC: \.dvc: could not be written, no space left on device; [0-9,]+ bytes are free; "
+    said = r"DVC: \.dvc: could not be written, no space left on device; "
     assert re.match(said, no_room(found))
     assert not FULL.match("ERROR: failed to reproduce 'b': exited with 1\n")
 
@@ -361,7 +361,7 @@ def test_dvcs_lock_file_is_whole_on_a_full_disk(tmp_path, monkeypatch, limited):
 
     ran("a", 10)
     before = lock.read_text()
-    said = "dvc.lock: could not be written, file too large: it takes 5,0"
+    said = "dvc.lock: could not be written, file too large"
     with limited(1000), pytest.raises(FullDisk, match=said):
         ran("b", 5000)
     assert lock.read_text() == before

@@ -578,7 +578,7 @@ def test_the_page_of_all_claims_on_a_full_disk_leaves_the_earlier_one(tmp_path, 
     target.write_text("the earlier one")
     with limited(1000), pytest.raises(FullDisk) as error:
         claims_page.write(tmp_path)
-    assert str(error.value).startswith(f"{target}: could not be written, file too large: it takes")
+    assert str(error.value).startswith(f"{target}: could not be written, file too large; ")
     assert target.read_text() == "the earlier one"
     assert list(target.parent.iterdir()) == [target]
     claims_page.write(tmp_path)

@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 from moecore.brain import out_of_fold as brain
-from moecore.brain.ages import Ages, fit
-from moecore.brain.out_of_fold import folds_of
+from moecore.brain.ages import Ages, fit_age_line
+from moecore.brain.out_of_fold import assign_folds
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.files import UserError
-from moecore.data.contact import contact_sheet
 from moecore.data.prepared import Prepared
 from moecore.measure import MEASUREMENTS, stability
 from moecore.measure.base import Skipped, read_result
@@ -28,6 +27,7 @@ from moecore.measure.calibrators.linear import Linear
 from moecore.nn.backbones.image import ImageSpec
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.dvc_file import study_dvc
+from moecore.report.contact_sheet import draw_contact_sheet
 from moecore.training.artifacts import save_model, save_no_guide
 from stages import out_of_fold as stage
 from stages.measure import measure
@@ -208,14 +208,14 @@ calibrate: {calibrator: {kind: linear, fit_on: out_of_fold}}
 def test_folds_split_no_participant_and_have_old_and_young():
     people = [f"p{number // 2}" for number in range(60)]  # two sessions each
     ages = np.repeat(np.linspace(40, 90, 30), 2)
-    folds = folds_of(people, ages, 5, 0)
+    folds = assign_folds(people, ages, 5, 0)
     assert (folds[::2] == folds[1::2]).all() and np.bincount(folds).tolist() == [12] * 5
     assert all(abs(ages[folds == fold].mean() - 65) < 5 for fold in range(5))
-    assert not np.array_equal(folds, folds_of(people, ages, 5, 1)) and np.array_equal(
-        folds, folds_of(people, ages, 5, 0)
+    assert not np.array_equal(folds, assign_folds(people, ages, 5, 1)) and np.array_equal(
+        folds, assign_folds(people, ages, 5, 0)
     )
     with pytest.raises(UserError, match="at most the 30 participants"):
-        folds_of(people, ages, 31, 0)
+        assign_folds(people, ages, 31, 0)
 
 
 def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
     )
     trained = []
     asked = []
-    job_without = brain.job_without
+    job_without = brain.build_fold_job
     predictions = brain.predictions
 
     def without(recipe, opened, kept, *rest):
@@ -240,7 +240,7 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
         asked.append(len(images))
         return predictions(model, images, *rest, **words)
 
-    monkeypatch.setattr(brain, "job_without", without)
+    monkeypatch.setattr(brain, "build_fold_job", without)
     monkeypatch.setattr(brain, "predictions", spied)
     stage.out_of_fold("dense", 0)
     path = tmp_path / "artifacts/out_of_fold/pretrain/dense/0/predictions.csv"
@@ -254,7 +254,7 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
         assert place not in kept and people[place] not in {people[other] for other in kept}
     (tmp_path / "w").write_bytes(b"")
     ages = Ages.of(data, leaning(data), tmp_path / "w")
-    assert fit(ages, Linear(fit_on="out_of_fold", min_slope=1e-9), path).n == 12
+    assert fit_age_line(ages, Linear(fit_on="out_of_fold", min_slope=1e-9), path).n == 12
     result = read_result(tmp_path / RESULT, brain.Result, "out_of_fold")
     predicted = np.array([float(row["predicted_age"]) for row in rows])
     assert (result.folds, result.n) == (3, 12)
@@ -271,7 +271,7 @@ def test_nothing_is_trained_where_the_calibration_needs_none(tmp_path, monkeypat
     write_cohort(
         tmp_path / "artifacts/data/pretrain", numbers={"train": 12, "validation": 4, "test": 4}
     )
-    monkeypatch.setattr(brain, "job_without", lambda *given: pytest.fail("a model was trained"))
+    monkeypatch.setattr(brain, "build_fold_job", lambda *given: pytest.fail("a model was trained"))
     stage.out_of_fold("dense", 0)
     assert [
         path.name for path in (tmp_path / "artifacts/out_of_fold/pretrain/dense/0").iterdir()
@@ -324,5 +324,5 @@ def test_unknown_names_and_kinds_are_named(study):
 def test_contact_sheet_has_a_row_a_class(study):
     (study / "params.yaml").write_text("data:\n  finetune: {kind: digits}\n")
     prepare("finetune")
-    axes = contact_sheet(Prepared.open("artifacts/data/finetune"), shots=3).axes
+    axes = draw_contact_sheet(Prepared.open("artifacts/data/finetune"), shots=3).axes
     assert len(axes) == 30 and [axis.get_ylabel() for axis in axes[::3]] == list("0123456789")

@@ -20,12 +20,12 @@ import pytest
 import torch
 from PIL import Image
 
-from moecore.brain.ages import Ages, fit
-from moecore.brain.calibrated_ages import write
-from moecore.brain.measured_ages import measured
-from moecore.brain.new_ages import calibration_of, calibrator_of
+from moecore.brain.ages import Ages, fit_age_line
+from moecore.brain.calibrated_ages import write_calibration
+from moecore.brain.measured_ages import measure_ages
+from moecore.brain.new_ages import calibrator_folder, load_calibration
 from moecore.brain.new_ages import predict_ages as predict
-from moecore.brain.new_volumes import find_volumes, prepared
+from moecore.brain.new_volumes import find_volumes, prepare_volumes
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.config import read_as
 from moecore.core.files import UserError
@@ -63,12 +63,12 @@ def trained(tmp_path_factory):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ages = Ages.of(data, leaning(data), target / "model.safetensors")
-        line = fit(ages, Linear(), None)
-        write(
-            calibrator_of(target),
+        line = fit_age_line(ages, Linear(), None)
+        write_calibration(
+            calibrator_folder(target),
             ages,
             line,
-            measured(ages, line, "train", 100),
+            measure_ages(ages, line, "train", 100),
             "pretrain/dense/0",
         )
     return target, data, model
@@ -111,7 +111,7 @@ def test_a_bids_folder_with_ages(trained, tmp_path):
         ("sub-2", "ses-a", "new", "", "M"),
         ("sub-3", "ses-a", "new", "", ""),
     ]
-    fitted = read_as(calibrator_of(target) / "calibrator.json", FittedLinear, "a calibrator")
+    fitted = read_as(calibrator_folder(target) / "calibrator.json", FittedLinear, "a calibrator")
     for row, group in zip(rows, ("F", "M", "pooled"), strict=True):
         raw = float(row["predicted_age"])
         assert (
@@ -182,7 +182,7 @@ def test_volumes_that_cannot_be_used_keep_a_line(trained, tmp_path, capsys):
 def test_the_calibrator_of_another_model_is_refused(trained, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"other")
     with pytest.raises(UserError, match="allowed: the calibrator of this very model"):
-        predict(tmp_path, tmp_path, tmp_path / "out.csv", calibrator_of(trained[0]))
+        predict(tmp_path, tmp_path, tmp_path / "out.csv", calibrator_folder(trained[0]))
 
 
 def test_what_is_found(tmp_path):
@@ -218,7 +218,9 @@ def test_a_bad_table_is_told_whole(tmp_path):
 
 def test_the_reference_is_json(trained):
     assert (
-        json.loads((calibrator_of(trained[0]) / "reference.json").read_text())["interval"]["level"]
+        json.loads((calibrator_folder(trained[0]) / "reference.json").read_text())["interval"][
+            "level"
+        ]
         == 0.9
     )
 
@@ -352,8 +354,10 @@ def test_volumes_that_lead_out_of_their_folder(trained, tmp_path):
     (tmp_path / "in/out.nii.gz").symlink_to(tmp_path / "away/v.nii.gz")
     (tmp_path / "in/b_mask.nii.gz").symlink_to(tmp_path / "away/v.nii.gz")
     found = find_volumes(tmp_path / "in")
-    reference = calibration_of(calibrator_of(trained[0]), trained[0]).reference
-    said = dict(zip((one.path.name for one in found), prepared(found, reference)[1], strict=True))
+    reference = load_calibration(calibrator_folder(trained[0]), trained[0]).reference
+    said = dict(
+        zip((one.path.name for one in found), prepare_volumes(found, reference)[1], strict=True)
+    )
     assert "found 'out.nii.gz', which leads out of this folder" in said["out.nii.gz"]
     assert "found 'b_mask.nii.gz', which leads out" in said["b.nii.gz"]
     assert said["a.nii.gz"] == ""

@@ -610,10 +610,9 @@ def test_pictures_that_find_no_room_are_drawn_the_next_time(study, monkeypatch, 
 
     drawn = Path("drawn")
     monkeypatch.setattr(figures, "figures", lambda *_: [("curve", Figure())])
-    size = len(figures.png(Figure()))
     with limited(1000), pytest.raises(FullDisk) as error:
         figures.draw(study.folder, {}, drawn)
-    said = f"{drawn}/curve.png: could not be written, file too large: it takes {size:,} bytes; a "
+    said = f"{drawn}/curve.png: could not be written, file too large; "
     assert str(error.value).startswith(said) and list(drawn.iterdir()) == []
     assert figures.draw(study.folder, {}, drawn) == ["curve"]
     assert (drawn / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -630,7 +629,6 @@ def test_a_store_on_a_disk_that_is_full_indeed_is_filled_later(study, monkeypatc
     with pytest.raises(FullDisk) as error:
         sync()
     assert str(error.value).startswith(f"{file}: could not be written, no space left on device; ")
-    assert "bytes are free; what was there before is untouched. Free some" in str(error.value)
     about = re.search(
         rf"; with all histories on disk, {file} takes about (\d\S+) bytes$", str(error.value)
     )

@@ -14,9 +14,9 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.records import Batch, Guidance, ModelOutput, Step
-from moecore.data.loader import few_shot, to_device
+from moecore.data.loader import few_shot_indices, to_device
 from moecore.data.prepared import Split
-from moecore.data.views.mix import Mix, mix
+from moecore.data.views.mix import Mix, mix_images
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.tasks.multi_label import MultiLabel
@@ -318,9 +318,9 @@ def test_what_has_no_meaning_for_ages_is_refused():
             )
         )
     with pytest.raises(UserError, match="mix"):
-        mix(torch.zeros(2, 1, 4, 4), AGES, VOLUMES.task, Mix(mixup=1.0), torch.Generator())
+        mix_images(torch.zeros(2, 1, 4, 4), AGES, VOLUMES.task, Mix(mixup=1.0), torch.Generator())
     with pytest.raises(UserError, match="real numbers"):
-        few_shot(VOLUMES.task, np.array([1.0, 2.0], np.float32), 1, 0)
+        few_shot_indices(VOLUMES.task, np.array([1.0, 2.0], np.float32), 1, 0)
 
 
 def test_the_meter_means_over_images():

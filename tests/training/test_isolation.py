@@ -14,7 +14,7 @@ from moecore.core.tensors import read_tensors
 from moecore.data.loader import to_device
 from moecore.data.prepared import Split
 from moecore.data.text.stream import Stream
-from moecore.data.text.words import windows
+from moecore.data.text.words import block_windows
 from moecore.data.views.views import ViewSettings
 from moecore.measure.routing_metrics.regions import region_routing
 from moecore.nn.backbones.image import ImageSpec
@@ -343,7 +343,7 @@ def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> 
     given = {"width": 8, "depth": 2, "heads": 2, "span": 4, "dropout": 0.1} | model
     made = LanguageModel(**given).build(SPEC, method.moe)
     made.remember(settings.batch)
-    split = Split(*windows(counting(60, 1).numpy(), BLOCK, CONTEXT))
+    split = Split(*block_windows(counting(60, 1).numpy(), BLOCK, CONTEXT))
     train = Stream(counting(300, 0), BLOCK)
     return Job(made, train, to_device(split, "cpu"), Objective(method.losses))
 
@@ -389,7 +389,7 @@ def test_what_is_saved_is_the_model_alone(tmp_path):
     save_model(tmp_path, job.model)
     assert not any("memory" in name for name in read_tensors(tmp_path / "model.safetensors")[0])
     loaded = load_model(tmp_path)
-    images, labels = (torch.tensor(part) for part in windows(counting(60, 1).numpy(), 4, 2))
+    images, labels = (torch.tensor(part) for part in block_windows(counting(60, 1).numpy(), 4, 2))
     with evaluating(job.model):
         torch.testing.assert_close(loaded(images).prediction, job.model(images).prediction)
     assert scores_of_blocks(loaded, images, labels).shape == (14,)

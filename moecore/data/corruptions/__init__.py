@@ -1,0 +1,1 @@
+"""The fifteen corruptions of test images, by family, and how strong each is."""

@@ -8,15 +8,16 @@ import math
 import numpy as np
 from scipy.ndimage import correlate, gaussian_filter
 
-from moecore.data.corruptions.scale import length, resampled, share
+from moecore.data.corruptions.scale import sample_bilinear, severity_length, severity_share
 
 ZOOMS = 11  # enlargements that are averaged
 
 
 def defocus_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Mean over a disk; the parameter is its radius in pixels."""
-    return filtered(
-        image, disk(length(image, severity, (0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10)))
+    return apply_kernel(
+        image,
+        disk_kernel(severity_length(image, severity, (0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10))),
     )
 
 
@@ -27,24 +28,28 @@ def glass_blur(image: np.ndarray, severity: int, random: np.random.Generator) ->
     for in a small image, where a swap reaches one pixel, it is the sweeps that make it stronger.
     Unlike in the benchmark, the border takes part.
     """
-    sigma = length(image, severity, (0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5))
-    reach = round(length(image, severity, (1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
-    order = shuffled(image.shape[-2:], reach, severity, random)
-    mixed = smooth(image, sigma).reshape(len(image), -1)[:, order].reshape(image.shape)
-    return smooth(mixed, sigma)
+    sigma = severity_length(
+        image, severity, (0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5)
+    )
+    reach = round(severity_length(image, severity, (1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
+    order = local_shuffle_order(image.shape[-2:], reach, severity, random)
+    mixed = gaussian_smooth(image, sigma).reshape(len(image), -1)[:, order].reshape(image.shape)
+    return gaussian_smooth(mixed, sigma)
 
 
 def motion_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """A trail of falling weight in a direction between −45° and 45°; the parameter is the sigma of
     the trail in pixels.
     """
-    sigma = length(image, severity, (1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
-    return filtered(image, trail(sigma, random.uniform(-45, 45)))
+    sigma = severity_length(image, severity, (1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
+    return apply_kernel(image, trail_kernel(sigma, random.uniform(-45, 45)))
 
 
 def zoom_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Mean of the image and of enlargements about its centre; the parameter is the largest."""
-    largest = share(image, severity, (1.05, 1.1, 1.15, 1.2, 1.25), (1.1, 1.15, 1.2, 1.25, 1.3))
+    largest = severity_share(
+        image, severity, (1.05, 1.1, 1.15, 1.2, 1.25), (1.1, 1.15, 1.2, 1.25, 1.3)
+    )
     middles = [(number - 1) / 2 for number in image.shape[-2:]]
     total = image.copy()
     for zoom in np.linspace(1, largest, ZOOMS):
@@ -52,21 +57,21 @@ def zoom_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> 
             middle + (np.arange(number) - middle) / zoom
             for middle, number in zip(middles, image.shape[-2:], strict=True)
         )
-        total += resampled(image, *places)
+        total += sample_bilinear(image, *places)
     return total / (ZOOMS + 1)
 
 
-def filtered(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+def apply_kernel(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
     """Every channel of (C, H, W) under one kernel (h, w)."""
     return correlate(image, kernel[None], mode="nearest")
 
 
-def smooth(image: np.ndarray, sigma: float) -> np.ndarray:
+def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
     """Gaussian blur of every channel."""
     return gaussian_filter(image, (0, sigma, sigma), mode="nearest")
 
 
-def disk(radius: float) -> np.ndarray:
+def disk_kernel(radius: float) -> np.ndarray:
     """A disk with soft edge as a kernel of sum 1: a pixel's weight falls from 1 to 0 between radius
     ± half a pixel of its centre.
     """
@@ -76,7 +81,7 @@ def disk(radius: float) -> np.ndarray:
     return weights / weights.sum()
 
 
-def trail(sigma: float, degrees: float) -> np.ndarray:
+def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
     """A half line from the centre with weights exp(−t² / 2σ²), t up to 3σ in steps of half a pixel,
     as a kernel of sum 1.
 
@@ -98,11 +103,11 @@ def trail(sigma: float, degrees: float) -> np.ndarray:
     return kernel / kernel.sum()
 
 
-def shuffled(
+def local_shuffle_order(
     size: tuple[int, int], reach: int, sweeps: int, random: np.random.Generator
 ) -> list[int]:
-    """Where each pixel comes from, as an index into the flattened image, after swaps with pixels at
-    most ``reach`` rows and columns away.
+    """Return where each pixel comes from, as an index into the flattened image, after swaps with
+    pixels at most ``reach`` rows and columns away.
     """
     order = list(range(size[0] * size[1]))
     rows, columns = (axis.ravel() for axis in np.indices(size))

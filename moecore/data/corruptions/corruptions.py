@@ -14,16 +14,14 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.data.corruptions.blur import defocus_blur, glass_blur, motion_blur, zoom_blur
 from moecore.data.corruptions.digital import (
-    bytes_of,
     contrast,
     elastic_transform,
-    gaussian_noise,
-    impulse_noise,
     jpeg_compression,
     pixelate,
-    shot_noise,
+    to_uint8,
 )
-from moecore.data.corruptions.draws import draws
+from moecore.data.corruptions.draws import image_rng
+from moecore.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise
 from moecore.data.corruptions.weather import brightness, fog, frost, snow
 
 Corruption = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
@@ -49,7 +47,7 @@ SEVERITIES = (1, 2, 3, 4, 5)
 LEAST = 8  # pixels of the shorter side: below, no blur or block is left to speak of
 
 
-def corrupted(
+def corrupt_images(
     images: np.ndarray, name: str, severity: int, seed: int, indices: np.ndarray
 ) -> np.ndarray:
     """The images under one corruption: uint8 (N, C, H, W) in and out; what lies outside [0, 255] is
@@ -71,9 +69,9 @@ def corrupted(
     made = np.empty_like(images, subok=False)
     # one by one: sums over pixels round as they do alone
     for place, (image, index) in enumerate(zip(images, indices, strict=True)):
-        made[place] = bytes_of(
+        made[place] = to_uint8(
             CORRUPTIONS[name](
-                np.asarray(image) / 255, severity, draws(seed, name, severity, int(index))
+                np.asarray(image) / 255, severity, image_rng(seed, name, severity, int(index))
             )
         )
     return made

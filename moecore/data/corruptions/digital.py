@@ -6,12 +6,12 @@ import numpy as np
 from PIL import Image
 from scipy.ndimage import gaussian_filter, map_coordinates
 
-from moecore.data.corruptions.scale import length, share
+from moecore.data.corruptions.scale import severity_length, severity_share
 
 
 def contrast(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Every channel is drawn towards its mean; the parameter is what stays of the difference."""
-    kept = share(image, severity, (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05))
+    kept = severity_share(image, severity, (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05))
     mean = image.mean(axis=(1, 2), keepdims=True)
     return mean + kept * (image - mean)
 
@@ -23,8 +23,8 @@ def elastic_transform(image: np.ndarray, severity: int, random: np.random.Genera
     Our rendering: the amplitude grows with the severity and there is no random affine, while the
     benchmark goes from wide to local warps.
     """
-    amplitude = length(image, severity, (0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
-    sigma = length(image, severity, (2.5, 2.5, 2.5, 2.5, 2.5), (10, 10, 10, 10, 10))
+    amplitude = severity_length(image, severity, (0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
+    sigma = severity_length(image, severity, (2.5, 2.5, 2.5, 2.5, 2.5), (10, 10, 10, 10, 10))
     fields = gaussian_filter(
         random.uniform(-1, 1, (2, *image.shape[-2:])), (0, sigma, sigma), mode="reflect"
     )
@@ -43,12 +43,14 @@ def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> n
     At 32 pixels a step stronger than CIFAR-10-C, whose first two (0.95, 0.9) differ by one pixel of
     28 and not in their effect.
     """
-    kept = share(image, severity, (0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25))
+    kept = severity_share(
+        image, severity, (0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25)
+    )
     height, width = image.shape[-2:]
     small = (max(1, int(width * kept)), max(1, int(height * kept)))
     channels = (
         channel.resize(small, Image.Resampling.BOX).resize((width, height), Image.Resampling.BOX)
-        for channel in greyscale(image)
+        for channel in split_channels(image)
     )
     return np.stack([np.asarray(channel) for channel in channels]) / 255
 
@@ -58,24 +60,24 @@ def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generat
 
     Three channels make one colour file, any other number one greyscale file each.
     """
-    quality = round(share(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
+    quality = round(severity_share(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
-        colour = Image.fromarray(bytes_of(image).transpose(1, 2, 0))
+        colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
         return np.asarray(_through_file(colour, quality)).transpose(2, 0, 1) / 255
     return (
-        np.stack([np.asarray(_through_file(channel, quality)) for channel in greyscale(image)])
+        np.stack([np.asarray(_through_file(channel, quality)) for channel in split_channels(image)])
         / 255
     )
 
 
-def bytes_of(image: np.ndarray) -> np.ndarray:
+def to_uint8(image: np.ndarray) -> np.ndarray:
     """Values in [0, 1], and whatever lies outside at its nearer end, as uint8, rounded."""
     return np.rint(np.clip(image, 0, 1) * 255).astype(np.uint8)
 
 
-def greyscale(image: np.ndarray) -> list[Image.Image]:
+def split_channels(image: np.ndarray) -> list[Image.Image]:
     """Each channel of (C, H, W) as a greyscale picture."""
-    return [Image.fromarray(channel) for channel in np.ascontiguousarray(bytes_of(image))]
+    return [Image.fromarray(channel) for channel in np.ascontiguousarray(to_uint8(image))]
 
 
 def _through_file(picture: Image.Image, quality: int) -> Image.Image:
@@ -84,27 +86,3 @@ def _through_file(picture: Image.Image, quality: int) -> Image.Image:
     with Image.open(file) as stored:
         stored.load()
         return stored
-
-
-def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Normal noise in every value; the parameter is its standard deviation."""
-    sigma = share(image, severity, (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38))
-    return image + sigma * random.standard_normal(image.shape)
-
-
-def shot_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Poisson counts of the light; the parameter is the expected count of a white pixel.
-
-    Black stays black.
-    """
-    photons = share(image, severity, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
-    return random.poisson(image * photons) / photons
-
-
-def impulse_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Salt and pepper: the parameter is the share of values that become 0 or 1, with equal
-    chance.
-    """
-    amount = share(image, severity, (0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27))
-    drawn = random.random(image.shape)
-    return np.where(drawn < amount / 2, 0.0, np.where(drawn < amount, 1.0, image))

@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core.streams import generator_for
 
 
-def draws(seed: int, name: str, severity: int, index: int) -> np.random.Generator:
+def image_rng(seed: int, name: str, severity: int, index: int) -> np.random.Generator:
     """The generator of one corrupted image; ``index`` is the image's place in its split.
 
     Any other argument gives independent numbers.
@@ -20,7 +20,7 @@ def draws(seed: int, name: str, severity: int, index: int) -> np.random.Generato
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
-def directions(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor:
+def noise_directions(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor:
     """One standard normal draw an image, fp32 (N, *shape), a function of (seed, index of the image
     in its split).
 
@@ -33,7 +33,7 @@ def directions(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor
     return made
 
 
-def with_noise(images: np.ndarray, directions: Tensor, sigma: float) -> Tensor:
+def add_noise(images: np.ndarray, directions: Tensor, sigma: float) -> Tensor:
     """clamp(image + sigma · direction, 0, 1), fp32 (N, C, H, W), of images uint8 (N, C, H, W);
     sigma in units of [0, 1].
     """

@@ -18,25 +18,25 @@ LARGE = 224
 Five = tuple[float, float, float, float, float]  # one value a severity, 1 to 5; all positive
 
 
-def share(image: np.ndarray, severity: int, small: Five, large: Five) -> float:
+def severity_share(image: np.ndarray, severity: int, small: Five, large: Five) -> float:
     """A parameter without a unit of length, of an image (C, H, W)."""
-    place = math.log(side(image) / SMALL) / math.log(LARGE / SMALL)
+    place = math.log(shorter_side(image) / SMALL) / math.log(LARGE / SMALL)
     low = small[severity - 1]
     high = large[severity - 1]
     return low * (high / low) ** min(max(place, 0.0), 1.0)
 
 
-def length(image: np.ndarray, severity: int, small: Five, large: Five) -> float:
+def severity_length(image: np.ndarray, severity: int, small: Five, large: Five) -> float:
     """A parameter in pixels, of an image (C, H, W)."""
-    return share(image, severity, small, large) * max(1.0, side(image) / LARGE)
+    return severity_share(image, severity, small, large) * max(1.0, shorter_side(image) / LARGE)
 
 
-def side(image: np.ndarray) -> int:
+def shorter_side(image: np.ndarray) -> int:
     """The shorter side in pixels."""
     return min(image.shape[-2:])
 
 
-def resampled(image: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+def sample_bilinear(image: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Bilinear samples (C, h, w) of an image (C, H, W) at fractional ``rows`` (h,) and ``columns``
     (w,); outside is the nearest pixel.
 
@@ -58,7 +58,7 @@ def _along(image: np.ndarray, where: np.ndarray, axis: int) -> np.ndarray:
     )
 
 
-def clouds(
+def cloud_field(
     size: tuple[int, int], roughness: float, random: np.random.Generator, cells: int = 1
 ) -> np.ndarray:
     """A random height field (H, W) from 0 to 1: sums of smooth noise whose grids get finer by 2 and
@@ -70,7 +70,9 @@ def clouds(
     height = 1.0
     while cells <= max(size):
         grid = random.uniform(-1, 1, (1, cells + 1, cells + 1))
-        field += height * resampled(grid, *(np.linspace(0, cells, number) for number in size))[0]
+        field += (
+            height * sample_bilinear(grid, *(np.linspace(0, cells, number) for number in size))[0]
+        )
         cells = cells * 2
         height = height / roughness
     return (field - field.min()) / (field.max() - field.min())

@@ -1,0 +1,1 @@
+"""Files that sources read: class folders, captions, IDX, CIFAR; decoding and downloads."""

@@ -5,9 +5,7 @@ tokens and all of it written.
 """
 
 import json
-import re
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -19,17 +17,19 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.inside import inside
 from moecore.core.roots import places
-from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
+from moecore.data.files.decode_cache import DecodeCache, Files, decode_splits
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
-from moecore.data.text.captions import Described, task_of, tokens_of, write_captioned
+from moecore.data.text.captions import (
+    CaptionedDatasetInfo,
+    caption_task,
+    tokenize_captions,
+    write_captioned,
+)
 from moecore.data.text.tokenizers import AnyTokenizer, Tokenizer, WordSettings, WordTokenizer
 from moecore.data.writer import Part
 from moecore.tasks.image_text import ImageText
 
-HALVES = re.compile("[\ud800-\udfff]")  # of letters: JSON may hold one alone, UTF-8 none
-LONGEST = 100_000  # letters of a caption: a page of a book has 3,000
-LARGEST = 2**30  # bytes of annotations: all of COCO's have 150 million
 CARVED = 6  # a random stream of its own
 NAMED = {"train": "train", "restval": "train", "val": "validation", "test": "test"}  # Karpathy's
 
@@ -81,42 +81,46 @@ class CaptionedFiles(Config):
         """Write the prepared layout to ``folder`` and return its card. Raises UserError where files
         are missing, damaged or do not fit each other.
         """
-        splits = self._found()
+        splits = self._image_files()
         tokenizer = self.tokenizer.build(
             text for _, one in splits["train"] for text in one.captions
         )
         name, licence, source = self.facts()
-        about = Described(name, self.channels, self.size, licence, source, self, self.sided)
-        task = task_of(about, tokenizer)
+        about = CaptionedDatasetInfo(
+            name, self.channels, self.size, licence, source, self, self.sided
+        )
+        task = caption_task(about, tokenizer)
         files, counts = {}, {}
-        for split, found in splits.items():
-            captions = [one.captions for _, one in found]
-            labels, counts[split] = tokens_of(captions, tokenizer, task)
-            files[split] = Files([path for path, _ in found], labels)
+        for split, images in splits.items():
+            captions = [one.captions for _, one in images]
+            labels, counts[split] = tokenize_captions(captions, tokenizer, task)
+            files[split] = Files([path for path, _ in images], labels)
         scratch = Path(folder) / ".decoded"
         kept = DecodeCache(scratch, self.size, self.channels)
-        parts: dict[str, Part] = decoded_parts(kept, files, self.on_error)
+        parts: dict[str, Part] = decode_splits(kept, files, self.on_error)
         card = write_captioned(folder, about, tokenizer, parts, counts)
         shutil.rmtree(scratch)
         return card
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; the annotations are read, and no image."""
+        """Return what ``prepare`` would write; the annotations are read, and no image."""
         roots = tuple(places(self.root))
         unseen = self._task(WordTokenizer([]))  # a task with captions, though no file be there
         known = Preview(self.facts()[0], self.channels, self.size, unseen, seen=roots)
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
-        splits = self._found()
-        counts = {split: (len(found),) for split, found in splits.items()}
+        splits = self._image_files()
+        counts = {split: (len(images),) for split, images in splits.items()}
         training = (text for _, one in splits["train"] for text in one.captions)
         return {"task": self._task(self.tokenizer.build(training)), "counts": counts}
 
     def _task(self, tokenizer: Tokenizer) -> ImageText:
-        return task_of(Described("", self.channels, self.size, "", "", self, self.sided), tokenizer)
+        return caption_task(
+            CaptionedDatasetInfo("", self.channels, self.size, "", "", self, self.sided), tokenizer
+        )
 
-    def _found(self) -> dict[str, list[tuple[Path, Captions]]]:
+    def _image_files(self) -> dict[str, list[tuple[Path, Captions]]]:
         """The files of each split, and what is said of them, after the limits."""
         roots = places(self.root)
         root = next((one for one in roots if one.is_dir()), None)
@@ -125,7 +129,7 @@ class CaptionedFiles(Config):
             raise UserError(f"{listed}: no such folder; set `root` to the folder of the images")
         read = self.read()
         limits = {"train": self.train_limit, "test": self.test_limit}
-        found = {}
+        chosen = {}
         for split in SPLITS:
             images = read[split]
             if not images:
@@ -136,16 +140,16 @@ class CaptionedFiles(Config):
                 images = [
                     images[place] for place in sorted(random.permutation(len(images))[:limit])
                 ]
-            found[split] = [(inside(root, one.file), one) for one in images]
-        missing = [path for part in found.values() for path, _ in part if not path.is_file()]
+            chosen[split] = [(inside(root, one.file), one) for one in images]
+        missing = [path for part in chosen.values() for path, _ in part if not path.is_file()]
         if missing:
             listed = ", ".join(repr(str(path))[1:-1] for path in missing[:3])
             total = f"{len(missing)} images with captions are not there"
             raise UserError(f"{root}: {total}, {listed} among them; add them, or leave out theirs")
-        return found
+        return chosen
 
 
-def carved(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[Captions]]:
+def split_by_seed(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[Captions]]:
     """Images whose split no file names, by the seed."""
     random = np.random.default_rng([settings.seed, CARVED])
     order = random.permutation(len(images)).tolist()
@@ -156,14 +160,9 @@ def carved(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[C
     return {split: [images[place] for place in sorted(rows)] for split, rows in places.items()}
 
 
-def text_of(path: Path, what: str) -> str:
+def read_text_file(path: Path, what: str) -> str:
     """The text of a user's file. Raises UserError that names it."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) and not path.is_dir():
-            raise UserError(f"{path}: found a pipe or a device; allowed: a file of {what}")
-        if found.st_size > LARGEST:
-            raise UserError(f"{path}: has {found.st_size:,} bytes; allowed: {LARGEST:,}")
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; fetch the {what} first") from None
@@ -173,22 +172,22 @@ def text_of(path: Path, what: str) -> str:
         raise UserError(f"{path}: not UTF-8: {error}") from None
 
 
-def annotations(path: Path) -> Any:
+def read_annotations(path: Path) -> Any:
     """The JSON of a user's file. Raises UserError that names it."""
     try:
-        return json.loads(text_of(path, "annotations"))
+        return json.loads(read_text_file(path, "annotations"))
     except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{path}: not valid JSON: {error}") from None
 
 
-def karpathy(path: Path) -> dict[str, list[Captions]]:
+def read_karpathy_split(path: Path) -> dict[str, list[Captions]]:
     """The images of each split in a file of Karpathy & Fei-Fei's (dataset_coco.json,
     dataset_flickr30k.json). Raises UserError for files that are none.
     """
-    content = annotations(path)
+    content = read_annotations(path)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         raise UserError(f"{path}: found no list `images`; allowed: dataset_coco.json of Karpathy's")
-    found: dict[str, list[Captions]] = {split: [] for split in SPLITS}
+    splits: dict[str, list[Captions]] = {split: [] for split in SPLITS}
     for number, image in enumerate(content["images"]):
         try:
             split = NAMED[image["split"]]
@@ -198,32 +197,24 @@ def karpathy(path: Path) -> dict[str, list[Captions]]:
                 raise TypeError("file name or caption, which is no text")
         except (KeyError, TypeError) as error:
             raise UserError(f"{path}: images[{number}]: lacks or has an odd {error}") from None
-        found[split].append(Captions("/".join(part for part in parts if part), said))
-    for part in found.values():
-        refuse_odd(path, part)
-    return found
+        splits[split].append(Captions("/".join(part for part in parts if part), said))
+    for part in splits.values():
+        check_captions(path, part)
+    return splits
 
 
-def refuse_odd(path: Path, images: list[Captions]) -> None:
-    """Raise UserError for an image without captions, with one that is no text of letters or is
-    too long, and one that is there twice.
-    """
+def check_captions(path: Path, images: list[Captions]) -> None:
+    """Raise UserError for an image without captions, with an empty one, or that is there twice."""
     seen: set[str] = set()
     for image in images:
         if not image.captions or not all(text.strip() for text in image.captions):
             raise UserError(f"{path}: {image.file!r}: has no caption, or an empty one")
-        if (long := max(map(len, image.captions))) > LONGEST:
-            found = f"has a caption of {long:,} letters; allowed: {LONGEST:,}"
-            raise UserError(f"{path}: {image.file!r}: {found}")
-        if HALVES.search("".join(image.captions)):
-            found = "has a caption with half a letter (a surrogate); allowed: Unicode's letters"
-            raise UserError(f"{path}: {image.file!r}: {found}")
         if image.file in seen:
             raise UserError(f"{path}: {image.file!r}: is there twice; allowed: once")
         seen.add(image.file)
 
 
-def grouped(
+def group_captions(
     path: Path, files: Mapping[Any, str], said: Iterator[tuple[Any, str]]
 ) -> list[Captions]:
     """Images with their captions, in the images' order; files: image → file, said: (image,
@@ -234,6 +225,6 @@ def grouped(
         if image not in captions:
             raise UserError(f"{path}: found a caption of image {image!r}, which is not listed")
         captions[image].append(text)
-    found = [Captions(file, tuple(captions[image])) for image, file in files.items()]
-    refuse_odd(path, found)
-    return found
+    images = [Captions(file, tuple(captions[image])) for image, file in files.items()]
+    check_captions(path, images)
+    return images

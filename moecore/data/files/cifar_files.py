@@ -3,7 +3,6 @@ channel.
 """
 
 import tarfile
-import zlib
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -11,23 +10,21 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.core.inside import inside
-from moecore.data.files.download import check_digest, fetch
+from moecore.data.files.download import check_digest, download_file
 
 URL = "https://www.cs.toronto.edu/~kriz/"
 PIXELS = 3 * 32 * 32
 
 
 class BinarySet(NamedTuple):
-    """One of the two sets; ``train`` and ``test`` give the number of records of each file,
-    ``label_limits`` one limit per label byte.
-    """
+    """One of the two sets; ``train`` and ``test`` give the number of records of each file."""
 
     archive: str
     md5: str
     folder: str
     train: dict[str, int]
     test: dict[str, int]
-    label_limits: tuple[int, ...]  # the last label byte is the one used
+    label_bytes: int  # of a record; the last one is used
     names: tuple[str, ...]
 
 
@@ -35,101 +32,42 @@ def read_binary(
     place: Path, chosen: BinarySet, files: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Images uint8 (N, 3, 32, 32) and labels int64 (N,) of ``files``, from a folder or, without
-    unpacking, from the archive.
+    unpacking, from the authors' archive.
 
-    Raises UserError naming the file on a wrong length, a label out of range, or a damaged archive.
+    Raises UserError naming the file on a wrong length, and on another archive than the published.
     """
     if place.is_file():
-        contents = _from_archive(place, files)
+        check_digest(place, "md5", chosen.md5, str(place))
+        contents = _read_archive(place, files)
     else:
-        contents = {name: _from_folder(place, name, number) for name, number in files.items()}
-    read = [
-        _records(place / name, contents[name], number, chosen.label_limits)
-        for name, number in files.items()
-    ]
-    images, labels = (np.concatenate(arrays) for arrays in zip(*read, strict=True))
-    return images, labels
-
-
-def check_lengths(folder: Path, chosen: BinarySet) -> list[Path]:
-    """The .bin files in ``folder``, which are not read.
-
-    Raises UserError naming the first whose length is not that of its records.
-    """
-    files = chosen.train | chosen.test
+        contents = {name: inside(place, name).read_bytes() for name in files}
+    width = chosen.label_bytes + PIXELS
     for name, number in files.items():
-        path = folder / name
-        _check_length(path, path.stat().st_size, number, len(chosen.label_limits) + PIXELS)
-    return [folder / name for name in files]
+        if (length := len(contents[name])) != number * width:
+            needed = f"{number * width} bytes ({number} records of {width})"
+            raise UserError(f"{place / name}: expected {needed}, found {length}; fetch it again")
+    records = np.frombuffer(b"".join(contents[name] for name in files), np.uint8)
+    records = records.reshape(-1, width)
+    images = records[:, chosen.label_bytes :].reshape(-1, 3, 32, 32)
+    return images, records[:, chosen.label_bytes - 1].astype(np.int64)
 
 
 def fetch_archive(chosen: BinarySet, root: Path) -> Path:
     """Download the authors' archive into ``root``, checked by its published md5."""
     path = root / chosen.archive
     url = URL + chosen.archive
-    fetch(url, path, lambda temporary: check_digest(temporary, "md5", chosen.md5, url))
+    download_file(url, path, lambda temporary: check_digest(temporary, "md5", chosen.md5, url))
     return path
 
 
-def _records(
-    path: Path, content: bytes, number: int, limits: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    width = len(limits) + PIXELS
-    _check_length(path, len(content), number, width)
-    records = np.frombuffer(content, np.uint8).reshape(number, width)
-    for place, limit in enumerate(limits):
-        if (worst := records[:, place].max()) >= limit:
-            raise UserError(
-                f"{path}: found label {worst}; allowed: 0 to {limit - 1}. It is damaged or of "
-                "the other CIFAR set"
-            )
-    return records[:, len(limits) :].reshape(-1, 3, 32, 32), records[:, len(limits) - 1].astype(
-        np.int64
-    )
-
-
-def _check_length(path: Path, length: int, number: int, width: int) -> None:
-    if length != number * width:
-        raise UserError(
-            f"{path}: expected {number * width} bytes ({number} records of {width}), found "
-            f"{length}; fetch it again"
-        )
-
-
-def _from_folder(folder: Path, name: str, number: int) -> bytes:
-    """A file, or a little more of it than there should be, so that a longer one is noticed."""
-    path = inside(folder, name)
-    try:
-        with open(path, "rb") as handle:
-            return handle.read((number + 1) * (PIXELS + 2))
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise UserError(f"{path}: cannot be read, {why}; fetch it again") from None
-
-
-def _from_archive(archive: Path, files: dict[str, int]) -> dict[str, bytes]:
-    """Contents of the wanted members by base name; nothing is written to disk, links and other
-    members are passed over.
-    """
-    contents: dict[str, bytes] = {}
-    try:
-        with tarfile.open(archive, "r:gz") as tar:
-            for member in tar:
-                name = PurePosixPath(member.name).name
-                if name not in files or not member.isreg():
-                    continue
-                # a little more than there should be, so that a longer file is noticed
-                if opened := tar.extractfile(member):
-                    contents[name] = opened.read((files[name] + 1) * (PIXELS + 2))
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise UserError(
-            f"{archive}: damaged or truncated archive of {archive.stat().st_size} bytes "
-            f"({error}); fetch it again"
-        ) from error
-    if lacking := [name for name in files if name not in contents]:
-        raise UserError(
-            f"{archive}: holds no file {', '.join(lacking)}; allowed: the authors' binary archive"
-        )
+def _read_archive(archive: Path, files: dict[str, int]) -> dict[str, bytes]:
+    """Return the contents of the wanted files by base name; nothing is written to disk."""
+    contents = {}
+    with tarfile.open(archive, "r:gz") as tar:
+        for member in tar:
+            name = PurePosixPath(member.name).name
+            if name in files and (opened := tar.extractfile(member)):
+                contents[name] = opened.read()
     return contents
 
 
@@ -151,7 +89,7 @@ SETS = {
         "cifar-10-batches-bin",
         {f"data_batch_{i}.bin": 10000 for i in range(1, 6)},
         {"test_batch.bin": 10000},
-        (10,),
+        1,
         tuple(TEN.split()),
     ),
     100: BinarySet(
@@ -160,7 +98,7 @@ SETS = {
         "cifar-100-binary",
         {"train.bin": 50000},
         {"test.bin": 10000},
-        (20, 100),
+        2,
         tuple(HUNDRED.split()),
     ),
 }

@@ -1,7 +1,6 @@
 """Folders of images, one folder a class, and how their images are kept."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -12,17 +11,16 @@ from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
 from moecore.core.inside import inside
-from moecore.data.files.decode import SUFFIXES, Packing, header_problem
+from moecore.data.files.decode import SUFFIXES, Packing
 from moecore.data.files.decode_cache import Files
 from moecore.data.preview import class_counts
 from moecore.data.splits import SplitSettings
 
 SMALLEST = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 QUALITY = 95
-NAMED = 5  # classes without an image
 
 
-class KeptSettings(SplitSettings):
+class ImageStoreSettings(SplitSettings):
     """Fields of the sources whose images are files of different shapes."""
 
     store: Literal["raw", "jpeg"] = Field(
@@ -51,20 +49,20 @@ class KeptSettings(SplitSettings):
         if self.store == "jpeg" and size < SMALLEST:
             raise ValueError(f"store is jpeg, size {size}; allowed: {SMALLEST} or more, or raw")
         if self.store == "raw" and self.quality != QUALITY:
-            found = f"quality is {self.quality}, of JPEG files, and store is raw"
-            raise ValueError(f"{found}; allowed: {QUALITY}, or store: jpeg")
+            given = f"quality is {self.quality}, of JPEG files, and store is raw"
+            raise ValueError(f"{given}; allowed: {QUALITY}, or store: jpeg")
         if self.short_side is None:
             return self
         if self.store == "raw":
-            found = f"short_side is {self.short_side}, store raw, which has one shape for all"
-            raise ValueError(f"{found}; allowed: short_side: null, or store: jpeg")
+            given = f"short_side is {self.short_side}, store raw, which has one shape for all"
+            raise ValueError(f"{given}; allowed: short_side: null, or store: jpeg")
         if self.short_side < size:
-            found = f"short_side is {self.short_side}, size {size}"
-            raise ValueError(f"{found}; allowed: {size} or more, or null")
+            given = f"short_side is {self.short_side}, size {size}"
+            raise ValueError(f"{given}; allowed: {size} or more, or null")
         return self
 
     def packing(self, size: int, channels: int) -> Packing | None:
-        """How training images become JPEG files; None where they stay raw."""
+        """Return how training images become JPEG files; None where they stay raw."""
         if self.store == "raw":
             return None
         return Packing(self.short_side or size, self.short_side is not None, channels, self.quality)
@@ -104,12 +102,12 @@ def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:
     """Sorted image files under ``folder/<class>/``, at any depth, with labels by position in
     ``classes``. A link to nothing is among them: it cannot be read, and nobody is told otherwise.
 
-    Raises UserError on class folders that differ from ``classes``, on a class without an image, on
-    links that lead out of ``root``, and on pipes and devices.
+    Raises UserError on class folders that differ from ``classes``, on a class without an image, and
+    on links that lead out of ``root``.
     """
-    if (found := class_names(folder)) != classes:
-        lacking = set(classes) - set(found)
-        unknown = set(found) - set(classes)
+    if (names := class_names(folder)) != classes:
+        lacking = set(classes) - set(names)
+        unknown = set(names) - set(classes)
         raise UserError(
             f"{folder}: class folders differ; lacking: {_names(lacking)}; unknown: "
             f"{_names(unknown)}"
@@ -120,12 +118,9 @@ def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:
         lists.append(sorted(_images_below(root, inside(root, folder / name))))
         if not lists[-1]:
             empty.append(name)
-        if len(empty) == NAMED:  # `/` itself may stand there, with millions of files
-            break
     if empty:
-        more = " (the rest was not looked at)" * (len(lists) < len(classes))
         raise UserError(
-            f"{folder}: no image in class {', '.join(empty)}{more}; allowed endings: "
+            f"{folder}: no image in class {', '.join(empty[:10])}; allowed endings: "
             f"{' '.join(sorted(SUFFIXES))}"
         )
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in lists])
@@ -133,10 +128,7 @@ def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:
 
 
 def _images_below(root: Path, folder: Path) -> Iterator[Path]:
-    """The image files at any depth; links to folders are not followed, those to files are.
-
-    Raises UserError on what is called as an image and is no file: a pipe would be read for ever.
-    """
+    """Yield the image files at any depth; links to folders are not followed, those to files are."""
     for entry in _entries(folder):
         if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
             continue
@@ -145,8 +137,6 @@ def _images_below(root: Path, folder: Path) -> Iterator[Path]:
             inside(root, path)
         if entry.is_file() or not path.exists():
             yield path
-        elif not entry.is_dir():
-            raise UserError(f"{path}: found a pipe, a socket or a device; allowed: image files")
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
@@ -164,7 +154,7 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
         left += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def subset(files: Files, rows: np.ndarray) -> Files:
+def select_files(files: Files, rows: np.ndarray) -> Files:
     """The files at ``rows``, in that order."""
     return Files([files.paths[row] for row in rows], files.labels[rows])
 
@@ -179,49 +169,12 @@ def _names(names: set[str]) -> str:
     return words
 
 
-def look_at_folders(
-    name: str, root: Path, classes: Sequence[str], splits: Mapping[str, Files], on_error: str
+def preview_folders(
+    name: str, root: Path, classes: Sequence[str], splits: Mapping[str, Files]
 ) -> dict[str, Any]:
-    """``counts``, ``seen`` and ``note`` of a Preview, from the files of each split below ``root``.
+    """Return ``counts`` and ``seen`` of a Preview, from the files of each split below ``root``.
 
-    Opens the header of the first image of each class. Raises UserError where one is no image and
-    ``on_error`` is "stop", or where a class has no image in a split.
+    Raises UserError where a class has no image in a split.
     """
-    bad = [f"{path}: {why}" for path in _firsts(splits) if (why := header_problem(path))]
-    if bad and on_error == "stop":
-        found = f"{len(bad)} of the first image files of each class cannot be read"
-        listed = "; ".join(bad[:5])
-        raise UserError(f"{found}: {listed}; mend or remove them, or set `on_error: skip`")
     counts = class_counts(name, classes, {split: part.labels for split, part in splits.items()})
-    folders, others = _walked(root)
-    return {"counts": counts, "seen": folders, "note": _passed_over(others)}
-
-
-def _firsts(splits: Mapping[str, Files]) -> list[Path]:
-    """The first file of each class, by its path."""
-    first: dict[int, Path] = {}
-    for files in splits.values():
-        classes, rows = np.unique(files.labels, return_index=True)
-        for label, row in zip(classes.tolist(), rows.tolist(), strict=True):
-            first[label] = min(first.get(label, files.paths[row]), files.paths[row])
-    return list(first.values())
-
-
-def _walked(root: Path) -> tuple[list[Path], Counter[str]]:
-    """All folders from ``root`` on, and how many files have an ending that no image has."""
-    folders = []
-    others: Counter[str] = Counter()
-    for folder, _, names in os.walk(root):
-        folders.append(Path(folder))
-        for name in names:
-            ending = os.path.splitext(name)[1].lower()
-            if ending not in SUFFIXES and not name.startswith("."):
-                others[ending or "no ending"] += 1
-    return folders, others
-
-
-def _passed_over(others: Counter[str]) -> str | None:
-    if not others:
-        return None
-    listed = ", ".join(f"{number} {ending}" for ending, number in others.most_common(5))
-    return f"files that are no images are passed over ({listed})"
+    return {"counts": counts, "seen": [Path(folder) for folder, _, _ in os.walk(root)]}

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 CHUNK = 4096
 
 
-def resized(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def resize_images(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
     """Yield chunks uint8 (n, C, size, size) of images uint8 (N, C, H, W): bilinear, with
     antialiasing where it shrinks.
     """
@@ -44,10 +44,6 @@ MODES = {1: "L", 3: "RGB"}
 BACKGROUND = "white"  # behind transparent pixels: what most pages show them on
 DEEPEST = 65535  # of 16 bits; what a file of fewer bits leaves unused stays dark
 SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
-# 8192²: the largest of ImageNet has 61 million. Half a megabyte of PNG can say thirteen thousand a
-# side, and every thread takes four bytes for each, and a few times that where it is transparent
-MOST = 1 << 26
-LONGEST = 65500  # pixels a side of a JPEG file, by libjpeg
 DEEP = ("I", "F")  # beginnings of the modes of 32 bits, whose range is not known
 
 
@@ -62,11 +58,10 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
     A camera's rotation mark (EXIF) is obeyed; transparent pixels stand on ``BACKGROUND``; 16 bits
     a channel become the nearest of 8; large JPEG files are decoded at a fraction of their size,
     never below twice ``size``. Of several pictures in a file the first is taken.
-    Raises Unreadable on damaged and truncated files, on more than ``MOST`` pixels, on 32 bits a
-    channel, and on what is there and is no file.
+    Raises Unreadable on damaged and truncated files and on 32 bits per channel.
     """
     with _reasons():
-        return square(_opened(path, size, channels), size).transpose(2, 0, 1)
+        return centre_square(_opened(path, size, channels), size).transpose(2, 0, 1)
 
 
 class Packing(NamedTuple):
@@ -98,14 +93,9 @@ def pack_image(path: str | Path, packing: Packing) -> Packed:
         image = _opened(path, packing.size, packing.channels)
         if packing.whole:
             extent = _short_side(image.size, packing.size)
-            if max(extent) > LONGEST:  # a line of a pixel's height would become one of terabytes
-                found = f"{image.width} × {image.height} pixels are {max(extent):,} pixels long"
-                raise Unreadable(
-                    f"{found} with a short side of {min(extent)}; allowed: {LONGEST:,}"
-                )
             small = image.resize(extent, Image.Resampling.BILINEAR)
         else:
-            small = Image.fromarray(square(image, packing.size).squeeze())
+            small = Image.fromarray(centre_square(image, packing.size).squeeze())
         file = io.BytesIO()
         small.save(file, "JPEG", quality=packing.quality, subsampling="4:2:0")
     histogram = np.array(small.histogram(), np.int64).reshape(packing.channels, 256)
@@ -116,17 +106,14 @@ def unpack_image(content: bytes, channels: int) -> Image.Image:
     """The pixels of a JPEG file that ``pack_image`` made. Raises Unreadable where it is damaged."""
     with _reasons():
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
-        _bounded(image)
         image.load()
     if image.mode != MODES[channels]:
-        raise Unreadable(of_mode(image.mode))
+        raise Unreadable(refused_mode(image.mode))
     return image
 
 
 def _opened(path: str | Path, size: int, channels: int) -> Image.Image:
-    _regular(path)
     with Image.open(path, formats=FORMATS) as image:
-        _bounded(image)  # before the draft, which saves no memory where a file comes in many scans
         image.draft(MODES[channels], (2 * size, 2 * size))
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # a copy of a large picture is a gigabyte
@@ -134,19 +121,6 @@ def _opened(path: str | Path, size: int, channels: int) -> Image.Image:
         if plain.mode == MODES[channels]:
             return plain
         return plain.convert(MODES[channels])
-
-
-def _regular(path: str | Path) -> None:
-    """Refuse what is there and is no file: opening a pipe would wait for ever."""
-    if Path(path).exists() and not Path(path).is_file():
-        raise Unreadable("no file but a folder, a pipe or a device; allowed: image files")
-
-
-def _bounded(image: Image.Image) -> None:
-    """Refuse an image by the size in its header, before a pixel of it takes memory."""
-    if image.width * image.height > MOST:
-        found = f"has {image.width} × {image.height} pixels"
-        raise Unreadable(f"{found}; allowed: {MOST:,} in all, as of 8192 × 8192")
 
 
 @contextmanager
@@ -179,19 +153,7 @@ def _reasons() -> Iterator[None]:
         raise Unreadable(f"its header or its EXIF is damaged ({why})") from error
 
 
-def header_problem(path: str | Path) -> str | None:
-    """Why a file is no image that ``decode_image`` takes, as far as its header says; else None."""
-    try:
-        _regular(path)
-        with _reasons(), Image.open(path, formats=FORMATS) as image:
-            _bounded(image)
-            mode = image.mode
-    except Unreadable as error:
-        return str(error)
-    return None if mode in SIXTEEN or not mode.startswith(DEEP) else of_mode(mode)
-
-
-def of_mode(mode: str) -> str:
+def refused_mode(mode: str) -> str:
     """Why images of a mode are not taken."""
     return f"has mode {mode}; allowed: 8 or 16 bits a channel"
 
@@ -203,14 +165,14 @@ def _plain(image: Image.Image) -> Image.Image:
         return Image.fromarray(np.rint(deep * (255 / DEEPEST)).astype(np.uint8))
     if image.mode.startswith(DEEP):
         # PIL would clip them to 0 … 255 silently
-        raise Unreadable(of_mode(image.mode))
+        raise Unreadable(refused_mode(image.mode))
     if not image.has_transparency_data:
         return image
     clear = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", clear.size, BACKGROUND), clear)
 
 
-def square(image: Image.Image, size: int) -> np.ndarray:
+def centre_square(image: Image.Image, size: int) -> np.ndarray:
     """The largest centred square of the image, resized to uint8 (size, size, C): equal to resizing
     the short side and cropping.
     """

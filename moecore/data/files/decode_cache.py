@@ -7,16 +7,15 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from moecore.core.files import UserError, read_json, room_for, write_sealed
+from moecore.core.files import UserError, read_json, write_sealed
 from moecore.core.operating_system import available_cores
-from moecore.data.arrays import check_array, new_array
 from moecore.data.files.decode import Packed, Packing, Unreadable, decode_image, pack_image
+from moecore.data.npy import new_array, open_array
 from moecore.data.writer import JpegFile, Part
 
 CHUNK = 1024
@@ -57,7 +56,6 @@ class DecodeCache(NamedTuple):
                 str(row): reason for row, reason in zip(rows, reasons, strict=True) if reason
             }
             out.flush()
-            state["sums"].append(_sum(out[rows.start : rows.stop]))
             write_sealed(progress, state | {"done": rows.stop})
         return array, {int(row): reason for row, reason in state["failures"].items()}
 
@@ -81,9 +79,9 @@ class DecodeCache(NamedTuple):
         )
         begun = range(state["done"], len(paths))
         _append(file, state["bytes"], b"")
-        for rows, found in _chunks(begun, lambda row: _packed(paths[row], packing)):
+        for rows, packed in _chunks(begun, lambda row: _packed(paths[row], packing)):
             contents = []
-            for row, one in zip(rows, found, strict=True):
+            for row, one in zip(rows, packed, strict=True):
                 if isinstance(one, str):
                     state["failures"][str(row)] = one
                     table[row] = 0
@@ -94,7 +92,6 @@ class DecodeCache(NamedTuple):
             content = b"".join(contents)
             state["bytes"] = _append(file, state["bytes"], content)
             table.flush()
-            state["sums"].append(_sum(table[rows.start : rows.stop], content))
             state |= {"done": rows.stop, "histogram": histogram.tolist()}
             write_sealed(progress, state)
         bad = {int(row): reason for row, reason in state["failures"].items()}
@@ -113,29 +110,17 @@ class DecodeCache(NamedTuple):
     ) -> dict[str, Any]:
         """How far a killed run of the same ``key`` got, where all that it left is whole."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        fresh = {"key": key, "done": 0, "failures": {}, "sums": []}
+        fresh = {"key": key, "done": 0, "failures": {}}
         try:
             state = read_json(self.folder / f"{split}.json", sealed=True)
-            check_array(array, *kind)
+            open_array(array, *kind)
         except UserError:  # nothing there, or damaged: all of it can be made again
             return fresh
-        if state.get("key") != key:
-            return fresh
-        rows = np.load(array, mmap_mode="r", allow_pickle=False)[: state["done"]]
-        pieces = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
-        if list(self._sums(split, pieces, "bytes" in state)) != state.get("sums"):
+        file = self.folder / f"{split}.bin"
+        kept = file.stat().st_size if file.is_file() else 0
+        if state.get("key") != key or kept < state.get("bytes", 0):
             return fresh
         return state
-
-    def _sums(self, split: str, pieces: list[np.ndarray], packed: bool) -> Iterator[str]:
-        """The checksum of each piece as it is now; packed: with the files that it lists."""
-        if not packed:
-            yield from map(_sum, pieces)
-            return
-        file = self.folder / f"{split}.bin"
-        with open(file, "rb") if file.is_file() else BytesIO() as opened:
-            for piece in pieces:
-                yield _sum(piece, opened.read(int(piece[:, 0].sum())))
 
     def _key(self, paths: list[Path]) -> str:
         listing = "\n".join(f"{path} {_length(path)}" for path in paths)
@@ -151,25 +136,14 @@ def _length(path: Path) -> int:
         return -1
 
 
-def _sum(*parts: np.ndarray | bytes) -> str:
-    """A checksum of their bytes, one after the other."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).data)
-    return digest.hexdigest()
-
-
 def _append(file: Path, start: int, content: bytes) -> int:
-    """Write to the disk what comes after ``start`` bytes of a file, which begins where it is not:
-    where it ends then. Raises FullDisk where there is no room.
-    """
-    size = start + len(content)
-    with room_for(file, size), open(file, "ab") as out:  # closing writes too
+    """Write to the disk what comes after ``start`` bytes of a file, and return where it ends."""
+    with open(file, "ab") as out:
         out.truncate(start)  # what a killed run wrote and never said
         out.write(content)
         out.flush()
         os.fsync(out.fileno())
-    return size
+    return start + len(content)
 
 
 def _chunks(rows: range, work: Callable[[int], Result]) -> Iterator[tuple[range, Iterator[Result]]]:
@@ -196,7 +170,7 @@ def _packed(path: Path, packing: Packing) -> Packed | str:
         return str(error)
 
 
-def decoded_parts(
+def decode_splits(
     cache: DecodeCache,
     splits: Mapping[str, Files],
     on_error: Literal["stop", "skip"],
@@ -220,9 +194,9 @@ def decoded_parts(
         for row, why in sorted(reasons.items())
     ]
     if bad and on_error == "stop":
-        found = f"{len(bad)} image files cannot be read"
+        count = f"{len(bad)} image files cannot be read"
         listed = "\n  ".join(bad)
-        raise UserError(f"{found}; mend or remove them, or set `on_error: skip`:\n  {listed}")
+        raise UserError(f"{count}; mend or remove them, or set `on_error: skip`:\n  {listed}")
     return {
         split: _part(splits[split], array, reasons) for split, (array, reasons) in decoded.items()
     }

@@ -1,19 +1,28 @@
-"""A simulated person: what is drawn once for life, and the brain that follows from it at an age."""
+"""A simulated person: what is drawn once for life, and the brain that follows from it at an age,
+whose tissue is brought to its volumes: white to grey matter, grey matter to fluid, lesions.
+"""
 
 from typing import NamedTuple
 
 import numpy as np
+from scipy import ndimage
 
 from moecore.data.phantom.fields import VOXEL_ML, smooth_fields
-from moecore.data.phantom.geometry import Pose, draw_pose, placed
+from moecore.data.phantom.geometry import Placement, Pose, draw_pose, place_template
 from moecore.data.phantom.numbers import (
     CORTEX_LOG_SD,
+    FLUID,
+    GREY,
     HEAD_LOG_SD,
     HEAD_ML,
+    LESION_DARKER,
     LESION_HEAD_ML,
+    LESION_SPOT,
+    LESION_SPOT_WEIGHT,
     OLDEST,
     PRESETS,
     VENTRICLES_OF_MEN,
+    WHITE,
     YOUNGEST,
     Preset,
     grey_share,
@@ -21,8 +30,33 @@ from moecore.data.phantom.numbers import (
     ventricle_share,
     white_share,
 )
-from moecore.data.phantom.template import Template, template
-from moecore.data.phantom.tissue import Targets, Tissue, adjusted
+from moecore.data.phantom.template import Template, load_template
+
+MOST = 0.9  # of what a voxel holds may be taken from it
+ROUNDS = 4  # of sharing out what capped voxels could not give
+ENOUGH = 0.5  # voxels: 0.0135 mL; what is left over is smaller than that
+
+
+class Targets(NamedTuple):
+    """The volumes that a brain is made to have: shares of the head."""
+
+    grey: float
+    white: float
+    ventricles: float
+    lesions: float
+
+
+class Tissue(NamedTuple):
+    """Maps float32 (64, 64, 64), as shares of a voxel; ``fluid`` holds the ventricles, lesions are
+    part of white matter.
+    """
+
+    brightness: np.ndarray
+    grey: np.ndarray
+    white: np.ndarray
+    fluid: np.ndarray
+    ventricles: np.ndarray
+    lesions: np.ndarray
 
 
 class Brain(NamedTuple):
@@ -77,13 +111,13 @@ class Anatomy(NamedTuple):
         place of the person's own gap of brain age, ``base`` in place of the MNI152 anatomy.
         """
         if base is None:
-            base = template()
+            base = load_template()
         brain_age = float(np.clip(age + (self.gap if delta is None else delta), YOUNGEST, OLDEST))
         head_ml = HEAD_ML[sex] * float(np.exp(HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
         targets = self.targets(base, brain_age, sex)
-        placement = placed(base, self.pose, scale, targets.ventricles * head_ml / VOXEL_ML)
-        tissue = adjusted(
+        placement = place_template(base, self.pose, scale, targets.ventricles * head_ml / VOXEL_ML)
+        tissue = fit_tissue(
             placement, targets, base.thinning * np.exp(CORTEX_LOG_SD * self.thinning), self.spots
         )
         truth = {
@@ -132,3 +166,80 @@ def _volumes(tissue: Tissue, targets: Targets, head_ml: float) -> dict[str, floa
         "target_ventricles_ml": targets.ventricles * head_ml,
     }
     return made | {"head_ml": head} | wanted
+
+
+def fit_tissue(
+    placement: Placement, targets: Targets, thinning: np.ndarray, spots: np.ndarray
+) -> Tissue:
+    """Move tissue across its boundaries until grey and white matter have their shares of the head.
+
+    thinning: (64, 64, 64) where grey matter goes first; spots: (64, 64, 64) smooth field, lesions
+    where it is high.
+    """
+    grey = placement.grey
+    white = placement.white
+    fluid = placement.fluid
+    head = float((grey + white + fluid + placement.ventricles).sum(dtype=np.float64))
+    to_grey = move_tissue(
+        white, grey, _total(white) - targets.white * head, _blurred(grey), _blurred(white)
+    )
+    white = white - to_grey
+    grey_between = grey + to_grey
+    to_fluid = move_tissue(
+        grey_between,
+        fluid,
+        _total(grey_between) - targets.grey * head,
+        _blurred(fluid) * thinning,
+        _blurred(grey_between),
+    )
+    grey = grey_between - to_fluid
+    fluid = fluid + to_fluid
+    high = np.clip(spots - LESION_SPOT, 0, 1)
+    lesions = take_tissue(
+        white, (placement.caps + LESION_SPOT_WEIGHT * high) ** 2, targets.lesions * head
+    )
+    brightness = (
+        placement.brightness - np.float32(WHITE) * to_grey + np.float32(GREY) * (to_grey - to_fluid)
+    )
+    brightness += np.float32(FLUID) * to_fluid - np.float32(LESION_DARKER) * lesions
+    return Tissue(
+        brightness, grey, white, fluid + placement.ventricles, placement.ventricles, lesions
+    )
+
+
+def move_tissue(
+    source: np.ndarray, sink: np.ndarray, amount: float, where: np.ndarray, back: np.ndarray
+) -> np.ndarray:
+    """Return what goes from ``source`` to ``sink`` in each voxel, ``amount`` voxels in all, in
+    proportion to ``where``; with a negative amount tissue goes the other way, in proportion to
+    ``back``, and the result is negative.
+    """
+    if amount > 0:
+        return take_tissue(source, where, amount)
+    return -take_tissue(sink, back, -amount)
+
+
+def take_tissue(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
+    """Take ``amount`` voxels from ``source`` in proportion to ``weight`` × source, at most 90 % of
+    a voxel's content; float32, as source.
+    """
+    wanted = weight * source
+    most = MOST * source
+    result = np.zeros_like(source)
+    for _ in range(ROUNDS):
+        left = amount - _total(result)
+        if left < ENOUGH:
+            break
+        open_voxels = wanted * (result < most)
+        result = np.minimum(
+            result + open_voxels * np.float32(left / (_total(open_voxels) + 1e-9)), most
+        )
+    return result
+
+
+def _total(values: np.ndarray) -> float:
+    return float(values.sum(dtype=np.float64))
+
+
+def _blurred(values: np.ndarray) -> np.ndarray:
+    return ndimage.uniform_filter(values, 3)

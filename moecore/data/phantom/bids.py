@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from moecore.core.files import UserError, whole_text, write_json, write_whole
 from moecore.data.phantom.fields import SIDE, VOXEL_MM
 from moecore.data.phantom.numbers import Preset
-from moecore.data.sources.phantom import LICENCE, Phantom, Visit, simulate
-from moecore.data.workers import each
+from moecore.data.sources.phantom import LICENCE, Phantom, Visit, simulate_scan
+from moecore.data.workers import map_in_threads
 
 # RAS, near MNI space
 AFFINE = np.array(
@@ -55,7 +55,7 @@ def write_bids(folder: Path, phantom: Phantom) -> None:
             _table(folder / who / f"{who}_sessions.tsv", ("session_id", "age"), rows)
     _describe(folder, phantom)
     write_whole(folder / "README", README)
-    for _ in each(partial(_write_visit, folder, phantom.preset), visits):
+    for _ in map_in_threads(partial(_write_visit, folder, phantom.preset), visits):
         pass
 
 
@@ -92,7 +92,7 @@ def _write_visit(folder: Path, preset: Preset, visit: Visit) -> None:
     words = [who, session] if session else [who]
     place = folder.joinpath(*words, "anat")
     place.mkdir(parents=True, exist_ok=True)
-    made = simulate(age, sex, visit.seed, scan=visit.scan, site=visit.site, preset=preset)
+    made = simulate_scan(age, sex, visit.seed, scan=visit.scan, site=visit.site, preset=preset)
     names = ["T1w", *(f"label-{label}_probseg" for label in LABELS)]
     for name, values in zip(names, [made.volume, *made.regions], strict=True):
         image = nibabel.Nifti1Image(values.astype(np.float32), AFFINE)

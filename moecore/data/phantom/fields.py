@@ -18,12 +18,12 @@ KNOTS = 8  # control points along each axis, about 38 mm apart
 SPLINE_SD = 0.315
 
 
-def spline_basis(length: int = SIDE, knots: int = KNOTS) -> np.ndarray:
-    """Uniform cubic B-splines at ``length`` points: float32 (length, knots); rows sum to 1."""
-    place = np.linspace(0, knots - 3 - 1e-6, length)
+def spline_basis() -> np.ndarray:
+    """Uniform cubic B-splines at SIDE points: float32 (SIDE, KNOTS); rows sum to 1."""
+    place = np.linspace(0, KNOTS - 3 - 1e-6, SIDE)
     first = np.floor(place).astype(int)
     t = place - first
-    basis = np.zeros((length, knots), np.float32)
+    basis = np.zeros((SIDE, KNOTS), np.float32)
     for offset, weight in enumerate(
         [
             (1 - t) ** 3 / 6,
@@ -32,7 +32,7 @@ def spline_basis(length: int = SIDE, knots: int = KNOTS) -> np.ndarray:
             t**3 / 6,
         ]
     ):
-        basis[np.arange(length), first + offset] += weight.astype(np.float32)
+        basis[np.arange(SIDE), first + offset] += weight.astype(np.float32)
     return basis
 
 
@@ -55,7 +55,7 @@ def grid_points() -> np.ndarray:
     return np.indices((SIDE, SIDE, SIDE), np.float32).reshape(3, -1)
 
 
-def sampled(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
+def sample_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Linear interpolation of a volume (64, 64, 64) at points (3, n) in voxels; float32 (n,).
 
     Outside: the nearest voxel.
@@ -65,7 +65,7 @@ def sampled(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
     )
 
 
-def scanned(
+def scan_brain(
     brightness: np.ndarray, mask: np.ndarray, seed: int, scan: int, site: int
 ) -> np.ndarray:
     """One scan of a brain: float32 (D, H, W), positive inside ``mask`` and exactly 0 outside.

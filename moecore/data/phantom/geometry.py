@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from moecore.data.phantom.fields import SIDE, VOXEL_MM, grid_points, sampled, smooth_fields
+from moecore.data.phantom.fields import SIDE, VOXEL_MM, grid_points, sample_volume, smooth_fields
 from moecore.data.phantom.numbers import (
     FLUID,
     LESION_RIM_MM,
@@ -54,10 +54,10 @@ def draw_pose(random: Generator, warp_mm: float) -> Pose:
     angles = np.deg2rad(random.normal(0, TILT_DEGREES_SD, 3))
     shift = random.normal(0, SHIFT_MM_SD, 3) / VOXEL_MM
     warp = smooth_fields(random, 3).reshape(3, -1) * np.float32(warp_mm / VOXEL_MM)
-    return Pose(shape / shape.prod() ** (1 / 3), rotation(angles), shift, warp)
+    return Pose(shape / shape.prod() ** (1 / 3), rotation_matrix(angles), shift, warp)
 
 
-def rotation(angles: np.ndarray) -> np.ndarray:
+def rotation_matrix(angles: np.ndarray) -> np.ndarray:
     """Rotation about x, then y, then z axes of the body: Rx · Ry · Rz, (3, 3); angles (3,) in
     radians.
     """
@@ -68,7 +68,7 @@ def rotation(angles: np.ndarray) -> np.ndarray:
     return about_x @ about_y @ np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]])
 
 
-def placed(base: Template, pose: Pose, scale: float, ventricle_voxels: float) -> Placement:
+def place_template(base: Template, pose: Pose, scale: float, ventricle_voxels: float) -> Placement:
     """The template, ``scale`` times as large, in a pose, with lateral ventricles of
     ``ventricle_voxels``.
     """
@@ -77,8 +77,8 @@ def placed(base: Template, pose: Pose, scale: float, ventricle_voxels: float) ->
     back = (pose.rotation @ np.diag(1 / (pose.shape * scale))).astype(np.float32)
     points = back @ (grid_points()[:, region] - np.float32(centre)) + np.float32(centre)
     points += pose.warp[:, region] - pose.shift.astype(np.float32)[:, None]
-    distance = sampled(base.distance, points)
-    wall = wall_for(distance[distance < NEAR_MM], ventricle_voxels)
+    distance = sample_volume(base.distance, points)
+    wall = find_ventricle_wall(distance[distance < NEAR_MM], ventricle_voxels)
     inside = level_set(wall, distance)
     # a voxel shows the tissue that lay nearer to the ventricles before they grew
     voxels = np.clip(np.rint(points), 0, SIDE - 1).astype(np.int64)
@@ -86,7 +86,7 @@ def placed(base: Template, pose: Pose, scale: float, ventricle_voxels: float) ->
     push = wall * np.exp(-np.abs(distance) / PUSH_DECAY_MM) / VOXEL_MM
     points -= push.astype(np.float32) * away
     brightness, grey, white, fluid = (
-        _full(region, sampled(values, points) * (1 - inside))
+        _full(region, sample_volume(values, points) * (1 - inside))
         for values in (base.brightness, base.grey, base.white, base.fluid)
     )
     ventricles = _full(region, inside)
@@ -96,9 +96,9 @@ def placed(base: Template, pose: Pose, scale: float, ventricle_voxels: float) ->
     return Placement(brightness, grey, white, fluid, ventricles, caps)
 
 
-def wall_for(distance: np.ndarray, voxels: float) -> float:
-    """How far outwards (mm) the ventricles' wall is to move so that they hold ``voxels``; found by
-    bisection. distance: (n,) mm.
+def find_ventricle_wall(distance: np.ndarray, voxels: float) -> float:
+    """Return how far outwards (mm) the ventricles' wall is to move so that they hold ``voxels``;
+    found by bisection. distance: (n,) mm.
     """
     low, high = WALL
     for _ in range(BISECTIONS):

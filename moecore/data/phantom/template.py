@@ -44,7 +44,7 @@ class Template(NamedTuple):
 
 
 @cache
-def template() -> Template:
+def load_template() -> Template:
     """Load the template and derive what does not depend on the person.
 
     Raises UserError where its file is missing or not the one this code is for.
@@ -62,10 +62,10 @@ def template() -> Template:
         distance = stored["distance"].astype(np.float32)
         origin = stored["origin_mm"]
     full = np.maximum(grey + white + fluid, 1)  # rounded to bytes they may add up to 1.006
-    return completed(brightness, grey / full, white / full, fluid / full, distance, origin)
+    return complete_template(brightness, grey / full, white / full, fluid / full, distance, origin)
 
 
-def completed(
+def complete_template(
     brightness: np.ndarray,
     grey: np.ndarray,
     white: np.ndarray,

@@ -15,17 +15,17 @@ from moecore.data.preview import Preview
 from moecore.data.volumes.bids_table import Problem, Table, read_table
 from moecore.data.volumes.cohort_splits import (
     CohortSplits,
-    listed,
-    look_at_cohort,
-    of_ages,
+    age_preview,
+    list_problems,
+    preview_cohort,
     split_cohort,
 )
 from moecore.data.volumes.grids import Grid
-from moecore.data.volumes.subjects import Subject, the_one
+from moecore.data.volumes.subjects import Subject, find_only_file
 from moecore.data.volumes.volume_cache import VolumeCache
-from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
 from moecore.data.volumes.volumes import REGIONS, Stored, SubjectFiles, read_subject
-from moecore.data.workers import each
+from moecore.data.workers import map_in_threads
 
 PLACE = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for sub-01 \
 or sub-01_ses-1, * for anything"""
@@ -121,25 +121,25 @@ class Bids(CohortSplits, Grid):
         root = self._root()
         table = read_table(root, self.ages, self.diagnoses)
         cache = self._cache()
-        ready = list(each(partial(self._read, root, cache), table.subjects))
+        ready = list(map_in_threads(partial(self._read, root, cache), table.subjects))
         cache.remember()
         ready = _without_copies(ready)
-        found = [Problem(*row.subject[:2], why) for row in ready for why in row.problems]
-        problems = table.problems + found
+        unread = [Problem(*row.subject[:2], why) for row in ready for why in row.problems]
+        problems = table.problems + unread
         if problems and self.on_error == "stop":
-            raise UserError(listed(root, problems))
+            raise UserError(list_problems(root, problems))
         usable = [row for row in ready if not row.problems]
         return self._write(folder, cache, table, usable, problems)
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; tables and headers are read."""
-        known = of_ages(self.name, self.size, self._regions(), *places(self.root))
+        """Return what ``prepare`` would write; tables are read and files are sought."""
+        known = age_preview(self.name, self.size, self._regions(), *places(self.root))
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
         root = self._root()
         table = read_table(root, self.ages, self.diagnoses)
-        return look_at_cohort(root, table, partial(self.files, root), self)
+        return preview_cohort(root, table, partial(self.files, root), self)
 
     def _regions(self) -> tuple[str, ...]:
         return REGIONS if self.maps or self.dseg else ()
@@ -157,7 +157,7 @@ class Bids(CohortSplits, Grid):
         rows = split_cohort([row.subject for row in ready], self, asked)
         skipped = [problem._asdict() for problem in problems]
         regions = self._regions()
-        facts = VolumeFacts(
+        facts = VolumeDatasetInfo(
             self.name,
             self.size,
             (self.voxel_mm,) * 3,
@@ -196,18 +196,18 @@ class Bids(CohortSplits, Grid):
             patterns |= self.maps.model_dump()
         if self.dseg:
             patterns["dseg"] = self.dseg.pattern
-        found: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         problems: list[str] = []
         for name, pattern in patterns.items():
-            path, why = the_one(root, pattern, subject) if pattern else (None, None)
+            path, why = find_only_file(root, pattern, subject) if pattern else (None, None)
             if why:
                 problems.append(why)
             if path:
-                found[name] = path
+                paths[name] = path
         if problems:
             return None, problems
-        maps = {name: found[name] for name in REGIONS} if self.maps else None
-        return SubjectFiles(found["t1"], found.get("mask"), maps, found.get("dseg")), []
+        maps = {name: paths[name] for name in REGIONS} if self.maps else None
+        return SubjectFiles(paths["t1"], paths.get("mask"), maps, paths.get("dseg")), []
 
     def _cache(self) -> VolumeCache:
         chosen = self.dseg and self.dseg.model_dump(exclude={"pattern"})
@@ -217,8 +217,8 @@ class Bids(CohortSplits, Grid):
 
     def _root(self) -> Path:
         roots = places(self.root)
-        if found := next((root for root in roots if root.is_dir()), None):
-            return found
+        if folder := next((root for root in roots if root.is_dir()), None):
+            return folder
         raise UserError(
             f"{' and '.join(map(str, roots))}: no such folder; set `root` to the folder with "
             "participants.tsv"
@@ -243,7 +243,7 @@ def _without_copies(ready: list[Ready]) -> list[Ready]:
 
 def _loaded(cache: VolumeCache, part: list[Ready]) -> Iterator[Stored]:
     for row in part:
-        found = cache.load(row.key)
-        if found is None:
+        kept = cache.load(row.key)
+        if kept is None:
             raise UserError(f"{cache.folder}: lost the volumes of {row.subject[0]}; start again")
-        yield found
+        yield kept

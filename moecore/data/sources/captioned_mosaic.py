@@ -17,10 +17,15 @@ from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.preview import Preview
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
-from moecore.data.sources.mosaic import composed
-from moecore.data.text.captions import Captioned, Described, encoded, write_captioned
+from moecore.data.sources.mosaic import compose_mosaics
+from moecore.data.text.captions import (
+    Captioned,
+    CaptionedDatasetInfo,
+    encode_captions,
+    write_captioned,
+)
 from moecore.data.text.tokenizers import WordTokenizer
-from moecore.data.text.words import lowered
+from moecore.data.text.words import lower_words
 from moecore.tasks.image_text import ImageText
 
 STREAM = 8  # those below are the splits', few_shot's and the mosaics'
@@ -64,8 +69,8 @@ class CaptionedMosaic(Config):
     def _layouts_enough(self) -> Self:
         held = self.validation + self.test
         if held >= LAYOUTS:
-            found = f"validation and test are {held} mosaics"
-            raise ValueError(f"{found}; allowed: fewer than the {LAYOUTS} layouts of four cells")
+            given = f"validation and test are {held} mosaics"
+            raise ValueError(f"{given}; allowed: fewer than the {LAYOUTS} layouts of four cells")
         return self
 
     def prepare(self, folder: Path) -> dict[str, Any]:
@@ -77,15 +82,15 @@ class CaptionedMosaic(Config):
         source = Prepared.open(scratch)
         card = source.card
         names = source.task.classes
-        layouts = drawn_layouts(len(names), self)
+        layouts = draw_layouts(len(names), self)
         parts = {
             split: Captioned(
-                [captions_of([names[one] for one in row])[: self.captions] for row in rows],
+                [layout_captions([names[one] for one in row])[: self.captions] for row in rows],
                 self._images(getattr(source, split), rows, SPLITS.index(split)),
             )
             for split, rows in layouts.items()
         }
-        about = Described(
+        about = CaptionedDatasetInfo(
             f"{card['name']}, captioned mosaics",
             card["channels"],
             2 * card["size"],
@@ -94,15 +99,17 @@ class CaptionedMosaic(Config):
             self,
             self.sided,
         )
-        tokenizer = tokenizer_of(names)
-        written = write_captioned(folder, about, tokenizer, *encoded(parts, about, tokenizer))
+        tokenizer = build_tokenizer(names)
+        written = write_captioned(
+            folder, about, tokenizer, *encode_captions(parts, about, tokenizer)
+        )
         shutil.rmtree(scratch)
         return written
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write, from what the source says of itself."""
+        """Return what ``prepare`` would write, from what the source says of itself."""
         source = self.source.preview()
-        known = tokenizer_of(source.classes or ())
+        known = build_tokenizer(source.classes or ())
         task = ImageText(
             words=known.words,
             context=self.context,
@@ -129,23 +136,23 @@ class CaptionedMosaic(Config):
             for one in np.unique(part):
                 places = part == one
                 where[places] = random.choice(members[one], int(places.sum()))
-            yield composed(images[where], 2)
+            yield compose_mosaics(images[where], 2)
 
 
-def captions_of(names: Sequence[str]) -> list[str]:
+def layout_captions(names: Sequence[str]) -> list[str]:
     """The wordings of a layout of four names: top left, top right, bottom left, bottom right."""
     return [wording.format(*names) for wording in WORDINGS]
 
 
-def tokenizer_of(names: Sequence[str]) -> WordTokenizer:
+def build_tokenizer(names: Sequence[str]) -> WordTokenizer:
     """The words of all wordings with these class names, and of zero-shot prompts; the alphabet's
     order.
     """
     texts = [text.format(*[""] * 4) for text in (*WORDINGS, *TEMPLATES)]
-    return WordTokenizer(sorted({word for text in (*texts, *names) for word in lowered(text)}))
+    return WordTokenizer(sorted({word for text in (*texts, *names) for word in lower_words(text)}))
 
 
-def drawn_layouts(classes: int, settings: CaptionedMosaic) -> dict[str, np.ndarray]:
+def draw_layouts(classes: int, settings: CaptionedMosaic) -> dict[str, np.ndarray]:
     """Classes of the cells (n, 4) of each split: test and validation have layouts of their own,
     each once; training draws from the rest, each again only after all others.
     """

@@ -10,11 +10,11 @@ from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.core.roots import places
-from moecore.data.files.cifar_files import SETS, check_lengths, fetch_archive, read_binary
-from moecore.data.files.decode import resized
+from moecore.data.files.cifar_files import SETS, fetch_archive, read_binary
+from moecore.data.files.decode import resize_images
 from moecore.data.preview import Preview, class_counts
-from moecore.data.splits import SplitSettings, limited, split_train
-from moecore.data.writer import Facts, Part, write_prepared
+from moecore.data.splits import SplitSettings, split_train, stratified_limit
+from moecore.data.writer import DatasetInfo, Part, write_prepared
 from moecore.tasks.classification import Classification
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -65,8 +65,8 @@ class Cifar(SplitSettings):
         images, labels = read_binary(place, chosen, chosen.train)
         train, validation = split_train(labels, self)
         test_images, test_labels = read_binary(place, chosen, chosen.test)
-        test = limited(test_labels, self.test_limit, self.seed)
-        facts = Facts(
+        test = stratified_limit(test_labels, self.test_limit, self.seed)
+        facts = DatasetInfo(
             f"CIFAR-{self.classes}",
             Classification(classes=chosen.names),
             3,
@@ -79,14 +79,16 @@ class Cifar(SplitSettings):
             folder,
             facts,
             {
-                "train": Part(labels[train], resized(images[train], self.size)),
-                "validation": Part(labels[validation], resized(images[validation], self.size)),
-                "test": Part(test_labels[test], resized(test_images[test], self.size)),
+                "train": Part(labels[train], resize_images(images[train], self.size)),
+                "validation": Part(
+                    labels[validation], resize_images(images[validation], self.size)
+                ),
+                "test": Part(test_labels[test], resize_images(test_images[test], self.size)),
             },
         )
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; of the files only the lengths are looked at."""
+        """Return what ``prepare`` would write; no file is read."""
         task = Classification(classes=SETS[self.classes].names)
         known = Preview(f"CIFAR-{self.classes}", 3, self.size, task, seen=tuple(places(self.root)))
         return known.completed(self._look)
@@ -97,20 +99,17 @@ class Cifar(SplitSettings):
         place = self._there(roots)
         if place is None and not self.download:
             raise UserError(self._absent(roots))
-        found: dict[str, Any] = {"seen": [place] if place else []}
-        if place is None:
-            found["note"] = f"prepare will download it into {roots[0]}"
-        elif place.is_dir():
-            found["seen"] += check_lengths(place, chosen)
         # the authors drew as many images of each class
         labels, test_labels = (
             np.arange(sum(files.values())) % self.classes for files in (chosen.train, chosen.test)
         )
         train, validation = split_train(labels, self)
-        test = limited(test_labels, self.test_limit, self.seed)
+        test = stratified_limit(test_labels, self.test_limit, self.seed)
         parts = {"train": labels[train], "validation": labels[validation]}
         parts["test"] = test_labels[test]
-        return found | {"counts": class_counts(f"CIFAR-{self.classes}", chosen.names, parts)}
+        note = None if place else f"prepare will download it into {roots[0]}"
+        counts = class_counts(f"CIFAR-{self.classes}", chosen.names, parts)
+        return {"counts": counts, "note": note}
 
     def _find(self) -> Path:
         """The folder with all .bin files, or the archive."""

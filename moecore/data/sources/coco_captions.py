@@ -11,10 +11,10 @@ from moecore.core.roots import found_file
 from moecore.data.files.captioned_files import (
     CaptionedFiles,
     Captions,
-    annotations,
-    carved,
-    grouped,
-    karpathy,
+    group_captions,
+    read_annotations,
+    read_karpathy_split,
+    split_by_seed,
 )
 
 
@@ -45,19 +45,19 @@ class CocoCaptions(CaptionedFiles):
         if (self.karpathy is None) == (not self.annotations):
             raise UserError("coco_captions: give `annotations` or `karpathy`, one of them")
         if self.karpathy is not None:
-            return karpathy(found_file(self.karpathy))
+            return read_karpathy_split(found_file(self.karpathy))
         if len(self.folders) != len(self.annotations):
-            found = f"{len(self.annotations)} annotations and {len(self.folders)} folders"
-            raise UserError(f"coco_captions: found {found}; allowed: as many")
+            given = f"{len(self.annotations)} annotations and {len(self.folders)} folders"
+            raise UserError(f"coco_captions: found {given}; allowed: as many")
         images: list[Captions] = []
         for name, folder in zip(self.annotations, self.folders, strict=True):
-            images += of_coco(found_file(name), folder)
-        return carved(images, self)
+            images += read_coco(found_file(name), folder)
+        return split_by_seed(images, self)
 
 
-def of_coco(path: Path, folder: str) -> list[Captions]:
+def read_coco(path: Path, folder: str) -> list[Captions]:
     """The images of one annotation file, in its order; their files lie in ``folder``."""
-    content = annotations(path)
+    content = read_annotations(path)
     try:
         numbers = [image["id"] for image in content["images"]]
         files = {
@@ -70,7 +70,7 @@ def of_coco(path: Path, folder: str) -> list[Captions]:
     if len(files) != len(numbers):
         twice = Counter(numbers).most_common(1)[0][0]
         raise UserError(f"{path}: the image id {twice} is there twice; allowed: once")
-    return grouped(path, files, iter(said))
+    return group_captions(path, files, iter(said))
 
 
 def _text(entry: Any, key: str) -> str:

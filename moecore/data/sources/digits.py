@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.data.files.decode import resized
+from moecore.data.files.decode import resize_images
 from moecore.data.preview import Preview, class_counts
-from moecore.data.splits import SplitSettings, carve, limited, split_train
-from moecore.data.writer import Facts, Part, write_prepared
+from moecore.data.splits import SplitSettings, split_train, stratified_limit, stratified_split
+from moecore.data.writer import DatasetInfo, Part, write_prepared
 from moecore.tasks.classification import Classification
 
 TASK = Classification(classes=tuple("0123456789"))
@@ -39,7 +39,7 @@ class Digits(SplitSettings):
         images = np.rint(grey * (255 / 16)).astype(np.uint8)[:, None]
         labels = np.asarray(classes).astype(np.int64)
         parts = self._splits(labels)
-        facts = Facts(
+        facts = DatasetInfo(
             "Digits",
             TASK,
             1,
@@ -52,13 +52,13 @@ class Digits(SplitSettings):
             folder,
             facts,
             {
-                name: Part(labels[part], resized(images[part], self.size))
+                name: Part(labels[part], resize_images(images[part], self.size))
                 for name, part in parts.items()
             },
         )
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; the numbers of each class are known."""
+        """Return what ``prepare`` would write; the numbers of each class are known."""
         return Preview("Digits", 1, self.size, TASK).completed(self._known)
 
     def _known(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Digits(SplitSettings):
 
     def _splits(self, labels: np.ndarray) -> dict[str, np.ndarray]:
         """Rows of each split, int64."""
-        rest, test = carve(labels, self.test, self.seed, purpose=2)
-        test = test[limited(labels[test], self.test_limit, self.seed)]
+        rest, test = stratified_split(labels, self.test, self.seed, purpose=2)
+        test = test[stratified_limit(labels[test], self.test_limit, self.seed)]
         train, validation = (rest[part] for part in split_train(labels[rest], self))
         return {"train": train, "validation": validation, "test": test}

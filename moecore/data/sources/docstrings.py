@@ -18,9 +18,9 @@ from moecore.data.text.words import (
     SPLITS,
     Reading,
     TextSettings,
-    lowered,
-    numbered,
-    rarer_unknown,
+    build_vocabulary,
+    lower_words,
+    number_tokens,
     write_text,
 )
 from moecore.tasks.next_token import NextToken
@@ -64,16 +64,16 @@ class Docstrings(TextSettings):
         """
         lines: dict[str, list[list[str]]] = {split: [] for split in SPLITS}
         seen: set[str] = set()
-        versions = {name: found(name).version for name in self.packages}
+        versions = {name: find_distribution(name).version for name in self.packages}
         for name in sorted(self.packages):
-            for path, text in modules(name):
-                for paragraph in prose(text, path):
+            for path, text in read_modules(name):
+                for paragraph in extract_prose(text, path):
                     if paragraph not in seen:
                         seen.add(paragraph)
-                        lines[self._split(path)].append(lowered(paragraph))
-        vocabulary = rarer_unknown(lines["train"], self.least)
+                        lines[self._split(path)].append(lower_words(paragraph))
+        vocabulary = build_vocabulary(lines["train"], self.least)
         numbers = {word: number for number, word in enumerate(vocabulary)}
-        tokens = {split: numbered(part, numbers) for split, part in lines.items()}
+        tokens = {split: number_tokens(part, numbers) for split, part in lines.items()}
         about = {
             "name": "Docstrings",
             "licence": "BSD and MIT; matplotlib: its own, Apache-2.0: timm",
@@ -84,14 +84,14 @@ class Docstrings(TextSettings):
         return write_text(folder, self, tokens, vocabulary, about)
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; how many words there are is not known before."""
+        """Return what ``prepare`` would write; how many words there are is not known before."""
         task = NextToken(words=2)
         known = Preview("Docstrings", self.context + 1, self.size, task)
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
         for name in self.packages:
-            found(name)
+            find_distribution(name)
         return {}
 
     def _split(self, path: str) -> str:
@@ -103,7 +103,7 @@ class Docstrings(TextSettings):
         return "train"
 
 
-def found(name: str):
+def find_distribution(name: str):
     """An installed distribution. Raises UserError where there is none of this name."""
     try:
         return distribution(name)
@@ -112,9 +112,9 @@ def found(name: str):
         raise UserError(f"packages: found {name}, which is not installed; {mend}") from error
 
 
-def modules(name: str) -> Iterator[tuple[str, str]]:
+def read_modules(name: str) -> Iterator[tuple[str, str]]:
     """Path and text of every Python file of a distribution but its tests, in the order of paths."""
-    package = found(name)
+    package = find_distribution(name)
     paths = sorted(str(path) for path in package.files or () if str(path).endswith(".py"))
     for path in paths:
         if "tests" in Path(path).parts or ".." in Path(path).parts:
@@ -126,7 +126,7 @@ def modules(name: str) -> Iterator[tuple[str, str]]:
             raise UserError(f"{file}: found {error}; allowed: UTF-8") from error
 
 
-def prose(source: str, path: str = "source") -> Iterator[str]:
+def extract_prose(source: str, path: str = "source") -> Iterator[str]:
     """The paragraphs of a Python file's docstrings that are prose, blanks joined to one.
 
     Raises UserError, naming ``path``, where it is no Python of this version.

@@ -9,12 +9,12 @@ from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.core.roots import places
-from moecore.data.files.decode import resized
-from moecore.data.files.download import fetch
-from moecore.data.files.idx import idx_shape, read_idx
+from moecore.data.files.decode import resize_images
+from moecore.data.files.download import download_file
+from moecore.data.files.idx import read_idx
 from moecore.data.preview import Preview, class_counts
-from moecore.data.splits import SplitSettings, limited, split_train
-from moecore.data.writer import Facts, Part, write_prepared
+from moecore.data.splits import SplitSettings, split_train, stratified_limit
+from moecore.data.writer import DatasetInfo, Part, write_prepared
 from moecore.tasks.classification import Classification
 
 URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
@@ -68,8 +68,8 @@ class FashionMnist(SplitSettings):
         images, labels = _read(root, "train")
         train, validation = split_train(labels, self)
         test_images, test_labels = _read(root, "t10k")
-        test = limited(test_labels, self.test_limit, self.seed)
-        facts = Facts(
+        test = stratified_limit(test_labels, self.test_limit, self.seed)
+        facts = DatasetInfo(
             "Fashion-MNIST",
             Classification(classes=CLASSES),
             1,
@@ -82,14 +82,16 @@ class FashionMnist(SplitSettings):
             folder,
             facts,
             {
-                "train": Part(labels[train], resized(images[train], self.size)),
-                "validation": Part(labels[validation], resized(images[validation], self.size)),
-                "test": Part(test_labels[test], resized(test_images[test], self.size)),
+                "train": Part(labels[train], resize_images(images[train], self.size)),
+                "validation": Part(
+                    labels[validation], resize_images(images[validation], self.size)
+                ),
+                "test": Part(test_labels[test], resize_images(test_images[test], self.size)),
             },
         )
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; only the labels and the headers of the images are read."""
+        """Return what ``prepare`` would write; no file is read."""
         task = Classification(classes=CLASSES)
         known = Preview("Fashion-MNIST", 1, self.size, task, seen=tuple(places(self.root)))
         return known.completed(self._look)
@@ -99,18 +101,13 @@ class FashionMnist(SplitSettings):
         root = self._there(roots)
         if root is None and not self.download:
             raise UserError(_absent(roots))
-        found: dict[str, Any] = {}
-        if root is None:
-            found["note"] = f"prepare will download it into {roots[0]}"
-            labels, test_labels = np.repeat(np.arange(10), 6000), np.repeat(np.arange(10), 1000)
-        else:
-            labels, test_labels = (_labels_of(root, part) for part in ("train", "t10k"))
-            found["seen"] = [path for name in SHA256 if (path := _path(root, name))]
+        labels, test_labels = np.repeat(np.arange(10), 6000), np.repeat(np.arange(10), 1000)
         train, validation = split_train(labels, self)
-        test = limited(test_labels, self.test_limit, self.seed)
+        test = stratified_limit(test_labels, self.test_limit, self.seed)
         parts = {"train": labels[train], "validation": labels[validation]}
         parts["test"] = test_labels[test]
-        return found | {"counts": class_counts("Fashion-MNIST", CLASSES, parts)}
+        note = None if root else f"prepare will download it into {roots[0]}"
+        return {"counts": class_counts("Fashion-MNIST", CLASSES, parts), "note": note}
 
     def _there(self, roots: list[Path]) -> Path | None:
         """The first folder with all four files."""
@@ -124,30 +121,14 @@ class FashionMnist(SplitSettings):
             raise UserError(_absent(roots))
         for name in SHA256:
             if not _path(roots[0], name):
-                fetch(f"{URL}{name}.gz", roots[0] / f"{name}.gz", partial(_accept, name))
+                download_file(f"{URL}{name}.gz", roots[0] / f"{name}.gz", partial(_accept, name))
         return roots[0]
 
 
 def _read(root: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     images = _content(root, f"{part}-images-idx3-ubyte")
     labels = _content(root, f"{part}-labels-idx1-ubyte")
-    if len(images) != len(labels):
-        raise UserError(
-            f"{root}: {len(images)} {part} images but {len(labels)} labels; fetch the files again"
-        )
     return images[:, None], labels.astype(np.int64)
-
-
-def _labels_of(root: Path, part: str) -> np.ndarray:
-    """The labels of a part, held against the header of its images."""
-    labels = _content(root, f"{part}-labels-idx1-ubyte").astype(np.int64)
-    images = _path(root, f"{part}-images-idx3-ubyte")
-    number = idx_shape(images, 3)[0] if images else 0
-    if number != len(labels):
-        raise UserError(
-            f"{root}: {number} {part} images but {len(labels)} labels; fetch the files again"
-        )
-    return labels
 
 
 def _check(path: Path, name: str) -> np.ndarray:

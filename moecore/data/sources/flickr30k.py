@@ -11,10 +11,10 @@ from moecore.core.roots import found_file
 from moecore.data.files.captioned_files import (
     CaptionedFiles,
     Captions,
-    carved,
-    grouped,
-    karpathy,
-    text_of,
+    group_captions,
+    read_karpathy_split,
+    read_text_file,
+    split_by_seed,
 )
 
 
@@ -39,15 +39,17 @@ class Flickr30k(CaptionedFiles):
         if (self.karpathy is None) == (self.captions_file is None):
             raise UserError("flickr30k: give `captions_file` or `karpathy`, one of them")
         if self.karpathy is not None:
-            return karpathy(found_file(self.karpathy))
+            return read_karpathy_split(found_file(self.karpathy))
         path = found_file(str(self.captions_file))
-        lines = list(of_token_file(path))
-        return carved(grouped(path, {name: name for name, _ in lines}, iter(lines)), self)
+        lines = list(read_token_file(path))
+        return split_by_seed(
+            group_captions(path, {name: name for name, _ in lines}, iter(lines)), self
+        )
 
 
-def of_token_file(path: Path) -> Iterator[tuple[str, str]]:
+def read_token_file(path: Path) -> Iterator[tuple[str, str]]:
     """(image, caption) of lines ``name.jpg#0<TAB>caption``. Raises UserError with the line."""
-    text = text_of(path, "captions")
+    text = read_text_file(path, "captions")
     seen: set[str] = set()
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():

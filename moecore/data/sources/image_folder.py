@@ -9,20 +9,20 @@ from pydantic import Field
 from moecore.core.files import UserError
 from moecore.core.roots import places
 from moecore.data.files.class_folders import (
-    KeptSettings,
+    ImageStoreSettings,
     class_names,
     list_images,
-    look_at_folders,
-    subset,
+    preview_folders,
+    select_files,
 )
-from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
+from moecore.data.files.decode_cache import DecodeCache, Files, decode_splits
 from moecore.data.preview import Preview
-from moecore.data.splits import carve, limited, split_train
-from moecore.data.writer import Facts, write_prepared
+from moecore.data.splits import split_train, stratified_limit, stratified_split
+from moecore.data.writer import DatasetInfo, write_prepared
 from moecore.tasks.classification import Classification
 
 
-class ImageFolder(KeptSettings):
+class ImageFolder(ImageStoreSettings):
     """``root/{train,validation|val,test}/<class>/*.png``, or ``root/<class>/*.png`` split by the
     seed.
 
@@ -62,8 +62,8 @@ class ImageFolder(KeptSettings):
         scratch = Path(folder) / ".decoded"
         kept = DecodeCache(scratch, self.size, self.channels)
         packing = self.packing(self.size, self.channels)
-        parts = decoded_parts(kept, splits, self.on_error, packing)
-        facts = Facts(
+        parts = decode_splits(kept, splits, self.on_error, packing)
+        facts = DatasetInfo(
             self._name(root),
             Classification(classes=classes),
             self.channels,
@@ -77,7 +77,7 @@ class ImageFolder(KeptSettings):
         return card
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; files are counted, and a header a class is opened."""
+        """Return what ``prepare`` would write; files are counted."""
         roots = tuple(places(self.root))
         known = Preview(self._name(roots[0]), self.channels, self.size, None, seen=roots)
         return known.completed(self._look)
@@ -85,17 +85,16 @@ class ImageFolder(KeptSettings):
     def _look(self) -> dict[str, Any]:
         root = self._root()
         classes, splits = self._splits(root)
-        found = look_at_folders(self._name(root), root, classes, splits, self.on_error)
         known = {"task": Classification(classes=classes), "short_side": self.short_side}
-        return found | known
+        return known | preview_folders(self._name(root), root, classes, splits)
 
     def _name(self, root: Path) -> str:
         return self.name or root.resolve().name
 
     def _root(self) -> Path:
         roots = places(self.root)
-        if found := next((root for root in roots if root.is_dir()), None):
-            return found
+        if folder := next((root for root in roots if root.is_dir()), None):
+            return folder
         raise UserError(
             f"{' and '.join(map(str, roots))}: no such folder; set `root` to the folder with the "
             "class folders"
@@ -116,14 +115,19 @@ class ImageFolder(KeptSettings):
                 if (root / name).is_dir():
                     fixed[split] = list_images(root, root / name, classes)
         if "test" not in fixed:
-            kept, carved = carve(rest.labels, self.test, self.seed, purpose=2)
-            fixed["test"] = subset(rest, carved)
-            rest = subset(rest, kept)
-        chosen = limited(fixed["test"].labels, self.test_limit, self.seed)
-        fixed["test"] = subset(fixed["test"], chosen)
+            kept, carved = stratified_split(rest.labels, self.test, self.seed, purpose=2)
+            fixed["test"] = select_files(rest, carved)
+            rest = select_files(rest, kept)
+        chosen = stratified_limit(fixed["test"].labels, self.test_limit, self.seed)
+        fixed["test"] = select_files(fixed["test"], chosen)
         if "validation" in fixed:
             return classes, fixed | {
-                "train": subset(rest, limited(rest.labels, self.train_limit, self.seed))
+                "train": select_files(
+                    rest, stratified_limit(rest.labels, self.train_limit, self.seed)
+                )
             }
         kept, carved = split_train(rest.labels, self)
-        return classes, fixed | {"train": subset(rest, kept), "validation": subset(rest, carved)}
+        return classes, fixed | {
+            "train": select_files(rest, kept),
+            "validation": select_files(rest, carved),
+        }

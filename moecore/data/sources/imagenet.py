@@ -10,22 +10,22 @@ from pydantic import Field
 from moecore.core.files import UserError
 from moecore.core.roots import places
 from moecore.data.files.class_folders import (
-    KeptSettings,
+    ImageStoreSettings,
     class_names,
     list_images,
-    look_at_folders,
-    subset,
+    preview_folders,
+    select_files,
 )
-from moecore.data.files.decode_cache import DecodeCache, Files, decoded_parts
+from moecore.data.files.decode_cache import DecodeCache, Files, decode_splits
 from moecore.data.preview import Preview
-from moecore.data.splits import limited, split_train
-from moecore.data.writer import Facts, write_prepared
+from moecore.data.splits import split_train, stratified_limit
+from moecore.data.writer import DatasetInfo, write_prepared
 from moecore.tasks.classification import Classification
 
 WNID = re.compile(r"n\d{8}")
 
 
-class Imagenet(KeptSettings):
+class Imagenet(ImageStoreSettings):
     """``root/train/<wnid>/`` and ``root/val/<wnid>/``; the authors' validation set is the test
     split here.
 
@@ -65,9 +65,9 @@ class Imagenet(KeptSettings):
         cache = next((path for path in places(self.cache) if path.is_dir()), Path(self.cache))
         kept = DecodeCache(cache, self.size, 3)
         packing = self.packing(self.size, 3)
-        parts = decoded_parts(kept, splits, self.on_error, packing)
+        parts = decode_splits(kept, splits, self.on_error, packing)
         licence = "non-commercial research and education only (terms at image-net.org)"
-        facts = Facts(
+        facts = DatasetInfo(
             "ImageNet",
             Classification(classes=classes),
             3,
@@ -81,7 +81,7 @@ class Imagenet(KeptSettings):
         return card
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; files are counted, and a header a class is opened."""
+        """Return what ``prepare`` would write; files are counted."""
         known = Preview("ImageNet", 3, self.size, None, seen=tuple(places(self.root)))
         return known.completed(self._look)
 
@@ -89,16 +89,19 @@ class Imagenet(KeptSettings):
         root = self._root()
         classes = class_names(root / "train")
         splits = self._splits(root, classes)
-        found = look_at_folders("ImageNet", root, classes, splits, self.on_error)
         known = {"task": Classification(classes=classes), "short_side": self.short_side}
-        return found | known
+        return known | preview_folders("ImageNet", root, classes, splits)
 
     def _splits(self, root: Path, classes: tuple[str, ...]) -> dict[str, Files]:
         train = list_images(root, root / "train", classes)
         test = list_images(root, root / "val", classes)
         kept, carved = split_train(train.labels, self)
-        test = subset(test, limited(test.labels, self.test_limit, self.seed))
-        return {"train": subset(train, kept), "validation": subset(train, carved), "test": test}
+        test = select_files(test, stratified_limit(test.labels, self.test_limit, self.seed))
+        return {
+            "train": select_files(train, kept),
+            "validation": select_files(train, carved),
+            "test": test,
+        }
 
     def _root(self) -> Path:
         roots = places(self.root)

@@ -16,7 +16,7 @@ from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.preview import Preview
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
-from moecore.data.writer import Facts, Part, write_prepared
+from moecore.data.writer import DatasetInfo, Part, write_prepared
 from moecore.tasks.multi_label import MultiLabel
 
 # the random streams below 4 are those of the splits and of few_shot
@@ -54,7 +54,7 @@ class Mosaic(Config):
         self.source.prepare(scratch)
         source = Prepared.open(scratch)
         card = source.card
-        facts = Facts(
+        facts = DatasetInfo(
             f"{card['name']}, mosaics of {self.grid}×{self.grid}",
             MultiLabel(classes=source.task.classes),
             card["channels"],
@@ -70,7 +70,7 @@ class Mosaic(Config):
         return written
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write, from what the source says of itself."""
+        """Return what ``prepare`` would write, from what the source says of itself."""
         source = self.source.preview()
         known = source._replace(
             name=f"{source.name}, mosaics of {self.grid}×{self.grid}",
@@ -88,7 +88,7 @@ class Mosaic(Config):
         return {}
 
     def _part(self, split: Split, name: str, classes: int) -> Part:
-        cells = drawn_cells(
+        cells = draw_cells(
             len(split.labels),
             getattr(self, name),
             self.grid**2,
@@ -101,10 +101,10 @@ class Mosaic(Config):
         )
 
 
-def drawn_cells(
+def draw_cells(
     total: int, number: int, cells: int, seed: list[int], name: str = "split"
 ) -> np.ndarray:
-    """Which of ``total`` images make each of ``number`` mosaics; int64 (number, cells), all
+    """Return which of ``total`` images make each of ``number`` mosaics; int64 (number, cells), all
     different within a mosaic.
 
     Cut from one random order of the images after the other, so that every image is used equally
@@ -129,7 +129,7 @@ def _check_cells(total: int, cells: int, name: str) -> None:
         )
 
 
-def composed(images: np.ndarray, grid: int) -> np.ndarray:
+def compose_mosaics(images: np.ndarray, grid: int) -> np.ndarray:
     """Cells uint8 (n, grid², C, h, w), row by row, to mosaics uint8 (n, C, grid·h, grid·w)."""
     number, _, channels, height, width = images.shape
     cells = images.reshape(number, grid, grid, channels, height, width)
@@ -142,11 +142,11 @@ def multi_hot_labels(labels: np.ndarray, classes: int) -> np.ndarray:
     """Labels of the cells int64 (n, cells) to those of the mosaics, uint8 (n, K): 1 for every class
     that occurs.
     """
-    found = np.zeros((len(labels), classes), np.uint8)
-    np.put_along_axis(found, labels, 1, axis=1)
-    return found
+    hot = np.zeros((len(labels), classes), np.uint8)
+    np.put_along_axis(hot, labels, 1, axis=1)
+    return hot
 
 
 def _chunks(images: np.ndarray, cells: np.ndarray, grid: int) -> Iterator[np.ndarray]:
     for start in range(0, len(cells), CHUNK):
-        yield composed(images[cells[start : start + CHUNK]], grid)
+        yield compose_mosaics(images[cells[start : start + CHUNK]], grid)

@@ -10,16 +10,16 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.data.phantom.anatomy import Anatomy
-from moecore.data.phantom.fields import SIDE, VOXEL_MM, scanned
+from moecore.data.phantom.fields import SIDE, VOXEL_MM, scan_brain
 from moecore.data.phantom.numbers import Preset
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
-from moecore.data.volumes.cohort_splits import CohortSplits, of_ages, split_cohort
+from moecore.data.volumes.cohort_splits import CohortSplits, age_preview, split_cohort
 from moecore.data.volumes.grids import BRAIN
 from moecore.data.volumes.subjects import Subject
-from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
-from moecore.data.volumes.volumes import REGIONS, Stored, stored
-from moecore.data.workers import each, one_blas_thread
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
+from moecore.data.volumes.volumes import REGIONS, Stored, to_stored
+from moecore.data.workers import map_in_threads, one_blas_thread
 
 MOST = 1_000_000  # subjects of one cohort: the seeds of two cohorts never meet
 LICENCE = "simulated from the MNI152 maps (see moecore/data/phantom/mni152/NOTICE.md)"
@@ -36,7 +36,7 @@ class Simulated(NamedTuple):
 
     @property
     def mask(self) -> np.ndarray:
-        """Where the brain and its fluid are: bool (D, H, W)."""
+        """The voxels of the brain and its fluid: bool (D, H, W)."""
         return self.regions.sum(axis=0) > BRAIN
 
 
@@ -49,7 +49,7 @@ class Visit(NamedTuple):
     site: int
 
 
-def simulate(
+def simulate_scan(
     age: float,
     sex: str,
     seed: int,
@@ -71,7 +71,7 @@ def simulate(
         brain = Anatomy.draw(seed, preset).at(age, sex, delta)
         mask = brain.regions.sum(axis=0) > BRAIN
         return Simulated(
-            scanned(brain.brightness, mask, seed, scan, site), brain.regions, brain.truth
+            scan_brain(brain.brightness, mask, seed, scan, site), brain.regions, brain.truth
         )
 
 
@@ -123,7 +123,7 @@ class Phantom(CohortSplits):
             "simulated; trajectories of Bethlehem et al. 2022 (doi 10.1038/s41586-022-04554-y), "
             "anatomy of MNI152 (ICBM 2009a nonlinear)"
         )
-        facts = VolumeFacts(
+        facts = VolumeDatasetInfo(
             name, (SIDE,) * 3, (VOXEL_MM,) * 3, LICENCE, source, self, simulated=True
         )
         return write_volumes(
@@ -133,9 +133,9 @@ class Phantom(CohortSplits):
         )
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; nothing is simulated."""
+        """Return what ``prepare`` would write; nothing is simulated."""
         name = f"Simulated ageing cohort (phantom, {self.preset})"
-        return of_ages(name, (SIDE,) * 3, REGIONS).completed(self._known)
+        return age_preview(name, (SIDE,) * 3, REGIONS).completed(self._known)
 
     def _known(self) -> dict[str, Any]:
         rows = split_cohort([visit.subject for visit in self.visits()], self)
@@ -147,8 +147,8 @@ class Phantom(CohortSplits):
 
         seed: the person's, see ``visits`` and ``person_seed``.
         """
-        made = simulate(age, sex, seed, scan=scan, site=site, preset=self.preset)
-        return stored(made.volume, made.regions, made.mask)
+        made = simulate_scan(age, sex, seed, scan=scan, site=site, preset=self.preset)
+        return to_stored(made.volume, made.regions, made.mask)
 
     def person_seed(self, number: int) -> int:
         """The seed of person ``number`` (from 0) of this cohort; numbers from ``subjects`` on are
@@ -186,7 +186,9 @@ class Phantom(CohortSplits):
         return visits
 
     def _part(self, visits: list[Visit]) -> VolumePart:
-        return VolumePart([visit.subject for visit in visits], each(partial(_drawn, self), visits))
+        return VolumePart(
+            [visit.subject for visit in visits], map_in_threads(partial(_drawn, self), visits)
+        )
 
 
 def _drawn(phantom: Phantom, visit: Visit) -> Stored:

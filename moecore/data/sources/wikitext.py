@@ -62,7 +62,7 @@ class Wikitext(TextSettings):
         return write_text(folder, self, tokens, vocabulary, about)
 
     def preview(self) -> Preview:
-        """What ``prepare`` would write; words are counted only then."""
+        """Return what ``prepare`` would write; words are counted only then."""
         words = KNOWN.get(self.name, (2, 0))[0]
         task = NextToken(words=words)
         known = Preview(self.name, self.context + 1, self.size, task, seen=tuple(places(self.root)))
@@ -73,12 +73,12 @@ class Wikitext(TextSettings):
 
     def _files(self) -> dict[str, Path]:
         for root in places(self.root):
-            found = {
+            paths = {
                 split: next((root / name for name in names if (root / name).is_file()), None)
                 for split, names in FILES.items()
             }
-            if all(found.values()):
-                return {split: path for split, path in found.items() if path is not None}
+            if all(paths.values()):
+                return {split: path for split, path in paths.items() if path is not None}
         tried = ", ".join(map(str, places(self.root)))
         allowed = "a folder with wiki.{train,valid,test}.tokens or {train,valid,test}.txt"
         raise UserError(f"root: found {tried}, where a file is missing; allowed: {allowed}")
@@ -86,9 +86,9 @@ class Wikitext(TextSettings):
     def _as_printed(self, words: int, tokens: int) -> None:
         wanted, long = KNOWN[self.name]
         if (words, tokens) != (wanted, long):
-            found = f"found {words:,} words and {tokens:,} training tokens"
+            counted = f"found {words:,} words and {tokens:,} training tokens"
             allowed = f"allowed with name {self.name}: {wanted:,} and {long:,}"
-            raise UserError(f"{self.root}: {found}; {allowed}, or another name")
+            raise UserError(f"{self.root}: {counted}; {allowed}, or another name")
 
 
 def read_tokens(path: Path, numbers: dict[str, int]) -> np.ndarray:
@@ -96,16 +96,16 @@ def read_tokens(path: Path, numbers: dict[str, int]) -> np.ndarray:
 
     Raises UserError where it is empty or not UTF-8.
     """
-    found = array("i")
+    tokens = array("i")
     lines = 0
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
             for text in file:
                 lines += 1
                 words = [*text.split(), END]
-                found.extend([numbers.setdefault(word, len(numbers)) for word in words])
+                tokens.extend([numbers.setdefault(word, len(numbers)) for word in words])
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: after line {lines}: found {error}; allowed: UTF-8") from error
     if not lines:
         raise UserError(f"{path}: found no line; allowed: the words of a text")
-    return np.frombuffer(found, np.int32)
+    return np.frombuffer(tokens, np.int32)

@@ -1,1 +1,1 @@
-"""Text: words, tokens and the streams that a language model is trained on."""
+"""Text: words, tokens, captions, and the streams that a language model is trained on."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from moecore.core.files import checksum, write_sealed
 from moecore.data.text.tokenizers import Encoded, Tokenizer
-from moecore.data.writer import Facts, Part, write_prepared
+from moecore.data.writer import DatasetInfo, Part, write_prepared
 from moecore.tasks.image_text import NONE, ImageText
 
 
@@ -24,7 +24,7 @@ class Captioned(NamedTuple):
     images: Any
 
 
-class Described(NamedTuple):
+class CaptionedDatasetInfo(NamedTuple):
     """What a source knows of its data beside the captions."""
 
     name: str
@@ -36,7 +36,7 @@ class Described(NamedTuple):
     sided: bool
 
 
-def task_of(about: Described, tokenizer: Tokenizer) -> ImageText:
+def caption_task(about: CaptionedDatasetInfo, tokenizer: Tokenizer) -> ImageText:
     """The task of such data."""
     return ImageText(
         words=tokenizer.words,
@@ -48,29 +48,29 @@ def task_of(about: Described, tokenizer: Tokenizer) -> ImageText:
     )
 
 
-def encoded(
-    parts: Mapping[str, Captioned], about: Described, tokenizer: Tokenizer
+def encode_captions(
+    parts: Mapping[str, Captioned], about: CaptionedDatasetInfo, tokenizer: Tokenizer
 ) -> tuple[dict[str, Part], dict[str, dict[str, int]]]:
-    """Every split with its captions as tokens, and the counts of ``tokens_of``."""
-    task = task_of(about, tokenizer)
+    """Every split with its captions as tokens, and the counts of ``tokenize_captions``."""
+    task = caption_task(about, tokenizer)
     written, counts = {}, {}
     for split, part in parts.items():
-        labels, counts[split] = tokens_of(part.captions, tokenizer, task)
+        labels, counts[split] = tokenize_captions(part.captions, tokenizer, task)
         written[split] = Part(labels, part.images)
     return written, counts
 
 
 def write_captioned(
     folder: Path,
-    about: Described,
+    about: CaptionedDatasetInfo,
     tokenizer: Tokenizer,
     parts: Mapping[str, Part],
     counts: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
     """Write the prepared layout to ``folder`` and return its card."""
-    facts = Facts(
+    facts = DatasetInfo(
         about.name,
-        task_of(about, tokenizer),
+        caption_task(about, tokenizer),
         about.channels,
         about.size,
         about.licence,
@@ -85,13 +85,13 @@ def write_captioned(
     return card
 
 
-def tokens_of(
+def tokenize_captions(
     captions: Sequence[Sequence[str]], tokenizer: Tokenizer, task: ImageText
 ) -> tuple[np.ndarray, dict[str, int]]:
     """Tokens int32 (N, C, M) of the first C captions of each image, NONE where there are fewer,
     and how many captions there are, were cut, and how many of their words are unknown.
     """
-    found = np.full((len(captions), task.captions, task.context), NONE, np.int32)
+    tokens = np.full((len(captions), task.captions, task.context), NONE, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
     known: dict[str, Encoded] = {}
     for image, texts in enumerate(captions):
@@ -99,8 +99,8 @@ def tokens_of(
             if text not in known:
                 known[text] = tokenizer.encode(text, task.context)
             encoded = known[text]
-            found[image, place] = encoded.tokens
+            tokens[image, place] = encoded.tokens
             counts["captions"] += 1
             counts["cut"] += encoded.cut
             counts["unknown"] += encoded.unknown
-    return found, counts
+    return tokens, counts

@@ -38,23 +38,23 @@ class Stream(NamedTuple):
         """Tokens of each of ``batch`` streams. Raises UserError where that leaves no block."""
         length = len(self.tokens) // batch
         if length <= 2 * self.block:
-            found = f"batch is {batch}, and the text has {len(self.tokens):,} training tokens"
+            given = f"batch is {batch}, and the text has {len(self.tokens):,} training tokens"
             most = max(0, len(self.tokens) // (2 * self.block + 1))
-            raise UserError(f"{found}; allowed: 1 to {most} streams of two blocks of {self.block}")
+            raise UserError(f"{given}; allowed: 1 to {most} streams of two blocks of {self.block}")
         return length
 
     def steps(self, batch: int) -> int:
         """Updates in which all of the text is read once."""
-        return blocks(self.length(batch), self.block, 0)
+        return count_blocks(self.length(batch), self.block, 0)
 
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """What step ``step`` (from 0) learns from: words (b, 1, M), the next ones (b, M), and
-        whether streams begin anew. rows: which of the ``batch`` streams; None for all.
+        """Return what step ``step`` (from 0) learns from: words (b, 1, M), the next ones (b, M),
+        and whether streams begin anew. rows: which of the ``batch`` streams; None for all.
         """
         length = self.length(batch)
-        reading = reading_of(length, self.block, seed, step)
+        reading = reading_at_step(length, self.block, seed, step)
         streams = self.tokens[: batch * length].view(batch, length)
         if rows is not None:
             streams = streams[rows.to(streams.device)]
@@ -62,13 +62,13 @@ class Stream(NamedTuple):
         return part[:, None, :-1], part[:, 1:], reading.anew
 
 
-def blocks(length: int, block: int, first: int) -> int:
+def count_blocks(length: int, block: int, first: int) -> int:
     """Whole blocks with a next token of a stream that is read from ``first`` on."""
     return (length - 1 - first) // block
 
 
-def reading_of(length: int, block: int, seed: int, step: int) -> Reading:
-    """Where step ``step`` reads."""
+def reading_at_step(length: int, block: int, seed: int, step: int) -> Reading:
+    """Return what step ``step`` reads."""
     number = 0
     while True:
         first, count = _pass(length, block, seed, number)
@@ -84,4 +84,4 @@ def _pass(length: int, block: int, seed: int, number: int) -> tuple[int, int]:
     first = 0
     if number:
         first = int(torch.randint(block, (), generator=generator_for(seed, number)))
-    return first, blocks(length, block, first)
+    return first, count_blocks(length, block, first)

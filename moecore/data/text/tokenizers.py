@@ -14,9 +14,9 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, room_for, write_whole
+from moecore.core.files import UserError, checksum, write_whole
 from moecore.core.roots import found_file
-from moecore.data.text.words import lowered
+from moecore.data.text.words import lower_words
 from moecore.tasks.image_text import ImageText
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unk>"
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
         ...
 
     def word(self, token: int) -> str:
-        """What a token stands for."""
+        """Return the word or bytes of a token."""
         ...
 
     def write(self, folder: Path) -> str:
@@ -77,8 +77,8 @@ class WordTokenizer:
         return hashlib.sha256(self._text().encode()).hexdigest()
 
     def encode(self, text: str, context: int) -> Encoded:
-        numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lowered(text)]
-        tokens, cut = framed(numbers, context, SPECIAL.index(START), self.end)
+        numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
+        tokens, cut = pad_tokens(numbers, context, SPECIAL.index(START), self.end)
         return Encoded(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
 
     def word(self, token: int) -> str:
@@ -109,8 +109,8 @@ class BpeTokenizer:
         self.loaded.no_truncation()
         self.loaded.no_padding()
         if self.loaded.get_vocab_size() != words:
-            found = f"found {self.loaded.get_vocab_size():,} words"
-            raise UserError(f"{path}: {found}; allowed: {words:,}, as tokenizer.words says")
+            counted = f"found {self.loaded.get_vocab_size():,} words"
+            raise UserError(f"{path}: {counted}; allowed: {words:,}, as tokenizer.words says")
         self.start, self._end = (self._number(special) for special in CLIP)
 
     @property
@@ -127,7 +127,7 @@ class BpeTokenizer:
 
     def encode(self, text: str, context: int) -> Encoded:
         numbers = self.loaded.encode(text, add_special_tokens=False).ids
-        tokens, cut = framed(numbers, context, self.start, self.end)
+        tokens, cut = pad_tokens(numbers, context, self.start, self.end)
         return Encoded(tokens, cut, 0)
 
     def _number(self, special: str) -> int:
@@ -140,12 +140,11 @@ class BpeTokenizer:
         return str(self.loaded.id_to_token(token))
 
     def write(self, folder: Path) -> str:
-        with room_for(folder / THEIRS, self.path.stat().st_size):
-            shutil.copyfile(self.path, folder / THEIRS)
+        shutil.copyfile(self.path, folder / THEIRS)
         return THEIRS
 
 
-def framed(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
+def pad_tokens(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
     """Tokens between ``start`` and ``end``, filled with 0 to ``context``; whether they were cut."""
     kept = numbers[: context - 2]
     tokens = [start, *kept, end]
@@ -160,7 +159,7 @@ class WordSettings(Config):
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
         """The vocabulary of these captions: most frequent first, ties by the alphabet."""
-        counts = Counter(word for text in training for word in lowered(text))
+        counts = Counter(word for text in training for word in lower_words(text))
         kept = sorted(
             (word for word, n in counts.items() if n >= self.least), key=lambda w: (-counts[w], w)
         )
@@ -182,21 +181,21 @@ class BpeSettings(Config):
 AnyTokenizer = Annotated[WordSettings | BpeSettings, Field(discriminator="kind")]
 
 
-def tokenizer_in(folder: Path, task: ImageText) -> Tokenizer:
+def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:
     """The tokenizer that was written to ``folder``, of a data set or beside a model.
 
     Raises UserError where it is missing or not the task's.
     """
     path = folder / THEIRS
     if path.is_file():
-        found: Tokenizer = BpeTokenizer(path, task.words)
+        tokenizer: Tokenizer = BpeTokenizer(path, task.words)
     else:
         path = folder / OURS
         try:
             words = path.read_text(encoding="utf-8").split("\n")[:-1]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
-        found = WordTokenizer(words[len(SPECIAL) :])
-    if found.digest != task.vocabulary:
+        tokenizer = WordTokenizer(words[len(SPECIAL) :])
+    if tokenizer.digest != task.vocabulary:
         raise UserError(f"{path}: found another vocabulary than the model's; run `prepare` again")
-    return found
+    return tokenizer

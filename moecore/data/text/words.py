@@ -2,7 +2,7 @@
 
 ``{train,validation,test}_tokens.npy`` are int32 (n,), ``vocabulary.txt`` has a word a line, in the
 order of the token numbers. A split's items are blocks of M tokens, each read with the C − 1 blocks
-before it: see ``windows``.
+before it: see ``block_windows``.
 """
 
 import re
@@ -16,7 +16,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, checksum, write_sealed, write_whole
-from moecore.data.arrays import save_array
+from moecore.data.npy import save_array
 from moecore.tasks.next_token import NextToken
 
 END = "<eos>"
@@ -45,27 +45,27 @@ class TextSettings(Config):
 
     @property
     def size(self) -> tuple[int]:
-        """What a model is built for: blocks of M tokens."""
+        """Size that a model is built for: blocks of M tokens."""
         return (self.block,)
 
 
-def lowered(text: str) -> list[str]:
+def lower_words(text: str) -> list[str]:
     """The words of a text in lower case, punctuation apart."""
     return WORD.findall(text.lower())
 
 
-def words_of(text: str, reading: Reading) -> list[str]:
+def split_words(text: str, reading: Reading) -> list[str]:
     """The words of a text that somebody wrote, as a source with this reading would have them:
     ``<eos>`` before it and between its paragraphs (prose) or lines (blanks), none at its end.
     """
     if reading == "prose":
-        parts = [lowered(part) for part in re.split(r"\n\s*\n", text.strip())]
+        parts = [lower_words(part) for part in re.split(r"\n\s*\n", text.strip())]
     else:
         parts = [line.split() for line in text.strip().split("\n")]
     return [word for part in parts for word in (END, *part)]
 
 
-def rarer_unknown(train: Iterable[Sequence[str]], least: int) -> list[str]:
+def build_vocabulary(train: Iterable[Sequence[str]], least: int) -> list[str]:
     """The vocabulary of training lines: ``<eos>``, ``<unk>``, and every word that occurs at least
     ``least`` times, most frequent first, ties by the alphabet.
     """
@@ -74,7 +74,7 @@ def rarer_unknown(train: Iterable[Sequence[str]], least: int) -> list[str]:
     return [END, UNKNOWN, *(word for word in kept if word not in (END, UNKNOWN))]
 
 
-def numbered(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
+def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
     """Token numbers (n,) int32 of lines, each closed by ``<eos>``; a word that is not in the
     vocabulary is ``<unk>``.
     """
@@ -89,7 +89,7 @@ def numbered(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.n
     return np.fromiter(every(), np.int32)
 
 
-def windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
+def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
     """Blocks with what is read before them, and the words after each token.
 
     tokens: (n,). Returns (N, C, M) with C = context + 1, whose last M tokens are the block and of
@@ -122,8 +122,8 @@ def write_text(
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         if len(tokens[split]) <= settings.block:
-            found = f"the split {split} has {len(tokens[split])} tokens"
-            raise UserError(f"{about['name']}: {found}; a block of {settings.block} needs more")
+            short = f"the split {split} has {len(tokens[split])} tokens"
+            raise UserError(f"{about['name']}: {short}; a block of {settings.block} needs more")
         save_array(folder / f"{split}_tokens.npy", tokens[split])
     text = "".join(f"{word}\n" for word in vocabulary)
     write_whole(folder / "vocabulary.txt", text)
@@ -145,14 +145,14 @@ def write_text(
         "mean": [0.0] * channels,
         "std": [1.0] * channels,
         "seed": settings.seed,
-        "files": {name: checksum(folder / name) for name in file_names()},
+        "files": {name: checksum(folder / name) for name in text_file_names()},
         "settings": settings.model_dump(mode="json"),
     }
     write_sealed(folder / "card.json", card)
     return card
 
 
-def file_names() -> list[str]:
+def text_file_names() -> list[str]:
     """Names of the files of a prepared text, but the card."""
     return [*(f"{split}_tokens.npy" for split in SPLITS), "vocabulary.txt"]
 
@@ -163,13 +163,13 @@ def read_vocabulary(folder: Path, words: int) -> list[str]:
     """
     path = folder / "vocabulary.txt"
     try:
-        found = path.read_text(encoding="utf-8").split("\n")[:-1]
+        vocabulary = path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
-    if len(found) != words:
+    if len(vocabulary) != words:
         again = "run the stage that writes it again"
-        raise UserError(f"{path}: found {len(found):,} words; allowed: {words:,}; {again}")
-    if lacking := {UNKNOWN, END} - set(found):
+        raise UserError(f"{path}: found {len(vocabulary):,} words; allowed: {words:,}; {again}")
+    if lacking := {UNKNOWN, END} - set(vocabulary):
         again = "run the stage that writes it again"
         raise UserError(f"{path}: found no {min(lacking)}, which every vocabulary has; {again}")
-    return found
+    return vocabulary

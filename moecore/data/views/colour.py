@@ -14,30 +14,30 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.streams import Draws
-from moecore.data.sampling import send
+from moecore.data.sampling import to_device_async
 from moecore.data.views import geometry
 
 LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601, as PIL
 
 
-def brightness(pixels: Tensor, factor: Tensor) -> Tensor:
+def adjust_brightness(pixels: Tensor, factor: Tensor) -> Tensor:
     """Blend with black: factor 0 is black, 1 the image."""
     return (pixels * factor).clamp(0, 255)
 
 
-def contrast(pixels: Tensor, factor: Tensor) -> Tensor:
+def adjust_contrast(pixels: Tensor, factor: Tensor) -> Tensor:
     """Blend with the mean grey of the image, rounded to a whole level."""
     return _blend(_grey(pixels).mean((1, 2, 3), keepdim=True).add(0.5).floor(), pixels, factor)
 
 
-def saturation(pixels: Tensor, factor: Tensor) -> Tensor:
+def adjust_saturation(pixels: Tensor, factor: Tensor) -> Tensor:
     """Blend with the grey image (PIL: Color); grey images stay as they are."""
     if pixels.shape[1] == 1:
         return pixels
     return _blend(_grey(pixels), pixels, factor)
 
 
-def sharpness(pixels: Tensor, factor: Tensor) -> Tensor:
+def adjust_sharpness(pixels: Tensor, factor: Tensor) -> Tensor:
     """Blend with the image smoothed by (1 1 1; 1 5 1; 1 1 1) / 13, rounded to whole levels; the
     outermost pixels stay as they are.
     """
@@ -62,11 +62,6 @@ def solarize(pixels: Tensor, threshold: Tensor) -> Tensor:
 def invert(pixels: Tensor, strength: Tensor) -> Tensor:
     """The negative."""
     return 255 - pixels
-
-
-def identity(pixels: Tensor, strength: Tensor) -> Tensor:
-    """The image itself."""
-    return pixels
 
 
 def autocontrast(pixels: Tensor, strength: Tensor) -> Tensor:
@@ -117,7 +112,7 @@ class ColourJitter(Config):
     )
 
 
-JITTERED = (brightness, contrast, saturation)
+JITTERED = (adjust_brightness, adjust_contrast, adjust_saturation)
 
 
 class DrawnJitter(NamedTuple):
@@ -129,17 +124,17 @@ class DrawnJitter(NamedTuple):
     factors: Tensor
 
 
-def drawn_jitter(settings: ColourJitter, draws: Draws) -> DrawnJitter:
+def draw_jitter(settings: ColourJitter, draws: Draws) -> DrawnJitter:
     """The draws of each image, on the CPU."""
     order = draws.rand(len(JITTERED)).argsort(dim=1)
     factors = [
-        geometry.uniform(draws, max(0.0, 1 - value), 1 + value)
+        geometry.uniform_draws(draws, max(0.0, 1 - value), 1 + value)
         for value in (settings.brightness, settings.contrast, settings.saturation)
     ]
     return DrawnJitter(order, torch.stack(factors, dim=1))
 
 
-def jitter(pixels: Tensor, drawn: DrawnJitter) -> Tensor:
+def jitter_colours(pixels: Tensor, drawn: DrawnJitter) -> Tensor:
     """Pixels fp32 (B, C, H, W) in 0..255, changed in place and returned."""
     for place in range(len(JITTERED)):
         for index, operation in enumerate(JITTERED):
@@ -149,23 +144,27 @@ def jitter(pixels: Tensor, drawn: DrawnJitter) -> Tensor:
             if len(rows) == 0:
                 continue
             factors = drawn.factors[rows, index].to(torch.float32).view(-1, 1, 1, 1)
-            where = send(rows, pixels.device)
-            changed = operation(pixels.index_select(0, where), send(factors, pixels.device))
+            where = to_device_async(rows, pixels.device)
+            changed = operation(
+                pixels.index_select(0, where), to_device_async(factors, pixels.device)
+            )
             pixels.index_copy_(0, where, changed)
     return pixels
 
 
-def erase(pixels: Tensor, probability: float, draws: Draws) -> Tensor:
+def erase_rectangles(pixels: Tensor, probability: float, draws: Draws) -> Tensor:
     """Black out one rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area, sides
     0.3 to 3.3.
     """
     height, width = pixels.shape[-2:]
-    top, left, tall, wide = geometry.crop_window(draws, (height, width), (0.02, 1 / 3), (0.3, 3.3))
+    top, left, tall, wide = geometry.draw_crop_windows(
+        draws, (height, width), (0.02, 1 / 3), (0.3, 3.3)
+    )
     chosen = draws.rand() < probability
     rows = torch.arange(height) + 0.5
     columns = torch.arange(width) + 0.5
     in_rows = (rows >= top[:, None]) & (rows < (top + tall)[:, None]) & chosen[:, None]
     in_columns = (columns >= left[:, None]) & (columns < (left + wide)[:, None])
-    tall_part = send(in_rows, pixels.device)[:, None, :, None]
-    wide_part = send(in_columns, pixels.device)[:, None, None, :]
+    tall_part = to_device_async(in_rows, pixels.device)[:, None, :, None]
+    wide_part = to_device_async(in_columns, pixels.device)[:, None, None, :]
     return pixels.masked_fill_(tall_part & wide_part, 0.0)

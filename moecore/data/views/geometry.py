@@ -13,12 +13,12 @@ from torch import Tensor
 from moecore.core.streams import Draws
 
 
-def uniform(draws: Draws, low: float, high: float) -> Tensor:
+def uniform_draws(draws: Draws, low: float, high: float) -> Tensor:
     """(B,) fp64, uniform in [low, high)."""
     return low + (high - low) * draws.rand(dtype=torch.float64)
 
 
-def matrices(rows: tuple, columns: tuple, count: int) -> Tensor:
+def affine_matrices(rows: tuple, columns: tuple, count: int) -> Tensor:
     """(count, 3, 3) with first row ``rows``, second row ``columns`` (numbers or (count,) tensors)
     and third row 0 0 1.
     """
@@ -29,49 +29,49 @@ def matrices(rows: tuple, columns: tuple, count: int) -> Tensor:
     return full
 
 
-def scaling(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
+def scaling_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
     """Scale about the corner (0, 0)."""
-    return matrices((rows, 0, 0), (0, columns, 0), count)
+    return affine_matrices((rows, 0, 0), (0, columns, 0), count)
 
 
-def translation(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
+def translation_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
     """Move by ``rows`` down and ``columns`` to the right, in pixels."""
-    return matrices((1, 0, rows), (0, 1, columns), count)
+    return affine_matrices((1, 0, rows), (0, 1, columns), count)
 
 
-def rotation(radians: Tensor) -> Tensor:
+def rotation_affines(radians: Tensor) -> Tensor:
     """Turn about the corner (0, 0), counter-clockwise on the screen where positive. radians:
     (B,).
     """
     cosine = radians.cos()
     sine = radians.sin()
-    return matrices((cosine, -sine, 0), (sine, cosine, 0), len(radians))
+    return affine_matrices((cosine, -sine, 0), (sine, cosine, 0), len(radians))
 
 
-def shearing(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
+def shearing_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
     """row += rows · column; column += columns · row."""
-    return matrices((1, rows, 0), (columns, 1, 0), count)
+    return affine_matrices((1, rows, 0), (columns, 1, 0), count)
 
 
-def flip(mirrored: Tensor, width: float) -> Tensor:
+def flip_affines(mirrored: Tensor, width: float) -> Tensor:
     """Mirror left and right where ``mirrored`` (B,) is true."""
     sign = 1.0 - 2.0 * mirrored.to(torch.float64)
-    return matrices((1, 0, 0), (0, sign, width * mirrored.to(torch.float64)), len(mirrored))
+    return affine_matrices((1, 0, 0), (0, sign, width * mirrored.to(torch.float64)), len(mirrored))
 
 
-def about_centre(affines: Tensor, height: float, width: float) -> Tensor:
-    """The same linear maps, with the middle of a (height, width) image as the fixed point;
+def centred_affines(affines: Tensor, height: float, width: float) -> Tensor:
+    """Return the same linear maps, with the middle of a (height, width) image as the fixed point;
     translations stay what they are.
     """
     count = len(affines)
     return (
-        translation(height / 2, width / 2, count)
+        translation_affines(height / 2, width / 2, count)
         @ affines
-        @ translation(-height / 2, -width / 2, count)
+        @ translation_affines(-height / 2, -width / 2, count)
     )
 
 
-def crop_window(
+def draw_crop_windows(
     draws: Draws,
     size: Sequence[int] | tuple[Tensor, Tensor],
     scale: tuple[float, float],
@@ -85,20 +85,20 @@ def crop_window(
     longer than the image's is cut to it (our choice: Inception's rule draws again up to ten times).
     Position uniform among those that lie inside.
     """
-    area = uniform(draws, *scale) * (size[0] * size[1])
-    aspect = uniform(draws, math.log(ratio[0]), math.log(ratio[1])).exp()
+    area = uniform_draws(draws, *scale) * (size[0] * size[1])
+    aspect = uniform_draws(draws, math.log(ratio[0]), math.log(ratio[1])).exp()
     height = (area / aspect).sqrt().clamp(max=size[0])
     width = (area * aspect).sqrt().clamp(max=size[1])
-    top = (size[0] - height) * uniform(draws, 0, 1)
-    left = (size[1] - width) * uniform(draws, 0, 1)
+    top = (size[0] - height) * uniform_draws(draws, 0, 1)
+    left = (size[1] - width) * uniform_draws(draws, 0, 1)
     return top, left, height, width
 
 
-def inverse(affines: Tensor) -> Tensor:
+def invert_affines(affines: Tensor) -> Tensor:
     """Inverse of affines (B, 3, 3), in closed form."""
     (a, b, t), (c, d, u) = (line.unbind(-1) for line in affines[:, :2].unbind(1))
     scale = 1 / (a * d - b * c)
-    return matrices(
+    return affine_matrices(
         (d * scale, -b * scale, (b * u - d * t) * scale),
         (-c * scale, a * scale, (c * t - a * u) * scale),
         len(affines),

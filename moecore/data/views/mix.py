@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import Draws
-from moecore.data.sampling import send
+from moecore.data.sampling import to_device_async
 from moecore.tasks import AnyTask
 
 
@@ -31,11 +31,11 @@ class Mix(Config):
 
     @property
     def active(self) -> bool:
-        """Whether anything is ever mixed."""
+        """True where anything is ever mixed."""
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0)
 
 
-def mix(
+def mix_images(
     images: Tensor,
     labels: Tensor,
     task: AnyTask,
@@ -65,12 +65,18 @@ def mix(
     area = (rows.sum(1) * columns.sum(1)).to(torch.float64) / (height * width)
     shares = torch.where(cut, 1 - area, shares).to(torch.float32)
     # Boxes go to the device as their rows and columns: whole masks would be half of a step's bytes.
-    hidden = send(rows, images.device)[:, :, None] & send(columns, images.device)[:, None, :]
-    cut, shares = send(cut, images.device)[:, None], send(shares, images.device)[:, None]
+    hidden = (
+        to_device_async(rows, images.device)[:, :, None]
+        & to_device_async(columns, images.device)[:, None, :]
+    )
+    cut, shares = (
+        to_device_async(cut, images.device)[:, None],
+        to_device_async(shares, images.device)[:, None],
+    )
     kept = 1 - hidden.to(torch.float32)
     weights = torch.where(cut[:, None], kept, shares[:, None])[:, None]
     if others is None:
-        where = send(partner, images.device)
+        where = to_device_async(partner, images.device)
         return torch.lerp(images[where], images, weights), torch.lerp(hard[where], hard, shares)
     other, labelled = others(partner)
     known = F.one_hot(labelled, task.outputs).to(torch.float32)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.streams import Draws
-from moecore.data.sampling import send
+from moecore.data.sampling import to_device_async
 from moecore.data.views import colour, geometry
 
 Geometric = Literal["shear_x", "shear_y", "translate_x", "translate_y", "rotate"]
@@ -70,14 +70,14 @@ class Drawn(NamedTuple):
     levels: Tensor
 
 
-def draw(settings: RandAugment, draws: Draws) -> Drawn:
+def draw_operations(settings: RandAugment, draws: Draws) -> Drawn:
     """Draw the operations of each image, on the CPU."""
     choices = draws.integers(0, len(settings.names), settings.operations)
     signs = draws.integers(0, 2, settings.operations) * 2 - 1
     return Drawn(settings.names, choices, signs.to(torch.float64) * (settings.magnitude / 10))
 
 
-def affines(drawn: Drawn, height: float, width: float) -> Tensor:
+def operation_affines(drawn: Drawn, height: float, width: float) -> Tensor:
     """All geometric operations of each image as one affine (B, 3, 3), fp64, first drawn = first
     applied.
     """
@@ -88,17 +88,17 @@ def affines(drawn: Drawn, height: float, width: float) -> Tensor:
             name: torch.where(_is(drawn, place, name), drawn.levels[:, place], 0.0)
             for name in get_args(Geometric)
         }
-        shear = geometry.shearing(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
-        move = geometry.translation(
+        shear = geometry.shearing_affines(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
+        move = geometry.translation_affines(
             0.45 * height * level["translate_y"], 0.45 * width * level["translate_x"], count
         )
-        turn = geometry.rotation(math.radians(30) * level["rotate"])
+        turn = geometry.rotation_affines(math.radians(30) * level["rotate"])
         # at most one of the three is not the identity
-        total = geometry.about_centre(move @ turn @ shear, height, width) @ total
+        total = geometry.centred_affines(move @ turn @ shear, height, width) @ total
     return total
 
 
-def recolour(pixels: Tensor, drawn: Drawn) -> Tensor:
+def apply_colours(pixels: Tensor, drawn: Drawn) -> Tensor:
     """Apply all colour operations in the order drawn: pixels fp32 (B, C, H, W) in 0..255, changed
     in place and returned.
     """
@@ -109,10 +109,10 @@ def recolour(pixels: Tensor, drawn: Drawn) -> Tensor:
             if len(rows) == 0:
                 continue
             operation, strength = OPERATIONS[name]
-            values = send(
+            values = to_device_async(
                 strength(drawn.levels[rows, place]).to(torch.float32), pixels.device
             ).view(-1, 1, 1, 1)
-            where = send(rows, pixels.device)
+            where = to_device_async(rows, pixels.device)
             pixels.index_copy_(0, where, operation(pixels.index_select(0, where), values))
     return pixels
 
@@ -131,10 +131,10 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor
     "autocontrast": (colour.autocontrast, torch.abs),
     "equalize": (colour.equalize, torch.abs),
     "invert": (colour.invert, torch.abs),
-    "brightness": (colour.brightness, _factor),
-    "contrast": (colour.contrast, _factor),
-    "saturation": (colour.saturation, _factor),
-    "sharpness": (colour.sharpness, _factor),
+    "brightness": (colour.adjust_brightness, _factor),
+    "contrast": (colour.adjust_contrast, _factor),
+    "saturation": (colour.adjust_saturation, _factor),
+    "sharpness": (colour.adjust_sharpness, _factor),
     "posterize": (colour.posterize, lambda levels: (8 - 4 * levels.abs()).round().clamp(1, 8)),
     "solarize": (colour.solarize, lambda levels: (256 * (1 - levels.abs())).clamp(min=0)),
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.streams import Draws, generator_for
-from moecore.data.sampling import warp
+from moecore.data.sampling import warp_images
 from moecore.data.views import geometry
 
 
@@ -44,7 +44,7 @@ TRANSFORMS = {  # names as in the table; translations are (horizontal, vertical)
 }
 
 
-def drawn_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Tensor:
+def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Tensor:
     """``count`` draws of TRANSFORMS[name] for images of ``size`` (height, width): affines (count,
     3, 3) fp64.
 
@@ -54,7 +54,7 @@ def drawn_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Te
     generator = generator_for(seed, *name.encode())
 
     def within(limit: float) -> Tensor:
-        return geometry.uniform(Draws(generator, count), -limit, limit)
+        return geometry.uniform_draws(Draws(generator, count), -limit, limit)
 
     turn = within(settings.degrees).deg2rad()
     shear = within(settings.shear).deg2rad().tan()
@@ -63,17 +63,19 @@ def drawn_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Te
         for share, side in zip(settings.translate, size[::-1], strict=True)
     )
     linear = (
-        geometry.rotation(turn)
-        @ geometry.scaling(settings.scale, settings.scale, count)
-        @ geometry.shearing(0, shear, count)
+        geometry.rotation_affines(turn)
+        @ geometry.scaling_affines(settings.scale, settings.scale, count)
+        @ geometry.shearing_affines(0, shear, count)
     )
-    return geometry.about_centre(geometry.translation(down, right, count) @ linear, *size)
+    return geometry.centred_affines(
+        geometry.translation_affines(down, right, count) @ linear, *size
+    )
 
 
-def transformed(images: Tensor, affines: Tensor) -> Tensor:
+def transform_images(images: Tensor, affines: Tensor) -> Tensor:
     """Images uint8 (N, C, H, W) under affines (N, 3, 3), rounded to uint8, so that the identity
     changes no pixel.
     """
     height, width = images.shape[-2:]
-    moved = warp(images, affines, (height, width), "zeros")
+    moved = warp_images(images, affines, (height, width), "zeros")
     return moved.round().clamp(0, 255).to(torch.uint8)

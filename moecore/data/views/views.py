@@ -16,7 +16,14 @@ from torch import Generator, Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import Draws
-from moecore.data.sampling import Uneven, send, shapes, shift_and_flip, warp, warp_each
+from moecore.data.sampling import (
+    Uneven,
+    image_and_view_sizes,
+    shift_and_flip,
+    to_device_async,
+    warp_images,
+    warp_uneven,
+)
 from moecore.data.views import colour, geometry, randaugment
 from moecore.data.views.colour import ColourJitter
 from moecore.data.views.randaugment import RandAugment
@@ -163,34 +170,34 @@ def make_views(images: Tensor | Uneven, settings: ViewSettings, source: Generato
     count = len(images)
     if isinstance(images, Uneven) and settings.crop is None:
         raise UserError(f"views: found crop: null, but {UNEVEN}")
-    original, size = shapes(images, settings.size)
+    original, size = image_and_view_sizes(images, settings.size)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
     frame = _frame(settings, original, size, draws)
     # drawn whether or not it is used: a setting then changes no other draw
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
-    moved = geometry.translation(shifts[:, 0], shifts[:, 1], count)
-    affines = geometry.flip(mirrored, size[1]) @ frame @ moved
+    moved = geometry.translation_affines(shifts[:, 0], shifts[:, 1], count)
+    affines = geometry.flip_affines(mirrored, size[1]) @ frame @ moved
     if settings.affine:
         affines = _affine(settings.affine, size, draws) @ affines
     drawn = None
     if settings.randaugment:
-        drawn = randaugment.draw(settings.randaugment, draws)
+        drawn = randaugment.draw_operations(settings.randaugment, draws)
         if settings.randaugment.moves:
-            affines = randaugment.affines(drawn, *size) @ affines
+            affines = randaugment.operation_affines(drawn, *size) @ affines
     if isinstance(images, Uneven):
-        pixels = warp_each(images, affines, size, settings.fill)
+        pixels = warp_uneven(images, affines, size, settings.fill)
     elif settings.on_grid:
         pixels = shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
     else:
-        pixels = warp(images, affines, size, settings.fill)
+        pixels = warp_images(images, affines, size, settings.fill)
     if drawn:
-        pixels = randaugment.recolour(pixels, drawn)
+        pixels = randaugment.apply_colours(pixels, drawn)
     if settings.jitter:
-        pixels = colour.jitter(pixels, colour.drawn_jitter(settings.jitter, draws))
+        pixels = colour.jitter_colours(pixels, colour.draw_jitter(settings.jitter, draws))
     pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
     if settings.erasing:
-        pixels = colour.erase(pixels, settings.erasing, draws)
-    return Views(pixels, send(affines.to(torch.float32), images.device))
+        pixels = colour.erase_rectangles(pixels, settings.erasing, draws)
+    return Views(pixels, to_device_async(affines.to(torch.float32), images.device))
 
 
 def identity_view(images: Tensor | Uneven) -> Tensor:
@@ -204,12 +211,6 @@ def identity_view(images: Tensor | Uneven) -> Tensor:
     return images.to(torch.float32).mul_(1 / 255)
 
 
-def identity_affines(images: Tensor) -> Tensor:
-    """The affines (B, 3, 3) of views that change nothing; (B, 4, 4) of volumes."""
-    side = images.ndim - 1
-    return torch.eye(side, device=images.device).expand(len(images), side, side)
-
-
 def _frame(
     settings: ViewSettings,
     original: Sequence[int] | tuple[Tensor, Tensor],
@@ -219,25 +220,32 @@ def _frame(
     """From the original to the (cropped) view of ``size``."""
     count = draws.images
     if settings.crop is None:
-        return geometry.scaling(size[0] / original[0], size[1] / original[1], count)
-    top, left, height, width = geometry.crop_window(
+        return geometry.scaling_affines(size[0] / original[0], size[1] / original[1], count)
+    top, left, height, width = geometry.draw_crop_windows(
         draws, original, settings.crop.scale, settings.crop.ratio
     )
-    enlarged = geometry.scaling(size[0] / height, size[1] / width, count)
-    return enlarged @ geometry.translation(-top, -left, count)
+    enlarged = geometry.scaling_affines(size[0] / height, size[1] / width, count)
+    return enlarged @ geometry.translation_affines(-top, -left, count)
 
 
 def _affine(settings: Affine, size: tuple[int, int], draws: Draws) -> Tensor:
     count = draws.images
-    factor = geometry.uniform(draws, *settings.scale)
-    shear = geometry.uniform(draws, -settings.shear, settings.shear).deg2rad().tan()
-    degrees = geometry.uniform(draws, -settings.degrees, settings.degrees)
-    turn = geometry.rotation(degrees.deg2rad())
+    factor = geometry.uniform_draws(draws, *settings.scale)
+    shear = geometry.uniform_draws(draws, -settings.shear, settings.shear).deg2rad().tan()
+    degrees = geometry.uniform_draws(draws, -settings.degrees, settings.degrees)
+    turn = geometry.rotation_affines(degrees.deg2rad())
     down, right = (
-        geometry.uniform(draws, -settings.translate, settings.translate) * side for side in size
+        geometry.uniform_draws(draws, -settings.translate, settings.translate) * side
+        for side in size
     )
-    linear = turn @ geometry.shearing(0, shear, count) @ geometry.scaling(factor, factor, count)
-    return geometry.about_centre(geometry.translation(down, right, count) @ linear, *size)
+    linear = (
+        turn
+        @ geometry.shearing_affines(0, shear, count)
+        @ geometry.scaling_affines(factor, factor, count)
+    )
+    return geometry.centred_affines(
+        geometry.translation_affines(down, right, count) @ linear, *size
+    )
 
 
 def _ranges(config: C, limits: dict[str, float]) -> C:

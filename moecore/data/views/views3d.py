@@ -2,7 +2,13 @@
 
 B volumes, C channels, D × H × W voxels. Every random number comes from the CPU generator that is
 passed in. All geometry is one trilinear sampling; shifts and flips alone keep every voxel exact.
+
+Affines (B, 4, 4), drawn on the CPU in fp64, map a point (x, y, z, 1) of the original volume to the
+view, in voxels along the first, second and third axis; voxel centres are at +0.5. In canonical
+(RAS) volumes the first axis runs from left to right. Later maps multiply from the left.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +16,8 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import Draws
-from moecore.data.sampling import fold, inside, send
-from moecore.data.views import geometry3d
-from moecore.data.views.geometry import uniform
+from moecore.data.sampling import fold_indices, is_inside, to_device_async
+from moecore.data.views.geometry import uniform_draws
 
 
 def make_volume_views(volumes: Tensor, settings, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -27,7 +32,7 @@ def make_volume_views(volumes: Tensor, settings, draws: Draws) -> tuple[Tensor, 
     size = list(volumes.shape[2:])
     shifts = draws.integers(-settings.shift, settings.shift + 1, 3)
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
-    affines = geometry3d.flip(mirrored, size[0]) @ geometry3d.translation(shifts)
+    affines = volume_flips(mirrored, size[0]) @ volume_translations(shifts)
     if settings.affine:
         affines = _affine(settings.affine, size, draws) @ affines
         views = warp_volumes(volumes, affines, settings.fill)
@@ -35,15 +40,15 @@ def make_volume_views(volumes: Tensor, settings, draws: Draws) -> tuple[Tensor, 
         views = _shift_and_flip(volumes, shifts, mirrored, settings.fill)
     if settings.intensity:
         factors, powers = (
-            uniform(draws, low, high)
+            uniform_draws(draws, low, high)
             for low, high in (settings.intensity.factor, settings.intensity.gamma)
         )
         factors, powers = (
-            send(values.to(torch.float32), volumes.device).view(-1, 1, 1, 1, 1)
+            to_device_async(values.to(torch.float32), volumes.device).view(-1, 1, 1, 1, 1)
             for values in (factors, powers)
         )
         views = views.pow_(powers).mul_(factors)
-    return views.clamp_(0, 1), send(affines.to(torch.float32), volumes.device)
+    return views.clamp_(0, 1), to_device_async(affines.to(torch.float32), volumes.device)
 
 
 def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
@@ -59,7 +64,9 @@ def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
     # view to original, both −1 … 1
     theta = torch.linalg.inv(unit) @ torch.linalg.inv(affines) @ unit
     # grid_sample names the last axis first
-    grid = _grid(send(theta[:, [2, 1, 0]].to(torch.float32), volumes.device), volumes.shape[2:])
+    grid = _grid(
+        to_device_async(theta[:, [2, 1, 0]].to(torch.float32), volumes.device), volumes.shape[2:]
+    )
     return F.grid_sample(
         volumes.to(torch.float32), grid, mode="bilinear", padding_mode=fill, align_corners=False
     )
@@ -70,13 +77,13 @@ def _grid(theta: Tensor, size: torch.Size) -> Tensor:
 
     A third of the time of torch's affine_grid.
     """
-    found = theta[:, None, None, None, :, 3]
+    grid = theta[:, None, None, None, :, 3]
     for axis, length in enumerate(size):
         centres = (
             2 * torch.arange(length, device=theta.device, dtype=theta.dtype) + 1
         ) / length - 1
-        found = found + theta[:, None, None, None, :, axis] * centres.view(-1, *[1] * (3 - axis))
-    return found
+        grid = grid + theta[:, None, None, None, :, axis] * centres.view(-1, *[1] * (3 - axis))
+    return grid
 
 
 def _refuse(settings) -> None:
@@ -94,17 +101,17 @@ def _refuse(settings) -> None:
 def _affine(settings, size: list[int], draws: Draws) -> Tensor:
     """Scale, then turn about the three axes, then move; about the centre."""
     low, high = settings.scale
-    factors = uniform(draws, low, high)
+    factors = uniform_draws(draws, low, high)
     turns = torch.stack(
-        [uniform(draws, -settings.degrees, settings.degrees).deg2rad() for _ in size],
+        [uniform_draws(draws, -settings.degrees, settings.degrees).deg2rad() for _ in size],
         dim=1,
     )
     moves = torch.stack(
-        [uniform(draws, -settings.translate, settings.translate) * side for side in size],
+        [uniform_draws(draws, -settings.translate, settings.translate) * side for side in size],
         dim=1,
     )
-    return geometry3d.about_centre(
-        geometry3d.translation(moves) @ geometry3d.rotation(turns) @ geometry3d.scaling(factors),
+    return centred_volume_affines(
+        volume_translations(moves) @ volume_rotations(turns) @ volume_scalings(factors),
         size,
     )
 
@@ -121,7 +128,7 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
     turned = torch.arange(depth).flip(0) - shifts[:, :1]
     places[0] = torch.where(mirrored[:, None], turned, places[0])
     first, second, third = (
-        send(fold(where, length, fill), volumes.device)
+        to_device_async(fold_indices(where, length, fill), volumes.device)
         for where, length in zip(places, size, strict=True)
     )
     # Whole lines of the last axis are copied; the lines' numbers are made on the device.
@@ -132,6 +139,64 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
         views = views.gather(4, third[:, None, None, None].expand(views.shape))
     if fill == "zeros" and shifts.any():
         for axis, (where, length) in enumerate(zip(places, size, strict=True)):
-            seen = send(inside(where, length), volumes.device)
+            seen = to_device_async(is_inside(where, length), volumes.device)
             views.mul_(seen.view(count, *[1] * (axis + 1), length, *[1] * (2 - axis)))
     return views.to(torch.float32)
+
+
+def volume_identities(count: int) -> Tensor:
+    """(count, 4, 4) fp64 that change nothing."""
+    return torch.eye(4, dtype=torch.float64).repeat(count, 1, 1)
+
+
+def volume_translations(moves: Tensor) -> Tensor:
+    """Move by ``moves`` (B, 3) voxels."""
+    affines = volume_identities(len(moves))
+    affines[:, :3, 3] = moves.to(torch.float64)
+    return affines
+
+
+def volume_scalings(factors: Tensor) -> Tensor:
+    """Scale all axes by ``factors`` (B,) about the corner (0, 0, 0)."""
+    return torch.diag_embed(
+        torch.stack(
+            [factors.to(torch.float64)] * 3 + [torch.ones(len(factors), dtype=torch.float64)], dim=1
+        )
+    )
+
+
+def volume_rotations(radians: Tensor) -> Tensor:
+    """Turn by ``radians`` (B, 3) about the first axis, then the second, then the third; each
+    carries the next axis towards the one after it.
+    """
+    affines = volume_identities(len(radians))
+    for axis in range(3):
+        affines = _turn(radians[:, axis], (axis + 1) % 3, (axis + 2) % 3) @ affines
+    return affines
+
+
+def volume_flips(mirrored: Tensor, length: float) -> Tensor:
+    """Mirror the first axis (left and right), of ``length`` voxels, where ``mirrored`` (B,) is
+    true.
+    """
+    affines = volume_identities(len(mirrored))
+    affines[:, 0, 0] = 1 - 2 * mirrored.to(torch.float64)
+    affines[:, 0, 3] = length * mirrored.to(torch.float64)
+    return affines
+
+
+def centred_volume_affines(affines: Tensor, size: Sequence[float]) -> Tensor:
+    """Return the same linear maps, with the middle of a volume of ``size`` as the fixed point;
+    translations stay what they are.
+    """
+    half = torch.tensor(size, dtype=torch.float64).div(2).expand(len(affines), 3)
+    return volume_translations(half) @ affines @ volume_translations(-half)
+
+
+def _turn(radians: Tensor, first: int, second: int) -> Tensor:
+    """Carry the axis ``first`` towards the axis ``second`` by ``radians`` (B,)."""
+    affines = volume_identities(len(radians))
+    affines[:, first, first] = affines[:, second, second] = radians.to(torch.float64).cos()
+    affines[:, second, first] = radians.to(torch.float64).sin()
+    affines[:, first, second] = -affines[:, second, first]
+    return affines

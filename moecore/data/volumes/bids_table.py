@@ -2,7 +2,6 @@
 the rows.
 """
 
-import csv
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from typing import NamedTuple
 from moecore.core.files import UserError
 from moecore.core.inside import inside
 from moecore.data.prepared import SPLITS
-from moecore.data.volumes.subjects import Subject, odd_id
+from moecore.data.volumes.subjects import Subject, id_problem
 
 NEEDED = ("participant_id", "age", "sex")
 SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": "", "n/a": ""}
@@ -54,7 +53,7 @@ def read_table(
     subjects = []
     seen: Counter[str] = Counter()
     for participant in {row["participant_id"]: row for row in rows}:
-        if odd := odd_id("participant_id", participant):  # before it becomes a path
+        if odd := id_problem("participant_id", participant):  # before it becomes a path
             problems.append(Problem(participant, "*", f"{path}: {odd}"))
             continue
         mine = [row for row in rows if row["participant_id"] == participant]
@@ -83,10 +82,10 @@ def read_table(
 
 
 def _nobody(path: Path, diagnoses: tuple[str, ...], seen: Counter[str]) -> str:
-    found = [f"{name or 'none given'} ({number})" for name, number in sorted(seen.items())]
+    counted = [f"{name or 'none given'} ({number})" for name, number in sorted(seen.items())]
     return (
         f"{path}: nobody's diagnosis is one of {', '.join(diagnoses)} (`diagnoses`); "
-        f"found: {', '.join(found)}"
+        f"found: {', '.join(counted)}"
     )
 
 
@@ -96,11 +95,11 @@ def _rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]
             f"{path}: no such file; a cohort needs it, with the columns {', '.join(NEEDED)} (set "
             "`root` to its folder)"
         )
-    columns, rows = tab_separated(path)
+    columns, rows = read_tsv(path)
     if lacking := [name for name in needed if name not in columns]:
-        found = " ".join(", ".join(columns).split()) or "nothing"
+        listed = " ".join(", ".join(columns).split()) or "nothing"
         raise UserError(
-            f"{path}: lacks the columns {', '.join(lacking)}; found: {found[:200]} (columns are "
+            f"{path}: lacks the columns {', '.join(lacking)}; found: {listed[:200]} (columns are "
             "separated by tabs)"
         )
     if not rows:
@@ -108,24 +107,22 @@ def _rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]
     return rows
 
 
-def tab_separated(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns of a table with a head line, and its rows, without blanks around the values.
+def read_tsv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns of a table with a head line, and its rows, without blanks around values.
 
-    Raises UserError where it is no text in UTF-8, or has a value that no table has.
+    Raises UserError where it is no text in UTF-8, or no table.
     """
+    import pandas  # a second of import, for those who use it
+
     try:
-        with open(path, newline="", encoding="utf-8-sig") as handle:
-            table = csv.DictReader(handle, delimiter="\t", restval="")
-            columns = list(table.fieldnames or ())
-            rows = [{name: (row[name] or "").strip() for name in columns if name} for row in table]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error}") from None
-    except csv.Error as error:  # a value of more than 131,072 letters: a quote that nothing closes
-        raise UserError(f"{path}: no table of values between tabs: {error}") from None
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise UserError(f"{path}: cannot be read, {why}") from None
-    return columns, rows
+        table = pandas.read_csv(
+            path, sep="\t", dtype=str, keep_default_na=False, encoding="utf-8-sig", index_col=False
+        )
+    except (OSError, ValueError) as error:  # pandas' own errors and UnicodeDecodeError are these
+        why = " ".join(str(error).split())
+        raise UserError(f"{path}: no table of values between tabs: {why}") from None
+    table = table.fillna("").apply(lambda column: column.str.strip())
+    return list(table.columns), table.to_dict("records")
 
 
 def _visits(
@@ -148,7 +145,7 @@ def _subject(row: dict[str, str], ages: tuple[float, float]) -> tuple[Subject, l
     age = _number(row["age"])
     sex = row["sex"].lower()
     session = _optional(row, "session_id")
-    if session and (odd := odd_id("session_id", session)):
+    if session and (odd := id_problem("session_id", session)):
         wrong.append(odd)
     if age is None:
         wrong.append(f"age is {row['age']!r}, not a number")

@@ -1,5 +1,5 @@
 """Which participant belongs to which split, stratified by age and sex, never by session; and what a
-cohort says before a volume is read: its tables, its files, and their headers.
+cohort says before a volume is read: its tables and its files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +13,8 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
-from moecore.data.splits import quotas
+from moecore.data.splits import class_quotas
 from moecore.data.volumes.bids_table import Problem, Table
-from moecore.data.volumes.nifti import header_problem
 from moecore.data.volumes.subjects import Subject
 from moecore.data.volumes.volumes import SubjectFiles
 from moecore.tasks.regression import Regression
@@ -117,7 +116,7 @@ def _drawn(rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]) -
         return rows[:0]
     names, counts = np.unique(groups[rows], return_counts=True)
     random = np.random.default_rng(seed)
-    takes = quotas(counts, number)
+    takes = class_quotas(counts, number)
     return np.concatenate(
         [
             random.permutation(rows[groups[rows] == name])[:take]
@@ -129,7 +128,7 @@ def _drawn(rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]) -
 Files = Callable[[Subject], tuple[SubjectFiles | None, list[str]]]
 
 
-def of_ages(
+def age_preview(
     name: str, size: tuple[int, int, int], regions: tuple[str, ...], *seen: Path
 ) -> Preview:
     """The preview of a cohort whose volumes have ages, before anything is counted."""
@@ -137,42 +136,33 @@ def of_ages(
     return Preview(name, 1, size, task, regions=regions, seen=seen)
 
 
-def look_at_cohort(root: Path, table: Table, files: Files, settings: CohortSplits) -> dict:
-    """``counts`` and ``seen`` of a Preview; headers are opened, volumes are not read.
+def preview_cohort(
+    root: Path, table: Table, files: Files, settings: CohortSplits
+) -> dict[str, Any]:
+    """Return ``counts``, ``seen`` and ``note`` of a Preview; no volume is opened.
 
     files: a subject's files, or None and what is wrong with them. Raises UserError that lists the
     problems of the whole cohort, unless ``settings.on_error`` is "skip".
     """
     problems = list(table.problems)
-    seen = [root, root / "participants.tsv"]
     usable = []
     for subject in table.subjects:
         paths, wrong = files(subject)
-        if paths is not None:
-            seen.append(paths.t1)
-            wrong = [why for path in _all(paths) if (why := header_problem(path))]
         problems += [Problem(*subject[:2], why) for why in wrong]
-        if not wrong:
+        if paths is not None:
             usable.append(subject)
-    stops = getattr(settings, "on_error", "stop") == "stop"
-    if problems and stops:
-        raise UserError(listed(root, problems))
+    if problems and getattr(settings, "on_error", "stop") == "stop":
+        raise UserError(list_problems(root, problems))
     known = {subject.participant_id for subject in usable}
     asked = {who: split for who, split in table.splits.items() if who in known}
     rows = split_cohort(usable, settings, asked)
-    found: dict[str, Any] = {"counts": {split: (len(part),) for split, part in rows.items()}}
-    if problems:
-        found["note"] = f"{len(problems)} problems; those subjects will be left out"
-    return found | {"seen": seen}
+    note = f"{len(problems)} problems; those subjects will be left out" if problems else None
+    counts = {split: (len(part),) for split, part in rows.items()}
+    return {"counts": counts, "note": note, "seen": [root, root / "participants.tsv"]}
 
 
-def _all(files: SubjectFiles) -> list[Path]:
-    maps = list((files.maps or {}).values())
-    return [path for path in (files.t1, files.mask, *maps, files.dseg) if path is not None]
-
-
-def listed(root: Path, problems: Sequence[Problem]) -> str:
-    """What is wrong with a cohort, a line a problem."""
+def list_problems(root: Path, problems: Sequence[Problem]) -> str:
+    """Return what is wrong with a cohort, a line per problem."""
     lines = "\n  ".join(" ".join(problem.reason.split()) for problem in problems)
     way = "mend them, or set `on_error: skip` to leave these subjects out"
     return f"{len(problems)} problems in the cohort {root}; {way}:\n  {lines}"

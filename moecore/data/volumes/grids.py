@@ -35,7 +35,7 @@ class Grid(Config):
         return self
 
 
-def resampled(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: float) -> np.ndarray:
+def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: float) -> np.ndarray:
     """A volume with voxels of ``zooms`` mm on voxels of ``voxel_mm``: linear, smoothed first where
     voxels become larger; fp32.
 
@@ -54,19 +54,19 @@ def resampled(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: float) -> 
     )
 
 
-def resampled_inside(
+def resample_inside(
     volume: np.ndarray, mask: np.ndarray, zooms: tuple[float, ...], voxel_mm: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Like ``resampled``, without mixing the background in: values weighted by the mask, and the
-    new mask (at least half inside), bool.
+    """Like ``resample_volume``, without mixing the background in: values weighted by the mask, and
+    the new mask (at least half inside), bool.
     """
-    weight = resampled(mask.astype(np.float32), zooms, voxel_mm)
-    values = resampled(np.where(mask, volume, 0), zooms, voxel_mm)
+    weight = resample_volume(mask.astype(np.float32), zooms, voxel_mm)
+    values = resample_volume(np.where(mask, volume, 0), zooms, voxel_mm)
     inside = weight >= BRAIN
     return np.where(inside, values / np.maximum(weight, BRAIN), 0).astype(np.float32), inside
 
 
-def window(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
+def brain_window(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
     """First index, along each axis, of the ``size`` voxels around the middle of the mask's bounds
     (may be negative: padding).
 
@@ -81,7 +81,9 @@ def window(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
     )
 
 
-def cut(volume: np.ndarray, start: tuple[int, ...], size: tuple[int, int, int]) -> np.ndarray:
+def cut_window(
+    volume: np.ndarray, start: tuple[int, ...], size: tuple[int, int, int]
+) -> np.ndarray:
     """``size`` voxels of a volume (D, H, W) from ``start``; zeros where there is none."""
     out = np.zeros(size, volume.dtype)
     source = [

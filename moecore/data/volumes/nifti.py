@@ -9,15 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.core.files import UserError
-
 # two affines are the same where they put every corner of the volume closer than this
 APART_MM = 0.1
 MOST = 512**3  # voxels: a head at 0.5 mm; their values take half a gigabyte
-# bytes before the values, and extensions of a header (notes of other programs): nibabel reads each
-# whole, and kilobytes of gzip can say gigabytes
-BEFORE = 1 << 26
-EXTENSIONS = 1000
 EDGES_MM = (0.01, 100.0)  # of a voxel
 NUMBERS = "biuf"  # numpy's kinds that are real numbers; not complex ones, not colours
 
@@ -41,9 +35,10 @@ def load_volume(path: Path) -> Volume:
     interpolation).
 
     Raises Unusable on files that are missing, damaged or truncated, not 3-D, without an
-    orientation, or with values that are no numbers; UserError where nibabel is not installed.
+    orientation, or with values that are no numbers.
     """
-    nibabel = _nibabel()
+    import nibabel  # a third of a second, for those who use it
+
     image = _opened(path)
     with _damage(path):
         values = np.asarray(image.dataobj, dtype=np.float32)
@@ -55,7 +50,7 @@ def load_volume(path: Path) -> Volume:
     return Volume(np.ascontiguousarray(image.dataobj, dtype=np.float32), zooms, image.affine)
 
 
-def same_place(one: Volume, other: Volume) -> str | None:
+def place_mismatch(one: Volume, other: Volume) -> str | None:
     """Why two volumes do not lie on the same voxels, or None where they do."""
     if one.values.shape != other.values.shape:
         return f"has the shape {other.values.shape}, the T1 {one.values.shape}"
@@ -69,69 +64,26 @@ def same_place(one: Volume, other: Volume) -> str | None:
     return None
 
 
-def header_problem(path: Path) -> str | None:
-    """Why a file is no volume, as far as its header says; None where nothing is wrong with it."""
-    try:
-        _opened(path)
-    except Unusable as error:
-        return str(error)
-    return None
-
-
 def _opened(path: Path) -> Any:
-    """nibabel's image of a file whose header says a volume; no value is read.
+    """Return nibabel's image of a file whose header says a volume; no value is read.
 
     Raises Unusable.
     """
     if not path.is_file():
         raise Unusable(f"{path}: {'no file' if path.exists() else 'no such file'}")
+    import nibabel
+
     with _damage(path):
-        _check_extensions(path)
-        image = _nibabel().load(path)
+        image: Any = nibabel.load(path)
         _check_header(path, image)
     return image
 
 
-def _check_extensions(path: Path) -> None:
-    """Refuse what would take much memory before nibabel looks at it; what is only wrong is left to
-    it. Little is unpacked, and nothing kept.
-    """
-    nibabel = _nibabel()
-    pair = path.with_name(path.name.replace(".img", ".hdr"))  # where the header has its own file
-    with nibabel.openers.ImageOpener(str(pair if pair.is_file() else path)) as handle:
-        start = handle.read(nibabel.Nifti2Header.sizeof_hdr + 4)
-        kinds = (nibabel.Nifti1Header, nibabel.Nifti2Header)
-        kind = next((kind for kind in kinds if kind.may_contain_header(start)), None)
-        if kind is None:  # another format
-            return
-        at = kind.sizeof_hdr + 4
-        header = kind(start[: at - 4], check=False)
-        offset = float(header["vox_offset"])
-        if BEFORE < offset < math.inf:
-            found = f"says that its values begin after {offset:,.0f} bytes"
-            raise Unusable(f"{path}: {found}; allowed: up to {BEFORE:,}")
-        if start[at - 4 : at - 3] in (b"", b"\0"):  # no extensions
-            return
-        number = 0
-        # in a file of its own they reach to its end
-        apart = pair.name.lower().rsplit(".hdr", 1)[-1] in ("", ".gz", ".bz2", ".zst")
-        while at + 16 <= (math.inf if apart else offset):
-            handle.seek(at)
-            if len(size := handle.read(4)) < 4:
-                return
-            length = int(np.frombuffer(size, f"{header.endianness}i4")[0])
-            at, number = at + length, number + 1
-            # below 8 nibabel reads to the end of the file
-            if length < 8 or at > BEFORE or number > EXTENSIONS:
-                found = f"extension {number} of its header has {length:,} bytes"
-                allowed = f"8 or more, {BEFORE:,} in all, of up to {EXTENSIONS:,} extensions"
-                raise Unusable(f"{path}: {found}; allowed: {allowed}")
-
-
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """All that nibabel raises on bad content becomes Unusable, in a line."""
-    nibabel = _nibabel()
+    """Raise Unusable, in a line, for all that nibabel raises on bad content."""
+    import nibabel
+
     try:
         yield
     except (
@@ -162,8 +114,8 @@ def _check_header(path: Path, image: Any) -> None:
     if math.prod(shape) > MOST:
         raise Unusable(f"{path}: has the shape {shape}; allowed: up to {MOST:,} voxels")
     if image.get_data_dtype().kind not in NUMBERS:
-        found = f"its values are {image.get_data_dtype()}"
-        raise Unusable(f"{path}: {found}; allowed: whole and real numbers")
+        given = f"its values are {image.get_data_dtype()}"
+        raise Unusable(f"{path}: {given}; allowed: whole and real numbers")
     if image.header.get("sform_code", 1) == 0 and image.header.get("qform_code", 1) == 0:
         raise Unusable(
             f"{path}: says no orientation (sform_code and qform_code are 0); left and right "
@@ -173,16 +125,6 @@ def _check_header(path: Path, image: Any) -> None:
         raise Unusable(f"{path}: its affine is singular or has values that are no numbers")
     edges = np.linalg.norm(image.affine[:3, :3], axis=0)
     if edges.min() < EDGES_MM[0] or edges.max() > EDGES_MM[1]:
-        found = " × ".join(f"{edge:g}" for edge in edges)
+        given = " × ".join(f"{edge:g}" for edge in edges)
         least, most = EDGES_MM
-        raise Unusable(f"{path}: voxels of {found} mm; allowed: {least:g} to {most:g}")
-
-
-def _nibabel() -> Any:
-    try:
-        import nibabel
-    except ImportError:
-        raise UserError(
-            "reading NIfTI files needs nibabel; install moecore with its dependencies again"
-        ) from None
-    return nibabel
+        raise Unusable(f"{path}: voxels of {given} mm; allowed: {least:g} to {most:g}")

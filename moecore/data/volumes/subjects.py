@@ -50,38 +50,38 @@ def read_subjects(path: Path) -> list[dict[str, str]]:
 
 
 def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
-    """How many volumes are of women, men and people of unknown sex; a name only where there is one,
+    """Count the volumes of women, men and people of unknown sex; a name only where there is one,
     F and M always.
     """
     counts = {name: sum(sex == code for sex in sexes) for code, name in SEXES.items()}
     return {name: number for name, number in counts.items() if number or name != "unknown"}
 
 
-def odd_id(name: str, value: str) -> str | None:
+def id_problem(name: str, value: str) -> str | None:
     """Why an id of a table (``name``: its column) is none, or None where it is one."""
     if ID.fullmatch(value):
         return None
-    found = f"{value[:60]!r}" + "…" * (len(value) > 60)
-    return f"{name} is {found}; allowed: up to 100 letters a to z, digits, and . _ + - after one"
+    shown = f"{value[:60]!r}" + "…" * (len(value) > 60)
+    return f"{name} is {shown}; allowed: up to 100 letters a to z, digits, and . _ + - after one"
 
 
-def the_one(root: Path, pattern: str, subject: Subject) -> tuple[Path | None, str | None]:
+def find_only_file(root: Path, pattern: str, subject: Subject) -> tuple[Path | None, str | None]:
     """The only file of ``subject`` that fits ``pattern``, or None and why there is not one."""
     words = [escape(subject.participant_id)]
     if session := subject.session_id:
         words.append(escape(session if session.startswith("ses-") else f"ses-{session}"))
     place = pattern.replace("{folder}", "/".join(words)).replace("{prefix}", "_".join(words))
     try:
-        found = [inside(root, path) for path in sorted(root.glob(place))]
+        files = [inside(root, path) for path in sorted(root.glob(place))]
     except UserError as error:
         return None, str(error)
     except (ValueError, NotImplementedError) as error:
         return None, f"{root}: the pattern {pattern!r} is none below this folder: {error}"
-    if len(found) == 1 and not found[0].is_file():  # reading a pipe would wait for ever
-        return None, f"{found[0]}: no file, or a link to nothing"
-    if len(found) == 1:
-        return found[0], None
-    if not found:
+    if len(files) == 1 and not files[0].is_file():  # reading a pipe would wait for ever
+        return None, f"{files[0]}: no file, or a link to nothing"
+    if len(files) == 1:
+        return files[0], None
+    if not files:
         return None, f"{root / place}: no such file"
-    names = ", ".join(path.name for path in found[:3])
-    return None, f"{root / place}: found {len(found)} files ({names}); make the pattern stricter"
+    names = ", ".join(path.name for path in files[:3])
+    return None, f"{root / place}: found {len(files)} files ({names}); make the pattern stricter"

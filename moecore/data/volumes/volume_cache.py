@@ -4,31 +4,22 @@ settings.
 
 import hashlib
 import json
-import zlib
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from moecore.core.files import (
-    UserError,
-    checksum,
-    read_json,
-    whole_file,
-    write_json,
-    write_sealed,
-)
-from moecore.data.arrays import save_array
+from moecore.core.files import UserError, checksum, read_json, whole_file, write_json
+from moecore.data.npy import save_array
 from moecore.data.volumes.volumes import Stored, SubjectFiles
 
-BLOCK = 1 << 20
 VERSION = 1  # raise it where reading a subject gives other values than before
 
 
 class VolumeCache:
-    """``<key>.image.npy`` float16, ``<key>.regions.npy`` uint8 and ``<key>.json``, the checksums of
-    both, in a folder; files of other settings stay, the folder may be deleted at any time.
+    """``<key>.image.npy`` float16 and ``<key>.regions.npy`` uint8 in a folder; files of other
+    settings stay, the folder may be deleted at any time.
 
     Digests are kept in ``files.json`` beside size and time of change, so that an unchanged file is
     not even read for its digest.
@@ -61,29 +52,19 @@ class VolumeCache:
         ).hexdigest()
 
     def load(self, key: str) -> Stored | None:
-        """What was kept under a key, memory-mapped; None where nothing was, or where a byte of it
-        is another one: what is prepared would then be wrong, and its card call it right.
-        """
+        """Return what was kept under a key, memory-mapped; None where nothing was."""
         image, regions = self._paths(key)
-        try:
-            sums = read_json(self._sums(key), sealed=True)
-        except UserError:  # damaged, or not there: killed before, or kept when none were written
+        if not image.is_file():
             return None
-        if sums != {"image": _sum(image), "regions": _sum(regions)}:
-            return None
-        return Stored(_kept(image), _kept(regions) if regions.is_file() else None)
+        return Stored(_map_array(image), _map_array(regions) if regions.is_file() else None)
 
     def save(self, key: str, made: Stored) -> None:
-        """Keep a subject; its checksums come last, so that their being there means that all is."""
+        """Keep a subject; the image comes last, so that its being there means that all is."""
         image, regions = self._paths(key)
         for path, values in ((regions, made.regions), (image, made.image)):
             if values is not None:
-                with self.lock, whole_file(path, values.nbytes) as temporary:
+                with self.lock, whole_file(path) as temporary:
                     save_array(temporary, values)
-        if made.regions is None:
-            regions.unlink(missing_ok=True)
-        with self.lock:
-            write_sealed(self._sums(key), {"image": _sum(image), "regions": _sum(regions)})
 
     def remember(self) -> None:
         """Write the digests down, for the next run."""
@@ -104,20 +85,6 @@ class VolumeCache:
     def _paths(self, key: str) -> tuple[Path, Path]:
         return self.folder / f"{key}.image.npy", self.folder / f"{key}.regions.npy"
 
-    def _sums(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
 
-
-def _sum(path: Path) -> int | None:
-    """CRC-32 of a file, header and all; None where there is none."""
-    if not path.is_file():
-        return None
-    found = 0
-    with open(path, "rb") as handle:
-        while block := handle.read(BLOCK):
-            found = zlib.crc32(block, found)
-    return found
-
-
-def _kept(path: Path) -> np.ndarray:
+def _map_array(path: Path) -> np.ndarray:
     return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -32,28 +32,28 @@ def tissue_shares(regions: np.ndarray) -> dict[str, float]:
     return dict(zip(USUAL, (sums / max(sums.sum(), 1e-12)).tolist(), strict=True))
 
 
-def flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
+def volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
     """Short texts on what to look at: image (1, D, H, W) in [0, 1] as stored, regions uint8
     (3, D, H, W) of wm, gm, csf or None.
     """
     inside = image[image > 0].astype(np.float32)
-    found = []
+    texts = []
     if not BRIGHTNESS[0] <= inside.mean() <= BRIGHTNESS[1]:
-        found.append(f"mean intensity unusual ({inside.mean():.2f})")
+        texts.append(f"mean intensity unusual ({inside.mean():.2f})")
     if regions is None:
-        return found
+        return texts
     unusual = [
         f"{name} {share:.2f}"
         for name, share in tissue_shares(regions).items()
         if not USUAL[name][0] <= share <= USUAL[name][1]
     ]
     if unusual:
-        found.append(f"tissue fractions unusual ({', '.join(unusual)})")
+        texts.append(f"tissue fractions unusual ({', '.join(unusual)})")
     white, grey = (_brightness(image, part) for part in regions[:2])
     # also where one of the two tissues is nowhere: a comparison with NaN is false
     if not white > grey:
-        found.append("white matter not brighter than grey matter: not T1-weighted?")
-    return found
+        texts.append("white matter not brighter than grey matter: not T1-weighted?")
+    return texts
 
 
 def _brightness(image: np.ndarray, part: np.ndarray) -> float:
@@ -64,7 +64,7 @@ def _brightness(image: np.ndarray, part: np.ndarray) -> float:
     return float(image[0][inside].mean(dtype=np.float64))
 
 
-def out_of_range(region: np.ndarray) -> str | None:
+def range_problem(region: np.ndarray) -> str | None:
     """Why a map (D, H, W) is not one of tissue shares, or None."""
     low = float(region.min())
     high = float(region.max())
@@ -73,9 +73,9 @@ def out_of_range(region: np.ndarray) -> str | None:
     return None
 
 
-def impossible(regions: np.ndarray, voxel_ml: float) -> list[str]:
-    """What no head can have: regions fp32 (3, D, H, W), tissue shares of wm, gm, csf; ``voxel_ml``:
-    volume of a voxel.
+def tissue_problems(regions: np.ndarray, voxel_ml: float) -> list[str]:
+    """Return what no head can have: regions fp32 (3, D, H, W), tissue shares of wm, gm, csf;
+    ``voxel_ml``: volume of a voxel.
     """
     total = regions.sum(axis=0)
     if (over := float((total > 1 + OVERLAP).mean())) > RARE:
@@ -102,7 +102,7 @@ def impossible(regions: np.ndarray, voxel_ml: float) -> list[str]:
     return []
 
 
-def not_stripped(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
+def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
     """Why a volume (D, H, W) seems to show more than the brain, or None; ``mask`` bool, from tissue
     maps or where the volume is above 0.
     """
@@ -128,7 +128,7 @@ def not_stripped(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str |
     )
 
 
-def too_large(
+def size_problem(
     shape: tuple[int, ...], zooms: tuple[float, ...], voxel_mm: float, most: int
 ) -> str | None:
     """Why a volume would have more than ``most`` voxels on voxels of ``voxel_mm``, or None."""
@@ -143,7 +143,7 @@ def too_large(
     )
 
 
-def cut_off(inside: np.ndarray, kept: np.ndarray, size: tuple[int, int, int]) -> str | None:
+def crop_problem(inside: np.ndarray, kept: np.ndarray, size: tuple[int, int, int]) -> str | None:
     """Why the brain does not fit into ``size`` voxels, or None; masks before and after the cut."""
     lost = 1 - float(kept.sum()) / float(inside.sum())
     if lost > LOST:

@@ -10,15 +10,15 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, checksum, write_sealed
-from moecore.data.arrays import new_array, save_array
+from moecore.data.npy import new_array, save_array
 from moecore.data.prepared import SPLITS
 from moecore.data.volumes.subjects import SEXES, Subject, sex_counts, write_subjects
-from moecore.data.volumes.volume_checks import flags
+from moecore.data.volumes.volume_checks import volume_flags
 from moecore.data.volumes.volumes import REGIONS
 from moecore.tasks.regression import Regression
 
 
-class VolumeFacts(NamedTuple):
+class VolumeDatasetInfo(NamedTuple):
     """What a cohort knows before any volume is written; ``settings`` is the source's own config,
     ``skipped`` says who was left out and why.
     """
@@ -46,7 +46,7 @@ class VolumePart(NamedTuple):
 
 
 def write_volumes(
-    folder: Path, facts: VolumeFacts, parts: Mapping[str, VolumePart]
+    folder: Path, facts: VolumeDatasetInfo, parts: Mapping[str, VolumePart]
 ) -> dict[str, Any]:
     """Write the three splits and ``card.json`` to ``folder`` (made where missing) and return the
     card.
@@ -60,19 +60,19 @@ def write_volumes(
     _check(facts, {split: parts[split].subjects for split in SPLITS})
     sums = {split: _write_split(folder, split, facts, parts[split]) for split in SPLITS}
     card = _card(facts, {split: parts[split].subjects for split in SPLITS}, sums["train"])
-    card["files"] = {name: checksum(folder / name) for name in file_names(facts.regions)}
+    card["files"] = {name: checksum(folder / name) for name in volume_file_names(facts.regions)}
     write_sealed(folder / "card.json", card)
     return card
 
 
-def file_names(regions: Sequence[str]) -> list[str]:
+def volume_file_names(regions: Sequence[str]) -> list[str]:
     """Names of the files of a prepared folder of volumes, beside the card."""
     kinds = ("images.npy", "labels.npy", *(["regions.npy"] if regions else []), "subjects.csv")
     return [f"{split}_{kind}" for split in SPLITS for kind in kinds]
 
 
 def _card(
-    facts: VolumeFacts, subjects: Mapping[str, Sequence[Subject]], sums: np.ndarray
+    facts: VolumeDatasetInfo, subjects: Mapping[str, Sequence[Subject]], sums: np.ndarray
 ) -> dict[str, Any]:
     settings = facts.settings.model_dump(mode="json")
     ages = _ages(subjects["train"]).astype(np.float64)
@@ -114,7 +114,7 @@ def _ages(subjects: Sequence[Subject]) -> np.ndarray:
     return np.array([row.age for row in subjects], np.float32)
 
 
-def _check(facts: VolumeFacts, subjects: Mapping[str, Sequence[Subject]]) -> None:
+def _check(facts: VolumeDatasetInfo, subjects: Mapping[str, Sequence[Subject]]) -> None:
     for split, rows in subjects.items():
         if not rows:
             raise UserError(
@@ -141,7 +141,9 @@ def _check(facts: VolumeFacts, subjects: Mapping[str, Sequence[Subject]]) -> Non
         )
 
 
-def _write_split(folder: Path, split: str, facts: VolumeFacts, part: VolumePart) -> np.ndarray:
+def _write_split(
+    folder: Path, split: str, facts: VolumeDatasetInfo, part: VolumePart
+) -> np.ndarray:
     """Write one split; number, sum and sum of squares of its values inside the brain, fp64 (3,)."""
     number = len(part.subjects)
     sums = np.zeros(3)
@@ -161,7 +163,9 @@ def _write_split(folder: Path, split: str, facts: VolumeFacts, part: VolumePart)
             regions[row] = shares
         inside = volume[volume > 0].astype(np.float64)
         sums += [inside.size, inside.sum(), (inside**2).sum()]
-        subjects.append(part.subjects[row]._replace(qc_flags="; ".join(flags(volume, shares))))
+        subjects.append(
+            part.subjects[row]._replace(qc_flags="; ".join(volume_flags(volume, shares)))
+        )
     if len(subjects) != number:
         raise UserError(f"{split}_images.npy: {len(subjects)} volumes for {number} ages")
     save_array(folder / f"{split}_labels.npy", _ages(subjects))
@@ -169,15 +173,17 @@ def _write_split(folder: Path, split: str, facts: VolumeFacts, part: VolumePart)
     return sums
 
 
-def _fits(name: str, row: int, found: np.ndarray | None, array: np.ndarray) -> None:
+def _fits(name: str, row: int, volume: np.ndarray | None, array: np.ndarray) -> None:
     expected = f"expected {array.dtype} {array.shape[1:]}"
-    if found is None:
+    if volume is None:
         raise UserError(f"{name}: volume {row} has none; {expected}")
-    if found.shape != array.shape[1:] or found.dtype != array.dtype:
-        raise UserError(f"{name}: volume {row} is {found.dtype} {found.shape}; {expected}")
+    if volume.shape != array.shape[1:] or volume.dtype != array.dtype:
+        raise UserError(f"{name}: volume {row} is {volume.dtype} {volume.shape}; {expected}")
     # NaN fails this too
-    if found.dtype == np.float16 and not (0 <= found.min() <= found.max() <= 1 and found.max() > 0):
+    if volume.dtype == np.float16 and not (
+        0 <= volume.min() <= volume.max() <= 1 and volume.max() > 0
+    ):
         raise UserError(
-            f"{name}: volume {row} has values from {found.min()} to {found.max()}; allowed: 0 "
+            f"{name}: volume {row} has values from {volume.min()} to {volume.max()}; allowed: 0 "
             "(background) to 1, not all 0"
         )

@@ -9,14 +9,21 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.core.files import UserError
-from moecore.data.volumes.grids import BRAIN, Grid, cut, resampled, resampled_inside, window
-from moecore.data.volumes.nifti import MOST, Unusable, Volume, load_volume, same_place
+from moecore.data.volumes.grids import (
+    BRAIN,
+    Grid,
+    brain_window,
+    cut_window,
+    resample_inside,
+    resample_volume,
+)
+from moecore.data.volumes.nifti import MOST, Unusable, Volume, load_volume, place_mismatch
 from moecore.data.volumes.volume_checks import (
-    cut_off,
-    impossible,
-    not_stripped,
-    out_of_range,
-    too_large,
+    crop_problem,
+    range_problem,
+    size_problem,
+    skull_problem,
+    tissue_problems,
 )
 
 DARKEST = 0.01  # of a voxel inside the mask, so that the mask can be read off: value > 0
@@ -64,15 +71,15 @@ def read_subject(
         return None, problems
     t1 = loaded["t1"]
     for name, volume in loaded.items():
-        why = same_place(t1, volume)
+        why = place_mismatch(t1, volume)
         if why is None and name in REGIONS:
-            why = out_of_range(volume.values)
+            why = range_problem(volume.values)
         if why:
             problems.append(f"{paths[name]}: {why}")
     if problems:
         return None, problems
     regions = _regions(loaded, files, labels)
-    if regions is not None and (whys := impossible(regions, float(np.prod(t1.zooms)) / 1000)):
+    if regions is not None and (whys := tissue_problems(regions, float(np.prod(t1.zooms)) / 1000)):
         return None, [f"{_tissue_files(files)}: {why}" for why in whys]
     if files.mask:
         mask = loaded["mask"].values > BRAIN
@@ -80,7 +87,7 @@ def read_subject(
         mask = regions.sum(axis=0) > BRAIN
     else:
         mask = t1.values > 0
-    if not files.mask and (why := not_stripped(t1.values, mask, regions is not None)):
+    if not files.mask and (why := skull_problem(t1.values, mask, regions is not None)):
         return None, [f"{files.t1}: {why}"]
     return _stored(files.t1, t1, regions, mask, grid)
 
@@ -100,7 +107,7 @@ def read_volume(path: str | Path, grid: Grid, mask: str | Path | None = None) ->
     return made.image
 
 
-def normalised(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Intensities inside ``mask`` from their 1st and 99th percentile to [0.01, 1], clipped; exactly
     0 outside; fp32 (D, H, W).
 
@@ -122,15 +129,15 @@ def normalised(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return image
 
 
-def stored(volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray) -> Stored:
-    """What is stored of a volume (D, H, W), tissue shares (R, D, H, W) in [0, 1] and a brain mask
-    that lie on the final grid.
+def to_stored(volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray) -> Stored:
+    """Return what is stored of a volume (D, H, W), tissue shares (R, D, H, W) in [0, 1] and a brain
+    mask that lie on the final grid.
     """
     if regions is None:
         shares = None
     else:
         shares = np.rint(np.clip(regions, 0, 1) * 255).astype(np.uint8)
-    return Stored(normalised(volume, mask).astype(np.float16)[None], shares)
+    return Stored(normalise_intensities(volume, mask).astype(np.float16)[None], shares)
 
 
 def _loaded(path: Path, problems: list[str]) -> Volume | None:
@@ -162,22 +169,25 @@ def _regions(
 def _stored(
     path: Path, t1: Volume, regions: np.ndarray | None, mask: np.ndarray, grid: Grid
 ) -> tuple[Stored | None, list[str]]:
-    if why := too_large(t1.values.shape, t1.zooms, grid.voxel_mm, MOST):
+    if why := size_problem(t1.values.shape, t1.zooms, grid.voxel_mm, MOST):
         return None, [f"{path}: {why}"]
-    volume, inside = resampled_inside(t1.values, mask, t1.zooms, grid.voxel_mm)
+    volume, inside = resample_inside(t1.values, mask, t1.zooms, grid.voxel_mm)
     if not inside.any():
         return None, [f"{path}: the brain mask is empty"]
-    start = window(inside, grid.size)
-    kept = cut(inside, start, grid.size)
-    if why := cut_off(inside, kept, grid.size):
+    start = brain_window(inside, grid.size)
+    kept = cut_window(inside, start, grid.size)
+    if why := crop_problem(inside, kept, grid.size):
         return None, [f"{path}: {why}"]
     if regions is None:
         shares = None
     else:
         shares = np.stack(
-            [cut(resampled(part, t1.zooms, grid.voxel_mm), start, grid.size) for part in regions]
+            [
+                cut_window(resample_volume(part, t1.zooms, grid.voxel_mm), start, grid.size)
+                for part in regions
+            ]
         )
     try:
-        return stored(cut(volume, start, grid.size), shares, kept), []
+        return to_stored(cut_window(volume, start, grid.size), shares, kept), []
     except ValueError as error:
         return None, [f"{path}: {error}"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
-from moecore.data.corruptions.draws import with_noise
+from moecore.data.corruptions.draws import add_noise
 from moecore.measure.base import Estimate
 from moecore.measure.routing_metrics.expert_use import iou_by_image
 from moecore.nn.backbones.model import Model
@@ -107,7 +107,7 @@ def ramp_probs(
     for start in range(0, len(images), CHUNK):
         chunk = slice(start, start + CHUNK)
         pixels = torch.stack(
-            [with_noise(images[chunk], drawn[chunk], sigma) for sigma in sigmas], dim=1
+            [add_noise(images[chunk], drawn[chunk], sigma) for sigma in sigmas], dim=1
         )
         logits, _ = predictions(model, pixels.flatten(0, 1), batch, routing=False)
         found.append(logits.double().softmax(-1).unflatten(0, pixels.shape[:2]))

@@ -18,10 +18,10 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.data.phantom.fields import SIDE, VOXEL_MM
-from moecore.data.phantom.shells import drawn
-from moecore.data.prepared import Prepared, evenly_spread
+from moecore.data.phantom.shells import simulate_shell_scan
+from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.volumes.volumes import REGIONS
-from moecore.data.workers import each
+from moecore.data.workers import map_in_threads
 from moecore.measure.probes.cubes import Agreement, Cubes, agreement, amounts, correlation
 from moecore.measure.probes.people import PEOPLE, sex_of
 from moecore.nn.backbones.model import Model
@@ -141,7 +141,7 @@ def own_scans(data: Prepared, tissues: tuple[str, ...], count: int) -> Scans:
     first: dict[str, int] = {}
     for place, row in enumerate(data.subjects("test")):
         first.setdefault(row["participant_id"], place)
-    places = np.array(list(first.values()))[evenly_spread(len(first), count)]
+    places = np.array(list(first.values()))[evenly_spaced_indices(len(first), count)]
     return Scans(data.test.images[places], data.regions("test")[places][:, channels])
 
 
@@ -154,7 +154,7 @@ def other_scans(
         (float(age), sex_of(number), OTHERS + seed * PEOPLE + number)
         for number, age in enumerate(np.linspace(*ages, count))
     ]
-    made = list(each(lambda person: drawn(*person), who))
+    made = list(map_in_threads(lambda person: simulate_shell_scan(*person), who))
     images, regions = (np.stack(part) for part in zip(*made, strict=True))
     return Scans(images, regions[:, channels])
 

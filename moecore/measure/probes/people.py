@@ -13,7 +13,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.sources.phantom import Phantom
-from moecore.data.workers import each
+from moecore.data.workers import map_in_threads
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.statistics.intervals import bootstrap_mean
@@ -44,7 +44,7 @@ class People(NamedTuple):
 
     def draw(self, scans: Sequence[Scan]) -> np.ndarray:
         """Volumes float16 (N, 1, D, H, W), as `prepare` would store them."""
-        return np.stack(list(each(lambda scan: self.source.draw(*scan)[0], scans)))
+        return np.stack(list(map_in_threads(lambda scan: self.source.draw(*scan)[0], scans)))
 
 
 def sex_of(number: int) -> str:

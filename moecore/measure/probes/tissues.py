@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moecore.core.config import Config
-from moecore.data.prepared import SPLITS, Prepared, evenly_spread
+from moecore.data.prepared import SPLITS, Prepared, evenly_spaced_indices
 from moecore.measure.probes.linear_probe import linear_probe, read_by_head
 from moecore.nn.backbones.model import Model
 from moecore.statistics.crossed import kept_items
@@ -77,7 +77,7 @@ def seen(
     """
     volumes = getattr(data, split).images
     ages = np.array(getattr(data, split).labels, np.float64)
-    chosen = evenly_spread(len(ages), count)
+    chosen = evenly_spaced_indices(len(ages), count)
     if region is None:
         regions = None
     else:

@@ -16,7 +16,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import Layout, RoutingRecord
 from moecore.core.tensors import packed, unpacked
-from moecore.data.prepared import evenly_spread
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import Crop, ViewSettings
 from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
 from moecore.nn.correspondence import partners
@@ -159,7 +159,7 @@ def spread_overlays(
     of text, of which there are no pictures (``number`` 0), an empty set.
     """
     if number:
-        where = evenly_spread(len(images), number)
+        where = evenly_spaced_indices(len(images), number)
     else:
         where = np.array([], int)
     few = tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records)

@@ -15,7 +15,7 @@ from torch.nn.functional import adaptive_max_pool3d
 
 from moecore.core.files import UserError, read_json, write_json
 from moecore.core.streams import seed_of
-from moecore.data.prepared import Prepared, evenly_spread
+from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.training.isolation import isolate
@@ -118,7 +118,7 @@ def keep_regions(
     regions = data.card.get("regions")
     if not regions:
         return
-    chosen = evenly_spread(len(data.validation.labels), VOLUMES)
+    chosen = evenly_spaced_indices(len(data.validation.labels), VOLUMES)
     volumes = np.array(data.validation.images[chosen])
     maps = np.array(data.regions("validation")[chosen])
     rows = region_routing(model, volumes, maps, regions, experts, seed)

@@ -15,7 +15,7 @@ from moecore.attacks import Attack
 from moecore.attacks.target import Target
 from moecore.core.config import Config
 from moecore.core.records import Layout
-from moecore.data.corruptions.draws import directions
+from moecore.data.corruptions.draws import noise_directions
 from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
 from moecore.measure.routing_metrics.setting_row import SettingValues, setting_values
 from moecore.nn.backbones.model import BackboneModel, Model
@@ -47,7 +47,7 @@ def with_noise(
 
     The background of a volume, which is 0, stays as it is.
     """
-    drawn = directions(np.array(places), tuple(clean.shape[1:]), seed)
+    drawn = noise_directions(np.array(places), tuple(clean.shape[1:]), seed)
     if clean.ndim == 5:
         drawn = drawn * (clean != 0)
     for sigma in sigmas:

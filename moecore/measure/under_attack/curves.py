@@ -15,7 +15,7 @@ from torch import Tensor
 from moecore.attacks import Attack
 from moecore.attacks.target import Target
 from moecore.core.config import Config
-from moecore.data.prepared import evenly_spread
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Skipped
 from moecore.measure.routing_metrics.overlays import Picture, picture
 from moecore.statistics.intervals import Interval, images_of
@@ -132,7 +132,7 @@ def pictured(
     sign = 1 if target.task.score.better == "higher" else -1
     strongest = min(run, key=lambda name: (sign * run[name][-1].score, -run[name][-1].loss))
     attack = next(one for one in attacks if one.name == strongest)
-    where = evenly_spread(len(target.labels), number)
+    where = evenly_spaced_indices(len(target.labels), number)
     few = target._replace(images=target.images[where], labels=target.labels[where], only=None)
     rows = [
         AttackedRow(epsilon=row.epsilon, pictures=picture(few.attacked(attack, row.epsilon)))

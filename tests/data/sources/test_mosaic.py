@@ -5,7 +5,6 @@ COCO's and Flickr30k's captions, from generated files in their forms.
 """
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +15,17 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
-from moecore.core.files import UserError, read_json, write_json
-from moecore.data.contact import contact_sheet
-from moecore.data.loader import few_shot, to_device
+from moecore.core.files import UserError, read_json
+from moecore.data.loader import few_shot_indices, to_device
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.coco_captions import CocoCaptions
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.flickr30k import Flickr30k
-from moecore.data.sources.mosaic import Mosaic, composed, drawn_cells, multi_hot_labels
-from moecore.data.splits import SplitSettings, carve
-from moecore.data.text.tokenizers import tokenizer_in
-from moecore.data.writer import Facts, Part, write_prepared
+from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_cells, multi_hot_labels
+from moecore.data.splits import SplitSettings, stratified_split
+from moecore.data.text.tokenizers import load_tokenizer
+from moecore.data.writer import DatasetInfo, Part, write_prepared
+from moecore.report.contact_sheet import draw_contact_sheet
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 
@@ -49,13 +48,13 @@ def test_cells_lie_row_by_row():
         np.array([1, 2, 3, 4], np.uint8)[None, :, None, None, None]
         + np.array([0, 10], np.uint8)[None, None, :, None, None]
     )
-    assert composed(cells, 2).tolist() == [[[[1, 2], [3, 4]], [[11, 12], [13, 14]]]]
+    assert compose_mosaics(cells, 2).tolist() == [[[[1, 2], [3, 4]], [[11, 12], [13, 14]]]]
 
 
 def test_rows_and_columns_of_a_cell_stay():
     cells = np.arange(4 * 6, dtype=np.uint8).reshape(1, 4, 1, 2, 3)
     # cell 0: 0 1 2 / 3 4 5, cell 1: 6 7 8 / 9 10 11 to its right, cell 2 below cell 0
-    assert composed(cells, 2)[0, 0].tolist() == [
+    assert compose_mosaics(cells, 2)[0, 0].tolist() == [
         [0, 1, 2, 6, 7, 8],
         [3, 4, 5, 9, 10, 11],
         [12, 13, 14, 18, 19, 20],
@@ -77,9 +76,9 @@ def test_draws_differ_within_a_mosaic_and_use_all_images_evenly(total, number, c
             UserError,
             match=f"a mosaic has {cells} cells, but split of the source has {total} images",
         ):
-            drawn_cells(total, number, cells, [seed])
+            draw_cells(total, number, cells, [seed])
         return
-    drawn = drawn_cells(total, number, cells, [seed])
+    drawn = draw_cells(total, number, cells, [seed])
     assert (
         drawn.shape == (number, cells)
         and all(len(set(row)) == cells for row in drawn.tolist())
@@ -89,15 +88,15 @@ def test_draws_differ_within_a_mosaic_and_use_all_images_evenly(total, number, c
     uses = np.bincount(drawn.ravel(), minlength=total)
     orders = -(-number // (total // cells))
     assert uses.max() <= orders
-    assert np.array_equal(drawn_cells(total, number + 7, cells, [seed])[:number], drawn), (
+    assert np.array_equal(draw_cells(total, number + 7, cells, [seed])[:number], drawn), (
         "more mosaics begin with the same ones"
     )
 
 
 def test_draws_depend_on_the_seed():
     assert (
-        not np.array_equal(drawn_cells(50, 10, 4, [0, 4]), drawn_cells(50, 10, 4, [1, 4]))
-        and len(np.unique(drawn_cells(50, 12, 4, [0]))) == 48
+        not np.array_equal(draw_cells(50, 10, 4, [0, 4]), draw_cells(50, 10, 4, [1, 4]))
+        and len(np.unique(draw_cells(50, 12, 4, [0]))) == 48
     )
 
 
@@ -164,8 +163,8 @@ def test_it_is_a_function_of_its_settings(folder, tmp_path):
 def test_splits_of_one_size_are_drawn_apart(tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(
-        "moecore.data.sources.mosaic.drawn_cells",
-        lambda *words: seen.setdefault(tuple(words[3]), drawn_cells(*words)),
+        "moecore.data.sources.mosaic.draw_cells",
+        lambda *words: seen.setdefault(tuple(words[3]), draw_cells(*words)),
     )
     SETTINGS.prepare(tmp_path)
     assert len(seen) == 3
@@ -201,7 +200,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 def test_the_contact_sheet_shows_images_with_the_class(folder):
     made = Prepared.open(folder / "mosaic")
-    sheet = contact_sheet(made, shots=2)
+    sheet = draw_contact_sheet(made, shots=2)
     for digit in range(10):
         first = np.flatnonzero(made.train.labels[:, digit])[0]
         assert np.array_equal(
@@ -217,9 +216,9 @@ def test_helpers_that_need_one_label_refuse_sets(folder):
             "5 images per class asked for, but these images have several labels each; allowed: null"
         ),
     ):
-        few_shot(MultiLabel(classes=tuple("0123456789")), split.labels, 5, 0)
+        few_shot_indices(MultiLabel(classes=tuple("0123456789")), split.labels, 5, 0)
     with pytest.raises(UserError, match="several labels each cannot be split by class"):
-        carve(split.labels, 0.5, 0)
+        stratified_split(split.labels, 0.5, 0)
     images, labels = to_device(split, "cpu").take(torch.tensor([7, 3]))
     assert np.array_equal(labels.numpy(), split.labels[[7, 3]]) and images.shape == (2, 1, 12, 12)
 
@@ -228,7 +227,7 @@ class Made(SplitSettings):
     kind: str = "made"
 
 
-FACTS = Facts("Made", MultiLabel(classes=("a", "b")), 1, 4, "none", "here", Made())
+FACTS = DatasetInfo("Made", MultiLabel(classes=("a", "b")), 1, 4, "none", "here", Made())
 IMAGES = np.zeros((4, 1, 4, 4), np.uint8)
 SETS = np.array([[1, 0], [0, 1], [1, 1], [1, 1]], np.uint8)
 
@@ -267,15 +266,6 @@ def test_a_damaged_set_is_refused(tmp_path):
         Prepared.open(tmp_path)  # 3 and 3 of each class: only the hash tells
     np.save(tmp_path / "test_labels.npy", SETS & [[1, 0]])
     with pytest.raises(UserError, match=r"holds int64 \(4, 2\); card.json says uint8 \(4, 2\)"):
-        Prepared.open(tmp_path)
-    np.save(tmp_path / "test_labels.npy", (SETS & [[1, 0]]).astype(np.uint8))
-    with pytest.raises(UserError, match="class counts are not those of card.json"):
-        Prepared.open(tmp_path)
-    write_json(
-        tmp_path / "card.json",
-        {key: value for key, value in read_json(tmp_path / "card.json").items() if key != "images"},
-    )
-    with pytest.raises(UserError, match="card.json: lacks images"):
         Prepared.open(tmp_path)
 
 
@@ -320,7 +310,7 @@ def split_file(root, name: str, folder: str):
 
 
 def spoken(data: Prepared, split: str, image: int, place: int) -> str:
-    words = tokenizer_in(data.folder, data.task).vocabulary
+    words = load_tokenizer(data.folder, data.task).vocabulary
     tokens = getattr(data, split).labels[image, place]
     return " ".join(words[token] for token in tokens if token > 2)
 
@@ -426,14 +416,8 @@ def test_odd_token_files_are_refused(tmp_path, lines, says):
             lambda c: c["images"][0].update(file_name="../../../etc/passwd"),
             "leads out of this folder",
         ),
-        (lambda c: c["images"][0].update(file_name="a\0.png"), "no file can be called"),
-        (lambda c: c["images"][0].update(file_name="x" * 300), "no file can be called: file name"),
-        (lambda c: c["images"][0].update(file_name="\ud800"), "no file can be called"),
         (lambda c: c["images"][0].update(file_name=5), "odd file_name, 5, which is no text"),
-        (lambda c: c["annotations"][0].update(image_id=[0]), "has an odd unhashable type"),
         (lambda c: c["annotations"][0].update(caption=None), "odd caption, None, which is no text"),
-        (lambda c: c["annotations"][0].update(caption="\ud800"), "half a letter"),
-        (lambda c: c["annotations"][0].update(caption="word " * 30_000), "of 149,999 letters"),
     ],
 )
 def test_odd_annotations_are_refused(tmp_path, edit, says):
@@ -476,34 +460,6 @@ def test_a_link_that_leads_out_is_refused(tmp_path):
     settings = Flickr30k(root=str(root), captions_file=str(path), size=8)
     with pytest.raises(UserError, match="found '0.png', which leads out"):
         settings.prepare(tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["annotations", "karpathy", "captions_file"])
-def test_annotations_that_are_no_file_or_never_end(tmp_path, name):
-    path = tmp_path / "given"
-    kind = Flickr30k if name == "captions_file" else CocoCaptions
-    given = (str(path),) if name == "annotations" else str(path)
-    settings = kind.model_validate(
-        {"root": str(tmp_path), "folders": (".",), name: given}
-        if kind is CocoCaptions
-        else {"root": str(tmp_path), name: given}
-    )
-    path.mkdir()
-    with pytest.raises(UserError, match="given: cannot be read, is a directory"):
-        settings.read()
-    path.rmdir()
-    path.write_text("[" * 100_000, encoding="utf-8")
-    with pytest.raises(UserError, match="given: not valid JSON|given:1: found"):
-        settings.read()
-    path.unlink()
-    with path.open("wb") as handle:
-        handle.truncate(2**30 + 1)
-    with pytest.raises(UserError, match="given: has 1,073,741,825 bytes; allowed: 1,073,741,824"):
-        settings.read()
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(UserError, match="given: found a pipe or a device; allowed: a file of"):
-        settings.read()
 
 
 @pytest.mark.parametrize("root", ["~nosuchuser/images", "~nosuchuser"])

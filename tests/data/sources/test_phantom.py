@@ -11,9 +11,9 @@ from threadpoolctl import threadpool_limits
 
 from moecore.core.files import UserError
 from moecore.data.phantom import template as phantom_template
-from moecore.data.phantom.anatomy import Anatomy
+from moecore.data.phantom.anatomy import Anatomy, take_tissue
 from moecore.data.phantom.fields import SIDE, smooth_fields, spline_basis
-from moecore.data.phantom.geometry import Pose, placed, rotation, wall_for
+from moecore.data.phantom.geometry import Pose, find_ventricle_wall, place_template, rotation_matrix
 from moecore.data.phantom.numbers import (
     PRESETS,
     grey_share,
@@ -21,12 +21,17 @@ from moecore.data.phantom.numbers import (
     ventricle_share,
     white_share,
 )
-from moecore.data.phantom.shells import CONTRAST, HEAD, drawn, outside, shells
-from moecore.data.phantom.template import level_set, template
-from moecore.data.phantom.tissue import taken
+from moecore.data.phantom.shells import (
+    CONTRAST,
+    HEAD,
+    ellipsoid_distance,
+    shell_template,
+    simulate_shell_scan,
+)
+from moecore.data.phantom.template import level_set, load_template
 from moecore.data.prepared import SPLITS, Prepared
-from moecore.data.sources.phantom import Phantom, simulate
-from moecore.data.volumes.volumes import normalised
+from moecore.data.sources.phantom import Phantom, simulate_scan
+from moecore.data.volumes.volumes import normalise_intensities
 
 SMALL = {"subjects": 12, "age_groups": 2}
 
@@ -40,7 +45,7 @@ def test_tissue_volumes_hit_their_targets(age, sex, seed, preset):
 
 
 def test_the_volumes_are_those_of_the_regions():
-    made = simulate(40, "F", 5)
+    made = simulate_scan(40, "F", 5)
     assert [made.truth[f"{name}_ml"] for name in ("wm", "gm", "csf")] == pytest.approx(
         (made.regions.sum((1, 2, 3), dtype=np.float64) * 0.027).tolist()
     )
@@ -76,11 +81,11 @@ def test_the_same_person_ages():
 
 def test_a_gap_makes_the_brain_of_another_age():
     assert np.array_equal(
-        simulate(50, "M", 2, delta=10).regions, simulate(60, "M", 2, delta=0).regions
+        simulate_scan(50, "M", 2, delta=10).regions, simulate_scan(60, "M", 2, delta=0).regions
     )
     assert (
-        simulate(50, "M", 2, delta=10).truth["brain_age"] == 60
-        and simulate(94, "M", 2, delta=10).truth["brain_age"] == 95
+        simulate_scan(50, "M", 2, delta=10).truth["brain_age"] == 60
+        and simulate_scan(94, "M", 2, delta=10).truth["brain_age"] == 95
     )
 
 
@@ -95,20 +100,23 @@ def test_men_have_larger_heads():
 
 
 def test_scanner_and_site_leave_the_anatomy_alone():
-    one = simulate(40, "F", 1)
-    again = simulate(40, "F", 1, scan=1)
-    elsewhere = simulate(40, "F", 1, site=1)
+    one = simulate_scan(40, "F", 1)
+    again = simulate_scan(40, "F", 1, scan=1)
+    elsewhere = simulate_scan(40, "F", 1, site=1)
     for other in (again, elsewhere):
         assert np.array_equal(one.regions, other.regions) and one.truth == other.truth
         assert not np.array_equal(one.volume, other.volume)
     assert np.corrcoef(one.volume[one.mask], again.volume[one.mask])[0, 1] > 0.8
-    images = [normalised(made.volume, made.mask) for made in (one, again, simulate(40, "F", 2))]
+    images = [
+        normalise_intensities(made.volume, made.mask)
+        for made in (one, again, simulate_scan(40, "F", 2))
+    ]
     assert np.abs(images[0] - images[1]).mean() < 0.7 * np.abs(images[0] - images[2]).mean()
 
 
 def test_another_person_has_other_noise_and_another_brain():
-    one = simulate(40, "F", 1)
-    two = simulate(40, "F", 2)
+    one = simulate_scan(40, "F", 1)
+    two = simulate_scan(40, "F", 2)
     assert (
         not np.array_equal(one.regions, two.regions)
         and one.truth["brain_age"] != two.truth["brain_age"]
@@ -117,8 +125,8 @@ def test_another_person_has_other_noise_and_another_brain():
 
 def test_the_same_seed_gives_the_same_bytes():
     assert (
-        simulate(33, "M", 9, scan=2, site=1).volume.tobytes()
-        == simulate(33, "M", 9, scan=2, site=1).volume.tobytes()
+        simulate_scan(33, "M", 9, scan=2, site=1).volume.tobytes()
+        == simulate_scan(33, "M", 9, scan=2, site=1).volume.tobytes()
     )
 
 
@@ -130,7 +138,7 @@ def test_background_mask_and_range():
         and regions.dtype == np.uint8
         and regions.shape == (3, SIDE, SIDE, SIDE)
     )
-    made = simulate(70, "M", 4)
+    made = simulate_scan(70, "M", 4)
     assert (
         ((image[0] > 0) == made.mask).all()
         and (made.volume[~made.mask] == 0).all()
@@ -150,7 +158,7 @@ def test_background_mask_and_range():
 def test_left_and_front_and_top():
     # RAS: the cerebellum (z < −20 mm, y < −40 mm) is at the back and at the bottom: low indices of
     # axes 1 and 2
-    mask = simulate(30, "F", 1, delta=0).mask
+    mask = simulate_scan(30, "F", 1, delta=0).mask
     low = mask[:, :, 10:16].sum((0, 2))
     high = mask[:, :, 38:44].sum((0, 2))
     assert low[:30].sum() > low[34:].sum() and high.sum() > low.sum()
@@ -245,15 +253,15 @@ def test_splines_add_up_to_one():
 
 def test_rotations():
     # a quarter turn about z takes x to y; about x, y to z; about y, z to x
-    assert np.allclose(rotation(np.array([0, 0, np.pi / 2])) @ [1, 0, 0], [0, 1, 0])
-    assert np.allclose(rotation(np.array([np.pi / 2, 0, 0])) @ [0, 1, 0], [0, 0, 1])
-    assert np.allclose(rotation(np.array([0, np.pi / 2, 0])) @ [0, 0, 1], [1, 0, 0])
+    assert np.allclose(rotation_matrix(np.array([0, 0, np.pi / 2])) @ [1, 0, 0], [0, 1, 0])
+    assert np.allclose(rotation_matrix(np.array([np.pi / 2, 0, 0])) @ [0, 1, 0], [0, 0, 1])
+    assert np.allclose(rotation_matrix(np.array([0, np.pi / 2, 0])) @ [0, 0, 1], [1, 0, 0])
 
 
 def test_the_wall_holds_the_volume():
     distance = np.linspace(-3, 40, 5000)
     for wanted in (200.0, 1500.0):
-        assert level_set(wall_for(distance, wanted), distance).sum() == pytest.approx(
+        assert level_set(find_ventricle_wall(distance, wanted), distance).sum() == pytest.approx(
             wanted, rel=1e-4
         )
 
@@ -261,12 +269,12 @@ def test_the_wall_holds_the_volume():
 def test_growing_ventricles_push_tissue_outwards():
     # a shell of 9 mm around the ventricles: pushed out it stays (and grows a little); were it only
     # covered by them, it would become thin
-    base = template()
+    base = load_template()
     shell = (base.distance < 9).astype(np.float32)
     still = Pose(np.ones(3), np.eye(3), np.zeros(3), np.zeros((3, SIDE**3), np.float32))
     ventricles = float(level_set(0.0, base.distance).sum())
     sums = [
-        placed(base._replace(white=shell), still, 1.0, ventricles * times).white.sum()
+        place_template(base._replace(white=shell), still, 1.0, ventricles * times).white.sum()
         for times in (1, 2, 3)
     ]
     assert (
@@ -281,7 +289,7 @@ def test_what_is_taken(seed, amount):
     random = np.random.default_rng(seed)
     source = random.random((5, 5, 5)).astype(np.float32)
     weight = random.random((5, 5, 5)).astype(np.float32)
-    found = taken(source, weight, amount)
+    found = take_tissue(source, weight, amount)
     assert (
         (found >= 0).all() and (found <= 0.9 * source + 1e-6).all() and found.sum() <= amount + 1e-2
     )
@@ -292,7 +300,7 @@ def test_what_is_taken(seed, amount):
 
 
 def test_the_template_is_the_one_of_this_code(tmp_path, monkeypatch):
-    base = template()
+    base = load_template()
     assert (
         phantom_template.FILE.stat().st_size < 1_000_000
         and (phantom_template.FILE.parent / "NOTICE.md").is_file()
@@ -305,19 +313,19 @@ def test_the_template_is_the_one_of_this_code(tmp_path, monkeypatch):
     other.write_bytes(b"no template")
     monkeypatch.setattr(phantom_template, "FILE", other)
     with pytest.raises(UserError, match=r"other\.npz: missing, or not the template"):
-        template.__wrapped__()
+        load_template.__wrapped__()
 
 
 def test_the_other_anatomy_is_whole_and_another_one():
-    other = shells()
+    other = shell_template()
     maps = np.stack([other.grey, other.white, other.fluid])
     assert maps.min() >= 0
     assert maps.sum(axis=0).max() <= 1 + 1e-5
     # the ellipsoid's volume, 4/3 π abc
     assert other.head_ml == pytest.approx(4 / 3 * np.pi * np.prod(HEAD) / 1000, rel=0.01)
     # Dice of white matter with the first anatomy, both in the middle of the grid
-    both = np.minimum(other.white, template().white).sum()
-    assert 2 * both / (other.white.sum() + template().white.sum()) < 0.7
+    both = np.minimum(other.white, load_template().white).sum()
+    assert 2 * both / (other.white.sum() + load_template().white.sum()) < 0.7
     grey, white, ventricles = other.shares
     assert 0.3 < grey < 0.55 and 0.3 < white < 0.55 and 0.005 < ventricles < 0.012
     assert (other.distance.ravel()[other.region] < 0).any(), "there are ventricles"
@@ -325,13 +333,13 @@ def test_the_other_anatomy_is_whole_and_another_one():
 
 def test_distance_to_an_ellipsoid():
     points = np.array([[0.0, 30, 0, 10, 0], [0, 0, 0, 0, 22], [0, 0, 8, 0, 0]])
-    found = outside(points, (10.0, 20.0, 10.0))
+    found = ellipsoid_distance(points, (10.0, 20.0, 10.0))
     assert found == pytest.approx([-10, 20, -2, 0, 2])  # along an axis it is exact
 
 
 @pytest.mark.parametrize(("age", "sex"), [(25, "F"), (85, "M")])
 def test_people_of_the_other_generator_have_their_volumes(age, sex):
-    truth = Anatomy.draw(9, "realistic").at(age, sex, base=shells()).truth
+    truth = Anatomy.draw(9, "realistic").at(age, sex, base=shell_template()).truth
     for name in ("gm", "wm", "ventricles"):
         assert truth[f"{name}_ml"] == pytest.approx(truth[f"target_{name}_ml"], rel=0.02)
 
@@ -343,17 +351,17 @@ def test_the_other_generator_has_another_contrast():
         return (gm - csf) / (wm - csf)
 
     first = [contrast(*Phantom().draw(50, "F", seed, site=seed)) for seed in range(3)]
-    other = [contrast(*drawn(50, "F", seed)) for seed in range(3)]
+    other = [contrast(*simulate_shell_scan(50, "F", seed)) for seed in range(3)]
     assert max(other) < min(first) - 0.05, f"raised to {CONTRAST}"
 
 
 def test_the_other_generator_is_a_function_of_its_arguments():
-    one = drawn(40, "F", 3)
+    one = simulate_shell_scan(40, "F", 3)
     assert one.image.shape == (1, SIDE, SIDE, SIDE) and one.image.dtype == np.float16
     assert 0 < one.image[one.image > 0].min() and one.image.max() <= 1
-    again = drawn(40, "F", 3)
+    again = simulate_shell_scan(40, "F", 3)
     np.testing.assert_array_equal(one.image, again.image)
     np.testing.assert_array_equal(one.regions, again.regions)
-    older = drawn(80, "F", 3)
+    older = simulate_shell_scan(80, "F", 3)
     assert older.regions[2].sum(dtype=int) > one.regions[2].sum(dtype=int), "fluid grows"
-    assert not np.array_equal(one.image, drawn(40, "F", 4).image)
+    assert not np.array_equal(one.image, simulate_shell_scan(40, "F", 4).image)

@@ -22,9 +22,15 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 
 from moecore.core.streams import Draws, generator_for
-from moecore.data.sampling import warp
+from moecore.data.sampling import warp_images
 from moecore.data.views import colour, geometry, randaugment
-from moecore.data.views.randaugment import OPERATIONS, Drawn, RandAugment, draw, recolour
+from moecore.data.views.randaugment import (
+    OPERATIONS,
+    Drawn,
+    RandAugment,
+    apply_colours,
+    draw_operations,
+)
 from moecore.data.views.views import Affine, Crop, ViewSettings, identity_view, make_views
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 
@@ -126,7 +132,7 @@ def test_any_composition_is_exact(seed, height, width, flip, shift, degrees, low
 def test_the_gather_equals_the_sampling(fill):
     images = torch.randint(0, 256, (64, 3, 12, 17), generator=generator_for(1), dtype=torch.uint8)
     views = make_views(images, ViewSettings(shift=4, flip=True, fill=fill), generator_for(2))
-    sampled = warp(images, views.affines.double(), (12, 17), fill) / 255
+    sampled = warp_images(images, views.affines.double(), (12, 17), fill) / 255
     assert torch.allclose(views.images, sampled, atol=1e-4)
 
 
@@ -144,10 +150,10 @@ def test_a_flip_by_hand():
 def test_a_bright_pixel_under_rotation_by_90_degrees():
     images = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
     images[0, 0, 0, 1] = 255
-    quarter = geometry.about_centre(
-        geometry.rotation(torch.tensor([math.pi / 2], dtype=torch.float64)), 5, 5
+    quarter = geometry.centred_affines(
+        geometry.rotation_affines(torch.tensor([math.pi / 2], dtype=torch.float64)), 5, 5
     )
-    view = warp(images, quarter, (5, 5), "zeros")[0, 0]
+    view = warp_images(images, quarter, (5, 5), "zeros")[0, 0]
     # centre (2.5, 2.5); the point (0.5, 1.5) is (−2, −1) from it; (r, c) → (−c, r) gives (1, −2):
     # the point (3.5, 0.5)
     assert view[3, 0] == pytest.approx(255, abs=0.01) and view.sum() == pytest.approx(255, abs=0.01)
@@ -160,7 +166,7 @@ def test_randaugment_geometry_by_hand():
         torch.tensor([[0], [1], [2]]),
         torch.tensor([[1.0], [-0.5], [1.0]], dtype=torch.float64),
     )
-    shear, move, turn = randaugment.affines(drawn, 10, 20)
+    shear, move, turn = randaugment.operation_affines(drawn, 10, 20)
     point = torch.tensor([0.0, 10.0, 1.0], dtype=torch.float64)  # the middle of the upper edge
     # column += 0.3 · (0 − 5)
     assert torch.allclose(shear @ point, torch.tensor([0.0, 8.5, 1.0], dtype=torch.float64))
@@ -179,9 +185,10 @@ def test_inverse_and_crop_windows():
     )
     affines[:, 2] = torch.tensor([0.0, 0.0, 1.0])
     assert torch.allclose(
-        geometry.inverse(affines) @ affines, torch.eye(3, dtype=torch.float64).expand(50, 3, 3)
+        geometry.invert_affines(affines) @ affines,
+        torch.eye(3, dtype=torch.float64).expand(50, 3, 3),
     )
-    top, left, height, width = geometry.crop_window(
+    top, left, height, width = geometry.draw_crop_windows(
         Draws(random, 5000), (20, 30), (0.3, 0.6), (0.9, 1.1)
     )
     share = height * width / 600
@@ -207,10 +214,10 @@ IMAGES = {
 }
 FACTORS = (0.0, 0.1, 0.55, 1.0, 1.45, 1.9)
 ENHANCE = {
-    "brightness": ImageEnhance.Brightness,
-    "contrast": ImageEnhance.Contrast,
-    "saturation": ImageEnhance.Color,
-    "sharpness": ImageEnhance.Sharpness,
+    "adjust_brightness": ImageEnhance.Brightness,
+    "adjust_contrast": ImageEnhance.Contrast,
+    "adjust_saturation": ImageEnhance.Color,
+    "adjust_sharpness": ImageEnhance.Sharpness,
 }
 
 
@@ -267,7 +274,7 @@ def test_each_image_gets_its_own_operation():
     names = ("identity", *OPERATIONS)
     pixels = torch.from_numpy(np.stack([IMAGES["noise"]] * len(names))).permute(0, 3, 1, 2).float()
     levels = torch.full((len(names), 1), -0.5, dtype=torch.float64)
-    done = recolour(pixels.clone(), Drawn(names, torch.arange(len(names))[:, None], levels))
+    done = apply_colours(pixels.clone(), Drawn(names, torch.arange(len(names))[:, None], levels))
     assert torch.equal(done[0], pixels[0])
     for row, name in enumerate(names[1:], 1):
         value = OPERATIONS[name][1](levels[row]).float().view(1, 1, 1, 1)
@@ -278,7 +285,7 @@ def test_each_image_gets_its_own_operation():
 def test_order_is_the_order_drawn():
     names = ("invert", "posterize")
     pixels = torch.full((2, 1, 4, 4), 100.0)
-    done = recolour(
+    done = apply_colours(
         pixels, Drawn(names, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2, dtype=torch.float64))
     )
     # 255 − 100 = 155 → 144; 100 → 96 → 159
@@ -294,7 +301,7 @@ def test_values_at_magnitude_10_and_limits_beyond():
 
 
 def test_all_names_are_drawn_and_both_signs():
-    drawn = draw(RandAugment(operations=2, magnitude=5), Draws(generator_for(0), 2000))
+    drawn = draw_operations(RandAugment(operations=2, magnitude=5), Draws(generator_for(0), 2000))
     assert set(drawn.choices.unique().tolist()) == set(range(14)) and set(
         drawn.levels.unique().tolist()
     ) == {-0.5, 0.5}
@@ -346,8 +353,8 @@ def jittered_by_torchvision(images, drawn):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_jitter_equals_torchvisions_to_a_grey_level(channels):
     images = torch.randint(0, 256, (64, channels, 12, 9), generator=generator_for(0))
-    drawn = colour.drawn_jitter(JITTER, Draws(generator_for(1), 64))
-    ours = colour.jitter(images.float(), drawn) / 255
+    drawn = colour.draw_jitter(JITTER, Draws(generator_for(1), 64))
+    ours = colour.jitter_colours(images.float(), drawn) / 255
     theirs = jittered_by_torchvision(images / 255, drawn)
     assert (ours - theirs).abs().max() < 1 / 255
     assert (ours - images / 255).abs().mean() > 0.03
@@ -355,7 +362,7 @@ def test_jitter_equals_torchvisions_to_a_grey_level(channels):
 
 def test_jitter_draws_every_order_and_factors_within_their_ranges():
     settings = colour.ColourJitter(brightness=0.12, contrast=1.5)
-    order, factors = colour.drawn_jitter(settings, Draws(generator_for(0), 6000))
+    order, factors = colour.draw_jitter(settings, Draws(generator_for(0), 6000))
     _, times = order.unique(dim=0, return_counts=True)
     assert len(times) == 6 and times.min() > 850  # 1000 each, standard error 29
     low, high = factors.aminmax(dim=0)

@@ -17,14 +17,13 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.core.streams import generator_for
 from moecore.data.sampling import Uneven
-from moecore.data.views.mix import Mix, mix
+from moecore.data.views.mix import Mix, mix_images
 from moecore.data.views.randaugment import RandAugment
-from moecore.data.views.transforms import TRANSFORMS, drawn_affines, transformed
+from moecore.data.views.transforms import TRANSFORMS, draw_affines, transform_images
 from moecore.data.views.views import (
     Affine,
     Crop,
     ViewSettings,
-    identity_affines,
     identity_view,
     make_views,
 )
@@ -111,14 +110,14 @@ def test_images_that_are_kept_whole_need_a_crop():
 def test_the_default_changes_nothing():
     views = make_views(IMAGES, ViewSettings(), generator_for(0))
     assert torch.equal(views.images, identity_view(IMAGES)) and torch.equal(
-        views.affines, identity_affines(IMAGES)
+        views.affines, torch.eye(3).expand(len(IMAGES), 3, 3)
     )
 
 
 def test_images_are_not_changed():
     kept = IMAGES.clone()
     make_views(IMAGES, FULL, generator_for(0))
-    mix(
+    mix_images(
         identity_view(IMAGES),
         torch.zeros(32, dtype=torch.int64),
         classes(2),
@@ -175,7 +174,7 @@ def test_label_mass_is_one_and_lambda_is_the_area(seed, alphas, probability):
     """Image i is everywhere i + 1, so a mixed image's mean tells λ, whoever the partner is."""
     labels = torch.arange(8)
     images = (labels + 1.0).view(-1, 1, 1, 1).expand(-1, 2, 7, 9) / 8
-    mixed, soft = mix(
+    mixed, soft = mix_images(
         images,
         labels,
         classes(8),
@@ -188,7 +187,9 @@ def test_label_mass_is_one_and_lambda_is_the_area(seed, alphas, probability):
 
 def test_cutmix_takes_whole_pixels_in_a_box():
     images = torch.arange(64.0).view(-1, 1, 1, 1).expand(-1, 1, 10, 12) / 64
-    mixed, soft = mix(images, torch.arange(64), classes(64), Mix(cutmix=1.0), generator_for(0))
+    mixed, soft = mix_images(
+        images, torch.arange(64), classes(64), Mix(cutmix=1.0), generator_for(0)
+    )
     foreign = (mixed != images)[:, 0]
     assert torch.equal(foreign, foreign.any(2, keepdim=True) & foreign.any(1, keepdim=True))
     own = soft[torch.arange(64), torch.arange(64)]
@@ -199,7 +200,7 @@ def test_mixing_is_off_by_default_and_by_probability():
     images = identity_view(IMAGES)
     labels = torch.arange(32) % 5
     for settings in (Mix(), Mix(mixup=1.0, probability=0.0)):
-        mixed, soft = mix(images, labels, classes(5), settings, generator_for(0))
+        mixed, soft = mix_images(images, labels, classes(5), settings, generator_for(0))
         assert (
             mixed is images
             and torch.equal(soft.argmax(1), labels)
@@ -212,7 +213,7 @@ def test_mixing_is_a_function_of_the_generator():
     labels = torch.arange(32) % 5
     before = torch.get_rng_state()
     one, two = (
-        mix(
+        mix_images(
             images,
             labels,
             classes(5),
@@ -250,20 +251,20 @@ def test_there_are_the_papers_twelve():
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_draws_are_a_function_of_the_arguments(name):
-    first = drawn_affines(name, 20, SIZE, 3)
+    first = draw_affines(name, 20, SIZE, 3)
     torch.manual_seed(99)
     assert (
         first.shape == (20, 3, 3)
         and first.dtype == torch.float64
-        and torch.equal(first, drawn_affines(name, 20, SIZE, 3))
+        and torch.equal(first, draw_affines(name, 20, SIZE, 3))
     )
     if not name.startswith("scaling"):  # a scaling is not random
-        assert not torch.equal(first, drawn_affines(name, 20, SIZE, 4))
+        assert not torch.equal(first, draw_affines(name, 20, SIZE, 4))
 
 
 def test_transforms_draw_independently():
     angles = [
-        drawn_affines(name, 50, SIZE, 0)[:, 1, 0].asin().rad2deg() / limit
+        draw_affines(name, 50, SIZE, 0)[:, 1, 0].asin().rad2deg() / limit
         for name, limit in (("rotation 5", 5), ("rotation 10", 10))
     ]
     assert abs(float(torch.corrcoef(torch.stack(angles))[0, 1])) < 0.5
@@ -273,7 +274,7 @@ def test_transforms_draw_independently():
     ("name", "limit"), [("rotation 5", 5), ("rotation 10", 10), ("rotation 15", 15)]
 )
 def test_rotations_fill_their_range_about_the_centre(name, limit):
-    affines = drawn_affines(name, 500, SIZE, 0)
+    affines = draw_affines(name, 500, SIZE, 0)
     angles = torch.atan2(affines[:, 1, 0], affines[:, 0, 0]).rad2deg()
     assert (
         limit * 0.97 < float(angles.max()) <= limit
@@ -285,7 +286,7 @@ def test_rotations_fill_their_range_about_the_centre(name, limit):
 
 @pytest.mark.parametrize(("name", "limit"), [("shear 5", 5), ("shear 10", 10), ("shear 15", 15)])
 def test_shears_move_columns_by_the_row(name, limit):
-    affines = drawn_affines(name, 500, SIZE, 0)
+    affines = draw_affines(name, 500, SIZE, 0)
     slopes = affines[:, 1, 0]
     assert (
         math.tan(math.radians(limit * 0.97))
@@ -300,7 +301,7 @@ def test_shears_move_columns_by_the_row(name, limit):
     ("name", "factor"), [("scaling 0.5", 0.5), ("scaling 0.8", 0.8), ("scaling 1.1", 1.1)]
 )
 def test_scalings_are_exact(name, factor):
-    affines = drawn_affines(name, 5, SIZE, 0)
+    affines = draw_affines(name, 5, SIZE, 0)
     torch.testing.assert_close(
         affines[:, :2, :2], factor * torch.eye(2, dtype=torch.float64).expand(5, 2, 2)
     )
@@ -316,7 +317,7 @@ def test_scalings_are_exact(name, factor):
     ],
 )
 def test_translations_are_whole_pixels_of_at_most_a_tenth(name, across, down):
-    affines = drawn_affines(name, 500, (30, 40), 0)  # a tenth: 3 rows, 4 columns
+    affines = draw_affines(name, 500, (30, 40), 0)  # a tenth: 3 rows, 4 columns
     assert torch.equal(affines[:, :2, :2], torch.eye(2, dtype=torch.float64).expand(500, 2, 2))
     assert sorted(set(affines[:, 0, 2].tolist())) == list(range(-3 * down, 3 * down + 1))
     assert sorted(set(affines[:, 1, 2].tolist())) == list(range(-4 * across, 4 * across + 1))
@@ -327,7 +328,7 @@ def test_the_identity_changes_no_pixel():
         0, 256, (4, 3, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     assert torch.equal(
-        transformed(images, torch.eye(3, dtype=torch.float64).expand(4, 3, 3)), images
+        transform_images(images, torch.eye(3, dtype=torch.float64).expand(4, 3, 3)), images
     )
 
 
@@ -337,7 +338,7 @@ def test_a_translation_moves_pixels_and_leaves_black():
     )
     affine = torch.eye(3, dtype=torch.float64)[None].clone()
     affine[0, :2, 2] = torch.tensor([2.0, -1.0])  # two down, one to the left
-    moved = transformed(images, affine)
+    moved = transform_images(images, affine)
     assert (
         torch.equal(moved[..., 2:, :9], images[..., :8, 1:])
         and not moved[..., :2, :].any()

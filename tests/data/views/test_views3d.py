@@ -9,18 +9,21 @@ from scipy.ndimage import map_coordinates
 from moecore.core.files import UserError
 from moecore.core.records import Layout
 from moecore.core.streams import generator_for
-from moecore.data.sampling import fold, inside
-from moecore.data.views import geometry3d
+from moecore.data.sampling import fold_indices, is_inside
 from moecore.data.views.views import (
     Affine,
     Crop,
     Intensity,
     ViewSettings,
-    identity_affines,
     identity_view,
     make_views,
 )
-from moecore.data.views.views3d import warp_volumes
+from moecore.data.views.views3d import (
+    centred_volume_affines,
+    volume_flips,
+    volume_rotations,
+    warp_volumes,
+)
 from moecore.nn.correspondence import partners
 
 SIZE = (6, 8, 10)
@@ -45,7 +48,7 @@ def test_nothing_asked_nothing_changed():
     views = make_views(VOLUMES, ViewSettings(), generator_for(0))
     assert views.images.dtype == torch.float32 and torch.equal(views.images, VOLUMES.float())
     assert torch.equal(views.affines, torch.eye(4).expand(16, 4, 4)) and torch.equal(
-        identity_affines(VOLUMES), views.affines
+        torch.eye(4).expand(len(VOLUMES), 4, 4), views.affines
     )
     assert torch.equal(identity_view(VOLUMES), views.images)
 
@@ -76,10 +79,10 @@ def one_by_one(volumes, shifts, mirrored, fill):
             places = torch.arange(length)
             if axis == 1 and turned:
                 places = places.flip(0)
-            volume = volume.index_select(axis, fold(places - move, length, fill))
+            volume = volume.index_select(axis, fold_indices(places - move, length, fill))
             volume = volume.clone()
             if fill == "zeros":
-                volume.movedim(axis, 0)[~inside(places - move, length)] = 0
+                volume.movedim(axis, 0)[~is_inside(places - move, length)] = 0
         yield volume.float()
 
 
@@ -192,12 +195,12 @@ def test_a_quarter_turn_about_each_axis_by_hand():
     ):
         turns = torch.zeros(1, 3)
         turns[0, axis] = quarter
-        found = geometry3d.rotation(turns)[0, :3, :3] @ torch.tensor(start, dtype=torch.float64)
+        found = volume_rotations(turns)[0, :3, :3] @ torch.tensor(start, dtype=torch.float64)
         torch.testing.assert_close(found, torch.tensor(end, dtype=torch.float64), atol=1e-6, rtol=0)
 
 
 def test_rotations_keep_lengths_and_the_middle():
-    turned = geometry3d.about_centre(geometry3d.rotation(torch.rand(5, 3)), SIZE)
+    turned = centred_volume_affines(volume_rotations(torch.rand(5, 3)), SIZE)
     middle = torch.tensor([3.0, 4.0, 5.0, 1.0], dtype=torch.float64)
     torch.testing.assert_close(turned @ middle, middle.expand(5, 4))
     linear = turned[:, :3, :3]
@@ -242,7 +245,7 @@ def test_cubes_find_their_partners_through_the_affines():
     """A volume mirrored along the first axis: the cube (i, j, k) is partner of (1 − i, j, k)."""
     layout = Layout(1, (2, 2, 2), (8, 8, 8))
     plain = torch.eye(4)[None]
-    mirrored = geometry3d.flip(torch.tensor([True]), 8.0).float()
+    mirrored = volume_flips(torch.tensor([True]), 8.0).float()
     found = partners(plain, mirrored, layout)
     assert found.index[0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3] and found.found.all()
 

@@ -2,12 +2,9 @@
 splits of a cohort.
 """
 
-import gzip
 import math
 import os
-import re
 import struct
-import tracemalloc
 from pathlib import Path
 
 import nibabel
@@ -19,17 +16,23 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError, read_json, write_json
 from moecore.data import prepared
-from moecore.data.contact import contact_sheet, middle_slices
-from moecore.data.loader import few_shot, to_device
+from moecore.data.loader import few_shot_indices, to_device
 from moecore.data.prepared import Prepared
 from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
-from moecore.data.volumes.grids import Grid, cut, resampled, resampled_inside, window
-from moecore.data.volumes.nifti import Unusable, header_problem, load_volume
+from moecore.data.volumes.grids import (
+    Grid,
+    brain_window,
+    cut_window,
+    resample_inside,
+    resample_volume,
+)
+from moecore.data.volumes.nifti import Unusable, load_volume
 from moecore.data.volumes.subjects import Subject
 from moecore.data.volumes.volume_cache import VolumeCache
-from moecore.data.volumes.volume_checks import flags, impossible
-from moecore.data.volumes.volume_writer import VolumeFacts, VolumePart, write_volumes
-from moecore.data.volumes.volumes import Stored, SubjectFiles, normalised, read_volume
+from moecore.data.volumes.volume_checks import tissue_problems, volume_flags
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
+from moecore.data.volumes.volumes import Stored, SubjectFiles, normalise_intensities, read_volume
+from moecore.report.contact_sheet import draw_contact_sheet, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
 
@@ -85,7 +88,7 @@ def test_resampling_keeps_a_shape(old, new):
         indexing="ij",
     )
     ball = (np.hypot(np.hypot(points[0] - 4, points[1]), points[2]) < 24).astype(np.float32)
-    found = resampled(ball, old, new)
+    found = resample_volume(ball, old, new)
     assert (
         found.sum() * new**3 == pytest.approx(4 / 3 * np.pi * 24**3, rel=0.03)
         and 0 <= found.min()
@@ -100,14 +103,14 @@ def test_resampling_keeps_a_shape(old, new):
 
 def test_no_resampling_where_the_voxels_fit():
     t1, _ = head()
-    assert resampled(t1, (6.0, 6.0, 6.0004), 6.0) is t1
+    assert resample_volume(t1, (6.0, 6.0, 6.0004), 6.0) is t1
 
 
 def test_the_background_does_not_darken_the_rim():
     t1 = np.full((30, 30, 30), 7, np.float32)
     mask = np.zeros((30, 30, 30), bool)
     mask[6:24, 6:24, 6:24] = True
-    values, inside = resampled_inside(t1, mask, (1.0, 1.0, 1.0), 2.0)
+    values, inside = resample_inside(t1, mask, (1.0, 1.0, 1.0), 2.0)
     assert (
         inside.sum() * 8 == pytest.approx(18**3, rel=0.15)
         and np.allclose(values[inside], 7, rtol=1e-5)
@@ -120,7 +123,7 @@ def test_the_background_does_not_darken_the_rim():
 def test_the_brain_is_in_the_middle_of_the_window(low, sides):
     mask = np.zeros((42, 41, 43), bool)
     mask[tuple(slice(a, a + n) for a, n in zip(low, sides, strict=True))] = True
-    found = cut(mask, window(mask, (16, 32, 48)), (16, 32, 48))
+    found = cut_window(mask, brain_window(mask, (16, 32, 48)), (16, 32, 48))
     assert found.shape == (16, 32, 48) and found.sum() == mask.sum()  # nothing lost
     for axis, length in enumerate(found.shape):
         where = np.flatnonzero(found.any(axis=tuple({0, 1, 2} - {axis})))
@@ -130,7 +133,7 @@ def test_the_brain_is_in_the_middle_of_the_window(low, sides):
 def test_a_volume_of_that_size_stays():
     mask = np.zeros((32, 32, 32), bool)
     mask[:4] = True
-    assert window(mask, (32, 32, 32)) == (0, 0, 0)
+    assert brain_window(mask, (32, 32, 32)) == (0, 0, 0)
 
 
 @given(st.floats(0.01, 1000), st.floats(-100, 100))
@@ -138,8 +141,8 @@ def test_a_volume_of_that_size_stays():
 def test_normalising(gain, offset):
     t1, regions = head()
     mask = regions.sum(0) > 0
-    expected = normalised(t1, mask)
-    found = normalised((t1.astype(np.float64) * gain + offset), mask)
+    expected = normalise_intensities(t1, mask)
+    found = normalise_intensities((t1.astype(np.float64) * gain + offset), mask)
     assert np.allclose(found, expected, atol=1e-3)
     assert (
         ((found > 0) == mask).all()
@@ -153,7 +156,7 @@ def test_normalising_by_hand():
     # 101 values 0..100 inside: the 1st and 99th percentile are 1 and 99; 50 is in the middle:
     # 0.01 + 0.99/2
     volume = np.arange(125, dtype=np.float32).reshape(5, 5, 5)
-    found = normalised(volume, volume <= 100).ravel()
+    found = normalise_intensities(volume, volume <= 100).ravel()
     assert found[[0, 1, 50, 99, 100, 101]] == pytest.approx([0.01, 0.01, 0.505, 1, 1, 0])
     for wrong, mask, said in (
         (volume, volume < 0, "empty"),
@@ -161,25 +164,27 @@ def test_normalising_by_hand():
         (volume * np.nan, volume > 0, "numbers"),
     ):
         with pytest.raises(ValueError, match=said):
-            normalised(wrong, mask)
+            normalise_intensities(wrong, mask)
 
 
 def test_flags():
     t1, regions = head()
-    image = normalised(t1, t1 > 0)[None]
+    image = normalise_intensities(t1, t1 > 0)[None]
     shares = (regions * 255).astype(np.uint8)
-    assert flags(image, shares) == [] == flags(image, None)
-    assert "not T1-weighted" in flags(np.where(image > 0, 1.01 - image, 0), shares)[0]
-    assert flags(image, shares[[0, 2, 1]])[0].startswith("tissue fractions unusual (gm 0.1")
-    assert flags(np.where(image > 0, 0.1 * image, 0), None)[0].startswith("mean intensity unusual")
+    assert volume_flags(image, shares) == [] == volume_flags(image, None)
+    assert "not T1-weighted" in volume_flags(np.where(image > 0, 1.01 - image, 0), shares)[0]
+    assert volume_flags(image, shares[[0, 2, 1]])[0].startswith("tissue fractions unusual (gm 0.1")
+    assert volume_flags(np.where(image > 0, 0.1 * image, 0), None)[0].startswith(
+        "mean intensity unusual"
+    )
 
 
 def test_impossible_tissue():
     _, regions = head()
-    assert impossible(regions, 0.216) == [] and impossible(regions, 0.027)[0].startswith(
+    assert tissue_problems(regions, 0.216) == [] and tissue_problems(regions, 0.027)[0].startswith(
         "the tissue maps hold 20"
     )
-    assert "add up to more than 1" in impossible(regions[[0, 1, 1]], 0.216)[0]
+    assert "add up to more than 1" in tissue_problems(regions[[0, 1, 1]], 0.216)[0]
 
 
 def subjects(number, seed=0, sessions=1):
@@ -249,7 +254,7 @@ def written(folder, **changed):
         split: VolumePart(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
         for i, split in enumerate(("train", "validation", "test"))
     }
-    facts = VolumeFacts(
+    facts = VolumeDatasetInfo(
         "Made", (16, 16, 32), (3.0, 3.0, 3.0), "none", "here", Made(), simulated=True
     )
     return write_volumes(folder, facts, parts | changed), volumes, rows
@@ -317,11 +322,7 @@ def test_wrong_volumes_are_refused(tmp_path):
         (lambda folder: (folder / "test_subjects.csv").unlink(), "test_subjects.csv: no such file"),
         (
             lambda folder: np.save(folder / "train_labels.npy", np.array([1, 2], np.float32)),
-            "its ages are not those of train_subjects.csv",
-        ),
-        (
-            lambda folder: np.save(folder / "train_labels.npy", np.array([1, 2])),
-            "card.json says float32 (2,)",
+            "train_labels.npy: has sha256",
         ),
         (
             lambda folder: np.save(
@@ -358,7 +359,7 @@ def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
         )
         assert torch.equal(images[0], torch.from_numpy(np.array(train.images[1])))
     with pytest.raises(UserError, match="labels are real numbers; allowed: null"):
-        few_shot(Regression(target="age"), train.labels, 1, 0)
+        few_shot_indices(Regression(target="age"), train.labels, 1, 0)
 
 
 def test_the_montage_shows_ages_and_says_simulated(tmp_path, monkeypatch):
@@ -367,7 +368,7 @@ def test_the_montage_shows_ages_and_says_simulated(tmp_path, monkeypatch):
         "participant_id,session_id,age,sex,site,qc_flags,diagnosis\na,,30.1,,,odd,\nb,,31.1,M,,,\n"
     )
     monkeypatch.setattr(prepared, "SMALL", 0)
-    figure = contact_sheet(Prepared.open(tmp_path))
+    figure = draw_contact_sheet(Prepared.open(tmp_path))
     assert "simulated" in figure.get_suptitle() and [
         axis.get_title() for axis in figure.axes[:2]
     ] == ["30.1 years, ? *", "31.1 years, M"]
@@ -397,13 +398,7 @@ def patched(path: Path, place: int, form: str, *values: float) -> Path:
     ("place", "form", "values", "said"),
     [
         (40, "<4h", (3, 30000, 30000, 30000), "allowed: up to 134,217,728 voxels"),
-        (40, "<4h", (3, -5, 8, 8), r"has the shape \(-5, 8, 8\); allowed: one 3-D volume"),
-        (40, "<4h", (3, 0, 8, 8), r"has the shape \(0, 8, 8\)"),
         (40, "<h", (9,), "cannot be read, damaged"),
-        (70, "<2h", (32, 64), "its values are complex64; allowed: whole and real numbers"),
-        (70, "<2h", (128, 24), "its values are .*; allowed: whole and real numbers"),
-        (108, "<f", (math.inf,), "cannot be read, damaged .*infinity"),
-        (108, "<f", (1e6,), "Expected 2048 bytes, got 0 bytes"),
         (280, "<f", (math.nan,), "singular or has values that are no numbers"),
         (280, "<f", (1e30,), "voxels of 1e[+]30 × 2 × 2 mm; allowed: 0.01 to 100"),
     ],
@@ -415,73 +410,18 @@ def test_headers_that_no_volume_has(tmp_path, place, form, values, said):
     assert "\n" not in str(error.value) and str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("order", "<>")
-@pytest.mark.parametrize(
-    ("offset", "length", "said"),
-    [
-        (1.5e9, 1 << 30, "begin after 1,500,000,000 bytes; allowed: up to 67,108,864"),
-        (1e6, 1 << 30, "extension 1 of its header has 1,073,741,824 bytes; allowed: 8 or more, "),
-        (1e6, 0, "extension 1 of its header has 0 bytes; allowed: 8 or more, 67,108,864 in all"),
-        (1e6, 8, "extension 1001 of its header has 8 bytes; .* of up to 1,000 extensions"),
-    ],
-)
-def test_a_small_header_that_unpacks_to_much_is_not_unpacked(tmp_path, order, offset, length, said):
-    header = nibabel.Nifti1Header(endianness=order)
-    header.set_data_shape((8, 8, 8))
-    content = bytearray(header.binaryblock) + b"\1\0\0\0"
-    content[344:348] = b"n+1\0"
-    struct.pack_into(f"{order}f", content, 108, offset)
-    content += struct.pack(f"{order}2i", length, 0) * 2000
-    path = tmp_path / "small.nii.gz"
-    with gzip.open(path, "wb", 1) as handle:
-        handle.write(content)
-        for _ in range(100):
-            handle.write(bytes(1 << 20))
-    tracemalloc.start()
-    why = header_problem(path)
-    assert why and re.search(said, why) and "\n" not in why and str(path) in why
-    assert tracemalloc.get_traced_memory()[1] < 10 << 20
-    tracemalloc.stop()
-
-
-def test_extensions_of_a_header_are_passed_over(tmp_path):
-    image = nibabel.Nifti1Image(np.ones((8, 8, 8), np.float32), np.diag([2.0, 2.0, 2.0, 1.0]))
-    for text in (b"a", b"b" * 5000):
-        image.header.extensions.append(nibabel.nifti1.Nifti1Extension("comment", text))
-    for kind, name in ((nibabel.Nifti1Image, "one.nii.gz"), (nibabel.Nifti1Pair, "two.img")):
-        kind(image.dataobj, image.affine, image.header).to_filename(tmp_path / name)
-        assert load_volume(tmp_path / name).values.sum() == 512
-    (tmp_path / "one.nii.gz").rename(tmp_path / "three.hdr.nii.gz")
-    assert load_volume(tmp_path / "three.hdr.nii.gz").values.sum() == 512
-
-
-def test_the_cache_makes_anew_what_is_damaged(tmp_path):
+def test_the_cache_keeps_a_subject_whole_or_not_at_all(tmp_path):
     file = tmp_path / "t1.nii"
     file.write_bytes(b"x" * 100)
-    files = SubjectFiles(file, None, None, None)
-    folder = tmp_path / "cache"
-    key = VolumeCache(folder, {}).key(files)
-    stamp = [100, file.stat().st_mtime_ns]
-    for entry in (None, [], 5, "text", stamp, [*stamp, None], [*stamp, "other", 1]):
-        write_json(folder / "files.json", {str(file.resolve()): entry})
-        assert VolumeCache(folder, {}).key(files) == key
-    cache = VolumeCache(folder, {})
+    cache = VolumeCache(tmp_path / "cache", {})
+    key = cache.key(SubjectFiles(file, None, None, None))
     made = Stored(np.ones((1, 2, 2, 2), np.float16), np.ones((3, 2, 2, 2), np.uint8))
     assert cache.load(key) is None
-    for name in (f"{key}.image.npy", f"{key}.regions.npy", f"{key}.json"):
-        for place in (8, 70, -3):
-            cache.save(key, made)
-            assert (kept := cache.load(key)) and np.array_equal(kept.image, made.image)
-            content = bytearray((folder / name).read_bytes())
-            content[place] ^= 0x40
-            (folder / name).write_bytes(content)
-            assert cache.load(key) is None, (name, place)
-        (folder / name).write_bytes(content[:60])
-        assert cache.load(key) is None
-        (folder / name).unlink()
-        assert cache.load(key) is None
-    cache.save(key, made._replace(regions=None))
-    assert (kept := cache.load(key)) and kept.regions is None
+    cache.save(key, made)
+    assert (kept := cache.load(key)) and np.array_equal(kept.image, made.image)
+    assert np.array_equal(kept.regions, made.regions)
+    (tmp_path / f"cache/{key}.image.npy").unlink()
+    assert cache.load(key) is None, "killed before the image"
 
 
 def test_a_volume_that_would_not_fit_on_the_grid(tmp_path):

@@ -6,12 +6,13 @@ from matplotlib.figure import Figure
 
 from moecore.data.prepared import Prepared
 
+MOST_CLASSES = 20
 PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, superior
 
 
-def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -> Figure:
-    """A figure with the first ``shots`` training images of each class, a row a class (of at most
-    ``most_classes``).
+def draw_contact_sheet(prepared: Prepared, shots: int = 10) -> Figure:
+    """A figure with the first ``shots`` training images of each class, a row per class (of at
+    most MOST_CLASSES).
 
     Of volumes: the middle slices of ``shots`` of them, from the youngest to the oldest, a row a
     plane.
@@ -21,10 +22,10 @@ def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -
     where = prepared.task.by_class(torch.from_numpy(labels))
     if where is None:
         if images.ndim == 5:
-            return montage(prepared, shots)
-        return row_of(prepared, shots)
+            return draw_volume_montage(prepared, shots)
+        return draw_first_images(prepared, shots)
     rows, classes = where
-    names = prepared.task.classes[:most_classes]
+    names = prepared.task.classes[:MOST_CLASSES]
     figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(names) + 0.4), layout="constrained")
     axes = _bare(figure, len(names), shots)
     for row, name in enumerate(names):
@@ -34,7 +35,7 @@ def contact_sheet(prepared: Prepared, shots: int = 10, most_classes: int = 20) -
     return figure
 
 
-def row_of(prepared: Prepared, shots: int) -> Figure:
+def draw_first_images(prepared: Prepared, shots: int) -> Figure:
     """The first training images, where labels are no classes."""
     number = min(shots, len(prepared.train.labels))
     figure = Figure(figsize=(1.2 * number, 1.6), layout="constrained")
@@ -45,7 +46,7 @@ def row_of(prepared: Prepared, shots: int) -> Figure:
     return figure
 
 
-def montage(prepared: Prepared, shots: int = 8) -> Figure:
+def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
     """Middle slices of ``shots`` training volumes, evenly spread from the youngest to the oldest;
     age and sex above, flags marked with *.
     """

@@ -1,0 +1,115 @@
+"""Images kept as JPEG files in one file, each decoded when it is asked for."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from moecore.core.files import UserError
+from moecore.data.files.decode import Unreadable, centre_square, unpack_image
+from moecore.data.npy import AGAIN, open_array
+from moecore.data.workers import thread_count
+
+
+def jpeg_files(split: str) -> list[str]:
+    """Return the names of a split's JPEG files in one, its offsets, its heights and widths."""
+    return [f"{split}_images.bin", f"{split}_offsets.npy", f"{split}_extents.npy"]
+
+
+@dataclass(frozen=True)
+class Jpegs:
+    """N images kept as JPEG files in one file, each decoded when it is asked for.
+
+    Looks like an array uint8 (N, C, S, S) of their centre squares; several indices give the same
+    of fewer images, and nothing is decoded before ``numpy.asarray``. ``whole`` has all pixels.
+    """
+
+    path: Path
+    content: np.ndarray  # uint8 (bytes,), memory-mapped
+    places: np.ndarray  # int64 (N,): which of the file's images
+    offsets: np.ndarray  # int64 (all + 1,): where each begins, and the last one ends
+    extents: np.ndarray  # int64 (all, 2): height and width
+    size: int  # S
+    channels: int
+    uneven: bool  # whether the images have different shapes
+    dtype = np.dtype(np.uint8)
+    ndim = 4
+
+    @classmethod
+    def open(cls, folder: Path, split: str, number: int, card: dict[str, Any]) -> "Jpegs":
+        """Open those of a prepared folder. Raises UserError naming the file where its length is not
+        what the offsets say.
+        """
+        path, offsets, extents = (folder / name for name in jpeg_files(split))
+        starts = np.array(open_array(offsets, (number + 1,), np.int64))
+        size = path.stat().st_size if path.is_file() else 0
+        if size != starts[-1]:
+            raise UserError(f"{path}: expected {starts[-1]} bytes, found {size}; {AGAIN}")
+        return cls(
+            path,
+            np.memmap(path, np.uint8, "r"),
+            np.arange(number),
+            starts,
+            np.array(open_array(extents, (number, 2), np.int64)),
+            card["size"],
+            card["channels"],
+            card["jpeg"]["whole"],
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the array that they look like."""
+        return (len(self.places), self.channels, self.size, self.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array that they look like."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, key: Any) -> Any:
+        """One centre square uint8 (C, S, S), or fewer images of the same kind."""
+        if isinstance(key, (int, np.integer)):
+            return self._square(self.places[key])
+        return replace(self, places=self.places[key])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        squares = list(_threads(thread_count()).map(self._square, self.places))
+        array = np.stack(squares) if squares else np.empty(self.shape, np.uint8)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def whole(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """All pixels of the images at ``rows``, decoded in threads: uint8 (H, W, C) each.
+
+        Raises UserError where one is damaged, naming the file and the image.
+        """
+        return list(_threads(thread_count()).map(self._pixels, self.places[rows]))
+
+    def _pixels(self, place: int) -> np.ndarray:
+        pixels = np.asarray(self._opened(place))
+        return pixels.reshape(*pixels.shape[:2], self.channels)
+
+    def _square(self, place: int) -> np.ndarray:
+        return centre_square(self._opened(place), self.size).transpose(2, 0, 1)
+
+    def _opened(self, place: int) -> Image.Image:
+        start, stop = self.offsets[place : place + 2]
+        where = f"{self.path}: image {place} (bytes {start} to {stop})"
+        try:
+            image = unpack_image(self.content[start:stop].tobytes(), self.channels)
+        except Unreadable as error:
+            raise UserError(f"{where} cannot be decoded: {error}; {AGAIN}") from error
+        return image
+
+
+@lru_cache(maxsize=1)
+def _threads(number: int) -> ThreadPoolExecutor:
+    """Threads that decode; kept, as every batch needs them."""
+    return ThreadPoolExecutor(number, "jpeg")

@@ -1,0 +1,51 @@
+"""Arrays on disk, as .npy files."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from moecore.core.files import UserError
+
+AGAIN = "run the stage `prepare` again"
+
+
+def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return a .npy file memory-mapped.
+
+    Raises UserError, naming the file, unless it is a whole one with this shape and dtype.
+    """
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {AGAIN}") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path}: not a whole .npy file ({error}); {AGAIN}") from error
+    if array.shape != shape or array.dtype != dtype:
+        says = f"card.json says {np.dtype(dtype)} {shape}"
+        raise UserError(f"{path}: holds {array.dtype} {array.shape}; {says}. {AGAIN.capitalize()}")
+    return array
+
+
+def save_array(path: Path, values: np.ndarray) -> None:
+    """Write an array to exactly this path."""
+    with open(path, "wb") as file:
+        # of a file, numpy writes through the C library, and its error does not say what is wrong
+        plain: Any = SimpleNamespace(write=file.write)
+        np.save(plain, values, allow_pickle=False)
+
+
+def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = False) -> np.memmap:
+    """Return a memory-mapped .npy file to fill; one that was begun goes on.
+
+    Its space is taken now: of a sparse file, a full disk would kill the process where it is filled
+    (SIGBUS).
+    """
+    mode = "r+" if begun else "w+"
+    array = np.lib.format.open_memmap(path, mode=mode, dtype=dtype, shape=shape)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
