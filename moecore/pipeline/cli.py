@@ -79,17 +79,19 @@ def plan(
 
 def run(jobs: Jobs = None, sets: Sets = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
-    from moecore.pipeline.parallel import reproduce
+    from moecore.pipeline.drivers import hold_project
+    from moecore.pipeline.parallel import run_pipeline
     from moecore.run.stage import metrics_named
     from moecore.study.remembered import in_order
 
-    if sets:
-        from moecore.study.assign import assign
+    with hold_project():  # who is refused has written nothing
+        if sets:
+            from moecore.study.assign import assign
 
-        for line in assign(HERE, sets) or ["nothing changes"]:
-            typer.echo(f"{HERE}: {line}")
-    in_order(also=metrics_named)
-    reproduce(jobs)
+            for line in assign(HERE, sets) or ["nothing changes"]:
+                typer.echo(f"{HERE}: {line}")
+        in_order(also=metrics_named)
+        run_pipeline(jobs)
 
 
 def quick(jobs: Jobs = None) -> None:

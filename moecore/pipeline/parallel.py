@@ -18,7 +18,7 @@ from threading import Event
 from typing import NamedTuple
 
 from moecore.core.files import FullDisk, UserError, room_for
-from moecore.pipeline.drivers import alone, dvc
+from moecore.pipeline.drivers import dvc_command
 from moecore.pipeline.places import (
     all_cores,
     devices,
@@ -27,7 +27,7 @@ from moecore.pipeline.places import (
     usual_jobs,
     with_server,
 )
-from moecore.pipeline.plan import asked, changed_by_code, plan
+from moecore.pipeline.plan import changed_by_code, plan, query_dvc
 
 # DVC's words where two processes meet at a path
 SHARED = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
@@ -117,7 +117,7 @@ def _work(stage: str) -> Work | None:
 
 def pending() -> dict[str, set[str]]:
     """The stages that have to run, each after its ancestors, with those of them right above it."""
-    pipeline = asked()
+    pipeline = query_dvc()
     stages = [item.stage for item in plan(pipeline, {}, changed_by_code(pipeline))]
     return {
         stage: {before for before, after in pipeline.edges if after == stage and before in stages}
@@ -153,7 +153,7 @@ def run_job(
         if ending.is_set():
             break
         process = subprocess.Popen(
-            dvc("--wait-for-lock", "repro", "--single-item", *job.stages),
+            dvc_command("--wait-for-lock", "repro", "--single-item", *job.stages),
             env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -220,21 +220,19 @@ def run(
             raise
 
 
-def reproduce(jobs: int | None = None) -> None:
+def run_pipeline(jobs: int | None = None) -> None:
     """Run the stages that have to; jobs: how many at a time, None for as many as is usual here.
 
-    Raises UserError where another process does, and where some are not done; what stopped them is
-    printed before.
+    Raises UserError where some are not done; what stopped them is printed before.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with alone():
-        stages = pending()
-        if not stages:
-            print("Nothing to do: everything is up to date.")
-            return
-        jobs = jobs or usual_jobs()
-        left = run(stages, with_server(devices(jobs)), jobs)
+    stages = pending()
+    if not stages:
+        print("Nothing to do: everything is up to date.")
+        return
+    jobs = jobs or usual_jobs()
+    left = run(stages, with_server(devices(jobs)), jobs)
     if left:
         named = ", ".join(left[:5]) + (" …" if left[5:] else "")
-        found = f"{len(left)} of {len(stages)} stages are not done: {named}"
-        raise UserError(f"{found}; the error stands above")
+        undone = f"{len(left)} of {len(stages)} stages are not done: {named}"
+        raise UserError(f"{undone}; the error stands above")

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, read_json, room_for
 from moecore.core.sources import CODE, ROOT
 from moecore.pipeline.code_hashes import code_files
-from moecore.pipeline.drivers import free
 from moecore.run.history_file import NAME, locked, read_lines
 from moecore.run.progress import clock
 from moecore.study.document import load
@@ -39,18 +38,16 @@ class Pipeline(NamedTuple):
     edges: list[tuple[str, str]]
 
 
-def asked() -> Pipeline:
+def query_dvc() -> Pipeline:
     """What DVC says of the dvc.yaml in the working directory.
 
-    What killed processes left busy is free again. Raises UserError where DVC fails: with its own
-    words, but for a damaged dvc.lock.
+    Raises UserError where DVC fails: with its own words, but for a damaged dvc.lock.
     """
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
     try:
         with room_for(Path(".dvc")), Repo() as repo:
-            free(repo)
             status = repo.status(targets=["dvc.yaml"])
             edges = [
                 (_name(before.addressing), _name(after.addressing))
@@ -205,7 +202,7 @@ def _stage_of(header: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Print the plan as a table."""
-    pipeline = asked()
+    pipeline = query_dvc()
     planned = plan(pipeline, past_seconds(), changed_by_code(pipeline))
     heavy = [item for item in planned if item.stage != HASHING]
     if not heavy:
