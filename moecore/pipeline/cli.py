@@ -63,9 +63,9 @@ def plan(
 ) -> None:
     """Which stages would run, why, and how long they took the last time."""
     if not scale:
-        from moecore.pipeline.plan import main
+        from moecore.pipeline.plan import print_plan
 
-        main()
+        print_plan()
         return
     from moecore.pipeline.scale import Peaks, table
     from moecore.study.document import load
@@ -149,18 +149,18 @@ def study_write(
     ] = None,
 ) -> None:
     """Write params.yaml and dvc.yaml of studies from their overlays; says what changes."""
-    from moecore.pipeline.studies import studies, write
+    from moecore.pipeline.studies import list_studies, write_study
 
-    for folder in folders or studies():
-        for line in write(folder):
+    for folder in folders or list_studies():
+        for line in write_study(folder):
             typer.echo(f"{folder}: {line}")
 
 
 def study_new(name: Annotated[str, typer.Argument(help="small letters, digits and _")]) -> None:
     """Begin a study: a folder under pipelines/ with an overlay to edit, written once."""
-    from moecore.pipeline.studies import new
+    from moecore.pipeline.studies import begin_study
 
-    typer.echo(f"{new(name)}: edit it, then `moecore study write pipelines/{name}`")
+    typer.echo(f"{begin_study(name)}: edit it, then `moecore study write pipelines/{name}`")
 
 
 def study_preset(
@@ -168,9 +168,9 @@ def study_preset(
     names: Annotated[list[str] | None, typer.Argument(help="presets, in this order")] = None,
 ) -> None:
     """Write a study's params.yaml with presets; without names: list them."""
-    from moecore.pipeline.studies import presets, write
+    from moecore.pipeline.studies import list_presets, write_study
 
-    lines = write(folder, names) if names else presets(folder)
+    lines = write_study(folder, names) if names else list_presets(folder)
     for line in lines or ["nothing changes"]:
         typer.echo(line)
 

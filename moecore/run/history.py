@@ -188,9 +188,9 @@ def left_of(folder: Path, work: Path) -> list[dict]:
     written = path.read_bytes().count(b"\n") if path.is_file() else 0
     begun = any(work.glob("checkpoint.safetensors")) or any(work.glob("sharded.json"))
     if begun and len(lines) < max(1, written):
-        found = f"{written - len(lines)} of {written} lines are damaged" if written else "is gone"
+        damage = f"{written - len(lines)} of {written} lines are damaged" if written else "is gone"
         words = "the training goes on from its checkpoint, with what is left of its curve"
-        print(f"{path}: {found}; {words}", file=sys.stderr)
+        print(f"{path}: {damage}; {words}", file=sys.stderr)
     return lines
 
 

@@ -13,7 +13,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, is_whole, sealed_object, write_whole
 from moecore.core.sources import CODE
 from moecore.run.history import Run, record
-from moecore.run.history_file import append_line
+from moecore.run.history_file import append_line, whole_lines
 from moecore.run.inputs import hash_inputs
 from moecore.run.locks import hold_lock
 from moecore.study.params import keys
@@ -72,24 +72,22 @@ def _remove(folder: Path) -> None:
 class Kept:
     """Parts by key in ``folder``/kept.jsonl, which lives as long as the work folder (resume.py).
 
-    A line that a kill cut off is dropped. Raises UserError, naming file and line, where a whole
-    line is not a part.
+    From the first line on that is torn or damaged they are computed again.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / "kept.jsonl"
-        self.parts: dict[str, Any] = {}
         try:
-            lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+            content = self.path.read_bytes() if self.path.exists() else b""
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             mend = "remove it, and the stage starts again"
             raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()
-            write_whole(self.path, b"".join(lines))
-        for number, line in enumerate(lines, 1):
-            self._add(line, number)
+        lines = list(whole_lines(content, is_whole))
+        self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
+        whole = b"".join(line for line, _ in lines)
+        if whole != content:
+            write_whole(self.path, whole)
 
     def part(self, name: str, compute: Callable[[], Any]) -> Any:
         """The part kept under ``name``, or what ``compute`` returns, which is on the disk first.
@@ -101,18 +99,6 @@ class Kept:
             append_line(self.path, line, sync=True)
             self.parts[name] = json.loads(line)["part"]
         return self.parts[name]
-
-    def _add(self, line: bytes, number: int) -> None:
-        try:
-            found = json.loads(line)
-            if not is_whole(found):
-                raise ValueError("another content than was written")
-            self.parts[found["key"]] = found["part"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(
-                f"{self.path}:{number}: damaged, not a part as it was kept; "
-                "remove the file, and the stage starts again"
-            ) from None
 
 
 @contextmanager

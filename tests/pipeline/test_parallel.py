@@ -9,13 +9,16 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from threading import Event
 
 import pytest
 
 from moecore.core.files import UserError, whole_folder, write_json
 from moecore.pipeline import drivers
-from moecore.pipeline.parallel import FULL, Job, next_job, no_room, run, run_job
+from moecore.pipeline.parallel import FULL, Job, describe_full_disk, next_job, run_job, run_stages
+from moecore.pipeline.plan import query_dvc
+from moecore.run.history_file import locked
 from stages import server as stages_server
 from tests import forked
 from tests.project import COMMAND, PARAMS, ROOT, Project
@@ -108,7 +111,7 @@ def test_all_cores_are_for_what_runs_alone(monkeypatch):
     monkeypatch.setattr("moecore.pipeline.parallel.run_job", fake)
     above = ABOVE | {"measure@cost-finetune-vmoe-0": {"finetune@vmoe-0"}}
     one = {"MOECORE_THREADS": "1"}
-    assert run(above, [one, one], 2) == []
+    assert run_stages(above, [one, one], 2) == []
     assert {stage for stage, environment in given.items() if not environment} == {
         "code",
         "prepare@pretrain",
@@ -146,7 +149,7 @@ def test_nothing_starts_after_a_failure(monkeypatch):
 
     monkeypatch.setattr("moecore.pipeline.parallel.run_job", fake)
     place = {"PLACE": "only"}
-    left = run(ABOVE, [place], 1)
+    left = run_stages(ABOVE, [place], 1)
     assert ran == [(("code",), place), (("prepare@pretrain",), place), (("teacher@0",), place)]
     assert left == [stage for stage in ABOVE if stage not in ("code", "prepare@pretrain")]
 
@@ -190,7 +193,7 @@ def project(tmp_path_factory) -> Project:
 def test_every_stage_of_the_pipeline_is_served():
     served = {stage.__name__ for stage in stages_server.STAGES}
     used = set()
-    for file in [ROOT / "dvc.yaml", *(ROOT / "pipelines").glob("*/dvc.yaml")]:
+    for file in [ROOT / "dvc.yaml", *(ROOT / "pipelines").rglob("dvc.yaml")]:
         used |= set(re.findall(r"-m stages\.(\w+)", file.read_text(encoding="utf-8")))
     assert used <= served
 
@@ -330,17 +333,19 @@ def test_dvc_on_a_full_disk_ends_as_one_line_and_leaves_nothing_in_its_cache(tmp
     left = tmp_path / ".dvc/cache/files/md5/6e/.Q2GkGN2NON2mTBdojAsNMQ.tmp"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"x" * 100)
-    found = FULL.match(
+    match = FULL.match(
         "ERROR: failed to transfer '6e69fa34a6cccccacbbd13947e8c2350' - [Errno 28] No space left "
         f"on device: '{output}' -> '{left}'\n"
     )
     said = "no space left on device: it takes 1,000 bytes; [0-9,]+ bytes are free; what was there"
     place = "DVC: .dvc/cache/files/md5/6e/b.bin: could not be written"
-    assert re.match(f"{place}, {said} before is untouched. Free some space", no_room(found))
+    assert re.match(
+        f"{place}, {said} before is untouched. Free some space", describe_full_disk(match)
+    )
     assert not left.exists()
-    found = FULL.match("ERROR: failed to reproduce 'b': [Errno 28] No space left on device\n")
+    match = FULL.match("ERROR: failed to reproduce 'b': [Errno 28] No space left on device\n")
     said = r"DVC: \.dvc: could not be written, no space left on device; [0-9,]+ bytes are free; "
-    assert re.match(said, no_room(found))
+    assert re.match(said, describe_full_disk(match))
     assert not FULL.match("ERROR: failed to reproduce 'b': exited with 1\n")
 
 
@@ -352,6 +357,36 @@ def test_what_lies_in_the_place_of_a_drivers_file_is_one_line(tmp_path):
         with pytest.raises(UserError, match=f"^{path}: cannot be written, .*; mend that"):
             with drivers.hold_project(path):
                 pass
+
+
+APART = """\
+vars: [../../params.yaml]
+stages:
+  train:
+    wdir: ../..
+    matrix: {method: "${methods}"}
+    cmd: mkdir -p out && cp params.yaml out/${item.method}
+    params: [rate]
+    outs: ["out/${item.method}"]
+"""
+
+
+def test_a_large_studys_stages_run_from_files_of_their_own(tmp_path, monkeypatch):
+    """They keep their names; what depends on them is in another file, with another lock."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("params.yaml").write_text("methods: [a, b]\nrate: 1\n")
+    Path("steps/train").mkdir(parents=True)
+    Path("steps/train/dvc.yaml").write_text(APART)
+    Path("dvc.yaml").write_text("stages: {all: {cmd: ls out > all, deps: [out], outs: [all]}}\n")
+    Project.at(tmp_path).with_dvc()
+    pipeline = query_dvc()
+    assert set(pipeline.edges) == {("train@a", "all"), ("train@b", "all")}
+    assert run_job(Job(("train@a", "train@b")), {}, [], Event()) == 0
+    assert run_job(Job(("all",)), {}, [], Event()) == 0
+    assert set(locked()) == {"train@a", "train@b", "all"}
+    assert Path("all").read_text() == "a\nb\n"
+    assert not query_dvc().status
 
 
 STAGE = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moecore.core.sources import ROOT
-from moecore.pipeline.studies import write
+from moecore.pipeline.studies import write_study
 from moecore.run.partial_run import (
     KEPT,
     PART,
@@ -32,7 +32,7 @@ def study(tmp_path, monkeypatch) -> Path:
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "data").symlink_to(ROOT / "data")
     monkeypatch.chdir(tmp_path)
-    write(STUDY)
+    write_study(STUDY)
     return STUDY / "params.yaml"
 
 
