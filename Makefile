@@ -23,14 +23,15 @@ full: setup data                 ## the same with pipelines/full/params.yaml, wh
 	moecore sync
 
 test: setup data lint             ## check format, lint and types, then run the tests, two files at a time; JOBS=1: one
-	OMP_NUM_THREADS=1 python -m pytest tests --numprocesses $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 python -m pytest tests --numprocesses $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder --durations=40
 
 soak: setup data                 ## a hundred and more kills at random moments, and thirty edits; SEED=1 draws others
 	MOECORE_SOAK=100 MOECORE_SOAK_SEED=$(or $(SEED),0) OMP_NUM_THREADS=1 python -m pytest -s tests/pipeline/test_soak.py tests/pipeline/test_what_reruns.py -k "killed or code_that_it_runs or nothing_else"
 
-lint: setup                      ## format, lint, types
+lint: setup                      ## format, lint, imports, types
 	ruff format --check moecore stages tests benchmarks tools
 	ruff check moecore stages tests benchmarks tools
+	lint-imports --no-logo --no-cache
 	pyrefly check
 
 setup: $(VENV)/.installed

@@ -79,6 +79,18 @@ questions: []
 """
 
 
+def forget_files() -> None:
+    """Make this process read files of code again, which a test has edited."""
+    for cached in (
+        closures._read_source,
+        closures._imports,
+        closures._sha256,
+        closures._file,
+        closures._data_files,
+    ):
+        cached.cache_clear()
+
+
 class Project:
     """A folder with a copy of the code, a small params.yaml, and ways to run it."""
 
@@ -121,9 +133,7 @@ class Project:
 
     def stale(self) -> dict[str, tuple[str, ...]]:
         """The stages that ``dvc repro`` would run, with the reasons; without ``code``."""
-        caches = (closures._imports, closures._sha256, closures._file, closures._data_files)
-        for cached in caches:
-            cached.cache_clear()
+        forget_files()
         with contextlib.chdir(self.folder):
             pipeline = query_dvc()
             planned = plan_stages(pipeline, {}, stages_changed_by_code(pipeline, self.folder))

@@ -7,13 +7,14 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from moecore.core.operating_system import largest_file_size
 
 
 class UserError(Exception):
@@ -109,7 +110,7 @@ def _no_room(number: int, path: Path, size: int | None, temporary: Path | None) 
         words += f": it takes {size:,} bytes"
     elif begun:
         words += f": {sum(one.st_size for one in begun):,} bytes of it were written"
-    if number == errno.EFBIG and (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) >= 0:
+    if number == errno.EFBIG and (most := largest_file_size()) is not None:
         words += f"; a file may have {most:,} (`ulimit -f`)"
     if number == errno.ENOSPC:
         disk = os.statvfs(next(folder for folder in path.absolute().parents if folder.is_dir()))

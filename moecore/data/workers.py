@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 from threadpoolctl import threadpool_limits
 
+from moecore.core.operating_system import available_cores
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def workers() -> int:
     """How many threads may work: $MOECORE_THREADS, else the cores this process may use."""
-    return int(os.environ.get("MOECORE_THREADS") or 0) or len(os.sched_getaffinity(0))
+    return int(os.environ.get("MOECORE_THREADS") or 0) or available_cores()
 
 
 class _Limit:

@@ -1,5 +1,8 @@
 """Which source files decide a result, found by reading imports, never by running them.
 
+Python is hashed by its syntax tree, so that docstrings, comments and formatting rerun nothing;
+other files by their bytes.
+
 DVC does not follow imports. So the stage ``code`` hashes the files that a script's imports reach,
 and those of the parts that params.yaml names by ``kind``, and other stages depend on these hashes.
 """
@@ -9,10 +12,11 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.sources import FAMILIES, ROOT
+from moecore.pipeline.syntax_hash import hash_syntax
 
 DECIDING = (  # the rooms whose code decides a result; an edit of the others reruns nothing
     "core",
@@ -76,14 +80,19 @@ def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
 
 
 def fingerprint(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
-    """Path → sha256 of each file, sorted by path. Raises UserError for a file that is gone."""
-    return {file.as_posix(): _sha256(root / file) for file in sorted(files)}
+    """Return path → sha256 of each file, sorted by path.
+
+    Raises UserError for a file that is gone, or is no Python though it is named so.
+    """
+    return {file.as_posix(): _sha256(file, root) for file in sorted(files)}
 
 
 @cache
-def _sha256(file: Path) -> str:
+def _sha256(file: Path, root: Path) -> str:
+    if file.suffix == ".py":
+        return _read_source(file, root).syntax
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return hashlib.sha256((root / file).read_bytes()).hexdigest()
     except FileNotFoundError:
         raise UserError(f"{file}: no such file") from None
 
@@ -121,7 +130,7 @@ def _imports(file: Path, root: Path) -> tuple[Path, ...]:
     if file.suffix != ".py":
         return ()
     found: list[Path] = []
-    for package, name in _names(_tree(file, root), file):
+    for package, name in _read_source(file, root).imports:
         if package.removeprefix("moecore/") in TABLES:
             found += _from_table(Path(package), name, root)
         found += _modules(package, name, root)
@@ -145,6 +154,18 @@ def _from_table(package: Path, name: str, root: Path) -> list[Path]:
     sources = [line.module for line in lines if any(alias.name == name for alias in line.names)]
     files = [_file(module.replace(".", "/"), root) for module in sources if module]
     return [file for file in files if file]
+
+
+class _Source(NamedTuple):
+    imports: tuple[tuple[str, str], ...]  # path of a local module, name taken from it or nothing
+    syntax: str  # hash of the syntax tree
+
+
+@cache
+def _read_source(file: Path, root: Path) -> _Source:
+    """Return what is needed of a file; its tree itself would slow the garbage collector."""
+    tree = _tree(file, root)
+    return _Source(tuple(_names(tree, file)), hash_syntax(tree))
 
 
 def _tree(file: Path, root: Path) -> ast.Module:

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from moecore.core.files import read_json, write_json
+from moecore.core.operating_system import available_cores
 from moecore.training.speed import Compile, compile_asked
 
 # oneDNN keeps a compiled product of every shape that it met, about 0.6 MB each. Rounded as they are
@@ -56,7 +57,7 @@ def tune(device: str | None = None) -> Runtime:
     device = device or os.environ.get("MOECORE_DEVICE") or found
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that share this machine's cores
     given = int(os.environ.get("MOECORE_THREADS", 0))
-    threads = given or max(1, len(os.sched_getaffinity(0)) // ranks)
+    threads = given or max(1, available_cores() // ranks)
     torch.set_num_threads(threads)
     allocator = _keep_large_blocks() if device == "cpu" else "cuda caching"
     precision, error = _matmul_precision(device)

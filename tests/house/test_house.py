@@ -1,250 +1,125 @@
-"""The house: imports go down, siblings stay apart, a part is a file, nothing is unpickled."""
+"""The house: a part is a file, files are short, labels are for tasks, imports do nothing.
+
+That imports go down the rooms, and what may not be imported, hold import-linter and ruff
+(pyproject.toml; ``make lint``).
+"""
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
+from collections.abc import Callable, Iterator
+from graphlib import TopologicalSorter
 
 from moecore.core.sources import FAMILIES, ROOT
+from tests.house.sources import source_files, syntax_trees
 
-ROOMS = (  # from the ground up (imports go down this list)
-    "core",
-    "statistics",
-    "tasks",
-    "nn",
-    "data",
-    "attacks",
-    "training",
-    "measure",
-    "brain",
-    "study",
-    "report",
-    "run",
-    "tracking",
-    "pipeline",
-)
-LEVEL = {room: level for level, room in enumerate(ROOMS)}
-FILES = sorted((ROOT / "moecore").rglob("*.py")) + sorted((ROOT / "stages").glob("*.py"))
-PARTS = [
-    file for family in FAMILIES for file in sorted((ROOT / "moecore" / family).glob("[a-z]*.py"))
-]
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+AT_IMPORT = (ast.If, ast.For, ast.While, ast.With, ast.Try)
+# MLflow's set_model; and what hands a stage over to a cluster before torch is imported
+ACTING = ("moecore/tracking/pyfunc.py", "stages/__init__.py")
+LABELS = r"\breal\(|\bis_real\b|(?<!tasks)\.multi_label\b|\blabels\.(dtype|is_floating_point)"
+UNNAMED = r"# pyrefly: ignore(?!\[)|# fmt: |\b__import__\(|allow_pickle=True"
 
 
-def relative(file: Path) -> str:
-    return file.relative_to(ROOT).as_posix()
+def list_offenders(is_wrong: Callable[[str, ast.AST], bool]) -> list[str]:
+    """Return path:line of every node of every file that is wrong."""
+    return [
+        f"{path}:{getattr(node, 'lineno', 1)}"
+        for path, tree in syntax_trees().items()
+        for node in ast.walk(tree)
+        if is_wrong(path, node)
+    ]
 
 
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def imported(file: Path) -> Iterator[str]:
-    """Dotted names of the modules that a file imports, at the top or inside functions."""
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, (
-                f"{relative(file)}:{node.lineno}: a relative import; write it in full"
-            )
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_imports_only_go_down(file):
-    words = file.relative_to(ROOT).with_suffix("").parts
-    if words == ("stages", "server"):  # it forks them; none imports it
-        return
-    if words[0] == "stages":
-        assert not [name for name in imported(file) if name.startswith("stages.")], (
-            "stages share only files on disk"
-        )
-        return
-    if words[1] == "__init__":
-        return
-    here = words[1]
-    for name in imported(file):
-        if not name.startswith(("moecore.", "stages.")):
-            continue
-        assert name.startswith("moecore."), (
-            f"{relative(file)} imports {name}: stages are above every room"
-        )
-        there = name.split(".")[1]
-        assert LEVEL[there] <= LEVEL[here], (
-            f"{relative(file)} (room {here}) imports {name} (room {there}), which is above it"
-        )
 
 
 def test_nothing_lies_loose():
     assert [file.name for file in (ROOT / "moecore").glob("*.py")] == ["__init__.py"]
-    assert {
-        folder.name
-        for folder in (ROOT / "moecore").iterdir()
-        if folder.is_dir() and folder.name != "__pycache__"
-    } == set(ROOMS)
 
 
 def test_no_circles():
-    graph = {
-        relative(file): {name for name in imported(file) if name.startswith("moecore.")}
-        for file in FILES
-    }
-    modules = {
-        relative(file).removesuffix(".py").removesuffix("/__init__").replace("/", "."): relative(
-            file
-        )
-        for file in FILES
-    }
-    edges = {
-        file: {
-            modules[name]
-            for full in names
-            for name in (full, full.rpartition(".")[0])
-            if name in modules
+    """Between files; an ``__init__`` may list what imports it."""
+    modules = {path.removesuffix(".py").replace("/", "."): path for path in source_files()}
+    TopologicalSorter(
+        {
+            module: {
+                name
+                for full in imported_names(syntax_trees()[path])
+                for name in (full, full.rpartition(".")[0])
+                if name in modules and name != module
+            }
+            for module, path in modules.items()
+            if not path.endswith("__init__.py")
         }
-        - {file}
-        for file, names in graph.items()
-    }
-    while leaves := [file for file, targets in edges.items() if not targets]:
-        edges = {
-            file: targets - set(leaves) for file, targets in edges.items() if file not in leaves
-        }
-    packages = {file for file in edges if file.endswith("__init__.py")}
-    assert not set(edges) - packages, f"imports go round in a circle: {sorted(edges)}"
+    ).prepare()  # raises CycleError with the circle
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_lists_its_parts_and_nothing_else(family):
-    file = ROOT / "moecore" / family / "__init__.py"
-    for node in tree_of(file).body:
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        assert docstring or isinstance(node, (ast.Import, ast.ImportFrom, ast.Assign)), (
-            f"{relative(file)}:{node.lineno}: only imports and the union"
-        )
-    assert sum(isinstance(node, ast.Assign) for node in tree_of(file).body) == 1
+def test_a_family_lists_its_parts_and_nothing_else():
+    for family in FAMILIES:
+        nodes = syntax_trees()[f"moecore/{family}/__init__.py"].body
+        unions = [node for node in nodes if isinstance(node, ast.Assign)]
+        others = [type(node) for node in nodes if not isinstance(node, (ast.ImportFrom, ast.Expr))]
+        assert len(unions) == 1 and others == [ast.Assign], f"{family}: only imports and the union"
 
 
-@pytest.mark.parametrize("file", PARTS, ids=relative)
-def test_file_kind_and_class_have_one_name(file):
-    for node in tree_of(file).body:
-        # the result of a calibrator names the one it came from
-        if not isinstance(node, ast.ClassDef) or node.name.startswith("Fitted"):
-            continue
-        kinds = [
-            ast.literal_eval(line.value)
-            for line in node.body
-            if isinstance(line, ast.AnnAssign)
-            and getattr(line.target, "id", "") == "kind"
-            and line.value
-        ]
-        for kind in kinds:
-            snake = re.sub(r"(?<!^)(?=[A-Z])", "_", node.name).lower()
-            assert kind == file.stem and snake.replace("_", "") == kind.replace("_", ""), (
-                f"{relative(file)}: class {node.name} has kind {kind}"
-            )
-            union = (file.parent / "__init__.py").read_text(encoding="utf-8")
-            assert re.search(rf"\b{node.name}\b", union), (
-                f"{node.name} is not in {file.parent.name}/__init__.py"
-            )
+def test_file_kind_and_class_have_one_name():
+    for path, tree in syntax_trees().items():
+        family, _, stem = path.removeprefix("moecore/").removesuffix(".py").rpartition("/")
+        for node in tree.body if family in FAMILIES else ():
+            # the result of a calibrator names the one it came from
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("Fitted"):
+                continue
+            for kind in re.findall(r'^kind: .* = ["\'](\w+)', class_lines(node), re.MULTILINE):
+                assert kind == stem and node.name.lower() == kind.replace("_", ""), path
+                union = source_files()[f"moecore/{family}/__init__.py"]
+                assert re.search(rf"\b{node.name}\b", union), f"{node.name} is not in {family}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_only_tracking_imports_mlflow(file):
-    if "tracking" not in file.parts:
-        assert not [name for name in imported(file) if name.split(".")[0] == "mlflow"]
+def class_lines(node: ast.ClassDef) -> str:
+    return "\n".join(ast.unparse(line) for line in node.body)
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_nothing_unpickles(file):
-    assert not {name.split(".")[0] for name in imported(file)} & {
-        "pickle",
-        "cloudpickle",
-        "dill",
-        "joblib",
-        "shelve",
-        "marshal",
-    }
-    for node in ast.walk(tree_of(file)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-        ):
-            given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
-            call = f"{node.func.value.id}.{node.func.attr}"
-            assert call != "torch.load" or given.get("weights_only") is True, (
-                f"{relative(file)}:{node.lineno}: torch.load without weights_only=True"
-            )
-            assert call not in ("np.load", "numpy.load") or given.get("allow_pickle") is not True, (
-                f"{relative(file)}:{node.lineno}: allow_pickle"
-            )
+def test_files_and_functions_are_short():
+    limits = {path: 60 if path.startswith("stages/") else 400 for path in source_files()}
+    long = [path for path, text in source_files().items() if text.count("\n") > limits[path]]
+    assert long == []
+
+    def is_long(path: str, node: ast.AST) -> bool:
+        return isinstance(node, FUNCTIONS) and (node.end_lineno or 0) - node.lineno >= 60
+
+    assert list_offenders(is_long) == []
+    assert (ROOT / "dvc.yaml").read_text(encoding="utf-8").count("\n") <= 150
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_files_and_functions_are_short(file):
-    lines = len(file.read_text(encoding="utf-8").splitlines())
-    assert lines <= (60 if file.parent.name == "stages" else 250)
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            words = ast.get_docstring(node, clean=False) or ""
-            length = node.end_lineno - node.lineno + 1 - len(words.splitlines())
-            assert length <= 40, f"{relative(file)}:{node.lineno}: {node.name} has {length} lines"
+def test_only_tasks_look_at_what_labels_are():
+    others = {path: text for path, text in source_files().items() if "moecore/tasks/" not in path}
+    assert [path for path, text in others.items() if re.search(LABELS, text)] == []
 
 
-def test_the_pipeline_fits_on_a_few_screens():
-    assert len((ROOT / "dvc.yaml").read_text(encoding="utf-8").splitlines()) <= 150
+def test_what_is_ignored_is_named_and_nothing_is_imported_by_a_computed_name():
+    assert [path for path, text in source_files().items() if re.search(UNNAMED, text)] == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_nothing_is_imported_by_a_computed_name(file):
-    names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree_of(file))}
-    assert not names & {"import_module", "__import__", "exec_module", "run_module", "run_path"}
+def test_a_conditional_expression_has_no_other_inside():
+    def is_nested(path: str, node: ast.AST) -> bool:
+        inside = [*ast.walk(node)][1:] if isinstance(node, ast.IfExp) else []
+        return any(isinstance(other, ast.IfExp) for other in inside)
+
+    assert list_offenders(is_nested) == []
 
 
-LABELS = re.compile(
-    r"\breal\(|\bis_real\b|(?<!tasks)\.multi_label\b|\blabels\.(dtype|is_floating_point)"
-)
-
-
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_only_tasks_look_at_what_labels_are(file):
-    if file.relative_to(ROOT).parts[1] != "tasks":
-        assert not LABELS.search(file.read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_a_conditional_expression_has_no_other_inside(file):
-    for node in ast.walk(tree_of(file)):
-        inner = list(ast.walk(node))[1:] if isinstance(node, ast.IfExp) else []
-        assert not [other for other in inner if isinstance(other, ast.IfExp)], (
-            f"{relative(file)}:{node.lineno}"
-        )
-
-
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_what_is_ignored_is_named(file):
-    """No ``# noqa`` or ``# type: ignore`` without a rule, no ``# fmt: skip``."""
-    blanket = re.compile(r"# noqa(?!: )|# type: ignore(?!\[)|# pyrefly: ignore(?!\[)|# fmt: ")
-    assert not blanket.search(file.read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_nothing_is_done_at_import(file):
-    """No loops, calls or context managers at module level, but for constants, the main guard and a
-    logged model's code.
-    """
-    # MLflow's set_model; and what hands a stage over to a cluster before torch is imported
-    if relative(file) in ("moecore/tracking/pyfunc.py", "stages/__init__.py"):
-        return
-    for node in tree_of(file).body:
-        main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-        typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-        assert (
-            main
-            or typing
-            or not call
-            and not isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try))
-        ), f"{relative(file)}:{node.lineno}"
+def test_nothing_is_done_at_import():
+    """No loops, calls or conditions at module level, but for the main guard and typing."""
+    acting = [
+        f"{path}:{node.lineno}"
+        for path, tree in syntax_trees().items()
+        if path not in ACTING
+        for node in tree.body
+        if isinstance(node, AT_IMPORT)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+        if not re.match(r"if (__name__|TYPE_CHECKING|typing.TYPE_CHECKING)", ast.unparse(node))
+    ]
+    assert acting == []

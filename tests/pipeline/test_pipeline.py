@@ -61,7 +61,7 @@ def test_a_new_teacher_trains_only_the_guided_method_again(copied):
 
 def test_edited_code_runs_what_the_plan_said(copied):
     file = copied.folder / "moecore/measure/lipschitz.py"
-    file.write_text(file.read_text(encoding="utf-8") + "\n# edited\n", encoding="utf-8")
+    file.write_text(file.read_text(encoding="utf-8") + "\nEDITED = True\n", encoding="utf-8")
     copied.forked = False  # the copy's own code
     planned = set(copied.stale())
     measured = {f"measure@lipschitz-finetune-{method}-0" for method in METHODS}

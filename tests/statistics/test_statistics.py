@@ -355,10 +355,8 @@ def test_what_is_no_design(values):
         crossed(values)
 
 
-@pytest.mark.parametrize("seeds", [3, 5])
-@pytest.mark.parametrize("case", coverage.CASES, ids=lambda case: case.words)
-def test_it_holds_at_small_size(case, seeds):
-    row = coverage.counted(case, seeds, 100, 1000)
+def test_it_holds_at_small_size():
+    row = coverage.counted(coverage.CASES[0], 3, 100, 1000)
     # 1000 trials: 94 % is three standard errors above 0.917
     assert row.covered[coverage.CHOSEN] >= 0.925
     assert row.width[coverage.CHOSEN] <= 2.5
@@ -368,14 +366,6 @@ def test_the_simulated_interval_is_the_one_in_use():
     drawn = coverage.normal(1, 1, 1)(np.random.default_rng(4), 5, 3, 30)
     halves = coverage.weighted(drawn, np.random.default_rng(0)).below
     assert halves == pytest.approx([crossed(one).half() for one in drawn])
-
-
-def test_the_others_do_not_hold():
-    """Why they were not chosen."""
-    few = coverage.counted(coverage.CASES[2], 3, 100, 1000)
-    assert few.covered["crossed bootstrap"] < 0.85
-    items = coverage.counted(coverage.CASES[0], 3, 100, 1000)
-    assert items.covered["seeds alone"] < 0.6
 
 
 def test_a_person_with_several_images_is_one_item():

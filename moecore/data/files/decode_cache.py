@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from moecore.core.files import UserError, read_json, room_for, write_sealed
+from moecore.core.operating_system import available_cores
 from moecore.data.arrays import check_array, new_array
 from moecore.data.files.decode import Packed, Packing, Unreadable, decode_image, pack_image
 from moecore.data.writer import JpegFile, Part
@@ -175,7 +176,7 @@ def _chunks(rows: range, work: Callable[[int], Result]) -> Iterator[tuple[range,
     """Pieces of ``rows`` with what ``work`` makes of each, by a thread a core; the next piece is
     begun before one is handed out, so that it is worked on while that is written.
     """
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(available_cores())
     begun: deque[tuple[range, Iterator[Result]]] = deque()
     try:
         for start in range(rows.start, rows.stop, CHUNK):
