@@ -38,7 +38,8 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
         out_of_fold=Path("artifacts/out_of_fold") / item / "predictions.csv",
         out=Path("artifacts/calibrate") / item,
     )
-    with record("calibrate", params, phase=phase, method=method, seed=seed) as run:
+    inputs = [data.folder, files.model]
+    with record("calibrate", params, phase=phase, method=method, seed=seed, inputs=inputs) as run:
         model = load_model(files.model).to(tune().device)
         run.result(CALIBRATED[settings.calibrator.kind](Subject(model, data), settings, files))
 

@@ -6,14 +6,16 @@ it checks params.yaml, the data and the models too, before anything is computed.
 no torch, no pydantic where that was checked before.
 """
 
-import os
-
 from moecore.pipeline.code_hashes import write_code
+from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage import run_stage
+from moecore.study.document import load
 
 
 def code() -> None:
-    write_code(os.environ.get("MOECORE_PARAMS", "params.yaml"))
+    document = load(params_path())
+    write_code(document.path)
+    refuse_changed_document(document)
 
 
 if __name__ == "__main__":

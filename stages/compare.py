@@ -3,18 +3,20 @@
 python -m stages.compare
 """
 
-import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import whole_file, write_json
+from moecore.core.files import whole_file
 from moecore.report.claims import evaluate, flat_evaluated
 from moecore.report.results import read_results, study_stages
 from moecore.report.tables import data_facts, flat
 from moecore.report.texts import texts
+from moecore.run import partial_run
+from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage import run_stage
 from moecore.study.document import load
 from moecore.study.params import read
@@ -33,21 +35,26 @@ class Params(Config):
 
 def compare() -> None:
     params = read(Params)
-    path = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
+    path = Path(params_path())
     document = load(str(path))
     stages = study_stages(path, params.run)
     results = read_results(params.run, path.read_text(encoding="utf-8"), stages=stages)
-    evaluated = evaluate([*params.claims, *params.questions], results)
+    asked, waiting = partial_run.split_waiting([*params.claims, *params.questions], params.run)
+    if waiting:
+        print(partial_run.describe_waiting(waiting, params.run), file=sys.stderr)
+    evaluated = evaluate(asked, results)
     compared = flat(results) | data_facts(results) | flat_evaluated(evaluated, document.data)
     folder = Path("reports")
+    refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in texts(results, evaluated).items():
             content = text.encode()
             target = written.enter_context(whole_file(folder / name))
             target.write_bytes(content)
-        # git's; DVC's stage `numbers` copies the next one
-        write_json(folder / "compare.json", compared)
-        write_json(Path("artifacts/compare.json"), compared)
+        left_out = partial_run.list_left_out(path, params.run)
+        numbers = partial_run.write_numbers(compared, left_out)
+    if left_out:
+        print(f"{numbers}: the numbers without {', '.join(left_out)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

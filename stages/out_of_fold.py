@@ -43,7 +43,15 @@ def out_of_fold(method: str, seed: int) -> None:
     source = Path("artifacts/data/pretrain")
     with (
         work_folder(item, params, [source], __file__) as work,
-        record("out_of_fold", params, phase="pretrain", method=method, seed=seed, work=work) as run,
+        record(
+            "out_of_fold",
+            params,
+            phase="pretrain",
+            method=method,
+            seed=seed,
+            work=work,
+            inputs=[source],
+        ) as run,
     ):
         if not params.calibrator.needs_out_of_fold:
             write_absent(Path("artifacts", item), params.calibrator)

@@ -37,7 +37,8 @@ def teacher_router(method: str, seed: int) -> None:
     chosen = params.method
     settings = params.teacher_router
     target = Path("artifacts/teacher_router", method, str(seed))
-    with record("teacher_router", params, method=method, seed=seed) as run:
+    inputs = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
+    with record("teacher_router", params, method=method, seed=seed, inputs=inputs) as run:
         if not (chosen.guided or chosen.upcycle):
             with whole_folder(target) as folder:
                 save_no_guide(folder)

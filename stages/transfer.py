@@ -31,7 +31,7 @@ def transfer(phase: Phase, seed: int) -> None:
     inputs = [Path("artifacts/data", phase), *folders.values()]
     with (
         work_folder(f"transfer/{phase}/{seed}", params, inputs, __file__) as work,
-        record("transfer", params, phase=phase, seed=seed) as run,
+        record("transfer", params, phase=phase, seed=seed, inputs=inputs) as run,
         progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
     ):
         kept = Kept(work)

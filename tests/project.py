@@ -13,7 +13,7 @@ from moecore.core.sources import CODE
 from moecore.pipeline import closures
 from moecore.pipeline.client import SOCKET
 from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.plan import HASHING, asked, changed_by_code, plan
+from moecore.pipeline.plan import HASHING, plan_stages, query_dvc, stages_changed_by_code
 from moecore.run.history_file import locked
 from tests import forked
 
@@ -143,8 +143,8 @@ class Project:
         """The stages that ``dvc repro`` would run, with the reasons; without ``code``."""
         forget_files()
         with contextlib.chdir(self.folder):
-            pipeline = asked()
-            planned = plan(pipeline, {}, changed_by_code(pipeline, self.folder))
+            pipeline = query_dvc()
+            planned = plan_stages(pipeline, {}, stages_changed_by_code(pipeline, self.folder))
         return {item.stage: item.reasons for item in planned if item.stage != HASHING}
 
     def write(self, params: str = PARAMS) -> None:

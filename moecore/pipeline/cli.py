@@ -70,10 +70,10 @@ def plan(
 ) -> None:
     """Which stages would run, why, and how long they took the last time."""
     if not scale:
-        from moecore.pipeline.plan import main
+        from moecore.pipeline.plan import print_plan
 
         _say_changed_raw_data(HERE)
-        main()
+        print_plan()
         return
     from moecore.pipeline.scale import Peaks, table
     from moecore.study.document import load
@@ -87,18 +87,20 @@ def plan(
 
 def run(jobs: Jobs = None, sets: Sets = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
-    from moecore.pipeline.parallel import reproduce
+    from moecore.pipeline.drivers import hold_project
+    from moecore.pipeline.parallel import run_pipeline
     from moecore.run.stage import metrics_named
     from moecore.study.remembered import in_order
 
-    if sets:
-        from moecore.study.assign import assign
+    with hold_project():  # who is refused has written nothing
+        if sets:
+            from moecore.study.assign import assign
 
-        for line in assign(HERE, sets) or ["nothing changes"]:
-            typer.echo(f"{HERE}: {line}")
-    in_order(also=metrics_named)
-    _say_changed_raw_data(HERE)
-    reproduce(jobs)
+            for line in assign(HERE, sets) or ["nothing changes"]:
+                typer.echo(f"{HERE}: {line}")
+        in_order(also=metrics_named)
+        _say_changed_raw_data(HERE)
+        run_pipeline(jobs)
 
 
 def quick(jobs: Jobs = None) -> None:
@@ -156,18 +158,18 @@ def study_write(
     ] = None,
 ) -> None:
     """Write params.yaml and dvc.yaml of studies from their overlays; says what changes."""
-    from moecore.pipeline.studies import studies, write
+    from moecore.pipeline.studies import list_studies, write_study
 
-    for folder in folders or studies():
-        for line in write(folder):
+    for folder in folders or list_studies():
+        for line in write_study(folder):
             typer.echo(f"{folder}: {line}")
 
 
 def study_new(name: Annotated[str, typer.Argument(help="small letters, digits and _")]) -> None:
     """Begin a study: a folder under pipelines/ with an overlay to edit, written once."""
-    from moecore.pipeline.studies import new
+    from moecore.pipeline.studies import begin_study
 
-    typer.echo(f"{new(name)}: edit it, then `moecore study write pipelines/{name}`")
+    typer.echo(f"{begin_study(name)}: edit it, then `moecore study write pipelines/{name}`")
 
 
 def study_preset(
@@ -175,9 +177,9 @@ def study_preset(
     names: Annotated[list[str] | None, typer.Argument(help="presets, in this order")] = None,
 ) -> None:
     """Write a study's params.yaml with presets; without names: list them."""
-    from moecore.pipeline.studies import presets, write
+    from moecore.pipeline.studies import list_presets, write_study
 
-    lines = write(folder, names) if names else presets(folder)
+    lines = write_study(folder, names) if names else list_presets(folder)
     for line in lines or ["nothing changes"]:
         typer.echo(line)
 

@@ -30,9 +30,9 @@ def code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
     """Write the whole folder, in the place of what was there."""
-    found = code_files(load(str(params)), root)
+    hashed = code_files(load(str(params)), root)
     with whole_folder(folder) as temporary:
-        for name, hashes in found.items():
+        for name, hashes in hashed.items():
             write_json(temporary / name, hashes)
 
 

@@ -2,10 +2,14 @@
 
 A study is a DVC project of its own, so the root's DVC does not read it, and it does not read the
 others. All share the root's cache.
+
+After every stage DVC reads and writes the whole dvc.lock beside its dvc.yaml. So a large study has
+a dvc.yaml per kind of stage: ``steps/<kind>/dvc.yaml``.
 """
 
 import copy
 import io
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,24 +34,61 @@ CONFIG = """\
 """
 CODE = "code"
 LAST = ("compare", "numbers")
+LARGE = 500  # stages
 
 
 def write_project(study: Path, stages: Sequence[str] | None = None, root: Path = ROOT) -> None:
-    """Write dvc.yaml and DVC's own files into the folder ``study``.
+    """Write dvc.yaml and DVC's own files into the folder ``study``, which has its params.yaml.
 
     stages: as in the overlay, or None for all of the root's dvc.yaml.
     """
     cache = os.path.relpath(root / ".dvc/cache", study / ".dvc")
-    texts = {
-        "dvc.yaml": study_dvc(stages, root),
-        ".dvc/config": CONFIG.format(cache=cache),
-    }
+    run = _read(study / "params.yaml").get("run", {})
+    texts = pipeline_texts(study_stages(stages, root), run)
+    for file in study.glob("steps/*/dvc.yaml"):
+        if file.relative_to(study).as_posix() not in texts:
+            file.unlink()
+    texts[".dvc/config"] = CONFIG.format(cache=cache)
     for name, text in texts.items():
         write_whole(study / name, text)
 
 
+def pipeline_texts(stages: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
+    """Return path → text of a study's dvc.yaml, or of several where it has many stages.
+
+    run: the section of its params.yaml.
+    """
+    if count_stages(stages, run) <= LARGE:
+        return {"dvc.yaml": HEAD + _text({"stages": dict(stages)})}
+    apart = [name for name, stage in stages.items() if "method" in stage.get("matrix", {})]
+    rest = {name: stage for name, stage in stages.items() if name not in apart}
+    texts = {"dvc.yaml": HEAD + _text({"stages": rest})}
+    for name in apart:
+        stage = {name: {"wdir": "../..", **stages[name]}}
+        texts[f"steps/{name}/dvc.yaml"] = HEAD + _text(
+            {"vars": ["../../params.yaml"], "stages": stage}
+        )
+    return texts
+
+
+def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
+    """Return how many stages DVC makes of these, with the lists of ``run``."""
+    total = 0
+    for stage in stages.values():
+        lists = [
+            text.strip("${}").removeprefix("run.") for text in stage.get("matrix", {}).values()
+        ]
+        total += math.prod(len(run.get(name) or ()) for name in lists)
+    return total
+
+
 def study_dvc(stages: Sequence[str] | None = None, root: Path = ROOT) -> str:
-    """The text of a study's dvc.yaml. Raises UserError for a stage that is defined nowhere."""
+    """Return the text of a study's one dvc.yaml."""
+    return HEAD + _text({"stages": study_stages(stages, root)})
+
+
+def study_stages(stages: Sequence[str] | None = None, root: Path = ROOT) -> dict[str, Any]:
+    """Return the stages of a study. Raises UserError for a stage that is defined nowhere."""
     main = _read(root / "dvc.yaml")["stages"]
     more = _read(root / "pipelines/stages.yaml")
     defined = {**more["stages"], **main}
@@ -61,7 +102,7 @@ def study_dvc(stages: Sequence[str] | None = None, root: Path = ROOT) -> str:
                 chosen[fed]["deps"].append(path)
     for stage in chosen.values():
         stage.get("do", stage)["deps"] = _written(_paths(stage, "deps"), chosen.values())
-    return HEAD + _text({"stages": {CODE: _code(main[CODE]), **chosen}})
+    return {CODE: _code(main[CODE]), **chosen}
 
 
 def _code(stage: Mapping[str, Any]) -> dict[str, Any]:

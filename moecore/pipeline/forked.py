@@ -52,25 +52,25 @@ def start_server(wait: float = 60.0) -> Server:
     Raises RuntimeError where it does not.
     """
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
-    found = Server(folder / "socket", folder / "bin")
-    found.commands.mkdir()
-    command = found.commands / "python"
+    server = Server(folder / "socket", folder / "bin")
+    server.commands.mkdir()
+    command = server.commands / "python"
     words = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable])
     command.write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
     command.chmod(0o755)
     # One thread: nothing is computed before a fork, and each stage sets its own number.
     process = subprocess.Popen(
-        [sys.executable, "-m", "stages.server", str(found.socket)],
+        [sys.executable, "-m", "stages.server", str(server.socket)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(process.kill)
     until = time.monotonic() + wait
-    while not found.socket.exists():
+    while not server.socket.exists():
         if process.poll() is not None or time.monotonic() > until:
             raise RuntimeError("the server of stages did not start")
         time.sleep(0.02)
-    return found
+    return server
 
 
 def serve(path: str, stages: Stages) -> None:

@@ -18,16 +18,16 @@ from threading import Event
 from typing import NamedTuple
 
 from moecore.core.files import FullDisk, UserError, explain_full_disk
-from moecore.pipeline.drivers import alone, dvc
+from moecore.pipeline.drivers import dvc_command
 from moecore.pipeline.places import (
-    all_cores,
-    devices,
-    places_for,
-    together,
-    usual_jobs,
-    with_server,
+    add_server,
+    choose_places,
+    default_jobs,
+    job_environments,
+    merge_places,
+    without_thread_limits,
 )
-from moecore.pipeline.plan import asked, changed_by_code, plan
+from moecore.pipeline.plan import plan_stages, query_dvc, stages_changed_by_code
 
 # DVC's words where two processes meet at a path
 SHARED = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
@@ -115,19 +115,19 @@ def _work(stage: str) -> Work | None:
     return Work(f"{method}-{seed}", phase)
 
 
-def pending() -> dict[str, set[str]]:
+def list_pending_stages() -> dict[str, set[str]]:
     """The stages that have to run, each after its ancestors, with those of them right above it."""
-    pipeline = asked()
-    stages = [item.stage for item in plan(pipeline, {}, changed_by_code(pipeline))]
+    pipeline = query_dvc()
+    stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
     return {
         stage: {before for before, after in pipeline.edges if after == stage and before in stages}
         for stage in stages
     }
 
 
-def no_room(found: re.Match[str]) -> str:
-    """What ``FULL`` found, in our words. What DVC left of the copy is removed: it never does."""
-    number, source, target = found.groups()
+def describe_full_disk(match: re.Match[str]) -> str:
+    """What ``FULL`` match, in our words. What DVC left of the copy is removed: it never does."""
+    number, source, target = match.groups()
     path = Path(".dvc")
     if target is not None:
         Path(target).unlink(missing_ok=True)
@@ -137,6 +137,12 @@ def no_room(found: re.Match[str]) -> str:
             raise OSError(int(number), os.strerror(int(number)))
     except FullDisk as said:
         return f"DVC: {said}"
+
+
+def target_of(stage: str) -> str:
+    """Return how DVC calls a stage: with its file, where that is not ./dvc.yaml."""
+    file = Path("steps", _kind(stage), "dvc.yaml")
+    return f"{file}:{stage}" if file.is_file() else stage
 
 
 def run_job(
@@ -152,7 +158,7 @@ def run_job(
         if ending.is_set():
             break
         process = subprocess.Popen(
-            dvc("--wait-for-lock", "repro", "--single-item", *job.stages),
+            dvc_command("--wait-for-lock", "repro", "--single-item", *map(target_of, job.stages)),
             env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -165,8 +171,8 @@ def run_job(
         refused = False
         for line in process.stdout or ():
             met = met or bool(SHARED.search(line))
-            if found := FULL.match(line):
-                line = "" if refused else f"{no_room(found)}\n"
+            if match := FULL.match(line):
+                line = "" if refused else f"{describe_full_disk(match)}\n"
                 refused = True
             if line.strip() and not line.startswith(ADVICE):
                 print(line, end="", flush=True)
@@ -176,7 +182,7 @@ def run_job(
     return code
 
 
-def run(
+def run_stages(
     above: Mapping[str, Collection[str]], environments: Sequence[Mapping[str, str]], jobs: int
 ) -> list[str]:
     """Run all stages in the ``environments``, ``jobs`` at a time.
@@ -194,15 +200,15 @@ def run(
         try:
             while True:
                 while len(running) < jobs and not failed and (job := next_job(above, done, taken)):
-                    places = places_for(job.stages, free)
+                    places = choose_places(job.stages, free)
                     if places is None:
                         break
                     taken |= set(job.stages)
                     for place in places:
                         free.remove(place)
-                    given = together(places)
+                    given = merge_places(places)
                     if _alone(job.stages[0], above):
-                        given = all_cores(given)
+                        given = without_thread_limits(given)
                     running[pool.submit(run_job, job, given, started, ending)] = (job, places)
                 if not running:
                     return [stage for stage in above if stage not in done]
@@ -219,21 +225,19 @@ def run(
             raise
 
 
-def reproduce(jobs: int | None = None) -> None:
+def run_pipeline(jobs: int | None = None) -> None:
     """Run the stages that have to; jobs: how many at a time, None for as many as is usual here.
 
-    Raises UserError where another process does, and where some are not done; what stopped them is
-    printed before.
+    Raises UserError where some are not done; what stopped them is printed before.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with alone():
-        stages = pending()
-        if not stages:
-            print("Nothing to do: everything is up to date.")
-            return
-        jobs = jobs or usual_jobs()
-        left = run(stages, with_server(devices(jobs)), jobs)
+    stages = list_pending_stages()
+    if not stages:
+        print("Nothing to do: everything is up to date.")
+        return
+    jobs = jobs or default_jobs()
+    left = run_stages(stages, add_server(job_environments(jobs)), jobs)
     if left:
         named = ", ".join(left[:5]) + (" …" if left[5:] else "")
-        found = f"{len(left)} of {len(stages)} stages are not done: {named}"
-        raise UserError(f"{found}; the error stands above")
+        undone = f"{len(left)} of {len(stages)} stages are not done: {named}"
+        raise UserError(f"{undone}; the error stands above")

@@ -12,7 +12,7 @@ CARDS = "CUDA_VISIBLE_DEVICES"
 THREADS = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: of BLAS under numpy and scipy
 
 
-def devices(jobs: int) -> list[dict[str, str]]:
+def job_environments(jobs: int) -> list[dict[str, str]]:
     """The environments of ``jobs`` processes: a GPU each, and more where one stage wants more; or
     else a share of the cores; nothing where a cluster's launcher gives them. Raises UserError where
     a stage wants more GPUs than there are.
@@ -20,7 +20,7 @@ def devices(jobs: int) -> list[dict[str, str]]:
     elsewhere = CLUSTER in os.environ
     if elsewhere and read_cluster(os.environ[CLUSTER]).gives_gpus:
         return [{} for _ in range(jobs)]
-    if given := cards():
+    if given := list_cards():
         places = max(jobs, most_gpus(given))
         return [{CARDS: given[place % len(given)]} for place in range(places)]
     if elsewhere:
@@ -38,12 +38,12 @@ def most_gpus(given: Sequence[str]) -> int:
     wanted = {"default": 1} if path is None else read_cluster(path).gpus
     for stage, gpus in wanted.items():
         if gpus > len(given):
-            found = f"{path}: {stage}.gpus: found {gpus}"
-            raise UserError(f"{found}; this machine may use {len(given)}: {', '.join(given)}")
+            wrong = f"{path}: {stage}.gpus: found {gpus}"
+            raise UserError(f"{wrong}; this machine may use {len(given)}: {', '.join(given)}")
     return max(wanted.values())
 
 
-def gpus_of(stages: Sequence[str]) -> int:
+def count_gpus(stages: Sequence[str]) -> int:
     """How many GPUs of this machine stages of one job want: one, or what the cluster file says."""
     if CLUSTER not in os.environ:
         return 1
@@ -51,7 +51,7 @@ def gpus_of(stages: Sequence[str]) -> int:
     return max(1, *(cluster.needs(stage.partition("@")[0]).gpus for stage in stages))
 
 
-def places_for(
+def choose_places(
     stages: Sequence[str], free: Sequence[Mapping[str, str]]
 ) -> list[Mapping[str, str]] | None:
     """Those of the ``free`` places that stages of a job take: one, or as many as they want GPUs.
@@ -62,19 +62,19 @@ def places_for(
     by_card = {place[CARDS]: place for place in reversed(free) if CARDS in place}
     if not by_card:
         return [free[-1]]
-    wanted = gpus_of(stages)
+    wanted = count_gpus(stages)
     return list(by_card.values())[:wanted] if len(by_card) >= wanted else None
 
 
-def together(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def merge_places(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """The environment of a job that has all of these places."""
-    found = dict(places[0])
-    if CARDS in found:
-        found[CARDS] = ",".join(place[CARDS] for place in places)
-    return found
+    environment = dict(places[0])
+    if CARDS in environment:
+        environment[CARDS] = ",".join(place[CARDS] for place in places)
+    return environment
 
 
-def cards() -> list[str]:
+def list_cards() -> list[str]:
     """The GPUs of this machine that may be used, as CUDA_VISIBLE_DEVICES has them."""
     import torch
 
@@ -85,11 +85,11 @@ def cards() -> list[str]:
     return [card.strip() for card in given.split(",")][:count]
 
 
-def all_cores(environment: Mapping[str, str]) -> dict[str, str]:
+def without_thread_limits(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in THREADS}
 
 
-def with_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
+def add_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
     """The same with a server of stages, where stages may be forked; see forked.py."""
     import torch
 
@@ -102,7 +102,7 @@ def with_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
     return [environment | forking for environment in environments]
 
 
-def usual_jobs() -> int:
+def default_jobs() -> int:
     """As many as there are GPUs; without one, as many as cores, at most 4."""
     import torch
 

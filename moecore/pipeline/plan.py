@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, explain_full_disk, read_json
 from moecore.core.sources import CODE, ROOT
 from moecore.pipeline.code_hashes import code_files
-from moecore.pipeline.drivers import free
 from moecore.run.history_file import NAME, locked, read_lines
 from moecore.run.progress import clock
 from moecore.study.document import load
@@ -39,19 +38,18 @@ class Pipeline(NamedTuple):
     edges: list[tuple[str, str]]
 
 
-def asked() -> Pipeline:
-    """What DVC says of the dvc.yaml in the working directory.
+def query_dvc() -> Pipeline:
+    """Ask DVC which stages of the project in the working directory changed, and how they hang
+    together.
 
-    What killed processes left busy is free again. Raises UserError where DVC fails: with its own
-    words, but for a damaged dvc.lock.
+    Raises UserError where DVC fails: with its own words, but for a damaged dvc.lock.
     """
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
     try:
         with explain_full_disk(Path(".dvc")), Repo() as repo:
-            free(repo)
-            status = repo.status(targets=["dvc.yaml"])
+            status = repo.status()
             edges = [
                 (_name(before.addressing), _name(after.addressing))
                 for after, before in repo.index.graph.edges
@@ -62,7 +60,7 @@ def asked() -> Pipeline:
     return Pipeline(status, edges)
 
 
-def plan(
+def plan_stages(
     pipeline: Pipeline,
     seconds: Mapping[str, float],
     by_code: Mapping[str, tuple[str, ...]] | None = None,
@@ -75,11 +73,11 @@ def plan(
     """
     status, edges = pipeline
     reasons = {_name(stage): tuple(_reasons(entries)) for stage, entries in status.items()}
-    reasons = {stage: found for stage, found in reasons.items() if found}
-    for stage, found in (by_code or {}).items():
-        reasons[stage] = (*reasons.get(stage, ()), *found)
+    reasons = {stage: words for stage, words in reasons.items() if words}
+    for stage, words in (by_code or {}).items():
+        reasons[stage] = (*reasons.get(stage, ()), *words)
     planned = []
-    for stage in ordered({stage for edge in edges for stage in edge} | set(reasons), edges):
+    for stage in sort_stages({stage for edge in edges for stage in edge} | set(reasons), edges):
         above = [before for before, after in edges if after == stage and before in reasons]
         if by_code is not None:
             above = [before for before in above if before != HASHING]
@@ -90,7 +88,9 @@ def plan(
     return planned
 
 
-def changed_by_code(pipeline: Pipeline, root: Path = ROOT) -> dict[str, tuple[str, ...]] | None:
+def stages_changed_by_code(
+    pipeline: Pipeline, root: Path = ROOT
+) -> dict[str, tuple[str, ...]] | None:
     """The stages whose code was edited, with the source files; None where that is not known.
 
     DVC sees only that the stage ``code`` has to run. The code is hashed here as that stage will,
@@ -101,34 +101,36 @@ def changed_by_code(pipeline: Pipeline, root: Path = ROOT) -> dict[str, tuple[st
         return None
     params = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
     edited = _edited(params, root) if entries else {}
-    found = {}
+    edited_by_stage = {}
     for stage, ran in locked().items():
         paths = [Path(dep["path"]) for dep in ran.get("deps", ())]
         sources = [edited[file] for file in edited if any(_holds(path, file) for path in paths)]
         if sources:
-            found[stage] = tuple(dict.fromkeys(name for names in sources for name in names))
-    return found
+            edited_by_stage[stage] = tuple(
+                dict.fromkeys(name for names in sources for name in names)
+            )
+    return edited_by_stage
 
 
 def _edited(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
     """The files of hashes that will change, with the source files that differ."""
-    found = {}
+    edits = {}
     for name, hashes in code_files(load(str(params)), root).items():
         file = CODE / name
         before = _hashes(file) if file.exists() else {}
         differing = {path for path, _ in before.items() ^ hashes.items()}
         if differing:
-            found[file] = tuple(f"{path} edited" for path in sorted(differing))
-    return found
+            edits[file] = tuple(f"{path} edited" for path in sorted(differing))
+    return edits
 
 
 def _hashes(file: Path) -> dict[str, str]:
     """Source file → its hash. Raises UserError where ``file`` holds something else."""
-    found = read_json(file)
-    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+    hashes = read_json(file)
+    if not isinstance(hashes, dict) or not all(isinstance(one, str) for one in hashes.values()):
         again = "delete it and run `dvc repro code` again"
         raise UserError(f"{file}: found no hashes of source files; {again}")
-    return found
+    return hashes
 
 
 def _holds(path: Path, file: Path) -> bool:
@@ -148,8 +150,8 @@ def _reasons(entries: list) -> list[str]:
     """
     words: list[str] = []
     for entry in entries:
-        found = entry if isinstance(entry, dict) else {str(entry): None}
-        for what, changes in found.items():
+        changes_by_kind = entry if isinstance(entry, dict) else {str(entry): None}
+        for what, changes in changes_by_kind.items():
             words += _changes(what, changes) if isinstance(changes, dict) and changes else [what]
     return list(dict.fromkeys(words))
 
@@ -163,7 +165,7 @@ def _changes(what: str, changes: Mapping[str, Any]) -> Iterator[str]:
             yield f"{kind} {path} {change}"
 
 
-def ordered(stages: Iterable[str], edges: list[tuple[str, str]]) -> list[str]:
+def sort_stages(stages: Iterable[str], edges: list[tuple[str, str]]) -> list[str]:
     """Each stage after those that it depends on."""
     chosen = sorted(stages)
     waiting = {stage: {before for before, after in edges if after == stage} for stage in chosen}
@@ -187,12 +189,12 @@ def _short(stages: list[str]) -> str:
 
 def past_seconds(folder: Path = Path("artifacts/history")) -> dict[str, float]:
     """Seconds of the finished runs by DVC stage, or by the name that DVC would give them."""
-    found = {}
+    seconds = {}
     for file in sorted(folder.rglob(NAME)):
         lines = read_lines(file.parent)
         if len(lines) > 1 and lines[-1].get("status") == "FINISHED":
-            found[_stage_of(lines[0])] = lines[-1]["seconds"]
-    return found
+            seconds[_stage_of(lines[0])] = lines[-1]["seconds"]
+    return seconds
 
 
 def _stage_of(header: Mapping[str, Any]) -> str:
@@ -203,10 +205,10 @@ def _stage_of(header: Mapping[str, Any]) -> str:
     return f"{header['stage']}@{'-'.join(item)}" if item else header["stage"]
 
 
-def main() -> None:
+def print_plan() -> None:
     """Print the plan as a table."""
-    pipeline = asked()
-    planned = plan(pipeline, past_seconds(), changed_by_code(pipeline))
+    pipeline = query_dvc()
+    planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
     heavy = [item for item in planned if item.stage != HASHING]
     if not heavy:
         print("Nothing would run: everything is up to date.")

@@ -76,17 +76,17 @@ def counted(model: BackboneModel, views: int = 1) -> Model:
 
 def _sent(model: BackboneModel, layers: Sequence[MoELayer], image: torch.Tensor) -> int:
     """Numbers in the rows that the experts of all layers get of an image."""
-    found = []
+    sizes = []
     hooks = [
         layer.experts.register_forward_pre_hook(
-            lambda _, given: found.append(given[0].values.numel())
+            lambda _, given: sizes.append(given[0].values.numel())
         )
         for layer in layers
     ]
     model(image)
     for hook in hooks:
         hook.remove()
-    return sum(found)
+    return sum(sizes)
 
 
 def _kept(model: BackboneModel, images: torch.Tensor) -> int:
@@ -139,15 +139,20 @@ def table(study: Study, peaks: Peaks) -> Iterator[str]:
         method = study.methods[name]
         with on_meta_device():
             model = method.sized(study.model).build(image_of(preview), method.moe)
-            found = counted(model, method.views)
+            model_counts = counted(model, method.views)
         for ranks in SIZES:
             batch = study.pretrain.batch
             if batch % ranks:
                 yield f"| {name} | | | {ranks} | batch {batch} does not divide | | | |"
                 continue
             settings = study.pretrain
-            one = step(found, batch, ranks, settings.shard, peaks, settings.expert_parallel)
-            numbers = (f"{found.parameters:,}", f"{found.active:,}", ranks, one.images)
+            one = step(model_counts, batch, ranks, settings.shard, peaks, settings.expert_parallel)
+            numbers = (
+                f"{model_counts.parameters:,}",
+                f"{model_counts.active:,}",
+                ranks,
+                one.images,
+            )
             amounts = (shown(one.memory, "bytes"), shown(one.traffic, "bytes"))
             cells = [name, *map(str, numbers), *amounts, f"{1000 * one.seconds:.3g} ms"]
             yield f"| {' | '.join(cells)} |"

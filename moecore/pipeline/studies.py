@@ -29,30 +29,30 @@ moecore study run pipelines/{name}
 """
 
 
-def studies(root: Path = HERE) -> list[Path]:
+def list_studies(root: Path = HERE) -> list[Path]:
     """The folders of all studies."""
     return [path.parent for path in sorted((root / "pipelines").glob(f"*/{OVERLAY}"))]
 
 
-def presets(folder: Path) -> list[str]:
+def list_presets(folder: Path) -> list[str]:
     """The names of a study's presets. Raises UserError where ``folder`` is no study."""
-    _demand(folder)
+    _refuse_other_folder(folder)
     return list(presets_of(folder))
 
 
-def write(folder: Path, presets: Sequence[str] = ()) -> list[str]:
+def write_study(folder: Path, presets: Sequence[str] = ()) -> list[str]:
     """Write a study's files; returns a line for every value of params.yaml that changes.
 
     Raises UserError, and writes nothing, where the overlay or a preset is not in order.
     """
-    _demand(folder)
+    _refuse_other_folder(folder)
     root = Path(os.path.relpath(folder.resolve().parents[1]))
     changed = list(write_params(folder, root, presets))
     write_project(folder, resolve(folder, root).stages, root)
     return changed
 
 
-def new(name: str, root: Path = HERE) -> Path:
+def begin_study(name: str, root: Path = HERE) -> Path:
     """Begin the study ``name``; returns its overlay. Raises UserError for a name that is taken."""
     folder = root / "pipelines" / name
     if not NAME.fullmatch(name):
@@ -62,11 +62,11 @@ def new(name: str, root: Path = HERE) -> Path:
         raise UserError(f"{folder}: is there already; take another name")
     for file, text in {OVERLAY: BEGUN, "README.md": README.format(name=name)}.items():
         write_whole(folder / file, text)
-    write(folder)
+    write_study(folder)
     return folder / OVERLAY
 
 
-def _demand(folder: Path) -> None:
+def _refuse_other_folder(folder: Path) -> None:
     if not (folder / OVERLAY).is_file():
-        known = ", ".join(str(path) for path in studies()) or "none here; start from the root"
+        known = ", ".join(str(path) for path in list_studies()) or "none here; start from the root"
         raise UserError(f"{folder}: found no {OVERLAY}; allowed: {known}")

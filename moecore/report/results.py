@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
+from moecore.core.sources import list_pipeline_files
 from moecore.data.preview import read_task
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
@@ -39,10 +40,10 @@ class Place(NamedTuple):
 
 def study_stages(params: str | Path, run: Selection) -> frozenset[str]:
     """What the dvc.yaml beside ``params`` measures; the usual three where there is no dvc.yaml."""
-    pipeline = Path(params).with_name("dvc.yaml")
-    if not pipeline.exists():
+    files = list_pipeline_files(Path(params).parent)
+    if not files:
         return frozenset(USUAL)
-    text = pipeline.read_text(encoding="utf-8")
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     found = set(re.findall(r"-m stages\.(\w+)", text))
     found |= set(re.findall(r"-m stages\.measure (\w+)", text))
     if re.search(r"-m stages\.measure \$", text):

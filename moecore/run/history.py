@@ -38,6 +38,7 @@ from moecore.run.history_file import (
     scalars,
     seconds,
 )
+from moecore.run.inputs import hash_inputs, refuse_changed_inputs, refuse_changed_params
 
 
 class Run:
@@ -132,6 +133,7 @@ def record(
     seed: int | None = None,
     phase: str | None = None,
     work: Path | None = None,
+    inputs: Sequence[str | Path] = (),
 ) -> Iterator[Run]:
     """Record one execution of a stage; published to artifacts/history/ however the block ends.
 
@@ -139,7 +141,10 @@ def record(
     process found there goes on under its own id; what it logged after the checkpoint is dropped at
     the first point that is logged again. Without ``work`` the run starts afresh.
     An error ends the run as FAILED, an interrupt as KILLED, and is raised again.
+    inputs: artifacts that the stage reads. Raises UserError at the end where they or the settings
+    are others than when the stage began.
     """
+    hashes = hash_inputs(inputs)
     path = item(stage, phase, method, seed)
     published = Path("artifacts/history", path)
     folder = (work or Path(".state/runs", path)) / "history"
@@ -154,6 +159,9 @@ def record(
     run = Run(folder, path, header, earlier)
     try:
         yield run
+        refuse_changed_inputs(hashes, inputs)
+        if params is not None:
+            refuse_changed_params(params, method=method, data=phase)
     except BaseException as error:
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         try:
@@ -180,9 +188,9 @@ def left_of(folder: Path, work: Path) -> list[dict]:
     written = path.read_bytes().count(b"\n") if path.is_file() else 0
     begun = any(work.glob("checkpoint.safetensors")) or any(work.glob("sharded.json"))
     if begun and len(lines) < max(1, written):
-        found = f"{written - len(lines)} of {written} lines are damaged" if written else "is gone"
+        damage = f"{written - len(lines)} of {written} lines are damaged" if written else "is gone"
         words = "the training goes on from its checkpoint, with what is left of its curve"
-        print(f"{path}: {found}; {words}", file=sys.stderr)
+        print(f"{path}: {damage}; {words}", file=sys.stderr)
     return lines
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +24,7 @@ import yaml
 from moecore.core.config import Config
 from moecore.core.files import UserError, explain_full_disk
 from moecore.core.plain import plain
+from moecore.core.sources import list_pipeline_files
 
 SOURCES = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
 
@@ -105,6 +106,24 @@ def _whole_line(file: FileIO, content: bytes, sync: bool) -> None:
         raise
 
 
+def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
+    """Yield lines of JSON with their values, up to the first that is torn or not ``is_whole``:
+    what follows that is not trusted.
+    """
+    for line in content.splitlines(keepends=True):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if not line.endswith(b"\n") or not is_whole(value):
+            return
+        yield line, value
+
+
+def _is_timed(line: Any) -> bool:
+    return isinstance(line, dict) and isinstance(line.get("t"), (int, float))
+
+
 class Growing:
     """A history that is read while it grows: every ``read`` takes from the disk what is new."""
 
@@ -139,16 +158,8 @@ class Growing:
         if handle.read(len(self._last)) != self._last:
             self._forget()
             handle.seek(0)
-        for line in handle.read().splitlines(keepends=True):
-            try:
-                whole = json.loads(line)
-            except (ValueError, RecursionError):
-                return  # torn by a power cut: what follows it is not trusted
-            if not line.endswith(b"\n"):
-                return  # still being written
-            if not isinstance(whole, dict) or not isinstance(whole.get("t"), (int, float)):
-                return  # damaged: every line is an object with its time
-            self.lines.append(whole)
+        for line, value in whole_lines(handle.read(), _is_timed):
+            self.lines.append(value)
             self._size += len(line)
             self._last = line
 
@@ -230,10 +241,17 @@ def scalars(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def locked(folder: Path = Path()) -> dict[str, dict[str, Any]]:
-    """The stages of a dvc.lock as they last ran; none without one. UserError if it is another's."""
-    lock = folder / "dvc.lock"
-    if not lock.is_file():
-        return {}
+    """Return the stages of a project's lock files as they last ran; none without one.
+
+    Raises UserError for a lock that is not as DVC writes it.
+    """
+    stages: dict[str, dict[str, Any]] = {}
+    for lock in list_pipeline_files(folder, "dvc.lock"):
+        stages |= _read_lock(lock)
+    return stages
+
+
+def _read_lock(lock: Path) -> dict[str, dict[str, Any]]:
     # The rules of YAML 1.1 do no harm here; libyaml is 3 times as fast as ruamel's loader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:

@@ -1,6 +1,5 @@
 """Where a stage keeps what survives a kill: a folder named by all that the result depends on."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +13,9 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, is_whole, sealed_object, write_whole
 from moecore.core.sources import CODE
 from moecore.run.history import Run, record
-from moecore.run.history_file import append_line
+from moecore.run.history_file import append_line, whole_lines
+from moecore.run.inputs import hash_inputs
+from moecore.run.locks import hold_lock
 from moecore.study.params import keys
 
 KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, beside `stages`
@@ -32,20 +33,8 @@ def work_folder(
     """
     key = _key(params, [*inputs, *code_of(item, params, script)])
     home = Path(".state") / item
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        opened = open(home / "lock", "w")
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise UserError(f"{home / 'lock'}: cannot be written, {why}; mend that") from error
-    with opened as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{home}: another process is at work on {item}; "
-                "wait for it, or end it, and start again"
-            ) from None
+    busy = f"{home}: another process is at work on {item}; wait for it, or end it, and start again"
+    with hold_lock(home / "lock", lambda: busy):
         work = home / key
         work.mkdir(exist_ok=True)
         yield work
@@ -69,24 +58,8 @@ def code_of(item: str, params: Config, script: str | Path) -> list[Path]:
 
 
 def _key(params: Config, inputs: Sequence[str | Path]) -> str:
-    files = sorted(file for path in inputs for file in _described(Path(path)))
-    hashes = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    text = json.dumps([params.model_dump(mode="json"), hashes], sort_keys=True)
+    text = json.dumps([params.model_dump(mode="json"), hash_inputs(inputs)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _described(path: Path) -> list[Path]:
-    """The files that identify an artifact: all of them.
-
-    Of prepared data the card, which holds the hash of each array.
-    """
-    if not path.exists():
-        raise UserError(f"{path}: does not exist; run `dvc repro`, which makes it first")
-    if path.is_file():
-        return [path]
-    if (path / "card.json").is_file():
-        return [path / "card.json"]
-    return [file for file in path.rglob("*") if file.is_file()]
 
 
 def _remove(folder: Path) -> None:
@@ -99,25 +72,22 @@ def _remove(folder: Path) -> None:
 class Kept:
     """Parts by key in ``folder``/kept.jsonl, which lives as long as the work folder (resume.py).
 
-    A line that a kill cut off is dropped. Raises UserError, naming file and line, where a whole
-    line is not a part.
+    From the first line on that is torn or damaged they are computed again.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
-        self.path = self.folder / "kept.jsonl"
-        self.parts: dict[str, Any] = {}
+        self.path = Path(folder) / "kept.jsonl"
         try:
-            lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+            content = self.path.read_bytes() if self.path.exists() else b""
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             mend = "remove it, and the stage starts again"
             raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()
-            write_whole(self.path, b"".join(lines))
-        for number, line in enumerate(lines, 1):
-            self._add(line, number)
+        lines = list(whole_lines(content, is_whole))
+        self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
+        whole = b"".join(line for line, _ in lines)
+        if whole != content:
+            write_whole(self.path, whole)
 
     def part(self, name: str, compute: Callable[[], Any]) -> Any:
         """The part kept under ``name``, or what ``compute`` returns, which is on the disk first.
@@ -130,18 +100,6 @@ class Kept:
             self.parts[name] = json.loads(line)["part"]
         return self.parts[name]
 
-    def _add(self, line: bytes, number: int) -> None:
-        try:
-            found = json.loads(line)
-            if not is_whole(found):
-                raise ValueError("another content than was written")
-            self.parts[found["key"]] = found["part"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(
-                f"{self.path}:{number}: damaged, not a part as it was kept; "
-                "remove the file, and the stage starts again"
-            ) from None
-
 
 @contextmanager
 def resumable(
@@ -153,8 +111,9 @@ def resumable(
     """
     item = f"{stage}/{phase}/{method}/{seed}"
     inputs = [Path("artifacts/data") / phase, Path("artifacts") / phase / method / str(seed)]
+    files = [*inputs, *code_of(item, params, script)]
     with (
         work_folder(item, params, inputs, script) as work,
-        record(stage, params, phase=phase, method=method, seed=seed) as run,
+        record(stage, params, phase=phase, method=method, seed=seed, inputs=files) as run,
     ):
         yield run, Kept(work)

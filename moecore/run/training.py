@@ -15,7 +15,7 @@ from moecore.data.prepared import Prepared
 from moecore.run.history import Run, record
 from moecore.run.history_file import points, read_lines, seconds
 from moecore.run.progress import progress
-from moecore.run.resume import work_folder
+from moecore.run.resume import code_of, work_folder
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import Job
 from moecore.training.loop import Metrics, fit, total_steps
@@ -105,9 +105,17 @@ def training_run(
     if not ranks().first:
         yield TrainingRun(None, Path(same_text("")), name.replace("/", " "))
         return
+    files = [data.folder, *inputs]
     with (
-        work_folder(name, params, [data.folder, *inputs], script) as work,
-        record(stage, params, work=work, method=method, seed=seed) as run,
+        work_folder(name, params, files, script) as work,
+        record(
+            stage,
+            params,
+            work=work,
+            method=method,
+            seed=seed,
+            inputs=[*files, *code_of(name, params, script)],
+        ) as run,
     ):
         run.dataset(data.card)
         same_text(str(work.resolve()))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
+from moecore.core.sources import list_pipeline_files
 from moecore.measure import MEASUREMENTS
 from moecore.study.document import Document, load, near
 from moecore.study.mistakes import plain
@@ -153,15 +154,17 @@ def _listed(overlay: Document, key: str, allowed: Sequence[str]) -> tuple[str, .
 
 def stages_of(folder: Path) -> tuple[str, ...]:
     """The stages of the dvc.yaml in ``folder`` that read params.yaml; none where there is none."""
-    path = folder / "dvc.yaml"
-    if not path.is_file():
-        return ()
-    document = load(str(path))
-    stages = document.get(["stages"])
-    if not isinstance(stages, dict):
-        place = document.place(["stages"])
-        raise UserError(f"{place}: stages: found {show(stages)}; allowed: stages by their names")
-    return tuple(name for name in stages if name != "code")
+    names: list[str] = []
+    for path in list_pipeline_files(folder):
+        document = load(str(path))
+        stages = document.get(["stages"])
+        if not isinstance(stages, dict):
+            place = document.place(["stages"])
+            raise UserError(
+                f"{place}: stages: found {show(stages)}; allowed: stages by their names"
+            )
+        names += [name for name in stages if name != "code"]
+    return tuple(names)
 
 
 def _sections() -> tuple[str, ...]:

@@ -9,17 +9,16 @@ import re
 import subprocess
 import sys
 import time
-from collections import OrderedDict
 from pathlib import Path
 from threading import Event
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from moecore.core.files import FullDisk, UserError, whole_folder, write_json
+from moecore.core.files import UserError, whole_folder, write_json
 from moecore.pipeline import drivers
-from moecore.pipeline.parallel import FULL, Job, next_job, no_room, run, run_job
+from moecore.pipeline.parallel import FULL, Job, describe_full_disk, next_job, run_job, run_stages
+from moecore.pipeline.plan import query_dvc
+from moecore.run.history_file import locked
 from stages import server as stages_server
 from tests import forked
 from tests.project import COMMAND, PARAMS, ROOT, Project
@@ -112,7 +111,7 @@ def test_all_cores_are_for_what_runs_alone(monkeypatch):
     monkeypatch.setattr("moecore.pipeline.parallel.run_job", fake)
     above = ABOVE | {"measure@cost-finetune-vmoe-0": {"finetune@vmoe-0"}}
     one = {"MOECORE_THREADS": "1"}
-    assert run(above, [one, one], 2) == []
+    assert run_stages(above, [one, one], 2) == []
     assert {stage for stage, environment in given.items() if not environment} == {
         "code",
         "prepare@pretrain",
@@ -150,7 +149,7 @@ def test_nothing_starts_after_a_failure(monkeypatch):
 
     monkeypatch.setattr("moecore.pipeline.parallel.run_job", fake)
     place = {"PLACE": "only"}
-    left = run(ABOVE, [place], 1)
+    left = run_stages(ABOVE, [place], 1)
     assert ran == [(("code",), place), (("prepare@pretrain",), place), (("teacher@0",), place)]
     assert left == [stage for stage in ABOVE if stage not in ("code", "prepare@pretrain")]
 
@@ -194,7 +193,7 @@ def project(tmp_path_factory) -> Project:
 def test_every_stage_of_the_pipeline_is_served():
     served = {stage.__name__ for stage in stages_server.STAGES}
     used = set()
-    for file in [ROOT / "dvc.yaml", *(ROOT / "pipelines").glob("*/dvc.yaml")]:
+    for file in [ROOT / "dvc.yaml", *(ROOT / "pipelines").rglob("dvc.yaml")]:
         used |= set(re.findall(r"-m stages\.(\w+)", file.read_text(encoding="utf-8")))
     assert used <= served
 
@@ -334,137 +333,58 @@ def test_dvc_on_a_full_disk_ends_as_one_line_and_leaves_nothing_in_its_cache(tmp
     left = tmp_path / ".dvc/cache/files/md5/6e/.Q2GkGN2NON2mTBdojAsNMQ.tmp"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"x" * 100)
-    found = FULL.match(
+    match = FULL.match(
         "ERROR: failed to transfer '6e69fa34a6cccccacbbd13947e8c2350' - [Errno 28] No space left "
         f"on device: '{output}' -> '{left}'\n"
     )
     said = "no space left on device; free some space"
     place = "DVC: .dvc/cache/files/md5/6e/b.bin: could not be written"
-    assert re.match(f"{place}, {said}", no_room(found))
+    assert re.match(f"{place}, {said}", describe_full_disk(match))
     assert not left.exists()
-    found = FULL.match("ERROR: failed to reproduce 'b': [Errno 28] No space left on device\n")
+    match = FULL.match("ERROR: failed to reproduce 'b': [Errno 28] No space left on device\n")
     said = r"DVC: \.dvc: could not be written, no space left on device; "
-    assert re.match(said, no_room(found))
+    assert re.match(said, describe_full_disk(match))
     assert not FULL.match("ERROR: failed to reproduce 'b': exited with 1\n")
-
-
-def test_dvcs_lock_file_is_whole_on_a_full_disk(tmp_path, monkeypatch, limited):
-    from dvc.utils.serialize import _common, modify_yaml
-
-    monkeypatch.setattr(_common, "_dump_data", _common._dump_data)
-    drivers.lock_whole()
-    lock = tmp_path / "dvc.lock"
-
-    def ran(stage: str, size: int) -> None:
-        with modify_yaml(lock) as data:
-            data[stage] = "x" * size
-
-    ran("a", 10)
-    before = lock.read_text()
-    said = "dvc.lock: could not be written, file too large"
-    with limited(1000), pytest.raises(FullDisk, match=said):
-        ran("b", 5000)
-    assert lock.read_text() == before
-    assert list(tmp_path.iterdir()) == [lock]
-    ran("b", 5000)
-    assert lock.read_text().startswith(before.strip())
-
-
-LEAVES = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.sampled_from(["off", "1e-3", "1e-05", "012", "2001-01-01", "a: b", "#", "~", "word " * 40])
-)
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(min_size=1), inner),
-    max_leaves=8,
-)
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """DVC's way to change a lock file, and ours."""
-    from dvc import dvcfile
-    from dvc.utils.serialize import _common, modify_yaml
-
-    monkeypatch.setattr(_common, "_dump_data", _common._dump_data)
-    monkeypatch.setattr(dvcfile, "modify_yaml", modify_yaml)
-    drivers.lock_whole()
-    return modify_yaml, dvcfile.modify_yaml
-
-
-def changed(modify, path: Path, *states: dict) -> str:
-    path.unlink(missing_ok=True)
-    for state in states:
-        with modify(str(path)) as data:
-            data.update(state)
-    return path.read_text()
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.text(min_size=1), TREES, min_size=1))
-def test_what_the_quick_lock_file_holds_dvc_reads_back(quick, tmp_path, data):
-    from dvc.utils.serialize import parse_yaml
-
-    written = changed(quick[1], tmp_path / "dvc.lock", data, {"then": 1})
-    assert parse_yaml(written, "dvc.lock") == data | {"then": 1}
-
-
-def test_the_quick_lock_file_is_dvcs_own(quick, tmp_path):
-    stage = OrderedDict(cmd="python -m stages.code " + "one " * 30, outs=[{"path": "é.json"}])
-    stage["params"] = {"p.yaml": {"rate": 1e-05, "router": {"kind": "off", "k": None}, "x": "1e-3"}}
-    states = [{"schema": "2.0", "stages": {"code@a": stage}}, {"datasets": [0.5, True, "012"]}]
-    theirs, ours = (changed(way, tmp_path / "dvc.lock", *states) for way in quick)
-    assert ours == theirs
-    (tmp_path / "dvc.lock").write_text("a: [")
-    with pytest.raises(Exception, match="dvc.lock', YAML file structure is corrupted"):
-        with quick[1](str(tmp_path / "dvc.lock")):
-            pass
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a: 08",
-        "a: 010",
-        "a: -010",
-        "a: 0o17",
-        "a: 0x1F",
-        "a: 1_0",
-        "a: 0",
-        "a: &x {b: 1}\nc: {<<: *x, b: 2}",
-    ],
-)
-def test_a_lock_file_written_by_hand_is_read_as_dvc_reads_it(quick, tmp_path, text):
-    from dvc.utils.serialize import parse_yaml
-
-    (tmp_path / "dvc.lock").write_text(text + "\n")
-    with quick[1](str(tmp_path / "dvc.lock")) as data:
-        assert data == parse_yaml(text, "dvc.lock")
-
-
-@pytest.mark.parametrize("text", ["a: 1\na: 2\n", "s:\n  b: {c: 1}\n  b: {c: 2}\n"])
-def test_a_key_that_is_twice_in_a_lock_file_is_refused_as_by_dvc(quick, tmp_path, text):
-    (tmp_path / "dvc.lock").write_text(text)
-    for modify in quick:
-        with pytest.raises(Exception, match="dvc.lock', YAML file structure is corrupted"):
-            with modify(str(tmp_path / "dvc.lock")):
-                pass
-    assert (tmp_path / "dvc.lock").read_text() == text
 
 
 def test_what_lies_in_the_place_of_a_drivers_file_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "folder/driver.json").mkdir(parents=True)
+    (tmp_path / "folder/driver.lock").mkdir(parents=True)
     for name in ("file", "folder"):
-        path = tmp_path / name / "driver.json"
+        path = tmp_path / name / "driver.lock"
         with pytest.raises(UserError, match=f"^{path}: cannot be written, .*; mend that"):
-            with drivers.alone(path):
+            with drivers.hold_project(path):
                 pass
+
+
+APART = """\
+vars: [../../params.yaml]
+stages:
+  train:
+    wdir: ../..
+    matrix: {method: "${methods}"}
+    cmd: mkdir -p out && cp params.yaml out/${item.method}
+    params: [rate]
+    outs: ["out/${item.method}"]
+"""
+
+
+def test_a_large_studys_stages_run_from_files_of_their_own(tmp_path, monkeypatch):
+    """They keep their names; what depends on them is in another file, with another lock."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("params.yaml").write_text("methods: [a, b]\nrate: 1\n")
+    Path("steps/train").mkdir(parents=True)
+    Path("steps/train/dvc.yaml").write_text(APART)
+    Path("dvc.yaml").write_text("stages: {all: {cmd: ls out > all, deps: [out], outs: [all]}}\n")
+    Project.at(tmp_path).with_dvc()
+    pipeline = query_dvc()
+    assert set(pipeline.edges) == {("train@a", "all"), ("train@b", "all")}
+    assert run_job(Job(("train@a", "train@b")), {}, [], Event()) == 0
+    assert run_job(Job(("all",)), {}, [], Event()) == 0
+    assert set(locked()) == {"train@a", "train@b", "all"}
+    assert Path("all").read_text() == "a\nb\n"
+    assert not query_dvc().status
 
 
 STAGE = """\

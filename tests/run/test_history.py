@@ -334,22 +334,21 @@ def test_an_error_keeps_nothing(tmp_path):
     assert Kept(tmp_path).part("a", lambda: 1) == 1
 
 
-def test_damage_is_named(tmp_path):
-    kept = Kept(tmp_path)
-    kept.part("a", lambda: 1)
-    kept.path.write_text("nonsense\n" + kept.path.read_text())
-    with pytest.raises(UserError, match=r"kept.jsonl:1: damaged, not a part as"):
-        Kept(tmp_path)
-    kept.path.unlink()
-    Kept(tmp_path).part("a", lambda: 12)
-    kept.path.write_text(kept.path.read_text().replace("12", "13"))
-    with pytest.raises(UserError, match=r"kept.jsonl:1: damaged, not a part as"):
-        Kept(tmp_path)
-    kept.path.write_text("[" * 100_000 + "\n")
-    with pytest.raises(UserError, match=r"kept.jsonl:1: damaged, not a part as"):
-        Kept(tmp_path)
-    kept.path.unlink()
-    kept.path.mkdir()
+@pytest.mark.parametrize("damaged", ["nonsense\n", "[" * 100_000 + "\n", '{"key": "b"}\n', ""])
+def test_from_a_damaged_line_on_parts_are_made_again(tmp_path, damaged):
+    for name, value in (("a", 1), ("b", 12), ("c", 3)):
+        Kept(tmp_path).part(name, lambda value=value: value)
+    path = Kept(tmp_path).path
+    first, second, third = path.read_text().splitlines(keepends=True)
+    path.write_text(first + (damaged or second.replace("12", "13")) + third)
+    again = Kept(tmp_path)
+    assert again.parts == {"a": 1}
+    assert again.part("b", lambda: 12) == 12
+    assert path.read_text() == first + second
+
+
+def test_a_folder_in_the_place_of_parts_is_named(tmp_path):
+    (tmp_path / "kept.jsonl").mkdir()
     with pytest.raises(UserError, match=r"kept.jsonl: cannot be read, is a directory; remove it"):
         Kept(tmp_path)
 

@@ -338,10 +338,10 @@ def test_an_error_of_one_rank_is_not_tried_again(tmp_path, monkeypatch, capfd):
 def test_jobs_take_the_cards_that_were_given(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    given = [place["CUDA_VISIBLE_DEVICES"] for place in places.devices(3)]
+    given = [place["CUDA_VISIBLE_DEVICES"] for place in places.job_environments(3)]
     assert given == ["4", "5", "4"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in places.devices(2)] == ["0", "1"]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places.job_environments(2)] == ["0", "1"]
 
 
 def test_a_job_takes_as_many_cards_as_its_stage_wants(monkeypatch, tmp_path):
@@ -350,20 +350,20 @@ def test_a_job_takes_as_many_cards_as_its_stage_wants(monkeypatch, tmp_path):
     text = "launch: env\ndefault: {gpus: 1}\nstages: {pretrain: {ranks: 2, gpus: 2}}\n"
     monkeypatch.setenv("MOECORE_CLUSTER", written(tmp_path, text))
     training = ("pretrain@vmoe-0", "finetune@vmoe-0")
-    all_places = places.devices(3)
+    all_places = places.job_environments(3)
     chosen = places.places_for(training, all_places)
     assert places.together(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
     left = [place for place in all_places if place not in chosen]
     assert places.places_for(training, left) is None, "it waits for a second one"
     assert places.places_for(("compare",), left) == left
-    assert len(places.devices(1)) == 2, "one job at a time has both"
+    assert len(places.job_environments(1)) == 2, "one job at a time has both"
     path = written(tmp_path, text.replace("gpus: 2", "gpus: 4"))
     with pytest.raises(UserError) as caught:
-        places.devices(3)
+        places.job_environments(3)
     said = f"{path}: stages.pretrain.gpus: found 4; this machine may use 3: 2, 5, 7"
     assert str(caught.value) == said
     written(tmp_path, "launch: 'env GPUS={gpus}'\ndefault: {gpus: 4}\n")
-    assert places.devices(64) == [{}] * 64, "the launcher gives them"
+    assert places.job_environments(64) == [{}] * 64, "the launcher gives them"
 
 
 @pytest.fixture(scope="module")

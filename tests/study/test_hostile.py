@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.sources import ROOT
+from moecore.core.sources import ROOT, list_pipeline_files
 from moecore.data.loader import to_device
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import on_meta_device
@@ -84,7 +84,10 @@ def change(data: dict, draw: random.Random) -> None:
 
 
 def written(folder: Path, data: dict, stages: Path) -> Path:
-    (folder / "dvc.yaml").write_bytes((stages / "dvc.yaml").read_bytes())
+    for file in list_pipeline_files(stages):
+        target = folder / file.relative_to(stages)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.read_bytes())
     path = folder / "params.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return path

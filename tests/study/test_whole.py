@@ -117,12 +117,6 @@ def test_editors_find_the_schema_and_it_accepts_the_file(path):
             ": questions[0].against: found 'prc', the method itself; allowed: another of dense",
         ),
         (
-            "\nclaims: []",
-            "\nclaims: [{paper: PRC, source: table 4, says: steadier, metric: match_top1, "
-            "method: prc, against: vmoe, better: higher}]",
-            ": run.seeds: found one seed, and claims; allowed: two seeds or more, or questions",
-        ),
-        (
             "calibrator: {kind: temperature}",
             "calibrator: {}",
             ": calibrate.calibrator: kind is missing; allowed: kind: temperature | linear",

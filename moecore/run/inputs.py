@@ -1,0 +1,90 @@
+"""What a stage has read, compared at its end with what stands there then.
+
+DVC hashes settings and files after the command. A result that was made with others would be filed
+under those, and DVC's run cache would hand it to other studies.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.plain import plain
+from moecore.run.history_file import flatten
+from moecore.study.document import Document, load
+from moecore.study.params import keys, read
+
+GO_ON = "undo that, and the stage goes on where it was; or run again, with what stands there now"
+
+
+def params_path() -> str:
+    """Return the path of the settings that this process reads."""
+    return os.environ.get("MOECORE_PARAMS") or "params.yaml"
+
+
+def refuse_changed_params(params: Config, **item: object) -> None:
+    """Raise UserError, naming the key, where params.yaml holds other settings than ``params``.
+
+    item: what fills the keys' templates, as for ``read``. Where the file is gone, DVC itself files
+    nothing.
+    """
+    if not Path(params_path()).is_file():
+        return
+    now = read(type(params), **item)
+    for field, template in keys(type(params)).items():
+        key = template.format(**item)
+        before = flatten(plain(getattr(params, field)), key)
+        _refuse_changed_values(before, flatten(plain(getattr(now, field)), key))
+
+
+def refuse_changed_document(before: Document) -> None:
+    """Raise UserError, naming the key, where the file of ``before`` holds other values now."""
+    _refuse_changed_values(flatten(before.data), flatten(load(before.path).data))
+
+
+def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for key in {**before, **now}:
+        was = repr(before[key]) if key in before else "not there"
+        is_now = repr(now[key]) if key in now else "not there"
+        if key not in before or key not in now or before[key] != now[key]:
+            path = params_path()
+            keys_of_place = [int(word) if word.isdigit() else word for word in key.split(".")]
+            place = load(path).place(keys_of_place)
+            changed = f"was {was} when this stage read it, and is {is_now}"
+            raise UserError(f"{place}: {key}: {changed}; {GO_ON}")
+
+
+def list_input_files(inputs: Iterable[str | Path]) -> list[Path]:
+    """Return the files that identify these artifacts: all; of prepared data the card, which holds
+    the hash of each array.
+
+    Raises UserError for what is not there.
+    """
+    return sorted(file for path in inputs for file in _identifying_files(Path(path)))
+
+
+def _identifying_files(path: Path) -> Sequence[Path]:
+    if not path.exists():
+        raise UserError(f"{path}: does not exist; run `dvc repro`, which makes it first")
+    if path.is_file():
+        return [path]
+    if (path / "card.json").is_file():
+        return [path / "card.json"]
+    return [file for file in path.rglob("*") if file.is_file()]
+
+
+def hash_inputs(inputs: Iterable[str | Path]) -> dict[str, str]:
+    """Return path → sha256 of the files that identify these artifacts."""
+    files = list_input_files(inputs)
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def refuse_changed_inputs(before: Mapping[str, str], inputs: Iterable[str | Path]) -> None:
+    """Raise UserError, naming the file, where artifacts are others than those hashed before."""
+    now = hash_inputs(inputs)
+    for file in {**before, **now}:
+        if before.get(file) != now.get(file):
+            raise UserError(f"{file}: was changed since this stage read it; {GO_ON}")

@@ -1,0 +1,71 @@
+"""A study of which a part is run: what waits for the rest, and where its numbers are written."""
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moecore.core.files import whole_file, write_json
+from moecore.study.overlay import OVERLAY, resolve
+from moecore.study.selection import Claim, Comparison, Selection
+
+KEPT = Path("reports/compare.json")  # in git
+PART = Path("reports/compare.part.json")  # not in git
+PASSED_ON = Path("artifacts/compare.json")  # DVC's stage `numbers` copies it to KEPT
+
+AnyComparison = TypeVar("AnyComparison", bound=Comparison)
+
+
+def list_left_out(params: Path, run: Selection) -> list[str]:
+    """Return the methods and seeds of the overlay beside ``params`` that ``run`` leaves out; none
+    where there is no overlay, or ``run`` has others too.
+    """
+    folder = params.parent
+    if not (folder / OVERLAY).is_file():
+        return []
+    root = Path(os.path.relpath(folder.resolve().parents[1]))
+    whole = resolve(folder, root).document.data["run"]
+    methods = set(whole["methods"])
+    seeds = set(whole["seeds"])
+    if not (methods >= set(run.methods) and seeds >= set(run.seeds)):
+        return []
+    left_out = [name for name in whole["methods"] if name not in run.methods]
+    return left_out + [f"seed {seed}" for seed in whole["seeds"] if seed not in run.seeds]
+
+
+def split_waiting(
+    asked: Iterable[AnyComparison], run: Selection
+) -> tuple[list[AnyComparison], list[AnyComparison]]:
+    """Return the claims and questions that ``run`` can answer, and those that wait: for a method or
+    a phase, and claims for a second seed.
+    """
+    ready: list[AnyComparison] = []
+    waiting: list[AnyComparison] = []
+    for one in asked:
+        known = {one.method, one.against} <= set(run.methods) and one.phase in run.phases
+        enough = len(run.seeds) > 1 or not isinstance(one, Claim)
+        (ready if known and enough else waiting).append(one)
+    return ready, waiting
+
+
+def describe_waiting(waiting: Sequence[Comparison], run: Selection) -> str:
+    """Return one line that says what the waiting claims and questions wait for."""
+    named = [name for one in waiting for name in (one.method, one.against)]
+    lacking = [f"method {name}" for name in dict.fromkeys(named) if name not in run.methods]
+    phases = dict.fromkeys(one.phase for one in waiting if one.phase not in run.phases)
+    lacking += [f"phase {phase}" for phase in phases]
+    if len(run.seeds) < 2 and any(isinstance(one, Claim) for one in waiting):
+        lacking.append("a second seed")
+    return f"{len(waiting)} claims and questions wait for {', '.join(lacking)}"
+
+
+def write_numbers(numbers: Mapping[str, Any], left_out: Sequence[str]) -> Path:
+    """Write what ``compare`` found; of a part beside the numbers of the whole, which stay as they
+    are. Return the file.
+    """
+    target = PART if left_out and KEPT.is_file() else KEPT
+    write_json(target, numbers)
+    with whole_file(PASSED_ON) as temporary:
+        shutil.copyfile(KEPT, temporary)
+    return target

@@ -1,0 +1,69 @@
+"""Part of a study: its tracked numbers stay, and claims wait for the rest."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moecore.core.sources import ROOT
+from moecore.pipeline.studies import write_study
+from moecore.run.partial_run import (
+    KEPT,
+    PART,
+    PASSED_ON,
+    describe_waiting,
+    list_left_out,
+    split_waiting,
+    write_numbers,
+)
+from moecore.study.assign import assign
+from moecore.study.params import read
+from stages.compare import Params
+
+STUDY = Path("pipelines/fashion_moge")
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch) -> Path:
+    """A study with claims in a project of its own."""
+    (tmp_path / STUDY).mkdir(parents=True)
+    for name in ("params.yaml", "dvc.yaml", "pipelines/stages.yaml", STUDY / "overlay.yaml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    monkeypatch.chdir(tmp_path)
+    write_study(STUDY)
+    return STUDY / "params.yaml"
+
+
+def test_the_whole_study_leaves_nothing_out(study):
+    params = read(Params, str(study))
+    assert list_left_out(study, params.run) == []
+    ready, waiting = split_waiting(params.claims, params.run)
+    assert ready == list(params.claims) and not waiting
+
+
+def test_one_method_and_one_seed_wait_for_the_rest(study):
+    assign(study, ["run.methods=[moge]", "run.seeds=[0]"])  # and the file is in order with it
+    params = read(Params, str(study))
+    assert list_left_out(study, params.run) == [
+        "moe",
+        "moge_circular",
+        "moe_matched",
+        "seed 1",
+        "seed 2",
+    ]
+    ready, waiting = split_waiting([*params.claims, *params.questions], params.run)
+    assert ready == [] and waiting
+    said = describe_waiting(waiting, params.run)
+    assert "\n" not in said and "method moe" in said and "a second seed" in said
+
+
+def test_the_numbers_of_a_part_are_written_beside_those_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert write_numbers({"prc": 1}, ["vmoe"]) == KEPT, "there is nothing to keep yet"
+    assert write_numbers({"prc": 1, "vmoe": 2}, []) == KEPT
+    assert write_numbers({"prc": 3}, ["vmoe"]) == PART
+    assert json.loads(PART.read_text()) == {"prc": 3}
+    for path in (KEPT, PASSED_ON):
+        assert json.loads(path.read_text()) == {"prc": 1, "vmoe": 2}
