@@ -76,7 +76,8 @@ class Kept:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = Path(folder) / "kept.jsonl"
+        self.folder = Path(folder)
+        self.path = self.folder / "kept.jsonl"
         try:
             content = self.path.read_bytes() if self.path.exists() else b""
         except OSError as error:
