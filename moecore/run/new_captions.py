@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError, whole_text
 from moecore.data.text.tokenizers import Encoded, Tokenizer, tokenizer_in
-from moecore.measure.routing_metrics.words import words_read
+from moecore.measure.exploring.words import words_read
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.report.predicted import Spoken
 from moecore.run.new_pictures import Predicted, Reading, Row
