@@ -1,6 +1,7 @@
 """The error under each of fifteen corruptions at each severity (Hendrycks & Dietterich, 2019)."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.files import UserError
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Parts, Subject, why_not_flat
@@ -17,6 +19,7 @@ from moecore.statistics.intervals import bootstrap_mean, wilson
 from moecore.tasks import AnyTask
 
 Severity = Annotated[int, Field(ge=1, le=5)]
+Errors = Mapping[str, Mapping[int, float]]  # corruption → severity → error in [0, 1]
 Name = Literal[
     "gaussian_noise",
     "shot_noise",
@@ -163,3 +166,26 @@ def by_corruption(rows: tuple[Row, ...]) -> dict[str, float]:
     """Mean error over the severities of each corruption."""
     names = dict.fromkeys(row.name for row in rows)
     return {name: float(np.mean([row.error for row in rows if row.name == name])) for name in names}
+
+
+def mean_corruption_error(errors: Errors, baseline: Errors) -> float:
+    """Return mCE: mean over corruptions of Σ_s error / Σ_s baseline error.
+
+    1 where both are alike, below 1 where the model is better.  Raises UserError where the two were
+    not measured under the same corruptions and severities, or where the baseline makes no error at
+    all under a corruption: its share of the mean is then not defined, and leaving it out would
+    compare different sets.
+    """
+    ours = {name: set(row) for name, row in errors.items()}
+    theirs = {name: set(row) for name, row in baseline.items()}
+    if ours != theirs or not errors:
+        needed = "need the same corruptions and severities, at least one"
+        raise UserError(f"mean corruption error: the model and the baseline {needed}")
+    ratios = []
+    for name, row in errors.items():
+        below = math.fsum(baseline[name].values())
+        if not below:
+            none = f"the baseline makes no error under {name}"
+            raise UserError(f"mean corruption error: {none}, so no ratio is defined")
+        ratios.append(math.fsum(row.values()) / below)
+    return sum(ratios) / len(ratios)

@@ -9,8 +9,8 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Parts, Subject
-from moecore.measure.costs.clock import Quartiles, quartiles
-from moecore.measure.costs.passes import (
+from moecore.measure.clock import Quartiles, quartiles
+from moecore.measure.passes import (
     Images,
     Share,
     flops_per_image,

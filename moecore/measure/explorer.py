@@ -14,12 +14,12 @@ from moecore.core.config import Config
 from moecore.core.tensors import packed
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Parts, Subject, kept
+from moecore.measure.exploring.expert_gallery import Gallery, LayerExperts, layer_experts
+from moecore.measure.exploring.overlays import Picture, picture
+from moecore.measure.exploring.watched import IMAGES, VOLUMES, explored_places
 from moecore.measure.routing_metrics import sweeps
 from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolved
-from moecore.measure.routing_metrics.favourites import Gallery, LayerExperts, layer_experts
-from moecore.measure.routing_metrics.overlays import Picture, picture
 from moecore.measure.routing_metrics.sweeps import Variant
-from moecore.measure.routing_metrics.watched import IMAGES, VOLUMES, explored_places
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.nn.traces import Trace, finest, trace

@@ -16,8 +16,8 @@ from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import Estimate, Parts, Subject
-from moecore.measure.routing_metrics.overlays import Overlays, overlays
-from moecore.measure.routing_metrics.words import towers_in, words_read
+from moecore.measure.exploring.overlays import Overlays, overlays
+from moecore.measure.exploring.words import towers_in, words_read
 from moecore.nn.backbones.two_towers import TEXTS
 from moecore.nn.predict import evaluating, joined, predictions
 from moecore.statistics.crossed import kept_items

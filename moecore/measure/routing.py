@@ -16,6 +16,12 @@ from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import Crop, ViewSettings
 from moecore.measure.base import Parts, Subject, kept
+from moecore.measure.exploring.overlays import (
+    Corresponding,
+    Overlays,
+    corresponding,
+    spread_overlays,
+)
 from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolved, two_views
 from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
 from moecore.measure.routing_metrics.layer_use import LayerUse, Use, layer_use, use_by_image
@@ -28,12 +34,6 @@ from moecore.measure.routing_metrics.matching import (
     layer_matching,
     matches_by_image,
     packed_means,
-)
-from moecore.measure.routing_metrics.overlays import (
-    Corresponding,
-    Overlays,
-    corresponding,
-    spread_overlays,
 )
 from moecore.measure.routing_metrics.sweeps import Sample, Sweep, Sweeps, sweep
 from moecore.nn.backbones.model import Model

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.measure.costs.passes import flops_per_image
+from moecore.measure.passes import flops_per_image
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel, parameter_counts

@@ -13,9 +13,9 @@ from moecore.data.corruptions.digital import to_uint8
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Estimate, Parts, Subject, kept, why_not_flat
-from moecore.measure.noisy.noise import Ramp, changes_by_image, ramp, ramp_probs
+from moecore.measure.exploring.overlays import Overlays, overlays
+from moecore.measure.noise_ramp import Ramp, changes_by_image, ramp, ramp_probs
 from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
-from moecore.measure.routing_metrics.overlays import Overlays, overlays
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.statistics.crossed import kept_items

@@ -19,7 +19,7 @@ from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import END, UNKNOWN, block_windows, read_vocabulary
 from moecore.measure.base import Estimate, Parts, Subject, kept
-from moecore.measure.noisy.noise import changes_by_image
+from moecore.measure.noise_ramp import changes_by_image
 from moecore.measure.routing_metrics.expert_use import agreement_by_image
 from moecore.nn.predict import blocks_read
 from moecore.statistics.crossed import kept_items

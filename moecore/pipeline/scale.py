@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from moecore.core.files import UserError
-from moecore.measure.costs.passes import flops_per_image
+from moecore.measure.passes import flops_per_image
 from moecore.nn.backbones.model import BackboneModel, parameter_counts
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.meta_device import on_meta_device

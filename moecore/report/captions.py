@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from moecore.measure.exploring.overlays import Overlays, grid_of
 from moecore.measure.retrieval import Read
-from moecore.measure.routing_metrics.overlays import Overlays, grid_of
 from moecore.report.drawing import bare, expert_colours, new_figure, styled
 from moecore.report.sheets import Tile, picture, put, tints
 

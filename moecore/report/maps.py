@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.routing_metrics.overlays import Corresponding, Overlays, grid_of
+from moecore.measure.exploring.overlays import Corresponding, Overlays, grid_of
 from moecore.nn.experts.base import map_shape
 from moecore.report.drawing import PALETTE, expert_colours, new_figure, share_axis, styled
 from moecore.report.sheets import Frame, Tile, heat, picture, sheet, tints

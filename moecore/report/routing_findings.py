@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from moecore.measure.cost import Result as Cost
+from moecore.measure.exploring.overlays import grid_of
 from moecore.measure.routing import Result
-from moecore.measure.routing_metrics.overlays import grid_of
 from moecore.report.charts import Look, bands, curves_chart, over
 from moecore.report.column import Ahead, Column, Each, Seen, title_of
 from moecore.report.measured import Phase

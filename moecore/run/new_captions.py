@@ -15,7 +15,7 @@ from torch import Tensor
 from moecore.core.files import UserError, whole_text
 from moecore.core.plain import spreadsheet_cell
 from moecore.data.text.tokenizers import Encoded, Tokenizer, load_tokenizer
-from moecore.measure.routing_metrics.words import words_read
+from moecore.measure.exploring.words import words_read
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.report.predicted import Spoken
 from moecore.run.new_pictures import Predicted, Reading, Row

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from moecore.brain.new_ages import NewAges, predict_ages
 from moecore.core.files import UserError, write_whole
-from moecore.measure.routing_metrics.words import towers_in
+from moecore.measure.exploring.words import towers_in
 from moecore.nn.backbones.model import Model
 from moecore.report.predicted import SHOWN, Failure, PredictedPage, Shown, page, volume_tiles
 from moecore.run.new_captions import (

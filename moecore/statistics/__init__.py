@@ -1,0 +1,1 @@
+"""Intervals, paired and crossed comparisons, corrections for several tests; of numbers alone."""

@@ -11,16 +11,16 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import make_views
 from moecore.measure import routing
 from moecore.measure.base import Subject, at_once
-from moecore.measure.routing import PRESETS, Routing
-from moecore.measure.routing_metrics.augmentations import two_views
-from moecore.measure.routing_metrics.consistency import match_ratios
-from moecore.measure.routing_metrics.layer_use import layer_use, use_by_image
-from moecore.measure.routing_metrics.overlays import (
+from moecore.measure.exploring.overlays import (
     CROPS,
     corresponding,
     grid_of,
     spread_overlays,
 )
+from moecore.measure.routing import PRESETS, Routing
+from moecore.measure.routing_metrics.augmentations import two_views
+from moecore.measure.routing_metrics.consistency import match_ratios
+from moecore.measure.routing_metrics.layer_use import layer_use, use_by_image
 from moecore.measure.routing_metrics.sweeps import Sweeps
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.predict import predictions

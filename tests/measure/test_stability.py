@@ -17,11 +17,11 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import explorer, stability
 from moecore.measure.base import Subject, at_once
 from moecore.measure.explorer import Explorer
-from moecore.measure.noisy.noise import Ramp, ramp, ramp_probs
+from moecore.measure.exploring.overlays import grid_of
+from moecore.measure.exploring.watched import explored_places
+from moecore.measure.noise_ramp import Ramp, ramp, ramp_probs
 from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
 from moecore.measure.routing_metrics.expert_use import agreement, change_of_choice
-from moecore.measure.routing_metrics.overlays import grid_of
-from moecore.measure.routing_metrics.watched import explored_places
 from moecore.measure.stability import Stability
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit

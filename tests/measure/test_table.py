@@ -21,7 +21,8 @@ from moecore.data.views.views import Affine, ViewSettings
 from moecore.measure import MEASUREMENTS, cost, routing
 from moecore.measure.base import Skipped, Subject, at_once, read_result
 from moecore.measure.cost import Cost
-from moecore.measure.costs.passes import flops_per_image
+from moecore.measure.exploring.overlays import grid_of, mid_slices
+from moecore.measure.passes import flops_per_image
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.augmentations import (
     OF_VOLUMES,
@@ -30,7 +31,6 @@ from moecore.measure.routing_metrics.augmentations import (
     resolved,
     two_views,
 )
-from moecore.measure.routing_metrics.overlays import grid_of, mid_slices
 from moecore.measure.sizes import Result, Row, Sized, Sizes, counted, measure
 from moecore.measure.sizes import built as built_sizes
 from moecore.nn.backbones.image import ImageSpec

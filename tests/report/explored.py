@@ -7,7 +7,7 @@ import numpy as np
 from moecore.measure import explorer
 from moecore.measure.base import Subject, at_once
 from moecore.measure.explorer import Explorer
-from moecore.measure.routing_metrics.watched import explored_places
+from moecore.measure.exploring.watched import explored_places
 from moecore.nn.predict import predictions
 from moecore.nn.traces import trace
 from moecore.report.measured import Measured, Phase, Results

@@ -26,10 +26,10 @@ from moecore.measure import (
     stability,
 )
 from moecore.measure.base import Estimate, Skipped
-from moecore.measure.noisy.noise import Curve, Ramp
+from moecore.measure.exploring.overlays import Overlays, corresponding, overlays, picture
+from moecore.measure.noise_ramp import Curve, Ramp
 from moecore.measure.routing_metrics.expert_use import confidence as router_confidence
 from moecore.measure.routing_metrics.expert_use import expert_counts, load_cv2, normalised_entropy
-from moecore.measure.routing_metrics.overlays import Overlays, corresponding, overlays, picture
 from moecore.measure.under_attack.curves import Line, Row, worst_case
 from moecore.report.measured import Measured
 from moecore.statistics.intervals import bootstrap, wilson

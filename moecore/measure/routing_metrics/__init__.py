@@ -1,0 +1,1 @@
+"""What routing records say: load, matching of views, IMED, consistency over epochs, regions."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from moecore.core.records import RoutingRecord
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
+from moecore.measure.exploring.watched import keep_trace, kept_traces, watched_epochs
 from moecore.measure.routing_metrics.consistency import epoch_agreement, epoch_agreement_by_layer
 from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
 from moecore.measure.routing_metrics.imed import class_maps
@@ -23,7 +24,6 @@ from moecore.measure.routing_metrics.regions import (
     kept_regions,
     probed_epochs,
 )
-from moecore.measure.routing_metrics.watched import keep_trace, kept_traces, watched_epochs
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.nn.traces import on_one_grid

@@ -1,0 +1,1 @@
+"""Curves over epsilon, and the audit of whether attacks were strong enough."""

@@ -17,7 +17,7 @@ from moecore.attacks.target import Target
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Skipped
-from moecore.measure.routing_metrics.overlays import Picture, picture
+from moecore.measure.exploring.overlays import Picture, picture
 from moecore.statistics.intervals import Interval, images_of
 from moecore.tasks.base import Task
 

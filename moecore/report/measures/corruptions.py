@@ -6,8 +6,7 @@ from typing import get_args
 
 import numpy as np
 
-from moecore.measure.corruptions import Name, Result
-from moecore.measure.noisy.noise import Errors, mean_corruption_error
+from moecore.measure.corruptions import Errors, Name, Result, mean_corruption_error
 from moecore.report.charts import Labels, Look, bands, curves_chart, heat_table, over, texts_of
 from moecore.report.column import Column, Each, Given, Seen, mean, slug
 from moecore.report.measured import Phase

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.noisy.noise import Ramp
-from moecore.measure.routing_metrics.overlays import grid_of
+from moecore.measure.exploring.overlays import grid_of
+from moecore.measure.noise_ramp import Ramp
 from moecore.measure.stability import NoiseRow, NoisyOverlays, Result
 from moecore.report.charts import Look, bands, curves_chart, over
 from moecore.report.column import (

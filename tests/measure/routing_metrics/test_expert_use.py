@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
+from moecore.measure.exploring.overlays import grid_of, overlays
 from moecore.measure.routing_metrics.eligibility import (
     below_k_rate,
     fallback_rate,
@@ -32,7 +33,6 @@ from moecore.measure.routing_metrics.expert_use import (
     token_entropy,
 )
 from moecore.measure.routing_metrics.layer_use import on_map
-from moecore.measure.routing_metrics.overlays import grid_of, overlays
 
 
 def masks(*rows: str) -> torch.Tensor:

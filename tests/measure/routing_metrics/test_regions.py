@@ -19,6 +19,13 @@ from moecore.core.files import UserError
 from moecore.core.records import Layout, ModelOutput, RoutingRecord
 from moecore.core.streams import generator_for, seed_of
 from moecore.data.views.views import ViewSettings, make_views
+from moecore.measure.exploring.watched import (
+    explored_places,
+    keep_trace,
+    kept_traces,
+    spread_places,
+    watched_epochs,
+)
 from moecore.measure.routing_metrics.augmentations import (
     PRESETS,
     Augmentation,
@@ -37,13 +44,6 @@ from moecore.measure.routing_metrics.sweeps import (
     over_threshold,
     sweep,
     with_router,
-)
-from moecore.measure.routing_metrics.watched import (
-    explored_places,
-    keep_trace,
-    kept_traces,
-    spread_places,
-    watched_epochs,
 )
 from moecore.nn.predict import predictions
 from moecore.nn.traces import trace

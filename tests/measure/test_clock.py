@@ -11,9 +11,9 @@ from torch import nn
 
 from moecore.measure import cost
 from moecore.measure.base import Subject, at_once
+from moecore.measure.clock import Quartiles, quartiles, timed
 from moecore.measure.cost import Cost
-from moecore.measure.costs.clock import Quartiles, quartiles, timed
-from moecore.measure.costs.passes import (
+from moecore.measure.passes import (
     flops_per_image,
     padding_of,
     peak_memory,

@@ -13,8 +13,8 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.records import Layout, RoutingRecord
 from moecore.data.prepared import Split
+from moecore.measure.exploring.overlays import CROP, Picture, patch_crop, picture
 from moecore.measure.routing_metrics.expert_use import expert_counts
-from moecore.measure.routing_metrics.overlays import CROP, Picture, patch_crop, picture
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import batches, predictions
 from moecore.nn.traces import covering, finest
