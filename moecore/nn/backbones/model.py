@@ -1,16 +1,26 @@
 """What the models of all backbones have, and how large they are."""
 
 from abc import ABC, abstractmethod
+from math import prod
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from moecore.core.config import Config
-from moecore.core.records import Feature, Guidance, Layout, ModelOutput, RoutingRecord
+from moecore.core.records import (
+    Feature,
+    Guidance,
+    Layout,
+    ModelOutput,
+    RoutingContext,
+    RoutingRecord,
+)
 from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.correspondence import match_tokens
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.patch_embed import Interpolation
+from moecore.nn.layers.patch_embed import Interpolation, cut
 
 
 class _OneStage(Protocol):
@@ -130,6 +140,30 @@ class BackboneModel(Model):
     ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
         """Images to (final tokens, routing records, features of each of ``blocks``)."""
 
+    def routing_contexts(
+        self, images: Tensor, guidance: Guidance | None, progress: float
+    ) -> dict[int, RoutingContext]:
+        """Return what routers may look at beside their tokens, by block: all but the attention,
+        which the block adds.
+        """
+        if self.moe is None:
+            return {}
+        router = self.moe.router
+        shared = RoutingContext(progress=router.phase(progress))
+        contexts = {}
+        for layer, index in enumerate(self.moe.indices(self.depth)):
+            layout = self.layout_of(index)
+            context = shared
+            if "patches" in router.wants:
+                context = context._replace(patches=cut_tokens(images, layout))
+            if guidance is not None and "teacher" in router.wants:
+                probs = guidance.probs[layer]
+                tokens = layout.special + prod(layout.grid)
+                student = torch.Size((len(images), tokens, probs.shape[-1]))
+                context = context._replace(teacher=match_tokens(probs, student))
+            contexts[index] = context
+        return contexts
+
     def width_of(self, block: int) -> int:
         """Width of a block's tokens: in all blocks alike, unless the backbone says more."""
         return self.config.width
@@ -183,6 +217,17 @@ class BackboneModel(Model):
     def normalised(self, images: Tensor) -> Tensor:
         """Images in [0, 1] to the scale that the model was trained at."""
         return (images - self.pixel_mean) / self.pixel_std
+
+
+def cut_tokens(images: Tensor, layout: Layout) -> Tensor:
+    """Return the pixels (B, T, pixels) that each token covers: 0 beyond the image, and for special
+    tokens.
+    """
+    sizes = images.shape[2:]
+    beyond = [covered - size for covered, size in zip(layout.size, sizes, strict=True)]
+    padding = [side for length in reversed(beyond) for side in (0, length)]
+    pixels = cut(pad(images, padding), layout.size[0] // layout.grid[0])
+    return pad(pixels, (0, 0, layout.special, 0))
 
 
 def average_heads(heads: tuple[Tensor, ...]) -> Tensor:

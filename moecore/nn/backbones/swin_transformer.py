@@ -7,9 +7,8 @@ B images, T tokens of a layer's grid, K classes.
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, cast
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, pad
+from torch.nn.functional import interpolate
 
 from moecore.core.records import (
     Feature,
@@ -20,10 +19,9 @@ from moecore.core.records import (
 )
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
-from moecore.nn.correspondence import match_tokens
 from moecore.nn.layers.block import Block, FeedForward, Mlp, drop_rates, linear
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed, cut
+from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
 from moecore.nn.layers.window_attention import EPS, PostNormBlock, SwinKind, WindowAttention
 from moecore.nn.layers.windows import Grid, Merge, Windows
 
@@ -138,7 +136,7 @@ class SwinTransformer(BackboneModel):
         the normalised last tokens.
         """
         tokens = self.patch_embed(self.normalised(images))
-        contexts = self._contexts(images, guidance, progress)
+        contexts = self.routing_contexts(images, guidance, progress)
         records: tuple[RoutingRecord, ...] = ()
         found: dict[int, Tensor] = {}
         index = 0
@@ -208,31 +206,3 @@ class SwinTransformer(BackboneModel):
                 yield PostNormBlock(width, attention, mlp, rates[index])
             else:
                 yield Block(width, attention, mlp, None, rates[index], EPS)
-
-    def _contexts(
-        self, images: Tensor, guidance: Guidance | None, progress: float
-    ) -> dict[int, RoutingContext]:
-        """What the routers may look at beside their tokens, by block: all but the attention."""
-        if self.moe is None:
-            return {}
-        wants = self.moe.router.wants
-        found = {}
-        for layer, index in enumerate(self.moe.indices(self.depth)):
-            context = RoutingContext(progress=self.moe.router.phase(progress))
-            layout = self.layout_of(index)
-            if "patches" in wants:
-                context = context._replace(patches=self._patches(images, layout))
-            if guidance is not None and "teacher" in wants:
-                probs = guidance.probs[layer]
-                tokens = torch.Size(layout.grid).numel()
-                shape = torch.Size((len(images), tokens, probs.shape[-1]))
-                context = context._replace(teacher=match_tokens(probs, shape))
-            found[index] = context
-        return found
-
-    def _patches(self, images: Tensor, layout: Layout) -> Tensor:
-        """(B, T, pixels): what each token of a stage covers, 0 beyond the image."""
-        rows, columns = (
-            covered - size for covered, size in zip(layout.size, images.shape[2:], strict=True)
-        )
-        return cut(pad(images, (0, columns, 0, rows)), layout.size[0] // layout.grid[0])

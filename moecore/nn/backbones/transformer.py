@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from moecore.core.records import (
     Feature,
@@ -21,7 +20,6 @@ from moecore.core.records import (
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
 from moecore.nn.backbones.transformer_settings import Settings
-from moecore.nn.correspondence import match_tokens
 from moecore.nn.layers.block import (
     Attention,
     Block,
@@ -33,7 +31,6 @@ from moecore.nn.layers.block import (
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import (
     Interpolation,
-    cut,
     of_other_pixels,
     resize_positions,
 )
@@ -142,7 +139,7 @@ class Transformer(BackboneModel):
         the normalised last tokens.
         """
         tokens = self.embed(self.normalised(images))
-        contexts = self._contexts(images, tokens.shape, guidance, progress)
+        contexts = self.routing_contexts(images, guidance, progress)
         records: tuple[RoutingRecord, ...] = ()
         found: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
@@ -177,32 +174,6 @@ class Transformer(BackboneModel):
         if self.head_dist is None:
             return (first,)
         return first, self.image.task.predict(self.head_dist(tokens[:, 1]))
-
-    def _contexts(
-        self, images: Tensor, tokens: torch.Size, guidance: Guidance | None, progress: float
-    ) -> dict[int, RoutingContext]:
-        """What the routers may look at beside their tokens, by block: all but the attention, which
-        the block adds.
-        """
-        if self.moe is None:
-            return {}
-        wants = self.moe.router.wants
-        layers = self.moe.indices(self.config.depth)
-        shared = RoutingContext(progress=self.moe.router.phase(progress))
-        if "patches" in wants:
-            pixels = cut(images, self.config.patch)
-            # special tokens have no pixels: zeros
-            shared = shared._replace(patches=pad(pixels, (0, 0, self.special, 0)))
-        if guidance is None or "teacher" not in wants:
-            return dict.fromkeys(layers, shared)
-        matched = [
-            match_tokens(probs, torch.Size((*tokens[:2], probs.shape[-1])))
-            for probs in guidance.probs
-        ]
-        return {
-            index: shared._replace(teacher=probs)
-            for index, probs in zip(layers, matched, strict=True)
-        }
 
     def _feed_forwards(self) -> list[FeedForward]:
         sparse = () if self.moe is None else self.moe.indices(self.config.depth)

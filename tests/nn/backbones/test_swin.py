@@ -432,7 +432,7 @@ def test_routers_see_patches_and_attention_of_their_own_stage():
         MoE(router={"kind": "hash", "by": "patch"}, experts=EXPERTS, blocks="all"),
     )
     pixels = torch.rand(2, 1, 10, 10)
-    contexts = model._contexts(pixels, None, 0.0)
+    contexts = model.routing_contexts(pixels, None, 0.0)
     assert [tuple(context.patches.shape) for context in contexts.values()] == [
         (2, 25, 4),
         (2, 9, 16),
