@@ -11,7 +11,7 @@ from moecore.attacks import Attack
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.target import Target
 from moecore.core.config import Config
-from moecore.core.tensors import packed
+from moecore.core.encoded_arrays import encode_arrays
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Parts, Subject, kept
 from moecore.measure.exploring.expert_gallery import Gallery, LayerExperts, layer_experts
@@ -155,7 +155,7 @@ def shown(model: Model, task: AnyTask, variant: Variant) -> Shown:
     prediction, records = predictions(model, variant.pixels, BATCH)
     places = None
     if variant.origins is not None:
-        places = packed(variant.origins.numpy().astype(np.uint16))
+        places = encode_arrays(variant.origins.numpy().astype(np.uint16))
     return Shown(
         kind=variant.kind,
         label=variant.label,

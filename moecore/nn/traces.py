@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.encoded_arrays import encode_arrays
 from moecore.core.records import Layout, RoutingRecord
-from moecore.core.tensors import packed
 from moecore.tasks.base import Task
 
 KEPT = 8  # experts of a token: all of eight, the first eight of more
@@ -103,7 +103,7 @@ def answered(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
 
 
 def packed_record(record: RoutingRecord) -> str:
-    """The first ``min(E, KEPT)`` experts of every token, as ``core.packed.packed`` writes arrays.
+    """Return the first ``min(E, KEPT)`` experts of every token as text (``encode_arrays``).
 
     Three arrays: (N, T) the expert with the largest combine weight, the highest number of its type
     where no expert processed the token; (N, T, n) experts by combine weight, then those chosen
@@ -120,4 +120,4 @@ def packed_record(record: RoutingRecord) -> str:
     best = np.where(combine.max(axis=-1) > 0, combine.argmax(axis=-1), none)
     shares = np.rint(np.take_along_axis(probs, order, axis=-1).clip(0, 1) * SURE)
     marks = shares + CHOSEN * np.take_along_axis(chosen, order, axis=-1)
-    return packed(best.astype(numbers), order.astype(numbers), marks.astype(np.uint8))
+    return encode_arrays(best.astype(numbers), order.astype(numbers), marks.astype(np.uint8))

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from moecore.core.config import Config
+from moecore.core.encoded_arrays import decode_values
 from moecore.core.files import UserError
-from moecore.core.tensors import unpacked_values
 from moecore.measure.base import Estimate
 from moecore.report.measured import Measured
 from moecore.statistics.intervals import Interval
@@ -213,7 +213,7 @@ def slug(name: str) -> str:
 
 def opened(text: str | None) -> np.ndarray | None:
     """The items (N,) that a result keeps; None where it keeps none."""
-    return None if text is None else unpacked_values(text)
+    return None if text is None else decode_values(text)
 
 
 def mean_items(texts: Iterable[str | None]) -> np.ndarray | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from moecore.core.tensors import packed_values
+from moecore.core.encoded_arrays import encode_values
 from moecore.statistics.intervals import Interval, images_of
 
 LEVEL = 0.95
@@ -127,7 +127,7 @@ def by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarray:
 
 def kept_items(values: np.ndarray, people: np.ndarray | None = None) -> str:
     """Values (N,) of images as a result keeps them: one an item, see ``by_person``."""
-    return packed_values(by_person(values, people))
+    return encode_values(by_person(values, people))
 
 
 def of_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:

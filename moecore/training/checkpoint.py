@@ -26,20 +26,19 @@ from torch import Tensor, distributed, nn
 
 from moecore.core.files import UserError, checksum, read_json, whole_file, write_sealed
 from moecore.core.ranks import ranks, refuse_unlike, same_text
-from moecore.core.tensors import (
-    in_short,
+from moecore.core.tensors import read_tensors, write_tensors
+from moecore.training.sharded_state import (
+    at_least_1d,
     is_spread,
-    like,
-    misfit,
     own_part,
     parameters_of,
     read_sharded,
-    read_tensors,
     restore_optimizer,
+    shard_like,
+    short_error,
+    state_mismatch,
     state_of,
-    whole_of,
-    with_axis,
-    write_tensors,
+    to_full_tensor,
 )
 
 AGAIN = "delete it and start the stage again"
@@ -75,7 +74,9 @@ class Checkpoint:
             return
         if not ranks().first:
             return
-        copied = {name: whole_of(value).detach().cpu().clone() for name, value in tensors.items()}
+        copied = {
+            name: to_full_tensor(value).detach().cpu().clone() for name, value in tensors.items()
+        }
         about = {"step": str(step), "note": json.dumps(note)}
         self._start(lambda: self._replace(copied, about))
 
@@ -105,7 +106,10 @@ class Checkpoint:
         refuse_unlike("checkpoints", str(found["step"]))
         weights = {name: value for name, value in tensors.items() if name.startswith("model.")}
         model.load_state_dict(
-            {name.removeprefix("model."): like(weights[name], there[name]) for name in weights}
+            {
+                name.removeprefix("model."): shard_like(weights[name], there[name])
+                for name in weights
+            }
         )
         restore_optimizer(optimizer, tensors)
         return found["step"], found["note"]
@@ -180,7 +184,7 @@ class Checkpoint:
             self._group = distributed.new_group(backend="gloo")
         target = self.folder / f"sharded-{step}"
         stager = DefaultStager(StagingOptions(False, False, False, False))
-        copied: Any = stager.stage({name: with_axis(value) for name, value in tensors.items()})
+        copied: Any = stager.stage({name: at_least_1d(value) for name, value in tensors.items()})
         stager.close()
 
         def write() -> None:
@@ -192,7 +196,7 @@ class Checkpoint:
                 save(copied, storage_writer=writer, process_group=self._group)
             except (Exception, CheckpointException) as error:
                 shutil.rmtree(target, ignore_errors=True)  # a part of it is of no use
-                why = in_short(error)
+                why = short_error(error)
                 if "Errno" not in why and "os error" not in why:  # no file's, so another rank's end
                     raise RuntimeError(f"{target}: could not be written ({why})") from error
                 size = sum(own_part(value).nbytes for value in copied.values())
@@ -235,7 +239,7 @@ def _fitting(
 
     def fitting() -> tuple[Tensors, dict[str, Any]]:
         tensors, about = read()
-        why = misfit(tensors, model, optimizer)
+        why = state_mismatch(tensors, model, optimizer)
         step, note = -1, None
         with suppress(KeyError, ValueError, RecursionError):  # it is said below
             step, note = int(about["step"]), json.loads(about["note"])

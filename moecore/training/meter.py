@@ -12,8 +12,8 @@ from torch import Tensor, distributed, nn
 
 from moecore.core.files import UserError
 from moecore.core.ranks import joined, of_all_ranks, ranks
-from moecore.core.tensors import own_part
 from moecore.core.torch_internals import TorchDispatchMode, storage_address, tree_leaves
+from moecore.training.sharded_state import own_part
 
 MEMORY = "memory_mb"  # of one step, among the values of the first logged point
 WEIGHED = 1  # the step, from 0, whose memory is taken: the first after the optimizer has its state

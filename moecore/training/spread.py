@@ -19,13 +19,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moecore.core.files import UserError
 from moecore.core.ranks import ranks
-from moecore.core.tensors import like, whole_of
 from moecore.nn.kernels.expert_parallel import PartedExperts
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.language_block import LanguageBlock
 from moecore.nn.layers.moe import MoELayer
 from moecore.training.job import Job
 from moecore.training.settings import Training
+from moecore.training.sharded_state import shard_like, to_full_tensor
 
 FEW = 8  # up to so many shards parameters stay whole between forward and backward
 
@@ -57,14 +57,16 @@ class Spread:
     def gather(self) -> None:
         """Bring the whole model up to date, on every rank."""
         state = self.job.model.state_dict()
-        self.whole.model.load_state_dict({name: whole_of(value) for name, value in state.items()})
+        self.whole.model.load_state_dict(
+            {name: to_full_tensor(value) for name, value in state.items()}
+        )
 
     @torch.no_grad()
     def scatter(self) -> None:
         """Take over the first rank's whole model."""
         state = self.whole.model.state_dict()
         for name, value in self.job.model.state_dict().items():
-            value.copy_(like(state[name], value))
+            value.copy_(shard_like(state[name], value))
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         """Average the gradients that are not sharded, clip all, and update."""
@@ -78,7 +80,7 @@ class Spread:
         if clip is not None:
             kinds = [kind for kind in (sharded, others) if kind]
             grads = [[gradient(parameter) for parameter in kind] for kind in kinds]
-            norms = [whole_of(get_total_norm(kind, foreach=True)) for kind in grads]
+            norms = [to_full_tensor(get_total_norm(kind, foreach=True)) for kind in grads]
             total = torch.linalg.vector_norm(torch.stack(norms))
             for kind in kinds:
                 clip_grads_with_norm_(kind, clip, total, foreach=True)

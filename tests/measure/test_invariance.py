@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.core.tensors import unpacked_values
+from moecore.core.encoded_arrays import decode_values
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.transforms import TRANSFORMS, draw_affines
 from moecore.measure import invariance
@@ -117,7 +117,7 @@ def test_the_identity_moves_nothing(vit, images):
     assert row.name == "still"
     assert row.agreement == 1
     assert set(row.model_dump(exclude={"name", "agreement", "items"}).values()) == {0.0}
-    assert set(unpacked_values(row.items).tolist()) == {0.0}
+    assert set(decode_values(row.items).tolist()) == {0.0}
 
 
 def test_a_distance_is_held_against_that_between_different_images(results, vit, images):

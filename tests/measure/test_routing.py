@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.core.encoded_arrays import decode_values
 from moecore.core.records import Layout, RoutingRecord
 from moecore.core.streams import generator_for, seed_of
-from moecore.core.tensors import unpacked_values
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import make_views
 from moecore.measure import routing
@@ -233,7 +233,7 @@ def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
     assert ("tail_mass" in found.items) == (found.tail_mass is not None)
     assert ("teacher_agreement" in found.items) == (found.teacher_agreement is not None)
     for metric, text in found.items.items():
-        items = unpacked_values(text)
+        items = decode_values(text)
         if metric in ("confidence_second", "confidence_others"):
             place = metric.removeprefix("confidence_")
             value = np.mean([getattr(layer.confidence, place) for layer in found.layers])
@@ -242,7 +242,7 @@ def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
         assert items.shape == (40,) and items.mean() == pytest.approx(value, abs=1e-6), metric
     for row in found.augmentations:
         for metric, text in row.items.items():
-            items = unpacked_values(text)
+            items = decode_values(text)
             assert items.shape == (15,) and items.mean() == pytest.approx(getattr(row, metric))
 
 

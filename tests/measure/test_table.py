@@ -11,11 +11,11 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.config import Config
+from moecore.core.encoded_arrays import decode_values
 from moecore.core.files import UserError, write_json
 from moecore.core.plain import plain
 from moecore.core.records import Layout, RoutingRecord
 from moecore.core.sources import ROOT
-from moecore.core.tensors import unpacked_values
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.views.views import Affine, ViewSettings
 from moecore.measure import MEASUREMENTS, cost, routing
@@ -295,7 +295,7 @@ def test_people_with_several_sessions_are_one_item(subject, found):
     assert len(set(zip(test.people.tolist(), names, strict=True))) == len(set(names))
     shown = test.people_at(evenly_spaced_indices(len(names), 12))
     for metric, packed in found.items.items():
-        items = unpacked_values(packed)
+        items = decode_values(packed)
         assert len(items) == len(set(shown.tolist()))
         if hasattr(found, metric):
             assert items.mean() == pytest.approx(getattr(found, metric), abs=1e-6)

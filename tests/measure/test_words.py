@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
 from moecore.core.config import Config
+from moecore.core.encoded_arrays import decode_values
 from moecore.core.files import UserError
-from moecore.core.tensors import unpacked_values
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.wikitext import Wikitext
@@ -313,7 +313,7 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
     assert row.score == pytest.approx(np.mean(row.scores))
     assert row.low < row.score < row.high
     # What claims are judged by: one number a test image, the mean over the draws.
-    items = unpacked_values(row.items)
+    items = decode_values(row.items)
     assert items == pytest.approx(np.mean(hits, axis=0), abs=1e-3)
     assert items.mean() == pytest.approx(row.score, abs=1e-5)
 

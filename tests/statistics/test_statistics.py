@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 
 from benchmarks import coverage
-from moecore.core.tensors import packed_values, unpacked_values
+from moecore.core.encoded_arrays import decode_values, encode_values
 from moecore.statistics.crossed import (
     BOTH,
     ITEMS,
@@ -384,12 +384,12 @@ def test_a_ratio_as_one_value_an_image():
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e5])
 def test_items_are_kept_to_three_digits_and_their_mean_exactly(scale):
     values = scale * np.random.default_rng(5).standard_normal(1000) + 3
-    found = unpacked_values(kept_items(values))
+    found = decode_values(kept_items(values))
     assert found.mean() == pytest.approx(values.mean(), rel=1e-12)
     assert np.abs(found - values).max() < 1e-3 * np.abs(values - values.mean()).max()
-    assert unpacked_values(kept_items(np.full(5, 0.25))).tolist() == [0.25] * 5
+    assert decode_values(kept_items(np.full(5, 0.25))).tolist() == [0.25] * 5
     with pytest.raises(ValueError):
-        packed_values(np.array([1.0, np.inf]))
+        encode_values(np.array([1.0, np.inf]))
 
 
 def test_the_table_stands_in_the_docs():

@@ -28,7 +28,7 @@ from moecore.core.files import UserError
 from moecore.core.ranks import Ranks, join, leave
 from moecore.core.sources import ROOT
 from moecore.core.streams import Draws, generator_for
-from moecore.core.tensors import read_tensors, whole_of
+from moecore.core.tensors import read_tensors
 from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones import Backbone
@@ -40,6 +40,7 @@ from moecore.training.job import Job
 from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.settings import Training
+from moecore.training.sharded_state import to_full_tensor
 from tests.nn.backbones import test_two_towers
 from tests.project import PARAMS, SHIPPED, Project
 from tests.training import test_isolation
@@ -165,7 +166,7 @@ def computed(job: Job, settings: Training, epochs: int) -> dict:
     def keep(optimizer, *_):
         if not gradients:
             every = [one for group in optimizer.param_groups for one in group["params"]]
-            found = [whole_of(one.grad).flatten() for one in every if one.grad is not None]
+            found = [to_full_tensor(one.grad).flatten() for one in every if one.grad is not None]
             gradients.append(torch.cat([one.double() for one in found]))
 
     hook = register_optimizer_step_pre_hook(keep)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from moecore.core.config import Config
+from moecore.core.encoded_arrays import decode_arrays, encode_arrays
 from moecore.core.files import UserError
 from moecore.core.records import Layout, RoutingRecord
-from moecore.core.tensors import packed, unpacked
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import Crop, ViewSettings
 from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
@@ -30,11 +30,11 @@ class Picture(Config):
     """Images or volumes with pixels of a byte; the last axis is the fastest."""
 
     shape: tuple[int, ...]  # (N, C, H, W) or (N, C, D, H, W)
-    pixels: str  # as ``core.packed.packed`` writes them
+    pixels: str  # as ``core.encoded_arrays.encode_arrays`` writes them
 
     def array(self) -> np.ndarray:
         """The pixels, uint8 of this shape."""
-        return np.frombuffer(unpacked(self.pixels), np.uint8).reshape(self.shape)
+        return np.frombuffer(decode_arrays(self.pixels), np.uint8).reshape(self.shape)
 
 
 def picture(pixels: Tensor, side: int = SIDE) -> Picture:
@@ -43,7 +43,7 @@ def picture(pixels: Tensor, side: int = SIDE) -> Picture:
     """
     small = shrunk(pixels, side)
     data = np.rint(small.clamp(0, 1).numpy() * 255).astype(np.uint8)
-    return Picture(shape=data.shape, pixels=packed(data))
+    return Picture(shape=data.shape, pixels=encode_arrays(data))
 
 
 def shrunk(pixels: Tensor, side: int) -> Tensor:

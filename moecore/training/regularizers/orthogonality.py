@@ -12,7 +12,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_shards
 from moecore.core.records import Step
-from moecore.core.tensors import own_part
+from moecore.training.sharded_state import own_part
 
 
 class Orthogonality(Config):
