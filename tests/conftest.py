@@ -32,7 +32,6 @@ LONGEST = (
     "pipeline/test_several_labels.py",
     "pipeline/test_presets.py",
     "pipeline/test_what_reruns.py",
-    "pipeline/test_soak.py",
     "pipeline/test_image_text.py",
     "pipeline/test_cli.py",
     "study/test_params.py",

@@ -1,9 +1,11 @@
 """Whatever is written into params.yaml, the check answers in words; what it accepts can be trained.
 
-Files that people have are changed in one to three places by values that hurt.
+Files that people have are changed in one to three places by values that hurt; ``make soak`` tries
+more of them.
 """
 
 import copy
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +44,7 @@ HURTS: tuple[Any, ...] = (
     *({}, {"kind": "nope"}, {"kind": None}, {"kind": ["a"]}, {"a": {"b": 1}}),
 )
 MANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SOAK = "MOECORE_SOAK" in os.environ
 LARGE = 2_000_000  # parameters: a model that has more is built without weights only
 
 
@@ -94,7 +97,7 @@ def written(folder: Path, data: dict, stages: Path) -> Path:
 
 
 @pytest.mark.parametrize("study", STUDIES)
-@settings(MANY, max_examples=40)
+@settings(MANY, max_examples=40 if SOAK else 10)
 @given(draw=st.randoms(use_true_random=False), edits=st.integers(1, 3))
 def test_no_edit_of_a_file_gives_a_traceback(tmp_path_factory, study, draw, edits):
     """In order, or lines that begin with the file and are no longer than a screen."""
@@ -125,7 +128,7 @@ def every_method() -> dict:
     return data
 
 
-@settings(MANY, max_examples=150)
+@settings(MANY, max_examples=150 if SOAK else 40)
 @given(draw=st.randoms(use_true_random=False))
 def test_what_is_accepted_passes_a_step(tmp_path_factory, every_method, draw):
     data = copy.deepcopy(every_method)
