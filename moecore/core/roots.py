@@ -17,7 +17,7 @@ def repository() -> Path | None:
     return above[-1] if above else home
 
 
-def places(root: str | tuple[str, ...]) -> list[Path]:
+def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
     """The folders to look in for raw data, in order.
 
     A relative one counts from the working folder, then from the repository that DVC runs in.
@@ -29,6 +29,6 @@ def places(root: str | tuple[str, ...]) -> list[Path]:
     return list(dict.fromkeys(candidates))  # an absolute one stays as it is in any folder
 
 
-def found_file(name: str) -> Path:
+def find_raw_file(name: str) -> Path:
     """The file that ``name`` means in the places of raw data; as it is where there is none."""
-    return next((path for path in places(name) if path.is_file()), Path(name))
+    return next((path for path in candidate_folders(name) if path.is_file()), Path(name))

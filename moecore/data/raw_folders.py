@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core.roots import places
+from moecore.core.roots import candidate_folders
 
 
 class RawFolder(NamedTuple):
@@ -37,7 +37,8 @@ def scan_raw_folders(source: Any) -> list[RawFolder]:
     root = getattr(source, "root", None)
     if root is None:
         return []
-    return [scan_folder(folder) for folder in places(root) if folder.is_dir()]
+    there = {folder.resolve(): folder for folder in reversed(candidate_folders(root))}
+    return [scan_folder(folder) for path, folder in there.items() if path.is_dir()]
 
 
 def describe_change(before: Mapping[str, Any]) -> str | None:

@@ -14,9 +14,9 @@ RECORD = Path("tables/raw.json")
 
 def changed_raw_data(params: Path) -> Iterator[str]:
     """Yield a line for each folder under ``data`` that is not as ``prepare`` saw it."""
-    sections = load(str(params)).data.get("data") or {}
+    sections = load(str(params)).data.get("data")
     with chdir(params.parent):
-        for name in sections:
+        for name in sections if isinstance(sections, dict) else ():
             record = HISTORY / name / RECORD
             for before in read_json(record) if record.is_file() else []:
                 if change := describe_change(before):

@@ -16,7 +16,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.inside import inside
-from moecore.core.roots import places
+from moecore.core.roots import candidate_folders
 from moecore.data.files.decode_cache import DecodeCache, Files, decode_splits
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
@@ -104,7 +104,7 @@ class CaptionedFiles(Config):
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; the annotations are read, and no image."""
-        roots = tuple(places(self.root))
+        roots = tuple(candidate_folders(self.root))
         unseen = self._task(WordTokenizer([]))  # a task with captions, though no file be there
         known = Preview(self.facts()[0], self.channels, self.size, unseen, seen=roots)
         return known.completed(self._look)
@@ -122,7 +122,7 @@ class CaptionedFiles(Config):
 
     def _image_files(self) -> dict[str, list[tuple[Path, Captions]]]:
         """The files of each split, and what is said of them, after the limits."""
-        roots = places(self.root)
+        roots = candidate_folders(self.root)
         root = next((one for one in roots if one.is_dir()), None)
         if root is None:
             listed = " and ".join(map(str, roots))

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
-from unicodedata import category
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -69,9 +68,7 @@ class ImageStoreSettings(SplitSettings):
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """Sorted names of the class folders; UserError where there are fewer than two, or where a name
-    is no UTF-8.
-    """
+    """Return the sorted names of the class folders; UserError where there are fewer than two."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     names = tuple(
@@ -86,16 +83,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
             f"{folder}: found {len(names)} class folders; allowed: two or more, with the images "
             "of one class each"
         )
-    for name in names:
-        _refuse_unwritable(folder, name)
     return names
-
-
-def _refuse_unwritable(folder: Path, name: str) -> None:
-    """Raise UserError for a name that is no line of UTF-8: cards, tables and pages hold lines."""
-    if not name.strip() or any(category(letter) in ("Cc", "Cs") for letter in name):
-        allowed = "one line of letters, in UTF-8"
-        raise UserError(f"{folder}: found the class folder {name!r}; allowed: {allowed}")
 
 
 def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.roots import places
+from moecore.core.roots import candidate_folders
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
 from moecore.data.volumes.bids_table import Problem, Table, read_table
@@ -133,7 +133,7 @@ class Bids(CohortSplits, Grid):
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; tables are read and files are sought."""
-        known = age_preview(self.name, self.size, self._regions(), *places(self.root))
+        known = age_preview(self.name, self.size, self._regions(), *candidate_folders(self.root))
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
@@ -212,11 +212,11 @@ class Bids(CohortSplits, Grid):
     def _cache(self) -> VolumeCache:
         chosen = self.dseg and self.dseg.model_dump(exclude={"pattern"})
         settings = {"voxel_mm": self.voxel_mm, "size": list(self.size), "dseg": chosen}
-        there = [path for path in places(self.cache) if path.is_dir()]
+        there = [path for path in candidate_folders(self.cache) if path.is_dir()]
         return VolumeCache(there[0] if there else Path(self.cache), settings)
 
     def _root(self) -> Path:
-        roots = places(self.root)
+        roots = candidate_folders(self.root)
         if folder := next((root for root in roots if root.is_dir()), None):
             return folder
         raise UserError(

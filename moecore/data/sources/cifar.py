@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.core.roots import places
+from moecore.core.roots import candidate_folders
 from moecore.data.files.cifar_files import SETS, fetch_archive, read_binary
 from moecore.data.files.decode import resize_images
 from moecore.data.preview import Preview, class_counts
@@ -90,12 +90,14 @@ class Cifar(SplitSettings):
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; no file is read."""
         task = Classification(classes=SETS[self.classes].names)
-        known = Preview(f"CIFAR-{self.classes}", 3, self.size, task, seen=tuple(places(self.root)))
+        known = Preview(
+            f"CIFAR-{self.classes}", 3, self.size, task, seen=tuple(candidate_folders(self.root))
+        )
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
         chosen = SETS[self.classes]
-        roots = places(self.root)
+        roots = candidate_folders(self.root)
         place = self._there(roots)
         if place is None and not self.download:
             raise UserError(self._absent(roots))
@@ -113,7 +115,7 @@ class Cifar(SplitSettings):
 
     def _find(self) -> Path:
         """The folder with all .bin files, or the archive."""
-        roots = places(self.root)
+        roots = candidate_folders(self.root)
         if place := self._there(roots):
             return place
         if self.download:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.core.roots import found_file
+from moecore.core.roots import find_raw_file
 from moecore.data.files.captioned_files import (
     CaptionedFiles,
     Captions,
@@ -45,13 +45,13 @@ class CocoCaptions(CaptionedFiles):
         if (self.karpathy is None) == (not self.annotations):
             raise UserError("coco_captions: give `annotations` or `karpathy`, one of them")
         if self.karpathy is not None:
-            return read_karpathy_split(found_file(self.karpathy))
+            return read_karpathy_split(find_raw_file(self.karpathy))
         if len(self.folders) != len(self.annotations):
             given = f"{len(self.annotations)} annotations and {len(self.folders)} folders"
             raise UserError(f"coco_captions: found {given}; allowed: as many")
         images: list[Captions] = []
         for name, folder in zip(self.annotations, self.folders, strict=True):
-            images += read_coco(found_file(name), folder)
+            images += read_coco(find_raw_file(name), folder)
         return split_by_seed(images, self)
 
 

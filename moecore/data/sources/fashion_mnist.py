@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.core.roots import places
+from moecore.core.roots import candidate_folders
 from moecore.data.files.decode import resize_images
 from moecore.data.files.download import download_file
 from moecore.data.files.idx import read_idx
@@ -93,11 +93,13 @@ class FashionMnist(SplitSettings):
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; no file is read."""
         task = Classification(classes=CLASSES)
-        known = Preview("Fashion-MNIST", 1, self.size, task, seen=tuple(places(self.root)))
+        known = Preview(
+            "Fashion-MNIST", 1, self.size, task, seen=tuple(candidate_folders(self.root))
+        )
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
-        roots = places(self.root)
+        roots = candidate_folders(self.root)
         root = self._there(roots)
         if root is None and not self.download:
             raise UserError(_absent(roots))
@@ -114,7 +116,7 @@ class FashionMnist(SplitSettings):
         return next((root for root in roots if all(_path(root, name) for name in SHA256)), None)
 
     def _find(self) -> Path:
-        roots = places(self.root)
+        roots = candidate_folders(self.root)
         if root := self._there(roots):
             return root
         if not self.download:

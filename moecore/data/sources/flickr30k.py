@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.core.roots import found_file
+from moecore.core.roots import find_raw_file
 from moecore.data.files.captioned_files import (
     CaptionedFiles,
     Captions,
@@ -39,8 +39,8 @@ class Flickr30k(CaptionedFiles):
         if (self.karpathy is None) == (self.captions_file is None):
             raise UserError("flickr30k: give `captions_file` or `karpathy`, one of them")
         if self.karpathy is not None:
-            return read_karpathy_split(found_file(self.karpathy))
-        path = found_file(str(self.captions_file))
+            return read_karpathy_split(find_raw_file(self.karpathy))
+        path = find_raw_file(str(self.captions_file))
         lines = list(read_token_file(path))
         return split_by_seed(
             group_captions(path, {name: name for name, _ in lines}, iter(lines)), self

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.core.roots import places
+from moecore.core.roots import candidate_folders
 from moecore.data.files.class_folders import (
     ImageStoreSettings,
     class_names,
@@ -78,7 +78,7 @@ class ImageFolder(ImageStoreSettings):
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; files are counted."""
-        roots = tuple(places(self.root))
+        roots = tuple(candidate_folders(self.root))
         known = Preview(self._name(roots[0]), self.channels, self.size, None, seen=roots)
         return known.completed(self._look)
 
@@ -92,7 +92,7 @@ class ImageFolder(ImageStoreSettings):
         return self.name or root.resolve().name
 
     def _root(self) -> Path:
-        roots = places(self.root)
+        roots = candidate_folders(self.root)
         if folder := next((root for root in roots if root.is_dir()), None):
             return folder
         raise UserError(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.core.roots import places
+from moecore.core.roots import candidate_folders
 from moecore.data.files.class_folders import (
     ImageStoreSettings,
     class_names,
@@ -62,7 +62,9 @@ class Imagenet(ImageStoreSettings):
         root = self._root()
         classes = class_names(root / "train")
         splits = self._splits(root, classes)
-        cache = next((path for path in places(self.cache) if path.is_dir()), Path(self.cache))
+        cache = next(
+            (path for path in candidate_folders(self.cache) if path.is_dir()), Path(self.cache)
+        )
         kept = DecodeCache(cache, self.size, 3)
         packing = self.packing(self.size, 3)
         parts = decode_splits(kept, splits, self.on_error, packing)
@@ -82,7 +84,7 @@ class Imagenet(ImageStoreSettings):
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; files are counted."""
-        known = Preview("ImageNet", 3, self.size, None, seen=tuple(places(self.root)))
+        known = Preview("ImageNet", 3, self.size, None, seen=tuple(candidate_folders(self.root)))
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class Imagenet(ImageStoreSettings):
         }
 
     def _root(self) -> Path:
-        roots = places(self.root)
+        roots = candidate_folders(self.root)
         root = next(
             (path for path in roots if (path / "train").is_dir() and (path / "val").is_dir()), None
         )

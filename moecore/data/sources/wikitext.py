@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError, checksum
-from moecore.core.roots import places
+from moecore.core.roots import candidate_folders
 from moecore.data.preview import Preview
 from moecore.data.text.words import END, SPLITS, UNKNOWN, Reading, TextSettings, write_text
 from moecore.tasks.next_token import NextToken
@@ -65,21 +65,23 @@ class Wikitext(TextSettings):
         """Return what ``prepare`` would write; words are counted only then."""
         words = KNOWN.get(self.name, (2, 0))[0]
         task = NextToken(words=words)
-        known = Preview(self.name, self.context + 1, self.size, task, seen=tuple(places(self.root)))
+        known = Preview(
+            self.name, self.context + 1, self.size, task, seen=tuple(candidate_folders(self.root))
+        )
         return known.completed(self._look)
 
     def _look(self) -> dict[str, Any]:
         return {"seen": tuple(self._files().values())}
 
     def _files(self) -> dict[str, Path]:
-        for root in places(self.root):
+        for root in candidate_folders(self.root):
             paths = {
                 split: next((root / name for name in names if (root / name).is_file()), None)
                 for split, names in FILES.items()
             }
             if all(paths.values()):
                 return {split: path for split, path in paths.items() if path is not None}
-        tried = ", ".join(map(str, places(self.root)))
+        tried = ", ".join(map(str, candidate_folders(self.root)))
         allowed = "a folder with wiki.{train,valid,test}.tokens or {train,valid,test}.txt"
         raise UserError(f"root: found {tried}, where a file is missing; allowed: {allowed}")
 

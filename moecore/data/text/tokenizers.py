@@ -15,7 +15,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, checksum, write_whole
-from moecore.core.roots import found_file
+from moecore.core.roots import find_raw_file
 from moecore.data.text.words import lower_words
 from moecore.tasks.image_text import ImageText
 
@@ -175,7 +175,7 @@ class BpeSettings(Config):
 
     def build(self, training: Iterable[str]) -> BpeTokenizer:
         """The file's."""
-        return BpeTokenizer(found_file(self.file), self.words)
+        return BpeTokenizer(find_raw_file(self.file), self.words)
 
 
 AnyTokenizer = Annotated[WordSettings | BpeSettings, Field(discriminator="kind")]

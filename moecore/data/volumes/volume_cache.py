@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moecore.core.files import UserError, checksum, read_json, whole_file, write_json
+from moecore.core.files import checksum, read_json, whole_file, write_json
 from moecore.data.npy import save_array
 from moecore.data.volumes.volumes import Stored, SubjectFiles
 
@@ -31,12 +31,7 @@ class VolumeCache:
         self.index = folder / "files.json"
         self.lock = Lock()
         folder.mkdir(parents=True, exist_ok=True)
-        if self.index.is_file():
-            self.known: dict[str, list] = read_json(self.index)
-            if not isinstance(self.known, dict):
-                raise UserError(f"{self.index}: holds no digests; delete it, it is made again")
-        else:
-            self.known = {}
+        self.known: dict[str, list] = read_json(self.index) if self.index.is_file() else {}
 
     def key(self, files: SubjectFiles) -> str:
         """Digest of the content of a subject's files and of the settings."""
@@ -52,11 +47,13 @@ class VolumeCache:
         ).hexdigest()
 
     def load(self, key: str) -> Stored | None:
-        """Return what was kept under a key, memory-mapped; None where nothing was."""
+        """Return what was kept under a key, memory-mapped; None where nothing whole was."""
         image, regions = self._paths(key)
-        if not image.is_file():
+        try:
+            shares = _map_array(regions) if regions.is_file() else None
+            return Stored(_map_array(image), shares)
+        except (OSError, ValueError, EOFError):
             return None
-        return Stored(_map_array(image), _map_array(regions) if regions.is_file() else None)
 
     def save(self, key: str, made: Stored) -> None:
         """Keep a subject; the image comes last, so that its being there means that all is."""
@@ -74,13 +71,9 @@ class VolumeCache:
         state = path.stat()
         name = str(path.resolve())
         stamp = [state.st_size, state.st_mtime_ns]
-        match self.known.get(name):
-            case [int(size), int(changed), str(digest)] if [size, changed] == stamp:
-                return digest
-        # new, changed, or no entry that was ever written
-        digest = checksum(path)
-        self.known[name] = [*stamp, digest]
-        return digest
+        if name not in self.known or self.known[name][:2] != stamp:
+            self.known[name] = [*stamp, checksum(path)]
+        return self.known[name][2]
 
     def _paths(self, key: str) -> tuple[Path, Path]:
         return self.folder / f"{key}.image.npy", self.folder / f"{key}.regions.npy"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.roots import found_file
+from moecore.core.roots import find_raw_file
 from moecore.core.tensors import read_tensors
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
@@ -102,7 +102,7 @@ class OpenClip(Config):
         return model.eval()
 
     def _weights(self) -> dict[str, Tensor]:
-        path = found_file(self.checkpoint)
+        path = find_raw_file(self.checkpoint)
         if not (self.checkpoint.endswith(".safetensors") and path.is_file()):
             allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
             raise UserError(f"teacher.checkpoint: found {self.checkpoint!r}; allowed: {allowed}")
