@@ -12,7 +12,7 @@ from moecore.core.files import whole_folder
 from moecore.data.sources import Source
 from moecore.run.history import record
 from moecore.run.stage import run_stage
-from moecore.study.params import Key, read
+from moecore.study.reading.params import Key, read_params
 
 
 class Params(Config):
@@ -23,7 +23,7 @@ class Params(Config):
 
 def prepare(name: str) -> None:
     """Prepare the data set under ``data.<name>``."""
-    params = read(Params, data=name)
+    params = read_params(Params, data=name)
     target = Path("artifacts/data") / name
     with record("prepare", params, phase=name) as run:
         with whole_folder(target) as folder:

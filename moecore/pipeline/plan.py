@@ -12,7 +12,7 @@ from moecore.pipeline.code_hashes import code_files
 from moecore.pipeline.drivers import free
 from moecore.run.history_file import NAME, locked, read_lines
 from moecore.run.progress import clock
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 
 HASHING = "code"  # the stage that hashes the code; it takes a second
 ALWAYS = "always changed"  # DVC's words for it in a study
@@ -113,7 +113,7 @@ def changed_by_code(pipeline: Pipeline, root: Path = ROOT) -> dict[str, tuple[st
 def _edited(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
     """The files of hashes that will change, with the source files that differ."""
     found = {}
-    for name, hashes in code_files(load(str(params)), root).items():
+    for name, hashes in code_files(load_yaml(str(params)), root).items():
         file = CODE / name
         before = _hashes(file) if file.exists() else {}
         differing = {path for path, _ in before.items() ^ hashes.items()}

@@ -15,7 +15,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.grouped import grouped_linear
 from moecore.nn.layers.block import attend
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 from moecore.training.guide import build_guide, standing_alone
 from moecore.training.job import Ahead, Job, training_batch
 from moecore.training.loop import fit, train_step
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 METHODS = {
     name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
+    for name, entry in load_yaml(str(ROOT / "params.yaml")).data["methods"].items()
 }
 CUDA = CPU._replace(device="cuda")
 

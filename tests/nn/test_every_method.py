@@ -17,7 +17,7 @@ from moecore.data.views.views import Affine, ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predictions
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.guide import build_guide, standing_alone
 from moecore.training.job import Job
@@ -30,7 +30,7 @@ from tests.volumes import VOLUMES, ball
 
 METHODS = {
     name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
+    for name, entry in load_yaml(str(ROOT / "params.yaml")).data["methods"].items()
 }
 SHIFTED = SETTINGS.model_copy(update={"epochs": 1, "views": type(SETTINGS.views)(shift=1)})
 ASKED_FOR = {
@@ -120,7 +120,9 @@ def test_the_image_reaches_the_prediction_with_a_gradient(name):
 
 ON_VOLUMES = {
     name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "pipelines/all_methods/params.yaml")).data["methods"].items()
+    for name, entry in load_yaml(str(ROOT / "pipelines/all_methods/params.yaml"))
+    .data["methods"]
+    .items()
 }
 VIEWS = ViewSettings(flip=True, affine=Affine(degrees=10, translate=0.05, scale=(0.9, 1.1)))
 SETTINGS = Training(epochs=1, batch=8, learning_rate=1e-3, log_every=1, views=VIEWS)

@@ -36,15 +36,15 @@ from moecore.pipeline.plan import (
 )
 from moecore.pipeline.scale import Model, Peaks, step, table
 from moecore.run.history import record
-from moecore.study.document import load, parse
-from moecore.study.overlay import resolve
-from moecore.study.params import keys, validate_whole
-from moecore.study.study import Study
+from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.reading.overlay import resolve_overlay
+from moecore.study.reading.params import params_keys, validate_whole
+from moecore.study.reading.study import Study
 from moecore.tasks.classification import Classification
 from tests import project
 
-MAIN = load(str(ROOT / "dvc.yaml")).data["stages"]
-MORE = load(str(ROOT / "pipelines/stages.yaml")).data["stages"]
+MAIN = load_yaml(str(ROOT / "dvc.yaml")).data["stages"]
+MORE = load_yaml(str(ROOT / "pipelines/stages.yaml")).data["stages"]
 NO_PART = ("code", "numbers")  # the hashes of the code, and a copy of a file
 STAGES = {
     name: stage.get("do", stage) for name, stage in (MAIN | MORE).items() if name not in NO_PART
@@ -101,7 +101,7 @@ def keys_of(stage: dict) -> dict[str, str]:
     fills = {slot: filled[argument] for slot, argument in read_calls(script).items()}
     return {
         field: re.sub(r"\{(\w+)\}", lambda match: fills[match[1]], template)
-        for field, template in keys(params).items()
+        for field, template in params_keys(params).items()
     }
 
 
@@ -194,7 +194,7 @@ def test_the_code_of_every_room_that_decides_a_result_is_hashed():
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
 def test_the_dvc_yaml_of_a_study_is_written_from_the_roots(study):
     text = (study / "dvc.yaml").read_text(encoding="utf-8")
-    assert text == study_dvc(resolve(study, ROOT).stages)
+    assert text == study_dvc(resolve_overlay(study, ROOT).stages)
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
@@ -217,9 +217,9 @@ def test_what_a_stage_feeds_to_another_one():
 
 @pytest.mark.parametrize("path", [ROOT, *STUDIES], ids=lambda path: path.name)
 def test_every_params_file_is_in_order(path: Path):
-    from moecore.study.whole import check
+    from moecore.study.checking.validate import check_params
 
-    check(path / "params.yaml")
+    check_params(path / "params.yaml")
 
 
 EDGES = [
@@ -266,7 +266,7 @@ PARAMS = "run: {methods: [a]}\nmethods: {a: {router: {kind: hash}}}\n"
 def finished(folder: Path) -> dict[str, dict[str, str]]:
     """What the stages ``code`` and ``train`` leave behind."""
     (folder / "params.yaml").write_text(PARAMS)
-    files = code_files(parse(PARAMS))
+    files = code_files(parse_yaml(PARAMS))
     for name, hashes in files.items():
         write_json(CODE / name, hashes)
     stages = {
@@ -401,7 +401,7 @@ def test_a_step_on_paper_by_hand():
 def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text(project.PARAMS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    study = validate_whole(Study, load("params.yaml"))
+    study = validate_whole(Study, load_yaml("params.yaml"))
     rows = [line.split(" | ") for line in table(study, Peaks())]
     assert [row[0].strip("| ") for row in rows[2:]] == [
         name for name in ("dense", "vmoe", "tgr") for _ in (1, 8, 64)

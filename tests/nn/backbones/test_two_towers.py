@@ -19,7 +19,7 @@ from moecore.nn.backbones.text_tower import TextTower, TextTransformer, marks
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predictions
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import load_model, save_model, transferred
@@ -41,7 +41,7 @@ SMALL = TwoTowers(
 SETTINGS = Training(epochs=2, batch=10, learning_rate=1e-2, log_every=2, views={"shift": 1})
 METHODS = {
     name: Method.model_validate(entry)
-    for name, entry in load(str(ROOT / "params.yaml")).data["methods"].items()
+    for name, entry in load_yaml(str(ROOT / "params.yaml")).data["methods"].items()
 }
 MOE = {
     "router": {"kind": "noisy_top_k", "k": 2},
