@@ -74,11 +74,11 @@ def argument_names(script: str) -> list[str]:
 
 
 def read_calls(script: str) -> dict[str, str]:
-    """What fills the templates: ``read(Params, data=name)`` says that ``{data}`` is ``name``."""
+    """What fills the templates: ``read_params(Params, data=name)`` says that ``{data}`` is ``name``."""
     calls = (
         node
         for node in ast.walk(tree_of(script))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "read"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "read_params"
     )
     return {
         word.arg: word.value.id

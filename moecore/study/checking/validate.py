@@ -19,7 +19,7 @@ from moecore.study.reading.document import Document, load_yaml
 from moecore.study.reading.messages import truncate_lines
 from moecore.study.reading.overlay import load_stages
 from moecore.study.reading.params import validate_whole
-from moecore.study.reading.setting_errors import describe_section, error_line
+from moecore.study.reading.setting_errors import describe_field, error_line
 from moecore.study.reading.study import OPTIONAL, PHASES, SECTIONS, Study, section_readers
 
 PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
@@ -99,7 +99,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
         if key in ("run", "data") and key not in data:
             continue  # the model itself says so
         lack = "found null" if key in data else f"missing; the stage {stage} reads it"
-        yield (key,), f"{lack}; allowed: {describe_section(Study, key)}"
+        yield (key,), f"{lack}; allowed: {describe_field(Study, (key,))}"
     measured = set(Study.model_fields) - {key for keys in SECTIONS.values() for key in keys}
     # Measurements may be switched off and keep their section
     welcome = {*readers, *OPTIONAL, *(measured if "measure" in stages else ())}

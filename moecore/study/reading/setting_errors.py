@@ -64,9 +64,8 @@ def _position(place: str) -> tuple[int, int]:
 
 def _joined(several: Sequence[tuple[str, str]]) -> str:
     """Return what the members of a union say of one value as one text."""
-    found, _ = several[0]
     allowed = " or ".join(dict.fromkeys(allowed for _, allowed in several if allowed))
-    return f"{found}; allowed: {allowed}" if allowed else found
+    return f"{several[0][0]}; allowed: {allowed}" if allowed else several[0][0]
 
 
 def _keys_at(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
@@ -108,7 +107,7 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
         ]
         return f"unknown key{did_you_mean(keys[-1], names)}", ", ".join(names) or "(none)"
     if kind == "missing":
-        return "missing", _describe_field(model, item["loc"])
+        return "missing", describe_field(model, item["loc"])
     if kind == "union_tag_not_found":
         return f"{TAG} is missing", _describe_models(_models_at(model, item["loc"]))
     if kind == "union_tag_invalid":
@@ -126,13 +125,8 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     return f"found {key}{show_value(value)}{hint}", allowed
 
 
-def describe_section(model: type[BaseModel], name: str) -> str:
-    """Return what may stand at a field of a model: its keys or kinds, else its description."""
-    return _describe_field(model, (name,))
-
-
-def _describe_field(model: type[BaseModel], loc: Sequence[str | int]) -> str:
-    """Return what a field that is missing may be."""
+def describe_field(model: type[BaseModel], loc: Sequence[str | int]) -> str:
+    """Return what may stand at pydantic's location: keys or kinds, else the field's description."""
     if models := _models_at(model, loc):
         return _describe_models(models)
     owners = [owner for owner in _models_at(model, loc[:-1]) if loc[-1] in owner.model_fields]
