@@ -30,7 +30,7 @@ from moecore.nn.experts.mlp import Mlp as MlpExperts
 from moecore.nn.layers import block, moe, patch_embed
 from moecore.nn.layers.moe import MoE
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.study.params import read
+from moecore.study.reading.params import read_params
 from moecore.tasks.classification import Classification
 from moecore.training.objective import Objective
 from moecore.training.optimizer import build_optimizer
@@ -63,7 +63,7 @@ def sizes() -> dict[str, Size]:
     """The sizes by name; ``default`` is the model and batch of params.yaml on 28 × 28 grey
     pixels.
     """
-    defaults = read(Defaults)
+    defaults = read_params(Defaults)
     return {
         "default": Size(defaults.model, 1, 28, 10, defaults.pretrain.batch, 1.0),
         "vit_tiny": Size(Vit(patch=4, width=192, depth=12, heads=3), 3, 32, 10, 64, 4.0),

@@ -13,8 +13,8 @@ from moecore.measure.base import Subject
 from moecore.measure.calibration import Calibrate, Files, refuse
 from moecore.run.history import record
 from moecore.run.stage import run_stage
-from moecore.study.params import read
-from moecore.study.selection import Phase
+from moecore.study.reading.params import read_params
+from moecore.study.reading.run_section import Phase
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune
 
@@ -27,7 +27,7 @@ class Params(Config):
 
 
 def calibrate(phase: Phase, method: str, seed: int) -> None:
-    params = read(Params)
+    params = read_params(Params)
     settings = params.calibrate
     data = Prepared.open(Path("artifacts/data") / phase)
     refuse(settings, data.task, phase)

@@ -2,18 +2,21 @@
 
 ``python -m stages.code`` writes artifacts/code/, which the other stages depend on in the place of
 the source, so they rerun exactly when a file or a part that they use is edited. As the first stage
-it checks params.yaml, the data and the models too, before anything is computed. It must stay fast:
-no torch, no pydantic where that was checked before.
+it checks params.yaml, the data and the models too, before anything is computed.
 """
+
+from pathlib import Path
 
 from moecore.pipeline.code_hashes import write_code
 from moecore.run.inputs import params_path, refuse_changed_document
-from moecore.run.stage import run_stage
-from moecore.study.document import load
+from moecore.run.stage import metrics_named, run_stage
+from moecore.study.checking.preflight import check_study
+from moecore.study.reading.document import load_yaml
 
 
 def code() -> None:
-    document = load(params_path())
+    document = load_yaml(params_path())
+    check_study(document.path, Path(), metrics_named)
     write_code(document.path)
     refuse_changed_document(document)
 

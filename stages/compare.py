@@ -18,9 +18,10 @@ from moecore.report.texts import texts
 from moecore.run import partial_run
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage import run_stage
-from moecore.study.document import load
-from moecore.study.params import read
-from moecore.study.selection import Claim, Question, Selection
+from moecore.study.reading.claims_section import Claim, Question
+from moecore.study.reading.document import load_yaml
+from moecore.study.reading.params import read_params
+from moecore.study.reading.run_section import Selection
 
 
 class Params(Config):
@@ -34,9 +35,9 @@ class Params(Config):
 
 
 def compare() -> None:
-    params = read(Params)
+    params = read_params(Params)
     path = Path(params_path())
-    document = load(str(path))
+    document = load_yaml(str(path))
     stages = study_stages(path, params.run)
     results = read_results(params.run, path.read_text(encoding="utf-8"), stages=stages)
     asked, waiting = partial_run.split_waiting([*params.claims, *params.questions], params.run)

@@ -15,7 +15,7 @@ from moecore.measure.routing_metrics.epochs import survived
 from moecore.nn.predict import predictions
 from moecore.run.stage import run_stage
 from moecore.run.training import training_run
-from moecore.study.params import Key, read
+from moecore.study.reading.params import Key, read_params
 from moecore.training.artifacts import guide_folder, save_model, save_words
 from moecore.training.method import Method
 from moecore.training.outcome import outcome
@@ -35,7 +35,7 @@ class AdversarialParams(Config):
 
 def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) -> None:
     """Fine-tune artifacts/pretrain/``method``/``seed`` on artifacts/data/``phase``."""
-    params = read(Params if phase == "finetune" else AdversarialParams, method=method)
+    params = read_params(Params if phase == "finetune" else AdversarialParams, method=method)
     settings = getattr(params, phase)
     start = Path("artifacts/pretrain", method, str(seed))
     guide = guide_folder(method, seed)

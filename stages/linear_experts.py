@@ -7,7 +7,7 @@ from moecore.core.config import Config
 from moecore.measure.linear_experts import LinearExperts, measure
 from moecore.run.history import record
 from moecore.run.stage import run_stage
-from moecore.study.params import read
+from moecore.study.reading.params import read_params
 
 
 class Params(Config):
@@ -15,7 +15,7 @@ class Params(Config):
 
 
 def linear_experts() -> None:
-    params = read(Params)
+    params = read_params(Params)
     with record("linear_experts", params) as run:
         run.result(measure(params.linear_experts))
 

@@ -13,8 +13,8 @@ from moecore.measure import MEASUREMENTS
 from moecore.measure.base import Skipped, Subject
 from moecore.run.resume import resumable
 from moecore.run.stage import run_stage
-from moecore.study.params import Key, read, read_section
-from moecore.study.selection import Phase
+from moecore.study.reading.params import Key, read_params, read_section
+from moecore.study.reading.run_section import Phase
 from moecore.training.artifacts import guide_folder, load_guide, load_model
 from moecore.training.method import Method
 from moecore.training.runtime import tune
@@ -34,7 +34,7 @@ def measure(what: str, phase: Phase, method: str, seed: int) -> None:
     with resumable(what, params, __file__, phase, method, seed) as (run, parts):
         subject = opened(phase, method, seed, measurement.guided, parts.folder)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
-            named = read(Named, method=method).method.regions
+            named = read_params(Named, method=method).method.regions
             subject = subject._replace(regions=named.experts if named else ())
         reason = measurement.applies(subject)
         if reason is None:

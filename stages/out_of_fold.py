@@ -23,7 +23,7 @@ from moecore.run.history import record
 from moecore.run.progress import progress
 from moecore.run.resume import work_folder
 from moecore.run.stage import run_stage
-from moecore.study.params import Key, read
+from moecore.study.reading.params import Key, read_params
 from moecore.training.method import Method
 from moecore.training.runtime import tune
 from moecore.training.settings import Training
@@ -38,7 +38,7 @@ class Params(Config):
 
 
 def out_of_fold(method: str, seed: int) -> None:
-    params = read(Params, method=method)
+    params = read_params(Params, method=method)
     item = f"out_of_fold/pretrain/{method}/{seed}"
     source = Path("artifacts/data/pretrain")
     with (

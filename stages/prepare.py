@@ -13,7 +13,7 @@ from moecore.data.raw_folders import scan_raw_folders
 from moecore.data.sources import Source
 from moecore.run.history import record
 from moecore.run.stage import run_stage
-from moecore.study.params import Key, read
+from moecore.study.reading.params import Key, read_params
 
 
 class Params(Config):
@@ -24,7 +24,7 @@ class Params(Config):
 
 def prepare(name: str) -> None:
     """Prepare the data set under ``data.<name>``."""
-    params = read(Params, data=name)
+    params = read_params(Params, data=name)
     target = Path("artifacts/data") / name
     with record("prepare", params, phase=name) as run:
         if folders := scan_raw_folders(params.data):  # before they are read

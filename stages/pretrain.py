@@ -14,7 +14,7 @@ from moecore.measure.routing_metrics.epochs import Watch
 from moecore.nn.backbones import Backbone
 from moecore.run.stage import run_stage
 from moecore.run.training import training_run
-from moecore.study.params import Key, read
+from moecore.study.reading.params import Key, read_params
 from moecore.training.artifacts import GUIDE, save_guide, save_model, save_words
 from moecore.training.method import Method
 from moecore.training.outcome import outcome
@@ -32,7 +32,7 @@ class Params(Config):
 
 def pretrain(method: str, seed: int) -> None:
     """Train ``method`` on artifacts/data/pretrain, guided by its teacher where it has one."""
-    params = read(Params, method=method)
+    params = read_params(Params, method=method)
     settings = params.method.pretrained(params.pretrain)
     names = params.method.expert_names
     guide = Path("artifacts/teacher_router", method, str(seed))

@@ -15,8 +15,8 @@ from moecore.measure.under_attack.curves import Line
 from moecore.run.progress import progress
 from moecore.run.resume import resumable
 from moecore.run.stage import run_stage
-from moecore.study.params import read
-from moecore.study.selection import Phase
+from moecore.study.reading.params import read_params
+from moecore.study.reading.run_section import Phase
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune
 
@@ -26,7 +26,7 @@ class Params(Config):
 
 
 def robustness(phase: Phase, method: str, seed: int) -> None:
-    params = read(Params)
+    params = read_params(Params)
     settings = params.robustness
     data = Prepared.open(Path("artifacts/data") / phase)
     refuse(settings, data.task)

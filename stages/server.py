@@ -8,7 +8,6 @@ import sys
 import scipy.stats  # noqa: F401 - the first interval of a process would import it
 import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
 
-import moecore.study.whole  # noqa: F401 - params.yaml that was not checked yet
 from moecore.pipeline.forked import serve
 from stages.calibrate import calibrate
 from stages.code import code

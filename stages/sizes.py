@@ -7,7 +7,7 @@ from moecore.core.config import Config
 from moecore.measure.sizes import Sizes, measure
 from moecore.run.history import record
 from moecore.run.stage import run_stage
-from moecore.study.params import read
+from moecore.study.reading.params import read_params
 
 
 class Params(Config):
@@ -15,7 +15,7 @@ class Params(Config):
 
 
 def sizes() -> None:
-    params = read(Params)
+    params = read_params(Params)
     with record("sizes", params) as run:
         run.result(measure(params.sizes))
 

@@ -15,7 +15,7 @@ from moecore.measure.base import Skipped
 from moecore.nn.backbones.image import ImageSpec
 from moecore.run.stage import run_stage
 from moecore.run.training import training_run
-from moecore.study.params import read
+from moecore.study.reading.params import read_params
 from moecore.training.artifacts import save_model
 from moecore.training.job import job_for
 from moecore.training.objective import Objective
@@ -30,7 +30,7 @@ class Params(Config):
 
 def teacher(seed: int) -> None:
     """Obtain the teacher that ``teacher`` describes; it shares no draws with the students."""
-    params = read(Params)
+    params = read_params(Params)
     settings = params.teacher
     target = Path("artifacts/teacher", str(seed))
     drawn = seed_of("teacher", seed)

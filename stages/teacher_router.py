@@ -15,7 +15,7 @@ from moecore.nn.backbones import Backbone
 from moecore.run.history import record
 from moecore.run.stage import run_stage
 from moecore.run.training import followed
-from moecore.study.params import Key, read
+from moecore.study.reading.params import Key, read_params
 from moecore.training.artifacts import load_unguided, save_guide, save_no_guide
 from moecore.training.method import Method
 from moecore.training.outcome import RouterFit
@@ -33,7 +33,7 @@ class Params(Config):
 
 def teacher_router(method: str, seed: int) -> None:
     """Fit one router per MoE layer of ``method``; those that learn with it are left as drawn."""
-    params = read(Params, method=method)
+    params = read_params(Params, method=method)
     chosen = params.method
     settings = params.teacher_router
     target = Path("artifacts/teacher_router", method, str(seed))

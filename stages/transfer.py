@@ -14,8 +14,8 @@ from moecore.run.history import record
 from moecore.run.progress import progress
 from moecore.run.resume import Kept, work_folder
 from moecore.run.stage import run_stage
-from moecore.study.params import Key, read
-from moecore.study.selection import Phase
+from moecore.study.reading.params import Key, read_params
+from moecore.study.reading.run_section import Phase
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune
 
@@ -26,7 +26,7 @@ class Params(Config):
 
 
 def transfer(phase: Phase, seed: int) -> None:
-    params = read(Params)
+    params = read_params(Params)
     folders = {name: Path("artifacts", phase, name, str(seed)) for name in params.methods}
     inputs = [Path("artifacts/data", phase), *folders.values()]
     with (

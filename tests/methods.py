@@ -1,13 +1,13 @@
 """Methods of tests/params.yaml: all, for one grid of builds and steps, and six for other places."""
 
 from moecore.core.sources import ROOT
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 from moecore.training.method import Method
 
 
 def load_methods(path: str) -> dict[str, Method]:
     """Return the methods that a params.yaml of this repository has, by name."""
-    entries = load(str(ROOT / path)).data["methods"]
+    entries = load_yaml(str(ROOT / path)).data["methods"]
     return {name: Method.model_validate(entry) for name, entry in entries.items()}
 
 

@@ -7,14 +7,15 @@ from torch import nn
 
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit import Vit
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 from moecore.training.guide import build_guide, standing_alone
 from moecore.training.method import Method
 from tests.project import SHIPPED
 from tests.training.small import IMAGE
 
 METHODS = {
-    name: Method.model_validate(entry) for name, entry in load(str(SHIPPED)).data["methods"].items()
+    name: Method.model_validate(entry)
+    for name, entry in load_yaml(str(SHIPPED)).data["methods"].items()
 }
 # layer → the first method that has it
 ROUTED = {

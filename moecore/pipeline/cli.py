@@ -53,9 +53,9 @@ class _Group(TyperGroup):
 def check(params: Params = HERE) -> None:
     """Validate the whole of params.yaml; every problem with file, line, column and key."""
     from moecore.run.stage import metrics_named
-    from moecore.study.remembered import in_order
+    from moecore.study.checking.preflight import describe_check
 
-    typer.echo(in_order(params, also=metrics_named))
+    typer.echo(describe_check(params, also=metrics_named))
     _say_changed_raw_data(params)
 
 
@@ -76,11 +76,11 @@ def plan(
         print_plan()
         return
     from moecore.pipeline.scale import Peaks, table
-    from moecore.study.document import load
-    from moecore.study.params import validate_whole
-    from moecore.study.study import Study
+    from moecore.study.reading.document import load_yaml
+    from moecore.study.reading.params import validate_whole
+    from moecore.study.reading.study import Study
 
-    study = validate_whole(Study, load(str(HERE)))
+    study = validate_whole(Study, load_yaml(str(HERE)))
     for line in table(study, Peaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)):
         typer.echo(line)
 
@@ -90,15 +90,15 @@ def run(jobs: Jobs = None, sets: Sets = None) -> None:
     from moecore.pipeline.drivers import hold_project
     from moecore.pipeline.parallel import run_pipeline
     from moecore.run.stage import metrics_named
-    from moecore.study.remembered import in_order
+    from moecore.study.checking.preflight import check_study
 
     with hold_project():  # who is refused has written nothing
         if sets:
-            from moecore.study.assign import assign
+            from moecore.study.writing.assignments import write_assignments
 
-            for line in assign(HERE, sets) or ["nothing changes"]:
+            for line in write_assignments(HERE, sets) or ["nothing changes"]:
                 typer.echo(f"{HERE}: {line}")
-        in_order(also=metrics_named)
+        check_study(also=metrics_named)
         _say_changed_raw_data(HERE)
         run_pipeline(jobs)
 
@@ -138,10 +138,10 @@ def predict(context: typer.Context) -> None:
 def schema() -> None:
     """Write params.schema.json, from which editors complete and document every key."""
     from moecore.core.sources import ROOT
-    from moecore.study.whole import schema as of_study
+    from moecore.study.checking.validate import params_schema
 
     target = ROOT / "params.schema.json"
-    write_json(target, of_study())
+    write_json(target, params_schema())
     typer.echo(f"{target}: written")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from moecore.core.files import whole_folder, write_json
 from moecore.core.sources import CODE, ROOT
 from moecore.pipeline.closures import DECIDING, closure, fingerprint, part_files
-from moecore.study.document import Document, load
+from moecore.study.reading.document import Document, load_yaml
 
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
 
@@ -30,7 +30,7 @@ def code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
     """Write the whole folder, in the place of what was there."""
-    hashed = code_files(load(str(params)), root)
+    hashed = code_files(load_yaml(str(params)), root)
     with whole_folder(folder) as temporary:
         for name, hashes in hashed.items():
             write_json(temporary / name, hashes)

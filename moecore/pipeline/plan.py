@@ -11,7 +11,7 @@ from moecore.core.sources import CODE, ROOT
 from moecore.pipeline.code_hashes import code_files
 from moecore.run.history_file import NAME, locked, read_lines
 from moecore.run.progress import clock
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 
 HASHING = "code"  # the stage that hashes the code; it takes a second
 ALWAYS = "always changed"  # DVC's words for it in a study
@@ -115,7 +115,7 @@ def stages_changed_by_code(
 def _edited(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
     """The files of hashes that will change, with the source files that differ."""
     edits = {}
-    for name, hashes in code_files(load(str(params)), root).items():
+    for name, hashes in code_files(load_yaml(str(params)), root).items():
         file = CODE / name
         before = _hashes(file) if file.exists() else {}
         differing = {path for path, _ in before.items() ^ hashes.items()}

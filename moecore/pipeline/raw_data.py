@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moecore.core.files import read_json
 from moecore.data.raw_folders import describe_change
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 
 HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the folders that it saw
 RECORD = Path("tables/raw.json")
@@ -14,7 +14,7 @@ RECORD = Path("tables/raw.json")
 
 def changed_raw_data(params: Path) -> Iterator[str]:
     """Yield a line for each folder under ``data`` that is not as ``prepare`` saw it."""
-    sections = load(str(params)).data.get("data")
+    sections = load_yaml(str(params)).data.get("data")
     with chdir(params.parent):
         for name in sections if isinstance(sections, dict) else ():
             record = HISTORY / name / RECORD

@@ -21,9 +21,9 @@ from moecore.nn.backbones.model import BackboneModel, parameter_counts
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.meta_device import on_meta_device
 from moecore.report.words import shown
-from moecore.study.data_rules import previews_of
-from moecore.study.model_rules import image_of
-from moecore.study.study import Study
+from moecore.study.checking.data_rules import load_previews
+from moecore.study.checking.model_rules import image_spec
+from moecore.study.reading.study import Study
 from moecore.training.meter import LiveBytes
 
 SIZES = (1, 8, 64)
@@ -131,14 +131,14 @@ def table(study: Study, peaks: Peaks) -> Iterator[str]:
     """
     if study.model is None or study.pretrain is None:
         raise UserError("plan --scale: found no model or no pretrain; both are needed")
-    preview = previews_of(study)["pretrain"]
+    preview = load_previews(study)["pretrain"]
     names = "method", "parameters", "active", "ranks", "images a rank", "memory", "traffic"
     yield f"| {' | '.join(names)} | step, limit |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     for name in study.run.methods:
         method = study.methods[name]
         with on_meta_device():
-            model = method.sized(study.model).build(image_of(preview), method.moe)
+            model = method.sized(study.model).build(image_spec(preview), method.moe)
             model_counts = counted(model, method.views)
         for ranks in SIZES:
             batch = study.pretrain.batch

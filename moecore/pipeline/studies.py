@@ -7,8 +7,8 @@ from pathlib import Path
 
 from moecore.core.files import UserError, write_whole
 from moecore.pipeline.dvc_file import write_project
-from moecore.study.overlay import OVERLAY, presets_of, resolve
-from moecore.study.written import write_params
+from moecore.study.reading.overlay import OVERLAY, load_presets, resolve_overlay
+from moecore.study.writing.write_params import write_params
 
 HERE = Path()  # the working folder
 NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -37,7 +37,7 @@ def list_studies(root: Path = HERE) -> list[Path]:
 def list_presets(folder: Path) -> list[str]:
     """The names of a study's presets. Raises UserError where ``folder`` is no study."""
     _refuse_other_folder(folder)
-    return list(presets_of(folder))
+    return list(load_presets(folder))
 
 
 def write_study(folder: Path, presets: Sequence[str] = ()) -> list[str]:
@@ -48,7 +48,7 @@ def write_study(folder: Path, presets: Sequence[str] = ()) -> list[str]:
     _refuse_other_folder(folder)
     root = Path(os.path.relpath(folder.resolve().parents[1]))
     changed = list(write_params(folder, root, presets))
-    write_project(folder, resolve(folder, root).stages, root)
+    write_project(folder, resolve_overlay(folder, root).stages, root)
     return changed
 
 

@@ -18,9 +18,10 @@ from moecore.report.measures import SHOWN
 from moecore.report.summary import compared_in
 from moecore.report.words import decimals, shown
 from moecore.statistics.intervals import Interval
-from moecore.study.document import load
-from moecore.study.params import validate
-from moecore.study.selection import Claim, Question, Selection, settings_of
+from moecore.study.reading.claims_section import Claim, Question, settings_digest
+from moecore.study.reading.document import load_yaml
+from moecore.study.reading.params import validate_keys
+from moecore.study.reading.run_section import Selection
 
 TABLES = Path(__file__).with_name("paper_tables.yaml")
 SHARES = ("accuracy_", "noise_accuracy", "test_accuracy", "match_", "error_")
@@ -97,7 +98,7 @@ class Answer(NamedTuple):
     def changed(self) -> bool:
         """Whether settings were changed since; of older answers that is not known."""
         known = None if self.entry is None else self.entry.get("settings")
-        return known is not None and known != settings_of(self.study.settings, self.claim)
+        return known is not None and known != settings_digest(self.study.settings, self.claim)
 
     @property
     def verdict(self) -> str:
@@ -110,7 +111,7 @@ class Answer(NamedTuple):
 
 def tables() -> Tables:
     """What paper_tables.yaml says; raises UserError where it is damaged."""
-    return validate(Tables, load(str(TABLES)))
+    return validate_keys(Tables, load_yaml(str(TABLES)))
 
 
 def found_studies(root: Path) -> Iterator[Study]:
@@ -118,8 +119,8 @@ def found_studies(root: Path) -> Iterator[Study]:
     for folder in sorted(path.parent for path in (root / "pipelines").glob("*/params.yaml")):
         path = folder / "reports/compare.json"
         compared = compared_in(path) if path.exists() else {}
-        document = load(str(folder / "params.yaml"))
-        yield Study(folder.name, validate(Asked, document), compared, document.data)
+        document = load_yaml(str(folder / "params.yaml"))
+        yield Study(folder.name, validate_keys(Asked, document), compared, document.data)
 
 
 def answers_of(study: Study) -> list[Answer]:

@@ -12,7 +12,7 @@ from moecore.report.tables import table
 from moecore.report.words import Cell, as_json, cell
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
-from moecore.study.selection import Claim, Comparison, Question, settings_of
+from moecore.study.reading.claims_section import Claim, Comparison, Question, settings_digest
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ def flat_claims(
     """
     entries = {}
     for number, found in enumerate(evaluated):
-        behind = {} if study is None else {"settings": settings_of(study, found.claim)}
+        behind = {} if study is None else {"settings": settings_digest(study, found.claim)}
         entries[f"{number}: {_words(found.claim)}"] = _entry(found) | behind
     return entries
 

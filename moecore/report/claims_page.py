@@ -23,7 +23,7 @@ from moecore.report.all_claims import (
     values_of,
 )
 from moecore.report.words import decimals, shown, signed
-from moecore.study.selection import Claim, Question
+from moecore.study.reading.claims_section import Claim, Question
 
 TARGET = Path("docs/claims.md")
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")

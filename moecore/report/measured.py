@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from moecore.core.config import Config
-from moecore.study.document import parse
+from moecore.study.reading.document import parse_yaml
 from moecore.tasks.base import Task
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
@@ -138,7 +138,7 @@ class Results(NamedTuple):
 @cache
 def methods_of(settings: str) -> Mapping[str, Any]:
     """The entry ``methods`` of a params.yaml; {} where it has none."""
-    return (parse(settings).data or {}).get("methods") or {}
+    return (parse_yaml(settings).data or {}).get("methods") or {}
 
 
 def _router(settings: Mapping[str, Any]) -> str:

@@ -21,8 +21,8 @@ from moecore.measure.transfer import Result as Transfer
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import SHOWN
 from moecore.report.shown import Shown
-from moecore.study.selection import Phase as PhaseName
-from moecore.study.selection import Selection
+from moecore.study.reading.run_section import Phase as PhaseName
+from moecore.study.reading.run_section import Selection
 from moecore.tasks.base import Task
 
 USUAL = ("calibrate", "robustness", "routing")

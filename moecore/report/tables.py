@@ -14,9 +14,9 @@ from moecore.report.measures import SHOWN, sizes
 from moecore.report.paper_figures import PAPERS
 from moecore.report.references import references, seen
 from moecore.report.words import Cell, as_json, cell
-from moecore.study.document import near
-from moecore.study.selection import Phase as PhaseName
-from moecore.study.study import Study
+from moecore.study.reading.messages import did_you_mean
+from moecore.study.reading.run_section import Phase as PhaseName
+from moecore.study.reading.study import Study
 from moecore.tasks.regression import Regression
 
 
@@ -175,7 +175,8 @@ def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tup
                     listed = ", ".join(known[:LISTED])
                     if len(known) > LISTED:
                         listed += f" and {len(known) - LISTED} more"
-                    text = f"found {name!r}{near(name, known)}; allowed in {one.phase}: {listed}"
+                    hint = did_you_mean(name, known)
+                    text = f"found {name!r}{hint}; allowed in {one.phase}: {listed}"
                     yield (section, index, key), text
 
 

@@ -7,7 +7,7 @@ from moecore.report.summary import ANSWERS
 from moecore.report.view import Block, Grid, Item, Line, Section
 from moecore.report.words import Cell, between, decimals, limits_of, shown, signed
 from moecore.statistics.crossed import BOTH, ITEMS, SEEDS
-from moecore.study.selection import Claim, Question
+from moecore.study.reading.claims_section import Claim, Question
 
 MARKS = {"holds": "✓ holds", "differs": "✗ differs here", "open": "? open", "": "–"}
 HOW = (

@@ -14,8 +14,8 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.plain import plain
 from moecore.run.history_file import flatten
-from moecore.study.document import Document, load
-from moecore.study.params import keys, read
+from moecore.study.reading.document import Document, load_yaml
+from moecore.study.reading.params import params_keys, read_params
 
 GO_ON = "undo that, and the stage goes on where it was; or run again, with what stands there now"
 
@@ -28,13 +28,13 @@ def params_path() -> str:
 def refuse_changed_params(params: Config, **item: object) -> None:
     """Raise UserError, naming the key, where params.yaml holds other settings than ``params``.
 
-    item: what fills the keys' templates, as for ``read``. Where the file is gone, DVC itself files
-    nothing.
+    item: what fills the keys' templates, as for ``read_params``. Where the file is gone, DVC itself
+    files nothing.
     """
     if not Path(params_path()).is_file():
         return
-    now = read(type(params), None, **item)
-    for field, template in keys(type(params)).items():
+    now = read_params(type(params), None, **item)
+    for field, template in params_keys(type(params)).items():
         key = template.format(**item)
         before = flatten(plain(getattr(params, field)), key)
         _refuse_changed_values(before, flatten(plain(getattr(now, field)), key))
@@ -42,7 +42,7 @@ def refuse_changed_params(params: Config, **item: object) -> None:
 
 def refuse_changed_document(before: Document) -> None:
     """Raise UserError, naming the key, where the file of ``before`` holds other values now."""
-    _refuse_changed_values(flatten(before.data), flatten(load(before.path).data))
+    _refuse_changed_values(flatten(before.data), flatten(load_yaml(before.path).data))
 
 
 def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) ->
         if key not in before or key not in now or before[key] != now[key]:
             path = params_path()
             keys_of_place = [int(word) if word.isdigit() else word for word in key.split(".")]
-            place = load(path).place(keys_of_place)
+            place = load_yaml(path).place(keys_of_place)
             changed = f"was {was} when this stage read it, and is {is_now}"
             raise UserError(f"{place}: {key}: {changed}; {GO_ON}")
 

@@ -23,8 +23,8 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.run.local_ranks import LAUNCHED, rank_by_slurm, threads_by_slurm
 from moecore.run.stage import MEETING, end_with_parent, has_failed, with_parent
-from moecore.study.document import Document, load
-from moecore.study.params import validate_whole
+from moecore.study.reading.document import Document, load_yaml
+from moecore.study.reading.params import validate_whole
 
 CLUSTER = "MOECORE_CLUSTER"
 TRAINING = ("teacher", "pretrain", "finetune", "adversarial")
@@ -101,7 +101,7 @@ FIELDS = {*KEYS, "stage", "tasks"}  # of ``launch``
 
 def read_cluster(path: str) -> Cluster:
     """The file; raises UserError with file, line and what is allowed, a line for each mistake."""
-    document = load(path)
+    document = load_yaml(path)
     found = validate_whole(Cluster, document)
     if wrong := [*_of_launch(found, document), *_of_stages(found, document)]:
         raise UserError("\n".join(wrong))

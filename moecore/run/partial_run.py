@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moecore.core.files import whole_file, write_json
-from moecore.study.overlay import OVERLAY, resolve
-from moecore.study.selection import Claim, Comparison, Selection
+from moecore.study.reading.claims_section import Claim, Comparison
+from moecore.study.reading.overlay import OVERLAY, resolve_overlay
+from moecore.study.reading.run_section import Selection
 
 KEPT = Path("reports/compare.json")  # in git
 PART = Path("reports/compare.part.json")  # not in git
@@ -25,7 +26,7 @@ def list_left_out(params: Path, run: Selection) -> list[str]:
     if not (folder / OVERLAY).is_file():
         return []
     root = Path(os.path.relpath(folder.resolve().parents[1]))
-    whole = resolve(folder, root).document.data["run"]
+    whole = resolve_overlay(folder, root).document.data["run"]
     methods = set(whole["methods"])
     seeds = set(whole["seeds"])
     if not (methods >= set(run.methods) and seeds >= set(run.seeds)):

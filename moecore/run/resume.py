@@ -16,7 +16,7 @@ from moecore.run.history import Run, record
 from moecore.run.history_file import append_line, whole_lines
 from moecore.run.inputs import hash_inputs
 from moecore.run.locks import hold_lock
-from moecore.study.params import keys
+from moecore.study.reading.params import params_keys
 
 KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, beside `stages`
 
@@ -51,7 +51,7 @@ def code_of(item: str, params: Config, script: str | Path) -> list[Path]:
     hashes = CODE / "stages" / f"{Path(script).stem}.json"
     if not hashes.is_file():
         raise UserError(f"{hashes}: no such file; run `python -m stages.code`, which writes it")
-    sections = [key.split(".")[0] for key in keys(type(params)).values()]
+    sections = [key.split(".")[0] for key in params_keys(type(params)).values()]
     names = dict.fromkeys([*item.split("/"), *sections])
     named = [CODE / kind / f"{name}.json" for name in names for kind in KINDS]
     return [hashes, *(file for file in named if file.is_file())]

@@ -1,4 +1,4 @@
-"""How every stage starts: arguments by signature, params.yaml checked, errors in one clear line."""
+"""How every stage starts: arguments by signature, errors in one clear line."""
 
 import ctypes
 import inspect
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError, explain_full_disk
-from moecore.study.remembered import in_order
 
 PR_SET_PDEATHSIG = 1
 ENDED = 143  # the exit code of what was ended from outside
@@ -44,7 +43,6 @@ def run_stage(
     try:
         if not trains:
             refuse_ranks()
-        in_order(os.environ.get("MOECORE_PARAMS") or "params.yaml", Path(), metrics_named)
         with explain_full_disk():
             function(**values)
     except UserError as error:

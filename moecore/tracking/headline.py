@@ -19,7 +19,7 @@ from moecore.report.measures import SHOWN
 from moecore.report.quantities import headline
 from moecore.report.references import DENSE
 from moecore.report.tables import metrics_of
-from moecore.study.document import parse
+from moecore.study.reading.document import parse_yaml
 from moecore.tasks.base import Task
 from moecore.tracking.names import PHASES, Numbers, clean
 
@@ -74,7 +74,7 @@ def colour(study: Path, method: str) -> str:
     """The method's colour in the report: by its place among those of params.yaml."""
     path = study / "params.yaml"
     try:
-        methods = parse(path.read_text(encoding="utf-8")).data["run"]["methods"]
+        methods = parse_yaml(path.read_text(encoding="utf-8")).data["run"]["methods"]
     except (OSError, UserError, KeyError, TypeError):
         return INK  # `moecore check` says what is wrong with the file
     if not isinstance(methods, list) or method not in methods:

@@ -46,8 +46,8 @@ from moecore.report.measures import sizes
 from moecore.report.page import page
 from moecore.report.tables import flat
 from moecore.report.texts import texts
-from moecore.study.params import read
-from moecore.study.selection import Selection
+from moecore.study.reading.params import read_params
+from moecore.study.reading.run_section import Selection
 from stages.sizes import Params
 from tests.measure.subjects import built, captioned, digits, measured_twice
 from tests.measure.test_words import text
@@ -312,7 +312,7 @@ EXPERTS = {
 
 @pytest.fixture(scope="module")
 def paper_sizes() -> Result:
-    return measure(read(Params, str(STUDY / "params.yaml")).sizes)
+    return measure(read_params(Params, str(STUDY / "params.yaml")).sizes)
 
 
 def row(paper_sizes: Result, name: str) -> Row:

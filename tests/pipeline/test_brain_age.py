@@ -15,8 +15,8 @@ from moecore.brain import out_of_fold as brain_out_of_fold
 from moecore.measure import cohort_checks, robustness, routing
 from moecore.measure.base import Skipped, read_result
 from moecore.pipeline.code_hashes import write_code
-from moecore.study.document import load
-from moecore.study.overlay import presets_of
+from moecore.study.reading.document import load_yaml
+from moecore.study.reading.overlay import load_presets
 from moecore.training.outcome import Outcome
 from stages import calibrate as calibrate_stage
 from stages import compare, measure, out_of_fold, prepare, pretrain, teacher, teacher_router
@@ -186,6 +186,6 @@ def test_the_report_has_every_method(study):
     assert all(method in page for method in METHODS) and "imulated" in page
 
 
-@pytest.mark.parametrize("preset", presets_of(STUDY).values(), ids=presets_of(STUDY))
+@pytest.mark.parametrize("preset", load_presets(STUDY).values(), ids=load_presets(STUDY))
 def test_presets_change_sections_that_are_there(preset):
-    assert set(preset.data) <= set(load(str(STUDY / "params.yaml")).data)
+    assert set(preset.data) <= set(load_yaml(str(STUDY / "params.yaml")).data)

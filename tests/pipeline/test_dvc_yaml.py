@@ -40,15 +40,15 @@ from moecore.pipeline.plan import (
 )
 from moecore.pipeline.scale import Model, Peaks, step, table
 from moecore.run.history import record
-from moecore.study.document import load, parse
-from moecore.study.overlay import resolve
-from moecore.study.params import keys, validate_whole
-from moecore.study.study import Study
+from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.reading.overlay import resolve_overlay
+from moecore.study.reading.params import params_keys, validate_whole
+from moecore.study.reading.study import Study
 from moecore.tasks.classification import Classification
 from tests import project
 
-MAIN = load(str(ROOT / "dvc.yaml")).data["stages"]
-MORE = load(str(ROOT / "pipelines/stages.yaml")).data["stages"]
+MAIN = load_yaml(str(ROOT / "dvc.yaml")).data["stages"]
+MORE = load_yaml(str(ROOT / "pipelines/stages.yaml")).data["stages"]
 NO_PART = ("code", "numbers")  # the hashes of the code, and a copy of a file
 STAGES = {
     name: stage.get("do", stage) for name, stage in (MAIN | MORE).items() if name not in NO_PART
@@ -78,11 +78,11 @@ def argument_names(script: str) -> list[str]:
 
 
 def read_calls(script: str) -> dict[str, str]:
-    """What fills the templates: ``read(Params, data=name)`` says that ``{data}`` is ``name``."""
+    """What fills the templates: ``read_params(Params, data=name)`` makes ``{data}`` the name."""
     calls = (
         node
         for node in ast.walk(tree_of(script))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "read"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "read_params"
     )
     return {
         word.arg: word.value.id
@@ -105,7 +105,7 @@ def keys_of(stage: dict) -> dict[str, str]:
     fills = {slot: filled[argument] for slot, argument in read_calls(script).items()}
     return {
         field: re.sub(r"\{(\w+)\}", lambda match: fills[match[1]], template)
-        for field, template in keys(params).items()
+        for field, template in params_keys(params).items()
     }
 
 
@@ -197,7 +197,7 @@ def test_the_code_of_every_room_that_decides_a_result_is_hashed():
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
 def test_the_dvc_yaml_of_a_study_is_written_from_the_roots(study):
-    resolved = resolve(study, ROOT)
+    resolved = resolve_overlay(study, ROOT)
     files = list_pipeline_files(study)
     texts = {file.relative_to(study).as_posix(): file.read_text("utf-8") for file in files}
     run = resolved.document.data["run"]
@@ -207,9 +207,9 @@ def test_the_dvc_yaml_of_a_study_is_written_from_the_roots(study):
 def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind():
     """After every stage DVC reads and writes the lock file that has it: 1 s per 100 stages."""
     for study in STUDIES:
-        run = load(str(study / "params.yaml")).data["run"]
+        run = load_yaml(str(study / "params.yaml")).data["run"]
         for file in list_pipeline_files(study):
-            stages = load(str(file)).data["stages"]
+            stages = load_yaml(str(file)).data["stages"]
             assert len(stages) == 1 or count_stages(stages, run) <= LARGE, file
 
 
@@ -233,9 +233,9 @@ def test_what_a_stage_feeds_to_another_one():
 
 @pytest.mark.parametrize("path", [ROOT, *STUDIES], ids=lambda path: path.name)
 def test_every_params_file_is_in_order(path: Path):
-    from moecore.study.whole import check
+    from moecore.study.checking.validate import check_params
 
-    check(path / "params.yaml")
+    check_params(path / "params.yaml")
 
 
 EDGES = [
@@ -282,7 +282,7 @@ PARAMS = "run: {methods: [a]}\nmethods: {a: {router: {kind: hash}}}\n"
 def finished(folder: Path) -> dict[str, dict[str, str]]:
     """What the stages ``code`` and ``train`` leave behind."""
     (folder / "params.yaml").write_text(PARAMS)
-    files = code_files(parse(PARAMS))
+    files = code_files(parse_yaml(PARAMS))
     for name, hashes in files.items():
         write_json(CODE / name, hashes)
     stages = {
@@ -394,7 +394,7 @@ def test_a_step_on_paper_by_hand():
 def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text(project.PARAMS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    study = validate_whole(Study, load("params.yaml"))
+    study = validate_whole(Study, load_yaml("params.yaml"))
     rows = [line.split(" | ") for line in table(study, Peaks())]
     assert [row[0].strip("| ") for row in rows[2:]] == [
         name for name in ("dense", "vmoe", "tgr") for _ in (1, 8, 64)

@@ -20,8 +20,8 @@ from moecore.core.sources import ROOT
 from moecore.data.files.decode import decode_image
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.study.whole import check
-from moecore.study.written import write_params
+from moecore.study.checking.validate import check_params
+from moecore.study.writing.write_params import write_params
 from moecore.training.artifacts import load_model
 from tests.data.sources.test_mosaic import split_file
 from tests.data.text.test_text import bpe_file
@@ -86,7 +86,7 @@ def result(folder, what: str, method: str) -> dict:
 
 
 def test_the_study_is_in_order():
-    check(STUDY / "params.yaml")
+    check_params(STUDY / "params.yaml")
 
 
 def test_both_directions_and_the_experts_of_words(folder):

@@ -16,10 +16,10 @@ import yaml
 from moecore.core.sources import ROOT
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import parameter_counts
-from moecore.study.overlay import resolve
-from moecore.study.study import Study
-from moecore.study.whole import check
-from moecore.study.written import write_params
+from moecore.study.checking.validate import check_params
+from moecore.study.reading.overlay import resolve_overlay
+from moecore.study.reading.study import Study
+from moecore.study.writing.write_params import write_params
 from moecore.tasks.next_token import NextToken
 
 STUDY = ROOT / "pipelines/language_wikitext103"
@@ -35,7 +35,7 @@ def folder(tmp_path):
 
 def settings_of(place, names=()) -> Study:
     list(write_params(place, ROOT, names))
-    return check(place / "params.yaml")
+    return check_params(place / "params.yaml")
 
 
 # table 10; millions of parameters by arithmetic, from the shapes of MomentumSMoE's code
@@ -82,7 +82,7 @@ def test_sizes_are_those_of_table_10(
 
 def test_weights_of_the_regularizer_are_those_of_a_gpu_without_h_squared():
     for study, tokens in (("language", 32 * 64), ("language_wikitext103", 96 * 256)):
-        data = resolve(ROOT / "pipelines" / study, ROOT, ()).document.data
+        data = resolve_overlay(ROOT / "pipelines" / study, ROOT, ()).document.data
         weight = data["methods"]["smoge"]["regularizers"][0]["weight"]
         assert weight * tokens / 9 == pytest.approx(1e-6 * 3072)
 

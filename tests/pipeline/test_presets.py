@@ -13,16 +13,16 @@ import torch
 
 from moecore.core.sources import ROOT
 from moecore.nn.backbones.image import ImageSpec
-from moecore.study.document import load
-from moecore.study.overlay import presets_of, resolve
-from moecore.study.whole import check
-from moecore.study.written import write_params
+from moecore.study.checking.validate import check_params
+from moecore.study.reading.document import load_yaml
+from moecore.study.reading.overlay import load_presets, resolve_overlay
+from moecore.study.writing.write_params import write_params
 from moecore.tasks.classification import Classification
 from tests.project import copy_shipped
 
 PAPERS = ("prc", "tgr", "moge", "ermoe")
 EACH = [(study, ()) for study in PAPERS] + [
-    (study, (name,)) for study in PAPERS for name in presets_of(ROOT / "pipelines" / study)
+    (study, (name,)) for study in PAPERS for name in load_presets(ROOT / "pipelines" / study)
 ]
 TOGETHER = [  # combinations that the READMEs name
     ("prc", ("flowers", "top_1")),
@@ -59,7 +59,8 @@ ALTERNATIVES = [
 def data_of(study: str, names: tuple[str, ...] = ()) -> dict:
     """The whole params.yaml of a study with presets, as plain data."""
     with TemporaryDirectory() as root:
-        return resolve(ROOT / "pipelines" / study, copy_shipped(Path(root)), names).document.data
+        shipped = copy_shipped(Path(root))
+        return resolve_overlay(ROOT / "pipelines" / study, shipped, names).document.data
 
 
 @pytest.fixture
@@ -83,8 +84,8 @@ def folder(tmp_path):
 )
 def test_every_study_and_preset_is_in_order_and_builds(folder, study, names):
     place = folder(study, names)
-    settings = check(place / "params.yaml")
-    assert load(str(place / "params.yaml")).data == data_of(study, names)
+    settings = check_params(place / "params.yaml")
+    assert load_yaml(str(place / "params.yaml")).data == data_of(study, names)
     for phase in settings.run.phases:
         source = (
             getattr(settings.data, phase) if hasattr(settings.data, phase) else settings.data[phase]
@@ -140,11 +141,11 @@ def test_the_readme_names_what_there_is(study):
         r"^moecore study preset pipelines/(\w+ [^#\n]*?)\s*#", text, re.MULTILINE
     ):
         name, *given = words.split()
-        assert name == study and set(given) <= set(presets_of(ROOT / "pipelines" / study))
+        assert name == study and set(given) <= set(load_presets(ROOT / "pipelines" / study))
 
 
 def millions(study: str, names: tuple[str, ...], method: str, folder) -> float:
-    settings = check(folder(study, names) / "params.yaml")
+    settings = check_params(folder(study, names) / "params.yaml")
     image = ImageSpec(
         channels=3,
         size=224,

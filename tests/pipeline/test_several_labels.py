@@ -14,10 +14,10 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import read_result
 from moecore.nn.predict import predictions
 from moecore.pipeline.code_hashes import write_code
-from moecore.study.checks import cross_checks
-from moecore.study.document import parse
-from moecore.study.params import read, validate_whole
-from moecore.study.study import Study
+from moecore.study.checking.validate import cross_checks
+from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.params import read_params, validate_whole
+from moecore.study.reading.study import Study
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.artifacts import load_model, save_no_guide
@@ -147,7 +147,7 @@ def test_the_section_without_an_attack_takes_the_papers(folder, monkeypatch):
     (folder / "plain.yaml").write_text(
         PARAMS.replace(", adversarial: {steps: 2, epsilon: 0.05}", "")
     )
-    settings = read(finetune.AdversarialParams, method="vmoe").adversarial
+    settings = read_params(finetune.AdversarialParams, method="vmoe").adversarial
     assert (settings.adversarial.steps, settings.adversarial.epsilon, settings.epochs) == (
         10,
         8 / 255,
@@ -170,7 +170,7 @@ def problems(*replacements: tuple[str, str]) -> list[str]:
     for old, new in replacements:
         assert old in text, old
         text = text.replace(old, new, 1)
-    document = parse(text, "params.yaml")
+    document = parse_yaml(text, "params.yaml")
     return list(cross_checks(document, validate_whole(Study, document)))
 
 

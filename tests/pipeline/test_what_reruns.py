@@ -26,7 +26,7 @@ from moecore.pipeline.closures import closure, fingerprint, part_files
 from moecore.pipeline.code_hashes import code_files
 from moecore.pipeline.plan import HASHING
 from moecore.run.history_file import locked
-from moecore.study.document import load, parse
+from moecore.study.reading.document import load_yaml, parse_yaml
 from tests import forked
 from tests.project import PARAMS as WHOLE
 from tests.project import Project, forget_files
@@ -61,7 +61,7 @@ def of_method(stage: str, *methods: str) -> bool:
 def changed_stages(project: Project) -> set[str]:
     """The stages whose code an edit changed, by the hashes and dvc.lock: DVC is not asked."""
     forget_files()
-    hashes = code_files(load(str(project.folder / "params.yaml")), project.folder)
+    hashes = code_files(load_yaml(str(project.folder / "params.yaml")), project.folder)
     files = [CODE / name for name in hashes]
     before = {file: read_json(project.folder / file) for file in files}
     changed = [file for file in files if before[file] != hashes[file.relative_to(CODE).as_posix()]]
@@ -199,9 +199,7 @@ def test_a_stage_needs_only_what_it_depends_on(finished, tmp_path, stage):
 TRACE = """
 import json, os, sys, threading
 from moecore.run.stage import run_stage
-import moecore.run.stage
 from stages.server import STAGES
-moecore.run.stage.in_order = lambda *_: None  # the check of the whole is no stage's own
 stages = {stage.__name__: stage for stage in STAGES}
 for name, (script, *words) in json.loads(sys.argv[1]).items():
     pid = os.fork()
@@ -456,7 +454,7 @@ questions: []
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, dict[str, str]]:
-    return code_files(parse(PARAMS))
+    return code_files(parse_yaml(PARAMS))
 
 
 def test_there_is_a_file_for_whatever_a_stage_depends_on(files):
@@ -504,7 +502,7 @@ def test_nothing_depends_on_rooms_that_decide_no_result(files, room):
 
 def test_a_method_that_is_not_there_is_named():
     with pytest.raises(UserError, match=r"methods.vmo: missing, did you mean 'vmoe'"):
-        code_files(parse(PARAMS.replace("[vmoe]", "[vmo]")))
+        code_files(parse_yaml(PARAMS.replace("[vmoe]", "[vmo]")))
 
 
 def run_code(folder: Path, *words: str) -> subprocess.CompletedProcess:
@@ -519,7 +517,7 @@ def run_code(folder: Path, *words: str) -> subprocess.CompletedProcess:
 
 def test_the_stage_writes_them(tmp_path):
     (tmp_path / "params.yaml").write_text(WHOLE)
-    files = code_files(parse(WHOLE))
+    files = code_files(parse_yaml(WHOLE))
     assert run_code(tmp_path).returncode == 0
     folder = tmp_path / "artifacts/code"
     found = {file.relative_to(folder).as_posix() for file in folder.rglob("*.json")}

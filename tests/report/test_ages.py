@@ -20,7 +20,8 @@ from moecore.report.summary import rows
 from moecore.report.tables import data_facts, flat, table, used_tests
 from moecore.report.texts import robustness_csv, table_s1_csv, training_csv
 from moecore.report.words import shown
-from moecore.study.selection import Claim, Selection
+from moecore.study.reading.claims_section import Claim
+from moecore.study.reading.run_section import Selection
 from tests.report.ages import STAGES, write_ages
 from tests.report.generated import changed
 from tests.report.test_report import assert_self_contained

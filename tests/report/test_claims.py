@@ -25,9 +25,9 @@ from moecore.report.summary import ANSWERS, claim_lines, rows
 from moecore.report.tables import flat, foreseen
 from moecore.report.verdicts import claims_markdown
 from moecore.statistics.crossed import BOTH, ITEMS, Difference, Source, crossed, kept_items
-from moecore.study.overlay import stages_of
-from moecore.study.selection import Claim, Question
-from moecore.study.whole import check
+from moecore.study.checking.validate import check_params
+from moecore.study.reading.claims_section import Claim, Question
+from moecore.study.reading.overlay import load_stages
 from tests.report.generated import TASK, card, changed, records_of, routed_by, trained
 from tests.report.test_report import assert_self_contained, results
 
@@ -534,9 +534,9 @@ def test_the_rows_of_the_papers_say_what_they_need():
             if not row.scheme and not row.needs:
                 assert row.paper, f"{name}, {row.number}: the paper's numbers"
             for printed in row.columns:
-                asked = check(ROOT / "pipelines" / printed.study / "params.yaml")
+                asked = check_params(ROOT / "pipelines" / printed.study / "params.yaml")
                 assert set(printed.methods) <= set(asked.run.methods), row.number
-                stages = stages_of(ROOT / "pipelines" / printed.study)
+                stages = load_stages(ROOT / "pipelines" / printed.study)
                 assert set(printed.metrics) <= set(foreseen(asked, stages, printed.phase))
 
 

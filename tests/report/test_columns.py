@@ -22,7 +22,7 @@ from moecore.report.references import seen
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables import flat, table
 from moecore.report.words import between, shown
-from moecore.study.selection import Selection
+from moecore.study.reading.run_section import Selection
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.outcome import Outcome
 from tests.report.generated import CLASSES, NEW, changed, write_results

@@ -20,9 +20,10 @@ from moecore.report.summary import rows
 from moecore.report.tables import flat, foreseen, metrics_of, table, unknown_metrics
 from moecore.report.texts import robustness_csv
 from moecore.report.training_figures import AGREEMENTS, agreement_points, routing_agreement
-from moecore.study.params import check as check_text
-from moecore.study.selection import Selection
-from moecore.study.study import Study
+from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.reading.params import validate_keys
+from moecore.study.reading.run_section import Selection
+from moecore.study.reading.study import Study
 from moecore.training.outcome import Outcome
 from tests.project import SHIPPED
 from tests.report.generated import NEW, TRANSFORMS, write_results
@@ -304,7 +305,7 @@ ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
 def misnamed(metric: str, phase: str = "pretrain") -> list[tuple[tuple, str]]:
     text = f"{SETTINGS}questions: [{{{ASKED}, metric: '{metric}', phase: {phase}}}]\n"
-    return list(unknown_metrics(check_text(Study, text), STAGES))
+    return list(unknown_metrics(validate_keys(Study, parse_yaml(text)), STAGES))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +352,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     names = table(whole, whole.phases["pretrain"]).metrics
     attacks = "[{kind: fgsm}, {kind: pgd, steps: 10}]"
     text = SETTINGS.replace("[{kind: pgd, steps: 10}]", attacks)
-    study = check_text(Study, text.replace("[stability]", str([*NEW, "invariance"])))
+    study = validate_keys(Study, parse_yaml(text.replace("[stability]", str([*NEW, "invariance"]))))
     known = foreseen(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
     generated |= {f"imed_{slug(name)}" for name in TRANSFORMS}
@@ -361,7 +362,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
 
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
-    study = check_text(Study, SHIPPED.read_text(encoding="utf-8"))
+    study = validate_keys(Study, load_yaml(SHIPPED))
     assert list(Ahead(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
     known = foreseen(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)

@@ -14,7 +14,7 @@ from moecore.report.measured import Models
 from moecore.report.page import page
 from moecore.report.predicted import Failure, PredictedPage, Shown, Spoken, flat_tile
 from moecore.report.results import read_results
-from moecore.study.selection import Selection
+from moecore.study.reading.run_section import Selection
 from moecore.tasks.classification import Classification
 from tests.browser import LOOKS, clipped, opened
 from tests.report import explored

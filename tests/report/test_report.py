@@ -20,7 +20,7 @@ from moecore.report.tables import apart, flat, table
 from moecore.report.texts import robustness_csv, training_csv
 from moecore.report.words import Cell, between, decimals, epsilon, shown, with_named_epsilons
 from moecore.statistics.intervals import Interval
-from moecore.study.selection import Selection
+from moecore.study.reading.run_section import Selection
 from moecore.training.outcome import Outcome
 from tests.report.generated import write_results
 

@@ -13,7 +13,7 @@ from moecore.pipeline.drivers import hold_project
 from moecore.run.history import record
 from moecore.run.history_file import locked, read_lines
 from moecore.run.inputs import refuse_changed_document
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 from tests.project import PARAMS, Project
 
 STAGE = "pretrain@dense-0"
@@ -115,7 +115,7 @@ def test_an_artifact_that_is_another_at_the_end_is_named(file):
 
 
 def test_a_whole_document_is_compared(file):
-    document = load(str(file))
+    document = load_yaml(str(file))
     file.write_text(f"# a comment\n{file.read_text()}")
     refuse_changed_document(document)
     file.write_text("epochs: 3\nparts: []\nmore: 1\n")

@@ -17,8 +17,8 @@ from moecore.run.partial_run import (
     split_waiting,
     write_numbers,
 )
-from moecore.study.assign import assign
-from moecore.study.params import read
+from moecore.study.reading.params import read_params
+from moecore.study.writing.assignments import write_assignments
 from stages.compare import Params
 
 STUDY = Path("pipelines/fashion_moge")
@@ -37,15 +37,17 @@ def study(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_whole_study_leaves_nothing_out(study):
-    params = read(Params, str(study))
+    params = read_params(Params, str(study))
     assert list_left_out(study, params.run) == []
     ready, waiting = split_waiting(params.claims, params.run)
     assert ready == list(params.claims) and not waiting
 
 
 def test_one_method_and_one_seed_wait_for_the_rest(study):
-    assign(study, ["run.methods=[moge]", "run.seeds=[0]"])  # and the file is in order with it
-    params = read(Params, str(study))
+    write_assignments(
+        study, ["run.methods=[moge]", "run.seeds=[0]"]
+    )  # and the file is in order with it
+    params = read_params(Params, str(study))
     assert list_left_out(study, params.run) == [
         "moe",
         "moge_circular",

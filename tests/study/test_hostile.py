@@ -24,10 +24,10 @@ from moecore.data.loader import to_device
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import on_meta_device
 from moecore.run.stage import metrics_named
-from moecore.study.data_rules import previews_of
-from moecore.study.foreseen import foresee
-from moecore.study.model_rules import image_of
-from moecore.study.study import Study
+from moecore.study.checking.data_rules import load_previews
+from moecore.study.checking.model_rules import image_spec
+from moecore.study.checking.preflight import check_study
+from moecore.study.reading.study import Study
 from moecore.training.guide import build_guide
 from moecore.training.job import Job, training_batch
 from moecore.training.loop import train_step
@@ -107,7 +107,7 @@ def test_no_edit_of_a_file_gives_a_traceback(tmp_path_factory, study, draw, edit
         change(data, draw)
     path = written(tmp_path_factory.mktemp("edited"), data, home)
     try:
-        foresee(path, also=metrics_named)
+        check_study(path, also=metrics_named)
     except UserError as error:
         lines = str(error).split("\n")
         assert all(line.startswith(f"{path}") for line in lines), lines
@@ -142,7 +142,7 @@ def test_what_is_accepted_passes_a_step(tmp_path_factory, every_method, draw):
     data |= part
     path = written(tmp_path_factory.mktemp("edited"), data, ROOT)
     try:
-        study = foresee(path).study
+        study = check_study(path).study
     except UserError:
         return
     for name in study.run.methods:
@@ -153,7 +153,7 @@ def step(study: Study, name: str) -> None:
     """One update of a method on eight random images."""
     method, training = study.methods[name], study.pretrain
     assert study.model is not None and training is not None
-    image = image_of(previews_of(study)["pretrain"])
+    image = image_spec(load_previews(study)["pretrain"])
     backbone = method.sized(study.model)
     with on_meta_device():
         small = backbone.build(image, method.moe)

@@ -33,7 +33,7 @@ from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.vit import Vit
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 from moecore.training.adversarial import Adversarial
 from moecore.training.guide import build_guide
 from moecore.training.job import Job
@@ -48,7 +48,7 @@ from tests.training.small import CPU, IMAGE, task
 from tests.volumes import balls
 
 ENTRIES = {
-    **load(str(SHIPPED)).data["methods"],
+    **load_yaml(str(SHIPPED)).data["methods"],
     "capacity": {
         "router": {"kind": "noisy_top_k", "k": 2, "capacity_factor": 1.0, "group_size": 4},
         "experts": {"kind": "mlp", "number": 4},

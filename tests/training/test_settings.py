@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.study.params import check
+from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.params import validate_keys
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.loop import fit
 from moecore.training.method import Method
@@ -255,18 +256,20 @@ LINES = """finetune:
             "  optimizer: {kind: sdg}\n",
             "found kind: sdg, did you mean 'sgd'?; allowed: adam, adamw, sgd",
         ),
-        ("  optimizer: {kind: sgd, momentum: 1}\n", "momentum: found 1 (int); allowed: number"),
+        ("  optimizer: {kind: sgd, momentum: 1}\n", "momentum: found 1 (int); allowed: less than"),
     ],
 )
 def test_what_an_optimizer_does_not_have_is_refused(lines, said):
     with pytest.raises(UserError) as error:
-        check(Section, LINES + lines)
+        validate_keys(Section, parse_yaml(LINES + lines))
     assert said in str(error.value)
 
 
 def test_without_decay_written_each_optimizer_has_its_own():
-    written = check(Section, LINES + "  optimizer: {kind: sgd}\n").finetune
+    written = validate_keys(Section, parse_yaml(LINES + "  optimizer: {kind: sgd}\n")).finetune
     assert written.weight_decay == 0
     assert Finetuning.model_validate(written.model_dump()) == written
-    assert check(Section, LINES + "  weight_decay: 0\n  optimizer: {kind: adam}\n")
-    assert check(Section, LINES).finetune.weight_decay == 0.05
+    assert validate_keys(
+        Section, parse_yaml(LINES + "  weight_decay: 0\n  optimizer: {kind: adam}\n")
+    )
+    assert validate_keys(Section, parse_yaml(LINES)).finetune.weight_decay == 0.05

@@ -26,7 +26,7 @@ from moecore.nn.kernels import grouped
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.predict import predictions
-from moecore.study.document import load
+from moecore.study.reading.document import load_yaml
 from moecore.training import loop
 from moecore.training.guide import build_guide
 from moecore.training.job import Job, step_batch
@@ -46,7 +46,8 @@ from tests.project import SHIPPED
 from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, task
 
 METHODS = {
-    name: Method.model_validate(entry) for name, entry in load(str(SHIPPED)).data["methods"].items()
+    name: Method.model_validate(entry)
+    for name, entry in load_yaml(str(SHIPPED)).data["methods"].items()
 }
 # methods that differ only in what they learn from share their blocks
 DISTINCT = {(method.moe, method.guided): name for name, method in METHODS.items()}

@@ -5,7 +5,7 @@ import pytest
 from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.meta_device import on_meta_device
-from moecore.study.foreseen import foresee
+from moecore.study.checking.preflight import check_study
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.timm import Timm
 from tests.project import PARAMS
@@ -72,7 +72,7 @@ def test_the_check_of_a_study_names_file_line_and_key(tmp_path):
     text = before + teacher + after[after.index("teacher_router") :]
     (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(UserError) as refused:
-        foresee(tmp_path / "params.yaml")
+        check_study(tmp_path / "params.yaml")
     line = text[: text.index("teacher: {")].count("\n") + 1
     place = f"params.yaml:{line}:"
     said = str(refused.value)

@@ -11,16 +11,16 @@ from pydantic import ValidationError
 from moecore.core.files import UserError, read_json
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview, card_preview
-from moecore.study.study import Study
+from moecore.study.reading.study import Study
 
-Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 CARDS = Path("artifacts/data")
 UNDER_DVC = "DVC_ROOT"  # the folder of the DVC project, which DVC tells its stages
 
 
 @contextmanager
-def as_in_stages(home: Path) -> Iterator[None]:
+def chdir_to_stages(home: Path) -> Iterator[None]:
     """Work where the stages of the project in ``home`` will: paths count from there."""
     before = os.environ.get(UNDER_DVC)
     with chdir(home):
@@ -35,26 +35,24 @@ def as_in_stages(home: Path) -> Iterator[None]:
                 os.environ.pop(UNDER_DVC, None)
 
 
-def previews_of(study: Study) -> dict[str, Preview]:
-    """What each data set will be; a source that cannot say so is left out.
+def load_previews(study: Study) -> dict[str, Preview]:
+    """Return what each data set will be; a source that cannot say so is left out.
 
     What is prepared already, with the same settings, counts before the raw data: it may be all
     that there is on this machine.
     """
-    found: dict[str, Preview] = {}
+    previews: dict[str, Preview] = {}
     for phase, source in study.data.items():
-        card = CARDS / phase / "card.json"
-        preview = _prepared(card, source)
+        preview = _read_card(CARDS / phase / "card.json", source)
         if preview is None and hasattr(source, "preview"):
             preview = source.preview()
         if preview is not None:
-            seen = tuple(path.absolute() for path in (*preview.seen, card))
-            found[phase] = preview._replace(seen=tuple(dict.fromkeys(seen)))
-    return found
+            previews[phase] = preview
+    return previews
 
 
-def data_problems(previews: Mapping[str, Preview], data: Any) -> Found:
-    """What is missing or wrong with the data; data: the section as it is written."""
+def data_problems(previews: Mapping[str, Preview], data: Any) -> Misfits:
+    """Yield what is missing or wrong with the data; data: the section as it is written."""
     for phase, preview in previews.items():
         if preview.problem is not None:
             written = data.get(phase)
@@ -62,8 +60,8 @@ def data_problems(previews: Mapping[str, Preview], data: Any) -> Found:
             yield ("data", phase, *(["root"] if named else [])), preview.problem
 
 
-def pair_rules(study: Study, previews: Mapping[str, Preview]) -> Found:
-    """Whether what was pretrained can go on with the images of the other phases."""
+def pair_rules(study: Study, previews: Mapping[str, Preview]) -> Misfits:
+    """Yield where what was pretrained cannot go on with the images of another phase."""
     first = previews.get("pretrain")
     if first is None:
         return
@@ -75,12 +73,12 @@ def pair_rules(study: Study, previews: Mapping[str, Preview]) -> Found:
             text = f"its images have {axes} axes, those of data.pretrain {others}"
             yield ("data", phase), f"{text}; allowed: as many"
         elif preview.channels != first.channels:
-            found = f"its images have {_channels(preview)}, those of data.pretrain {first.channels}"
-            yield ("data", phase), f"{found}; allowed: as many, choose other data for one of them"
+            text = f"found {preview.channels} channels, in data.pretrain {first.channels}"
+            yield ("data", phase), f"{text}; allowed: as many, choose other data for one of them"
 
 
-def said(preview: Preview) -> str:
-    """A data set in a line."""
+def describe_preview(preview: Preview) -> str:
+    """Return a data set in a line."""
     size = "×".join(map(str, (preview.channels, *preview.shape)))
     words = [preview.name, f"images of {size}"]
     if len(preview.shape) == 1:
@@ -96,19 +94,15 @@ def said(preview: Preview) -> str:
     return "; ".join(words)
 
 
-def _prepared(card: Path, source: Any) -> Preview | None:
+def _read_card(card: Path, source: Any) -> Preview | None:
     """What the data card says where it is of the same settings."""
     if not card.is_file():
         return None
     try:
-        found = read_json(card)
+        content = read_json(card)
         # Settings that are younger than the card have their defaults in it.
-        if type(source).model_validate(found["settings"]) == source:
-            return card_preview(found, card)
+        if type(source).model_validate(content["settings"]) == source:
+            return card_preview(content, card)
     except (UserError, KeyError, TypeError, ValidationError):
         return None  # damaged, or of other code: `prepare` writes it anew
     return None
-
-
-def _channels(preview: Preview) -> str:
-    return "1 channel" if preview.channels == 1 else f"{preview.channels} channels"

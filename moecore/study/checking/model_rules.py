@@ -9,16 +9,14 @@ from typing import Any, NamedTuple
 from moecore.data.preview import Preview
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
-from moecore.nn.layers.moe import MoELayer
 from moecore.nn.meta_device import on_meta_device
-from moecore.study.contracts import takes
-from moecore.study.mistakes import REFUSED, placed
-from moecore.study.study import PHASES, Study
-from moecore.study.training_rules import building_rules, guiding_rules, upcycling_rules
+from moecore.study.checking.refusals import REFUSED, locate_error
+from moecore.study.checking.training_rules import building_rules, guiding_rules, upcycling_rules
+from moecore.study.reading.study import PHASES, Study
 from moecore.tasks.classification import Classification
 from moecore.training.method import Method
 
-Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 ANY_CLASSES = Classification(classes=("one", "other"))  # where they are not known yet
 
@@ -32,23 +30,23 @@ class Phase(NamedTuple):
 
 
 def model_rules(study: Study, previews: Mapping[str, Preview]) -> list[tuple[tuple, str]]:
-    """(keys, what is wrong) of every model that cannot be, each once."""
+    """Return (keys, what is wrong) of every model that cannot be, each once."""
     phases = [
-        Phase(name, getattr(study, name), image_of(previews[name]))
+        Phase(name, getattr(study, name), image_spec(previews[name]))
         for name in PHASES
         if name in previews and getattr(study, name) is not None
     ]
-    found: list[tuple[tuple, str]] = []
+    misfits: list[tuple[tuple, str]] = []
     with on_meta_device():
         for phase in (phase for phase in phases if phase.name == "pretrain"):
-            found += building_rules(study, phase.name, phase.image)
+            misfits += building_rules(study, phase.name, phase.image)
         for name in study.run.methods:
-            found += _method(study, name, study.methods[name], phases)
-    return list(dict.fromkeys(found))
+            misfits += _method(study, name, study.methods[name], phases)
+    return list(dict.fromkeys(misfits))
 
 
-def image_of(preview: Preview) -> ImageSpec:
-    """The images that a model is built for, with any statistics."""
+def image_spec(preview: Preview) -> ImageSpec:
+    """Return the images that a model is built for, with any statistics."""
     middle = (0.5,) * preview.channels
     task = preview.task or ANY_CLASSES
     return ImageSpec(
@@ -56,7 +54,7 @@ def image_of(preview: Preview) -> ImageSpec:
     )
 
 
-def _method(study: Study, name: str, method: Method, phases: list[Phase]) -> Found:
+def _method(study: Study, name: str, method: Method, phases: list[Phase]) -> Misfits:
     if study.model is None:
         return
     backbone = method.sized(study.model)
@@ -66,9 +64,8 @@ def _method(study: Study, name: str, method: Method, phases: list[Phase]) -> Fou
             learned = _learned(method, phase)
             model = backbone.build(phase.image, learned.moe)
         except REFUSED as error:
-            yield placed(error, name, method, phase.name, phase.settings)
+            yield locate_error(error, name, method, phase.name, phase.settings)
             continue
-        yield from _calls(name, model)
         if phase.name == "pretrain":
             start = model
             yield from upcycling_rules(study, name, method, model)
@@ -84,21 +81,7 @@ def _learned(method: Method, phase: Phase) -> Method:
     return method.for_finetuning(phase.settings.k, phase.settings.guided)
 
 
-def _calls(name: str, model: BackboneModel) -> Found:
-    """Whether routers and experts can be called as their layer calls them."""
-    for layer in model.modules():
-        if not isinstance(layer, MoELayer):
-            continue
-        for key, part, words in (
-            ("router", layer.router, ("tokens", "context")),
-            ("experts", layer.experts, ("rows",)),
-        ):
-            if why := takes(type(part), "forward", words):
-                yield ("methods", name, key), why
-        return  # all layers are alike
-
-
-def _goes_on(phase: Phase, start: BackboneModel | None, model: BackboneModel) -> Found:
+def _goes_on(phase: Phase, start: BackboneModel | None, model: BackboneModel) -> Misfits:
     """Whether a pretrained model can be brought to the images of a later phase."""
     if not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import get_args
 
 from moecore.core.files import UserError
-from moecore.study.study import Study
+from moecore.study.reading.study import Study
 from moecore.training.method import Method
 from moecore.training.teachers import Teacher
 
-Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 NO_TEACHER = "no_teacher"
 WANTED = {
@@ -19,8 +19,8 @@ WANTED = {
 }
 
 
-def method_rules(study: Study) -> Found:
-    """Whether every method finds what its parts need."""
+def method_rules(study: Study) -> Misfits:
+    """Yield where a method does not find what its parts need."""
     for name, method in study.methods.items():
         yield from _regularizers(study, name, method)
         yield from _size(study, name, method)
@@ -35,7 +35,7 @@ def method_rules(study: Study) -> Found:
             yield from _same_views(study, name, method)
 
 
-def _regularizers(study: Study, name: str, method: Method) -> Found:
+def _regularizers(study: Study, name: str, method: Method) -> Misfits:
     for index, regularizer in enumerate(method.regularizers):
         place = ("methods", name, "regularizers", index)
         for need in sorted(regularizer.needs & set(WANTED)):
@@ -46,7 +46,7 @@ def _regularizers(study: Study, name: str, method: Method) -> Found:
                 yield place, f"{regularizer.kind} needs {WANTED[need]}, but {_router(method)}"
 
 
-def _size(study: Study, name: str, method: Method) -> Found:
+def _size(study: Study, name: str, method: Method) -> Misfits:
     """Whether the sections ``model`` and ``pretrain`` take what a method changes of them."""
     for key, change, section in (
         ("model", method.sized, study.model),
@@ -60,7 +60,7 @@ def _size(study: Study, name: str, method: Method) -> Found:
             yield ("methods", name, key), str(error)
 
 
-def _teacher_keys(study: Study, name: str, method: Method) -> Found:
+def _teacher_keys(study: Study, name: str, method: Method) -> Misfits:
     """What of a method asks for a teacher where the study has none."""
     if not _teacherless(study):
         return
@@ -74,7 +74,7 @@ def _teacher_keys(study: Study, name: str, method: Method) -> Found:
             yield ("methods", name, key), f"needs a teacher, but {_no_teacher()}"
 
 
-def _same_views(study: Study, name: str, method: Method) -> Found:
+def _same_views(study: Study, name: str, method: Method) -> Misfits:
     """Two views of an image that are always the same teach a router nothing."""
     training = study.pretrain
     if method.views != 2 or training is None or training.views != type(training.views)():

@@ -4,18 +4,18 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from moecore.measure.routing_metrics.augmentations import OF_VOLUMES
-from moecore.study.label_rules import short, trainings
-from moecore.study.study import Study
+from moecore.study.checking.label_rules import list_trainings, show_settings
+from moecore.study.reading.study import Study
 
-Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 VOLUME_VIEWS = "shift, flip, affine, intensity and fill"
 # of ViewSettings, for flat images only
 FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing", "size")
 
 
-def volume_rules(study: Study) -> Found:
-    """Sources say ``volumes`` where images are volumes."""
+def volume_rules(study: Study) -> Misfits:
+    """Yield what does not fit; sources say ``volumes`` where images are volumes."""
     volumes: set[str] = {
         phase for phase, source in study.data.items() if getattr(source, "volumes", False)
     }
@@ -25,8 +25,8 @@ def volume_rules(study: Study) -> Found:
     yield from _models(study, "pretrain" in volumes)
 
 
-def _views(study: Study, volumes: set[str]) -> Found:
-    for keys, phase, training in trainings(study):
+def _views(study: Study, volumes: set[str]) -> Misfits:
+    for keys, phase, training in list_trainings(study):
         if phase in volumes:
             yield from _flat_views((*keys, "views"), training.views)
     if study.routing is not None and volumes & set(study.run.phases):
@@ -38,7 +38,7 @@ def _views(study: Study, volumes: set[str]) -> Found:
         yield from _augmentations("explorer", explorer.augmentations)
 
 
-def _augmentations(section: str, augmentations: Iterable[Any]) -> Found:
+def _augmentations(section: str, augmentations: Iterable[Any]) -> Misfits:
     for index, asked in enumerate(augmentations):
         keys = (section, "augmentations", index)
         if not isinstance(asked, str):
@@ -48,17 +48,17 @@ def _augmentations(section: str, augmentations: Iterable[Any]) -> Found:
             yield keys, f"found {asked}, which is for flat images; allowed for volumes: {allowed}"
 
 
-def _flat_views(keys: tuple, views: Any) -> Found:
+def _flat_views(keys: tuple, views: Any) -> Misfits:
     for name in FLAT_VIEWS:
-        if found := getattr(views, name, None):
-            text = f"found {short(found)}, which is for flat images; volumes have {VOLUME_VIEWS}"
-            yield (*keys, name), text
+        if value := getattr(views, name, None):
+            text = f"found {show_settings(value)}, which is for flat images"
+            yield (*keys, name), f"{text}; volumes have {VOLUME_VIEWS}"
     if views.affine is not None and views.affine.shear:
         text = f"found {views.affine.shear:g}, which is for flat images; allowed for volumes: 0"
         yield (*keys, "affine", "shear"), text
 
 
-def _regions(study: Study) -> Found:
+def _regions(study: Study) -> Misfits:
     """Region experts need tissue maps, which a cohort of one's own may lack."""
     source: Any = study.data.get("pretrain")
     if not (hasattr(source, "maps") and source.maps is None and source.dseg is None):
@@ -69,7 +69,7 @@ def _regions(study: Study) -> Found:
             yield ("methods", name, "regions"), f"{text}; allowed: null, or such maps"
 
 
-def _models(study: Study, volumes: bool) -> Found:
+def _models(study: Study, volumes: bool) -> Misfits:
     teacher = study.teacher
     if volumes and teacher is not None and teacher.kind == "timm":
         text = "found timm, whose models are of flat images"

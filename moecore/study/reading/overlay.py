@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError
 from moecore.core.sources import list_pipeline_files
 from moecore.measure import MEASUREMENTS
-from moecore.study.document import Document, load, near
-from moecore.study.mistakes import plain
-from moecore.study.problems import show
-from moecore.study.study import PHASES, SECTIONS, Study, needed
+from moecore.study.reading.document import Document, load_yaml
+from moecore.study.reading.messages import did_you_mean, show_value
+from moecore.study.reading.setting_errors import error_line
+from moecore.study.reading.study import PHASES, SECTIONS, Study, section_readers
 
 OVERLAY = "overlay.yaml"
 PRESETS = "presets.yaml"
@@ -53,22 +53,22 @@ class Resolved(NamedTuple):
     layers: tuple[Document, ...]  # root, overlay, presets
 
 
-def resolve(folder: Path, root: Path, presets: Sequence[str] = ()) -> Resolved:
-    """The study in ``folder`` with these presets, in order, over the root's params.yaml.
+def resolve_overlay(folder: Path, root: Path, presets: Sequence[str] = ()) -> Resolved:
+    """Return the study in ``folder`` with these presets, in order, over the root's params.yaml.
 
     Raises UserError where a file cannot be read, or names a section, stage or preset that is none.
     """
-    base = load(str(root / "params.yaml"))
-    overlay = _of_sections(load(str(folder / OVERLAY)), (*_sections(), *DIRECTIVES))
+    base = load_yaml(root / "params.yaml")
+    overlay = _of_sections(load_yaml(folder / OVERLAY), (*_sections(), *DIRECTIVES))
     stages = _listed(overlay, "stages", tuple(SECTIONS))
     whole = _listed(overlay, "whole", _sections()) or ()
     values = _over(base.data, overlay.data, whole)
     layers = [base, overlay]
     for name in presets:
         layers.append(_preset(folder, name))
-        values = merge(values, layers[-1].data)
-    runs = stages_of(root) if stages is None else stages
-    wanted = needed(runs, values.get("run") or {})
+        values = merge_settings(values, layers[-1].data)
+    runs = load_stages(root) if stages is None else stages
+    wanted = section_readers(runs, values.get("run") or {})
     values = {key: value for key, value in values.items() if key in wanted}
     for key in ("claims", "questions"):
         if key in values:
@@ -78,30 +78,30 @@ def resolve(folder: Path, root: Path, presets: Sequence[str] = ()) -> Resolved:
     return Resolved(document, stages, whole, tuple(layers))
 
 
-def merge(base: Any, over: Any) -> Any:
-    """``over`` laid over ``base``; changes neither."""
+def merge_settings(base: Any, over: Any) -> Any:
+    """Return ``over`` laid over ``base``; changes neither."""
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     if base.get("kind") != over.get("kind", base.get("kind")):
         return over
     merged = dict(base)
     for key, value in over.items():
-        merged[key] = merge(base[key], value) if key in base else value
+        merged[key] = merge_settings(base[key], value) if key in base else value
     return merged
 
 
-def presets_of(folder: Path) -> dict[str, Document]:
-    """Name → the presets of a study; none where it has no ``presets.yaml``.
+def load_presets(folder: Path) -> dict[str, Document]:
+    """Return name → the presets of a study; none where it has no ``presets.yaml``.
 
     Raises UserError where the file cannot be read or is no mapping of names.
     """
     path = folder / PRESETS
     if not path.is_file():
         return {}
-    whole = load(str(path))
+    whole = load_yaml(path)
     if not isinstance(whole.data, dict):
         raise UserError(f"{path}:1:1: found no mapping; allowed: presets by their names")
-    return {str(name): whole.below(name) for name in whole.data}
+    return {name: whole.below(name) for name in whole.data}
 
 
 def _over(
@@ -112,7 +112,7 @@ def _over(
     for key, section in overlay.items():
         if key in DIRECTIVES:
             continue
-        values[key] = section if key in whole else merge(base.get(key), section)
+        values[key] = section if key in whole else merge_settings(base.get(key), section)
         if key in NAMED and isinstance(section, dict):
             values[key] = _named(key, values[key], section)
     return {key: value for key, value in values.items() if value is not None}
@@ -138,31 +138,28 @@ def _narrow(values: dict[str, Any], stages: Sequence[str]) -> None:
 
 def _listed(overlay: Document, key: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
     """The list at ``key``; None where there is none. UserError where an entry is not allowed."""
-    found = overlay.data.get(key)
-    if found is None:
+    words = overlay.data.get(key)
+    if words is None:
         return None
     listed = f"allowed: a list of {', '.join(allowed)}"
-    if not isinstance(found, list):
-        raise UserError(f"{overlay.place([key])}: {key}: found no list; {listed}")
-    for index, word in enumerate(found):
+    if not isinstance(words, list):
+        raise UserError(error_line(overlay, [key], f"found no list; {listed}"))
+    for index, word in enumerate(words):
         if word not in allowed:
-            place = overlay.place([key, index])
-            hint = near(word, allowed)
-            raise UserError(f"{place}: {key}[{index}]: found {word!r}{hint}; {listed}")
-    return tuple(found)
+            text = f"found {word!r}{did_you_mean(word, allowed)}; {listed}"
+            raise UserError(error_line(overlay, [key, index], text))
+    return tuple(words)
 
 
-def stages_of(folder: Path) -> tuple[str, ...]:
-    """The stages of the dvc.yaml in ``folder`` that read params.yaml; none where there is none."""
+def load_stages(folder: Path) -> tuple[str, ...]:
+    """Return the stages of the dvc.yaml in ``folder`` that read params.yaml; none without one."""
     names: list[str] = []
     for path in list_pipeline_files(folder):
-        document = load(str(path))
+        document = load_yaml(path)
         stages = document.get(["stages"])
         if not isinstance(stages, dict):
-            place = document.place(["stages"])
-            raise UserError(
-                f"{place}: stages: found {show(stages)}; allowed: stages by their names"
-            )
+            text = f"found {show_value(stages)}; allowed: stages by their names"
+            raise UserError(error_line(document, ["stages"], text))
         names += [name for name in stages if name != "code"]
     return tuple(names)
 
@@ -173,10 +170,10 @@ def _sections() -> tuple[str, ...]:
 
 
 def _preset(folder: Path, name: str) -> Document:
-    known = presets_of(folder)
+    known = load_presets(folder)
     if name not in known:
         allowed = ", ".join(known) or "none, it has no presets"
-        hint = near(name, list(known))
+        hint = did_you_mean(name, list(known))
         raise UserError(f"{folder}: found no preset {name!r}{hint}; allowed: {allowed}")
     return _of_sections(known[name], _sections())
 
@@ -186,15 +183,13 @@ def _of_sections(document: Document, allowed: Sequence[str]) -> Document:
     if document.data is None:
         return Document(document.path, {}, None)
     if not isinstance(document.data, dict):
-        sections = ", ".join(allowed)
-        found = f"{document.place([])}: found no mapping"
-        raise UserError(f"{found}; allowed: sections of params.yaml ({sections})")
+        listed = f"allowed: sections of params.yaml ({', '.join(allowed)})"
+        raise UserError(f"{document.place([])}: found no mapping; {listed}")
     for key in document.data:
         if key not in allowed:
-            place = document.place([key])
-            hint = near(key, allowed)
-            listed = ", ".join(allowed)
-            raise UserError(plain(f"{place}: {key}: unknown section{hint}; allowed: {listed}"))
+            hint = did_you_mean(key, allowed)
+            text = f"unknown section{hint}; allowed: {', '.join(allowed)}"
+            raise UserError(error_line(document, [key], text))
     return document
 
 

@@ -13,20 +13,20 @@ from moecore.data.preview import Preview
 from moecore.data.views.views import UNEVEN
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
-from moecore.study.label_rules import trainings
-from moecore.study.mistakes import REFUSED, worded
-from moecore.study.study import Study
+from moecore.study.checking.label_rules import list_trainings
+from moecore.study.checking.refusals import REFUSED, split_key_and_message
+from moecore.study.reading.study import Study
 from moecore.training.guide import aligned_blocks
 from moecore.training.method import Method
 from moecore.training.upcycle import upcycle
 
-Found = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 SECTION = ("teacher", "model")
 
 
-def upcycling_rules(study: Study, name: str, method: Method, model: BackboneModel) -> Found:
-    """Whether the teacher's weights fit into the experts of a method that starts from them."""
+def upcycling_rules(study: Study, name: str, method: Method, model: BackboneModel) -> Misfits:
+    """Yield why the teacher's weights do not fit into the experts of a method of them."""
     teacher = _teacher(study, model.image)[0] if method.upcycle else None
     if teacher is None:
         return
@@ -36,27 +36,27 @@ def upcycling_rules(study: Study, name: str, method: Method, model: BackboneMode
         yield ("methods", name, "upcycle"), str(error).removeprefix("upcycle: ")
 
 
-def building_rules(study: Study, phase: str, image: ImageSpec) -> Found:
-    """Whether the teacher can be built for the images of a phase."""
+def building_rules(study: Study, phase: str, image: ImageSpec) -> Misfits:
+    """Yield why the dense teacher cannot be built for the images of a phase."""
     yield from _refused(_teacher(study, image)[1], phase)
     teacher = study.teacher
     if teacher is not None and teacher.kind == "timm" and len(image.shape) == 2:
         try:
             teacher.check_name(image)
         except UserError as error:
-            yield worded(error)
+            yield split_key_and_message(error)
 
 
-def _refused(refused: Exception | None, phase: str) -> Found:
+def _refused(refused: Exception | None, phase: str) -> Misfits:
     if refused is not None:
-        key, text = worded(refused)
+        key, text = split_key_and_message(refused)
         yield (*SECTION, *key[1:]), f"{text} (data.{phase})"
 
 
 def guiding_rules(
     study: Study, name: str, method: Method, phase: str, model: BackboneModel
-) -> Found:
-    """Whether the teacher sees the same tokens as a model that it guides, and is deep enough."""
+) -> Misfits:
+    """Yield where the teacher sees other tokens than a model that it guides, or is too flat."""
     if not (study.methods[name].guided or study.methods[name].upcycle):
         return
     teacher, refused = _teacher(study, model.image)
@@ -83,41 +83,45 @@ def _no_block_beside(
 ) -> tuple[tuple, str]:
     """A teacher that is too flat for what it guides, or of other stages."""
     if len(ours) != len(theirs):
-        found = f"found a model of {len(theirs)} stages; methods.{name}, which it guides, has "
-        return (*SECTION, "kind"), f"{found}{len(ours)}; allowed: as many"
+        text = f"found a model of {len(theirs)} stages; methods.{name}, which it guides, has "
+        return (*SECTION, "kind"), f"{text}{len(ours)}; allowed: as many"
     text = f"found {list(theirs) if len(theirs) > 1 else theirs[0]}, which has no block beside"
     near = list(ours) if len(ours) > 1 else ours[0]
     key = "depths" if len(ours) > 1 else "depth"
     return (*SECTION, key), f"{text} block {block} of methods.{name}; allowed: {near}, or near it"
 
 
-def unneeded(study: Study) -> str | None:
-    """A line where each of several seeds trains a teacher from which no method learns."""
+def unneeded_teachers(study: Study) -> str | None:
+    """Return a line where each of several seeds trains a teacher from which no method learns."""
     asked = [study.methods[name] for name in study.run.methods]
     needed = any(method.guided or method.upcycle for method in asked)
     number = len(study.run.seeds)
     if needed or number == 1 or getattr(study.teacher, "training", None) is None:
         return None
     return (
-        f"teacher: {number} are trained, one a seed, but no method of run.methods needs one; "
+        f"teacher: {number} are trained, one per seed, but no method of run.methods needs one; "
         "teacher: {kind: no_teacher} trains none"
     )
 
 
 def untrained_routers(study: Study) -> str | None:
-    """A line where routers get almost no gradient of the task: behind the experts of Swin V2 a norm
-    takes away the length that a single expert's weight gave to its output.
+    """Return a line where routers get almost no gradient of the task.
+
+    Behind the experts of Swin V2 a norm takes away the length that a single expert's weight gave to
+    its output.
     """
-    found = []
+    names = []
     for name in study.run.methods:
         method = study.methods[name]
         one = getattr(method.router, "k", None) == 1
         if study.model is not None and one and method.sized(study.model).kind == "swin_v2":
-            found.append(name)
-    if not found:
+            names.append(name)
+    if not names:
         return None
-    told = "one expert a token in a swin_v2, whose norm behind it leaves routers almost no gradient"
-    return f"methods {', '.join(found)}: {told} of the task; model.kind: swin_moe gives them one"
+    why = (
+        "one expert per token in a swin_v2, whose norm behind it leaves routers almost no gradient"
+    )
+    return f"methods {', '.join(names)}: {why} of the task; model.kind: swin_moe gives them one"
 
 
 def _teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
@@ -135,20 +139,20 @@ def _tokens(layout: Layout) -> int:
     return layout.special + prod(layout.grid)
 
 
-def schedule_rules(study: Study) -> Found:
-    """Warm-ups that are longer than the training; no data are needed to see it."""
-    for keys, _, training in trainings(study):
+def schedule_rules(study: Study) -> Misfits:
+    """Yield warm-ups that are longer than the training; no data are needed to see it."""
+    for keys, _, training in list_trainings(study):
         yield from _schedule(keys, training)
     yield from _own(study, _schedule)
 
 
-def _schedule(keys: tuple, training: Any) -> Found:
+def _schedule(keys: tuple, training: Any) -> Misfits:
     if training.warmup_epochs > training.epochs:
-        found = f"found {training.warmup_epochs:g}, but epochs is {training.epochs}"
-        yield (*keys, "warmup_epochs"), f"{found}; allowed: 0 to {training.epochs}"
+        text = f"found {training.warmup_epochs:g}, but epochs is {training.epochs}"
+        yield (*keys, "warmup_epochs"), f"{text}; allowed: 0 to {training.epochs}"
 
 
-def _own(study: Study, rule: Callable[[tuple, Any], Found]) -> Found:
+def _own(study: Study, rule: Callable[[tuple, Any], Misfits]) -> Misfits:
     """What a rule says of ``pretrain`` as methods change it, where it is not said of all."""
     if study.pretrain is None:
         return
@@ -163,9 +167,9 @@ def _own(study: Study, rule: Callable[[tuple, Any], Found]) -> Found:
                 yield ("methods", name, "pretrain", *keys), text
 
 
-def size_rules(study: Study, previews: Mapping[str, Preview]) -> Found:
-    """Batches and shots that the training images of a phase do not give."""
-    for keys, phase, training in trainings(study):
+def size_rules(study: Study, previews: Mapping[str, Preview]) -> Misfits:
+    """Yield batches and shots that the training images of a phase do not give."""
+    for keys, phase, training in list_trainings(study):
         if preview := previews.get(phase):
             yield from _sizes(keys, phase, training, preview)
     preview = previews.get("pretrain")
@@ -177,7 +181,7 @@ def size_rules(study: Study, previews: Mapping[str, Preview]) -> Found:
         )
 
 
-def _sizes(keys: tuple, phase: str, training: Any, preview: Preview) -> Found:
+def _sizes(keys: tuple, phase: str, training: Any, preview: Preview) -> Misfits:
     if preview.counts:
         yield from _training(keys, phase, training, preview)
     if preview.short_side is None:
@@ -186,7 +190,7 @@ def _sizes(keys: tuple, phase: str, training: Any, preview: Preview) -> Found:
         yield from _whole_images((*keys, "views"), phase, training.views, preview.short_side)
 
 
-def _training(keys: tuple, phase: str, training: Any, preview: Preview) -> Found:
+def _training(keys: tuple, phase: str, training: Any, preview: Preview) -> Misfits:
     numbers = [number for number in preview.counts["train"] if number]
     images = sum(numbers)
     shots = getattr(training, "shots", None)
@@ -195,35 +199,35 @@ def _training(keys: tuple, phase: str, training: Any, preview: Preview) -> Found
         least = min(numbers)
         if shots > least:
             rare = (preview.classes or ())[preview.counts["train"].index(least)]
-            found = f"found {shots}, but class {rare} of data.{phase} has {least} training images"
-            yield (*keys, "shots"), f"{found}; allowed: 1 to {least}, or null"
+            text = f"found {shots}, but class {rare} of data.{phase} has {least} training images"
+            yield (*keys, "shots"), f"{text}; allowed: 1 to {least}, or null"
             return
         images = shots * len(numbers)
         why = f"{shots} shots of {len(numbers)} classes"
     yield from _batch((*keys, "batch"), training, images, why)
 
 
-def _shift(keys: tuple, phase: str, views: Any, preview: Preview) -> Found:
+def _shift(keys: tuple, phase: str, views: Any, preview: Preview) -> Misfits:
     """Views that may be moved out of the image."""
     sides = preview.size if isinstance(preview.size, tuple) else (preview.size,)
     if views.shift >= min(sides):
-        found = f"found {views.shift}, but data.{phase} has images of {preview.size} pixels"
-        yield keys, f"{found}; allowed: less than that"
+        text = f"found {views.shift}, but data.{phase} has images of {preview.size} pixels"
+        yield keys, f"{text}; allowed: less than that"
 
 
-def _whole_images(keys: tuple, phase: str, views: Any, short_side: int) -> Found:
+def _whole_images(keys: tuple, phase: str, views: Any, short_side: int) -> Misfits:
     """What views of images that are kept whole must have, and have no more of."""
     if views.crop is None:
         yield (*keys, "crop"), f"found null, but in data.{phase} {UNEVEN}"
     if views.size is not None and views.size > short_side:
-        found = f"found {views.size}, but data.{phase} keeps images with a short side of "
-        yield (*keys, "size"), f"{found}{short_side}; allowed: at most that, or null"
+        text = f"found {views.size}, but data.{phase} keeps images with a short side of "
+        yield (*keys, "size"), f"{text}{short_side}; allowed: at most that, or null"
 
 
-def _batch(keys: tuple, settings: Any, images: int, why: str) -> Found:
+def _batch(keys: tuple, settings: Any, images: int, why: str) -> Misfits:
     if settings.batch > images:
-        found = f"found {settings.batch}, but there are {images} training images ({why})"
-        yield keys, f"{found}; allowed: 1 to {images}"
+        text = f"found {settings.batch}, but there are {images} training images ({why})"
+        yield keys, f"{text}; allowed: 1 to {images}"
 
 
 def _fits_routers(study: Study) -> bool:

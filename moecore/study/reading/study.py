@@ -16,7 +16,8 @@ from moecore.measure.routing import Routing
 from moecore.measure.sizes import Sizes
 from moecore.measure.transfer import Transfer
 from moecore.nn.backbones import Backbone
-from moecore.study.selection import Claim, Phase, Question, Selection
+from moecore.study.reading.claims_section import Claim, Question
+from moecore.study.reading.run_section import Phase, Selection
 from moecore.training.method import Method
 from moecore.training.settings import (
     AdversarialFinetuning,
@@ -49,8 +50,8 @@ OPTIONAL = ("claims", "questions", "out_of_fold", "transfer")  # their defaults 
 PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, each on data of its own
 
 
-def needed(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
-    """Section → a stage that reads it; run: the section ``run`` of the file."""
+def section_readers(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
+    """Return section → a stage that reads it; run: the section ``run`` of the file."""
     readers = {"run": "compare"}
     for stage in stages:
         for section in SECTIONS.get(stage, ()):

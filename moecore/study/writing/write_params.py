@@ -11,9 +11,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
 from moecore.core.files import write_whole
-from moecore.study.document import load
-from moecore.study.overlay import Resolved, resolve, stages_of
-from moecore.study.whole import check_document
+from moecore.study.checking.validate import check_document
+from moecore.study.reading.document import load_yaml
+from moecore.study.reading.overlay import Resolved, load_stages, resolve_overlay
 
 HEAD = """\
 # yaml-language-server: $schema={up}/params.schema.json
@@ -42,15 +42,15 @@ def write_params(folder: Path, root: Path, presets: Sequence[str] = ()) -> Itera
     """
     text = params_text(folder, root, presets)
     path = folder / "params.yaml"
-    before = load(str(path)).data if path.is_file() else {}
+    before = load_yaml(path).data if path.is_file() else {}
     write_whole(path, text)
-    yield from changes(before, load(str(path)).data)
+    yield from list_changes(before, load_yaml(path).data)
 
 
 def params_text(folder: Path, root: Path, presets: Sequence[str] = ()) -> str:
-    """What the study's params.yaml should say; raises UserError where it would not be in order."""
-    resolved = resolve(folder, root, presets)
-    stages = stages_of(root) if resolved.stages is None else resolved.stages
+    """Return what the study's params.yaml should say; raises UserError where it is not in order."""
+    resolved = resolve_overlay(folder, root, presets)
+    stages = load_stages(root) if resolved.stages is None else resolved.stages
     check_document(resolved.document, stages)
     up = os.path.relpath(root, folder)
     head = HEAD.format(up=up)
@@ -63,12 +63,12 @@ def params_text(folder: Path, root: Path, presets: Sequence[str] = ()) -> str:
     return "\n".join([head, *sections])
 
 
-def changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
+def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
     """``key: old → new`` for every value that differs."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys([*before, *after]):
             inner = f"{keys}.{key}" if keys else str(key)
-            yield from changes(before.get(key, ABSENT), after.get(key, ABSENT), inner)
+            yield from list_changes(before.get(key, ABSENT), after.get(key, ABSENT), inner)
     elif before != after:
         yield f"{keys}: {_short(before)} → {_short(after)}"
 

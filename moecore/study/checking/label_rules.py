@@ -1,0 +1,188 @@
+"""What has no meaning for the labels of a phase: ages, or several labels for each image.
+
+Every source says which task its labels are of; the task says why it cannot do without classes.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from moecore.data.views.views import ViewSettings
+from moecore.study.reading.study import PHASES, Study
+
+Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+
+# Of Training, with the value that switches each off.
+NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
+CALIBRATORS = {  # by the kind of task
+    "classification": "temperature",
+    "next_token": "temperature",
+    "regression": "linear",
+}
+WORDS = {"classification": "classes", "next_token": "words", "regression": "real numbers"}
+FLAT_WITH_CLASSES = ("invariance", "corruptions", "stability", "few_shot", "lipschitz")
+
+
+def label_rules(study: Study) -> Misfits:
+    """Yield settings that the labels of a phase do not allow."""
+    tasks: dict[str, Any] = {phase: source.task for phase, source in study.data.items()}
+    kinds = {phase: task.model_fields["kind"].default for phase, task in tasks.items()}
+    numbers: set[str] = {phase for phase, task in tasks.items() if task.needs_classes("share")}
+    yield from _one_sort(study, numbers)
+    yield from _training(study, tasks)
+    yield from _distillation(study, tasks)
+    if numbers:
+        yield from _attacks(study)
+    yield from _calibrator(study, kinds)
+    yield from _measurements(study, kinds, numbers)
+    yield from _views_of_text(study, kinds)
+    if kinds.get("pretrain") == "next_token":
+        yield from _models_of_text(study)
+    yield from _captions(study, kinds)
+
+
+def list_trainings(study: Study) -> Iterator[tuple[tuple, str, Any]]:
+    """Yield where training settings stand, on which phase's data, and the settings."""
+    for phase in PHASES:
+        if (training := getattr(study, phase)) is not None:
+            yield (phase,), phase, training
+    if (training := getattr(study.teacher, "training", None)) is not None:
+        yield ("teacher", "training"), "pretrain", training
+
+
+def show_settings(value: Any) -> str:
+    """Return settings as what was set of them."""
+    if hasattr(value, "model_dump"):
+        return str(value.model_dump(exclude_defaults=True) or "it")
+    return str(value)
+
+
+def _one_sort(study: Study, numbers: set[str]) -> Misfits:
+    """A model that answers with a number cannot be fine-tuned on classes with the same head."""
+    phases = study.run.phases
+    other = [phase for phase in phases if (phase in numbers) != (phases[0] in numbers)]
+    if numbers and other:
+        both = f"data.{phases[0]} and data.{other[0]} are of two sorts, real numbers and classes"
+        yield ("run", "phases", phases.index(other[0])), f"{both}; allowed: phases of one sort"
+
+
+def _training(study: Study, tasks: dict[str, Any]) -> Misfits:
+    for keys, phase, training in list_trainings(study):
+        for key, allowed in NEED_CLASSES.items() if phase in tasks else ():
+            value = getattr(training, key, None)
+            if value and (reason := tasks[phase].needs_classes(key)):
+                text = f"found {show_settings(value)}, but {reason} (data.{phase})"
+                yield (*keys, key), f"{text}; allowed: {allowed}"
+
+
+def _distillation(study: Study, tasks: dict[str, Any]) -> Misfits:
+    reason = "pretrain" in tasks and tasks["pretrain"].needs_classes("distillation")
+    for name, method in study.methods.items():
+        if reason and method.distillation and name in study.run.methods:
+            text = f"a teacher's decision cannot be learned: {reason} (data.pretrain); allowed: 0"
+            yield ("methods", name, "distillation"), text
+
+
+def _attacks(study: Study) -> Misfits:
+    """Attacks that need classes, where labels are real numbers."""
+    if study.robustness is None:
+        return
+    attacks: dict[tuple, Any] = {
+        ("robustness", "attacks", index): attack
+        for index, attack in enumerate(study.robustness.attacks)
+    }
+    if study.transfer is not None:
+        attacks["transfer", "attack"] = study.transfer.attack
+    for keys, attack in attacks.items():
+        if not hasattr(attack, "objective"):
+            text = f"{attack.kind} needs classes, and the labels are real numbers"
+            yield (*keys, "kind"), f"{text}; allowed: fgsm, pgd, apgd"
+        elif attack.objective in ("cross_entropy", "dlr"):
+            allowed = "task (the absolute error), balance, routing_change"
+            text = f"found {attack.objective}, which needs classes; allowed: {allowed}"
+            yield (*keys, "objective"), text
+    if study.robustness.survivors:
+        text = "found true, but a prediction of a real number is never simply right"
+        yield ("robustness", "survivors"), f"{text}; allowed: false"
+
+
+def _calibrator(study: Study, kinds: dict[str, str]) -> Misfits:
+    if study.calibrate is None:
+        return
+    calibrator = study.calibrate.calibrator.kind
+    run_kinds = {phase: kinds[phase] for phase in study.run.phases if phase in kinds}
+    for phase, kind in run_kinds.items():
+        if kind not in CALIBRATORS:
+            several = "captions" if kind == "image_text" else "several labels for each image"
+            reason = f"data.{phase} has {several}, which calibrate does not take"
+            where = ("run", "phases", study.run.phases.index(phase))
+            yield where, f"{reason}; leave out the phase or the stage"
+    for kind in run_kinds.values():
+        if CALIBRATORS.get(kind, calibrator) != calibrator:
+            text = f"found {calibrator}, but the labels are {WORDS[kind]}"
+            yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {CALIBRATORS[kind]}"
+            return
+
+
+def _measurements(study: Study, kinds: dict[str, str], numbers: set[str]) -> Misfits:
+    """What measures flat images with classes, and what measures ages, words or captions."""
+    asked = study.run.measurements
+    flat = [what for what in FLAT_WITH_CLASSES if what in asked]
+    for index, phase in enumerate(study.run.phases):
+        source = study.data.get(phase)
+        if source is None or not any(study.run.covers(what, phase) for what in asked):
+            continue
+        where = ("run", "phases", index) if study.run.thorough is None else ("run", "thorough")
+        if flat and (phase in numbers or getattr(source, "volumes", False)):
+            text = f"measure flat images with classes, which data.{phase} has not"
+            yield where, f"{', '.join(flat)} {text}; allowed: phases without {phase}"
+        if "word_swaps" in asked and kinds[phase] != "next_token":
+            text = f"data.{phase} is no text, and word_swaps swaps words"
+            yield where, f"{text}; allowed: kind: docstrings or wikitext"
+        if "cohort_checks" in asked and phase not in numbers:
+            text = f"data.{phase} has classes, and cohort_checks needs ages"
+            yield where, f"{text}; allowed: kind: phantom or bids"
+        if "retrieval" in asked and kinds[phase] != "image_text":
+            text = f"data.{phase} has no captions, and retrieval looks for them"
+            yield where, f"{text}; allowed: kind: captioned_mosaic"
+
+
+def _views_of_text(study: Study, kinds: dict[str, str]) -> Misfits:
+    """Text has no views, and no pixels that an attack could change."""
+    for keys, phase, training in list_trainings(study):
+        for key, usual in (("views", ViewSettings()), ("adversarial", None)):
+            value = getattr(training, key)
+            if kinds.get(phase) == "next_token" and value != usual:
+                text = f"found {show_settings(value)}, but data.{phase} is text; leave it out"
+                yield (*keys, key), text
+
+
+def _models_of_text(study: Study) -> Misfits:
+    """Stages and methods that text does not have."""
+    for section in ("robustness", "transfer", "finetune"):
+        if getattr(study, section) is not None:
+            yield (section,), "data.pretrain is text, which this stage does not take; leave it out"
+    for name, method in study.methods.items():
+        needs = {
+            "two views": method.views == 2,
+            "a teacher": method.guided,
+            "a dense teacher to begin as": method.upcycle,
+        }
+        for what, needed in needs.items():
+            if needed and name in study.run.methods:
+                text = f"the method needs {what}, and data.pretrain is text; take another method"
+                yield ("methods", name), text
+
+
+def _captions(study: Study, kinds: dict[str, str]) -> Misfits:
+    """Captions need two towers, and views that leave left and right as they are."""
+    sided: set[str] = {phase for phase, source in study.data.items() if hasattr(source, "sided")}
+    for keys, phase, training in list_trainings(study):
+        if phase in sided and training.views.flip:
+            text = f"found true, but captions of data.{phase} say left and right"
+            yield (*keys, "views", "flip"), f"{text}; allowed: false"
+    if kinds.get("pretrain") == "image_text":
+        teacher = getattr(study.teacher, "model", None)
+        for where, model in ((("model",), study.model), (("teacher", "model"), teacher)):
+            if model is not None and model.kind != "two_towers":
+                text = f"found {model.kind}, but data.pretrain has captions; allowed: two_towers"
+                yield (*where, "kind"), text

@@ -1,0 +1,74 @@
+"""Everything that can be known before anything runs: the file, its data, its models."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from moecore.core.files import UserError
+from moecore.study.checking.data_rules import (
+    chdir_to_stages,
+    data_problems,
+    describe_preview,
+    load_previews,
+    pair_rules,
+)
+from moecore.study.checking.model_rules import model_rules
+from moecore.study.checking.training_rules import size_rules, unneeded_teachers, untrained_routers
+from moecore.study.checking.validate import collect_problems, list_lines
+from moecore.study.reading.document import load_yaml
+from moecore.study.reading.messages import truncate_lines
+from moecore.study.reading.overlay import load_stages
+from moecore.study.reading.study import Study
+
+# What a room above this one has to say of a study and its stages: keys, and what is wrong.
+Also = Callable[[Study, Sequence[str]], Iterable[tuple[tuple, str]]]
+
+
+class CheckedStudy(NamedTuple):
+    """A params.yaml that is in order."""
+
+    study: Study
+    notes: tuple[str, ...]  # a line for each data set, and what is better known beforehand
+
+
+def check_study(
+    path: str | Path = "params.yaml", home: Path | None = None, also: Also | None = None
+) -> CheckedStudy:
+    """Validate the file, open its data sources (headers and counts) and build its models.
+
+    home: the folder in which its stages run; left out, that of the file. Raises UserError with one
+    line per problem: those of the file in its order, then those of data and models.
+    """
+    document = load_yaml(path)
+    stages = load_stages(Path(path).parent)
+    study, problems = collect_problems(document, stages)
+    if study is None:
+        raise UserError(truncate_lines(problems))
+    with chdir_to_stages(Path(path).parent if home is None else home):
+        previews = load_previews(study)
+    missing = list_lines(document, data_problems(previews, document.data.get("data", {})))
+    others = [*pair_rules(study, previews), *size_rules(study, previews)]
+    if not problems:  # of a file with mistakes, models would be wrong for the same reasons
+        others += model_rules(study, previews)
+        if also is not None and not others:  # it reads what all these rules have held good
+            others += also(study, stages)
+    lines = [*problems, *missing, *list_lines(document, others)]
+    if missing and len(lines) == len(missing):
+        lines.append(f"{document.path}: all else is in order")
+    if lines:
+        raise UserError(truncate_lines(lines))
+    notes = [f"data.{phase}: {describe_preview(preview)}" for phase, preview in previews.items()]
+    notes += [note for note in (unneeded_teachers(study), untrained_routers(study)) if note]
+    return CheckedStudy(study, tuple(notes))
+
+
+def describe_check(
+    path: str | Path = "params.yaml", home: Path | None = None, also: Also | None = None
+) -> str:
+    """Return ``params.yaml: in order (…)`` and a line per data set; raises like ``check_study``."""
+    study, notes = check_study(path, home, also)
+    trained = "nothing is trained"
+    if study.run.methods:
+        seeds = ", ".join(map(str, study.run.seeds))
+        trained = f"{', '.join(study.run.methods)}; seeds {seeds}"
+    return "\n".join([f"{path}: in order ({trained})", *(f"  {note}" for note in notes)])

@@ -1,0 +1,169 @@
+"""The whole of params.yaml, checked at once: every problem with its file, line, column and key."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from moecore.core.files import UserError
+from moecore.core.sources import FAMILIES
+from moecore.study.checking.label_rules import label_rules
+from moecore.study.checking.method_rules import method_rules
+from moecore.study.checking.selection_rules import selection_rules
+from moecore.study.checking.training_rules import schedule_rules
+from moecore.study.checking.volume_rules import volume_rules
+from moecore.study.reading.document import Document, load_yaml
+from moecore.study.reading.messages import truncate_lines
+from moecore.study.reading.overlay import load_stages
+from moecore.study.reading.params import validate_whole
+from moecore.study.reading.setting_errors import describe_field, error_line
+from moecore.study.reading.study import OPTIONAL, PHASES, SECTIONS, Study, section_readers
+
+PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
+MOST = {int: 10**15, float: 1e100}  # no setting is larger
+
+Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+
+
+def check_params(path: str | Path = "params.yaml") -> Study:
+    """Validate the whole file for the stages of the dvc.yaml beside it.
+
+    Raises UserError with one line per problem.
+    """
+    return check_document(load_yaml(path), load_stages(Path(path).parent))
+
+
+def check_document(document: Document, stages: Sequence[str]) -> Study:
+    """Validate a whole params.yaml for these stages; raises UserError with one line per problem."""
+    study, problems = collect_problems(document, stages)
+    if study is None or problems:
+        raise UserError(truncate_lines(problems))
+    return study
+
+
+def collect_problems(document: Document, stages: Sequence[str]) -> tuple[Study | None, list[str]]:
+    """Return the study, None where its sections cannot be read, and a line for each problem.
+
+    The lines are in the order of the file.
+    """
+    study, problems = None, []
+    try:
+        study = validate_whole(Study, document)
+    except UserError as error:
+        problems = str(error).split("\n")
+    if stages and isinstance(document.data, dict):
+        problems += list_lines(document, _sections(document.data, stages))
+    problems += cross_checks(document, study)
+    endless = list_lines(document, _numbers_out_of_range(document.data))
+    known = {_place(line) for line in endless}
+    problems = endless + [line for line in problems if _place(line) not in known]
+    return study, sorted(dict.fromkeys(problems), key=_position)
+
+
+def list_lines(document: Document, misfits: Iterable[tuple[tuple, str]]) -> list[str]:
+    """Return one line per misfit, with file, line, column and key."""
+    return [error_line(document, keys, text) for keys, text in misfits]
+
+
+def params_schema() -> dict[str, Any]:
+    """Return the JSON schema of every params.yaml, for editors."""
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": draft} | Study.model_json_schema()
+
+
+def cross_checks(document: Document, study: Study | None) -> list[str]:
+    """Return a line for each misfit of sections; study: None where the file was refused."""
+    return list_lines(document, _misfits(document.data, study))
+
+
+def _misfits(data: Any, study: Study | None) -> Misfits:
+    yield from selection_rules(data)
+    if study is not None:
+        yield from method_rules(study)
+        yield from label_rules(study)
+        yield from volume_rules(study)
+        yield from schedule_rules(study)
+        yield from _unwritten_kinds(study, data)
+
+
+def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
+    """Sections that a stage reads and the file has not, and sections that no stage reads."""
+    run = data["run"] if isinstance(data.get("run"), dict) else {}
+    readers = section_readers(stages, run)
+    for key, stage in readers.items():
+        if key in OPTIONAL or data.get(key) is not None or key not in Study.model_fields:
+            continue
+        if key in ("run", "data") and key not in data:
+            continue  # the model itself says so
+        lack = "found null" if key in data else f"missing; the stage {stage} reads it"
+        yield (key,), f"{lack}; allowed: {describe_field(Study, (key,))}"
+    measured = set(Study.model_fields) - {key for keys in SECTIONS.values() for key in keys}
+    # Measurements may be switched off and keep their section
+    welcome = {*readers, *OPTIONAL, *(measured if "measure" in stages else ())}
+    for key in data:
+        if key in Study.model_fields and key not in welcome:
+            yield (key,), f"no stage of dvc.yaml reads it; allowed: {', '.join(readers)}"
+    # dvc.yaml's matrix of measurements is read from the file, where defaults do not count
+    for key in ("measurements", "thorough") if "measure" in stages else ():
+        if key not in run:
+            text = "missing; the stage measure of dvc.yaml goes by it; allowed: a list"
+            yield ("run", key), text
+    sources = data.get("data")
+    for phase in PHASES:
+        if phase in stages and isinstance(sources, dict) and phase not in sources:
+            there = ", ".join(map(str, sources))
+            text = f"missing; the stage {phase} trains on it; data has: {there}"
+            yield ("data", phase), text
+
+
+def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
+    """Numbers that are infinite, no number, or beyond MOST: no setting may be one."""
+    if isinstance(value, dict | list):
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, one in inner:
+            yield from _numbers_out_of_range(one, (*keys, key))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield keys, f"found {'.nan' if math.isnan(value) else value}; allowed: a finite number"
+    elif type(value) in MOST and abs(value) > MOST[type(value)]:
+        # An integer may be beyond every float
+        shown = f"{value:.3g}" if abs(value) < 10**308 else "a number beyond 1e+308"
+        yield keys, f"found {shown}; allowed: numbers up to {MOST[type(value)]:.0e}"
+
+
+def _unwritten_kinds(study: Study, data: Any) -> Misfits:
+    """Parts whose ``kind`` does not stand in the file: hashes of code go by what is written."""
+    for keys, settings, written in _settings(study, data):
+        family = "/".join(type(settings).__module__.split(".")[1:-1])
+        is_part = family in FAMILIES and "kind" in type(settings).model_fields
+        if is_part and "kind" not in written:
+            text = f"add `kind: {settings.kind}`: a default is not tracked, so DVC would miss "
+            yield keys, f"{text}changes of that part"
+
+
+def _settings(value: Any, data: Any, keys: tuple = ()) -> Iterator[tuple[tuple, Any, Any]]:
+    """Every settings object inside ``value`` with its keys, and what the file has there."""
+    if isinstance(value, BaseModel):
+        yield keys, value, data if isinstance(data, dict) else {}
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        written = data if isinstance(data, dict) else {}
+        for name, inner in value.items():
+            yield from _settings(inner, written.get(name), (*keys, name))
+    elif isinstance(value, list | tuple):
+        listed = data if isinstance(data, list) else []
+        for index, inner in enumerate(value):
+            one = listed[index] if index < len(listed) else None
+            yield from _settings(inner, one, (*keys, index))
+
+
+def _place(problem: str) -> str:
+    match = PLACE.match(problem)
+    return match[0] if match else problem
+
+
+def _position(problem: str) -> tuple[str, int, int]:
+    match = PLACE.match(problem)
+    return (match[1], int(match[2]), int(match[3])) if match else ("", 0, 0)

@@ -1,0 +1,5 @@
+"""What reads: YAML with places, settings from it, and a study as what differs from the root's.
+
+``study.Study`` is the whole of params.yaml; ``params.read_params`` gives a stage its sections;
+``setting_errors`` and ``messages`` say what is wrong in a line.
+"""

@@ -1,0 +1,52 @@
+"""The section ``run`` of params.yaml: what is trained and measured."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from moecore.core.config import Config
+
+Phase = Literal["pretrain", "finetune", "adversarial"]
+
+
+class Selection(Config):
+    """Every method with every seed; measurements are of the models of these phases."""
+
+    methods: tuple[str, ...] = Field(
+        description="entries under methods: that are trained and compared; [] where nothing is "
+        "trained, as seeds and phases then"
+    )
+    seeds: tuple[int, ...] = Field(description="one training of each method per seed")
+    phases: tuple[Phase, ...] = Field(
+        default=("pretrain", "finetune"),
+        description="whose models are calibrated, attacked and asked for their routing",
+    )
+    measurements: tuple[str, ...] = Field(
+        default=(), description="what else is measured, of the models of the phases in thorough"
+    )
+    thorough: tuple[Phase, ...] | None = Field(
+        default=None,
+        description="whose models the measurements are of; left out: those of all phases",
+    )
+
+    @model_validator(mode="after")
+    def _all_or_nothing(self) -> Self:
+        named = {"methods": self.methods, "seeds": self.seeds, "phases": self.phases}
+        empty = [name for name, values in named.items() if not values]
+        if empty and len(empty) < len(named):
+            some = f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty"
+            allowed = "at least one each, or none of methods, seeds and phases"
+            raise ValueError(f"{some}; allowed: {allowed}")
+        return self
+
+    @model_validator(mode="after")
+    def _thorough_among_phases(self) -> Self:
+        if other := [phase for phase in self.thorough or () if phase not in self.phases]:
+            allowed = ", ".join(self.phases)
+            named = ", ".join(other)
+            raise ValueError(f"thorough names {named}; allowed: {allowed}, as in phases")
+        return self
+
+    def covers(self, what: str, phase: Phase) -> bool:
+        """Return whether ``what`` (a stage or a measurement) looks at the models of this phase."""
+        return self.thorough is None or what not in self.measurements or phase in self.thorough

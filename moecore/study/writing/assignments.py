@@ -1,0 +1,86 @@
+"""``key=value`` from the command line, written into params.yaml; comments and order stay."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.representer import RoundTripRepresenter
+
+from moecore.core.files import UserError, write_whole
+from moecore.study.checking.preflight import check_study
+from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.reading.messages import did_you_mean
+from moecore.study.writing.write_params import list_changes
+
+
+def _represent_null(representer: RoundTripRepresenter, _: None) -> Any:
+    return representer.represent_scalar("tag:yaml.org,2002:null", "null")
+
+
+class _Representer(RoundTripRepresenter):
+    yaml_representers: dict = {
+        **RoundTripRepresenter.yaml_representers,
+        type(None): _represent_null,
+    }
+
+
+def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
+    """Write the assignments into params.yaml; return a line for every value that changes.
+
+    Raises UserError, with the file as it was, where an assignment is malformed or the file would
+    not be in order with it.
+    """
+    before = load_yaml(path)
+    old = path.read_text(encoding="utf-8")
+    write_whole(path, apply_assignments(old, assignments))
+    try:
+        check_study(path)
+    except UserError as error:
+        write_whole(path, old)
+        words = " ".join(f"-S {assignment}" for assignment in assignments)
+        raise UserError(f"{error}\n{path}: left as it was ({words})") from None
+    return list(list_changes(before.data, load_yaml(path).data))
+
+
+def apply_assignments(text: str, assignments: Sequence[str]) -> str:
+    """Return a YAML text with values replaced or added.
+
+    assignments: ``pretrain.epochs=3``, ``methods.tgr.regularizers.0.weight=2``, whose values are
+    YAML. A value that an alias repeats changes in every place.
+    """
+    writer = YAML(typ="rt")
+    writer.preserve_quotes = True
+    writer.width = max(map(len, text.splitlines()), default=80)
+    writer.indent(mapping=2, sequence=4, offset=2)
+    writer.Representer = _Representer
+    data = writer.load(text)
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not (name.strip() and equals and value.strip()):
+            raise UserError(f"-S {assignment}: expected key=value, such as pretrain.epochs=3")
+        parse_yaml(value, f"-S {assignment}")
+        _set_value(data, name.strip().split("."), writer.load(value), assignment)
+    stream = io.StringIO()
+    writer.dump(data, stream)
+    return stream.getvalue()
+
+
+def _set_value(data: Any, words: Sequence[str], value: Any, assignment: str) -> None:
+    """Set what stands at keys and places of lists; the last key of a mapping may be new."""
+    for depth, word in enumerate(words):
+        last = depth == len(words) - 1
+        keys = dict(enumerate(data)) if isinstance(data, list) else data
+        keys = {str(key): key for key in keys} if isinstance(keys, dict) else {}
+        if word not in keys and not (last and isinstance(data, dict)):
+            holder = ".".join(words[:depth]) or "the file"
+            allowed = ", ".join(keys) or "nothing, it is a single value"
+            hint = did_you_mean(word, list(keys))
+            raise UserError(
+                f"-S {assignment}: found {word!r} in {holder}{hint}; allowed: {allowed}"
+            )
+        if last:
+            data[keys.get(word, word)] = value
+        else:
+            data = data[keys[word]]

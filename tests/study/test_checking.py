@@ -1,0 +1,576 @@
+"""What does not fit is found before anything runs: an edit, and the place and key it names."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moecore.core.files import UserError
+from moecore.core.sources import ROOT
+from moecore.data.sources.digits import Digits
+from moecore.study.checking.preflight import check_study, describe_check
+from moecore.study.checking.validate import check_params, collect_problems, params_schema
+from moecore.study.reading.document import load_yaml, parse_yaml
+from tests.data.making import image_classes
+from tests.project import PARAMS
+
+STUDIES = [ROOT / "params.yaml", *sorted((ROOT / "pipelines").glob("*/params.yaml"))]
+STAGES = tuple(name for name in load_yaml(ROOT / "dvc.yaml").data["stages"] if name != "code")
+
+VOLUMES = (ROOT / "pipelines/brain_age/params.yaml").read_text(encoding="utf-8")
+WORDS = """\
+run: {methods: [smoe], seeds: [0], phases: [pretrain]}
+data: {pretrain: {kind: docstrings, packages: [networkx]}}
+model: {kind: language_model, width: 32, heads: 2, span: 16}
+methods:
+  smoe:
+    router: {kind: top_k_softmax, k: 2}
+    experts: {kind: mlp, number: 4, hidden_ratio: 1, activation: relu, init: flat, dropout: 0.1}
+    blocks: all
+    pretrain: {learning_rate: 7.0e-4}
+teacher: {kind: no_teacher}
+pretrain: {epochs: 1, updates: 10, batch: 8, learning_rate: 0.001}
+"""
+CAPTIONS = """\
+run: {methods: [dense], seeds: [0], phases: [pretrain], measurements: [retrieval]}
+data: {pretrain: {kind: captioned_mosaic, source: {kind: digits}}}
+model: {kind: two_towers, image: {kind: vit, patch: 14, width: 32, depth: 4, heads: 2}}
+methods: {dense: {}}
+teacher: {kind: no_teacher}
+pretrain: {epochs: 1, batch: 8, learning_rate: 0.001, views: {shift: 1}}
+retrieval: {at: [1]}
+"""
+IMAGES = PARAMS
+GONE = object()
+
+
+def edited(text: str, edits: dict[str, Any]) -> str:
+    """A params.yaml with values put at dotted keys; numbers are places of a list."""
+    data = yaml.safe_load(text)
+    for keys, value in edits.items():
+        *way, last = [int(word) if word.isdigit() else word for word in keys.split(".")]
+        inner = data
+        for word in way:
+            inner = inner[word]
+        if value is GONE:
+            del inner[last]
+        else:
+            inner[last] = value
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def in_its_place(line: str, text: str, key: str) -> bool:
+    """Whether a message is of ``key`` and stands at the last of its words that the file has."""
+    match = re.match(r"(?:.*/)?params.yaml:(\d+):(\d+): ([^ ]*): ", line)
+    if match is None or match[3] != key:
+        return False
+    rest = text.splitlines()[int(match[1]) - 1][int(match[2]) - 1 :]
+    words = re.split(r"[.\[]", key)
+    known = "missing" in line or words[-1].endswith("]")
+    return known or any(rest.lstrip("'\"").startswith(word) for word in words)
+
+
+CLAIM = {
+    "paper": "PRC",
+    "source": "table 4",
+    "says": "so",
+    "metric": "match_top1",
+    "method": "tgr",
+    "against": "vmoe",
+    "better": "higher",
+}
+QUESTION = {key: CLAIM[key] for key in ("metric", "method", "against", "better")} | {"asks": "so"}
+SWIN = {"kind": "swin_v2", "patch": 4, "width": 24, "depths": [2, 2], "heads": [2, 4], "window": 2}
+TEXT_ATTACK = {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "fgsm"}]}
+
+# Of the file alone: text, edits, key, words
+FILE = [
+    (IMAGES, {"run.methods": ["dense", "vmeo"]}, "run.methods[1]", "did you mean 'vmoe'?; allowed"),
+    (IMAGES, {"run.methods": ["vmoe", "vmoe"]}, "run.methods[1]", "'vmoe' is there twice"),
+    (IMAGES, {"run.seeds": [-1]}, "run.seeds[0]", "allowed: integers ≥ 0"),
+    (IMAGES, {"run.seeds": [0, 0]}, "run.seeds[1]", "0 is there twice"),
+    (IMAGES, {"run.seeds": [*range(2000), 7]}, "run.seeds[2000]", "7 is there twice"),
+    (IMAGES, {"run.seeds": [2**63]}, "run.seeds[0]", "found 9.22e+18"),
+    (IMAGES, {"run.seeds": [0], "claims": [CLAIM]}, "run.seeds", "found one seed, and claims"),
+    (IMAGES, {"run.seeds": []}, "run", "seeds is empty"),
+    (IMAGES, {"run.thorough": ["pretrain"]}, "run", "thorough names pretrain; allowed: finetune"),
+    (IMAGES, {"run.thorough": GONE}, "run.thorough", "missing; the stage measure of dvc.yaml"),
+    (IMAGES, {"run.measurements": ["cots"]}, "run.measurements[0]", "did you mean 'cost'?"),
+    (IMAGES, {"methods.soft-moe": {}}, "methods.soft-moe", "found the name 'soft-moe'"),
+    (IMAGES, {"methods." + "a" * 101: {}}, f"methods.{'a' * 28}...{'a' * 28}", "up to 100"),
+    (IMAGES, {"pretrian": {}}, "pretrian", "unknown key, did you mean 'pretrain'?"),
+    (
+        IMAGES,
+        {"model": {"width": 32}},
+        "model",
+        "kind is missing; allowed: kind: single_layer | vi",
+    ),
+    (IMAGES, {"claims": [CLAIM | {"method": "tgrr"}]}, "claims[0].method", "did you mean 'tgr'?"),
+    (IMAGES, {"claims": [CLAIM | {"phase": "pretrain"}]}, "claims[0].phase", "allowed: finetune"),
+    (IMAGES, {"claims": [QUESTION]}, "claims[0].source", "missing; allowed: Where it stands"),
+    (IMAGES, {"claims": [CLAIM | {"better": "equivalent"}]}, "claims[0]", "margin is missing"),
+    (IMAGES, {"questions": [QUESTION | {"margin": 0.1}]}, "questions[0]", "found margin 0.1"),
+    (IMAGES, {"questions": [QUESTION | {"against": "tgr"}]}, "questions[0].against", "itself"),
+    (IMAGES, {"calibrate.calibrator": {}}, "calibrate.calibrator", "kind is missing; allowed: kin"),
+    (IMAGES, {"calibrate": None}, "calibrate", "found null; allowed: the keys calibrator, "),
+    (IMAGES, {"linear_experts": {}}, "linear_experts", "no stage of dvc.yaml reads it; allowed: r"),
+    (IMAGES, {"invariance": GONE}, "invariance", "missing; the stage measure reads it; allowed: t"),
+    (IMAGES, {"data.finetune": GONE}, "data.finetune", "missing; the stage finetune trains on it"),
+    (IMAGES, {"teacher_router.seed": 1}, "teacher_router.seed", "unknown key; allowed: "),
+    (
+        IMAGES,
+        {"pretrain.learning_rate": float("inf")},
+        "pretrain.learning_rate",
+        "found inf; allow",
+    ),
+    (IMAGES, {"pretrain.learning_rate": -float("inf")}, "pretrain.learning_rate", "found -inf"),
+    (IMAGES, {"pretrain.learning_rate": float("nan")}, "pretrain.learning_rate", "found .nan"),
+    (IMAGES, {"pretrain.learning_rate": 1e300}, "pretrain.learning_rate", "numbers up to 1e+100"),
+    (IMAGES, {"pretrain.epochs": 10**21}, "pretrain.epochs", "found 1e+21; allowed: numbers up to"),
+    (IMAGES, {"pretrain.epochs": 10**200}, "pretrain.epochs", "found 1e+200"),
+    (
+        IMAGES,
+        {"pretrain.warmup_epochs": 20},
+        "pretrain.warmup_epochs",
+        "but epochs is 2; allowed: 0",
+    ),
+    (
+        IMAGES,
+        {"methods.dense.pretrain": {"warmup_epochs": 99}},
+        "methods.dense.pretrain.warmup_epochs",
+        "found 99, but epochs is 2",
+    ),
+    (
+        IMAGES,
+        {"methods.dense.pretrain": {"rate": 1}},
+        "methods.dense.pretrain",
+        "pretrain.rate: Ex",
+    ),
+    (
+        IMAGES,
+        {"methods.dense.guided_finetuning": True},
+        "methods.dense.guided_finetuning",
+        "teacher",
+    ),
+    (
+        IMAGES,
+        {"teacher": {"kind": "no_teacher"}},
+        "methods.tgr.regularizers[0]",
+        "allowed: dense, t",
+    ),
+    (
+        IMAGES,
+        {"methods.dense.regularizers": [{"kind": "importance", "weight": 0.1}]},
+        "methods.dense.regularizers[0]",
+        "importance needs a router, but the method has no router",
+    ),
+    (
+        IMAGES,
+        {
+            "methods.vmoe.regularizers": [{"kind": "pairwise_consistency"}],
+            "pretrain.views": {},
+        },
+        "methods.vmoe.regularizers",
+        "pretrain.views changes nothing",
+    ),
+    (
+        IMAGES,
+        {"data.finetune": {"kind": "digit"}},
+        "data.finetune",
+        "kind: digit, did you mean 'dig",
+    ),
+    (IMAGES, {"data.finetune": {"kind": "a\nb"}}, "data.finetune", r"found kind: a\nb; allowed: "),
+    (
+        VOLUMES,
+        {"pretrain.label_smoothing": 0.1},
+        "pretrain.label_smoothing",
+        "real numbers (data.p",
+    ),
+    (VOLUMES, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "are real numbers (data.pretrain)"),
+    (
+        VOLUMES,
+        {"pretrain.views.crop": {}},
+        "pretrain.views.crop",
+        "volumes have shift, flip, affine",
+    ),
+    (
+        VOLUMES,
+        {"pretrain.views.erasing": 0.5},
+        "pretrain.views.erasing",
+        "found 0.5, which is for f",
+    ),
+    (
+        VOLUMES,
+        {"pretrain.views.randaugment": {}},
+        "pretrain.views.randaugment",
+        "is for flat images",
+    ),
+    (
+        VOLUMES,
+        {"pretrain.views.affine": {"shear": 5}},
+        "pretrain.views.affine.shear",
+        "found 5, which is for flat images; allowed for volumes: 0",
+    ),
+    (VOLUMES, {"routing.views.crop": {}}, "routing.views.crop", "is for flat images"),
+    (
+        VOLUMES,
+        {"routing.augmentations.1": "brightness"},
+        "routing.augmentations[1]",
+        "identity, noi",
+    ),
+    (
+        VOLUMES,
+        {"routing.augmentations.1": {"name": "own", "views": {"size": 32}}},
+        "routing.augmentations[1].views.size",
+        "found 32",
+    ),
+    (
+        VOLUMES,
+        {"methods.dense.distillation": 0.5},
+        "methods.dense.distillation",
+        "is a class (data.",
+    ),
+    (
+        VOLUMES,
+        {"robustness.attacks.1": {"kind": "pgd", "objective": "dlr"}},
+        "robustness.attacks[1].objective",
+        "found dlr, which needs classes; allowed: task",
+    ),
+    (VOLUMES, {"robustness.survivors": True}, "robustness.survivors", "allowed: false"),
+    (
+        VOLUMES,
+        {"calibrate.calibrator": {"kind": "temperature"}},
+        "calibrate.calibrator.kind",
+        "but the labels are real numbers; allowed: linear",
+    ),
+    (
+        VOLUMES,
+        {"data.pretrain": {"kind": "bids", "root": "x", "maps": None}},
+        "methods.ermoe.regions",
+        "needs tissue maps, but maps and dseg of data.pretrain are null",
+    ),
+    (
+        VOLUMES,
+        {"teacher": {"kind": "timm", "name": "vit_tiny_patch16_224"}},
+        "teacher.kind",
+        "allowed for volumes: dense, no_teacher",
+    ),
+    (VOLUMES, {"model": {"kind": "vit"}}, "model.kind", "are volumes; allowed: vit3d"),
+    (VOLUMES, {"data.pretrain": {"kind": "digits"}}, "run.thorough", "cohort_checks needs ages"),
+    (VOLUMES, {"data.pretrain": {"kind": "digits"}}, "model.kind", "are flat images; allowed: vit"),
+    (
+        VOLUMES,
+        {"data.pretrain": {"kind": "digits"}},
+        "calibrate.calibrator.kind",
+        "found linear, but the labels are classes",
+    ),
+    (
+        IMAGES,
+        {"data.finetune": {"kind": "phantom"}},
+        "run.thorough",
+        "measure flat images with clas",
+    ),
+    (
+        IMAGES,
+        {"data.pretrain": {"kind": "phantom"}, "run.phases": ["pretrain", "finetune"]},
+        "run.phases[1]",
+        "are of two sorts, real numbers and classes",
+    ),
+    (WORDS, {"pretrain.views": {"shift": 1}}, "pretrain.views", "but data.pretrain is text"),
+    (WORDS, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "the labels are the words of a text"),
+    (
+        WORDS,
+        {"pretrain.adversarial": {"steps": 1}},
+        "pretrain.adversarial",
+        "is text; leave it out",
+    ),
+    (
+        WORDS,
+        {"methods.smoe.regularizers": [{"kind": "pairwise_consistency"}]},
+        "methods.smoe",
+        "the method needs two views, and data.pretrain is text",
+    ),
+    (
+        WORDS,
+        {"robustness": TEXT_ATTACK},
+        "robustness",
+        "which this stage does not take; leave it o",
+    ),
+    (
+        WORDS,
+        {"calibrate": {"calibrator": {"kind": "linear"}}},
+        "calibrate.calibrator.kind",
+        "the labels are words; allowed: temperature",
+    ),
+    (CAPTIONS, {"pretrain.views": {"flip": True}}, "pretrain.views.flip", "say left and right"),
+    (CAPTIONS, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "has no caption of its own"),
+    (
+        CAPTIONS,
+        {"pretrain.label_smoothing": 0.1},
+        "pretrain.label_smoothing",
+        "captions are no clas",
+    ),
+    (CAPTIONS, {"model": {"kind": "vit"}}, "model.kind", "allowed: two_towers"),
+    (CAPTIONS, {"data.pretrain": {"kind": "digits"}}, "run.phases[0]", "retrieval looks for them"),
+    (
+        CAPTIONS,
+        {"methods.dense.distillation": 0.5},
+        "methods.dense.distillation",
+        "captions are no",
+    ),
+    (CAPTIONS, {"run.measurements": ["few_shot"]}, "run.phases[0]", "few_shot measure flat images"),
+    (
+        CAPTIONS,
+        {"calibrate": {"calibrator": {"kind": "temperature"}}},
+        "run.phases[0]",
+        "has captions, which calibrate does not take",
+    ),
+]
+
+# With data and models, which takes longer
+RUN = [
+    (IMAGES, {"methods.vmoe.router.k": 9}, "methods.vmoe.router.k", "but there are 4 experts"),
+    (IMAGES, {"finetune.k": 9}, "finetune.k", "but there are 4 experts"),
+    (IMAGES, {"model.heads": 5}, "model.heads", "allowed: a divisor of model.width = 32"),
+    (IMAGES, {"model.depth": 10**9}, "model.depth", "found 1000000000"),
+    (IMAGES, {"model.width": 96 * 10**7}, "model.width", "found 960000000"),
+    (
+        IMAGES,
+        {"model.depth": 2},
+        "methods.vmoe.blocks",
+        "a model of 2 blocks has only 1 with an odd",
+    ),
+    (IMAGES, {"methods.vmoe.blocks": [*range(6000)]}, "methods.vmoe.blocks", "a model of 4 blocks"),
+    (
+        IMAGES,
+        {"methods.dense.model": {"heads": 5}},
+        "methods.dense.model.heads",
+        "a divisor of model",
+    ),
+    (
+        IMAGES,
+        {"data.finetune.size": 30},
+        "model.patch",
+        "a divisor of the image size 30 (data.fine",
+    ),
+    (
+        IMAGES,
+        {"data.finetune": {"kind": "cifar", "download": True, "size": 24}},
+        "data.finetune",
+        "found 3 channels, in data.pretrain 1; allowed: as many",
+    ),
+    (
+        IMAGES,
+        {"finetune.batch": 401},
+        "finetune.batch",
+        "200 training images (20 shots of 10 classes",
+    ),
+    (IMAGES, {"pretrain.batch": 1295}, "pretrain.batch", "1294 training images (data.pretrain)"),
+    (IMAGES, {"teacher.training.batch": 1295}, "teacher.training.batch", "1294 training images"),
+    (IMAGES, {"teacher_router.batch": 1295}, "teacher_router.batch", "1294 training images"),
+    (
+        IMAGES,
+        {"methods.dense.pretrain": {"batch": 10**9}},
+        "methods.dense.pretrain.batch",
+        "found 1000000000, but there are",
+    ),
+    (IMAGES, {"finetune.shots": 400}, "finetune.shots", "of data.finetune has 125 training images"),
+    (
+        IMAGES,
+        {"finetune.views": {"shift": 42}},
+        "finetune.views.shift",
+        "but data.finetune has images",
+    ),
+    (IMAGES, {"data.finetune.validation": 1500}, "data.finetune", "allowed: 1 to 1437"),
+    (IMAGES, {"teacher.model.patch": 16}, "teacher.model.patch", "image size 24 (data.finetune)"),
+    (IMAGES, {"teacher.model.patch": 4}, "teacher.model", "and methods.tgr, which it guides, 5"),
+    (
+        IMAGES,
+        {"methods.dense": {"router": {"kind": "noisy_top_k"}, "experts": {"kind": "eigen"}}}
+        | {"methods.dense.upcycle": True},
+        "methods.dense.upcycle",
+        "experts of kind mlp only",
+    ),
+    (IMAGES, {"model": SWIN | {"window": 0}}, "model.window", "found 0"),
+    (IMAGES, {"model": SWIN | {"heads": [2]}}, "model", "heads has 1 values and depths 2"),
+    (
+        IMAGES,
+        {"model": SWIN | {"heads": [5, 4]}},
+        "model",
+        "heads is 5 in stage 1, whose width is 24",
+    ),
+    (IMAGES, {"model": SWIN}, "teacher.model.kind", "found a model of 1 stages; methods.tgr"),
+    (
+        IMAGES,
+        {"teacher.model.depth": 1},
+        "teacher.model.depth",
+        "no block beside block 1 of methods.",
+    ),
+    (
+        IMAGES,
+        {"data.pretrain": {"kind": "image_folder", "root": "~nosuchuser/x"}},
+        "data.pretrain.root",
+        "~nosuchuser/x",
+    ),
+    (
+        IMAGES,
+        {"data.pretrain": {"kind": "image_folder", "root": "a\nb"}},
+        "data.pretrain.root",
+        r"a\n",
+    ),
+    (WORDS, {"model": {"kind": "vit"}}, "model.kind", "have 1 axes; allowed: language_model"),
+    (WORDS, {"model.heads": 5}, "model.heads", "allowed: a divisor of model.width = 32"),
+    (
+        WORDS,
+        {"data.pretrain.packages": ["nowhere"]},
+        "data.pretrain",
+        "found nowhere, which is not i",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.parent.name)
+def test_our_files_are_in_order_and_editors_accept_them(path):
+    study = check_params(path)
+    assert set(study.run.methods) <= set(study.methods)
+    jsonschema = pytest.importorskip("jsonschema")
+    first, _, _ = path.read_text(encoding="utf-8").partition("\n")
+    place = first.removeprefix("# yaml-language-server: $schema=")
+    assert (path.parent / place).resolve() == ROOT / "params.schema.json"
+    jsonschema.validate(load_yaml(path).data, params_schema())
+
+
+def test_the_schema_is_fresh():
+    written = json.loads((ROOT / "params.schema.json").read_text(encoding="utf-8"))
+    assert written == json.loads(json.dumps(params_schema())), "run `moecore schema`"
+
+
+@pytest.mark.parametrize("text", [IMAGES, WORDS, CAPTIONS, VOLUMES], ids="IWCV")
+def test_a_study_is_in_order(text):
+    assert collect_problems(parse_yaml(text), ())[1] == []
+
+
+@pytest.mark.parametrize(("text", "edits", "key", "words"), FILE)
+def test_what_is_wrong_in_the_file_is_named(text, edits, key, words):
+    written = edited(text, edits)
+    _, lines = collect_problems(parse_yaml(written), STAGES if text is IMAGES else ())
+    assert sum(in_its_place(line, written, key) and words in line for line in lines) == 1, lines
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A folder with a params.yaml on data that every machine has, and dvc.yaml."""
+    (tmp_path / "dvc.yaml").write_bytes((ROOT / "dvc.yaml").read_bytes())
+    (tmp_path / "params.yaml").write_text(IMAGES, encoding="utf-8")
+    return tmp_path
+
+
+def refused(path: Path, edits: dict[str, Any] | None = None, text: str = IMAGES) -> list[str]:
+    path.write_text(edited(text, edits or {}), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        check_study(path)
+    return str(caught.value).split("\n")
+
+
+@pytest.mark.parametrize(("text", "edits", "key", "words"), RUN)
+def test_what_was_seen_to_fail_later_is_said_first(project, text, edits, key, words):
+    path = project / "params.yaml"
+    if text is not IMAGES:
+        (project / "dvc.yaml").unlink()
+    lines = refused(path, edits, text)
+    written = path.read_text(encoding="utf-8")
+    assert any(in_its_place(line, written, key) and words in line for line in lines), lines
+    assert max(map(len, lines)) < 2000
+
+
+def test_a_measurement_may_be_switched_off():
+    text = edited(IMAGES, {"run.measurements": ["cost"]})
+    assert collect_problems(parse_yaml(text), STAGES)[1] == []
+
+
+def test_problems_of_all_sorts_come_together_in_the_order_of_the_file():
+    text = edited(IMAGES, {"run.seeds": [0, 0], "pretrain.unknown": 1})
+    one, other = collect_problems(parse_yaml(text), STAGES)[1]
+    assert "run.seeds[1]" in one and "pretrain.unknown: unknown key" in other
+
+
+def test_a_thousand_mistakes_are_twenty_lines_and_their_number(project):
+    lines = refused(project / "params.yaml", {f"u{number}": 1 for number in range(1000)})
+    assert len(lines) == 21 and lines[-1].endswith("and 980 more; mend these first")
+
+
+def test_a_study_in_order_says_what_its_data_are(project):
+    assert check_study(project / "params.yaml").notes == (
+        "data.pretrain: Digits; images of 1×16×16; 1,294 train, 144 validation, 359 test; "
+        "10 classes",
+        "data.finetune: Digits; images of 1×24×24; 1,294 train, 144 validation, 359 test; "
+        "10 classes",
+    )
+    head, *notes = describe_check(project / "params.yaml").splitlines()
+    assert head.endswith("params.yaml: in order (dense, vmoe, tgr; seeds 0)") and len(notes) == 2
+    assert {path.name for path in project.iterdir()} == {"params.yaml", "dvc.yaml"}
+
+
+def noted(path: Path, edits: dict[str, Any]) -> str:
+    path.write_text(edited(IMAGES, edits), encoding="utf-8")
+    return "\n".join(check_study(path).notes[2:])
+
+
+def test_what_is_better_known_beforehand_is_said(project):
+    path = project / "params.yaml"
+    several = {"run.seeds": [0, 1, 2]}
+    assert noted(path, several) == "", "tgr needs the teachers"
+    assert noted(path, several | {"run.methods": ["vmoe"]}).startswith("teacher: 3 are trained")
+    assert noted(path, {"run.methods": ["vmoe"]}) == "", "one seed trains one, as ever"
+    swin = {"model": SWIN, "teacher.model": SWIN, "methods.vmoe.router.k": 1}
+    assert noted(path, swin).startswith("methods vmoe: one expert per token in a swin_v2")
+    assert noted(path, swin | {"model.kind": "swin_moe", "teacher.model.kind": "swin_moe"}) == ""
+
+
+def test_missing_data_are_named_and_the_rest_is_checked(project):
+    path = project / "params.yaml"
+    root = {"data.pretrain": {"kind": "image_folder", "root": "flowers", "channels": 1, "size": 16}}
+    missing, rest = refused(path, root)
+    assert "data.pretrain.root: flowers: no such folder; set `root`" in missing
+    assert rest.endswith("params.yaml: all else is in order")
+    lines = refused(path, root | {"finetune.batch": 401, "run.seeds": [0, 0]})
+    assert [line.split(": ")[1] for line in lines] == [
+        "run.seeds[1]",
+        "data.pretrain.root",
+        "finetune.batch",
+    ], "the file comes before its data and models"
+
+
+def test_a_download_is_said_and_no_mistake(project):
+    cifar = {"kind": "cifar", "download": True, "size": 16}
+    (project / "params.yaml").write_text(
+        edited(IMAGES, {"data.pretrain": cifar, "data.finetune": cifar}), encoding="utf-8"
+    )
+    assert "prepare will download it into data/" in check_study(project / "params.yaml").notes[0]
+
+
+def test_paths_count_from_the_folder_of_the_study_and_from_the_repository(tmp_path, monkeypatch):
+    study = tmp_path / "pipelines/mine"
+    study.mkdir(parents=True)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    (study / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    root = {"kind": "image_folder", "root": "flowers", "size": 16, "channels": 1}
+    edits = {"data.pretrain": root, "pretrain.batch": 8, "teacher.training.batch": 8}
+    edits["teacher_router.batch"] = 8
+    image_classes(tmp_path / "flowers", {"aster": 20, "rose": 20})
+    monkeypatch.chdir(study)
+    assert "flowers: no such folder" in refused(Path("params.yaml"), edits)[0]
+    (study / ".dvc").mkdir()  # a DVC project within that of the repository
+    (tmp_path / ".dvc").mkdir()
+    notes = check_study("params.yaml").notes
+    assert "images of 1×16×16; 29 train, 3 validation, 8 test; 2 classes" in notes[0]
+    monkeypatch.chdir(tmp_path)
+    assert check_study("pipelines/mine/params.yaml").notes == notes
+
+
+def test_a_source_that_cannot_say_anything_beforehand_is_left_to_prepare(project, monkeypatch):
+    monkeypatch.delattr(Digits, "preview")
+    assert check_study(project / "params.yaml").notes == ()
