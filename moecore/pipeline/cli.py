@@ -61,19 +61,19 @@ def plan(
     links: Annotated[float, typer.Option(min=1e-3, help="in a machine, GB/s; --scale")] = 450,
     network: Annotated[float, typer.Option(min=1e-3, help="a GPU, GB/s; --scale")] = 50,
 ) -> None:
-    """Which stages would run, why, and how long they took the last time."""
+    """Say which stages would run, why, and how long they took the last time."""
     if not scale:
         from moecore.pipeline.plan import print_plan
 
         print_plan()
         return
-    from moecore.pipeline.scale import Peaks, table
+    from moecore.pipeline.scale import Peaks, scale_table
     from moecore.study.document import load
     from moecore.study.params import validate_whole
     from moecore.study.study import Study
 
     study = validate_whole(Study, load(str(HERE)))
-    for line in table(study, Peaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)):
+    for line in scale_table(study, Peaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)):
         typer.echo(line)
 
 

@@ -33,7 +33,7 @@ def refuse_changed_params(params: Config, **item: object) -> None:
     """
     if not Path(params_path()).is_file():
         return
-    now = read(type(params), **item)
+    now = read(type(params), None, **item)
     for field, template in keys(type(params)).items():
         key = template.format(**item)
         before = flatten(plain(getattr(params, field)), key)
