@@ -1,16 +1,14 @@
 import os
 import sys
 
-if sys.platform == "linux" and sys.orig_argv[1:2] == ["-m"]:
-    # From its first moment on a stage ends with what started it, not only once torch is imported.
-    import ctypes
-    import signal
+from moecore.core.operating_system import set_parent_death_signal
 
-    if sys.orig_argv[2].startswith("stages."):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith("stages."):
+    # From its first moment on a stage ends with what started it, not only once torch is imported.
+    set_parent_death_signal()
 
 if "MOECORE_CLUSTER" in os.environ:
     # Before torch is imported: this process may only start the stage elsewhere.
-    from moecore.run.launch import hand_over
+    from moecore.run.launch import hand_over_stage
 
-    hand_over()
+    hand_over_stage()

@@ -45,12 +45,11 @@ def compare() -> None:
         print(partial_run.describe_waiting(waiting, params.run), file=sys.stderr)
     evaluated = evaluate(asked, results)
     compared = flat(results) | data_facts(results) | flat_evaluated(evaluated, document.data)
-    folder = Path("reports")
     refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in texts(results, evaluated).items():
             content = text.encode()
-            target = written.enter_context(whole_file(folder / name))
+            target = written.enter_context(whole_file(Path("reports", name)))
             target.write_bytes(content)
         left_out = partial_run.list_left_out(path, params.run)
         numbers = partial_run.write_numbers(compared, left_out)

@@ -50,8 +50,8 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
         with whole_folder(target) as folder:
             save_model(folder, recipe.model)
             save_words(folder, data)
-        found = outcome(recipe.model, data, settings, training.log())
-        training.run.result(found.with_routing(survived(before, after, data.test.people)))
+        result = outcome(recipe.model, data, settings, training.log())
+        training.run.result(result.with_routing(survived(before, after, data.test.people)))
         training.run.model(target)
 
 

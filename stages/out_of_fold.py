@@ -1,7 +1,4 @@
-"""Predict every training volume by a model that never saw its participant.
-
-python -m stages.out_of_fold <method> <seed>
-"""
+"""``python -m stages.out_of_fold METHOD SEED``: volumes predicted without their participants."""
 
 from pathlib import Path
 from typing import Annotated
@@ -39,36 +36,31 @@ class Params(Config):
 
 def out_of_fold(method: str, seed: int) -> None:
     params = read_params(Params, method=method)
-    item = f"out_of_fold/pretrain/{method}/{seed}"
-    source = Path("artifacts/data/pretrain")
+    name = "out_of_fold"
+    inputs = [Path("artifacts/data/pretrain")]
+    item = f"{name}/pretrain/{method}/{seed}"
     with (
-        work_folder(item, params, [source], __file__) as work,
+        work_folder(item, params, inputs, __file__) as work,
         record(
-            "out_of_fold",
-            params,
-            phase="pretrain",
-            method=method,
-            seed=seed,
-            work=work,
-            inputs=[source],
+            name, params, phase="pretrain", method=method, seed=seed, work=work, inputs=inputs
         ) as run,
     ):
         if not params.calibrator.needs_out_of_fold:
             write_absent(Path("artifacts", item), params.calibrator)
             run.result(Skipped(skipped="the calibration is fitted on other predictions"))
             return
-        data = Prepared.open(source)
+        data = Prepared.open(inputs[0])
         check_out_of_fold(data, params.method, params.calibrator)
 
         def follow(fold, steps, learning):
-            with progress(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
+            with progress(f"{name} {method} seed {seed} fold {fold}", steps) as bar:
                 for metrics in learning:
                     bar.update(metrics.step)
 
         recipe = Recipe(params.model, params.pretrain, params.method, params.out_of_fold)
-        found = predict_held_out(recipe, data, seed, tune(work=work), work, follow, run.log)
-        write_rows(Path("artifacts", item), found.rows)
-        run.result(found.result)
+        predicted = predict_held_out(recipe, data, seed, tune(work=work), work, follow, run.log)
+        write_rows(Path("artifacts", item), predicted.rows)
+        run.result(predicted.result)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def pretrain(method: str, seed: int) -> None:
             learned = recipe.job.guide
             if params.method.joint and learned is not None and recipe.model is recipe.job.model:
                 save_guide(folder / GUIDE, learned)
-        found = outcome(recipe.model, data, settings, training.log())
-        training.run.result(found.with_routing(watch.settled()))
+        result = outcome(recipe.model, data, settings, training.log())
+        training.run.result(result.with_routing(watch.settled()))
         training.run.model(target)
 
 

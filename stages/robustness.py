@@ -36,9 +36,9 @@ def robustness(phase: Phase, method: str, seed: int) -> None:
         with progress(f"robustness {phase} {method} seed {seed}", settings.parts) as bar:
 
             def parts(name: str, compute: Callable[[], Any]) -> Any:
-                found = kept.part(name, compute)
+                part = kept.part(name, compute)
                 bar.update(len(kept.parts))
-                return found
+                return part
 
             result = measure(Subject(model, data), settings, parts)
         show(result.audit, f"Audit of the attacks on {phase} {method} seed {seed}")

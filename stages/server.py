@@ -8,7 +8,7 @@ import sys
 import scipy.stats  # noqa: F401 - the first interval of a process would import it
 import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
 
-from moecore.pipeline.forked import serve
+from moecore.pipeline.forked import serve_stages
 from stages.calibrate import calibrate
 from stages.code import code
 from stages.compare import compare
@@ -42,4 +42,4 @@ STAGES = (
 )
 
 if __name__ == "__main__":
-    serve(sys.argv[1], {stage.__name__: stage for stage in STAGES})
+    serve_stages(sys.argv[1], {stage.__name__: stage for stage in STAGES})

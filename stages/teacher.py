@@ -44,15 +44,15 @@ def teacher(seed: int) -> None:
             return
         torch.manual_seed(drawn)
         model = settings.build(ImageSpec.from_card(data.card))
-        found: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
+        result: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
         if settings.training is not None:
             objective = Objective((), settings.training.label_smoothing)
             job = job_for(model, data, objective, training.runtime.device)
             training.train(job, settings.training, drawn)
-            found = outcome(model, data, settings.training, training.log())
+            result = outcome(model, data, settings.training, training.log())
         with whole_folder(target) as folder:
             save_model(folder, model)
-        training.run.result(found)
+        training.run.result(result)
         training.run.model(target)
 
 

@@ -1,6 +1,5 @@
-"""Stage ``teacher_router``: the routers on the frozen teacher that guide one method (TGR, §3.2).
-
-``python -m stages.teacher_router tgr 0`` writes artifacts/teacher_router/tgr/0/: teacher, routers.
+"""Stage ``teacher_router``: the routers on the frozen teacher that guide one method (TGR, §3.2):
+``python -m stages.teacher_router tgr 0`` writes artifacts/teacher_router/tgr/0/.
 """
 
 from pathlib import Path
@@ -35,26 +34,26 @@ def teacher_router(method: str, seed: int) -> None:
     """Fit one router per MoE layer of ``method``; those that learn with it are left as drawn."""
     params = read_params(Params, method=method)
     chosen = params.method
-    settings = params.teacher_router
     target = Path("artifacts/teacher_router", method, str(seed))
     inputs = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
-    with record("teacher_router", params, method=method, seed=seed, inputs=inputs) as run:
-        if not (chosen.guided or chosen.upcycle):
+    needed = inputs if chosen.guided or chosen.upcycle else []
+    with record("teacher_router", params, method=method, seed=seed, inputs=needed) as run:
+        if not needed:
             with whole_folder(target) as folder:
                 save_no_guide(folder)
             run.result(Skipped(skipped="the method needs no teacher"))
             return
         device = tune().device
-        teacher = load_unguided(Path("artifacts/teacher", str(seed)))
-        guide = guiding(chosen, params.model, teacher, seed, device)
-        found: Skipped | RouterFit = Skipped(skipped="no router to fit before the method learns")
+        guide = guiding(chosen, params.model, load_unguided(inputs[1]), seed, device)
+        result: Skipped | RouterFit = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
-            data = to_device(Prepared.open("artifacts/data/pretrain").train, device)
+            data = to_device(Prepared.open(inputs[0]).train, device)
+            settings = params.teacher_router
             points = fit_routers(guide, data, chosen.teacher_router, settings, seed)
-            found = RouterFit(**followed(points, settings.steps, f"routers {method} {seed}", run))
+            result = RouterFit(**followed(points, settings.steps, f"routers {method} {seed}", run))
         with whole_folder(target) as folder:
             save_guide(folder, guide)
-        run.result(found)
+        run.result(result)
 
 
 if __name__ == "__main__":

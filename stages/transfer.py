@@ -40,9 +40,9 @@ def transfer(phase: Phase, seed: int) -> None:
         models = {name: load_model(folder).to(device) for name, folder in folders.items()}
 
         def parts(name, compute):
-            found = kept.part(name, compute)
+            part = kept.part(name, compute)
             bar.update(len(kept.parts))
-            return found
+            return part
 
         result = measure(models, data, params.transfer, parts)
         run.result(result)

@@ -68,20 +68,20 @@ def plan(
     links: Annotated[float, typer.Option(min=1e-3, help="in a machine, GB/s; --scale")] = 450,
     network: Annotated[float, typer.Option(min=1e-3, help="a GPU, GB/s; --scale")] = 50,
 ) -> None:
-    """Which stages would run, why, and how long they took the last time."""
+    """Say which stages would run, why, and how long they took the last time."""
     if not scale:
         from moecore.pipeline.plan import print_plan
 
         _say_changed_raw_data(HERE)
         print_plan()
         return
-    from moecore.pipeline.scale import Peaks, table
+    from moecore.pipeline.scale import Peaks, scale_table
     from moecore.study.reading.document import load_yaml
     from moecore.study.reading.params import validate_whole
     from moecore.study.reading.study import Study
 
     study = validate_whole(Study, load_yaml(str(HERE)))
-    for line in table(study, Peaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)):
+    for line in scale_table(study, Peaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)):
         typer.echo(line)
 
 

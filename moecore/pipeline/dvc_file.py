@@ -44,7 +44,7 @@ def write_project(study: Path, stages: Sequence[str] | None = None, root: Path =
     """
     cache = os.path.relpath(root / ".dvc/cache", study / ".dvc")
     run = _read(study / "params.yaml").get("run", {})
-    texts = pipeline_texts(study_stages(stages, root), run)
+    texts = pipeline_texts(choose_stages(stages, root), run)
     for file in study.glob("steps/*/dvc.yaml"):
         if file.relative_to(study).as_posix() not in texts:
             file.unlink()
@@ -84,10 +84,10 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
 
 def study_dvc(stages: Sequence[str] | None = None, root: Path = ROOT) -> str:
     """Return the text of a study's one dvc.yaml."""
-    return HEAD + _text({"stages": study_stages(stages, root)})
+    return HEAD + _text({"stages": choose_stages(stages, root)})
 
 
-def study_stages(stages: Sequence[str] | None = None, root: Path = ROOT) -> dict[str, Any]:
+def choose_stages(stages: Sequence[str] | None = None, root: Path = ROOT) -> dict[str, Any]:
     """Return the stages of a study. Raises UserError for a stage that is defined nowhere."""
     main = _read(root / "dvc.yaml")["stages"]
     more = _read(root / "pipelines/stages.yaml")

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from threadpoolctl import threadpool_limits
 
+from moecore.core.operating_system import available_cores
 from moecore.pipeline.client import SOCKET
 from moecore.run.stage import end_with_parent, run_stage
 
@@ -41,7 +42,7 @@ class Server(NamedTuple):
     commands: Path
 
     def environment(self) -> dict[str, str]:
-        """What makes DVC start its stages here."""
+        """Return the variables with which DVC starts its stages here."""
         path = os.pathsep.join([str(self.commands), os.environ["PATH"]])
         return {"PATH": path, SOCKET: str(self.socket)}
 
@@ -73,7 +74,7 @@ def start_server(wait: float = 60.0) -> Server:
     return server
 
 
-def serve(path: str, stages: Stages) -> None:
+def serve_stages(path: str, stages: Stages) -> None:
     """Listen at ``path`` for ever.
 
     A request is one line of JSON, [folder, ["stages.x", word, …], environment], with the
@@ -132,7 +133,7 @@ def _stage(
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threads = int(environment.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    threads = int(environment.get("OMP_NUM_THREADS") or available_cores())
     torch.set_num_threads(threads)
     name, *rest = words
     sys.argv = [name, *rest]

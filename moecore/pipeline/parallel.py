@@ -126,7 +126,7 @@ def list_pending_stages() -> dict[str, set[str]]:
 
 
 def describe_full_disk(match: re.Match[str]) -> str:
-    """What ``FULL`` match, in our words. What DVC left of the copy is removed: it never does."""
+    """Return what DVC says of a full disk (``FULL``) in our words; remove what it left."""
     number, source, target = match.groups()
     path = Path(".dvc")
     if target is not None:
@@ -139,7 +139,7 @@ def describe_full_disk(match: re.Match[str]) -> str:
         return f"DVC: {said}"
 
 
-def target_of(stage: str) -> str:
+def dvc_target(stage: str) -> str:
     """Return how DVC calls a stage: with its file, where that is not ./dvc.yaml."""
     file = Path("steps", _kind(stage), "dvc.yaml")
     return f"{file}:{stage}" if file.is_file() else stage
@@ -158,7 +158,7 @@ def run_job(
         if ending.is_set():
             break
         process = subprocess.Popen(
-            dvc_command("--wait-for-lock", "repro", "--single-item", *map(target_of, job.stages)),
+            dvc_command("--wait-for-lock", "repro", "--single-item", *map(dvc_target, job.stages)),
             env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from moecore.core.files import UserError
+from moecore.core.operating_system import available_cores
 from moecore.pipeline.client import SOCKET
 from moecore.run.launch import CLUSTER, read_cluster
 
@@ -25,12 +26,12 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
         return [{CARDS: given[place % len(given)]} for place in range(places)]
     if elsewhere:
         return [{} for _ in range(jobs)]
-    threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+    threads = str(max(1, available_cores() // jobs))
     return [dict.fromkeys(THREADS, threads) for _ in range(jobs)]
 
 
 def most_gpus(given: Sequence[str]) -> int:
-    """How many GPUs the stage wants that wants most of those ``given``; 1 without a cluster file.
+    """Return how many GPUs the stage wants that wants most; 1 without a cluster file.
 
     Raises UserError where that is more than there are.
     """
@@ -44,7 +45,7 @@ def most_gpus(given: Sequence[str]) -> int:
 
 
 def count_gpus(stages: Sequence[str]) -> int:
-    """How many GPUs of this machine stages of one job want: one, or what the cluster file says."""
+    """Return how many GPUs of this machine the stages of a job want; 1 without a cluster file."""
     if CLUSTER not in os.environ:
         return 1
     cluster = read_cluster(os.environ[CLUSTER])
@@ -54,8 +55,8 @@ def count_gpus(stages: Sequence[str]) -> int:
 def choose_places(
     stages: Sequence[str], free: Sequence[Mapping[str, str]]
 ) -> list[Mapping[str, str]] | None:
-    """Those of the ``free`` places that stages of a job take: one, or as many as they want GPUs.
-    None where too few are free.
+    """Return those of the ``free`` places that stages of a job take: one, or as many as they want
+    GPUs; None where too few are free.
     """
     if not free:
         return None
@@ -90,7 +91,7 @@ def without_thread_limits(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def add_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The same with a server of stages, where stages may be forked; see forked.py."""
+    """Return the environments with a server of stages, where they may be forked; see forked.py."""
     import torch
 
     elsewhere = CLUSTER in os.environ or SOCKET in os.environ
@@ -103,7 +104,7 @@ def add_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def default_jobs() -> int:
-    """As many as there are GPUs; without one, as many as cores, at most 4."""
+    """Return how many jobs run at a time: one per GPU; without one, one per core, at most 4."""
     import torch
 
-    return torch.cuda.device_count() or min(4, len(os.sched_getaffinity(0)))
+    return torch.cuda.device_count() or min(4, available_cores())

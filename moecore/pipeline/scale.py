@@ -60,7 +60,7 @@ class Step(NamedTuple):
     seconds: float
 
 
-def counted(model: BackboneModel, views: int = 1) -> Model:
+def count_model(model: BackboneModel, views: int = 1) -> Model:
     """A model on the meta device, with so many views of each image."""
     image = model.image
     one, two = (torch.empty(n, image.channels, *image.shape, device="meta") for n in (1, 2))
@@ -99,7 +99,7 @@ def _kept(model: BackboneModel, images: torch.Tensor) -> int:
     return held
 
 
-def step(
+def estimate_step(
     model: Model, batch: int, ranks: int, shard: int, peaks: Peaks, expert_parallel: int = 1
 ) -> Step:
     """A step of ``batch`` images on so many ranks."""
@@ -125,7 +125,7 @@ def _ring(parameters: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * 4 * parameters
 
 
-def table(study: Study, peaks: Peaks) -> Iterator[str]:
+def scale_table(study: Study, peaks: Peaks) -> Iterator[str]:
     """Lines of a Markdown table: every method of run.methods at SIZES. Raises UserError where a
     model cannot be built.
     """
@@ -139,14 +139,16 @@ def table(study: Study, peaks: Peaks) -> Iterator[str]:
         method = study.methods[name]
         with on_meta_device():
             model = method.sized(study.model).build(image_spec(preview), method.moe)
-            model_counts = counted(model, method.views)
+            model_counts = count_model(model, method.views)
         for ranks in SIZES:
             batch = study.pretrain.batch
             if batch % ranks:
                 yield f"| {name} | | | {ranks} | batch {batch} does not divide | | | |"
                 continue
             settings = study.pretrain
-            one = step(model_counts, batch, ranks, settings.shard, peaks, settings.expert_parallel)
+            one = estimate_step(
+                model_counts, batch, ranks, settings.shard, peaks, settings.expert_parallel
+            )
             numbers = (
                 f"{model_counts.parameters:,}",
                 f"{model_counts.active:,}",

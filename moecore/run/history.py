@@ -80,7 +80,7 @@ class Run:
         self._write(step=int(step), values={name: number(value) for name, value in values.items()})
 
     def result(self, result: Config) -> None:
-        """What the run found, as artifacts/measured/<stage>/…json (not-finite numbers as null).
+        """Write the result to artifacts/measured/<stage>/…json (not-finite numbers as null).
 
         The history keeps the numbers outside of lists, which MLflow shows.
         """
@@ -150,7 +150,7 @@ def record(
     folder = (work or Path(".state/runs", path)) / "history"
     earlier = []
     if work is not None:
-        earlier = [line for line in left_of(folder, work) if "status" not in line]
+        earlier = [line for line in read_earlier_lines(folder, work) if "status" not in line]
     if earlier:
         header = earlier[0]
     else:
@@ -177,8 +177,8 @@ def record(
         shutil.rmtree(folder)
 
 
-def left_of(folder: Path, work: Path) -> list[dict]:
-    """The history of a killed process: all whole lines up to the first that is not one; none where
+def read_earlier_lines(folder: Path, work: Path) -> list[dict]:
+    """Return the history of a killed process: whole lines up to the first that is not; none where
     its head is lost. What is missing beside a checkpoint is said, and the training goes on.
     """
     lines = read_lines(folder)

@@ -170,7 +170,7 @@ def read_lines(folder: str | Path) -> list[dict]:
 
 
 def before(lines: list[dict], step: int) -> list[dict]:
-    """What a run that goes on at ``step`` keeps: the lines up to the first such point."""
+    """Return the lines up to the first point of ``step`` or later: what a resumed run keeps."""
     for index, line in enumerate(lines):
         if line.get("step", -1) >= step or "status" in line:
             return lines[:index]

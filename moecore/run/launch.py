@@ -21,8 +21,9 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.operating_system import set_parent_death_signal
 from moecore.run.local_ranks import LAUNCHED, rank_by_slurm, threads_by_slurm
-from moecore.run.stage import MEETING, end_with_parent, has_failed, with_parent
+from moecore.run.stage import MEETING, end_with_parent, has_failed
 from moecore.study.reading.document import Document, load_yaml
 from moecore.study.reading.params import validate_whole
 
@@ -71,21 +72,21 @@ class Cluster(Config):
     )
 
     def needs(self, stage: str) -> Needs:
-        """What the stage gets; one process where it does not train."""
+        """Return what the stage gets; one process where it does not train."""
         own = self.stages.get(stage, Some()).model_dump(exclude_none=True)
-        found = self.default.model_copy(update=own)
+        needs = self.default.model_copy(update=own)
         if stage in TRAINING:
-            return found
-        return found.model_copy(update={"nodes": 1, "ranks": 1})
+            return needs
+        return needs.model_copy(update={"nodes": 1, "ranks": 1})
 
     @property
     def gives_gpus(self) -> bool:
-        """Whether the launcher does; else ``moecore run`` gives those of this machine."""
+        """Return whether the launcher does; else ``moecore run`` gives those of this machine."""
         return "gpus" in self.fields
 
     @property
     def gpus(self) -> dict[str, int]:
-        """How many every stage that is named wants, and ``default``."""
+        """Return how many every stage that is named wants, and ``default``."""
         named = {f"stages.{stage}": self.needs(stage).gpus for stage in self.stages}
         return {"default": self.default.gpus} | named
 
@@ -102,10 +103,10 @@ FIELDS = {*KEYS, "stage", "tasks"}  # of ``launch``
 def read_cluster(path: str) -> Cluster:
     """The file; raises UserError with file, line and what is allowed, a line for each mistake."""
     document = load_yaml(path)
-    found = validate_whole(Cluster, document)
-    if wrong := [*_of_launch(found, document), *_of_stages(found, document)]:
+    cluster = validate_whole(Cluster, document)
+    if wrong := [*_of_launch(cluster, document), *_of_stages(cluster, document)]:
         raise UserError("\n".join(wrong))
-    return found
+    return cluster
 
 
 def _of_launch(cluster: Cluster, document: Document) -> Iterator[str]:
@@ -164,8 +165,8 @@ def stage_of(words: Sequence[str]) -> str:
     return "routing" if words[1:3] == ["stages.measure", "routing"] else name
 
 
-def command(cluster: Cluster, words: Sequence[str]) -> list[str]:
-    """What starts ``python WORDS`` with the launcher."""
+def launch_command(cluster: Cluster, words: Sequence[str]) -> list[str]:
+    """Return what starts ``python WORDS`` with the launcher."""
     stage = stage_of(words)
     needs = cluster.needs(stage)
     tasks = needs.nodes * needs.ranks
@@ -177,7 +178,7 @@ def command(cluster: Cluster, words: Sequence[str]) -> list[str]:
     return [*prefix, *python, *words]
 
 
-def hand_over() -> None:
+def hand_over_stage() -> None:
     """Run this process's stage with the launcher, and exit with its code; in what the launcher
     started, say which rank it is, and go on.
     """
@@ -196,10 +197,10 @@ def hand_over() -> None:
     except UserError as error:
         print(f"{CLUSTER}: {error}", file=sys.stderr)
         sys.exit(1)
-    sys.exit(run(cluster, words))
+    sys.exit(run_launched(cluster, words))
 
 
-def run(cluster: Cluster, words: Sequence[str]) -> int:
+def run_launched(cluster: Cluster, words: Sequence[str]) -> int:
     """The exit code of the stage, started again where it was ended from outside."""
     needs = cluster.needs(stage_of(words))
     code = 0
@@ -208,10 +209,10 @@ def run(cluster: Cluster, words: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         meeting = folder / uuid.uuid4().hex
         process = subprocess.Popen(
-            command(cluster, words),
+            launch_command(cluster, words),
             env=environment_of(cluster, needs, meeting),
             stdin=subprocess.DEVNULL,
-            preexec_fn=with_parent,
+            preexec_fn=set_parent_death_signal,
         )
         try:
             code = process.wait()
@@ -234,17 +235,17 @@ def run(cluster: Cluster, words: Sequence[str]) -> int:
 
 
 def environment_of(cluster: Cluster, needs: Needs, meeting: Path) -> dict[str, str]:
-    """What a launched process is told: where its ranks meet, and nothing of the job of SLURM that
-    this process may be in, where `srun` would start a step of that job, and a rank be counted
+    """Return what a launched process is told: where its ranks meet, and nothing of the job of SLURM
+    that this process may be in, where `srun` would start a step of that job, and a rank be counted
     among its tasks.
     """
-    found = dict(os.environ)
-    if "SLURM_JOB_ID" in found and not cluster.steps:
-        found = {
+    environment = dict(os.environ)
+    if "SLURM_JOB_ID" in environment and not cluster.steps:
+        environment = {
             name: value
-            for name, value in found.items()
+            for name, value in environment.items()
             if name in OWN or not name.startswith(("SLURM_", "SLURMD_"))
         }
     # srun leaves the other tasks running where one fails, unless it is told
-    found.setdefault("SLURM_KILL_BAD_EXIT", "1")
-    return found | {LAUNCHED: str(needs.ranks), MEETING: str(meeting)}
+    environment.setdefault("SLURM_KILL_BAD_EXIT", "1")
+    return environment | {LAUNCHED: str(needs.ranks), MEETING: str(meeting)}

@@ -15,14 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moecore.run.stage import MEETING, end_with_parent, has_failed, with_parent
+from moecore.core.operating_system import set_parent_death_signal
+from moecore.run.stage import MEETING, end_with_parent, has_failed
 
 LAUNCHED = "MOECORE_LAUNCHED"  # tasks a machine; set for what a launcher started
 POLL = 0.05  # seconds
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
-def start(size: int, words: Sequence[str]) -> int:
+def start_ranks(size: int, words: Sequence[str]) -> int:
     """Run ``python WORDS`` as ``size`` ranks; the exit code of the first that fails, or 0.
 
     Where one fails, or this process is told to end, all others are ended.
@@ -39,12 +40,12 @@ def start(size: int, words: Sequence[str]) -> int:
                     subprocess.Popen(
                         [sys.executable, *words],
                         env=os.environ | shared | own,
-                        preexec_fn=with_parent,
+                        preexec_fn=set_parent_death_signal,
                     )
                 )
             code = first_failure(running)
         finally:
-            end(running)
+            end_ranks(running)
         # one that ended because another had failed may have been seen first
         if code and has_failed(meeting):
             return 1
@@ -66,7 +67,7 @@ def first_failure(running: Sequence[subprocess.Popen]) -> int:
         time.sleep(POLL)
 
 
-def end(running: Sequence[subprocess.Popen]) -> None:
+def end_ranks(running: Sequence[subprocess.Popen]) -> None:
     """End what still runs: SIGTERM, and SIGKILL for what does not follow."""
     for one in running:
         one.terminate()
@@ -93,8 +94,8 @@ def rank_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """As many threads as the task has cores, where nothing else is said: not every cluster binds
-    tasks to their cores.
+    """Return as many threads as the task has cores, where nothing else is said: not every cluster
+    binds tasks to their cores.
     """
     cores = environment.get("SLURM_CPUS_PER_TASK")
     if cores is None or "MOECORE_THREADS" in environment:
@@ -107,4 +108,4 @@ if __name__ == "__main__":
         print("usage: python -m moecore.run.local_ranks N -m stages.STAGE …", file=sys.stderr)
         sys.exit(2)
     end_with_parent()
-    sys.exit(start(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(start_ranks(int(sys.argv[1]), sys.argv[2:]))

@@ -1,6 +1,5 @@
 """How every stage starts: arguments by signature, errors in one clear line."""
 
-import ctypes
 import inspect
 import os
 import signal
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError, explain_full_disk
+from moecore.core.operating_system import set_parent_death_signal
 
-PR_SET_PDEATHSIG = 1
 ENDED = 143  # the exit code of what was ended from outside
 MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
 FAILED = ".failed"  # after the name of the file where ranks met: one of them has an error
@@ -52,7 +51,7 @@ def run_stage(
         say_once(f"{where}{error}")
         _exit(1)
     except Exception as error:
-        if not another_is_gone(error):
+        if not is_other_rank_gone(error):
             _has_failed()
             raise
         told = "another rank has ended; what was trained is in the checkpoint"
@@ -60,8 +59,8 @@ def run_stage(
         _exit(ENDED)
 
 
-def another_is_gone(error: BaseException) -> bool:
-    """Whether an error of one of several ranks says that another has ended."""
+def is_other_rank_gone(error: BaseException) -> bool:
+    """Return whether an error of one of several ranks says that another has ended."""
     if not several_ranks() or not isinstance(error, RuntimeError):
         return False
     of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
@@ -77,7 +76,7 @@ def _has_failed() -> None:
 
 
 def has_failed(meeting: str | Path) -> bool:
-    """Whether a rank that met in this file has ended with an error."""
+    """Return whether a rank that met in this file has ended with an error."""
     return Path(f"{meeting}{FAILED}").exists()
 
 
@@ -104,7 +103,7 @@ def refuse_ranks() -> None:
 
 
 def several_ranks() -> bool:
-    """Whether a launcher started several ranks."""
+    """Return whether a launcher started several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -126,24 +125,13 @@ def metrics_named(study: Any, stages: Sequence[str]) -> Iterable[tuple[tuple, st
 
 
 def end_with_parent() -> None:
-    """On Linux: SIGTERM when the parent dies, so that ``kill -9`` on dvc leaves no trainer behind.
-
-    Elsewhere nothing.
+    """Have SIGTERM sent when the parent dies, so that ``kill -9`` on dvc leaves no trainer behind;
+    only on Linux.
     """
-    if sys.platform != "linux":
-        return
     parent = os.getppid()
-    with_parent()
+    set_parent_death_signal()
     if os.getppid() != parent:  # it died in between
         sys.exit(ENDED)
-
-
-def with_parent() -> None:
-    """For a process that is being started, before it runs: on Linux, SIGTERM when its parent dies,
-    from its first moment on.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _terminate(*_: Any) -> None:

@@ -24,10 +24,10 @@ from moecore.pipeline.code_hashes import code_files
 from moecore.pipeline.dvc_file import (
     CONFIG,
     LARGE,
+    choose_stages,
     count_stages,
     pipeline_texts,
     study_dvc,
-    study_stages,
 )
 from moecore.pipeline.plan import (
     Pipeline,
@@ -38,7 +38,7 @@ from moecore.pipeline.plan import (
     query_dvc,
     stages_changed_by_code,
 )
-from moecore.pipeline.scale import Model, Peaks, step, table
+from moecore.pipeline.scale import Model, Peaks, estimate_step, scale_table
 from moecore.run.history import record
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.reading.overlay import resolve_overlay
@@ -201,7 +201,7 @@ def test_the_dvc_yaml_of_a_study_is_written_from_the_roots(study):
     files = list_pipeline_files(study)
     texts = {file.relative_to(study).as_posix(): file.read_text("utf-8") for file in files}
     run = resolved.document.data["run"]
-    assert texts == pipeline_texts(study_stages(resolved.stages), run)
+    assert texts == pipeline_texts(choose_stages(resolved.stages), run)
 
 
 def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind():
@@ -374,18 +374,24 @@ def test_a_step_on_paper_by_hand():
     model = Model(parameters=1000, active=500, flops=2e6, kept=100.0)
     peaks = Peaks(flops=1e9, memory=1e6, links=1e6, network=1e3)
     # 8 images: 3 · 8 · 2e6 / 1e9 s of products, 28 · 1000 / 1e6 s of AdamW; nothing is sent.
-    assert step(model, 8, 1, 1, peaks) == (1, 8, 16_000 + 800, 0.0, pytest.approx(0.048 + 0.028))
+    assert estimate_step(model, 8, 1, 1, peaks) == (
+        1,
+        8,
+        16_000 + 800,
+        0.0,
+        pytest.approx(0.048 + 0.028),
+    )
     # Two ranks: 4000 bytes of gradients each way in the ring, hidden behind 2 · 4 · 2e6 / 1e9 s.
-    two = step(model, 8, 2, 1, peaks)
+    two = estimate_step(model, 8, 2, 1, peaks)
     assert two == (2, 4, 16_000 + 4000 + 400, 4000.0, pytest.approx(0.024 + 0.028))
     # Sharded by two: half of what the optimizer holds; over the network nothing hides all of it.
-    many = step(model, 16, 16, 2, peaks)
+    many = estimate_step(model, 16, 16, 2, peaks)
     sent = 2 * 15 / 16 * 4000
     assert many.memory == 8000 + 4000 + 100
     assert many.seconds == pytest.approx(0.006 + 0.014 + sent / 1e3 - 0.004)
     # 600 of the parameters are of experts, which lie apart on two of four ranks: 400 go around
     # four, 300 around two; of 50 numbers an image half travel, there and back and twice again.
-    apart = step(model._replace(experts=600, sent=50.0), 8, 4, 2, peaks, 2)
+    apart = estimate_step(model._replace(experts=600, sent=50.0), 8, 4, 2, peaks, 2)
     gradients, rows = 2 * 3 / 4 * 1600 + 2 * 1 / 2 * 1200, 4 * 2 * 2 * 50 / 2
     assert apart.traffic == gradients + rows
     assert apart.seconds == pytest.approx(0.012 + 0.014 + rows / 1e6)
@@ -395,7 +401,7 @@ def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text(project.PARAMS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     study = validate_whole(Study, load_yaml("params.yaml"))
-    rows = [line.split(" | ") for line in table(study, Peaks())]
+    rows = [line.split(" | ") for line in scale_table(study, Peaks())]
     assert [row[0].strip("| ") for row in rows[2:]] == [
         name for name in ("dense", "vmoe", "tgr") for _ in (1, 8, 64)
     ]

@@ -28,10 +28,10 @@ from moecore.pipeline import places
 from moecore.run.launch import (
     Cluster,
     Needs,
-    command,
     environment_of,
+    launch_command,
     read_cluster,
-    run,
+    run_launched,
     stage_of,
 )
 from moecore.run.local_ranks import rank_by_slurm, threads_by_slurm
@@ -270,18 +270,18 @@ def test_what_is_started():
     )
     words = ["-m", "stages.pretrain", "vmoe", "0"]
     ranks = ["-m", "moecore.run.local_ranks", "4"]
-    assert command(cluster, words) == ["env", "A=pretrain", "B=1", PYTHON, *ranks, *words]
+    assert launch_command(cluster, words) == ["env", "A=pretrain", "B=1", PYTHON, *ranks, *words]
     words = ["-m", "stages.measure", "routing", "pretrain", "vmoe", "0"]
-    assert command(cluster, words) == ["env", "A=routing", "B=0", PYTHON, *words]
+    assert launch_command(cluster, words) == ["env", "A=routing", "B=0", PYTHON, *words]
     words = ["-m", "stages.finetune", "adversarial", "vmoe", "0"]
-    assert stage_of(words) == "adversarial" and command(cluster, words)[3:6] == [
+    assert stage_of(words) == "adversarial" and launch_command(cluster, words)[3:6] == [
         PYTHON,
         "-m",
         "moecore.run.local_ranks",
     ]
     cluster = Cluster(launch=SRUN, stages={"pretrain": {"nodes": 2, "ranks": 4, "cores": 8}})
     words = ["-m", "stages.pretrain", "vmoe", "0"]
-    assert command(cluster, words) == [
+    assert launch_command(cluster, words) == [
         *["srun", "--nodes=2", "--ntasks=8", "--cpus-per-task=8", "--time=1:00:00"],
         *["--job-name=pretrain", PYTHON, *words],
     ]
@@ -312,7 +312,7 @@ def test_only_what_is_ended_from_outside_is_started_again(tmp_path, monkeypatch,
         script.write_text(f"#!/bin/sh\necho x >> {marks}\nexit {code}\n")
         script.chmod(0o755)
         cluster = Cluster(launch=str(script), tries=3)
-        assert run(cluster, ["-m", "stages.pretrain", "vmoe", "0"]) == ends
+        assert run_launched(cluster, ["-m", "stages.pretrain", "vmoe", "0"]) == ends
         assert marks.read_text().count("x") == starts
     said = capfd.readouterr().err.splitlines()
     assert said == [
@@ -330,7 +330,10 @@ def test_an_error_of_one_rank_is_not_tried_again(tmp_path, monkeypatch, capfd):
     script = tmp_path / "launcher"
     script.write_text('#!/bin/sh\necho x >> marks\ntouch "$MOECORE_MEETING.failed"\nexit 143\n')
     script.chmod(0o755)
-    assert run(Cluster(launch=str(script), tries=3), ["-m", "stages.pretrain", "vmoe", "0"]) == 1
+    assert (
+        run_launched(Cluster(launch=str(script), tries=3), ["-m", "stages.pretrain", "vmoe", "0"])
+        == 1
+    )
     assert Path("marks").read_text() == "x\n"
     assert not capfd.readouterr().err and not list(Path(".state/meetings").iterdir())
 
@@ -351,11 +354,11 @@ def test_a_job_takes_as_many_cards_as_its_stage_wants(monkeypatch, tmp_path):
     monkeypatch.setenv("MOECORE_CLUSTER", written(tmp_path, text))
     training = ("pretrain@vmoe-0", "finetune@vmoe-0")
     all_places = places.job_environments(3)
-    chosen = places.places_for(training, all_places)
-    assert places.together(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
+    chosen = places.choose_places(training, all_places)
+    assert places.merge_places(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
     left = [place for place in all_places if place not in chosen]
-    assert places.places_for(training, left) is None, "it waits for a second one"
-    assert places.places_for(("compare",), left) == left
+    assert places.choose_places(training, left) is None, "it waits for a second one"
+    assert places.choose_places(("compare",), left) == left
     assert len(places.job_environments(1)) == 2, "one job at a time has both"
     path = written(tmp_path, text.replace("gpus: 2", "gpus: 4"))
     with pytest.raises(UserError) as caught:
