@@ -7,7 +7,6 @@ Every copy has one part as the README says, ``my_part.py`` and a line in ``__ini
 """
 
 import importlib
-import inspect
 import os
 import re
 import shutil
@@ -33,7 +32,6 @@ from moecore.study.parts import LOADED, check_parts
 from moecore.study.problems import spell
 from moecore.study.slots import Slot, resolve
 from moecore.study.study import MEASURED, SECTIONS, Study
-from moecore.tasks.base import Task
 from tests.project import PARAMS, Project
 from tests.study.part_cases import CASES, HEAD, Case
 
@@ -422,17 +420,6 @@ def test_what_is_no_settings_is_said():
     one = next(iter(LOADED["tasks"]()))
     assert not list(lacks(one, "tasks"))
     assert callable(lacks_of_measurement)
-
-
-def test_the_contract_of_a_task_asks_for_what_its_protocol_declares():
-    contract = CONTRACTS["tasks"]
-    declared = {name: value for name, value in vars(Task).items() if not name.startswith("_")}
-    properties = {name for name, value in declared.items() if isinstance(value, property)}
-    assert set(contract.values) == properties - {"kind"}  # every part has a kind
-    assert set(contract.calls) == set(declared) - properties
-    for name, words in contract.calls.items():
-        asked = list(inspect.signature(getattr(Task, name)).parameters)
-        assert tuple(word for word in asked if word != "self") == words, name
 
 
 TEXT = """\
