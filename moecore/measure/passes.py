@@ -20,6 +20,8 @@ from moecore.nn.predict import device_of, evaluating
 from moecore.training.guide import Guide
 from moecore.training.meter import peak_bytes
 
+WARM_UP = 3  # passes before those that are timed
+
 # number of a pass → images (B, C, H, W) in [0, 1], on the model's device
 Images = Callable[[int], Tensor]
 
@@ -82,10 +84,10 @@ def watched_times(model: nn.Module, images: Images, rounds: int, warm_up: int = 
     return found[warm_up:]
 
 
-def plain_times(model: nn.Module, images: Images, rounds: int, warm_up: int = 3) -> list[float]:
-    """Seconds of ``rounds`` forward passes, nothing watched, after ``warm_up`` others."""
+def plain_times(model: nn.Module, images: Images, rounds: int) -> list[float]:
+    """Return seconds of ``rounds`` forward passes, nothing watched, after WARM_UP others."""
     with evaluating(model), torch.no_grad():
-        return timed(lambda number: model(images(number)), rounds, warm_up, device_of(model))
+        return timed(lambda number: model(images(number)), rounds, WARM_UP, device_of(model))
 
 
 def peak_memory(model: nn.Module, images: Tensor) -> tuple[int, str]:

@@ -1,17 +1,21 @@
-"""What every task answers for: the one place where labels are looked at.
+"""Base class of tasks: what each answers for; the one place where labels are looked at.
 
 B images of a batch, N images of a split, K outputs of the head.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
+import torch
+from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.streams import Draws
-from moecore.statistics.intervals import Estimate, Interval
+from moecore.statistics.intervals import Estimate, Interval, bootstrap_mean, mean_share
+from moecore.statistics.paired import paired_bootstrap
 
 Reduction = Literal["mean", "none"]
 
@@ -41,59 +45,58 @@ class Details(Config):
     test_intercept: float | None = None  # a
 
 
-class Task(Protocol):
-    """One kind of labels: what is learned, what is measured, what an attack may do to it."""
+class Task(Config, ABC):
+    """One kind of labels: what is learned, what is measured, what an attack may do to it.
+
+    Defaults are those of one real number an item that is no class.
+    """
+
+    kind: Any  # the file's stem, as in a data card
+    classes: tuple[str, ...] = Field(
+        (), max_length=0, exclude=True, description="names of the classes; none here"
+    )
 
     @property
-    def kind(self) -> Any:
-        """The file's stem, as in a data card."""
-        ...
-
-    @property
+    @abstractmethod
     def outputs(self) -> int:
         """Width of the head."""
-        ...
 
     @property
+    @abstractmethod
     def answers(self) -> tuple[str, ...]:
         """What is asked; models with the same answers may exchange their heads."""
-        ...
 
     @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes; () where labels are no classes."""
-        ...
-
-    @property
+    @abstractmethod
     def score(self) -> Score:
         """How ``scores`` are called and shown."""
-        ...
 
     @property
     def long(self) -> bool:
         """Whether the predictions of a split are too long to be kept: they are scored as they
         come.
         """
-        ...
+        return False
 
     @property
     def logged(self) -> str:
         """How the mean score is called in a history: train_…, validation_…."""
-        ...
+        return self.score.name
 
     @property
     def head(self) -> tuple[float, float]:
         """(mean, deviation): a prediction is output · deviation + mean; (0, 1) for logits."""
-        ...
+        return 0.0, 1.0
 
     def predict(self, output: Tensor) -> Tensor:
-        """The prediction (B, K) that an output (B, K) of the head stands for."""
-        ...
+        """Return the prediction (B, K) that an output (B, K) of the head stands for."""
+        return output
 
     def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
-        """What a step learns of the labels (B, …) of its images: all, but for several captions."""
-        ...
+        """Return what a step learns of the labels (B, …) of its images: all, unless said."""
+        return labels
 
+    @abstractmethod
     def loss(
         self,
         prediction: Tensor,
@@ -101,60 +104,60 @@ class Task(Protocol):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """The training loss, fp32: a scalar, or (B,) with ``reduction`` "none".
+        """Return the training loss, fp32: a scalar, or (B,) with ``reduction`` "none".
 
         Mixed labels (B, K) where they make sense.
         """
-        ...
 
     def among(self, labels: Tensor) -> Self:
-        """The task whose attacks compare with all of ``labels`` (N, …), not with those of a batch;
-        itself where an item stands for itself.
+        """Return the task whose attacks compare with all of ``labels`` (N, …), not with those of a
+        batch; itself where an item stands for itself.
         """
-        ...
+        return self
 
+    @abstractmethod
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """What an attack makes large, (B,), in the prediction's dtype."""
-        ...
+        """Return what an attack makes large, (B,), in the prediction's dtype."""
 
+    @abstractmethod
     def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """The loss as it is reported of a test split, (N,) fp64."""
-        ...
+        """Return the loss as it is reported of a test split, (N,) fp64."""
 
+    @abstractmethod
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """One score an image, (N,): bool where right and wrong is all there is, else fp64."""
-        ...
+        """Return one score per image, (N,): bool where it is right or wrong, else fp64."""
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
-        """Whether the label is among the five most likely answers, (N,) bool.
+        """Return whether the label is among the five most likely answers, (N,) bool.
 
         None where that says nothing: for five classes at most, for several labels an image, and
-        for real numbers.
+        where labels are no classes.
         """
-        ...
+        return None
 
+    @abstractmethod
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
-        """The sum of a training batch's scores, on its device and unchecked.
+        """Return the sum of a training batch's scores, on its device and unchecked.
 
         Of mixed images the larger share counts. learned: (M,) int64, the images that stand for all
         of the batch; None for each for itself.
         """
-        ...
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
-        """The mean of ``scores``, as a validation split reports it after each epoch."""
-        ...
+        """Return the mean of ``scores``, as a validation split reports it after each epoch."""
+        return float(self.scores(prediction, labels).mean())
 
     def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
-        """The mean of scores (N,) with its 95 % interval over images.
+        """Return the mean of scores (N,) with its 95 % interval over images.
 
         people: (N,), whose image each is; the interval is then over people.
         """
-        ...
+        mean = mean_share if self.score.form == "share" else bootstrap_mean
+        return mean(scores.double().numpy(), people=people)
 
     def worst(self, one: Tensor, other: Tensor) -> Tensor:
-        """Of two scores of each image the worse: what an adversary who may choose leaves."""
-        ...
+        """Return the worse of two scores of each image: what an adversary who may choose leaves."""
+        return (torch.minimum if self.score.better == "higher" else torch.maximum)(one, other)
 
     def difference(
         self,
@@ -163,49 +166,56 @@ class Task(Protocol):
         level: float = 0.95,
         people: np.ndarray | None = None,
     ) -> Interval:
-        """Mean of ``one`` minus that of ``other``, scores (N,) of the same images; its interval."""
-        ...
+        """Return the mean of ``one`` minus that of ``other``, scores (N,) of the same images, with
+        its interval; more resamples for limits far out.
+        """
+        resamples = max(1000, round(50 / (1 - level)))
+        return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
 
+    @abstractmethod
     def guess(self, labels: Tensor) -> float:
-        """The mean score of the best answer that does not look at the image."""
-        ...
+        """Return the mean score of the best answer that does not look at the image."""
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
-        """What else is reported of a test split (N,); train_labels: all of the training split."""
-        ...
+        """Return what else is reported of a test split (N,); train_labels: all of the training
+        split.
+        """
+        return Details()
 
     def packed(self, scores: Tensor) -> str | list[float]:
-        """Scores (N,) as a result keeps them."""
-        ...
+        """Return scores (N,) as a result keeps them."""
+        return scores.double().tolist()
 
     def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
-        """Scores (N,) of ``packed``."""
-        ...
+        """Return the scores (N,) of ``packed``."""
+        if isinstance(kept, str) or len(kept) != images:
+            raise ValueError(f"{images} numbers are needed, one an item")
+        return torch.tensor(kept, dtype=torch.float64)
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(rows, classes), each (M,): an image stands once for each of its labels; None where
-        labels are no classes.
+        """Return (rows, classes), each (M,): an image stands once for each of its labels; None
+        where labels are no classes.
         """
-        ...
+        return None
 
     def counts(self, labels: np.ndarray) -> list[int]:
-        """How many images have each class; [] where labels are no classes."""
-        ...
+        """Return how many images have each class; [] where labels are no classes."""
+        return []
 
+    @abstractmethod
     def stored(self, images: int) -> tuple[tuple[int, ...], type]:
-        """Shape and dtype of the labels of a split of ``images`` images, as a file holds them."""
-        ...
+        """Return shape and dtype of the labels of a split of ``images`` images, as a file has."""
 
+    @abstractmethod
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError, beginning with ``what``, unless labels (N, …) are of this task."""
-        ...
 
     @classmethod
+    @abstractmethod
     def needs_classes(cls, what: str) -> str | None:
-        """Why ``what`` cannot be done with such labels, in words for the user; None where it can.
+        """Return why ``what`` cannot be done with such labels, in words for the user, or None.
 
         what: "label_smoothing", "shots", "mix", "distillation", "decision" (one right class),
         "share" (an image is right or wrong), "classes" (there are any), "one_class" (one an image),
         "confidence" (an answer has a probability).
         """
-        ...

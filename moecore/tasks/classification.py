@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,18 +10,16 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.streams import Draws
-from moecore.statistics.intervals import Estimate, Interval, images_of, mean_share
+from moecore.statistics.intervals import Estimate, Interval, images_of
 from moecore.statistics.paired import paired_bootstrap, paired_difference, pairs
-from moecore.tasks.base import Details, Reduction, Score
+from moecore.tasks.base import Details, Reduction, Score, Task
 from moecore.tasks.class_scores import confusion, correct, nll, within
 
 BEST = 5  # answers of which one has to be right in ``top5``
 
 
-class Classification(Config):
+class Classification(Task):
     """Softmax cross-entropy, and the share of images whose largest logit is that of the label."""
 
     kind: Literal["classification"] = "classification"
@@ -40,27 +38,8 @@ class Classification(Config):
         return Score("accuracy", "accuracy", "", "share", "higher")
 
     @property
-    def long(self) -> bool:
-        return False
-
-    @property
     def logged(self) -> str:
         return "accuracy"
-
-    @property
-    def head(self) -> tuple[float, float]:
-        return 0.0, 1.0
-
-    def predict(self, output: Tensor) -> Tensor:
-        """Logits, as they are."""
-        return output
-
-    def among(self, labels: Tensor) -> Self:
-        return self
-
-    def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
-        """All of them."""
-        return labels
 
     def loss(
         self,
@@ -109,13 +88,6 @@ class Classification(Config):
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
         return float(self.scores(prediction, labels).float().mean())
-
-    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
-        """Wilson's interval of the share; the bootstrap over people who have several images."""
-        return mean_share(scores.numpy(), people)
-
-    def worst(self, one: Tensor, other: Tensor) -> Tensor:
-        return one & other
 
     def difference(
         self,

@@ -4,76 +4,15 @@ prediction: (N, 1), as models give it, or (N,), in the target's unit; labels: (N
 in the same unit. N images.
 """
 
-from collections.abc import Sequence
-from typing import Self, TypedDict
+from typing import TypedDict
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.streams import Draws
-from moecore.statistics.intervals import Interval, bootstrap_mean
-from moecore.statistics.paired import paired_bootstrap
 
 # An error that varies by less than this share of the labels' deviation is rounding, and depends on
 # nothing.
 LEAST = 1e-9
-
-
-class Errors(Config):
-    """What tasks share whose scores are one real number an item, (N,) fp64: an error, of which less
-    is better, unless they say otherwise.
-    """
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """None that a table could list."""
-        return ()
-
-    def top5(self, prediction: Tensor, labels: Tensor) -> None:
-        """Not defined: nothing is right or wrong."""
-        return None
-
-    def among(self, labels: Tensor) -> Self:
-        return self
-
-    def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
-        """All of them."""
-        return labels
-
-    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
-        """The mean with its bootstrap interval over items, or people."""
-        return bootstrap_mean(scores.double().numpy(), people=people)
-
-    def worst(self, one: Tensor, other: Tensor) -> Tensor:
-        return torch.maximum(one, other)
-
-    def difference(
-        self,
-        one: Tensor,
-        other: Tensor,
-        level: float = 0.95,
-        people: np.ndarray | None = None,
-    ) -> Interval:
-        """The bootstrap over items, which stay paired; more resamples for limits far out."""
-        resamples = max(1000, round(50 / (1 - level)))
-        return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
-
-    def packed(self, scores: Tensor) -> list[float]:
-        return scores.double().tolist()
-
-    def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
-        if isinstance(kept, str) or len(kept) != images:
-            raise ValueError(f"{images} errors are needed, one an item")
-        return torch.tensor(kept, dtype=torch.float64)
-
-    def by_class(self, labels: Tensor) -> None:
-        return None
-
-    def counts(self, labels: np.ndarray) -> list[int]:
-        return []
 
 
 class AgeFit(TypedDict):

@@ -22,16 +22,14 @@ from torch.nn.functional import logsigmoid
 from moecore.core.files import UserError
 from moecore.core.ranks import joined, ranks, rows_of_all, total_over_ranks
 from moecore.core.streams import Draws
-from moecore.statistics.intervals import Interval, mean_share
-from moecore.tasks.base import Details, Reduction, Score
-from moecore.tasks.errors import Errors
+from moecore.tasks.base import Reduction, Score, Task
 from moecore.tasks.recall import MARKS, absent, text_to_image
 
 NONE = -1  # every token of a caption that is not there
 WORDS = "captions are no classes"
 
 
-class ImageText(Errors):
+class ImageText(Task):
     """Symmetric cross-entropy between the images and the captions of a batch (CLIP; Radford et al.
     2021), or a sigmoid of every pair (SigLIP; Zhai et al. 2023).
     """
@@ -63,22 +61,6 @@ class ImageText(Errors):
     @property
     def score(self) -> Score:
         return Score("recall_at_1", "text → image R@1", "", "share", "higher")
-
-    @property
-    def long(self) -> bool:
-        return False
-
-    @property
-    def logged(self) -> str:
-        return "recall_at_1"
-
-    @property
-    def head(self) -> tuple[float, float]:
-        return 0.0, 1.0
-
-    def predict(self, output: Tensor) -> Tensor:
-        """Embeddings before they are normalised, as they are."""
-        return output
 
     def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
         """One of the captions (B, C, M) of each image, (B, M): what a step learns from."""
@@ -158,23 +140,9 @@ class ImageText(Errors):
         own = torch.arange(logits.shape[1], device=logits.device)
         return (logits.argmax(dim=0) == own + ranks().rank * len(own)).sum()
 
-    def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
-        return float(self.scores(prediction, labels).mean())
-
-    def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
-        """Return the mean share with its 95 % interval in [0, 1]."""
-        return mean_share(scores.numpy(), people)
-
-    def worst(self, one: Tensor, other: Tensor) -> Tensor:
-        return torch.minimum(one, other)
-
     def guess(self, labels: Tensor) -> float:
         """Chance: one image of all."""
         return 1 / max(1, len(labels))
-
-    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
-        """The rest is measured by ``retrieval``."""
-        return Details()
 
     def stored(self, images: int) -> tuple[tuple[int, ...], type]:
         return (images, self.captions, self.context), np.int32

@@ -2,16 +2,15 @@
 (adversarial-moe, pretraining on JFT).
 """
 
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from moecore.core.files import UserError
-from moecore.core.streams import Draws
 from moecore.tasks.base import Details, Reduction, Score
-from moecore.tasks.class_scores import correct, false_discovery_rate, nll
+from moecore.tasks.class_scores import false_discovery_rate
 from moecore.tasks.classification import Classification
 
 
@@ -23,13 +22,6 @@ class MultiLabel(Classification):
     @property
     def score(self) -> Score:
         return Score("precision_at_1", "precision at 1", "", "share", "higher")
-
-    def among(self, labels: Tensor) -> Self:
-        return self
-
-    def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
-        """All of them."""
-        return labels
 
     def loss(
         self,
@@ -65,13 +57,6 @@ class MultiLabel(Classification):
             raise ValueError(f"attack: {found}; 0 or 1 per class (B, K) is needed")
         wanted = labels.to(prediction.dtype)
         return binary_cross_entropy_with_logits(prediction, wanted, reduction="none").sum(dim=1)
-
-    def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        return nll(prediction, labels)
-
-    def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Whether the class of the largest logit is among the image's labels; (N,) bool."""
-        return correct(prediction, labels)
 
     def top5(self, prediction: Tensor, labels: Tensor) -> None:
         """Not defined: with several labels it is not one of them that has to be among five."""

@@ -15,14 +15,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
-from moecore.tasks.base import Details, Reduction, Score
-from moecore.tasks.errors import Errors
+from moecore.tasks.base import Reduction, Score, Task
 
 LOGITS = 2**19  # that are looked at together, 2 MiB: they stay in the cache
 LEAST = 8  # words, however many logits each has
 
 
-class NextToken(Errors):
+class NextToken(Task):
     """Softmax cross-entropy in nats a token; its exponential is the perplexity."""
 
     kind: Literal["next_token"] = "next_token"
@@ -43,18 +42,6 @@ class NextToken(Errors):
     @property
     def long(self) -> bool:
         return True
-
-    @property
-    def logged(self) -> str:
-        return "nats"
-
-    @property
-    def head(self) -> tuple[float, float]:
-        return 0.0, 1.0
-
-    def predict(self, output: Tensor) -> Tensor:
-        """Logits, as they are."""
-        return output
 
     def loss(
         self,
@@ -103,18 +90,11 @@ class NextToken(Errors):
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         return self.loss(prediction, labels) * len(labels)
 
-    def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
-        return float(self.scores(prediction, labels).mean())
-
     def guess(self, labels: Tensor) -> float:
         """Nats a token of the labels' own frequencies: the entropy of their words."""
         counts = torch.bincount(labels.flatten().long()).double()
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * shares.log()).sum())
-
-    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
-        """Perplexity is of whole streams, not of blocks: see the model."""
-        return Details()
 
     def stored(self, images: int) -> tuple[tuple[int, ...], type]:
         """Text is stored as tokens; this is what a split shows of it."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import l1_loss
 
 from moecore.core.files import UserError
-from moecore.tasks.base import Details, Reduction, Score
-from moecore.tasks.errors import Errors, absolute_error, age_fit, mae, median_mae
+from moecore.tasks.base import Details, Reduction, Score, Task
+from moecore.tasks.errors import absolute_error, age_fit, median_mae
 
 
-class Regression(Errors):
+class Regression(Task):
     """The mean absolute error: in deviations of the training labels where it is learned from, in
     the target's unit where it is shown.
     """
@@ -38,14 +38,6 @@ class Regression(Errors):
     @property
     def score(self) -> Score:
         return Score("mae", "mean absolute error", self.unit, "number", "lower")
-
-    @property
-    def long(self) -> bool:
-        return False
-
-    @property
-    def logged(self) -> str:
-        return "mae"
 
     @property
     def head(self) -> tuple[float, float]:
@@ -102,9 +94,6 @@ class Regression(Errors):
         if learned is not None:
             errors = errors[learned]
         return errors.mean() * len(labels)
-
-    def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
-        return mae(prediction, labels)
 
     def guess(self, labels: Tensor) -> float:
         """The mean absolute error of the labels' own median (the mean of the two middle ones)."""

@@ -216,7 +216,7 @@ def test_scores_of_another_task_are_refused():
     with pytest.raises(ValueError, match="base64"):
         ONE.unpacked([1.0], 1)
     for kept in ("gA==", [1.0, 2.0]):
-        with pytest.raises(ValueError, match="1 errors are needed"):
+        with pytest.raises(ValueError, match="1 numbers are needed"):
             AGE.unpacked(kept, 1)
 
 

@@ -194,11 +194,3 @@ def chance_overlap(before: Tensor, after: Tensor) -> float:
         for (a, b), count in zip(pairs.tolist(), counts.tolist(), strict=True)
     ]
     return sum(expected) / len(sizes)
-
-
-def chance_change(before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]) -> list[float]:
-    """The routing change 1 − IoU that even, independent draws of the same sizes would show.
-
-    Of the chosen sets, one value a layer.
-    """
-    return [1 - chance_overlap(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]

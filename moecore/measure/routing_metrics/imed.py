@@ -43,9 +43,7 @@ def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
     return ((change @ weights) * change).sum(dim=-1).clamp_min(0)  # rounding may fall below 0
 
 
-def mean_imed(
-    before: tuple[Tensor, ...], after: tuple[Tensor, ...], sigma: float = SIGMA
-) -> tuple[Tensor, Tensor]:
+def mean_imed(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Each image's d and d², averaged over its tokens and over layers.
 
     One (N, T, E) of probs per MoE layer twice, to (N,) fp64 twice. The mean of d is taken over the
@@ -54,7 +52,7 @@ def mean_imed(
     """
     if not before:
         raise ValueError("IMED of a model without MoE layers")
-    layers = [squared_imed(u, v, sigma) for u, v in zip(before, after, strict=True)]
+    layers = [squared_imed(u, v) for u, v in zip(before, after, strict=True)]
     return (
         torch.stack([d2.sqrt().mean(dim=1) for d2 in layers]).mean(dim=0),
         torch.stack([d2.mean(dim=1) for d2 in layers]).mean(dim=0),

@@ -31,7 +31,6 @@ def region_routing(
     tissues: Sequence[str],
     experts: Sequence[str],
     seed: int = 0,
-    batch: int = 32,
 ) -> list[RegionRow]:
     """One row per tissue, then one per control ``random_<tissue>``.
 
@@ -52,8 +51,8 @@ def region_routing(
     for channel, tissue in enumerate(tissues):
         share = torch.from_numpy(np.array(regions[:, channel]))
         random = shuffled(share, images[:, 0] > 0, seed + channel)
-        found.append(_row(tissue, model, isolate(images, share), experts, batch))
-        controls.append(_row(f"random_{tissue}", model, isolate(images, random), experts, batch))
+        found.append(_row(tissue, model, isolate(images, share), experts))
+        controls.append(_row(f"random_{tissue}", model, isolate(images, random), experts))
     return [*found, *controls]
 
 
@@ -72,8 +71,8 @@ def shuffled(share: Tensor, brain: Tensor, seed: int) -> Tensor:
     return found
 
 
-def _row(name: str, model: Model, volumes: Tensor, experts: Sequence[str], batch: int) -> RegionRow:
-    _, records = predictions(model, volumes, batch)
+def _row(name: str, model: Model, volumes: Tensor, experts: Sequence[str]) -> RegionRow:
+    _, records = predictions(model, volumes, batch=32)
     if not records:
         raise UserError("region routing: the model has no MoE layers")
     layout = model.layout

@@ -2,7 +2,7 @@
 tried (§III-B, end).
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.records import Step
-from moecore.training.regularizers.pairs import sum_over_paired_layers
+from moecore.training.regularizers.pairs import paired_layers
 
 
 class JensenShannon(Config):
@@ -31,27 +31,23 @@ class JensenShannon(Config):
     )
 
     def __call__(self, step: Step) -> Tensor:
-        return sum_over_paired_layers(
-            self.kind,
-            step,
-            self.special,
-            lambda *pairs: jensen_shannon(first=pairs[0], second=pairs[1], found=pairs[2]),
-        )
+        layers = paired_layers(self.kind, step, self.special)
+        return cast(Tensor, sum(jensen_shannon(*pairs) for pairs in layers))
 
 
-def jensen_shannon(*, first: Tensor, second: Tensor, found: Tensor) -> Tensor:
-    """Mean over the pairs of the global batch of ½ KL(p ‖ m) + ½ KL(q ‖ m), m = (p + q)/2, in nats.
+def jensen_shannon(first: Tensor, second: Tensor, present: Tensor) -> Tensor:
+    """Return the mean over the pairs of the global batch of ½ KL(p ‖ m) + ½ KL(q ‖ m) in nats,
+    m = (p + q)/2.
 
-    first, second: (B, T', E), each token sums to 1; found: (B, T') bool, which pairs there are.
-    Returns a scalar from 0 (equal) to ln 2 (no expert in common); 0 where there is no pair.
+    first, second: (B, T', E), each token sums to 1; present: (B, T') bool, which pairs there are.
+    It is a scalar from 0 (equal) to ln 2 (no expert in common); 0 where there is no pair.
     Probabilities of 0 count as the smallest normal number in logarithms, so the gradient stays
     finite.
     """
     middle = _log((first + second) / 2)
     divergence = (first * (_log(first) - middle) + second * (_log(second) - middle)).sum(dim=-1) / 2
-    total = total_over_ranks(
-        torch.stack([torch.where(found, divergence, 0.0).sum(), found.sum().to(divergence.dtype)])
-    )
+    count = present.sum().to(divergence.dtype)
+    total = total_over_ranks(torch.stack([torch.where(present, divergence, 0.0).sum(), count]))
     return total[0] / total[1].clamp(min=1)
 
 

@@ -1,6 +1,6 @@
-"""What losses on routing share: sums over layers, and over pairs of corresponding tokens."""
+"""What losses on routing share: sums over layers, and pairs of corresponding tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 from torch import Tensor
@@ -23,24 +23,17 @@ def refuse_dense(step: Step) -> None:
         raise UserError(f"regularizers: the model has no MoE layer to regularize; {mend}")
 
 
-def sum_over_paired_layers(
-    part: str, step: Step, special: bool, loss: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Tensor:
-    """The sum over MoE layers of ``loss(first, second, found)``: probs (B, T', E) of both sides of
-    each pair, and (B, T') whether there is one.
+def paired_layers(part: str, step: Step, special: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield for each MoE layer the probs (B, T', E) of both sides of each pair of tokens, and
+    (B, T') whether there is one.
 
     ``special``: pair special tokens (CLS) with themselves, too.  Raises UserError, naming ``part``,
     where the batch has not two views.
     """
     if step.batch.views != 2:
-        found = f"the batch has {step.batch.views} view(s) of each image"
-        raise UserError(f"{part}: {found}; it needs 2: train with two views, or remove {part}")
+        number = f"the batch has {step.batch.views} view(s) of each image"
+        raise UserError(f"{part}: {number}; it needs 2: train with two views, or remove {part}")
     refuse_dense(step)
-    paired = layer_pairs(step.batch.affines, step.model.layouts, special)
-    return cast(
-        Tensor,
-        sum(
-            loss(*sides(record.probs, pairs, layout), pairs.found)
-            for record, (pairs, layout) in zip(step.output.routing, paired, strict=True)
-        ),
-    )
+    layers = layer_pairs(step.batch.affines, step.model.layouts, special)
+    for record, (pairs, layout) in zip(step.output.routing, layers, strict=True):
+        yield *sides(record.probs, pairs, layout), pairs.found

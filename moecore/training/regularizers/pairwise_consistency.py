@@ -2,7 +2,7 @@
 experts are used (PRC, §III-B).
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.records import Step
-from moecore.training.regularizers.pairs import sum_over_paired_layers
+from moecore.training.regularizers.pairs import paired_layers
 
 
 class PairwiseConsistency(Config):
@@ -37,31 +37,23 @@ class PairwiseConsistency(Config):
     )
 
     def __call__(self, step: Step) -> Tensor:
-        def loss(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
-            return pairwise_consistency(
-                first=first,
-                second=second,
-                found=found,
-                diagonal=self.diagonal,
-                off_diagonal=self.off_diagonal,
-            )
-
-        return sum_over_paired_layers(self.kind, step, self.special, loss)
+        factors = {"diagonal": self.diagonal, "off_diagonal": self.off_diagonal}
+        layers = paired_layers(self.kind, step, self.special)
+        return cast(Tensor, sum(pairwise_consistency(*pairs, **factors) for pairs in layers))
 
 
 def pairwise_consistency(
-    *, first: Tensor, second: Tensor, found: Tensor, diagonal: float, off_diagonal: float
+    first: Tensor, second: Tensor, present: Tensor, *, diagonal: float, off_diagonal: float
 ) -> Tensor:
-    """diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij² (PRC, eq.
+    """Return diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij² (PRC, eq. 4),
+    with S of all pairs of the global batch.
 
-    4), with S of all pairs of the global batch.
-
-    first, second: (B, T', E), both sides of each pair, clean, each token sums to 1; found: (B, T')
-    bool, which pairs there are. Returns a scalar ≥ 0; 0 where all pairs are equal, one-hot and
+    first, second: (B, T', E), both sides of each pair, clean, each token sums to 1; present:
+    (B, T') bool, which pairs there are. A scalar ≥ 0; 0 where all pairs are equal, one-hot and
     balanced over experts, and where there is no pair.
     """
     experts = first.shape[-1]
-    correlation, count = _correlation(first, second, found)
+    correlation, count = _correlation(first, second, present)
     own = correlation.diagonal()
     others = correlation - torch.diag_embed(own)
     loss = (
@@ -71,10 +63,10 @@ def pairwise_consistency(
     return torch.where(count > 0, loss, 0.0)
 
 
-def _correlation(first: Tensor, second: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+def _correlation(first: Tensor, second: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """S = E/#pairs · Σ r₁ r₂ᵀ (E, E) and #pairs over all ranks (eq. 3)."""
     experts = first.shape[-1]
-    mask = found[..., None].to(first.dtype)
+    mask = present[..., None].to(first.dtype)
     with torch.autocast(first.device.type, enabled=False):
         products = (first * mask).flatten(0, -2).T @ second.flatten(0, -2)
     # One exchange for both.

@@ -49,7 +49,7 @@ def terms(first, second, found=None):
     parts = ((1.0, 0.0), (0.0, 1.0))
     return [
         pairwise_consistency(
-            first=first[None], second=second[None], found=found, diagonal=d, off_diagonal=o
+            first=first[None], second=second[None], present=found, diagonal=d, off_diagonal=o
         ).item()
         for d, o in parts
     ]
@@ -117,7 +117,7 @@ def test_agrees_with_loops(seed, diagonal, off_diagonal):
     first, second, found = random_pairs(seed)
     found[0, 0] = True
     ours = pairwise_consistency(
-        first=first, second=second, found=found, diagonal=diagonal, off_diagonal=off_diagonal
+        first=first, second=second, present=found, diagonal=diagonal, off_diagonal=off_diagonal
     ).item()
     assert ours == pytest.approx(by_loops(first, second, found, diagonal, off_diagonal))
 
@@ -126,16 +126,16 @@ def test_agrees_with_loops(seed, diagonal, off_diagonal):
 def test_names_of_experts_order_of_pairs_and_order_of_views_do_not_matter(seed):
     first, second, found = random_pairs(seed)
     weights = {"diagonal": 0.3, "off_diagonal": 0.7}
-    expected = pairwise_consistency(first=first, second=second, found=found, **weights)
+    expected = pairwise_consistency(first=first, second=second, present=found, **weights)
     names, order = torch.randperm(4), torch.randperm(5)
     for changed in (
-        {"first": first[..., names], "second": second[..., names], "found": found},
+        {"first": first[..., names], "second": second[..., names], "present": found},
         {
             "first": first[:, order].flip(0),
             "second": second[:, order].flip(0),
-            "found": found[:, order].flip(0),
+            "present": found[:, order].flip(0),
         },
-        {"first": second, "second": first, "found": found},  # S transposed
+        {"first": second, "second": first, "present": found},  # S transposed
     ):
         torch.testing.assert_close(pairwise_consistency(**changed, **weights), expected)
 
@@ -145,7 +145,9 @@ def test_gradient():
     first, second = first.requires_grad_(), second.requires_grad_()
 
     def loss(a, b):
-        return pairwise_consistency(first=a, second=b, found=found, diagonal=0.3, off_diagonal=0.7)
+        return pairwise_consistency(
+            first=a, second=b, present=found, diagonal=0.3, off_diagonal=0.7
+        )
 
     assert torch.autograd.gradcheck(loss, (first, second))
 
@@ -153,7 +155,7 @@ def test_gradient():
 def test_no_pair_is_no_loss_and_no_gradient():
     probs = SPREAD.clone().requires_grad_()
     loss = pairwise_consistency(
-        first=probs, second=probs, found=~ALL, diagonal=1.0, off_diagonal=1.0
+        first=probs, second=probs, present=~ALL, diagonal=1.0, off_diagonal=1.0
     )
     loss.backward()
     assert loss.item() == 0 and torch.equal(probs.grad, torch.zeros_like(probs))
@@ -162,10 +164,10 @@ def test_no_pair_is_no_loss_and_no_gradient():
 def test_autocast_does_not_round_the_correlation():
     first, second, found = random_pairs(0, torch.float32)
     weights = {"diagonal": 0.3, "off_diagonal": 0.7}
-    expected = pairwise_consistency(first=first, second=second, found=found, **weights)
+    expected = pairwise_consistency(first=first, second=second, present=found, **weights)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(
-            pairwise_consistency(first=first, second=second, found=found, **weights), expected
+            pairwise_consistency(first=first, second=second, present=found, **weights), expected
         )
 
 
@@ -223,9 +225,9 @@ def test_one_view_and_dense_models_are_refused():
 def losses(weight, tokens, found):
     first, second = (tokens @ weight).softmax(-1)
     consistency = pairwise_consistency(
-        first=first, second=second, found=found, diagonal=1.0, off_diagonal=2.0
+        first=first, second=second, present=found, diagonal=1.0, off_diagonal=2.0
     )
-    return consistency + jensen_shannon(first=first, second=second, found=found)
+    return consistency + jensen_shannon(first=first, second=second, present=found)
 
 
 def on_rank(rank, folder):
@@ -274,11 +276,11 @@ FIRST, SECOND = (
 
 def test_value_by_hand():
     both, one = torch.tensor([[True, True]]), torch.tensor([[True, False]])
-    assert jensen_shannon(first=FIRST, second=SECOND, found=both).item() == pytest.approx(
+    assert jensen_shannon(first=FIRST, second=SECOND, present=both).item() == pytest.approx(
         (VALUE + math.log(2)) / 2
     )
-    assert jensen_shannon(first=FIRST, second=SECOND, found=one).item() == pytest.approx(VALUE)
-    assert jensen_shannon(first=FIRST, second=SECOND, found=~both).item() == 0
+    assert jensen_shannon(first=FIRST, second=SECOND, present=one).item() == pytest.approx(VALUE)
+    assert jensen_shannon(first=FIRST, second=SECOND, present=~both).item() == 0
 
 
 @given(st.integers(0, 1000), st.floats(0.1, 30))
@@ -289,14 +291,14 @@ def test_bounds_and_symmetries(seed, sharpness):
     ).softmax(-1)
     found = torch.rand(3, 5, generator=generator) < 0.5
     found[0, 0] = True
-    value = jensen_shannon(first=first, second=second, found=found)
+    value = jensen_shannon(first=first, second=second, present=found)
     assert -1e-12 <= value.item() <= math.log(2) + 1e-12
-    torch.testing.assert_close(jensen_shannon(first=second, second=first, found=found), value)
+    torch.testing.assert_close(jensen_shannon(first=second, second=first, present=found), value)
     names = torch.randperm(4)
     torch.testing.assert_close(
-        jensen_shannon(first=first[..., names], second=second[..., names], found=found), value
+        jensen_shannon(first=first[..., names], second=second[..., names], present=found), value
     )
-    assert jensen_shannon(first=first, second=first, found=found).item() == 0
+    assert jensen_shannon(first=first, second=first, present=found).item() == 0
 
 
 def test_gradient_of_jensen_shannon():
@@ -304,14 +306,14 @@ def test_gradient_of_jensen_shannon():
     found = torch.tensor([[True, True, False]] * 2)
     first, second = first.requires_grad_(), second.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda a, b: jensen_shannon(first=a, second=b, found=found), (first, second)
+        lambda a, b: jensen_shannon(first=a, second=b, present=found), (first, second)
     )
 
 
 def test_probabilities_of_zero_stay_finite():
     first, second = FIRST.clone().requires_grad_(), FIRST.flip(-1).clone().requires_grad_()
     for other in (second, first):  # no expert in common; equal, with a shared zero
-        loss = jensen_shannon(first=first, second=other, found=torch.tensor([[True, True]]))
+        loss = jensen_shannon(first=first, second=other, present=torch.tensor([[True, True]]))
         loss.backward()
         assert loss.isfinite() and first.grad.isfinite().all()
     assert second.grad.isfinite().all()
