@@ -19,7 +19,7 @@ from moecore.study.params import Key, read
 from moecore.training.artifacts import load_unguided, save_guide, save_no_guide
 from moecore.training.method import Method
 from moecore.training.outcome import RouterFit
-from moecore.training.recipes import guiding
+from moecore.training.recipes import build_unfitted_guide
 from moecore.training.runtime import tune
 from moecore.training.settings import TeacherRouterFit
 from moecore.training.teachers.fit_router import fit_routers
@@ -45,7 +45,7 @@ def teacher_router(method: str, seed: int) -> None:
             return
         device = tune().device
         teacher = load_unguided(Path("artifacts/teacher", str(seed)))
-        guide = guiding(chosen, params.model, teacher, seed, device)
+        guide = build_unfitted_guide(chosen, params.model, teacher, seed, device)
         found: Skipped | RouterFit = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
             data = to_device(Prepared.open("artifacts/data/pretrain").train, device)

@@ -24,7 +24,7 @@ from moecore.report.words import shown
 from moecore.study.data_rules import previews_of
 from moecore.study.model_rules import image_of
 from moecore.study.study import Study
-from moecore.training.meter import LiveBytes
+from moecore.training.live_bytes import LiveBytes
 
 SIZES = (1, 8, 64)
 MACHINE = 8  # GPUs that share fast links

@@ -18,7 +18,7 @@ from moecore.nn.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.predict import device_of, evaluating
 from moecore.training.guide import Guide
-from moecore.training.meter import peak_bytes
+from moecore.training.live_bytes import counted_as, measure_peak
 
 # number of a pass → images (B, C, H, W) in [0, 1], on the model's device
 Images = Callable[[int], Tensor]
@@ -94,9 +94,10 @@ def peak_memory(model: nn.Module, images: Tensor) -> tuple[int, str]:
     images: (B, C, H, W).  Weights are included.
     """
     held = (*model.parameters(), *model.buffers(), images)
-    with evaluating(model), torch.no_grad():
-        found = peak_bytes(lambda: model(images), held, device_of(model))
-    return found.size, found.counted_as
+    device = device_of(model)
+    with evaluating(model), torch.no_grad(), measure_peak(held, device) as peak:
+        model(images)
+    return peak.size, counted_as(device)
 
 
 def routing_of(spans: list[Span], length: Callable[[Any, Any], float]) -> float:
