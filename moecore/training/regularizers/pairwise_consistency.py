@@ -52,9 +52,9 @@ class PairwiseConsistency(Config):
 def pairwise_consistency(
     *, first: Tensor, second: Tensor, found: Tensor, diagonal: float, off_diagonal: float
 ) -> Tensor:
-    """diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij² (PRC, eq.
+    """Return diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij².
 
-    4), with S of all pairs of the global batch.
+    PRC, equation 4, with S of all pairs of the global batch.
 
     first, second: (B, T', E), both sides of each pair, clean, each token sums to 1; found: (B, T')
     bool, which pairs there are. Returns a scalar ≥ 0; 0 where all pairs are equal, one-hot and
