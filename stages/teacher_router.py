@@ -18,7 +18,7 @@ from moecore.study.reading.params import Key, read_params
 from moecore.training.artifacts import load_unguided, save_guide, save_no_guide
 from moecore.training.method import Method
 from moecore.training.outcome import RouterFit
-from moecore.training.recipes import guiding
+from moecore.training.recipes import build_unfitted_guide
 from moecore.training.runtime import tune
 from moecore.training.settings import TeacherRouterFit
 from moecore.training.teachers.fit_router import fit_routers
@@ -44,7 +44,7 @@ def teacher_router(method: str, seed: int) -> None:
             run.result(Skipped(skipped="the method needs no teacher"))
             return
         device = tune().device
-        guide = guiding(chosen, params.model, load_unguided(inputs[1]), seed, device)
+        guide = build_unfitted_guide(chosen, params.model, load_unguided(inputs[1]), seed, device)
         result: Skipped | RouterFit = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
             data = to_device(Prepared.open(inputs[0]).train, device)

@@ -8,7 +8,7 @@ from torch import nn
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.study.reading.document import load_yaml
-from moecore.training.guide import build_guide, standing_alone
+from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.method import Method
 from tests.project import SHIPPED
 from tests.training.small import IMAGE
@@ -46,7 +46,7 @@ def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
                 weight *= STRONGER
             if "attn" in key or "patch_embed" in key:
                 weight *= 5
-    return standing_alone(model, guide).eval()
+    return attach_required_guide(model, guide).eval()
 
 
 def relabelled(name: str, order: torch.Tensor) -> nn.Module:

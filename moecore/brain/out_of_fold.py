@@ -25,13 +25,13 @@ from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.predict import predictions
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.isolation import isolation
 from moecore.training.job import Job, job_for
 from moecore.training.loop import Metrics, fit, total_steps
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
+from moecore.training.tissue_isolation import isolation
 
 # Uses up what a training yields: the fold, its number of steps, the metrics.
 Follow = Callable[[int, int, Iterator[Metrics]], None]

@@ -18,7 +18,7 @@ from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.predict import device_of, evaluating
 from moecore.training.guide import Guide
-from moecore.training.meter import peak_bytes
+from moecore.training.live_bytes import counted_as, measure_peak
 
 WARM_UP = 3  # passes before those that are timed
 
@@ -96,9 +96,10 @@ def peak_memory(model: nn.Module, images: Tensor) -> tuple[int, str]:
     images: (B, C, H, W).  Weights are included.
     """
     held = (*model.parameters(), *model.buffers(), images)
-    with evaluating(model), torch.no_grad():
-        found = peak_bytes(lambda: model(images), held, device_of(model))
-    return found.size, found.counted_as
+    device = device_of(model)
+    with evaluating(model), torch.no_grad(), measure_peak(held, device) as peak:
+        model(images)
+    return peak.size, counted_as(device)
 
 
 def routing_of(spans: list[Span], length: Callable[[Any, Any], float]) -> float:

@@ -24,7 +24,7 @@ from moecore.report.words import shown
 from moecore.study.checking.data_rules import load_previews
 from moecore.study.checking.model_rules import image_spec
 from moecore.study.reading.study import Study
-from moecore.training.meter import LiveBytes
+from moecore.training.live_bytes import LiveBytes
 
 SIZES = (1, 8, 64)
 MACHINE = 8  # GPUs that share fast links

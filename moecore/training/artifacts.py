@@ -122,7 +122,7 @@ def load_unguided(folder: str | Path) -> BackboneModel:
     return model.eval()
 
 
-def transferred(
+def load_for_images(
     folder: str | Path, image: ImageSpec, moe: MoE | None, interpolation: Interpolation = "bilinear"
 ) -> BackboneModel:
     """The model of ``folder`` for other images: positions interpolated to the new grid, a fresh
@@ -225,7 +225,7 @@ def _load_guide(folder: Path, settings: GuideCard, size: Size | None = None) -> 
     teacher = load_unguided(folder / "teacher")
     if size is not None and size != teacher.image.size:
         image = teacher.image.model_copy(update={"size": size})
-        teacher = transferred(folder / "teacher", image, None)
+        teacher = load_for_images(folder / "teacher", image, None)
     guide = Guide(teacher, settings.blocks, settings.experts, settings.features, settings.learns)
     if guide.blocks:
         path = folder / "routers.safetensors"

@@ -103,7 +103,7 @@ def needs_teacher(model: Model) -> bool:
     return model.moe is not None and "teacher" in model.moe.router.wants
 
 
-def standing_alone(model: BackboneModel, guide: Guide | None) -> Model:
+def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
     """The model as it is used: itself, or with its teacher where its router asks one."""
     if model.moe is None or not needs_teacher(model):
         return model

@@ -22,10 +22,10 @@ from moecore.data.views.mix import mix_images
 from moecore.data.views.views import make_views
 from moecore.nn.backbones.model import BackboneModel
 from moecore.tasks import AnyTask
-from moecore.training.guide import Guide, standing_alone
-from moecore.training.isolation import Isolation
+from moecore.training.guide import Guide, attach_required_guide
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
+from moecore.training.tissue_isolation import Isolation
 
 
 class Job(NamedTuple):
@@ -112,12 +112,12 @@ def training_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
     if isinstance(job.train, Stream):
         words, following, anew = job.train.take(settings.batch, seed, step, rows)
         return Batch(words, following, torch.empty(0), anew=anew)
-    made = rendered(job, settings, seed, step, rows)
+    made = make_batch_views(job, settings, seed, step, rows)
     views, labels = made.images, made.labels
     if settings.mix is not None and job.views == 1:
 
         def others(places: Tensor) -> tuple[Tensor, Tensor]:
-            partners = rendered(job, settings, seed, step, places)
+            partners = make_batch_views(job, settings, seed, step, places)
             return partners.images, partners.labels
 
         # Of a whole batch the partners are there already.
@@ -140,7 +140,9 @@ class Rendered(NamedTuple):
     draws: Draws  # whose generator has drawn the views
 
 
-def rendered(job: Job, settings: Training, seed: int, step: int, places: Tensor | None) -> Rendered:
+def make_batch_views(
+    job: Job, settings: Training, seed: int, step: int, places: Tensor | None
+) -> Rendered:
     """The views of the images at ``places`` of the batch; None for all of them."""
     draws = Draws(generator_for(seed, step, VIEWS), settings.batch, places)
     indices = draws.wanted(batch_indices(len(job.train.labels), settings.batch, seed, step))
@@ -160,19 +162,14 @@ def rendered(job: Job, settings: Training, seed: int, step: int, places: Tensor 
     return Rendered(views, affines, torch.cat([labels] * job.views), region, epoch, draws)
 
 
-def step_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
-    """What a step learns from: the augmented batch, attacked where training is adversarial.
+def apply_adversarial(job: Job, settings: Training, seed: int, step: int, batch: Batch) -> Batch:
+    """Return the batch that a step learns from: attacked where training is adversarial.
 
     The attack's draws are functions of (seed, step).
     """
-    return attacked(job, settings, seed, step, training_batch(job, settings, seed, step))
-
-
-def attacked(job: Job, settings: Training, seed: int, step: int, batch: Batch) -> Batch:
-    """The batch of a step as the model is to learn from it; see ``step_batch``."""
     if settings.adversarial is None:
         return batch
-    model = standing_alone(job.model, job.guide)
+    model = attach_required_guide(job.model, job.guide)
     return settings.adversarial.attacked(model, job.task, batch, generator_for(seed, step, ATTACK))
 
 

@@ -20,13 +20,14 @@ from moecore.data.loader import Loaded
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions, scores_of_blocks
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.guide import standing_alone
-from moecore.training.job import Ahead, Job, attacked, training_batch
-from moecore.training.meter import WEIGHED, Meter, check_predictions, held_in_training, taken
+from moecore.training.guide import attach_required_guide
+from moecore.training.job import Ahead, Job, apply_adversarial, training_batch
+from moecore.training.live_bytes import live_training_tensors
+from moecore.training.meter import WEIGHED, Meter, check_predictions, collect_metrics
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
-from moecore.training.speed import CompiledBlocks, part, traced
+from moecore.training.speed import CompiledBlocks, part, profile_steps
 
 if TYPE_CHECKING:
     from moecore.training.spread import Spread
@@ -37,7 +38,7 @@ class Metrics(NamedTuple):
 
     values: raw loss terms, the mean score of the training and at an epoch's end of the validation
     images (``train_<…>``, ``validation_<…>``, see Task.logged), images per second; at the first
-    point of a run ``memory_mb``, the most that a step holds (see ``peak_bytes``).
+    point of a run ``memory_mb``, the most that a step holds (see ``measure_peak``).
     """
 
     step: int
@@ -71,24 +72,29 @@ def fit(
     steps = total_steps(job, settings)
     saved, note = checkpoint.load(job.learners, optimizer) if checkpoint else (0, {})
     precision = precision_of(note, settings, runtime)
+    dtype = getattr(torch, precision)
     meter = Meter(torch.device(runtime.device), f"train_{job.task.logged}")
     batch_of = batches(job, settings, seed, range(saved, steps), runtime.device)
     blocks = CompiledBlocks([job.model, job.guide], runtime.compile, steps - saved)
-    for step in traced(range(saved, steps), trace, runtime.device):
+    for step in profile_steps(range(saved, steps), trace, runtime.device):
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
         batch = batch_of(step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
-        given = (job, settings, optimizer, batch, rate, getattr(torch, precision), step / steps)
-        with blocks.inside():
-            metered(meter, step, partial(train_step, *given, spread), min(WEIGHED, steps - 1))
+        held = live_training_tensors((job.learners, job.guide), optimizer, batch)
+        is_weighed = spread is None and step == min(WEIGHED, steps - 1)
+        with blocks.inside(), meter.memory(held, when=is_weighed):
+            terms, score = train_step(
+                job, settings, optimizer, batch, rate, dtype, step / steps, spread
+            )
+        meter.add(step, len(batch.images) // batch.views, terms, score)
         after = step + 1
         if after % per_epoch == 0:
             end_epoch(whole.model, spread)
         if after % settings.log_every and after % per_epoch:
             continue
-        values = taken(meter, job.model, after, rate, _last_checkpoint(checkpoint, saved))
+        values = collect_metrics(meter, job.model, after, rate, _last_checkpoint(checkpoint, saved))
         if after % per_epoch == 0 and ranks().first:
-            values |= validate(standing_alone(whole.model, job.guide), job.validation)
+            values |= validate(attach_required_guide(whole.model, job.guide), job.validation)
         yield Metrics(after, steps, after / per_epoch, values)
         if checkpoint and after - saved >= settings.checkpoint_every and after < steps:
             checkpoint.save(after, job.learners, optimizer, {"dtype": precision})
@@ -96,16 +102,6 @@ def fit(
         meter.start()
     if checkpoint:
         checkpoint.wait()
-
-
-def metered(meter: Meter, step: int, update: partial, weighed: int) -> None:
-    """Do the update, a ``train_step``; the ``meter`` takes note of what it returns and, in the step
-    ``weighed`` of a single process, of the memory that it takes.
-    """
-    job, _, optimizer, batch, *_, spread = update.args
-    held = held_in_training((job.learners, job.guide), optimizer, batch)
-    terms, score = meter.weighed(update, held, spread is None and step == weighed)
-    meter.add(step, len(batch.images) // batch.views, terms, score)
 
 
 def over_ranks(job: Job, settings: Training, device: str) -> "Spread | None":
@@ -142,7 +138,7 @@ def batches(
 
     def batch_of(step: int) -> Batch:
         with part("batch"):
-            return attacked(job, settings, seed, step, made(step))
+            return apply_adversarial(job, settings, seed, step, made(step))
 
     return batch_of
 
@@ -192,7 +188,7 @@ def train_step(
         with part("teacher"):
             guidance = job.guide(batch.images) if job.guide is not None else None
         with part("forward"):
-            output, batch = answered(job, batch, guidance, progress)
+            output, batch = forward_with_targets(job, batch, guidance, progress)
     with part("losses"):
         seen = Step(batch, output, job.model, guidance, progress)
         terms = job.objective.terms(seen)
@@ -215,7 +211,7 @@ def train_step(
     return {"loss": loss.detach()} | detached, job.objective.score(seen, terms) / batch.views
 
 
-def answered(
+def forward_with_targets(
     job: Job, batch: Batch, guidance: Guidance | None, progress: float
 ) -> tuple[ModelOutput, Batch]:
     """What the model says, and the batch with what the task compares it with."""

@@ -1,118 +1,20 @@
-"""What a training loop sums between two logged points, the memory of a step, and what must not go
-on.
-"""
+"""What a training loop sums between two logged points, and what must not go on."""
 
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, distributed, nn
 
 from moecore.core.files import UserError
 from moecore.core.ranks import joined, of_all_ranks, ranks
-from moecore.core.torch_internals import TorchDispatchMode, storage_address, tree_leaves
+from moecore.training.live_bytes import measure_peak
 from moecore.training.sharded_state import own_part
 
 MEMORY = "memory_mb"  # of one step, among the values of the first logged point
 WEIGHED = 1  # the step, from 0, whose memory is taken: the first after the optimizer has its state
-
-
 NEVER = 2**53  # a step, from 0, that no training reaches
-
-
-class Peak(NamedTuple):
-    """The most bytes held at one time while something ran, how they were counted, and what it
-    returned.
-    """
-
-    size: int
-    counted_as: str
-    returned: Any
-
-
-class LiveBytes(TorchDispatchMode):
-    """The largest number of bytes that tensors held at one time within it: ``peak``.
-
-    It begins with the tensors given. Every storage that an operation returns counts from then until
-    it is freed, once, at its own size. So the peak is that of the computation itself, the same on
-    every machine; not in it are what an allocator rounds up or keeps, and what a kernel takes for
-    itself while it runs.
-    """
-
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.now = 0
-        self.peak = 0
-        self._known = {}
-        for tensor in held:
-            self._keep(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor):
-                self._keep(leaf)
-        return outputs
-
-    def _keep(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage_address(tensor)
-        if key in self._known:
-            return
-        self._known[key] = weakref.finalize(storage, self._free, key, storage.nbytes())
-        self._known[key].atexit = False
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-
-    def _free(self, key: int, size: int) -> None:
-        del self._known[key]
-        self.now -= size
-
-
-def peak_bytes(run: Callable[[], Any], held: Iterable[Tensor], device: torch.device) -> Peak:
-    """The most bytes held at one time while ``run`` runs.
-
-    CUDA: what the caching allocator had given out at most (``max_memory_allocated``), other tensors
-    of the process included. Elsewhere: live tensors (``LiveBytes``), ``held`` included.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        returned = run()
-        torch.cuda.synchronize(device)
-        return Peak(torch.cuda.max_memory_allocated(device), counted_as(device), returned)
-    with LiveBytes(held) as live:
-        returned = run()
-    return Peak(live.peak, counted_as(device), returned)
-
-
-def counted_as(device: torch.device) -> str:
-    """How ``peak_bytes`` counts on a device."""
-    return "CUDA allocator" if device.type == "cuda" else "live tensors"
-
-
-def held_in_training(
-    modules: Iterable[nn.Module | None], optimizer: torch.optim.Optimizer, batch: Any
-) -> Iterator[Tensor]:
-    """What is there before a step: weights, their last gradients, buffers, the optimizer's state
-    and the batch. The data set is not among it.
-
-    One by one, so that nothing keeps the gradients which the step lets go.
-    """
-    for module in modules:
-        if module is not None:
-            yield from module.buffers()
-            for weight in module.parameters():
-                yield weight
-                if weight.grad is not None:
-                    yield weight.grad
-    for leaf in tree_leaves([batch, list(optimizer.state.values())]):
-        if isinstance(leaf, Tensor):
-            yield leaf
 
 
 class Meter:
@@ -125,7 +27,7 @@ class Meter:
         """``measure``: the name of the mean, per image, of the scores."""
         self.device = device
         self.measure = measure
-        self.memory: int | None = None
+        self.memory_bytes: int | None = None
         self.start()
 
     def start(self) -> None:
@@ -144,15 +46,15 @@ class Meter:
         self.images += images
         self.count += 1
 
-    def weighed(self, update: Callable[[], Any], held: Iterable[Tensor], weigh: bool) -> Any:
-        """What ``update`` returns; to ``weigh`` it is to tell, at the next point, the most memory
-        that it takes.
-        """
-        if not weigh:
-            return update()
-        found = peak_bytes(update, held, self.device)
-        self.memory = found.size
-        return found.returned
+    @contextmanager
+    def memory(self, held: Iterable[Tensor], when: bool) -> Iterator[None]:
+        """Tell, at the next point, the most memory held inside; only ``when`` it is asked for."""
+        if not when:
+            yield
+            return
+        with measure_peak(held, self.device) as peak:
+            yield
+        self.memory_bytes = peak.size
 
     def take(self, last_good: str) -> dict[str, float]:
         """The means since the last point. Raises UserError where a loss was not finite."""
@@ -170,9 +72,9 @@ class Meter:
         images = self.images * size
         rate = images / seconds
         values = means | {self.measure: score / images, "images_per_second": rate}
-        if self.memory is not None:
-            values[MEMORY] = self.memory / 1e6
-            self.memory = None
+        if self.memory_bytes is not None:
+            values[MEMORY] = self.memory_bytes / 1e6
+            self.memory_bytes = None
         return values
 
     def _bad(self) -> Tensor:
@@ -187,7 +89,7 @@ class Meter:
         return bad
 
 
-def taken(
+def collect_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> dict[str, float]:
     """What the meter holds, and the learning rate.

@@ -13,7 +13,7 @@ from moecore.nn.routers import Router
 from moecore.training.regularizers import Regularizer
 from moecore.training.regularizers.region_routing import RegionRouting, Regions
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
-from moecore.training.text_part import TextPart, placed_in
+from moecore.training.text_part import TextPart, apply_text_part
 
 
 class TeacherRouter(Config):
@@ -141,7 +141,7 @@ class Method(Config):
         Raises UserError, naming the key, where it does not take them.
         """
         sized = changed("model", model, self.model, Backbone)
-        return sized if self.text is None else placed_in(self.text, sized)
+        return sized if self.text is None else apply_text_part(self.text, sized)
 
     def pretrained(self, settings: AnySettings) -> AnySettings:
         """The section ``pretrain``, likewise."""

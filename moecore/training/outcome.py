@@ -16,7 +16,8 @@ from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Details
-from moecore.training.meter import MEMORY, check_predictions, counted_as
+from moecore.training.live_bytes import counted_as
+from moecore.training.meter import MEMORY, check_predictions
 from moecore.training.settings import Training
 
 Agreement = tuple[float | None, ...]  # one share a point in time; None where it is not defined
@@ -79,7 +80,7 @@ class Outcome(Details, Settling):
     seconds: float
     training_step_ms: float | None = None  # batch / that rate: views, losses and update
     training_memory_mb: float | None = None  # 10⁶ bytes that the run's second step held at most
-    memory_counted_as: str | None = None  # see moecore.training.meter.peak_bytes
+    memory_counted_as: str | None = None  # see moecore.training.live_bytes.measure_peak
     parameters: int
     active_parameters: int  # that an image's tokens use
     curve: tuple[dict[str, float | None], ...]  # the logged points

@@ -16,13 +16,13 @@ from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel, Model
-from moecore.training.artifacts import load_guide, transferred
-from moecore.training.guide import Guide, build_guide, standing_alone
-from moecore.training.isolation import isolation
+from moecore.training.artifacts import load_for_images, load_guide
+from moecore.training.guide import Guide, attach_required_guide, build_guide
 from moecore.training.job import Job, job_for
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Finetuning, Training
+from moecore.training.tissue_isolation import isolation
 from moecore.training.upcycle import continuing, upcycle
 
 
@@ -33,7 +33,7 @@ class Recipe(NamedTuple):
     model: Model
 
 
-def guiding(
+def build_unfitted_guide(
     method: Method, backbone: Backbone, teacher: BackboneModel, seed: int, device: str
 ) -> Guide:
     """The teacher of ``seed`` with routers, not fitted yet, for ``method``."""
@@ -89,7 +89,7 @@ def pretraining(
         isolation=isolation(method, data),
         permuted=seed if method.permuted else None,
     )
-    return Recipe(job, standing_alone(model, job.guide))
+    return Recipe(job, attach_required_guide(model, job.guide))
 
 
 def finetuning(
@@ -110,7 +110,7 @@ def finetuning(
     teacher = load_guide(guide, image.size)
     same_answers = teacher is not None and teacher.teacher.image.answers == image.answers
     learned = method.for_finetuning(settings.k, settings.guided, same_answers)
-    model = transferred(start, image, learned.moe, settings.interpolation).to(device)
+    model = load_for_images(start, image, learned.moe, settings.interpolation).to(device)
     subset = None
     if settings.shots is not None:
         subset = few_shot_indices(data.task, data.train.labels, settings.shots, seed).numpy()
@@ -120,4 +120,4 @@ def finetuning(
     )
     kept = teacher if learned.guided else None
     job = job_for(model, data, objective, device, guide=kept, subset=subset, views=learned.views)
-    return Recipe(job, standing_alone(model, job.guide).to(device))
+    return Recipe(job, attach_required_guide(model, job.guide).to(device))

@@ -139,7 +139,7 @@ def trace_file(title: str) -> Path | None:
     return Path(folder) / f"{title.replace(' ', '_')}.json.gz"
 
 
-def traced(steps: range, path: Path | None, device: str) -> Iterator[int]:
+def profile_steps(steps: range, path: Path | None, device: str) -> Iterator[int]:
     """The steps, one by one; where there is a ``path``, a few of them are traced into it.
 
     A Chrome trace, gzipped, of what the host and the device do while the caller computes these

@@ -45,7 +45,7 @@ class Spread:
         refuse_parted(job.model, settings)
         mesh = mesh_of(shard, device)
         model = copy.deepcopy(job.model)
-        apart = parted(model, mesh) if settings.expert_parallel > 1 else set()
+        apart = shard_experts(model, mesh) if settings.expert_parallel > 1 else set()
         for module in model.modules():
             if isinstance(module, Block | LanguageBlock):
                 fully_shard(
@@ -104,7 +104,7 @@ def mesh_of(shard: int, device: str) -> DeviceMesh:
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def parted(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Spread the experts of all layers over ``mesh``, whole experts on a rank; their parameters."""
     found = set()
     for layer in model.modules():

@@ -48,7 +48,7 @@ class TextPart(Config):
         return tower.model_copy(update={"moe": moe, "frozen": self.frozen or tower.frozen})
 
 
-def placed_in(part: TextPart, model: AnySettings) -> AnySettings:
+def apply_text_part(part: TextPart, model: AnySettings) -> AnySettings:
     """The section ``model`` with the text tower that ``part`` makes. UserError without one."""
     tower = getattr(model, "text", None)
     if not isinstance(tower, TextTower):

@@ -26,7 +26,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.layers.moe import MoE, MoELayer
 from moecore.tasks.classification import Classification
-from moecore.training.meter import LiveBytes
+from moecore.training.live_bytes import LiveBytes
 from tests.measure.subjects import built, digits
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import grouped_linear
 from moecore.nn.layers.block import attend
-from moecore.training.guide import build_guide, standing_alone
+from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import Ahead, Job, training_batch
 from moecore.training.loop import fit, train_step
 from moecore.training.method import Method
@@ -46,7 +46,7 @@ def test_prediction_routing_and_gradient_agree_in_fp32(name):
     images = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     for device in ("cpu", "cuda"):
         given = made(METHODS[name])
-        model = standing_alone(given.model, given.guide).to(device).eval()
+        model = attach_required_guide(given.model, given.guide).to(device).eval()
         output = model(images.to(device))
         output.prediction.square().sum().backward()
         gradients = [
@@ -121,7 +121,7 @@ def test_a_compiled_step_never_waits_and_learns_the_same(name):
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_evaluation_and_attacks_in_fp32_never_wait_inside(name):
     given = on_cuda(METHODS[name])
-    model = standing_alone(given.model, given.guide).cuda().eval()
+    model = attach_required_guide(given.model, given.guide).cuda().eval()
     images = torch.rand(6, 1, 8, 8, device="cuda")
     labels = torch.arange(6, device="cuda") % 2
     at = SlopeOf(model, lambda output: given.task.attack_loss(output.prediction, labels))

@@ -17,7 +17,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predictions
 from moecore.training.artifacts import load_model, save_model
-from moecore.training.guide import build_guide, standing_alone
+from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import Job
 from moecore.training.loop import fit
 from moecore.training.method import Method
@@ -62,7 +62,7 @@ def trained(method: Method):
         guide = None
     made = task(method, guide=guide)
     values = [metrics.values for metrics in fit(made, SHIFTED, 0, CPU)]
-    return standing_alone(made.model, made.guide), values
+    return attach_required_guide(made.model, made.guide), values
 
 
 def test_params_yaml_has_every_method_of_the_papers():
@@ -132,7 +132,7 @@ def trained_on_volumes(method: Method):
         method.views,
     )
     values = [metrics.values for metrics in fit(task, SETTINGS, 0, CPU)]
-    return standing_alone(model, guide), values
+    return attach_required_guide(model, guide), values
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)

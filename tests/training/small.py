@@ -10,6 +10,7 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.job import Job
+from moecore.training.loop import batches
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
@@ -46,6 +47,11 @@ def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IM
         guide,
         method.views,
     )
+
+
+def step_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
+    """What a step learns from, as the loop makes it."""
+    return batches(job, settings, seed, range(step, step + 1), "cpu")(step)
 
 
 def record(probs=None, load=None, logits=None):

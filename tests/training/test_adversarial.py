@@ -17,13 +17,13 @@ from moecore.tasks.multi_label import MultiLabel
 from moecore.training.adversarial import Adversarial
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import build_guide
-from moecore.training.job import Job, step_batch, training_batch
+from moecore.training.job import Job, training_batch
 from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import AdversarialFinetuning, Training
 from tests.attacks.models import Linear, Plain
-from tests.training.small import CPU, IMAGE, SETTINGS, images, task
+from tests.training.small import CPU, IMAGE, SETTINGS, images, step_batch, task
 
 PRC = Method(
     router={"kind": "noisy_top_k"},

@@ -23,7 +23,7 @@ from moecore.tasks.multi_label import MultiLabel
 from moecore.training.adversarial import Adversarial
 from moecore.training.artifacts import load_guide, load_model, save_guide, save_model, save_no_guide
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.guide import Guided, aligned_blocks, build_guide, standing_alone
+from moecore.training.guide import Guided, aligned_blocks, attach_required_guide, build_guide
 from moecore.training.job import Job, training_batch
 from moecore.training.loop import fit, validate
 from moecore.training.meter import Meter
@@ -149,7 +149,7 @@ def test_a_student_routed_by_its_teacher_carries_it_along(tmp_path):
     assert not torch.equal(
         made.guide.routers[0], before
     )  # the task and the balance reach the teacher's router
-    alone, images = standing_alone(made.model, made.guide).eval(), torch.rand(3, 1, 8, 8)
+    alone, images = attach_required_guide(made.model, made.guide).eval(), torch.rand(3, 1, 8, 8)
     assert isinstance(alone, Guided)
     save_model(tmp_path, alone)
     loaded, expected = load_model(tmp_path)(images), alone(images)
@@ -164,7 +164,7 @@ def test_a_student_routed_by_its_teacher_carries_it_along(tmp_path):
 
 def test_without_a_teacher_such_a_student_is_refused():
     with pytest.raises(UserError, match="teacher_routed asks a teacher"):
-        standing_alone(task(ORACLE).model, None)
+        attach_required_guide(task(ORACLE).model, None)
 
 
 SHIFTED = SETTINGS.model_copy(update={"views": type(SETTINGS.views)(shift=1)})

@@ -21,10 +21,10 @@ from moecore.nn.layers.moe import MoE
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import (
     load_card,
+    load_for_images,
     load_guide,
     load_model,
     save_model,
-    transferred,
 )
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import Ahead, job_for, training_batch
@@ -286,7 +286,7 @@ def test_loading_leaves_the_global_draws_as_they_were(tmp_path, model):
 def test_at_another_resolution_with_other_classes(tmp_path, model):
     save_model(tmp_path, model)
     image = IMAGE.model_copy(update={"size": 16, "task": Classification(classes=("a", "b", "c"))})
-    larger = transferred(tmp_path, image, VMOE.moe)
+    larger = load_for_images(tmp_path, image, VMOE.moe)
     assert larger(torch.rand(2, 1, 16, 16)).prediction.shape == (2, 3)
     assert larger.pos_embed.shape == (1, 17, 16) and torch.equal(
         larger.pos_embed[:, 0], model.pos_embed[:, 0]
@@ -298,7 +298,8 @@ def test_the_same_images_give_the_same_model(tmp_path, model):
     save_model(tmp_path, model)
     images = torch.rand(2, 1, 8, 8)
     assert torch.equal(
-        transferred(tmp_path, IMAGE, VMOE.moe).eval()(images).prediction, model(images).prediction
+        load_for_images(tmp_path, IMAGE, VMOE.moe).eval()(images).prediction,
+        model(images).prediction,
     )
 
 
@@ -306,7 +307,7 @@ def test_fine_tuning_keeps_the_drop_path_and_an_older_card_has_none(tmp_path, mo
     torch.manual_seed(0)
     dropping = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.3).build(IMAGE, VMOE.moe)
     save_model(tmp_path, dropping)
-    tuned = transferred(tmp_path, IMAGE.model_copy(update={"size": 16}), VMOE.moe)
+    tuned = load_for_images(tmp_path, IMAGE.model_copy(update={"size": 16}), VMOE.moe)
     assert tuned.config.drop_path == 0.3
     assert [block.drop_path1.rate for block in tuned.blocks[1:]] == pytest.approx([0.1, 0.2, 0.3])
     card = read_json(tmp_path / "model.json")
@@ -321,13 +322,13 @@ def test_fine_tuning_keeps_the_drop_path_and_an_older_card_has_none(tmp_path, mo
 def test_what_does_not_fit_is_refused(tmp_path, model):
     save_model(tmp_path, model)
     with pytest.raises(UserError, match="1 channels, the new images have 3"):
-        transferred(
+        load_for_images(
             tmp_path,
             IMAGE.model_copy(update={"channels": 3, "mean": (0.5,) * 3, "std": (0.5,) * 3}),
             VMOE.moe,
         )
     with pytest.raises(UserError, match="do not fit the model"):
-        transferred(tmp_path, IMAGE, None)
+        load_for_images(tmp_path, IMAGE, None)
 
 
 def test_weights_are_readable_as_other_files_are(tmp_path, model):

@@ -43,7 +43,7 @@ from moecore.training.settings import Training
 from moecore.training.sharded_state import to_full_tensor
 from tests.nn.backbones import test_two_towers
 from tests.project import PARAMS, SHIPPED, Project
-from tests.training import test_isolation
+from tests.training import test_tissue_isolation
 from tests.training.small import CPU, IMAGE, task
 from tests.volumes import balls
 
@@ -116,8 +116,8 @@ def cases():
         if name.endswith("basis"):  # at an orthonormal one the penalty has no gradient
             parameter.data *= 1.2
     yield "bases", job, SETTINGS
-    settings = test_isolation.TEXT_SETTINGS.model_copy(update={"epochs": 2, "updates": 3})
-    yield "text", test_isolation.text(settings=settings), settings
+    settings = test_tissue_isolation.TEXT_SETTINGS.model_copy(update={"epochs": 2, "updates": 3})
+    yield "text", test_tissue_isolation.text(settings=settings), settings
     torch.manual_seed(0)
     dropping = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.4)
     model = dropping.build(IMAGE, METHODS["vmoe"].moe)
@@ -138,14 +138,14 @@ def cases():
         yield name, job, SETTINGS
     with tempfile.TemporaryDirectory() as folder:
         data = balls(Path(folder))
-        settings = test_isolation.SETTINGS.model_copy(update={"log_every": 1})
-        yield "regions", test_isolation.task(data), settings
+        settings = test_tissue_isolation.SETTINGS.model_copy(update={"log_every": 1})
+        yield "regions", test_tissue_isolation.task(data), settings
         # Half of the volumes teach no age after the first epoch: unequally many of each rank's.
-        half = test_isolation.METHOD.regions.model_copy(
+        half = test_tissue_isolation.METHOD.regions.model_copy(
             update={"warm_start_epochs": 1, "isolated": 0.5}
         )
-        method = test_isolation.METHOD.model_copy(update={"regions": half})
-        yield "isolated", test_isolation.task(data, method), settings
+        method = test_tissue_isolation.METHOD.model_copy(update={"regions": half})
+        yield "isolated", test_tissue_isolation.task(data, method), settings
 
 
 def told(name: str, parameter: torch.Tensor) -> torch.Tensor:

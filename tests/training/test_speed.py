@@ -29,7 +29,7 @@ from moecore.nn.predict import predictions
 from moecore.study.reading.document import load_yaml
 from moecore.training import loop
 from moecore.training.guide import build_guide
-from moecore.training.job import Job, step_batch
+from moecore.training.job import Job
 from moecore.training.loop import fit, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
@@ -39,11 +39,11 @@ from moecore.training.speed import (
     TRACE,
     CompiledBlocks,
     compile_asked,
+    profile_steps,
     trace_file,
-    traced,
 )
 from tests.project import SHIPPED
-from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, task
+from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, step_batch, task
 
 METHODS = {
     name: Method.model_validate(entry)
@@ -212,9 +212,9 @@ def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):
 )
 def test_all_steps_come_whatever_is_traced(tmp_path, steps):
     file = tmp_path / "trace.json.gz"
-    assert list(traced(steps, file, "cpu")) == list(steps)
+    assert list(profile_steps(steps, file, "cpu")) == list(steps)
     assert file.exists() == bool(steps)
-    assert list(traced(steps, None, "cpu")) == list(steps)
+    assert list(profile_steps(steps, None, "cpu")) == list(steps)
 
 
 def main(target: str) -> None:

@@ -27,7 +27,7 @@ from moecore.measure.probes.people import PEOPLE, sex_of
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
 from moecore.statistics.intervals import Estimate
-from moecore.training.isolation import isolate, region_channels
+from moecore.training.tissue_isolation import isolate, region_channels
 
 OTHERS = 10**12  # seeds of the other generator's people begin here, above those of every cohort
 Share = Annotated[float, Field(gt=0, lt=1)]

@@ -17,7 +17,7 @@ from moecore.measure.probes.linear_probe import linear_probe, read_by_head
 from moecore.nn.backbones.model import Model
 from moecore.statistics.crossed import kept_items
 from moecore.statistics.intervals import bootstrap_mean
-from moecore.training.isolation import isolate
+from moecore.training.tissue_isolation import isolate
 
 ORDER = ("csf", "gm", "wm")  # by how much a tissue's shape tells of age
 

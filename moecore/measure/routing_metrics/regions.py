@@ -18,8 +18,8 @@ from moecore.core.streams import seed_of
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predictions
-from moecore.training.isolation import isolate
 from moecore.training.outcome import Probed, RegionRow
+from moecore.training.tissue_isolation import isolate
 
 BEST = 2  # experts named per tissue, as in figure S1
 

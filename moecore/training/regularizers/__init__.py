@@ -1,3 +1,5 @@
+"""The losses beside the task that a method of params.yaml may name under `regularizers`."""
+
 from typing import Annotated
 
 from pydantic import Field

@@ -1,6 +1,6 @@
-"""Fitting the teacher's routers: balanced and confident, with nothing of the task (TGR-MoE, eq.
+"""Fitting the teacher's routers: balanced and confident, with nothing of the task.
 
-8).
+TGR-MoE, equation 8.
 """
 
 from collections.abc import Iterator

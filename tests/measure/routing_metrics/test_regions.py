@@ -49,7 +49,7 @@ from moecore.nn.predict import predictions
 from moecore.nn.traces import trace
 from moecore.statistics.intervals import wilson
 from moecore.tasks.classification import Classification
-from moecore.training.isolation import isolate
+from moecore.training.tissue_isolation import isolate
 from tests.measure.subjects import images, moe, subject, volumes
 from tests.routed import KINDS, METHODS, tiny
 from tests.volumes import ball

@@ -25,8 +25,8 @@ from moecore.nn.layers.windows import Merge, Windows, merged
 from moecore.nn.predict import predictions
 from moecore.nn.traces import covering
 from moecore.tasks.classification import Classification
-from moecore.training.artifacts import load_model, save_guide, save_model, transferred
-from moecore.training.guide import aligned_blocks, build_guide, standing_alone
+from moecore.training.artifacts import load_for_images, load_model, save_guide, save_model
+from moecore.training.guide import aligned_blocks, attach_required_guide, build_guide
 from moecore.training.job import Job
 from moecore.training.loop import fit
 from moecore.training.method import Method
@@ -268,7 +268,7 @@ def trained(name: str, kind: str):
         method.views,
     )
     values = [metrics.values for metrics in fit(made, SHIFTED, 0, CPU)]
-    return standing_alone(model, guide), values
+    return attach_required_guide(model, guide), values
 
 
 @pytest.mark.parametrize(("name", "kind"), list(zip(REPRESENTATIVE, KINDS * 2, strict=True)))
@@ -306,10 +306,10 @@ def test_other_images_take_its_weights(tmp_path, kind):
     torch.manual_seed(0)
     model = swin(kind, window=8).build(IMAGE).eval()
     save_model(tmp_path, model)
-    same = transferred(tmp_path, IMAGE, None).eval()
+    same = load_for_images(tmp_path, IMAGE, None).eval()
     pixels = torch.rand(2, 1, 8, 8)
     torch.testing.assert_close(same(pixels).prediction, model(pixels).prediction)
-    larger = transferred(tmp_path, IMAGE.model_copy(update={"size": 16}), None)
+    larger = load_for_images(tmp_path, IMAGE.model_copy(update={"size": 16}), None)
     attention = larger.layers[1].blocks[0].attn
     assert attention.windows.size == (8, 8), "it was 4 × 4, as the grid was"
     before = model.layers[1].blocks[0].attn
@@ -359,7 +359,7 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
     moved.eval()
     if window == dense.config.window:
         save_model(tmp_path, dense)
-        moved = transferred(tmp_path, image, None).eval()
+        moved = load_for_images(tmp_path, image, None).eval()
     pixels = torch.rand(3, 1, size, size)
     torch.testing.assert_close(
         sparse(pixels).prediction, moved(pixels).prediction, atol=1e-5, rtol=1e-5
@@ -380,7 +380,7 @@ def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
     data = Prepared(card, images(4), images(4), images(4))
     learned = pretraining(method, swin(kind, window=8), SHIFTED, data, tmp_path, 0, "cpu").model
     save_model(tmp_path / "dense", dense)
-    moved = transferred(tmp_path / "dense", learned.image, None)
+    moved = load_for_images(tmp_path / "dense", learned.image, None)
     pixels = torch.rand(3, 1, 8, 8)
     torch.testing.assert_close(
         learned.eval()(pixels).prediction, moved.eval()(pixels).prediction, atol=1e-5, rtol=1e-5

@@ -20,8 +20,8 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predictions
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
-from moecore.training.artifacts import load_model, save_model, transferred
-from moecore.training.guide import build_guide, standing_alone
+from moecore.training.artifacts import load_for_images, load_model, save_model
+from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import Job
 from moecore.training.loop import fit
 from moecore.training.method import Method
@@ -171,7 +171,7 @@ def test_a_method_trains_in_the_image_tower_beside_experts_of_words(tmp_path, na
     values = [metrics.values for metrics in fit(job, SETTINGS, 0, CPU)]
     assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)
     assert {"task", "text_importance", "text_load", "train_recall_at_1"} <= set(values[-1])
-    model = standing_alone(job.model, job.guide)
+    model = attach_required_guide(job.model, job.guide)
     save_model(tmp_path, model)
     loaded = load_model(tmp_path)
     images = split(7, 2).images
@@ -233,14 +233,16 @@ def test_it_goes_on_with_larger_images_and_the_same_words(tmp_path):
     model = captioned(Method()).model.eval()
     save_model(tmp_path, model)
     larger = IMAGE.model_copy(update={"size": 16})
-    moved = transferred(tmp_path, larger, None)
+    moved = load_for_images(tmp_path, larger, None)
     assert moved.layout.grid == (4, 4)
     words = torch.from_numpy(captions(3))
     assert torch.equal(moved.targets(words), model.targets(words))
-    assert torch.equal(transferred(tmp_path, IMAGE, None).visual.pos_embed, model.visual.pos_embed)
+    assert torch.equal(
+        load_for_images(tmp_path, IMAGE, None).visual.pos_embed, model.visual.pos_embed
+    )
     other = larger.model_copy(update={"task": TASK.model_copy(update={"vocabulary": "1" * 64})})
     with pytest.raises(UserError, match="other words: captions of 20 words"):
-        transferred(tmp_path, other, None)
+        load_for_images(tmp_path, other, None)
 
 
 def test_other_data_are_refused():

@@ -22,7 +22,7 @@ from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import PatchEmbed, cut
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
-from moecore.training.artifacts import load_model, save_model, transferred
+from moecore.training.artifacts import load_for_images, load_model, save_model
 from moecore.training.teachers.timm import vit_settings
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 from moecore.training.upcycle import upcycle
@@ -328,7 +328,7 @@ def test_saved_loaded_and_transferred_to_the_same_volumes_it_is_the_same(tmp_pat
     model = drawn(SMALL_3D.model_copy(update={"positions": positions}), moe=MOE)
     volumes = torch.rand(2, 1, 8, 12, 4)
     save_model(tmp_path, model)
-    for other in (load_model(tmp_path), transferred(tmp_path, SPEC, MOE).eval()):
+    for other in (load_model(tmp_path), load_for_images(tmp_path, SPEC, MOE).eval()):
         torch.testing.assert_close(other(volumes).prediction, model(volumes).prediction)
 
 
@@ -336,7 +336,7 @@ def test_transfer_to_another_cohort_keeps_what_it_says_in_years(tmp_path):
     model = drawn()
     volumes = torch.rand(2, 1, 8, 12, 4)
     save_model(tmp_path, model)
-    other = transferred(
+    other = load_for_images(
         tmp_path,
         SPEC.model_copy(update={"task": Regression(target="age", mean=30.0, deviation=5.0)}),
         None,
@@ -344,7 +344,7 @@ def test_transfer_to_another_cohort_keeps_what_it_says_in_years(tmp_path):
     torch.testing.assert_close(
         other(volumes).prediction, model(volumes).prediction, atol=1e-4, rtol=1e-5
     )
-    height = transferred(
+    height = load_for_images(
         tmp_path, SPEC.model_copy(update={"task": Regression(target="height")}), None
     )
     # another question has a fresh head
@@ -356,15 +356,15 @@ def test_transfer_to_a_larger_grid_interpolates_along_each_axis(tmp_path):
     model.pos_embed.data = torch.zeros(1, 7, 24)
     model.pos_embed.data[0, 4:] = 1.0  # patches (1, 0…2, 0): a step along the first axis
     save_model(tmp_path, model)
-    larger = transferred(tmp_path, SPEC.model_copy(update={"size": (16, 12, 8)}), None)
+    larger = load_for_images(tmp_path, SPEC.model_copy(update={"size": (16, 12, 8)}), None)
     # trilinear with half-pixel centres: 2 places 0, 1 become 4 places 0, 1/4, 3/4, 1, the same
     # along the other axes
     expected = torch.tensor([0, 0.25, 0.75, 1]).view(4, 1, 1).expand(4, 3, 2)
     torch.testing.assert_close(larger.pos_embed[0, 1:, 0].view(4, 3, 2), expected)
     with pytest.raises(UserError, match="bicubic"):
-        transferred(tmp_path, SPEC.model_copy(update={"size": (16, 12, 8)}), None, "bicubic")
+        load_for_images(tmp_path, SPEC.model_copy(update={"size": (16, 12, 8)}), None, "bicubic")
     with pytest.raises(UserError, match="axes"):
-        transferred(
+        load_for_images(
             tmp_path,
             ImageSpec(channels=1, size=8, mean=(0.4,), std=(0.2,), task=Regression(target="age")),
             None,

@@ -24,12 +24,12 @@ from moecore.nn.predict import evaluating, perplexity, scores_of_blocks
 from moecore.tasks.next_token import NextToken
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.isolation import WHOLE, Isolation, isolation, region_channels
 from moecore.training.job import Job, training_batch
 from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
+from moecore.training.tissue_isolation import WHOLE, Isolation, isolation, region_channels
 from tests.training.small import CPU
 from tests.volumes import VOLUMES, balls
 
