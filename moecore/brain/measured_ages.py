@@ -105,12 +105,12 @@ def measure_ages(ages: Ages, line: Fit, fit_on: FitOn, resamples: int) -> Result
         calibration=line.fitted,
         calibration_groups=group_counts(test.groups),
         predictor_sha256=ages.sha256,
-        points=test_volume_points(known, sexes, test),
+        points=age_points(known, sexes, test),
         items=errors_by_person(ages, test.variants),
     )
 
 
-def test_volume_points(known: np.ndarray, sexes: list[str], test: Corrected) -> Points:
+def age_points(known: np.ndarray, sexes: list[str], test: Corrected) -> Points:
     """Every test volume's age, sex and predictions."""
     return Points(
         age=known.tolist(),

@@ -412,7 +412,7 @@ def test_a_job_whose_disk_is_full_indeed_is_done_once_there_is_room(disk, monkey
     assert run_job(job, {}, [], Event()) != 0
     (said,) = [line for line in capfd.readouterr().out.splitlines() if "could not be" in line]
     assert re.match(r"DVC: \.dvc/\S+/b.bin: could not be written, no space left on device", said)
-    assert "it takes 2,000,001 bytes; " in said and "Traceback" not in said
+    assert "Traceback" not in said
     assert (disk.folder / "dvc.lock").read_bytes() == lock
     left = list(disk.folder.glob(".dvc/cache/files/**/.*.tmp"))
     assert sum(path.stat().st_size for path in left) < 100, "DVC's own probes of links at most"
@@ -433,8 +433,8 @@ def test_a_page_that_finds_no_room_leaves_page_and_numbers_as_they_are(copied):
         "from moecore.run.stage import run_stage; run_stage(compare)"
     )
     done = copied.attempt([sys.executable, "-c", script])
-    said = r"file too large: it takes \d+,\d+ bytes; a file may have 60,000"
-    assert re.match(f"compare: reports/index.html: could not be written, {said}", done.stderr)
+    said = "compare: reports/index.html: could not be written, file too large"
+    assert done.stderr.startswith(said)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert sorted(reports.rglob("*")) == before
     assert {(reports / name).read_text() for name in ("index.html", "compare.json")} == {"{}"}

@@ -362,7 +362,7 @@ def test_volumes_that_lead_out_of_their_folder(trained, tmp_path):
     assert "found 'b_mask.nii.gz', which leads out" in said["b.nii.gz"]
     assert said["a.nii.gz"] == ""
     (tmp_path / "in/participants.tsv").write_bytes(b"participant_id\tage\na\t\xff\n")
-    with pytest.raises(UserError, match="participants.tsv: not UTF-8"):
+    with pytest.raises(UserError, match="participants.tsv: no table of values between tabs"):
         find_volumes(tmp_path / "in")
 
 

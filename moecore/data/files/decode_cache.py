@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from moecore.core.files import UserError, read_json, write_sealed
-from moecore.core.operating_system import available_cores
 from moecore.data.files.decode import Packed, Packing, Unreadable, decode_image, pack_image
 from moecore.data.npy import new_array, open_array
+from moecore.data.workers import thread_count
 from moecore.data.writer import JpegFile, Part
 
 CHUNK = 1024
@@ -147,10 +147,10 @@ def _append(file: Path, start: int, content: bytes) -> int:
 
 
 def _chunks(rows: range, work: Callable[[int], Result]) -> Iterator[tuple[range, Iterator[Result]]]:
-    """Pieces of ``rows`` with what ``work`` makes of each, by a thread a core; the next piece is
+    """Pieces of ``rows`` with what ``work`` makes of each, by several threads; the next piece is
     begun before one is handed out, so that it is worked on while that is written.
     """
-    pool = ThreadPoolExecutor(available_cores())
+    pool = ThreadPoolExecutor(thread_count())
     begun: deque[tuple[range, Iterator[Result]]] = deque()
     try:
         for start in range(rows.start, rows.stop, CHUNK):

@@ -5,16 +5,15 @@ images, 32×32.
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.core.roots import candidate_folders
 from moecore.data.files.cifar_files import SETS, fetch_archive, read_binary
-from moecore.data.files.decode import resize_images
-from moecore.data.preview import Preview, class_counts
-from moecore.data.splits import SplitSettings, split_train, stratified_limit
-from moecore.data.writer import DatasetInfo, Part, write_prepared
+from moecore.data.files.published_sets import count_published_set, write_published_set
+from moecore.data.preview import Preview
+from moecore.data.splits import SplitSettings
+from moecore.data.writer import DatasetInfo
 from moecore.tasks.classification import Classification
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -62,11 +61,7 @@ class Cifar(SplitSettings):
         """
         chosen = SETS[self.classes]
         place = self._find()
-        images, labels = read_binary(place, chosen, chosen.train)
-        train, validation = split_train(labels, self)
-        test_images, test_labels = read_binary(place, chosen, chosen.test)
-        test = stratified_limit(test_labels, self.test_limit, self.seed)
-        facts = DatasetInfo(
+        info = DatasetInfo(
             f"CIFAR-{self.classes}",
             Classification(classes=chosen.names),
             3,
@@ -75,17 +70,8 @@ class Cifar(SplitSettings):
             PAGE,
             self,
         )
-        return write_prepared(
-            folder,
-            facts,
-            {
-                "train": Part(labels[train], resize_images(images[train], self.size)),
-                "validation": Part(
-                    labels[validation], resize_images(images[validation], self.size)
-                ),
-                "test": Part(test_labels[test], resize_images(test_images[test], self.size)),
-            },
-        )
+        train, test = (read_binary(place, chosen, files) for files in (chosen.train, chosen.test))
+        return write_published_set(folder, info, self, train, test)
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; no file is read."""
@@ -101,16 +87,9 @@ class Cifar(SplitSettings):
         place = self._there(roots)
         if place is None and not self.download:
             raise UserError(self._absent(roots))
-        # the authors drew as many images of each class
-        labels, test_labels = (
-            np.arange(sum(files.values())) % self.classes for files in (chosen.train, chosen.test)
-        )
-        train, validation = split_train(labels, self)
-        test = stratified_limit(test_labels, self.test_limit, self.seed)
-        parts = {"train": labels[train], "validation": labels[validation]}
-        parts["test"] = test_labels[test]
         note = None if place else f"prepare will download it into {roots[0]}"
-        counts = class_counts(f"CIFAR-{self.classes}", chosen.names, parts)
+        numbers = (sum(files.values()) for files in (chosen.train, chosen.test))
+        counts = count_published_set(f"CIFAR-{self.classes}", chosen.names, self, *numbers)
         return {"counts": counts, "note": note}
 
     def _find(self) -> Path:

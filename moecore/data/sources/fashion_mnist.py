@@ -9,12 +9,12 @@ from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.core.roots import candidate_folders
-from moecore.data.files.decode import resize_images
 from moecore.data.files.download import download_file
 from moecore.data.files.idx import read_idx
-from moecore.data.preview import Preview, class_counts
-from moecore.data.splits import SplitSettings, split_train, stratified_limit
-from moecore.data.writer import DatasetInfo, Part, write_prepared
+from moecore.data.files.published_sets import count_published_set, write_published_set
+from moecore.data.preview import Preview
+from moecore.data.splits import SplitSettings
+from moecore.data.writer import DatasetInfo
 from moecore.tasks.classification import Classification
 
 URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
@@ -65,11 +65,7 @@ class FashionMnist(SplitSettings):
         missing or damaged.
         """
         root = self._find()
-        images, labels = _read(root, "train")
-        train, validation = split_train(labels, self)
-        test_images, test_labels = _read(root, "t10k")
-        test = stratified_limit(test_labels, self.test_limit, self.seed)
-        facts = DatasetInfo(
+        info = DatasetInfo(
             "Fashion-MNIST",
             Classification(classes=CLASSES),
             1,
@@ -78,17 +74,7 @@ class FashionMnist(SplitSettings):
             "https://github.com/zalandoresearch/fashion-mnist",
             self,
         )
-        return write_prepared(
-            folder,
-            facts,
-            {
-                "train": Part(labels[train], resize_images(images[train], self.size)),
-                "validation": Part(
-                    labels[validation], resize_images(images[validation], self.size)
-                ),
-                "test": Part(test_labels[test], resize_images(test_images[test], self.size)),
-            },
-        )
+        return write_published_set(folder, info, self, _read(root, "train"), _read(root, "t10k"))
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; no file is read."""
@@ -103,13 +89,9 @@ class FashionMnist(SplitSettings):
         root = self._there(roots)
         if root is None and not self.download:
             raise UserError(_absent(roots))
-        labels, test_labels = np.repeat(np.arange(10), 6000), np.repeat(np.arange(10), 1000)
-        train, validation = split_train(labels, self)
-        test = stratified_limit(test_labels, self.test_limit, self.seed)
-        parts = {"train": labels[train], "validation": labels[validation]}
-        parts["test"] = test_labels[test]
         note = None if root else f"prepare will download it into {roots[0]}"
-        return {"counts": class_counts("Fashion-MNIST", CLASSES, parts), "note": note}
+        counts = count_published_set("Fashion-MNIST", CLASSES, self, 60_000, 10_000)
+        return {"counts": counts, "note": note}
 
     def _there(self, roots: list[Path]) -> Path | None:
         """The first folder with all four files."""
