@@ -78,7 +78,7 @@ def argument_names(script: str) -> list[str]:
 
 
 def read_calls(script: str) -> dict[str, str]:
-    """What fills the templates: ``read_params(Params, data=name)`` makes ``{data}`` the name."""
+    """What fills the templates: `read_params(Params, data=name)` says that `{data}` is `name`."""
     calls = (
         node
         for node in ast.walk(tree_of(script))

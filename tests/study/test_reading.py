@@ -6,11 +6,9 @@ The table of sections says what the scripts read, and the model of the whole has
 import importlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import indent
 from typing import Annotated, Any, Literal, get_args
 
 import pytest
@@ -299,24 +297,6 @@ def test_a_stage_reads_the_sections_that_the_table_names_with_the_types_of_the_w
 def test_every_section_is_known():
     named = {section for sections in SECTIONS.values() for section in sections}
     assert named | set(MEASURED) == set(Study.model_fields)
-
-
-@pytest.fixture
-def study(tmp_path):
-    """A study of this overlay, below a folder with a params.yaml."""
-    shutil.copy(ROOT / "dvc.yaml", tmp_path)
-    (tmp_path / "params.yaml").write_text(TEXT, encoding="utf-8")
-
-    def make(overlay: str, **presets: str) -> Path:
-        folder = tmp_path / "pipelines/own"
-        folder.mkdir(parents=True)
-        (folder / "overlay.yaml").write_text(overlay, encoding="utf-8")
-        if presets:
-            text = "".join(f"{name}:\n{indent(one, '  ')}" for name, one in presets.items())
-            (folder / "presets.yaml").write_text(text, encoding="utf-8")
-        return folder
-
-    return make
 
 
 def values(folder: Path, *presets: str) -> dict:

@@ -12,7 +12,7 @@ from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.writing.assignments import apply_assignments, write_assignments
 from moecore.study.writing.write_params import list_changes, params_text, write_params
 from tests.project import PARAMS
-from tests.study.test_reading import study, values  # noqa: F401 - a fixture
+from tests.study.test_reading import values
 
 OVERLAYS = sorted((ROOT / "pipelines").glob("*/overlay.yaml"))
 
@@ -37,7 +37,7 @@ def test_overlays_are_short(path):
     assert others <= 60
 
 
-def test_an_overlay_of_five_lines_is_a_study(study):  # noqa: F811
+def test_an_overlay_of_five_lines_is_a_study(study):
     folder = study(
         "# Does a second seed change the picture?\n"
         "run: {methods: [dense, vmoe], seeds: [0, 1], phases: [pretrain], thorough: [pretrain]}\n"
@@ -68,12 +68,7 @@ def test_an_overlay_of_five_lines_is_a_study(study):  # noqa: F811
         ("pretrain: null\n", "1:1: pretrain", "missing; the stage pretrain reads it"),
     ],
 )
-def test_wrong_overlays_name_their_line_and_write_nothing(
-    study,  # noqa: F811
-    overlay,
-    place_and_key,
-    word,
-):
+def test_wrong_overlays_name_their_line_and_write_nothing(study, overlay, place_and_key, word):
     folder = study(overlay)
     with pytest.raises(UserError) as caught:
         list(write_params(folder, folder.parents[1]))
@@ -81,7 +76,7 @@ def test_wrong_overlays_name_their_line_and_write_nothing(
     assert sorted(path.name for path in folder.iterdir()) == ["overlay.yaml"]
 
 
-def test_a_fault_in_a_preset_or_in_the_root_is_found_where_it_stands(study):  # noqa: F811
+def test_a_fault_in_a_preset_or_in_the_root_is_found_where_it_stands(study):
     folder = study("run: {methods: [vmoe]}\n", wrong="\n\nmodel: {width: wide}\n")
     with pytest.raises(UserError, match=r"presets.yaml:4:11: model.width: found 'wide'"):
         params_text(folder, folder.parents[1], ["wrong"])
@@ -91,7 +86,7 @@ def test_a_fault_in_a_preset_or_in_the_root_is_found_where_it_stands(study):  # 
         params_text(folder, folder.parents[1])
 
 
-def test_what_is_written_says_where_it_comes_from(study):  # noqa: F811
+def test_what_is_written_says_where_it_comes_from(study):
     folder = study("run: {methods: [vmoe]}\n", one="model: {width: 48}\n")
     text = params_text(folder, folder.parents[1], ["one"])
     assert "# ../../params.yaml + overlay.yaml\nrun:\n" in text
