@@ -486,6 +486,36 @@ def test_what_was_seen_to_fail_later_is_said_first(project, text, edits, key, wo
     assert max(map(len, lines)) < 2000
 
 
+LIMITED = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 1.0, "group_size": 1}
+# A router that sees later words: the last words of its key, its settings
+LOOKAHEADS = [
+    ("router.kind", {"kind": "expert_choice"}),
+    ("router.kind", {"kind": "soft_slots"}),
+    ("router.kind", {"kind": "hash", "by": "patch"}),
+    ("router.k", LIMITED | {"k": 2}),
+    ("router.batch_priority", LIMITED | {"batch_priority": True}),
+    ("router.router.k", {"kind": "frozen_copy", "router": LIMITED | {"k": 2}}),
+]
+
+
+@pytest.mark.parametrize(("text", "tower"), [(WORDS, ""), (CAPTIONS, "text.")])
+def test_routers_that_look_ahead_are_refused_line_by_line(project, text, tower):
+    (project / "dvc.yaml").unlink()
+    methods = {}
+    for number, (_, router) in enumerate(LOOKAHEADS):
+        experts = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
+        part = {"router": router, "experts": experts, "blocks": "all"}
+        methods[f"m{number}"] = {"text": part} if tower else part
+    edits: dict[str, Any] = {"methods": methods, "run.methods": list(methods)}
+    path = project / "params.yaml"
+    lines = refused(path, edits | ({"model.image.patch": 4} if tower else {}), text)
+    written = path.read_text(encoding="utf-8")
+    assert len(lines) == len(LOOKAHEADS), lines
+    for number, (key, _) in enumerate(LOOKAHEADS):
+        assert in_its_place(lines[number], written, f"methods.m{number}.{tower}{key}"), lines
+        assert "found" in lines[number] and "allowed" in lines[number]
+
+
 def test_a_measurement_may_be_switched_off():
     text = edited(IMAGES, {"run.measurements": ["cost"]})
     assert collect_problems(parse_yaml(text), STAGES)[1] == []
