@@ -24,7 +24,7 @@ from moecore.tracking.metric_names import (
 from moecore.tracking.stored_run import LEVEL, PARENT, UID, StoredRun, list_runs
 from moecore.tracking.view import CURRENT, save_view
 
-COMPLETE = "moecore.complete"  # the run, and its parent, have all that its history holds
+COMPLETE = "moecore.imported"  # the run, and its parent, have all that its history holds
 MODEL = "moecore.model"  # the folder of the model that was logged, or why it was left out
 PIXELS = {"dpi": 110}
 NOTE = "Headline numbers, as in the report. The stages, with all that they say, are child runs."

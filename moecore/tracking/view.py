@@ -30,6 +30,7 @@ def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> Non
         "orderByAsc": True,
         "selectedColumns": columns,
         "columnOrder": columns,
+        "columnWidths": dict.fromkeys(columns, 170),
     }
     created = experiment.creation_time
     text = json.dumps({"name": NAME, "createdAt": created, "state": json.dumps(state)})

@@ -83,7 +83,8 @@ class Study:
         [parent] = [
             run
             for run in self.parents()
-            if run.data.tags["moecore.family"] == family and run.data.tags["dvc.current"] == "true"
+            if run.data.tags["moecore.family"] == family
+            and run.data.tags.get("dvc.current") == "true"
         ]
         return parent
 

@@ -49,7 +49,7 @@ def test_the_first_view_has_metrics_data_source_and_live_runs(study, request):
         assert address.startswith(f"http://{ui.HOST}:{port}/#/experiments/")
         with record("pretrain", None, method="dense", seed=0) as run:
             run.log(1, {"loss": 1.0})
-            wait_until(lambda: len(study.parents()) == 2)
+            wait_until(lambda: sum("dvc.current" in run.data.tags for run in study.parents()) == 2)
             assert study.parent("dense/0").info.status == "RUNNING"
         wait_until(lambda: study.parent("dense/0").info.status == "FINISHED")
         wait_until(lambda: answers(port))
