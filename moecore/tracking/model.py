@@ -27,7 +27,7 @@ POINTED = "moecore.alias"  # a tag: whether the alias names it
 SCHEME = "models:/"
 
 
-def log_model(client: Any, run_id: str, experiment_id: str, folder: Path) -> str:
+def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: Path) -> str:
     """Copy the model of ``folder`` into MLflow once, with its shapes; returns MLflow's id of it.
 
     Raises UserError where it is not the folder of a model of this version.
@@ -37,17 +37,18 @@ def log_model(client: Any, run_id: str, experiment_id: str, folder: Path) -> str
     # Here, as it brings torch, which an import without new models does not need.
     from moecore.training.artifacts import load_card
 
-    for model in client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'"):
+    words = f"source_run_id = '{run_id}' AND name = '{name}'"
+    for model in client.search_logged_models([experiment_id], words):
         if model.status == "READY":
             return str(model.model_id)
         client.delete_logged_model(model.model_id)  # copied in part by an import that was killed
     image = load_card(folder).image
     mlflow.set_tracking_uri(store_address())
-    model = mlflow.initialize_logged_model("model", run_id, experiment_id=experiment_id)
+    model = mlflow.initialize_logged_model(name, run_id, experiment_id=experiment_id)
     # MLflow warns of missing examples and type hints; recording it is what silences it.
     with warnings.catch_warnings(record=True):
         mlflow.pyfunc.log_model(
-            name="model",
+            name=name,
             model_id=model.model_id,
             python_model=str(ROOT / "moecore" / "tracking" / "pyfunc.py"),
             artifacts={"model": str(folder.resolve())},

@@ -206,7 +206,10 @@ class StudyImport:
         for folder in [line["model"] for line in history.lines if "model" in line][-1:]:
             place, experiment = inside(self.study, folder), self.experiment.experiment_id
             try:
-                model_id = models.log_model(self.client, run.id, experiment, place)
+                # Of a method's parent, whose row shows it under the name of the stage.
+                stage = history.header["stage"]
+                owner_id = parent.id if parent and stage in PHASES else run.id
+                model_id = models.log_model(self.client, owner_id, stage, experiment, place)
             except UserError as error:  # DVC restored only the history, or it is an older model
                 run.set_tags({MODEL: f"left out: {error}"})
                 return

@@ -138,8 +138,8 @@ def test_a_registered_model_loads_by_its_name(study):
 def test_a_model_is_logged_once_also_where_an_import_was_killed(study, monkeypatch):
     train(classifier())
 
-    def log_half(client, run_id, experiment_id, _):
-        client.create_logged_model(experiment_id, "model", source_run_id=run_id)
+    def log_half(client, run_id, name, experiment_id, _):
+        client.create_logged_model(experiment_id, name, source_run_id=run_id)
         raise SystemExit
 
     def kill(*_):
