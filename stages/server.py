@@ -6,7 +6,7 @@
 import sys
 
 import scipy.stats  # noqa: F401 - the first interval of a process would import it
-import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
+import torch
 
 from moecore.pipeline.forked import serve_stages
 from stages.calibrate import calibrate
@@ -23,6 +23,8 @@ from stages.sizes import sizes
 from stages.teacher import teacher
 from stages.teacher_router import teacher_router
 from stages.transfer import transfer
+
+torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler
 
 STAGES = (
     calibrate,

@@ -116,16 +116,16 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, help="on 127.0.0.1")] = 5000,
 ) -> None:
     """Serve MLflow's pages, importing what is on disk all the while."""
-    from moecore.tracking.ui import ui as serve
+    from moecore.tracking.ui import serve_ui
 
-    raise typer.Exit(serve(port))
+    raise typer.Exit(serve_ui(port))
 
 
 def sync() -> None:
     """Import all runs into MLflow."""
-    from moecore.tracking.sync import sync as imported
+    from moecore.tracking.sync import sync_runs
 
-    typer.echo(imported())
+    typer.echo(sync_runs())
 
 
 def predict(context: typer.Context) -> None:

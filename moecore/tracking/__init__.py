@@ -1,8 +1,8 @@
 """MLflow as a view of the histories on disk; the only importer of mlflow.
 
-``history.jsonl`` (run/) → ``known`` (what the store has) → ``mirror`` (one history into one run,
-called by ``names``) → ``parents`` (one run a method and seed, with the ``headline`` numbers of its
-stages) → ``study`` (all histories of a folder) → ``sync`` (all studies, once) or ``ui`` (again and
-again, beside ``pages``). ``model`` logs and registers trained models, and finds them again.
-``database`` says what is wrong with MLflow's file, ``answers`` what is wrong with a server.
+``sync`` sends what is new in the histories of ``run`` into runs of the store (``stored_run``) under
+``metric_names``, with figures and trained models (``model``; ``pyfunc`` loads one). One parent per
+method and seed (``generations`` tells what is of its newest model) carries the headline numbers of
+``report``; ``view`` says what MLflow's table shows first. ``ui`` runs ``mlflow server`` beside an
+import every few seconds. ``store`` finds MLflow's store, and tells in a line what is wrong with it.
 """

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from moecore.core.files import UserError
 from moecore.core.sources import ROOT
-from moecore.tracking.answers import first_line
-from moecore.tracking.known import Known
-from moecore.tracking.store import settle, uri
+from moecore.tracking.store import configure_mlflow, first_line, mask_password, store_address
+from moecore.tracking.stored_run import StoredRun
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
@@ -22,39 +21,42 @@ if TYPE_CHECKING:
     from moecore.nn.backbones.image import ImageSpec
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
+ALIAS = "current"
+VERSION = "moecore.registered"  # a tag of the run: name and version
+POINTED = "moecore.alias"  # a tag: whether the alias names it
+SCHEME = "models:/"
 
 
-def log_model(run: str, experiment: str, folder: Path) -> str:
-    """Copy the model of ``folder`` into an MLflow run, with the shapes that it takes and gives.
-
-    Returns MLflow's id of it.
+def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: Path) -> str:
+    """Copy the model of ``folder`` into MLflow once, with its shapes; returns MLflow's id of it.
 
     Raises UserError where it is not the folder of a model of this version.
     """
     import mlflow
-    from mlflow.models import Model
 
     # Here, as it brings torch, which an import without new models does not need.
     from moecore.training.artifacts import load_card
 
+    words = f"source_run_id = '{run_id}' AND name = '{name}'"
+    for model in client.search_logged_models([experiment_id], words):
+        if model.status == "READY":
+            return str(model.model_id)
+        client.delete_logged_model(model.model_id)  # copied in part by an import that was killed
     image = load_card(folder).image
-    mlflow.set_tracking_uri(uri())
-    mlflow.set_experiment(experiment_id=experiment)
-    # MLflow warns of missing examples and type hints, once a model: the signature is given below.
-    # Recording is what silences it, as it resets the filters.
+    mlflow.set_tracking_uri(store_address())
+    model = mlflow.initialize_logged_model(name, run_id, experiment_id=experiment_id)
+    # MLflow warns of missing examples and type hints; recording it is what silences it.
     with warnings.catch_warnings(record=True):
-        logged = Model.log(
-            artifact_path=None,
-            name="model",
-            flavor=mlflow.pyfunc,
-            run_id=run,
+        mlflow.pyfunc.log_model(
+            name=name,
+            model_id=model.model_id,
             python_model=str(ROOT / "moecore" / "tracking" / "pyfunc.py"),
             artifacts={"model": str(folder.resolve())},
             code_paths=[str(ROOT / "moecore")],
             signature=_signature(image),
             pip_requirements=[f"{package}=={version(package)}" for package in PACKAGES],
         )
-    return str(logged.model_id)
+    return str(model.model_id)
 
 
 def _signature(image: "ImageSpec") -> "ModelSignature":
@@ -79,78 +81,52 @@ def _signature(image: "ImageSpec") -> "ModelSignature":
     return ModelSignature(Schema([images]), Schema([answers]))
 
 
-ALIAS = "current"
-VERSION = "moecore.registered"  # a tag of the run: name and version
-POINTED = "moecore.alias"  # a tag: whether the alias names it
-SCHEME = "models:/"
-
-
-def registered_name(study: str, header: dict) -> str:
-    """``study.method.phase.seed``; of a teacher ``study.teacher.seed``."""
-    words = (study, header["method"], header["stage"], header["seed"])
-    return ".".join(str(word) for word in words if word is not None)
-
-
-def logged_before(client: Any, experiment: str, run: str) -> str | None:
-    """MLflow's id of the model that an import logged of ``run`` before it was killed.
-
-    What was copied in part is removed: it is logged again.
-    """
-    words = f"source_run_id = '{run}'"
-    for model in client.search_logged_models([experiment], filter_string=words):
-        if model.status == "READY":
-            return str(model.model_id)
-        client.delete_logged_model(model.model_id)
-    return None
-
-
-def register(client: Any, name: str, model_id: str, run: Known) -> dict[str, str]:
-    """The run's version of the registered model ``name``; returns the tag that the run gets."""
+def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> None:
+    """Make the run's version of the registered model ``name``, once."""
     from mlflow.exceptions import MlflowException
 
-    for made in client.search_model_versions(f"run_id = '{run.id}'"):
-        return {VERSION: f"{made.name} {made.version}"}
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-    made = client.create_model_version(name, f"{SCHEME}{model_id}", run.id, model_id=model_id)
-    return {VERSION: f"{name} {made.version}"}
+    versions = client.search_model_versions(f"run_id = '{run.id}'")
+    if not versions:
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source = f"{SCHEME}{model_id}"
+        versions = [client.create_model_version(name, source, run.id, model_id=model_id)]
+    run.set_tags({VERSION: f"{versions[0].name} {versions[0].version}"})
 
 
-def point_to(client: Any, run: Known, current: bool) -> None:
+def set_alias(client: Any, run: StoredRun, current: bool) -> None:
     """Let ``current`` name the run's model where its stage is up to date; once."""
     if VERSION not in run.tags:
         return
     if current and run.tags.get(POINTED) != "true":
-        name, version = run.tags[VERSION].rsplit(maxsplit=1)
-        client.set_registered_model_alias(name, ALIAS, version)
-    run.tag(client, {POINTED: str(current).lower()})
+        name, number = run.tags[VERSION].rsplit(maxsplit=1)
+        client.set_registered_model_alias(name, ALIAS, number)
+    run.set_tags({POINTED: str(current).lower()})
 
 
 def model_folder(address: str) -> Path:
-    """The folder of a registered model, for ``load_model``.
+    """Return the folder of a registered model, for ``load_model``.
 
     address: ``models:/moecore.vmoe.pretrain.0@current``, or ``…/1`` for a version, in the store of
     ``moecore ui``. Nothing is unpickled. Raises UserError where there is no such model.
     """
-    settle()
+    configure_mlflow()
     import mlflow
     from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException
     from mlflow.models import Model
 
-    mlflow.set_tracking_uri(uri())
+    mlflow.set_tracking_uri(store_address())
     try:
         folder = Path(download_artifacts(artifact_uri=address))
         logged = Model.load(folder)
     except (MlflowException, OSError) as error:
-        raise UserError(
-            f"{address}: no such model in {uri()} ({first_line(error)}); allowed: "
-            "models:/study.method.phase.seed@current, as in the page `Model registry` of "
-            "`moecore ui`"
-        ) from error
+        where = f"{address}: no such model in {mask_password(store_address())}"
+        allowed = "models:/study.method.phase.seed@current, as `moecore ui` lists them"
+        raise UserError(f"{where} ({first_line(error)}); allowed: {allowed}") from error
     artifacts = logged.flavors.get("python_function", {}).get("artifacts", {})
     if "model" not in artifacts:
         raise UserError(f"{address}: not a model of this software; allowed: those of its trainings")

@@ -9,11 +9,9 @@ from mlflow.pyfunc import PythonModel
 class Classifier(PythonModel):
     """``predict({"images": (N, C, H, W) in [0, 1]})`` returns the scores (N, K), before softmax.
 
-    Both are float32. Volumes are (N, C, D, H, W). A model of a target returns it in its unit,
-    such as an age in years, as (N, 1). One of text takes ``{"words": (N, C, M)}``, int64: C blocks
-    of M words, of which the last one's next words are scored, (N, M, V). Two towers take
-    ``{"images": …, "captions": (T, M)}``, int64 tokens of their vocabulary, and return (N, T):
-    scale · cosine + bias of every pair.
+    Of a target in its unit (N, 1). A model of text takes ``{"words": (N, C, M)}``, C blocks of M
+    words, and scores the last one's next words, (N, M, V). Two towers take ``{"images": …,
+    "captions": (T, M)}`` and return scale · cosine + bias of every pair, (N, T).
     """
 
     def load_context(self, context):

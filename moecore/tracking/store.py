@@ -1,221 +1,154 @@
 """Where MLflow keeps its runs: $MLFLOW_TRACKING_URI, else a sqlite file in the repository."""
 
-import fcntl
-import hashlib
-import json
 import logging
 import os
+import re
+import sqlite3
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+from urllib.parse import urlsplit
+
+from filelock import FileLock, Timeout
 
 from moecore.core.files import UserError
 from moecore.core.roots import repository
-from moecore.run.history_file import locked
-from moecore.tracking import answers, database
 
-PATIENCE = 300.0  # seconds, for another process that imports
-QUIET = 10.0  # seconds, until that is said
-WRITTEN = 0.5  # seconds in which DVC has written a lock file that was not whole
-SILENT = {
+SQLITE = "sqlite:///"
+LOCK_SECONDS = 300.0  # for another process that imports
+BUSY_SECONDS = 10.0  # for another program that writes to the sqlite file
+ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
+    # A dead server costs seconds; by default it would be four minutes per call.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
 }
-KIND = {"mlflow.experimentKind": "custom_model_development"}  # the page for training, not for chats
+FOR_TRAININGS = {"mlflow.experimentKind": "custom_model_development"}  # not for chats
 
 
-def home() -> Path:
-    """The repository: of DVC inside a stage, else git's root, else the current folder."""
+def repository_root() -> Path:
+    """Return the repository: of DVC inside a stage, else git's root, else the current folder."""
     if root := repository():
         return root
-    found = subprocess.run(["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True)
-    if found.returncode == 0:
-        return Path(found.stdout.strip()).resolve()
-    return Path().resolve()
+    command = ["git", "rev-parse", "--show-toplevel"]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    return Path(answer.stdout.strip() if answer.returncode == 0 else ".").resolve()
 
 
-def uri() -> str:
-    """The address of the store; absolute, as an experiment of DVC runs in another folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
+def store_address() -> str:
+    """Return the store's address; absolute, as an experiment of DVC runs in another folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{repository_root() / 'mlflow.db'}"
 
 
-def is_server() -> bool:
-    """True where the store is a server that somebody else has started."""
-    return answers.is_server(uri())
+def sqlite_file() -> Path | None:
+    """Return the file of a sqlite store; None where the store is another one."""
+    address = store_address()
+    return Path(address.removeprefix(SQLITE)) if address.startswith(SQLITE) else None
 
 
-def settle() -> None:
+def mask_password(text: str) -> str:
+    """Return ``text`` without the password that the store's address may hold."""
+    password = urlsplit(store_address()).password
+    return text.replace(f":{password}@", ":***@") if password else text
+
+
+def configure_mlflow() -> None:
     """Let MLflow give up within seconds, and say nothing beside what it raises."""
-    for name, value in (answers.IMPATIENT | SILENT).items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    # It prints a traceback before it raises, which is told in a line.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
-def connect() -> Any:
-    """An MlflowClient on the store, which is created where it is a file that does not exist.
+@contextmanager
+def store_errors_as_user_errors() -> Iterator[None]:
+    """Raise a UserError of one line for whatever the store fails with."""
+    from alembic.util import CommandError
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
-    Raises UserError where the store does not answer within seconds.
+    try:
+        yield
+    # ImportError: of a database whose driver is not installed
+    except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
+        where = getattr(error, "filename", None) or mask_password(store_address())
+        raise UserError(
+            f"{where}: MLflow cannot use it ({first_line(error)}); the histories on disk are "
+            "complete: `moecore sync` imports what is missing once that is mended"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the cause that an error tells, without a password."""
+    line = str(error).strip().split("\n")[0]
+    # A client of HTTP tells the address twice before it tells the cause.
+    if cause := re.search(r"Caused by \w+\((.*)\)\)$", line):
+        line = cause[1].strip("\"'").rsplit("): ", 1)[-1]
+    return mask_password(line) or type(error).__name__
+
+
+@contextmanager
+def lock_imports() -> Iterator[None]:
+    """Let one process at a time import: two that do so together make two runs of a history.
+
+    Raises UserError where it takes the other one too long.
     """
-    settle()
-    address = uri()
-    file = database.file_of(address)
-    if file is not None:
-        database.check(file)
-    with alone("mlflow.lock"), answers.answering(address):
-        if file is not None and not file.exists():
-            database.create(file, lambda part: _client(f"{database.SQLITE}{part}"))
-        client = _client(address)
-    if file is not None:
-        database.opened(file)
-    return client
+    file = repository_root() / ".state" / "import.lock"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(file, timeout=LOCK_SECONDS):
+            yield
+    except Timeout:
+        held = f"{file}: held for {LOCK_SECONDS:.0f} s by another `moecore sync` or `moecore ui`"
+        raise UserError(f"{held}; end it and run `moecore sync`") from None
 
 
-def _client(address: str) -> Any:
-    """A client that was answered; a new database has its tables then."""
+def connect_store() -> Any:
+    """Return an MlflowClient of the store; a sqlite file that does not exist is made.
+
+    To be called within ``lock_imports``. Raises UserError where the store does not answer.
+    """
+    configure_mlflow()
     # Here, as importing it takes a second and reads the environment that is set above.
     from mlflow import MlflowClient
 
-    client: Any = MlflowClient(address)
-    if answers.is_server(address):
-        client = answers.Limited(client, answers.limit())
-    client.search_experiments(max_results=1)
+    file = sqlite_file()
+    if file is not None and file.exists():
+        try:  # here, as MLflow would try for 100 s
+            with closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as database:
+                database.execute("BEGIN IMMEDIATE")  # as an import does
+        except sqlite3.Error as error:
+            raise UserError(
+                f"{file}: MLflow's database cannot be used ({error}); mend that, or move it away "
+                "and run `moecore sync`: all runs are imported anew from artifacts/history"
+            ) from error
+    with store_errors_as_user_errors():
+        if file is not None and not file.exists():
+            # Under another name, as a database whose making was killed cannot be mended.
+            part = file.with_name(f"{file.name}.part")
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.unlink(missing_ok=True)
+            MlflowClient(f"{SQLITE}{part}").search_experiments(max_results=1)
+            part.replace(file)
+        client = MlflowClient(store_address())
+        client.search_experiments(max_results=1)
     return client
 
 
-def experiment(client: Any, name: str) -> str:
-    """The id of an experiment, which is created where it does not exist.
-
-    Beside a sqlite store its files go to mlruns/.
-    """
-    with alone("mlflow.lock"):
-        found = client.get_experiment_by_name(name)
-        if found is not None:
-            return found.experiment_id
-        files = None
-        if uri().startswith("sqlite:///"):
-            files = (home() / "mlruns" / name).as_uri()
-        return client.create_experiment(name, artifact_location=files, tags=KIND)
-
-
 def experiment_name(folder: Path) -> str:
-    """One experiment per study: its folder's name, and ``moecore`` for the main pipeline."""
+    """Return the experiment of a study: its folder's name; ``moecore`` of the main pipeline."""
     folder = folder.resolve()
     return folder.name if folder.parent.name == "pipelines" else "moecore"
 
 
-@contextmanager
-def alone(name: str) -> Iterator[TextIO]:
-    """The open file .state/``name``, for one process at a time.
-
-    A fresh sqlite database that two processes open together is broken; two that import the same
-    history together make two runs of it. Raises UserError where it takes another one too long.
-    """
-    lock = home() / ".state" / name
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = open(lock, "a+")
-    except OSError as error:
-        raise UserError(f"{lock}: cannot be written, {error.strerror}; mend that") from error
-    with handle:
-        _take(handle, lock)
-        yield handle
-
-
-def _take(handle: TextIO, lock: Path) -> None:
-    begun = time.monotonic()
-    said = False
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            waited = time.monotonic() - begun
-        if waited > PATIENCE:
-            raise UserError(
-                f"{lock}: held for {PATIENCE:.0f} s by another `moecore sync` or `moecore ui` "
-                f"(`fuser {lock}` says which); wait for it or end it, then run `moecore sync`"
-            )
-        if waited > QUIET and not said:
-            print(f"{lock}: waits for another import to end", file=sys.stderr, flush=True)
-            said = True
-        time.sleep(0.05)
-
-
-Stamp = tuple[int, int] | None  # size and time of change of a file; None where there is none
-
-
-class Locked:
-    """The lock file of one study; read again when it, or what defines the stages, has changed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._of_lock: Stamp = None
-        self._damaged: Stamp = None
-        self._of_stages: tuple[Stamp, ...] = ()
-        self._stages: dict[str, dict] = {}
-        self._alive: set[str] | None = None
-
-    def histories(self) -> dict[str, dict[str, str]] | None:
-        """History folder → tags that DVC gives it; None where DVC was not used.
-
-        A stage that dvc.yaml no longer has stays in the lock file: it is left out here.
-        """
-        lock = stamp(self.folder / "dvc.lock")
-        if lock is None:
-            return None
-        stages = tuple(stamp(self.folder / name) for name in ("dvc.yaml", "params.yaml"))
-        if stages != self._of_stages:  # asking DVC takes it seconds
-            self._alive = _stage_names(self.folder)
-            self._of_stages = stages
-        if lock != self._of_lock:
-            self._read(lock)
-        return {
-            out["path"]: {"dvc.stage": name, "dvc.inputs": _key(entry)}
-            for name, entry in self._stages.items()
-            if self._alive is None or name in self._alive
-            for out in entry.get("outs", [])
-            if out["path"].startswith("artifacts/history/")
-        }
-
-    def _read(self, lock: Stamp) -> None:
-        try:
-            self._stages = locked(self.folder)
-            self._of_lock = lock
-        except UserError as error:  # what was read before holds until the next time
-            time.sleep(WRITTEN)
-            if lock != self._damaged and stamp(self.folder / "dvc.lock") == lock:
-                self._damaged = lock  # said once
-                print(f"{error}. Until then no run counts as current", file=sys.stderr, flush=True)
-
-
-def stamp(file: Path) -> Stamp:
-    """What changes when a file does."""
-    try:
-        stat = file.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _stage_names(folder: Path) -> set[str] | None:
-    """The stages of dvc.yaml; None where DVC cannot read it."""
-    command = [sys.executable, "-m", "dvc", "stage", "list", "--name-only"]
-    listed = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if listed.returncode != 0:
-        return None
-    return set(listed.stdout.split())
-
-
-def _key(entry: dict) -> str:
-    """One word for all that a stage depended on when it ran."""
-    text = json.dumps([entry["cmd"], entry.get("deps"), entry.get("params")], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def get_experiment(client: Any, name: str) -> Any:
+    """Return an experiment, made where it does not exist; a sqlite store's files go to mlruns/."""
+    if client.get_experiment_by_name(name) is None:
+        files = (repository_root() / "mlruns" / name).as_uri() if sqlite_file() else None
+        client.create_experiment(name, artifact_location=files, tags=FOR_TRAININGS)
+    return client.get_experiment_by_name(name)

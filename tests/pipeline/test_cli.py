@@ -177,8 +177,8 @@ def test_jobs_are_at_least_one(place):
 
 
 def test_mlflow_is_served_and_fed(place, monkeypatch):
-    monkeypatch.setattr("moecore.tracking.ui.ui", lambda port: port - 5000)
-    monkeypatch.setattr("moecore.tracking.sync.sync", lambda: "3 runs added")
+    monkeypatch.setattr("moecore.tracking.ui.serve_ui", lambda port: port - 5000)
+    monkeypatch.setattr("moecore.tracking.sync.sync_runs", lambda: "3 runs added")
     assert moecore("ui", "--port", "5003").exit_code == 3
     assert moecore("sync").stdout == "3 runs added\n"
 

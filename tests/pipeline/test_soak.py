@@ -23,7 +23,7 @@ import pytest
 from moecore.core.files import SEAL
 from moecore.core.tensors import read_tensors
 from moecore.run.history_file import locked, points, read_lines
-from moecore.tracking.known import UID
+from moecore.tracking.stored_run import UID
 from tests import forked
 from tests.project import COMMAND, Project
 

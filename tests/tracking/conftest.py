@@ -1,5 +1,6 @@
 """A repository with one study, an MLflow store for all tests, and runs to import."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moecore.core.config import Config
 from moecore.core.sources import ROOT
+from moecore.measure.calibration import Quality, Result
 from moecore.run.history import record
+from moecore.statistics.intervals import Estimate
+from moecore.tasks.class_scores import reliability
 
 CARD = {
     "name": "toy",
@@ -32,7 +37,7 @@ class Params(Config):
     text: str = "x" * 600
 
 
-class Found(Config):
+class Scores(Config):
     test: dict[str, float] = {"accuracy": 0.5}
 
 
@@ -53,7 +58,7 @@ class Study:
             run.tag("runtime.device", "cpu")
             run.dataset(CARD)
             run.table("rows", [{"a": 1}])
-            run.result(Found())
+            run.result(Scores())
 
     @property
     def client(self) -> Any:
@@ -62,8 +67,8 @@ class Study:
         return MlflowClient(self.store)
 
     def every_run(self) -> list[Any]:
-        found = self.client.get_experiment_by_name(self.folder.name)
-        return list(self.client.search_runs([found.experiment_id])) if found else []
+        experiment = self.client.get_experiment_by_name(self.folder.name)
+        return list(self.client.search_runs([experiment.experiment_id])) if experiment else []
 
     def runs(self) -> list[Any]:
         """Those of histories."""
@@ -72,6 +77,24 @@ class Study:
     def parents(self) -> list[Any]:
         """Those that carry the numbers of a method and seed, and the shared one."""
         return [run for run in self.every_run() if run.data.tags["level"] != "stage"]
+
+    def parent(self, family: str = "vmoe/0") -> Any:
+        """The current one of a method and seed."""
+        [parent] = [
+            run
+            for run in self.parents()
+            if run.data.tags["moecore.family"] == family
+            and run.data.tags.get("dvc.current") == "true"
+        ]
+        return parent
+
+    def parent_ids(self) -> dict[str, str]:
+        """Stage → the id of its parent, of the current runs."""
+        return {
+            run.data.tags["stage"]: run.data.tags["mlflow.parentRunId"]
+            for run in self.runs()
+            if run.data.tags["dvc.current"] == "true"
+        }
 
     def curve(self, run: Any, name: str) -> list[tuple[int, float]]:
         points = self.client.get_metric_history(run.info.run_id, name)
@@ -94,6 +117,38 @@ class Study:
         return self.start("-c", "from moecore.pipeline.cli import app; app()", *words)
 
 
+def only_run(study: Study) -> Any:
+    """The run of the one history."""
+    [run] = study.runs()
+    return run
+
+
+def calibrated(ece: float = 0.5) -> Result:
+    """What the measurement `calibrate` writes."""
+    some = Estimate(value=0.5, low=0.4, high=0.6)
+    bins = reliability(torch.tensor([0.9, 0.6]), torch.tensor([True, False]))
+    before = Quality(score=some, nll=some, brier=some, ece=some, bins=bins)
+    after = before.model_copy(update={"ece": some.model_copy(update={"value": ece})})
+    return Result(
+        kind="temperature",
+        temperature=2.0,
+        at_limit=False,
+        validation_images=4,
+        test_images=4,
+        scores="",
+        before=before,
+        after=after,
+    )
+
+
+def calibrate(ece: float = 0.5) -> None:
+    """A measurement of the pretrained model, and the data card that its report reads."""
+    Path("artifacts/data/pretrain").mkdir(parents=True, exist_ok=True)
+    Path("artifacts/data/pretrain/card.json").write_text(json.dumps(CARD))
+    with record("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:
+        run.result(calibrated(ece))
+
+
 def hears_interrupts() -> None:
     """Ctrl-C reaches the process, also where a shell ran the tests as a job that ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -102,15 +157,14 @@ def hears_interrupts() -> None:
 @pytest.fixture(scope="session")
 def store(tmp_path_factory) -> str:
     """The address of an empty database, made once: creating one takes seconds."""
-    from moecore.tracking.store import connect
+    from moecore.tracking.store import connect_store
 
     folder = tmp_path_factory.mktemp("store")
-    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    address = f"sqlite:///{folder / 'mlflow.db'}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DVC_ROOT", str(folder))
-        patch.setenv("MLFLOW_TRACKING_URI", uri)
-        connect()
-    return uri
+        patch.setenv("MLFLOW_TRACKING_URI", address)
+        connect_store()
+    return address
 
 
 @pytest.fixture

@@ -1,0 +1,113 @@
+"""The histories of a study on disk, who still writes them, and which of them are up to date."""
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from moecore.core.files import UserError
+from moecore.core.sources import list_pipeline_files
+from moecore.run.history_file import NAME, Growing, item, locked
+from moecore.study.reading.document import parse_yaml
+
+PLACES = ("artifacts/history", ".state")  # published histories, and those of runs under way
+
+
+class History(NamedTuple):
+    """One execution of a stage: its folder, and the lines that are there so far."""
+
+    folder: Path
+    lines: list[dict]
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return self.lines[0]
+
+    @property
+    def item(self) -> str:
+        """Its path in artifacts/history, and that of its result in artifacts/measured."""
+        return item(*(self.header[name] for name in ("stage", "phase", "method", "seed")))
+
+    @property
+    def has_ended(self) -> bool:
+        return "status" in self.lines[-1]
+
+    def run_state(self) -> tuple[str, float]:
+        """Return MLflow's status, and since when; KILLED where the process went without a word."""
+        end = self.lines[-1]
+        if self.has_ended:
+            return end["status"], end["t"]
+        writer = next(line for line in reversed(self.lines) if "pid" in line)
+        return "RUNNING" if is_running(
+            writer["host"], writer["pid"], writer["t"]
+        ) else "KILLED", end["t"]
+
+
+def is_running(host: str, pid: int, at: float) -> bool:
+    """Whether a process runs that was there ``at`` seconds since 1970; True on another host.
+
+    Numbers of ended processes are used again: one that began later is another.
+    """
+    if host != platform.node():
+        return True
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= at + 1
+    except psutil.NoSuchProcess:
+        return False
+
+
+def history_folders(study: Path) -> list[Path]:
+    """Return the folders of a study that hold a history, published ones first."""
+    folders = []
+    for place in PLACES:
+        for folder, inner, files in os.walk(study / place):
+            # what is being written, or being removed, is not there
+            inner[:] = sorted(n for n in inner if not n.endswith((".part", ".removed")))
+            if NAME in files:
+                inner.clear()
+                folders.append(Path(folder))
+    return folders
+
+
+def read_histories(study: Path, readers: dict[Path, Growing]) -> dict[str, History]:
+    """Return by uid the history that says most: a resumed run's published one may be older.
+
+    readers: what was read before, folder by folder; it is filled.
+    """
+    newest: dict[str, History] = {}
+    for folder in history_folders(study):
+        lines = readers.setdefault(folder, Growing(folder)).read()
+        if lines and "uid" in lines[0]:
+            known = newest.setdefault(lines[0]["uid"], History(folder, lines))
+            if lines[-1]["t"] > known.lines[-1]["t"]:
+                newest[lines[0]["uid"]] = History(folder, lines)
+    return newest
+
+
+def locked_folders(study: Path) -> frozenset[str] | None:
+    """Return the folders that DVC's lock files have; None where DVC was not used.
+
+    Raises UserError for a damaged lock file.
+    """
+    locks = list_pipeline_files(study, "dvc.lock")
+    newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)
+    return None if newest is None else _read_lock(study, newest)
+
+
+@cache
+def _read_lock(study: Path, written: int) -> frozenset[str]:
+    outs = [out for stage in locked(study).values() for out in stage.get("outs", ())]
+    return frozenset(out["path"] for out in outs)
+
+
+def study_methods(study: Path) -> list[str]:
+    """Return the methods that params.yaml runs; none where it cannot be read."""
+    try:
+        text = (study / "params.yaml").read_text(encoding="utf-8")
+        return list(parse_yaml(text).data["run"]["methods"])
+    except (OSError, UserError, KeyError, TypeError):
+        return []  # `moecore check` says what is wrong with the file

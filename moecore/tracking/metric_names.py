@@ -1,0 +1,69 @@
+"""How numbers of a history are called in MLflow.
+
+Its page of charts makes a section of what stands before the last slash of a name: ``loss/``,
+``train/``, ``validation/`` and ``test/`` of trainings, then one section per measurement; of parents
+one per phase. What is counted (images, parameters) is a param: its chart would be one flat bar.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from moecore.run.history_file import points
+
+PHASES = ("pretrain", "finetune", "adversarial")  # in the order of training
+TRAININGS = ("teacher", *PHASES)
+PACE = ("epoch", "learning_rate", "images_per_second", "memory_mb")  # beside a training's scores
+GROUPS = {"calibrate": "calibration", "teacher_router": "loss"}  # of stages, where not their name
+COMPARED_LOSSES = ("loss/total", "loss/task")
+Point = tuple[str, float, int, int]  # name, value, milliseconds, step
+
+
+def mlflow_safe_name(name: str) -> str:
+    """Return a name that MLflow accepts (``@`` is not allowed)."""
+    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
+
+
+def curve_points(lines: list[dict]) -> list[Point]:
+    """Return the points that a history logged."""
+    return [
+        (mlflow_safe_name(curve_name(name)), value, int(t * 1000), step)
+        for step, t, values in points(lines)
+        for name, value in values.items()
+    ]
+
+
+def compared_points(lines: list[dict], phase: str) -> list[Point]:
+    """Return those of a training that its parent shows, ``validation/pretrain accuracy``."""
+    pace = [f"train/{name}" for name in PACE]
+    return [
+        (name.replace("/", f"/{phase} ", 1), value, at, step)
+        for name, value, at, step in curve_points(lines)
+        if name in COMPARED_LOSSES or (not name.startswith("loss/") and name not in pace)
+    ]
+
+
+def curve_name(name: str) -> str:
+    """Return ``train/accuracy``, ``validation/loss``; the terms of the loss are ``loss/…``."""
+    group, _, words = name.partition("_")
+    if group in ("train", "validation"):
+        return f"{group}/{words}"
+    return f"train/{name}" if name in PACE else f"loss/{'total' if name == 'loss' else name}"
+
+
+def stage_numbers(stage: str, summary: Mapping[str, Any]) -> tuple[dict[str, float], dict]:
+    """Return the result of a stage, without limits: what is drawn, and what is only listed."""
+    metrics: dict[str, float] = {}
+    params: dict[str, Any] = {}
+    for name, value in summary.items():
+        group = GROUPS.get(stage, stage)
+        words = re.sub(r"\.(value|median)$", "", name)
+        if stage in TRAININGS:
+            own, _, rest = words.partition("_")
+            tested = own in ("test", "validation")
+            group, words = (own, rest) if tested else ("train", f"{words} overall")
+        if isinstance(value, int) and name != "test_correct":
+            params[f"{stage}.{name}"] = value
+        elif value is not None and not name.endswith((".low", ".high")):
+            metrics[mlflow_safe_name(f"{group}/{words}")] = float(value)
+    return metrics, params

@@ -1,0 +1,352 @@
+"""Histories into MLflow: nothing twice, nothing lost, nothing of an earlier model."""
+
+import json
+import re
+import shutil
+import signal
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from moecore.core.files import UserError
+from moecore.run.history import record
+from moecore.tracking import sync as module
+from moecore.tracking.sync import Importer, sync_runs
+from moecore.tracking.view import TAG
+from tests.tracking.conftest import calibrate, only_run
+
+PUBLISHED = Path("artifacts/history/pretrain/vmoe/0")
+WORK = Path(".state/pretrain/vmoe/0/key")
+LIVE = """
+import sys, time
+from pathlib import Path
+from moecore.run.history import record
+
+first, last = int(sys.argv[1]), int(sys.argv[2])
+with record("pretrain", None, method="vmoe", seed=0, work=Path(sys.argv[3])) as run:
+    for step in range(first, last + 1):
+        run.log(step, {"loss": float(step)})
+    print("logged", flush=True)
+    while len(sys.argv) > 4:
+        time.sleep(0.05)
+"""
+
+
+def import_all() -> dict[str, int]:
+    """What a process of its own does; the counts that are not 0."""
+    return {word: count for word, count in Importer().import_all().items() if count}
+
+
+def everything(study) -> list:
+    return sorted(
+        (run.info.run_id, run.info.status, run.info.end_time, run.data.to_dictionary())
+        for run in study.every_run()
+    )
+
+
+def test_a_second_import_adds_nothing_and_a_grown_study_adds(study):
+    study.write()
+    calibrate()
+    assert import_all() == {"runs added": 2, "current": 2}
+    before = everything(study)
+    assert sync_runs().endswith("0 runs added, 0 updated, 0 ended; 2 are current")
+    assert everything(study) == before
+    study.write(seed=1)
+    study.write(stage="finetune")
+    assert import_all() == {"runs added": 2, "current": 4}
+    assert len(study.parents()) == 2
+
+
+def test_a_run_has_all_that_its_history_says(study):
+    study.write()
+    import_all()
+    run = only_run(study)
+    assert (run.info.run_name, run.info.status) == ("pretrain vmoe seed 0", "FINISHED")
+    assert study.curve(run, "loss/total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert study.curve(run, "loss/share_1") == [(1, 0.5), (2, 0.5), (3, 0.5)]  # no @ in MLflow
+    assert study.curve(run, "train/test.accuracy overall") == [(0, 0.5)]
+    assert run.data.params["epochs"] == "3" and len(run.data.params["text"]) == 500
+    assert run.data.tags["runtime.device"] == "cpu" and run.data.tags["dvc.current"] == "true"
+    tables = study.client.list_artifacts(run.info.run_id, "tables")
+    assert [file.path for file in tables] == ["tables/rows.json"]
+
+
+def test_the_columns_dataset_and_source_are_filled_in_stages_and_parents(study):
+    study.write()
+    import_all()
+    for run in (only_run(study), study.parent()):
+        [used] = run.inputs.dataset_inputs
+        assert used.dataset.name == "toy" and re.fullmatch("[0-9a-f]{8}", used.dataset.digest)
+        tags = run.data.tags
+        assert tags["mlflow.source.type"] == "LOCAL" and "pytest" in tags["mlflow.source.name"]
+
+
+def test_the_view_shows_the_headline_numbers_of_the_current_parents(study):
+    study.write()
+    calibrate()
+    import_all()
+    experiment = study.client.get_experiment_by_name(study.folder.name)
+    state = json.loads(json.loads(experiment.tags[TAG])["state"])
+    assert "metrics.`pretrain/ece_after`" in state["selectedColumns"]
+    assert not [name for name in state["selectedColumns"] if "loss/" in name]
+    shown = study.client.search_runs([experiment.experiment_id], state["searchFilter"])
+    assert [run.info.run_name for run in shown] == ["vmoe seed 0"]
+
+
+def test_stages_are_children_of_one_run_with_headline_numbers_and_curves(study):
+    study.write()
+    study.write(stage="finetune")
+    with record("prepare", None, phase="pretrain"):
+        pass
+    calibrate()
+    import_all()
+    parent = study.parent()
+    assert (parent.info.run_name, parent.info.status) == ("vmoe seed 0", "FINISHED")
+    shared = study.parent("shared").info.run_id
+    assert study.parent_ids() == {
+        "pretrain": parent.info.run_id,
+        "finetune": parent.info.run_id,
+        "calibrate": parent.info.run_id,
+        "prepare": shared,
+    }
+    assert study.curve(parent, "loss/finetune total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert parent.data.params["epochs"] == "3"
+    assert parent.data.metrics["pretrain/ece_after"] == 0.5
+    calibrate(ece=0.25)
+    import_all()
+    assert study.parent().info.run_id == parent.info.run_id  # the model is the same
+    assert study.parent().data.metrics["pretrain/ece_after"] == 0.25
+
+
+def test_a_training_that_runs_again_shows_nothing_of_the_earlier_model(study):
+    study.write()
+    calibrate()
+    study.write(stage="finetune")
+    import_all()
+    old = study.parent()
+    time.sleep(0.01)
+    importer = Importer()
+    with record("pretrain", None, method="vmoe", seed=0) as run:
+        run.log(1, {"loss": 4.0})
+        importer.import_all()
+        new = study.parent()
+        assert new.info.run_id != old.info.run_id and new.info.status == "RUNNING"
+        assert new.data.metrics == {"loss/pretrain total": 4.0}
+        assert study.parent_ids() == {}  # none of its stages is up to date
+    importer.import_all()
+    assert not [name for name in study.parent().data.metrics if name.startswith("pretrain/ece")]
+    time.sleep(0.01)
+    calibrate(ece=0.125)
+    study.write(stage="finetune", steps=1)
+    importer.import_all()
+    assert study.parent().data.metrics["pretrain/ece_after"] == 0.125
+    assert study.curve(study.parent(), "loss/finetune total") == [(1, 1.0)]
+    assert set(study.parent_ids().values()) == {new.info.run_id}
+
+
+def test_the_first_import_while_a_model_trains_again_shows_nothing_of_the_earlier_one(study):
+    study.write()
+    calibrate()
+    time.sleep(0.01)
+    with record("pretrain", None, method="vmoe", seed=0) as run:
+        run.log(1, {"loss": 4.0})
+        import_all()
+        assert study.parent().data.metrics == {"loss/pretrain total": 4.0}
+
+
+def test_numbers_relative_to_the_dense_model_follow_it(study, monkeypatch):
+    from moecore.report import headline
+
+    given = []
+    numbers = headline.headline_numbers
+    monkeypatch.setattr(
+        headline, "headline_numbers", lambda *a: (given.append((a[1], a[3])), numbers(*a))[1]
+    )
+    study.write()
+    study.write(method="dense")
+    import_all()
+    given.clear()
+    time.sleep(0.01)
+    study.write(method="dense")
+    import_all()
+    assert [method for method, _ in given] == ["dense", "vmoe"]
+    assert given[1][1] == {"vmoe": {"pretrain/vmoe/0"}, "dense": {"pretrain/dense/0"}}
+
+
+def test_a_restored_training_has_its_old_parent_again(study):
+    study.write()
+    shutil.copytree(PUBLISHED, "kept")
+    import_all()
+    old = study.parent().info.run_id
+    study.write(steps=1)
+    import_all()
+    shutil.rmtree(PUBLISHED)
+    shutil.copytree("kept", PUBLISHED)
+    assert import_all() == {"current": 1}
+    assert study.parent().info.run_id == old
+    assert sorted(run.data.tags["dvc.current"] for run in study.runs()) == ["false", "true"]
+
+
+def test_what_dvc_locked_is_current(study, run_of):
+    study.write(0)
+    study.write(1)
+    entry = {"cmd": "x", "outs": [{"path": str(PUBLISHED)}]}
+    Path("dvc.lock").write_text(json.dumps({"stages": {"pretrain@vmoe-0": entry}}))
+    assert import_all() == {"runs added": 2, "current": 1}
+    assert run_of(0).data.tags["dvc.current"] == "true"
+    assert run_of(1).data.tags["dvc.current"] == "false"
+    Path("dvc.lock").write_text("stages: {code: 3}")
+    with pytest.raises(UserError, match="dvc.lock"):
+        sync_runs()
+
+
+def test_a_method_that_was_removed_leaves_the_view_and_colours_are_the_reports(study):
+    Path("params.yaml").write_text("run: {methods: [dense, vmoe]}\n")
+    study.write()
+    study.write(method="gone")
+    import_all()
+    from moecore.report.drawing import line_look
+
+    assert study.parent().data.tags["mlflow.runColor"] == line_look(1)["color"]
+    [gone] = [run for run in study.parents() if run.data.tags["method"] == "gone"]
+    assert gone.data.tags["dvc.current"] == "false"
+
+
+def test_a_killed_run_ends_and_its_resumption_logs_no_step_twice(study):
+    Path("live.py").write_text(LIVE)
+    importer = Importer()
+    process = study.start("live.py", "1", "4", str(WORK), "wait")
+    process.stdout.readline()
+    importer.import_all()
+    assert only_run(study).info.status == "RUNNING"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    importer.import_all()
+    assert only_run(study).info.status == study.parent().info.status == "KILLED"
+    process = study.start("live.py", "3", "6", str(WORK), "wait")  # the checkpoint was at step 2
+    process.stdout.readline()
+    import_all()  # of another process, in between
+    importer.import_all()
+    assert only_run(study).info.status == study.parent().info.status == "RUNNING"
+    process.terminate()
+    process.wait()
+    importer.import_all()
+    assert study.start("live.py", "7", "7", str(WORK)).wait(timeout=120) == 0
+    importer.import_all()
+    assert only_run(study).info.status == "FINISHED"
+    expected = [(step, float(step)) for step in range(1, 8)]
+    assert study.curve(only_run(study), "loss/total") == expected
+    assert study.curve(study.parent(), "loss/pretrain total") == expected
+
+
+def test_a_run_whose_history_and_process_are_gone_is_ended(study, run_of):
+    study.write()
+    import_all()
+    run = run_of(0)
+    study.client.update_run(run.info.run_id, status="RUNNING")
+    study.client.set_tag(run.info.run_id, "pid", "999999")
+    (PUBLISHED / "history.jsonl").unlink()
+    study.write(seed=1)
+    assert import_all()["ended"] == 1
+    assert run_of(0).info.status == "KILLED"
+
+
+def test_a_failed_run_says_why(study):
+    with pytest.raises(UserError), record("pretrain", None, method="vmoe", seed=0):
+        raise UserError("the loss is not finite")
+    import_all()
+    assert only_run(study).info.status == "FAILED"
+    assert only_run(study).data.tags["error"] == "UserError: the loss is not finite"
+
+
+def test_what_was_deleted_in_the_store_is_imported_again(study):
+    study.write()
+    importer = Importer()
+    importer.import_all()
+    for run in study.every_run():
+        study.client.delete_run(run.info.run_id)
+    assert importer.import_all()["runs added"] == 1
+
+
+def test_an_import_that_was_killed_is_completed_by_the_next(study, monkeypatch):
+    study.write()
+    calibrate()
+
+    def kill(*_):
+        raise SystemExit
+
+    for owner, name in ((module.StudyImport, "_send_figures"), (module, "mark_complete")):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(owner, name, kill)
+            import_all()
+    import_all()
+    assert import_all() == {"current": 2}
+    [run] = [run for run in study.runs() if run.data.tags["stage"] == "pretrain"]
+    assert study.curve(run, "loss/total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert study.parent().data.metrics["pretrain/ece_after"] == 0.5
+    assert len(study.every_run()) == 3
+
+
+def test_a_dead_server_is_one_line_without_the_password(study, monkeypatch):
+    study.write()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")
+    with pytest.raises(UserError) as error:
+        sync_runs()
+    said = str(error.value)
+    assert said.startswith("http://me:***@127.0.0.1:9: ")
+    assert "secret" not in said and "\n" not in said and "moecore sync" in said
+
+
+def test_a_full_disk_is_one_line_and_the_import_goes_on_later(study, monkeypatch, disk):
+    file = disk.folder / "mlflow.db"
+    shutil.copyfile(study.store.removeprefix("sqlite:///"), file)
+    study.store = f"sqlite:///{file}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", study.store)
+    study.write(steps=3000)
+    disk.fill(free=8192)
+    with pytest.raises(UserError) as error:
+        sync_runs()
+    assert str(file) in str(error.value) and "disk is full" in str(error.value)
+    assert "\n" not in str(error.value)
+    disk.clear()
+    sync_runs()
+    assert len(study.curve(only_run(study), "loss/total")) == 3000
+
+
+def test_a_database_that_is_none_or_locked_is_one_line(study, tmp_path, monkeypatch):
+    from moecore.tracking import store
+
+    monkeypatch.setattr(store, "BUSY_SECONDS", 0.2)
+    study.write()
+    good = study.store.removeprefix("sqlite:///")
+    with closing(sqlite3.connect(good, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(UserError, match=f"^{good}: .*locked"):
+            sync_runs()
+    file = tmp_path / "mlflow.db"
+    file.write_bytes(b"hello" * 999)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
+    with pytest.raises(UserError, match=f"^{file}: .*move it away"):
+        sync_runs()
+    assert file.read_bytes() == b"hello" * 999
+
+
+def test_three_processes_make_one_store_and_one_run(study, tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    study.store = f"sqlite:///{tmp_path}/mlflow.db"
+    study.write()
+    (tmp_path / "mlflow.db.part").write_text("of one that was killed while it made the database")
+    for process in [study.moecore("sync") for _ in range(3)]:
+        _, error = process.communicate(timeout=300)
+        assert (process.returncode, error) == (0, "")
+    assert study.curve(only_run(study), "loss/total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert (tmp_path / "mlruns").is_dir()
+
+
+def test_a_stage_knows_nothing_of_mlflow(study):
+    code = "import sys, stages.pretrain; assert 'mlflow' not in sys.modules"
+    _, error = study.start("-c", code).communicate(timeout=300)
+    assert error == ""
