@@ -48,9 +48,7 @@ def compare() -> None:
     refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in texts(results, evaluated).items():
-            content = text.encode()
-            target = written.enter_context(whole_file(Path("reports", name)))
-            target.write_bytes(content)
+            written.enter_context(whole_file(Path("reports", name))).write_bytes(text.encode())
         left_out = partial_run.list_left_out(path, params.run)
         numbers = partial_run.write_numbers(compared, left_out)
     if left_out:

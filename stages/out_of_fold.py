@@ -3,14 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from moecore.brain.out_of_fold import (
-    OutOfFold,
-    Recipe,
-    check_out_of_fold,
-    predict_held_out,
-    write_absent,
-    write_rows,
-)
+from moecore.brain import out_of_fold as folds
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
@@ -31,7 +24,7 @@ class Params(Config):
     pretrain: Training
     method: Annotated[Method, Key("methods.{method}")]
     calibrator: Annotated[Calibrator, Key("calibrate.calibrator")]
-    out_of_fold: OutOfFold = OutOfFold()
+    out_of_fold: folds.OutOfFold = folds.OutOfFold()
 
 
 def out_of_fold(method: str, seed: int) -> None:
@@ -46,20 +39,22 @@ def out_of_fold(method: str, seed: int) -> None:
         ) as run,
     ):
         if not params.calibrator.needs_out_of_fold:
-            write_absent(Path("artifacts", item), params.calibrator)
+            folds.write_absent(Path("artifacts", item), params.calibrator)
             run.result(Skipped(skipped="the calibration is fitted on other predictions"))
             return
         data = Prepared.open(inputs[0])
-        check_out_of_fold(data, params.method, params.calibrator)
+        folds.check_out_of_fold(data, params.method, params.calibrator)
 
         def follow(fold, steps, learning):
             with progress(f"{name} {method} seed {seed} fold {fold}", steps) as bar:
                 for metrics in learning:
                     bar.update(metrics.step)
 
-        recipe = Recipe(params.model, params.pretrain, params.method, params.out_of_fold)
-        predicted = predict_held_out(recipe, data, seed, tune(work=work), work, follow, run.log)
-        write_rows(Path("artifacts", item), predicted.rows)
+        recipe = folds.Recipe(params.model, params.pretrain, params.method, params.out_of_fold)
+        predicted = folds.predict_held_out(
+            recipe, data, seed, tune(work=work), work, follow, run.log
+        )
+        folds.write_rows(Path("artifacts", item), predicted.rows)
         run.result(predicted.result)
 
 

@@ -24,7 +24,6 @@ from stages.teacher import teacher
 from stages.teacher_router import teacher_router
 from stages.transfer import transfer
 
-torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler
 
 STAGES = (
     calibrate,
@@ -44,4 +43,5 @@ STAGES = (
 )
 
 if __name__ == "__main__":
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler
     serve_stages(sys.argv[1], {stage.__name__: stage for stage in STAGES})

@@ -48,7 +48,9 @@ def curve_name(name: str) -> str:
     group, _, words = name.partition("_")
     if group in ("train", "validation"):
         return f"{group}/{words}"
-    return f"train/{name}" if name in PACE else f"loss/{'total' if name == 'loss' else name}"
+    if name in PACE:
+        return f"train/{name}"
+    return "loss/total" if name == "loss" else f"loss/{name}"
 
 
 def stage_numbers(stage: str, summary: Mapping[str, Any]) -> tuple[dict[str, float], dict]:
