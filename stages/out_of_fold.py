@@ -29,14 +29,12 @@ class Params(Config):
 
 def out_of_fold(method: str, seed: int) -> None:
     params = read_params(Params, method=method)
-    name = "out_of_fold"
+    named = {"phase": "pretrain", "method": method, "seed": seed}
     inputs = [Path("artifacts/data/pretrain")]
-    item = f"{name}/pretrain/{method}/{seed}"
+    item = f"out_of_fold/pretrain/{method}/{seed}"
     with (
         work_folder(item, params, inputs, __file__) as work,
-        record(
-            name, params, phase="pretrain", method=method, seed=seed, work=work, inputs=inputs
-        ) as run,
+        record("out_of_fold", params, **named, work=work, inputs=inputs) as run,
     ):
         if not params.calibrator.needs_out_of_fold:
             folds.write_absent(Path("artifacts", item), params.calibrator)
@@ -46,7 +44,7 @@ def out_of_fold(method: str, seed: int) -> None:
         folds.check_out_of_fold(data, params.method, params.calibrator)
 
         def follow(fold, steps, learning):
-            with progress(f"{name} {method} seed {seed} fold {fold}", steps) as bar:
+            with progress(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
                 for metrics in learning:
                     bar.update(metrics.step)
 

@@ -24,7 +24,6 @@ from stages.teacher import teacher
 from stages.teacher_router import teacher_router
 from stages.transfer import transfer
 
-
 STAGES = (
     calibrate,
     code,
