@@ -195,7 +195,7 @@ def clean(images: Tensor, epsilon: float) -> Tensor:
         raise ValueError(f"attack: images are {images.dtype}; floating point in [0, 1] is needed")
     if images.numel() and not (images.min() >= 0 and images.max() <= 1):
         raise ValueError(
-            f"attack: images lie in [{images.min():.4g}, {images.max():.4g}]; [0, 1] is needed"
+            f"attack: images are in [{images.min():.4g}, {images.max():.4g}]; [0, 1] is needed"
         )
     # Written so that NaN is refused too.
     if not epsilon >= 0:

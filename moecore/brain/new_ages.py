@@ -131,5 +131,6 @@ def _reference(path: Path) -> Reference:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"{path}: written by other code ({place}: {first['msg']}); run `dvc repro calibrate`"
+            f"{path}: was written by an older version of moecore ({place}: {first['msg']}); "
+            "run `dvc repro calibrate`"
         ) from error

@@ -102,4 +102,6 @@ def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
         place = ".".join(str(word) for word in first["loc"])
         reason = f"{place}: {first['msg']}"
         again = f"run `dvc repro {stage}`"
-        raise UserError(f"{path}: written by other code ({reason}); {again}") from None
+        raise UserError(
+            f"{path}: was written by an older version of moecore ({reason}); {again}"
+        ) from None

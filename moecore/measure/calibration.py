@@ -90,7 +90,7 @@ def refuse(settings: Calibrate, task: Task, phase: str) -> None:
     if not allowed:
         raise UserError(
             f"calibrate: no calibrator knows the task {task.kind} of data.{phase}; allowed: phases "
-            f"with one class or one real number an image (leave {phase} out of run.phases)"
+            f"with one class or one real number per image (leave {phase} out of run.phases)"
         )
     raise UserError(
         f"calibrate.calibrator.kind: found {settings.calibrator.kind}; the task of data.{phase} is "

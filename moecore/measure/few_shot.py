@@ -128,7 +128,7 @@ def drawn(subject: Subject, shots: int, seed: int, draw: int) -> np.ndarray:
     task = subject.data.task
     members = task.by_class(torch.from_numpy(np.array(subject.data.train.labels)))
     if members is None:
-        raise ValueError("the labels are no classes; `applies` says so")
+        raise ValueError("labels are not classes; ask `applies` first")
     rows, classes = (part.numpy() for part in members)
     generator = np.random.default_rng([seed, draw])
     places = [rows[classes == number] for number in range(task.outputs)]

@@ -100,7 +100,7 @@ def measure(subject: Subject, settings: Invariance, parts: Parts) -> Result:
     moves = distances(subject.model, images, probs, affines, settings.batch, parts, between)
     marked = task.by_class(torch.from_numpy(test.labels[where]))
     if marked is None:
-        raise ValueError("the labels are no classes; `applies` says so")
+        raise ValueError("labels are not classes; ask `applies` first")
     rows, classes = marked
     maps = maps_of(clean, rows, classes, len(task.classes))
     return Result(

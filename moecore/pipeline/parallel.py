@@ -240,4 +240,4 @@ def run_pipeline(jobs: int | None = None) -> None:
     if left:
         named = ", ".join(left[:5]) + (" …" if left[5:] else "")
         undone = f"{len(left)} of {len(stages)} stages are not done: {named}"
-        raise UserError(f"{undone}; the error stands above")
+        raise UserError(f"{undone}; the error is printed above")

@@ -77,7 +77,9 @@ def _phase(place: Place, name: PhaseName) -> Phase:
     except (KeyError, TypeError, ValidationError) as error:
         reason = " ".join(str(error).split())
         again = "run `dvc repro prepare`"
-        raise UserError(f"{path}: written by other code ({reason}); {again}") from None
+        raise UserError(
+            f"{path}: was written by an older version of moecore ({reason}); {again}"
+        ) from None
     wanted = [shown for shown in SHOWN if _wanted(shown, place, name, task)]
     models = {
         method: {

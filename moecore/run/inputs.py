@@ -17,7 +17,7 @@ from moecore.run.history_file import flatten
 from moecore.study.reading.document import Document, load_yaml
 from moecore.study.reading.params import params_keys, read_params
 
-GO_ON = "undo that, and the stage goes on where it was; or run again, with what stands there now"
+GO_ON = "undo the edit to resume this stage, or run again to use the new values"
 
 
 def params_path() -> str:

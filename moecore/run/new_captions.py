@@ -43,7 +43,7 @@ def texts_of(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
         lines = path.read_bytes().decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error}"
-        raise UserError(f"{path}: {reason}; --texts is a file with a text a line") from None
+        raise UserError(f"{path}: {reason}; --texts is a file with one text per line") from None
     texts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not 1 <= len(texts) <= MOST:
         allowed = f"1 to {MOST:,}, one a line"

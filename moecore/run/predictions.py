@@ -103,7 +103,7 @@ def check_texts(given: Given) -> None:
     """Raise UserError unless a model of captions gets texts, and no calibrator."""
     if given.texts is None:
         found = f"{given.model}: found a model that compares pictures with texts"
-        raise UserError(f"{found}; it takes --texts FILE, with a text a line")
+        raise UserError(f"{found}; it takes --texts FILE, with one text per line")
     if given.calibrator is not None:
         raise UserError("--calibrator: cosines are not calibrated; allowed: models of classes")
 

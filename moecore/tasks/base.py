@@ -189,7 +189,7 @@ class Task(Config, ABC):
     def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
         """Return the scores (N,) of ``packed``."""
         if isinstance(kept, str) or len(kept) != images:
-            raise ValueError(f"{images} numbers are needed, one an item")
+            raise ValueError(f"{images} numbers are needed, one per item")
         return torch.tensor(kept, dtype=torch.float64)
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -129,5 +129,5 @@ def model_folder(address: str) -> Path:
         raise UserError(f"{where} ({first_line(error)}); allowed: {allowed}") from error
     artifacts = logged.flavors.get("python_function", {}).get("artifacts", {})
     if "model" not in artifacts:
-        raise UserError(f"{address}: not a model of this software; allowed: those of its trainings")
+        raise UserError(f"{address}: not a model that moecore trained")
     return folder / artifacts["model"]["path"]

@@ -79,7 +79,7 @@ def store_errors_as_user_errors() -> Iterator[None]:
         where = getattr(error, "filename", None) or mask_password(store_address())
         raise UserError(
             f"{where}: MLflow cannot use it ({first_line(error)}); the histories on disk are "
-            "complete: `moecore sync` imports what is missing once that is mended"
+            "complete: `moecore sync` imports what is missing once that is solved"
         ) from error
 
 
@@ -124,7 +124,7 @@ def connect_store() -> Any:
                 database.execute("BEGIN IMMEDIATE")  # as an import does
         except sqlite3.Error as error:
             raise UserError(
-                f"{file}: MLflow's database cannot be used ({error}); mend that, or move it away "
+                f"{file}: MLflow's database cannot be used ({error}); repair it, or move it away "
                 "and run `moecore sync`: all runs are imported anew from artifacts/history"
             ) from error
     with store_errors_as_user_errors():

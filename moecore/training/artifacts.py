@@ -88,7 +88,8 @@ def load_card(folder: str | Path) -> ModelCard:
     """
     if str(folder).startswith("models:"):
         raise UserError(
-            f"{folder}: of MLflow's registry; write load_model(model_folder({str(folder)!r})) with "
+            f"{folder}: an address in MLflow's registry; call "
+            f"load_model(model_folder({str(folder)!r})) with "
             "model_folder from moecore.tracking.model"
         )
     return read_as(Path(folder) / "model.json", ModelCard, "the settings of a model")

@@ -108,7 +108,7 @@ class Method(Config):
             return self
         if self.router is None or self.experts is None:
             mend = "give the method a router and experts, or leave out regions"
-            raise ValueError(f"regions: a dense model has no experts to name; {mend}")
+            raise ValueError(f"regions: a dense model has no experts to assign; {mend}")
         named = len(self.regions.experts)
         number = self.experts.number
         if named > number:

@@ -66,7 +66,7 @@ def tune(device: str | None = None, work: Path | None = None) -> Runtime:
         threads = kept_threads(work, threads)
         if threads > cores:
             slower = f"that it began with, on {cores}: slower, with the same bits"
-            print(f"{work}: goes on with the {threads} threads {slower}", file=sys.stderr)
+            print(f"{work}: continues with the {threads} threads {slower}", file=sys.stderr)
     torch.set_num_threads(threads)
     allocator = _keep_large_blocks() if device == "cpu" else "cuda caching"
     precision, error = _matmul_precision(device)

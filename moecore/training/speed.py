@@ -116,7 +116,7 @@ class CompiledBlocks:
         why = str(error).strip().split("\n")[0]
         told = f"{COMPILE}: a block cannot be compiled: {type(error).__name__}: {why}"
         if self.strict:
-            raise UserError(f"{told}; allowed: false, or auto, which goes on without") from error
+            raise UserError(f"{told}; allowed: false, or auto, which trains without it") from error
         print(f"{told}; training goes on without", file=sys.stderr)
         self.blocks = []
 

@@ -129,7 +129,9 @@ def test_a_result_of_other_code_is_refused(tmp_path):
     with pytest.raises(UserError) as refused:
         read_result(path, routing.Result, "routing")
     text = str(refused.value)
-    assert text.startswith(f"{path}: written by other code (border_load: Field required)")
+    assert text.startswith(
+        f"{path}: was written by an older version of moecore (border_load: Field required)"
+    )
     assert text.endswith("; run `dvc repro routing`")
 
 

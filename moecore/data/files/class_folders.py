@@ -137,7 +137,9 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
                 entries = list(listed)
         except OSError as error:
             why = (error.strerror or str(error)).lower()
-            raise UserError(f"{here}: cannot be listed, {why}; mend that, or remove it") from error
+            raise UserError(
+                f"{here}: cannot be listed, {why}; correct that, or remove it"
+            ) from error
         yield from entries
         left += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 

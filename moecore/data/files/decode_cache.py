@@ -196,7 +196,7 @@ def decode_splits(
     if bad and on_error == "stop":
         count = f"{len(bad)} image files cannot be read"
         listed = "\n  ".join(bad)
-        raise UserError(f"{count}; mend or remove them, or set `on_error: skip`:\n  {listed}")
+        raise UserError(f"{count}; repair or remove them, or set `on_error: skip`:\n  {listed}")
     return {
         split: _part(splits[split], array, reasons) for split, (array, reasons) in decoded.items()
     }

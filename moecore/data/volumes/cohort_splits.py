@@ -164,5 +164,5 @@ def preview_cohort(
 def list_problems(root: Path, problems: Sequence[Problem]) -> str:
     """Return what is wrong with a cohort, a line per problem."""
     lines = "\n  ".join(" ".join(problem.reason.split()) for problem in problems)
-    way = "mend them, or set `on_error: skip` to leave these subjects out"
+    way = "repair them, or set `on_error: skip` to leave these subjects out"
     return f"{len(problems)} problems in the cohort {root}; {way}:\n  {lines}"

@@ -69,7 +69,8 @@ class MlpExperts(ExpertsModule):
         if not self.training or not rate:
             return hidden
         if rows.pairs is None:
-            raise UserError("experts.dropout: the router's rows are no pairs; allowed: 0")
+            needed = "needs a router that assigns experts per token"
+            raise UserError(f"experts.dropout: {needed}; set experts.dropout: 0")
         kept = bernoulli_like(hidden.new_empty(*rows.pairs.shape, hidden.shape[1]), 1 - rate)
         return hidden * (kept.flatten(0, 2).index_select(0, rows.pairs.order) / (1 - rate))
 
