@@ -45,7 +45,7 @@ class Parts(Protocol):
     """Keeps the finished pieces of a measurement over a kill, each under a name of its own."""
 
     def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` returns, once it has been JSON; computed once, kills or not."""
+        """Return what ``compute`` returns, once it has been JSON; computed once, kills or not."""
         ...
 
 
@@ -56,8 +56,8 @@ class Measurement(NamedTuple):
     result: type[Config]
     applies: Callable[[Subject], str | None]  # why not, in words; None where it applies
     measure: Callable[[Subject, Any, Parts], Config]
-    guided: bool = False  # whether it looks at ``Subject.guide``
-    regions: bool = False  # whether it looks at ``Subject.regions``
+    guided: bool = False  # whether it looks at ``MeasuredSubject.guide``
+    regions: bool = False  # whether it looks at ``MeasuredSubject.regions``
 
     @classmethod
     def of(
@@ -75,7 +75,7 @@ def why_not_flat(subject: Subject, needed: str) -> str | None:
 
 
 def kept(parts: Parts, name: str, model: type[R], compute: Callable[[], R]) -> R:
-    """What ``compute`` returns, or what a killed process kept of it under ``name``."""
+    """Return what ``compute`` returns, or what a killed process kept of it under ``name``."""
     return model.model_validate(parts(name, lambda: compute().model_dump(mode="json")))
 
 

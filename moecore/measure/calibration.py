@@ -129,7 +129,7 @@ def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:
 def _of_words(
     subject: Subject, settings: Calibrate, calibrator: Temperature, files: Files
 ) -> Result:
-    """The same of the next words of a text: an item is a block, and intervals are over blocks."""
+    """Calibrate the next words of a text: an item is a block, and intervals are over blocks."""
     data = subject.data
     model = cast(LanguageTransformer, subject.model)
     known = tokens_of(model, data.validation, settings.batch, FITTED)
@@ -165,7 +165,7 @@ def quality(task: Task, logits: Tensor, labels: Tensor, resamples: int) -> Quali
 
 
 def qualities(task: Task, scores: Tensor, answers: Answers, resamples: int) -> Quality:
-    """The same of what the answers to each of N items are worth. scores: (N,)."""
+    """Return what the answers to each of N items are worth, as ``quality`` does. scores: (N,)."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
     sure, hits = answers.sure, answers.hits
 

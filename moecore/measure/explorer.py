@@ -151,7 +151,7 @@ def measure(subject: Subject, settings: Explorer, parts: Parts) -> Result:
 
 
 def shown(model: Model, task: AnyTask, variant: Variant) -> Shown:
-    """What the model does with the images."""
+    """Return what the model does with the images."""
     prediction, records = predictions(model, variant.pixels, BATCH)
     places = None
     if variant.origins is not None:

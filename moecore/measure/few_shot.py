@@ -60,14 +60,14 @@ class Shots(Config):
 
 
 class TooFew(Config):
-    """A number of images a class that was not measured, and why."""
+    """A number of images per class that was not measured, and why."""
 
     shots: int
     why: str
 
 
 class Result(Config):
-    """One row a number of images a class."""
+    """One row per number of images per class."""
 
     test_images: int
     features: int  # of an image, without the bias
@@ -136,7 +136,7 @@ def drawn(subject: Subject, shots: int, seed: int, draw: int) -> np.ndarray:
 
 
 def features(subject: Subject, images: np.ndarray, batch: int) -> Tensor:
-    """What the model's head reads of each image, (N, D) fp64."""
+    """Return the features that the model's head reads of each image, (N, D) fp64."""
     return torch.from_numpy(read_by_head(subject.model, images, batch)[1])
 
 

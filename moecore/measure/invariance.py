@@ -200,7 +200,7 @@ def key_of(name: str) -> str:
 
 
 def note_of(router: Router) -> str | None:
-    """How the distances of such a router are to be read; None where its probs decide."""
+    """Return how the distances of such a router are to be read; None where its probs decide."""
     return NOTES.get(router.kind)
 
 

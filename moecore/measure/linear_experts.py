@@ -130,7 +130,7 @@ def combinations(settings: LinearExperts) -> Iterator[Drawn]:
 
 
 def firsts(settings: LinearExperts, drawn: Drawn) -> list[Theorem1]:
-    """Theorem 1 on one draw a seed."""
+    """Evaluate theorem 1 on one draw per seed."""
     sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
     found = []
     for seed in settings.seeds:
@@ -140,7 +140,7 @@ def firsts(settings: LinearExperts, drawn: Drawn) -> list[Theorem1]:
 
 
 def seconds(settings: LinearExperts, drawn: Drawn) -> list[Theorem2]:
-    """Theorem 2 on one draw a seed of the same subspaces, with a floor and noise."""
+    """Evaluate theorem 2 on one draw per seed of the same subspaces, with a floor and noise."""
     sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
     unclean = {"floor": settings.floor, "noise": settings.noise}
     return [
@@ -188,6 +188,6 @@ def ratio_at_90(rows: Sequence[FirstRow]) -> dict[str, float]:
 
 
 def error_at_90(rows: Sequence[FirstRow]) -> float | None:
-    """How far any ratio at 90° is from 1/√E; None where 90° was not drawn."""
+    """Return how far any ratio at 90° is from 1/√E; None where 90° was not drawn."""
     errors = [abs(row.ratio.value * row.experts**0.5 - 1) for row in rows if row.angle == 90]
     return max(errors, default=None)

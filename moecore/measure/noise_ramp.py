@@ -36,7 +36,7 @@ class RampSteps(NamedTuple):
 
 
 def ramp_steps(probs: Tensor, labels: Tensor, threshold: float) -> RampSteps:
-    """What happens along the ramps of N images.
+    """Return what happens along the ramps of N images.
 
     probs: (N, S + 1, K); labels: (N,); threshold: in probability.  Raises UserError where a ramp
     has no step.

@@ -160,7 +160,7 @@ def recall_rows(hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor) ->
 
 
 def text_layers(subject: Subject, labels: Tensor) -> list[TextLayer]:
-    """Which experts read which words, in every MoE layer of the text tower."""
+    """Return which experts read which words, in every MoE layer of the text tower."""
     model = towers_in(subject.model)
     assert model is not None
     if model.config.text.moe is None:

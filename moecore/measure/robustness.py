@@ -203,7 +203,7 @@ def curve_of(
 
 
 def row_of(attack: Attack, target: Target, clean: Clean, epsilon: float) -> Row:
-    """What is left at an epsilon.
+    """Return what is left at an epsilon.
 
     Raises UserError where epsilon 0 does not reproduce the clean predictions.
     """

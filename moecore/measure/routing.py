@@ -196,7 +196,7 @@ def layers_of(
 def matchings(
     model: Model, images: np.ndarray, settings: Routing
 ) -> Sequence[tuple[Matching, dict[str, Tensor]]]:
-    """How often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4).
+    """Return how often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4).
 
     And the match ratios as one value an image, (N,). Text has none.
     """

@@ -148,7 +148,7 @@ def prepared(models: Mapping[str, Model], data: Prepared, settings: Transfer) ->
 
 
 def left_of(made: Made, source: str, target: str, parts: Parts) -> Tensor:
-    """What images made on ``source`` leave of the scores of ``target``; (N,)."""
+    """Return what images made on ``source`` leave of the scores of ``target``; (N,)."""
     task = made.targets[target].task
 
     def compute() -> Scores:
@@ -203,7 +203,9 @@ def reading(task: Task, cells: tuple[Cell, ...]) -> Line:
 
 
 def beyond_chance(task: Task, difference: Estimate) -> bool:
-    """Whether the whole interval of (transferred − direct) is on the side of the worse scores."""
+    """Return whether the whole interval of (transferred − direct) is on the side of the worse
+    scores.
+    """
     limit = difference.high if task.score.better == "higher" else difference.low
     value = difference.value if limit is None else limit
     return value != 0 and no_better(task, value, 0.0)

@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
         return total / self.labels.numel()
 
     def answers(self, *temperatures: float) -> list["Answers"]:
-        """What the logits over each temperature are worth."""
+        """Return what the logits over each temperature are worth."""
         found: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
         for logits, right in self.parts():
             for each, temperature in zip(found, temperatures, strict=True):

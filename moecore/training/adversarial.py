@@ -60,8 +60,8 @@ class Adversarial(Config):
 
 
 def own_generators(generator: Generator, images: Tensor) -> Generator | list[Generator]:
-    """What draws the random start of each of ``images`` (views · b, …), this rank's part of a
-    batch: as it would be drawn with the whole of it.
+    """Return what draws the random start of each of ``images`` (views · b, …), this rank's part of
+    a batch: as it would be drawn with the whole of it.
     """
     here = ranks()
     if here.size == 1:

@@ -71,8 +71,8 @@ def save_model(folder: str | Path, model: Model) -> None:
 
 
 def save_words(folder: Path, data: Prepared) -> None:
-    """Of a model of text, write what its numbers mean: ``vocabulary.txt``, and how a text is read
-    into words, ``text.json``; of captions their tokenizer's file. Nothing for other data.
+    """Write what the numbers of a text model mean: ``vocabulary.txt``, and how a text is read into
+    words, ``text.json``; for captions their tokenizer's file. Nothing for other data.
     """
     if isinstance(data.task, ImageText):
         load_tokenizer(data.folder, data.task).write(folder)
@@ -110,7 +110,7 @@ def load_model(folder: str | Path) -> Model:
 
 
 def load_unguided(folder: str | Path) -> BackboneModel:
-    """The same, without the teacher that its router may ask."""
+    """Return the model of ``folder`` without the teacher that its router may ask."""
     card = load_card(folder)
     path = Path(folder) / "model.safetensors"
     weights, _ = read_tensors(path)
@@ -218,7 +218,7 @@ def load_guide(folder: str | Path, size: Size | None = None) -> Guide | None:
 
 
 def read_guide(folder: Path) -> GuideCard:
-    """What is said of the guide in ``folder``; raises UserError that names its file."""
+    """Return what is said of the guide in ``folder``; raises UserError that names its file."""
     return read_as(folder / "guide.json", GuideCard, "the settings of a guide")
 
 
@@ -247,8 +247,8 @@ def fill(
 
 
 def guide_folder(method: str, seed: int) -> Path:
-    """Where the guide of a pretrained method lies: beside the model where its routers learned with
-    it, else where they were fitted.
+    """Return the folder of a pretrained method's guide: beside the model where its routers learned
+    with it, else where they were fitted.
     """
     learned = Path("artifacts/pretrain") / method / str(seed) / GUIDE
     if learned.exists():

@@ -6,7 +6,7 @@ a run ends bit-equal to an uninterrupted one on CPU. Files are written by a thre
 training goes on, whole or not at all; none of them is a pickle.
 
 Where every rank holds all parameters, the first writes one safetensors file. Sharded parameters are
-written by torch.distributed.checkpoint, a safetensors file a rank. Both are read by any number of
+written by torch.distributed.checkpoint, a safetensors file per rank. Both are read by any number of
 ranks.
 """
 
@@ -128,7 +128,7 @@ class Checkpoint:
         write_tensors(self.path, tensors, about)
 
     def _readers(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Reader]:
-        """What reads each checkpoint that is there, the last one first."""
+        """Return what reads each checkpoint that is there, the last one first."""
         if not self.pointer.exists():
             files = [path for path in (self.path, self.before) if path.exists()]
             return [_fitting(path, partial(read_tensors, path), model, optimizer) for path in files]
@@ -157,7 +157,7 @@ class Checkpoint:
         ]
 
     def _damage(self, about: dict[str, Any]) -> str:
-        """What is wrong with the files of a sharded checkpoint; "" where nothing is."""
+        """Return what is wrong with the files of a sharded checkpoint; "" where nothing is."""
         folder = self.folder / about["folder"]
         for name, digest in about["files"].items():
             if not (folder / name).is_file() or checksum(folder / name) != digest:
@@ -175,7 +175,7 @@ class Checkpoint:
         self._writing.start()
 
     def _sharded(self, step: int, tensors: Tensors, note: dict) -> Callable[[], None]:
-        """What writes the shards of all ranks, and then the pointer to them."""
+        """Return what writes the shards of all ranks, and then the pointer to them."""
         from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
         from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -218,8 +218,8 @@ class Checkpoint:
 
 
 def first_whole(readers: Sequence[Reader]) -> tuple[Tensors, dict[str, Any]]:
-    """What the first one reads that meets no damage; of others it is said. Raises the last one's
-    UserError.
+    """Return what the first reader reads that meets no damage; report the damaged ones. Raise the
+    last one's UserError.
     """
     for read in readers[:-1]:
         try:
@@ -233,8 +233,8 @@ def first_whole(readers: Sequence[Reader]) -> tuple[Tensors, dict[str, Any]]:
 def _fitting(
     path: Path, read: Reader, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Reader:
-    """What reads a checkpoint, its step and note as they were before they were text; its UserError
-    where it is another model's, before anything of the model is replaced.
+    """Return what reads a checkpoint, its step and note as they were before they were text; its
+    UserError where it is another model's, before anything of the model is replaced.
     """
 
     def fitting() -> tuple[Tensors, dict[str, Any]]:

@@ -99,7 +99,7 @@ class Guided(Model):
 
 
 def needs_teacher(model: Model) -> bool:
-    """Whether the model's router asks a teacher at every image."""
+    """Return whether the model's router asks a teacher at every image."""
     return model.moe is not None and "teacher" in model.moe.router.wants
 
 

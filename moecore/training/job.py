@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
     @property
     def task(self) -> AnyTask:
-        """What the model predicts."""
+        """Return what the model predicts."""
         return self.model.image.task
 
     def updates(self, settings: Training) -> int:
@@ -54,7 +54,7 @@ class Job(NamedTuple):
 
     @property
     def routers(self) -> list[nn.Parameter]:
-        """Those of the teacher where they learn with the model."""
+        """Return the teacher's routers where they learn with the model."""
         if self.guide is None or not self.guide.learns:
             return []
         return list(self.guide.routers)

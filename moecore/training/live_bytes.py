@@ -79,15 +79,15 @@ def measure_peak(held: Iterable[Tensor], device: torch.device) -> Iterator[Peak]
 
 
 def counted_as(device: torch.device) -> str:
-    """How ``measure_peak`` counts on a device."""
+    """Return how ``measure_peak`` counts on a device."""
     return "CUDA allocator" if device.type == "cuda" else "live tensors"
 
 
 def live_training_tensors(
     modules: Iterable[nn.Module | None], optimizer: torch.optim.Optimizer, batch: Any
 ) -> Iterator[Tensor]:
-    """What is there before a step: weights, their last gradients, buffers, the optimizer's state
-    and the batch. The data set is not among it.
+    """Return what is there before a step: weights, their last gradients, buffers, the optimizer's
+    state and the batch. The data set is not among it.
 
     One by one, so that nothing keeps the gradients which the step lets go.
     """

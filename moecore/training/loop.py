@@ -132,7 +132,7 @@ def precision_of(note: dict, settings: Training, runtime: Runtime) -> str:
 def batches(
     job: Job, settings: Training, seed: int, steps: range, device: str
 ) -> Callable[[int], Batch]:
-    """What makes the batch of a step; beside a GPU, with a thread that is ahead of it."""
+    """Return what makes the batch of a step; beside a GPU, with a thread that is ahead of it."""
     make = partial(training_batch, job, settings, seed)
     made = make if device == "cpu" else Ahead(make, steps)
 
@@ -149,7 +149,7 @@ def total_steps(job: Job, settings: Training) -> int:
 
 
 def end_epoch(model: nn.Module, spread: "Spread | None" = None) -> None:
-    """What parts do once per epoch: bases are made orthonormal again (ERMoE, supplement §11).
+    """Run what parts do once per epoch: bases are made orthonormal again (ERMoE, supplement §11).
 
     model: the whole one, which ``spread`` brings up to date before and takes over afterwards.
     """
@@ -214,7 +214,7 @@ def train_step(
 def forward_with_targets(
     job: Job, batch: Batch, guidance: Guidance | None, progress: float
 ) -> tuple[ModelOutput, Batch]:
-    """What the model says, and the batch with what the task compares it with."""
+    """Return what the model says, and the batch with what the task compares it with."""
     read = job.model.beside(batch.labels)
     output = job.model(batch.images, guidance, progress, *read)
     if output.target is None:

@@ -92,7 +92,7 @@ class Meter:
 def collect_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> dict[str, float]:
-    """What the meter holds, and the learning rate.
+    """Return what the meter holds, and the learning rate.
 
     Raises UserError where the loss was not finite, or the weights are not: a finite loss can leave
     such weights, and they must not become a checkpoint.

@@ -119,7 +119,7 @@ class Method(Config):
 
     @property
     def isolates(self) -> bool:
-        """Whether some volumes keep one tissue while training."""
+        """Return whether some volumes keep one tissue while training."""
         return self.regions is not None and (
             self.regions.warm_start_epochs > 0 or self.regions.isolated > 0
         )
@@ -156,24 +156,24 @@ class Method(Config):
 
     @property
     def routed_by_teacher(self) -> bool:
-        """Whether the router asks the teacher at every image, also when the model is used."""
+        """Return whether the router asks the teacher at every image, also in use."""
         return self.router is not None and "teacher" in self.router.wants
 
     @property
     def guided_routing(self) -> bool:
-        """Whether the teacher's routers take part in training."""
+        """Return whether the teacher's routers take part in training."""
         return self.routed_by_teacher or any(
             "guidance" in regularizer.needs for regularizer in self.regularizers
         )
 
     @property
     def guided(self) -> bool:
-        """Whether training needs the teacher at every step."""
+        """Return whether training needs the teacher at every step."""
         return self.guided_routing or self.distillation > 0
 
     @property
     def joint(self) -> bool:
-        """Whether the teacher's routers learn together with the student."""
+        """Return whether the teacher's routers learn together with the student."""
         return self.guided_routing and self.teacher_router.fit == "joint"
 
     @property
@@ -197,13 +197,13 @@ class Method(Config):
 
     @property
     def views(self) -> int:
-        """How many views of each image a step needs."""
+        """Return how many views of each image a step needs."""
         two = any("two_views" in regularizer.needs for regularizer in self.regularizers)
         return 2 if two else 1
 
     @property
     def provided(self) -> frozenset[str]:
-        """What regularizers may need and this method has by itself."""
+        """Return what regularizers may need and this method has by itself."""
         if self.router is None or self.experts is None:
             return frozenset()
         return self.router.provides | self.experts.provides | {"routing"}

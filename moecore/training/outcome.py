@@ -86,7 +86,7 @@ class Outcome(Details, Settling):
     curve: tuple[dict[str, float | None], ...]  # the logged points
 
     def with_routing(self, settling: Settling) -> Self:
-        """The same, and how the routing settled."""
+        """Return the outcome with how the routing settled."""
         return self.model_copy(update=dict(settling))
 
 
@@ -106,7 +106,7 @@ class Log(NamedTuple):
 
 
 def outcome(model: Model, data: Prepared, settings: Training, log: Log) -> Outcome:
-    """What is reported of a model trained with ``settings``.
+    """Return what is reported of a model trained with ``settings``.
 
     Raises UserError where predictions are no numbers.
     """
@@ -150,7 +150,7 @@ class Evaluated(NamedTuple):
 
 
 def of_images(model: Model, data: Prepared) -> Evaluated:
-    """Of predictions that fit into memory."""
+    """Evaluate predictions that fit into memory."""
     task = model.image.task
     prediction, labels = _predicted(model, data.test)
     check_predictions(prediction, "test")
@@ -165,7 +165,7 @@ def of_images(model: Model, data: Prepared) -> Evaluated:
 
 
 def of_text(model: Model, data: Prepared, settings: Training) -> Evaluated:
-    """Of text: blocks are scored as they are read, and perplexity is that of whole streams."""
+    """Evaluate text: blocks are scored one by one, and perplexity is that of whole streams."""
     scores = scores_of_blocks(model, data.test.images, _labels(data.test))
     validation = scores_of_blocks(model, data.validation.images, _labels(data.validation))
     tokens = torch.from_numpy(np.array(data.tokens("test")))

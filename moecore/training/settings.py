@@ -23,7 +23,7 @@ class Adamw(Config):
     decays: ClassVar[bool] = True
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Of groups with a ``weight_decay`` each."""
+        """Build the optimizer of groups with a ``weight_decay`` each."""
         return torch.optim.AdamW(groups, lr=rate, fused=True)
 
 
@@ -34,7 +34,7 @@ class Adam(Config):
     decays: ClassVar[bool] = False
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Of groups that have no decay."""
+        """Build the optimizer of groups that have no decay."""
         return torch.optim.Adam(groups, lr=rate, fused=True)
 
 
@@ -46,7 +46,7 @@ class Sgd(Config):
     momentum: float = Field(default=0.9, ge=0, lt=1, description="μ; 0 for none")
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Of groups that have no decay."""
+        """Build the optimizer of groups that have no decay."""
         # torch's fused kernel takes no sharded parameters; Adam's do.
         sharded = any(hasattr(one, "device_mesh") for group in groups for one in group["params"])
         return torch.optim.SGD(groups, lr=rate, momentum=self.momentum, fused=not sharded)

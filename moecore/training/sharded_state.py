@@ -11,13 +11,13 @@ from moecore.core.files import UserError
 
 
 def is_spread(value: Tensor) -> bool:
-    """Whether no rank holds all of it."""
+    """Return whether no rank holds all of it."""
     mesh = getattr(value, "device_mesh", None)
     return mesh is not None and mesh.size(mesh.ndim - 1) > 1
 
 
 def own_part(values: Tensor) -> Tensor:
-    """What this rank holds of a parameter that is sharded; all of one that is not."""
+    """Return what this rank holds of a parameter that is sharded; all of one that is not."""
     to_local = getattr(values, "to_local", None)
     return values if to_local is None else to_local()
 
@@ -92,8 +92,8 @@ def state_mismatch(
 
 
 def read_sharded(folder: Path, of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """What all ranks wrote into a folder of torch.distributed.checkpoint, as this process holds it:
-    sharded anew, or whole. of: the tensor here that a name's values are for.
+    """Return what all ranks wrote into a folder of torch.distributed.checkpoint, as this process
+    holds it: sharded anew, or whole. of: the tensor here that a name's values are for.
 
     Raises UserError where a file is damaged.
     """
@@ -121,8 +121,8 @@ def read_sharded(folder: Path, of: Callable[[str], Tensor]) -> dict[str, Tensor]
 
 
 def short_error(error: BaseException) -> str:
-    """What is wrong, in a line: torch's own error of a checkpoint holds the tracebacks of all
-    ranks.
+    """Return what is wrong, in a line: torch's own error of a checkpoint holds the tracebacks of
+    all ranks.
     """
     failures = getattr(error, "failures", {})
     each = {rank: str(failure) for rank, (failure, _) in failures.items()}

@@ -31,7 +31,7 @@ Compile = Literal["off", "tried", "required"]
 
 
 def compile_asked(device: str) -> Compile:
-    """Whether blocks are compiled: $MOECORE_COMPILE, one of auto (the default), true, false.
+    """Return whether blocks are compiled: $MOECORE_COMPILE, one of auto (the default), true, false.
 
     auto tries it on CUDA, in trainings of at least ``LONG`` steps: compiling takes up to a minute.
     On CPU it is off there: on one core it would take longer than it saves, and bits would differ.
@@ -122,7 +122,7 @@ class CompiledBlocks:
 
 
 def whole(block: Block) -> bool:
-    """Whether all that the block computes with is on this rank."""
+    """Return whether all that the block computes with is on this rank."""
     return not isinstance(block.mlp, MoELayer) or block.mlp.parted is None
 
 
@@ -132,7 +132,9 @@ def part(name: str) -> AbstractContextManager:
 
 
 def trace_file(title: str) -> Path | None:
-    """Where the trace of a training is to be written: below $MOECORE_TRACE, by the first rank."""
+    """Return where the trace of a training is to be written: below $MOECORE_TRACE, by the first
+    rank.
+    """
     folder = os.environ.get(TRACE)
     if not folder or not ranks().first:
         return None

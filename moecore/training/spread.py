@@ -88,7 +88,7 @@ class Spread:
 
 
 def gradient(parameter: Tensor) -> Tensor:
-    """Its gradient, which it has."""
+    """Return the parameter's gradient, asserted to exist."""
     assert parameter.grad is not None
     return parameter.grad
 

@@ -94,8 +94,8 @@ class Isolation(NamedTuple):
 
 
 def isolation(method: Method, data: Prepared, subset: np.ndarray | None = None) -> Isolation | None:
-    """What ``method`` isolates of the training split (of its volumes ``subset``, if given); None
-    where it learns from whole volumes only.
+    """Return what ``method`` isolates of the training split (of its volumes ``subset``, if given);
+    None where it learns from whole volumes only.
 
     Raises UserError where the data has no maps of its tissues.
     """

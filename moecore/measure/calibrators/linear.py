@@ -110,12 +110,12 @@ class Linear(Config):
     )
 
     def calibrates(self, task: Task) -> bool:
-        """Whether predictions of this task are one real number an image."""
+        """Return whether predictions of this task are one real number per image."""
         return task.kind == "regression"
 
     @property
     def needs_out_of_fold(self) -> bool:
-        """Whether it is fitted to what the stage ``out_of_fold`` predicts."""
+        """Return whether it is fitted to what the stage ``out_of_fold`` predicts."""
         return self.fit_on == "out_of_fold"
 
     def fit(

@@ -52,12 +52,12 @@ class Temperature(Config):
     )
 
     def calibrates(self, task: Task) -> bool:
-        """Whether predictions of this task are logits of one class an image, or a token."""
+        """Return whether predictions of this task are logits of one class per image or token."""
         return task.kind in ("classification", "next_token")
 
     @property
     def needs_out_of_fold(self) -> bool:
-        """Whether it is fitted to what the stage ``out_of_fold`` predicts: never."""
+        """Return whether it is fitted to what the stage ``out_of_fold`` predicts: never."""
         return False
 
     def fit(self, logits: Tensor, labels: Tensor) -> FittedTemperature:

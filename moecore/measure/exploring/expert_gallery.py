@@ -67,7 +67,9 @@ class Gallery(NamedTuple):
 
 
 def layer_experts(model: Model, gallery: Gallery, most: int) -> list[LayerExperts]:
-    """Of every MoE layer; most: favourites of an expert, fewer where there are many experts."""
+    """Return the experts of every MoE layer; most: favourites per expert, fewer where there are
+    many experts.
+    """
     chunks = list(zip(*watched(model, gallery), strict=True))
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
     found = []
@@ -91,7 +93,9 @@ def watched(model: Model, gallery: Gallery) -> Iterator[list[Seen]]:
 
 
 def seen(record: RoutingRecord, special: int) -> Seen:
-    """What a router did with each of the images; the first ``special`` tokens are no patches."""
+    """Return what a router did with each of the images; the first ``special`` tokens are no
+    patches.
+    """
     liked = torch.where(record.chosen, record.probs, -1.0)[:, special:]
     highest, patch = liked.max(dim=1)
     counts = torch.stack([expert_counts(image) for image in record.chosen])

@@ -63,7 +63,9 @@ def keep_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
 
 
 def kept_traces(folder: Path, data: Prepared, epochs: int) -> tuple[Watched, ...]:
-    """What was kept in ``folder``. Raises UserError, naming the file, where an epoch is missing."""
+    """Return what was kept in ``folder``. Raises UserError, naming the file, where an epoch is
+    missing.
+    """
     places = explored_places(data, IMAGES)
     return tuple(
         Watched(

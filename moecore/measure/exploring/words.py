@@ -27,8 +27,9 @@ def towers_in(model: Model) -> TwoTowerModel | None:
 def words_read(
     model: TwoTowerModel, tokens: Tensor, tokenizer: Tokenizer, most: int = 2
 ) -> list[list[Read]]:
-    """Of captions (n, M): for each caption and layer its words, from the one that starts it to the
-    one that ends it, with the ``most`` experts that read them; [] a caption where none are sparse.
+    """Return for each of the captions (n, M) and each layer its words, from the one that starts it
+    to the one that ends it, with the ``most`` experts that read them; [] per caption where none are
+    sparse.
     """
     found: list[list[Read]] = []
     with evaluating(model):
@@ -46,7 +47,7 @@ def words_read(
 
 
 def experts(combine: Tensor, most: int) -> list[list[int]]:
-    """Of weights (n, E): the experts of each row whose weight is not 0, largest first."""
+    """Return for each row of weights (n, E) the experts whose weight is not 0, largest first."""
     weights, order = combine.topk(min(most, combine.shape[-1]))
     return [
         [expert for expert, weight in zip(*row, strict=True) if weight > 0]

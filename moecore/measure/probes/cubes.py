@@ -64,7 +64,9 @@ def amounts(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
 
 
 def agreement(found: Sequence[Cubes], resamples: int) -> Agreement:
-    """Of the same people's cubes in one or several sorts of volumes, taken together."""
+    """Return the agreement of the same people's cubes in one or several sorts of volumes, taken
+    together.
+    """
     own = np.concatenate([cubes.own for cubes in found], axis=1)
     first = np.concatenate([cubes.first for cubes in found], axis=1)
     tissues = np.arange(found[0].amounts.shape[-1])
@@ -119,7 +121,7 @@ def correlation(found: Cubes, tissue: int, resamples: int) -> Estimate:
 
 
 def estimate(values: np.ndarray, resamples: int, lowest: float) -> Estimate:
-    """The mean of one value a person, between ``lowest`` and 1, with limits from people."""
+    """The mean of one value per person, between ``lowest`` and 1, with limits from people."""
     if len(values) < 2:
         return Estimate(value=float(values.mean()))
     value, low, high = bootstrap_mean(values, resamples, lowest=lowest)

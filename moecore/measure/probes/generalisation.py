@@ -131,7 +131,7 @@ def generalised(
 
 
 def on_grid(data: Prepared) -> bool:
-    """Whether the other generator makes volumes as the data has them."""
+    """Return whether the other generator makes volumes as the data has them."""
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
 

@@ -26,7 +26,7 @@ PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; beside features of devia
 def read_by_head(
     model: Model, images: np.ndarray | Tensor, batch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Predictions (N,) of one number an image, and what ``model.head`` reads, (N, F); both fp64.
+    """Predictions (N,) of one number per image, and what ``model.head`` reads, (N, F); both fp64.
 
     images and batch: as ``predictions`` takes them; the model is left as it was.
     """

@@ -72,7 +72,7 @@ class Ageing(Config):
 
 
 def aged(model: Model, people: People, subjects: int, ages: Sequence[float], batch: int) -> Ageing:
-    """The same subjects at every age; anatomy, scanner and lead or lag of brain age stay."""
+    """Age the same subjects over all ages; anatomy, scanner and lead or lag of brain age stay."""
     rows = []
     for number in range(subjects):
         person = people.person(number)
@@ -82,7 +82,7 @@ def aged(model: Model, people: People, subjects: int, ages: Sequence[float], bat
 
 
 def ageing(ages: Sequence[float], predictions: np.ndarray) -> Ageing:
-    """Of predictions (S, A): how they follow age."""
+    """Return how predictions (S, A) follow age."""
     ranks = rank_correlations(ages, predictions)
     slopes = [float(np.polyfit(ages, row, 1)[0]) for row in predictions.astype(np.float64)]
     return Ageing(
@@ -103,7 +103,7 @@ def monotone_share(predictions: np.ndarray) -> float:
 
 
 def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[float]:
-    """Spearman's correlation of age (A,) and prediction (S, A), one value a subject.
+    """Spearman's correlation of age (A,) and prediction (S, A), one value per subject.
 
     A constant prediction has 0.
     """

@@ -133,7 +133,9 @@ def summed(found: VolumeErrors, resamples: int, people: np.ndarray | None = None
 def order_of(
     tissues: Mapping[str, VolumeErrors], resamples: int, people: np.ndarray | None = None
 ) -> tuple[Order, ...] | None:
-    """How much more the probe errs on one tissue than on the next; None where one is missing."""
+    """Return how much more the probe errs on one tissue than on the next; None where one is
+    missing.
+    """
     if any(name not in tissues for name in ORDER):
         return None
     rows = []

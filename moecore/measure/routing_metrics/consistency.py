@@ -24,7 +24,7 @@ class Matches(NamedTuple):
 
 
 def matched_pairs(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> Tensor:
-    """How many pairs of each image agree, (B, 3) int64.
+    """Return how many pairs of each image agree, (B, 3) int64.
 
     Columns: best expert, best and second in this order, two best as a set.  probs_1, probs_2:
     (B, P, E), both sides of each pair, E ≥ 2; found: (B, P) bool, which pairs there are.  Ties go

@@ -47,7 +47,9 @@ def tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
 
 
 def tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
-    """Of each image the sum of ``tail_mass`` over its tokens, and how many have one; (B,) fp64."""
+    """Return for each image the sum of ``tail_mass`` over its tokens, and how many have one; (B,)
+    fp64.
+    """
     eligible = _eligible(scores, threshold)
     some = eligible.any(dim=-1)
     weights = scores.double().clamp_min(_LEAST).where(eligible, 0)

@@ -66,7 +66,7 @@ class Watch(NamedTuple):
             keep_trace(self.folder, epoch, self.model, self.data)
 
     def settled(self) -> Settling:
-        """What was kept, over all epochs.
+        """Return what was kept, over all epochs.
 
         Raises UserError, naming the file, where an epoch is missing.
         """
@@ -122,7 +122,9 @@ def survived(
     after: Sequence[RoutingRecord],
     people: np.ndarray | None = None,
 ) -> Settling:
-    """How much of the routing of the same images fine-tuning leaves as it was, for each layer."""
+    """Return how much of the routing of the same images fine-tuning leaves as it was, for each
+    layer.
+    """
     layers = list(zip(before, after, strict=True))
     if not layers:
         return Settling(routing_agreement_before_after=())

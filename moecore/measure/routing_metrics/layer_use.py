@@ -83,7 +83,9 @@ class LayerUse(Use):
 
 
 def on_map(load: Tensor, mass: Tensor) -> OnMap:
-    """Where on the map of ``map_shape`` the load and the mass lie; both (E,), each with sum 1."""
+    """Return where on the map of ``map_shape`` the load and the mass lie; both (E,), each with sum
+    1.
+    """
     rows, columns = map_shape(len(load))
     row = torch.arange(rows)[:, None]
     column = torch.arange(columns)[None]
@@ -138,7 +140,7 @@ def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> L
 
 
 def use_by_image(layer: RoutingRecord, threshold: float | None, k: int | None) -> dict[str, Tensor]:
-    """The metrics of ``layer_use`` as one value an image, (B,) fp64, whose mean each is.
+    """The metrics of ``layer_use`` as one value per image, (B,) fp64, whose mean each is.
 
     And the second and the other probabilities, as ``confidence_second`` and ``confidence_others``.
     """

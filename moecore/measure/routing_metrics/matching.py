@@ -93,7 +93,7 @@ class Chance(Config):
 def augmented_row(
     name: str, model: Model, views: Views, batch: int, people: np.ndarray | None = None
 ) -> AugmentedRow:
-    """What partners in both ``views`` share, as means over the MoE layers, and each layer's.
+    """Return what partners in both ``views`` share, as means over the MoE layers, and each layer's.
 
     people: (N,), whose image each is, or None.
     """
@@ -120,7 +120,8 @@ def augmented_row(
 
 
 def layer_matching(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> LayerMatching:
-    """What partners of one MoE layer share; record: fields (2N, T, E), first all first views.
+    """Return what partners of one MoE layer share; record: fields (2N, T, E), first all first
+    views.
 
     Experts are ranked by their logits: the order of the probs, but without the ties of those that
     an eigenbasis router clamps.
@@ -138,7 +139,7 @@ def layer_matching(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> 
 
 
 def matches_by_image(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> dict[str, Tensor]:
-    """The match ratios of one MoE layer as one value an image, (N,), whose mean each is."""
+    """The match ratios of one MoE layer as one value per image, (N,), whose mean each is."""
     counts = matched_pairs(*sides(record.logits, pairs, layout), pairs.found).double()
     number = pairs.found.sum(dim=1).double().numpy()
     return {
@@ -194,7 +195,7 @@ def match_limits(
 
 
 def chance(experts: int, k: int | None) -> Chance:
-    """What even draws of ``k`` of ``experts`` experts share; UserError for fewer than two."""
+    """Return what even draws of ``k`` of ``experts`` experts share; UserError below two."""
     matches = dict(zip(NAMES, chance_matches(experts), strict=True))
     return Chance(**matches, chosen_iou=None if k is None else chance_iou(experts, k))
 

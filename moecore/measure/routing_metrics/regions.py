@@ -57,7 +57,8 @@ def region_routing(
 
 
 def shuffled(share: Tensor, brain: Tensor, seed: int) -> Tensor:
-    """The same shares (N, D, H, W) at random places of the same volume's ``brain``, a bool mask.
+    """Return the same shares (N, D, H, W) at random places of the same volume's ``brain``, a bool
+    mask.
 
     Of each volume as many voxels are kept, with as large shares, as of the tissue inside the brain;
     outside of it nothing is. seed: the i-th volume's places depend on it and on i alone.
@@ -126,7 +127,7 @@ def keep_regions(
 
 
 def kept_regions(folder: Path, data: Prepared, epochs: int) -> tuple[Probed, ...]:
-    """What was kept in ``folder``; () for data without tissue maps.
+    """Return what was kept in ``folder``; () for data without tissue maps.
 
     Raises UserError, naming the file, where an epoch is missing.
     """

@@ -53,7 +53,7 @@ def setting_values(
     k: int,
     threshold: float | None,
 ) -> SettingValues:
-    """What a model predicts and how it routes, given its routers' k and threshold.
+    """Return what a model predicts and how it routes, given its routers' k and threshold.
 
     score: the task's, of the images of ``records``.
     """

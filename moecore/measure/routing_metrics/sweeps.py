@@ -179,7 +179,7 @@ def over_k(model: Model, sample: Sample, numbers: Experts, batch: int) -> list[K
 def over_threshold(
     model: Model, sample: Sample, thresholds: tuple[float, ...], batch: int
 ) -> list[ThresholdRow]:
-    """As ``over_k``, one row for each threshold; [] for a router without a threshold."""
+    """Return one row per threshold, as ``over_k`` does; [] for a router without a threshold."""
     router = model.experts_and_router.router
     if not isinstance(router, Eigenbasis):
         return []

@@ -124,7 +124,9 @@ def tokens_of(
 
 
 def _places(count: int, tokens: int, seed: int) -> Tensor:
-    """Which tokens of ``count``; the same in layers that have as many, a hierarchy's have fewer."""
+    """Return which tokens of ``count``; the same in layers that have as many, a hierarchy's have
+    fewer.
+    """
     drawn = np.random.default_rng(seed_of("measured_tokens", seed))
     return torch.from_numpy(np.sort(drawn.permutation(count)[:tokens]))
 
@@ -144,7 +146,7 @@ def layer_of(found: Lemma1) -> LemmaLayer:
 
 
 def distribution(values: Tensor) -> Distribution:
-    """Of one value a token, (n,)."""
+    """Return the distribution of one value per token, (n,)."""
     mean = bootstrap_mean(values.numpy())
     quantiles = np.quantile(values.numpy(), QUANTILES).tolist()
     return Distribution(

@@ -51,12 +51,12 @@ class Theorem1(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether the right-hand side is at most ‖w*‖², up to rounding."""
+        """Return whether the right-hand side is at most ‖w*‖², up to rounding."""
         return self._covers(self.right)
 
     @property
     def literal_holds(self) -> bool:
-        """The same for the theorem as printed."""
+        """Return whether the theorem as printed holds, up to rounding."""
         return self._covers(self.literal)
 
     def _covers(self, right: float) -> bool:
@@ -76,7 +76,7 @@ class Theorem2(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether what is promised is so, up to rounding; true where nothing is."""
+        """Return whether what is promised is so, up to rounding; true where nothing is."""
         return all(
             promised is None or self.ratio_squared <= promised * (1 + 1e-9)
             for promised in (self.gamma, self.simple)
@@ -188,7 +188,8 @@ def theorem_1(parts: Sequence[Part], bases: Sequence[np.ndarray] | None = None) 
 
 
 def theorem_2(parts: Sequence[Part], betas: Sequence[np.ndarray] | np.ndarray) -> Theorem2:
-    """What Theorem 2 promises for y_i = X_i β_i + r_i, and what is so; betas: E vectors (D,).
+    """Return what Theorem 2 promises for y_i = X_i β_i + r_i, and what is so; betas: E vectors
+    (D,).
 
     Raises ValueError where a Z_i is singular.
     """

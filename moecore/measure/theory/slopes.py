@@ -52,7 +52,7 @@ class Pair(NamedTuple):
 def slopes_at(
     model: Model, images, labels: Tensor, batch: int, radius: float, steps: int, halvings: int
 ) -> Slopes:
-    """How fast a model's logits change at images, on the CPU.
+    """Return how fast a model's logits change at images, on the CPU.
 
     images: (N, C, H, W) as ``predictions`` takes them; labels: (N,); radius: of the ℓ2 ball around
     an image, met with [0, 1]; steps: of the ascent; halvings: how often its best pair is halved, to

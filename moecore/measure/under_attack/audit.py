@@ -125,7 +125,7 @@ def zero_gradients(target: Target) -> Line:
 
 
 def chance(target: Target, attack: Pgd, epsilon: float) -> Line:
-    """In a ball that holds nearly every image, the score is no better than a guess."""
+    """Check that in a ball that holds nearly every image the score is no better than a guess."""
     task = target.task
     left = target.worst(target.attacked(attack, epsilon))
     found = task.interval(left, target.people)

@@ -91,7 +91,7 @@ def worst_case(
 
 
 def worst_of(task: Task, rows: Sequence[Left], images: int) -> Tensor:
-    """Of each image the worst score of these rows; (N,)."""
+    """Return each image's worst score of these rows; (N,)."""
     return reduce(task.worst, [unpacked(task, row, images) for row in rows])
 
 
@@ -162,12 +162,12 @@ def not_judged(name: str, reason: str) -> Line:
 
 
 def is_share(task: Task) -> bool:
-    """Whether an image is simply right or wrong."""
+    """Return whether an image is simply right or wrong."""
     return task.needs_classes("share") is None
 
 
 def no_better(task: Task, one: float, other: float) -> bool:
-    """Whether the score ``one`` is as bad as ``other``, or worse."""
+    """Return whether the score ``one`` is as bad as ``other``, or worse."""
     if task.score.better == "higher":
         return one <= other
     return one >= other
