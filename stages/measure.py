@@ -21,7 +21,7 @@ from moecore.training.runtime import tune
 
 
 class Named(Config):
-    """What a measurement of region experts reads beside its own section."""
+    """Settings that a measurement of region experts reads beside its own section."""
 
     method: Annotated[Method, Key("methods.{method}")]
 
@@ -44,7 +44,7 @@ def measure(what: str, phase: Phase, method: str, seed: int) -> None:
 
 
 def opened(phase: Phase, method: str, seed: int, guided: bool, work: Path) -> Subject:
-    """The trained model and its data; its teacher only where a measurement looks at it."""
+    """Return the trained model and its data; its teacher only where a measurement looks at it."""
     device = tune(work=work).device
     model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
     data = Prepared.open(Path("artifacts/data") / phase)

@@ -16,7 +16,7 @@ from moecore.tasks.errors import age_fit
 
 
 class AgeErrors(Config):
-    """How predictions ŷ go with ages y, each value with its 95 % interval."""
+    """Agreement of predictions ŷ with ages y, each value with its 95 % interval."""
 
     mae: Estimate  # mean |ŷ − y|, years
     corr: Estimate  # of ŷ − y with y

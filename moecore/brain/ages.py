@@ -64,7 +64,7 @@ class Fit(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """What a line is fitted to: n predictions, their ages and sexes."""
+    """Pairs that a line is fitted to: n predictions, their ages and sexes."""
 
     predictions: np.ndarray  # (n,)
     ages: np.ndarray  # (n,)

@@ -48,7 +48,7 @@ class OutOfFold(Config):
 
 
 class Recipe(NamedTuple):
-    """How the models are trained: each as the stage ``pretrain`` trains on all volumes."""
+    """Recipe of each model's training: each as the stage ``pretrain`` trains on all volumes."""
 
     backbone: Backbone
     training: Training
@@ -57,7 +57,7 @@ class Recipe(NamedTuple):
 
 
 class Result(Config):
-    """Of all training volumes together."""
+    """Errors over all training volumes together."""
 
     folds: int
     n: int = Field(description="volumes")

@@ -16,7 +16,7 @@ NO_GROUP = "none"  # where nothing is corrected
 
 
 class PredictionRow(NamedTuple):
-    """What is written of one volume, in years; None is empty in the file."""
+    """One row of the table, in years; None is empty in the file."""
 
     participant_id: str
     session_id: str

@@ -62,7 +62,7 @@ class AgeInterval(Config):
 
 
 class Reference(Config):
-    """What ``reference.json`` holds beside a calibrator."""
+    """Content of ``reference.json``, beside a calibrator."""
 
     volumes: int
     ranges: dict[str, Range] = Field(description="of each quantity over the training volumes")

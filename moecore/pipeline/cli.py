@@ -213,8 +213,8 @@ def _app() -> typer.Typer:
     }
     whole = typer.Typer(help="Sparse vision mixture-of-experts models.", **options)
     for command in (check, plan, run, quick, ui, sync, schema):
-        whole.command()(command)
-    whole.command(context_settings=ANYTHING)(predict)
+        whole.command(command.__name__.removesuffix("_command"))(command)
+    whole.command("predict", context_settings=ANYTHING)(predict)
     study = typer.Typer(help="The studies under pipelines/.", **options)
     for command in (study_write, study_new, study_preset, study_run):
         study.command(command.__name__.removeprefix("study_"))(command)

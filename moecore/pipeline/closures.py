@@ -40,7 +40,7 @@ UNDER = {  # the family of a part at this key, where two families have a kind of
 
 
 def closure(path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING) -> set[Path]:
-    """The files of ``rooms`` that importing ``path`` reaches, itself included, below ``root``.
+    """Return the files of ``rooms`` that importing ``path`` reaches, itself too, below ``root``.
 
     Files of ``run`` are left out, those of ``rooms`` that they import are not.
     ``from moecore.nn.routers import Router`` is not followed: which router it is stands in
@@ -103,7 +103,7 @@ def _room(file: Path) -> str:
 
 @cache
 def _data_files(folder: Path, root: Path) -> frozenset[Path]:
-    """What lies in a package without being Python, also in subfolders that hold no module."""
+    """Return a package's files that are no Python, also in subfolders that hold no module."""
     found: set[Path] = set()
     for path in (root / folder).iterdir() if folder.parts[0] == "moecore" else ():
         if path.name == "__pycache__" or path.name.startswith("."):

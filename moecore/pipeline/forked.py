@@ -36,7 +36,7 @@ Stages = Mapping[str, Callable[..., None]]
 
 
 class Server(NamedTuple):
-    """Where a server listens, and a folder with the command ``python`` that asks it."""
+    """The socket of a server, and a folder with the command ``python`` that asks it."""
 
     socket: Path
     commands: Path

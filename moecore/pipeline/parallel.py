@@ -83,8 +83,8 @@ def _kind(stage: str) -> str:
 
 
 def _alone(stage: str, above: Collection[str]) -> bool:
-    """Whether a stage of those in ``above`` wants the machine for itself; of several teachers none
-    does, as each seed has its own.
+    """Return whether a stage of those in ``above`` wants the machine for itself; of several
+    teachers none does, as each seed has its own.
     """
     if _kind(stage) == "teacher":
         return sum(_kind(other) == "teacher" for other in above) == 1
@@ -97,7 +97,7 @@ def _seed(stage: str) -> str:
 
 
 class Work(NamedTuple):
-    """What is done with one method and seed: both trainings, or the measurements of one phase."""
+    """Work on one method and seed: both trainings, or the measurements of one phase."""
 
     model: str  # vmoe-0
     phase: str  # "" for the trainings

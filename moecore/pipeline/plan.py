@@ -29,7 +29,7 @@ class Planned(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """What DVC says of a pipeline.
+    """DVC's answer about a pipeline.
 
     status: of every stage that changed, as ``dvc status --json`` gives it; edges: (before, after).
     """

@@ -1,12 +1,12 @@
 """What a training would need and take on more GPUs, on paper: nothing is trained.
 
-Models are built on torch's meta device. Memory: 16 bytes a parameter (fp32 weights, gradients and
+Models are built on torch's meta device. Memory: 16 bytes per parameter (fp32 weights, gradients and
 Adam's two moments) over ``shard`` ranks, the whole copy of the weights that every rank keeps for
 validation, and what a forward pass in fp32 keeps for the backward pass. Traffic: the gradients'
-ring (2 (W − 1)/W · 4 bytes a parameter); with experts apart theirs goes around the ranks that hold
-the same ones only, and the rows of tokens travel to the experts and back, in bf16, forward and
+ring (2 (W − 1)/W · 4 bytes per parameter); with experts apart theirs goes around the ranks that
+hold the same ones only, and the rows of tokens travel to the experts and back, in bf16, forward and
 backward. Time: a lower limit, 3 forward passes of FLOPs at the given peak, the optimizer's 28 bytes
-a parameter at the memory's bandwidth, the part of the gradients' traffic that the backward pass
+per parameter at the memory's bandwidth, the part of the gradients' traffic that the backward pass
 does not hide, and that of the rows. A teacher is not counted.
 """
 
@@ -31,12 +31,12 @@ MACHINE = 8  # GPUs that share fast links
 
 
 class Peaks(NamedTuple):
-    """What one GPU can do; the defaults are an H100's data sheet, half of its dense bf16 peak."""
+    """Peaks of one GPU; the defaults are an H100's data sheet, half of its dense bf16 peak."""
 
-    flops: float = 495e12  # a second
-    memory: float = 3.35e12  # bytes a second
-    links: float = 450e9  # bytes a second between the GPUs of a machine
-    network: float = 50e9  # bytes a second of each GPU between machines
+    flops: float = 495e12  # per second
+    memory: float = 3.35e12  # bytes per second
+    links: float = 450e9  # bytes per second between the GPUs of a machine
+    network: float = 50e9  # bytes per second of each GPU between machines
 
 
 class Model(NamedTuple):

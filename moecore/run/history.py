@@ -42,7 +42,7 @@ from moecore.run.inputs import hash_inputs, refuse_changed_inputs, refuse_change
 
 
 class Run:
-    """What a stage reports to; ``record`` makes it. ``folder`` holds the history while it runs."""
+    """The record that a stage reports to, made by ``record``; ``folder``: its growing history."""
 
     def __init__(self, folder: Path, path: str, header: dict, earlier: list[dict]) -> None:
         self.folder = folder

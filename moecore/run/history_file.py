@@ -1,4 +1,4 @@
-"""The file ``history.jsonl``: one JSON object a line, appended by a stage, readable after any kill.
+"""The file ``history.jsonl``: a JSON object per line, appended by a stage; readable after any kill.
 
 The first line is the header. Then, in any order, lines with exactly one of ``values`` (with
 ``step``), ``summary``, ``tags``, ``dataset``, ``model``, ``file`` or ``resumed``; the last one has
@@ -52,7 +52,7 @@ def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]
 
 
 def item(stage: str, phase: str | None, method: str | None, seed: int | None) -> str:
-    """The path of an execution in artifacts/history and artifacts/measured."""
+    """Return the path of an execution in artifacts/history and artifacts/measured."""
     return "/".join(str(part) for part in (stage, phase, method, seed) if part is not None)
 
 
@@ -66,7 +66,7 @@ def _code() -> dict[str, Any]:
 
 
 def _git(*words: str) -> str | None:
-    """What git prints; None where it is missing, too slow, or there is no repository."""
+    """Return what git prints; None where it is missing, too slow, or there is no repository."""
     try:
         done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -178,7 +178,7 @@ def before(lines: list[dict], step: int) -> list[dict]:
 
 
 def seconds(lines: list[dict]) -> float:
-    """Time spent, without the time between a kill and the resume."""
+    """Return the seconds spent, without the time between a kill and the resume."""
     total = 0.0
     begun = None
     last = 0.0
@@ -195,12 +195,12 @@ def seconds(lines: list[dict]) -> float:
 
 
 def encode(line: Mapping[str, Any]) -> str:
-    """A line of the file."""
+    """Return a line of the file."""
     return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """(step, time, values) of every logged point; numbers that are not finite come back as such."""
+    """Yield (step, time, values) of every logged point; not-finite numbers as such."""
     for line in lines:
         if "values" in line:
             values = {name: float(value) for name, value in line["values"].items()}
@@ -208,13 +208,13 @@ def points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 
 def number(value: Any) -> float | str:
-    """A float as JSON has it: ``nan`` and ``inf`` as text."""
+    """Return a float as JSON has it: ``nan`` and ``inf`` as text."""
     value = float(value)
     return value if math.isfinite(value) else str(value)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys.
+    """Return nested mappings as dotted keys.
 
     A list of mappings counts from 0, a list of plain values stays one value.
     """
@@ -230,7 +230,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def scalars(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings without their lists and texts: the numbers that a table of metrics shows."""
+    """Return nested mappings without lists and texts: the numbers that a table of metrics shows."""
     kept = {}
     for name, inner in value.items():
         if isinstance(inner, Mapping):

@@ -35,7 +35,7 @@ OWN = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS")
 
 
 class Needs(Config):
-    """What one stage gets, for the launcher to read."""
+    """Needs of one stage, for the launcher to read."""
 
     nodes: int = Field(1, ge=1, description="machines")
     ranks: int = Field(1, ge=1, description="processes a machine, of a stage that trains")
@@ -46,7 +46,7 @@ class Needs(Config):
 
 
 class Some(Config):
-    """The same; what is left out is as in ``default``."""
+    """Needs of which what is left out is as in ``default``."""
 
     nodes: int | None = Field(None, ge=1)
     ranks: int | None = Field(None, ge=1)
@@ -110,7 +110,7 @@ def read_cluster(path: str) -> Cluster:
 
 
 def _of_launch(cluster: Cluster, document: Document) -> Iterator[str]:
-    """What is wrong with the launcher's words."""
+    """Yield what is wrong with the launcher's words."""
     place = f"{document.place(['launch'])}: launch"
     try:
         words = shlex.split(cluster.launch)
@@ -128,7 +128,7 @@ def _of_launch(cluster: Cluster, document: Document) -> Iterator[str]:
 
 
 def _of_stages(cluster: Cluster, document: Document) -> Iterator[str]:
-    """What is wrong with the stages' needs."""
+    """Yield what is wrong with the stages' needs."""
     known = stages_known()
     for stage in ("default", *cluster.stages):
         keys = ["default"] if stage == "default" else ["stages", stage]

@@ -18,7 +18,7 @@ from pathlib import Path
 from moecore.core.operating_system import set_parent_death_signal
 from moecore.run.stage import MEETING, end_with_parent, has_failed
 
-LAUNCHED = "MOECORE_LAUNCHED"  # tasks a machine; set for what a launcher started
+LAUNCHED = "MOECORE_LAUNCHED"  # tasks per machine; set for what a launcher started
 POLL = 0.05  # seconds
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 

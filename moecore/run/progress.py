@@ -85,12 +85,12 @@ def progress(title: str, total: int) -> Iterator[Bar | Lines]:
 
 
 def shown(values: dict[str, float]) -> str:
-    """``, loss 0.1234, validation accuracy 0.5``."""
+    """Return ``, loss 0.1234, validation accuracy 0.5``."""
     return "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in values.items())
 
 
 def clock(seconds: float) -> str:
-    """``1:02:03``, ``2:03``."""
+    """Return ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -43,7 +43,7 @@ def work_folder(
 
 
 def code_of(item: str, params: Config, script: str | Path) -> list[Path]:
-    """The files of artifacts/code/ that a stage depends on.
+    """Return the files of artifacts/code/ that a stage depends on.
 
     They are those of its script, and of all methods, measurements and sections that item and params
     name. Raises UserError where the script has none.

@@ -125,7 +125,7 @@ def training_run(
 def followed(
     points: Iterable[tuple[int, dict[str, float]]], steps: int, title: str, run: Run
 ) -> dict[str, float]:
-    """Show and log (step, values) as they come; the last values."""
+    """Show and log (step, values) as they come; return the last values."""
     values: dict[str, float] = {}
     with progress(title, steps) as bar:
         for step, values in points:

@@ -154,7 +154,7 @@ def _reasons() -> Iterator[None]:
 
 
 def refused_mode(mode: str) -> str:
-    """Why images of a mode are not taken."""
+    """Return why images of a mode are not taken."""
     return f"has mode {mode}; allowed: 8 or 16 bits a channel"
 
 

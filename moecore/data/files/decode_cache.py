@@ -108,7 +108,7 @@ class DecodeCache(NamedTuple):
     def _resume(
         self, split: str, array: Path, kind: tuple[tuple[int, ...], Any], key: str
     ) -> dict[str, Any]:
-        """How far a killed run of the same ``key`` got, where all that it left is whole."""
+        """Return how far a killed run of the same ``key`` got, where all that it left is whole."""
         self.folder.mkdir(parents=True, exist_ok=True)
         fresh = {"key": key, "done": 0, "failures": {}}
         try:

@@ -96,7 +96,7 @@ def complete_template(
 def _shares(
     grey: np.ndarray, white: np.ndarray, ventricles: np.ndarray, head: np.ndarray
 ) -> tuple[float, float, float]:
-    """Of grey matter, white matter and open ventricles in the head."""
+    """Return the shares of grey and white matter and open ventricles in the head."""
     whole = head.sum()
     outside = 1 - ventricles
     return (
@@ -114,8 +114,8 @@ def level_set(offset: float, distance: np.ndarray) -> np.ndarray:
 
 
 def _thinning(origin: np.ndarray) -> np.ndarray:
-    """Where grey matter is lost first: more at the front and around the lateral sulci, less in the
-    cerebellum (a choice of this simulation).
+    """Return where grey matter is lost first: more at the front and around the lateral sulci, less
+    in the cerebellum (a choice of this simulation).
     """
     # mm in MNI space
     x, y, z = grid_points() * np.float32(VOXEL_MM) + origin.astype(np.float32)[:, None]

@@ -56,7 +56,7 @@ class RandAugment(Config):
 
     @property
     def moves(self) -> bool:
-        """Whether any operation changes the geometry."""
+        """Return whether any operation changes the geometry."""
         return any(name in get_args(Geometric) for name in self.names)
 
 

@@ -19,7 +19,7 @@ MISSING = ("", "n/a")
 
 
 class Problem(NamedTuple):
-    """Why one subject, or one of his sessions, cannot be used; ``reason`` names the file."""
+    """Reason why one subject, or one of his sessions, cannot be used; ``reason`` names the file."""
 
     participant_id: str
     session_id: str

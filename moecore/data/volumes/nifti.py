@@ -51,7 +51,7 @@ def load_volume(path: Path) -> Volume:
 
 
 def place_mismatch(one: Volume, other: Volume) -> str | None:
-    """Why two volumes do not lie on the same voxels, or None where they do."""
+    """Return why two volumes do not lie on the same voxels, or None where they do."""
     if one.values.shape != other.values.shape:
         return f"has the shape {other.values.shape}, the T1 {one.values.shape}"
     corners = np.array(np.meshgrid(*[(0, length - 1) for length in one.values.shape])).reshape(

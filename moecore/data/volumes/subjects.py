@@ -58,7 +58,7 @@ def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
 
 
 def id_problem(name: str, value: str) -> str | None:
-    """Why an id of a table (``name``: its column) is none, or None where it is one."""
+    """Return why an id of a table (``name``: its column) is none, or None where it is one."""
     if ID.fullmatch(value):
         return None
     shown = f"{value[:60]!r}" + "…" * (len(value) > 60)

@@ -65,7 +65,7 @@ def _brightness(image: np.ndarray, part: np.ndarray) -> float:
 
 
 def range_problem(region: np.ndarray) -> str | None:
-    """Why a map (D, H, W) is not one of tissue shares, or None."""
+    """Return why a map (D, H, W) is not one of tissue shares, or None."""
     low = float(region.min())
     high = float(region.max())
     if low < -SLACK or high > 1 + SLACK:
@@ -103,8 +103,8 @@ def tissue_problems(regions: np.ndarray, voxel_ml: float) -> list[str]:
 
 
 def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
-    """Why a volume (D, H, W) seems to show more than the brain, or None; ``mask`` bool, from tissue
-    maps or where the volume is above 0.
+    """Return why a volume (D, H, W) seems to show more than the brain, or None; ``mask`` bool, from
+    tissue maps or where the volume is above 0.
     """
     if not mask.any():
         return "there is no brain in it (no voxel inside the mask)"
@@ -131,7 +131,7 @@ def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str 
 def size_problem(
     shape: tuple[int, ...], zooms: tuple[float, ...], voxel_mm: float, most: int
 ) -> str | None:
-    """Why a volume would have more than ``most`` voxels on voxels of ``voxel_mm``, or None."""
+    """Return why a volume has more than ``most`` voxels on voxels of ``voxel_mm``, or None."""
     sides = [length * zoom for length, zoom in zip(shape, zooms, strict=True)]
     number = np.prod([max(side / voxel_mm, 1) for side in sides])
     if number <= most:
@@ -144,7 +144,7 @@ def size_problem(
 
 
 def crop_problem(inside: np.ndarray, kept: np.ndarray, size: tuple[int, int, int]) -> str | None:
-    """Why the brain does not fit into ``size`` voxels, or None; masks before and after the cut."""
+    """Return why the brain does not fit into ``size``, or None; masks before, after the cut."""
     lost = 1 - float(kept.sum()) / float(inside.sum())
     if lost > LOST:
         return (

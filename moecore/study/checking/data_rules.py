@@ -95,7 +95,7 @@ def describe_preview(preview: Preview) -> str:
 
 
 def _read_card(card: Path, source: Any) -> Preview | None:
-    """What the data card says where it is of the same settings."""
+    """Return what the data card says where it is of the same settings."""
     if not card.is_file():
         return None
     try:

@@ -124,7 +124,7 @@ def _calibrator(study: Study, kinds: dict[str, str]) -> Misfits:
 
 
 def _measurements(study: Study, kinds: dict[str, str], numbers: set[str]) -> Misfits:
-    """What measures flat images with classes, and what measures ages, words or captions."""
+    """Yield what measures flat images with classes, or measures ages, words or captions."""
     asked = study.run.measurements
     flat = [what for what in FLAT_WITH_CLASSES if what in asked]
     for index, phase in enumerate(study.run.phases):

@@ -47,7 +47,7 @@ def _regularizers(study: Study, name: str, method: Method) -> Misfits:
 
 
 def _size(study: Study, name: str, method: Method) -> Misfits:
-    """Whether the sections ``model`` and ``pretrain`` take what a method changes of them."""
+    """Yield where ``model`` and ``pretrain`` do not take what a method changes of them."""
     for key, change, section in (
         ("model", method.sized, study.model),
         ("pretrain", method.pretrained, study.pretrain),
@@ -61,7 +61,7 @@ def _size(study: Study, name: str, method: Method) -> Misfits:
 
 
 def _teacher_keys(study: Study, name: str, method: Method) -> Misfits:
-    """What of a method asks for a teacher where the study has none."""
+    """Yield what of a method asks for a teacher where the study has none."""
     if not _teacherless(study):
         return
     asking = {

@@ -82,7 +82,7 @@ def _learned(method: Method, phase: Phase) -> Method:
 
 
 def _goes_on(phase: Phase, start: BackboneModel | None, model: BackboneModel) -> Misfits:
-    """Whether a pretrained model can be brought to the images of a later phase."""
+    """Yield why a pretrained model cannot be brought to the images of a later phase."""
     if not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"
         yield (

@@ -153,7 +153,7 @@ def _schedule(keys: tuple, training: Any) -> Misfits:
 
 
 def _own(study: Study, rule: Callable[[tuple, Any], Misfits]) -> Misfits:
-    """What a rule says of ``pretrain`` as methods change it, where it is not said of all."""
+    """Yield what a rule says of ``pretrain`` as methods change it, where it is not said of all."""
     if study.pretrain is None:
         return
     of_all = set(rule((), study.pretrain))
@@ -231,7 +231,7 @@ def _batch(keys: tuple, settings: Any, images: int, why: str) -> Misfits:
 
 
 def _fits_routers(study: Study) -> bool:
-    """Whether a method that is run has routers of the teacher fitted beforehand."""
+    """Return whether a method that is run has routers of the teacher fitted beforehand."""
     asked = [study.methods[name] for name in study.run.methods if name in study.methods]
     fitted = any(method.guided_routing and not method.joint for method in asked)
     return study.teacher_router is not None and fitted

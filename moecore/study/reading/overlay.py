@@ -45,7 +45,7 @@ class Layers(Document):
 
 
 class Resolved(NamedTuple):
-    """What a study's overlay and presets come to."""
+    """A study as its overlay and presets come out."""
 
     document: Document  # the whole of its params.yaml; places are those in root, overlay, presets
     stages: tuple[str, ...] | None  # None: all of the root's
@@ -194,7 +194,7 @@ def _of_sections(document: Document, allowed: Sequence[str]) -> Document:
 
 
 def _depth(value: Any, keys: Sequence[str | int]) -> int:
-    """How many of ``keys``, from the first on, lead further into ``value``."""
+    """Return how many of ``keys``, from the first on, lead further into ``value``."""
     for depth, key in enumerate(keys):
         if isinstance(value, dict) and key in value:
             value = value[key]
