@@ -11,9 +11,9 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import whole_file
-from moecore.report.claims import evaluate, flat_evaluated
+from moecore.report.claims.evaluation import evaluate, flat_evaluated
 from moecore.report.results import read_results, study_stages
-from moecore.report.tables import data_facts, flat
+from moecore.report.tables.comparison import data_facts, flat
 from moecore.report.texts import texts
 from moecore.run import partial_run
 from moecore.run.inputs import params_path, refuse_changed_document

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moecore.core.files import UserError
-from moecore.run.continued import sampling_words, say
-from moecore.run.predictions import Given, folder_words, predict_folder
+from moecore.predict.continuation import sampling_words, say
+from moecore.predict.predictions import Given, folder_words, predict_folder
 from moecore.tracking.model import SCHEME, model_folder
 
 

@@ -20,7 +20,7 @@ from moecore.measure.passes import flops_per_image
 from moecore.nn.backbones.model import BackboneModel, parameter_counts
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.meta_device import on_meta_device
-from moecore.report.words import shown
+from moecore.report.tables.number_format import shown
 from moecore.study.data_rules import previews_of
 from moecore.study.model_rules import image_of
 from moecore.study.study import Study

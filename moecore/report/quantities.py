@@ -7,8 +7,8 @@ from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, key_of
 from moecore.report.measured import Phase
 from moecore.report.measures.robustness import WORST, attack_title, attacks_of, strongest
-from moecore.report.tables import Table
-from moecore.report.words import Cell, Cells, decimals
+from moecore.report.tables.comparison import Table
+from moecore.report.tables.number_format import Cell, Cells, decimals
 from moecore.statistics.intervals import Interval
 
 HEADLINE = ("mce", "load_cv2", "active_parameters", "latency_ms")

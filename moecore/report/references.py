@@ -5,8 +5,8 @@ And the columns that are relative to the baseline.
 
 from moecore.measure import routing
 from moecore.report.column import Column, Seen, mean
+from moecore.report.figures.training_figures import steps_to
 from moecore.report.measured import Measured, Models, Phase, known
-from moecore.report.training_figures import steps_to
 from moecore.training.outcome import Outcome
 
 BASELINE = "vmoe"

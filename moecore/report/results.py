@@ -20,7 +20,7 @@ from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import SHOWN
-from moecore.report.shown import Shown
+from moecore.report.measures.shown import Shown
 from moecore.study.selection import Phase as PhaseName
 from moecore.study.selection import Selection
 from moecore.tasks.base import Task

@@ -12,18 +12,18 @@ from moecore.brain.measured_ages import Result as Ages
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.under_attack.curves import run_of
-from moecore.report.claims import Evaluated
-from moecore.report.explorer import FILE, explorable, explorer
+from moecore.report.claims.claims_table import claims_markdown
+from moecore.report.claims.evaluation import Evaluated
+from moecore.report.figures.training_figures import training_curves
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import sizes
 from moecore.report.measures.robustness import WORST, curve_of
-from moecore.report.page import page
-from moecore.report.pictures import svg
+from moecore.report.page.explorer import FILE, explorable, explorer
+from moecore.report.page.html import page
+from moecore.report.page.templating import svg
+from moecore.report.page.view import Picture
 from moecore.report.quantities import names_of_attacks
-from moecore.report.runs import run_files
-from moecore.report.training_figures import training_curves
-from moecore.report.verdicts import claims_markdown
-from moecore.report.view import Picture
+from moecore.report.tables.run_files import run_files
 from moecore.training.outcome import Outcome
 
 # Alone in a page of its own, a figure has no text colour to take over.

@@ -122,7 +122,9 @@ def say_once(text: str) -> None:
 
 def metrics_named(study: Any, stages: Sequence[str]) -> Iterable[tuple[tuple, str]]:
     """Metrics that claims and questions name and no measurement of the study has."""
-    from moecore.report.tables import unknown_metrics  # imports what draws: only where it is asked
+    from moecore.report.tables.comparison import (
+        unknown_metrics,  # imports what draws: only where it is asked
+    )
 
     return unknown_metrics(study, stages)
 

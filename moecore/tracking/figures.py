@@ -60,7 +60,7 @@ def png(figure: "Figure") -> bytes:
 def _samples(folder: Path) -> Figures:
     # Here, as it brings torch, which an import without new runs does not need.
     from moecore.data.prepared import Prepared
-    from moecore.report.contact_sheet import draw_contact_sheet
+    from moecore.report.figures.contact_sheet import draw_contact_sheet
 
     yield "samples", draw_contact_sheet(Prepared.open(folder))
 

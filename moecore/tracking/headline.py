@@ -13,12 +13,12 @@ from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
 from moecore.report.column import Metric
-from moecore.report.drawing import INK, line_look
+from moecore.report.figures.drawing import INK, line_look
 from moecore.report.measured import Measured, Phase
 from moecore.report.measures import SHOWN
 from moecore.report.quantities import headline
 from moecore.report.references import DENSE
-from moecore.report.tables import metrics_of
+from moecore.report.tables.comparison import metrics_of
 from moecore.study.document import parse
 from moecore.tasks.base import Task
 from moecore.tracking.names import PHASES, Numbers, clean

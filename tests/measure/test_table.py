@@ -43,8 +43,8 @@ from moecore.nn.layers.moe import MoE
 from moecore.nn.predict import predictions
 from moecore.report.measured import Results
 from moecore.report.measures import sizes
-from moecore.report.page import page
-from moecore.report.tables import flat
+from moecore.report.page.html import page
+from moecore.report.tables.comparison import flat
 from moecore.report.texts import texts
 from moecore.study.params import read
 from moecore.study.selection import Selection

@@ -7,19 +7,19 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.measure.cohort_checks import Result as CohortChecks
-from moecore.report.charts import attack_points
-from moecore.report.claims import evaluate, flat_claims
+from moecore.report.claims.evaluation import evaluate, flat_claims
+from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.cohort_checks import tissues
+from moecore.report.measures.region_blocks import generalised, mixtures
 from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.measures.robustness import rows_of
-from moecore.report.page import page
-from moecore.report.regions import generalised, mixtures
+from moecore.report.page.html import page
 from moecore.report.results import read_results
-from moecore.report.summary import rows
-from moecore.report.tables import data_facts, flat, table, used_tests
+from moecore.report.tables.comparison import data_facts, flat, table, used_tests
+from moecore.report.tables.number_format import shown
+from moecore.report.tables.summary import rows
 from moecore.report.texts import robustness_csv, table_s1_csv, training_csv
-from moecore.report.words import shown
 from moecore.study.selection import Claim, Selection
 from tests.report.ages import STAGES, write_ages
 from tests.report.generated import changed

@@ -15,15 +15,15 @@ from pydantic import ValidationError
 from moecore.core.files import FullDisk, UserError
 from moecore.core.sources import ROOT
 from moecore.measure.base import Estimate
-from moecore.report import claims_page
-from moecore.report.all_claims import tables
-from moecore.report.claims import evaluate, flat_claims, flat_evaluated, p_of, verdict
-from moecore.report.cross_table import cross_table
+from moecore.report.claims import claims_page
+from moecore.report.claims.all_claims import tables
+from moecore.report.claims.claims_table import claims_markdown
+from moecore.report.claims.evaluation import evaluate, flat_claims, flat_evaluated, p_of, verdict
 from moecore.report.measured import Measured, Phase, Results, measured
-from moecore.report.page import page
-from moecore.report.summary import ANSWERS, claim_lines, rows
-from moecore.report.tables import flat, foreseen
-from moecore.report.verdicts import claims_markdown
+from moecore.report.page.html import page
+from moecore.report.tables.comparison import flat, foreseen
+from moecore.report.tables.cross_table import cross_table
+from moecore.report.tables.summary import ANSWERS, claim_lines, rows
 from moecore.statistics.crossed import BOTH, ITEMS, Difference, Source, crossed, kept_items
 from moecore.study.overlay import stages_of
 from moecore.study.selection import Claim, Question

@@ -10,18 +10,18 @@ from moecore.measure.base import Skipped
 from moecore.measure.corruptions import Result as Corruptions
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
-from moecore.report.charts import attack_points, over
 from moecore.report.column import Column
+from moecore.report.figures.charts import attack_points, over
 from moecore.report.measures.corruptions import errors_of, errors_of_dense
 from moecore.report.measures.robustness import WORST, attack_title, hits_under, rows_of
 from moecore.report.measures.routing import swept
 from moecore.report.measures.training import COLUMNS
-from moecore.report.page import page
-from moecore.report.paper_figures import REPORTED
+from moecore.report.page.html import page
 from moecore.report.references import seen
 from moecore.report.results import USUAL, read_results
-from moecore.report.tables import flat, table
-from moecore.report.words import between, shown
+from moecore.report.tables.comparison import flat, table
+from moecore.report.tables.number_format import between, shown
+from moecore.report.tables.paper_numbers import REPORTED
 from moecore.study.selection import Selection
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.outcome import Outcome

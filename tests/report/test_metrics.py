@@ -11,15 +11,15 @@ from moecore.core.files import UserError
 from moecore.data.views import transforms
 from moecore.measure.routing import Result as Routing
 from moecore.report.column import Ahead, slug
-from moecore.report.drawing import PALETTE
+from moecore.report.figures.drawing import PALETTE
+from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.report.measures.training import halfway
-from moecore.report.page import page
-from moecore.report.paper_figures import PAPERS, REPORTED, reported
+from moecore.report.page.html import page
 from moecore.report.results import USUAL, read_results, study_stages
-from moecore.report.summary import rows
-from moecore.report.tables import flat, foreseen, metrics_of, table, unknown_metrics
+from moecore.report.tables.comparison import flat, foreseen, metrics_of, table, unknown_metrics
+from moecore.report.tables.paper_numbers import PAPERS, REPORTED, reported
+from moecore.report.tables.summary import rows
 from moecore.report.texts import robustness_csv
-from moecore.report.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.study.params import check as check_text
 from moecore.study.selection import Selection
 from moecore.study.study import Study

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from playwright.sync_api import Locator
 
-from moecore.report import predicted
-from moecore.report.claims import evaluate
-from moecore.report.explorer import explorer
+from moecore.predict import page as predicted
+from moecore.predict.page import Failure, PredictedPage, Shown, Spoken, flat_tile
+from moecore.report.claims.evaluation import evaluate
 from moecore.report.measured import Models
-from moecore.report.page import page
-from moecore.report.predicted import Failure, PredictedPage, Shown, Spoken, flat_tile
+from moecore.report.page.explorer import explorer
+from moecore.report.page.html import page
 from moecore.report.results import read_results
 from moecore.study.selection import Selection
 from moecore.tasks.classification import Classification

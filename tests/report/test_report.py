@@ -10,15 +10,22 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
-from moecore.report import summary
-from moecore.report.all_claims import found_studies
+from moecore.report.claims.all_claims import found_studies
 from moecore.report.column import Column, Metric
-from moecore.report.page import page
+from moecore.report.page.html import page
+from moecore.report.page.rows import alike
 from moecore.report.results import USUAL, read_results
-from moecore.report.rows import alike
-from moecore.report.tables import apart, flat, table
+from moecore.report.tables import summary
+from moecore.report.tables.comparison import apart, flat, table
+from moecore.report.tables.number_format import (
+    Cell,
+    between,
+    decimals,
+    epsilon,
+    shown,
+    with_named_epsilons,
+)
 from moecore.report.texts import robustness_csv, training_csv
-from moecore.report.words import Cell, between, decimals, epsilon, shown, with_named_epsilons
 from moecore.statistics.intervals import Interval
 from moecore.study.selection import Selection
 from moecore.training.outcome import Outcome

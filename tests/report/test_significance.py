@@ -14,17 +14,17 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure.base import Estimate
 from moecore.measure.robustness import Result as Robustness
-from moecore.report.answer import answer, answer_of_claims
-from moecore.report.claims import evaluate
+from moecore.report.claims.evaluation import evaluate
+from moecore.report.claims.significance import against, leader, possible_test
 from moecore.report.column import Column, Metric
+from moecore.report.figures.overview import hold, pictures
 from moecore.report.measured import Measured, Results, measured
-from moecore.report.overview import hold, pictures
-from moecore.report.page import page, page_of
+from moecore.report.page.answer import answer, answer_of_claims
+from moecore.report.page.html import page, page_of
 from moecore.report.quantities import quantities
 from moecore.report.references import baseline, references
-from moecore.report.significance import against, leader, possible_test
-from moecore.report.tables import column, flat, table, used_tests
-from moecore.report.words import WORDS, word_of
+from moecore.report.tables.comparison import column, flat, table, used_tests
+from moecore.report.tables.number_format import WORDS, word_of
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
 from tests.report.generated import TASK, changed, trained

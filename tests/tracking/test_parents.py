@@ -11,7 +11,7 @@ import torch
 
 from moecore.measure.base import Skipped
 from moecore.measure.calibration import Quality, Result
-from moecore.report.drawing import INK, line_look
+from moecore.report.figures.drawing import INK, line_look
 from moecore.run.history import record
 from moecore.statistics.intervals import Estimate
 from moecore.tasks.class_scores import reliability

@@ -7,13 +7,13 @@ import numpy as np
 from moecore.brain.age_errors import AgeErrors
 from moecore.brain.measured_ages import Result
 from moecore.measure.base import Estimate
-from moecore.report.age_figures import age_scatter, errors_by_group, pad_against_age
 from moecore.report.column import Column, Metric, opened
+from moecore.report.figures.age_figures import age_scatter, errors_by_group, pad_against_age
 from moecore.report.measured import Phase
-from moecore.report.rows import alike
-from moecore.report.shown import Figures, by_name
-from moecore.report.view import Block, Grid, Item, Line
-from moecore.report.words import cell
+from moecore.report.measures.shown import Figures, by_name
+from moecore.report.page.rows import alike
+from moecore.report.page.view import Block, Grid, Item, Line
+from moecore.report.tables.number_format import cell
 from moecore.tasks.base import Task
 
 TABLE_S1 = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}

@@ -10,13 +10,13 @@ from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
 from moecore.report.column import Column, Metric, opened
-from moecore.report.drawing import GUIDE, legend_of, line_look, new_figure, styled
+from moecore.report.figures.drawing import GUIDE, legend_of, line_look, new_figure, styled
 from moecore.report.measured import Phase
-from moecore.report.regions import GENERALISATION, TISSUES, generalised, mixtures
-from moecore.report.rows import alike
-from moecore.report.shown import Figures, each_method
-from moecore.report.view import Block, Grid, Item, Line
-from moecore.report.words import cell
+from moecore.report.measures.region_blocks import GENERALISATION, TISSUES, generalised, mixtures
+from moecore.report.measures.shown import Figures, each_method
+from moecore.report.page.rows import alike
+from moecore.report.page.view import Block, Grid, Item, Line
+from moecore.report.tables.number_format import cell
 from moecore.statistics.intervals import Interval
 
 ORDER = {

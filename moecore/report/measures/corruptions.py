@@ -7,12 +7,20 @@ from typing import get_args
 import numpy as np
 
 from moecore.measure.corruptions import Errors, Name, Result, mean_corruption_error
-from moecore.report.charts import Labels, Look, bands, curves_chart, heat_table, over, texts_of
 from moecore.report.column import Column, Each, Given, Seen, mean, slug
+from moecore.report.figures.charts import (
+    Labels,
+    Look,
+    bands,
+    curves_chart,
+    heat_table,
+    over,
+    texts_of,
+)
 from moecore.report.measured import Phase
-from moecore.report.rows import percents
-from moecore.report.shown import Figures
-from moecore.report.view import Block, Grid, Picture
+from moecore.report.measures.shown import Figures
+from moecore.report.page.rows import percents
+from moecore.report.page.view import Block, Grid, Picture
 from moecore.statistics.intervals import Interval
 
 

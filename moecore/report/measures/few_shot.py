@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moecore.measure.few_shot import FewShot, Result, Shots
-from moecore.report.charts import Look, bands, curves_chart, over
 from moecore.report.column import Ahead, Column, Each, opened
+from moecore.report.figures.charts import Look, bands, curves_chart, over
 from moecore.report.measured import Phase
-from moecore.report.shown import Figures
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 NOTE = (

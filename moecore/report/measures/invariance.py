@@ -7,9 +7,9 @@ import numpy as np
 from moecore.data.views.transforms import TRANSFORMS
 from moecore.measure.invariance import Result
 from moecore.report.column import Column, Each, mean, mean_items, named, opened, slug
-from moecore.report.maps import expert_maps
+from moecore.report.figures.expert_maps import expert_maps
 from moecore.report.measured import known
-from moecore.report.shown import Figures
+from moecore.report.measures.shown import Figures
 from moecore.statistics.intervals import Interval
 
 NOTE = "image Euclidean distance of the routers' outputs, plain and transformed"

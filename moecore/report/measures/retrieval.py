@@ -6,11 +6,11 @@ import numpy as np
 
 from moecore.measure.base import Estimate
 from moecore.measure.retrieval import Recall, Result, Retrieval, TextLayer
-from moecore.report.captions import read_images
 from moecore.report.column import Ahead, Column, Each, mean, opened
+from moecore.report.figures.caption_sheets import read_images
 from moecore.report.measured import Phase
-from moecore.report.shown import Figures, by_name
-from moecore.report.view import Block, Grid, Item, Line
+from moecore.report.measures.shown import Figures, by_name
+from moecore.report.page.view import Block, Grid, Item, Line
 
 WAYS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 NOTES = {

@@ -6,7 +6,19 @@ import numpy as np
 
 from moecore.measure.robustness import Result
 from moecore.measure.under_attack.curves import worst_of
-from moecore.report.attacks import (
+from moecore.report.column import (
+    Ahead,
+    Column,
+    Each,
+    key_of,
+    limits_of,
+    mean,
+    opened,
+    title_of,
+)
+from moecore.report.figures.charts import attack_points, under_attack
+from moecore.report.measured import Measured, Phase
+from moecore.report.measures.attack_blocks import (
     WORST,
     attack_title,
     attacked,
@@ -18,20 +30,8 @@ from moecore.report.attacks import (
     rows_of,
     strongest,
 )
-from moecore.report.charts import attack_points, under_attack
-from moecore.report.column import (
-    Ahead,
-    Column,
-    Each,
-    key_of,
-    limits_of,
-    mean,
-    opened,
-    title_of,
-)
-from moecore.report.measured import Measured, Phase
-from moecore.report.shown import Figures
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import Block, Picture
 from moecore.statistics.crossed import by_person
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score

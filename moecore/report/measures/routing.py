@@ -7,9 +7,9 @@ import numpy as np
 from moecore.measure.routing import Result
 from moecore.measure.routing_metrics.augmentations import resolved
 from moecore.report.column import Ahead, Column, Columns, Each, Given, mean, named, opened, slug
-from moecore.report.maps import corresponding_patches, expert_load, expert_overlays
+from moecore.report.figures.expert_maps import corresponding_patches, expert_load, expert_overlays
 from moecore.report.measured import Phase, known
-from moecore.report.routing_findings import (
+from moecore.report.measures.routing_sweeps import (
     agreement_by_layer,
     by_layer,
     neighbours,
@@ -20,8 +20,8 @@ from moecore.report.routing_findings import (
     swept_columns,
     swept_most,
 )
-from moecore.report.shown import Figures, by_name
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures, by_name
+from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 MATCHES = {

@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 
 from moecore.measure.sizes import Result, Row
 from moecore.report.column import Columns
-from moecore.report.drawing import GUIDE, PALETTE, new_figure, styled
-from moecore.report.paper_figures import REPORTED, Reported
-from moecore.report.shown import Figures
-from moecore.report.view import EMPTY, NONE, Block, Grid, Item, Line, Picture
+from moecore.report.figures.drawing import GUIDE, PALETTE, new_figure, styled
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import EMPTY, NONE, Block, Grid, Item, Line, Picture
+from moecore.report.tables.paper_numbers import REPORTED, Reported
 
 LIMIT = 0.01  # a difference beyond it is explained
 
@@ -84,7 +84,7 @@ def printed(row: Row) -> Reported:
     for model in REPORTED:
         if model.paper == "cost" and model.model == row.reported:
             return model
-    raise ValueError(f"{row.reported} is not in moecore/report/paper_figures.py under cost")
+    raise ValueError(f"{row.reported} is not in moecore/report/tables/paper_numbers.py under cost")
 
 
 def ours(row: Row, count: Count) -> float | None:

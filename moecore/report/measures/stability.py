@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 from moecore.measure.exploring.overlays import grid_of
 from moecore.measure.noise_ramp import Ramp
 from moecore.measure.stability import NoiseRow, NoisyOverlays, Result
-from moecore.report.charts import Look, bands, curves_chart, over
 from moecore.report.column import (
     Column,
     Given,
@@ -20,11 +19,19 @@ from moecore.report.column import (
     title_of,
     unit_of,
 )
-from moecore.report.drawing import PALETTE, legend_of, line_look, new_figure, share_axis, styled
+from moecore.report.figures.charts import Look, bands, curves_chart, over
+from moecore.report.figures.drawing import (
+    PALETTE,
+    legend_of,
+    line_look,
+    new_figure,
+    share_axis,
+    styled,
+)
+from moecore.report.figures.sheets import Frame, Tile, picture, sheet, tints
 from moecore.report.measured import Phase
-from moecore.report.sheets import Frame, Tile, picture, sheet, tints
-from moecore.report.shown import Figures, each_method
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures, each_method
+from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 

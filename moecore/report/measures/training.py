@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moecore.measure import calibration
-from moecore.report import regions
-from moecore.report.charts import bands
 from moecore.report.column import (
     Column,
     Given,
@@ -18,13 +16,8 @@ from moecore.report.column import (
     title_of,
     unit_of,
 )
-from moecore.report.confusions import confusion
-from moecore.report.measured import Measured, Phase, known
-from moecore.report.measures.word_swaps import perplexities
-from moecore.report.references import convergence, overhead
-from moecore.report.routing_findings import preferred
-from moecore.report.shown import Figures, each_method
-from moecore.report.training_figures import (
+from moecore.report.figures.charts import bands
+from moecore.report.figures.training_figures import (
     AGREEMENTS,
     agreement_points,
     class_maps,
@@ -32,7 +25,14 @@ from moecore.report.training_figures import (
     routing_agreement,
     training_curves,
 )
-from moecore.report.view import Block, Picture
+from moecore.report.measured import Measured, Phase, known
+from moecore.report.measures import region_blocks as regions
+from moecore.report.measures.confusion_blocks import confusion
+from moecore.report.measures.routing_sweeps import preferred
+from moecore.report.measures.shown import Figures, each_method
+from moecore.report.measures.word_swaps import perplexities
+from moecore.report.page.view import Block, Picture
+from moecore.report.references import convergence, overhead
 from moecore.training.outcome import Outcome
 
 LOSS = {

@@ -6,14 +6,20 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.transfer import Cell, Result
-from moecore.report.attacks import MARKS
-from moecore.report.charts import Labels, heat_table
 from moecore.report.column import Columns, title_of
+from moecore.report.figures.charts import Labels, heat_table
 from moecore.report.measured import Phase
+from moecore.report.measures.attack_blocks import MARKS
 from moecore.report.measures.robustness import attack_title
-from moecore.report.shown import Figures
-from moecore.report.view import NONE, Block, Grid, Item, Line, Picture
-from moecore.report.words import decimals, epsilon, shown, signed, with_named_epsilons
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
+from moecore.report.tables.number_format import (
+    decimals,
+    epsilon,
+    shown,
+    signed,
+    with_named_epsilons,
+)
 
 # The matrix is of pairs: no number of it belongs to one method.
 COLUMNS: tuple[Columns, ...] = ()

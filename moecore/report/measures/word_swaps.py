@@ -8,11 +8,11 @@ import numpy as np
 
 from moecore.measure.base import Estimate
 from moecore.measure.word_swaps import Result, Swapped, WordSwaps
-from moecore.report.charts import Look, bands, curves_chart, over
 from moecore.report.column import Ahead, Column, Each, Seen, mean, opened
+from moecore.report.figures.charts import Look, bands, curves_chart, over
 from moecore.report.measured import Phase
-from moecore.report.shown import Figures
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 KINDS = ("swapped_nats", "swapped_ppl", "swapped_lost", "swapped_change")

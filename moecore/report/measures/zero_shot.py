@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from moecore.measure.zero_shot import Result
 from moecore.report.column import Column, opened
 from moecore.report.measured import Phase
-from moecore.report.shown import Figures
-from moecore.report.view import NONE, Block, Grid, Item, Line
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import NONE, Block, Grid, Item, Line
 
 NOTE = "the class whose prompts lie nearest, of images that no caption was learned for"
 

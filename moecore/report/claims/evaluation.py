@@ -1,0 +1,216 @@
+"""What is said or asked of two methods, and whether the runs bear it out."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from moecore.core.files import UserError
+from moecore.report.claims.significance import LEVEL, Side, difference_of
+from moecore.report.column import Metric
+from moecore.report.measured import Models, Phase, Results
+from moecore.report.tables.comparison import table
+from moecore.report.tables.number_format import Cell, as_json, cell
+from moecore.statistics.crossed import Difference
+from moecore.statistics.paired import holm
+from moecore.study.selection import Claim, Comparison, Question, settings_of
+
+T = TypeVar("T")
+
+
+class Evaluated(NamedTuple):
+    """A claim or question with what was measured; ``difference`` is method − against."""
+
+    claim: Claim | Question
+    metric: Metric
+    ours: Cell
+    theirs: Cell
+    difference: Difference
+    verdict: str  # "holds", "differs" or "open"
+    p: float | None  # of the verdict's test; None where there is no interval
+    p_holm: float | None = None  # corrected over the claims of its paper; questions have none
+    verdict_holm: str = ""  # the verdict that the corrected p leaves
+
+    @property
+    def smallest(self) -> float | None:
+        """Of an open verdict, the smallest difference that this design could have seen."""
+        return self.difference.smallest if self.verdict == "open" else None
+
+
+class Known(NamedTuple):
+    """The metrics of one phase that any method has."""
+
+    phase: Phase
+    metrics: Mapping[str, Metric]
+
+
+def evaluate(asked: Sequence[Claim | Question], results: Results) -> list[Evaluated]:
+    """Every claim and question with its verdict; claims with Holm's correction paper by paper.
+
+    Raises UserError for an unknown phase, method or metric, for a method that lacks the metric,
+    and for items that differ, naming ``claims[i]`` or ``questions[i]`` and what is allowed.
+    """
+    phases = {
+        name: Known(phase, {metric.name: metric for metric in table(results, phase).metrics})
+        for name, phase in (results.phases.items() if asked else ())
+    }
+    counts: dict[str, int] = defaultdict(int)
+    found = []
+    for one in asked:
+        section = "claims" if isinstance(one, Claim) else "questions"
+        found.append(_evaluate(one, f"{section}[{counts[section]}]", phases))
+        counts[section] += 1
+    return corrected(found)
+
+
+def claims_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+    """What papers claim."""
+    return [found for found in evaluated if isinstance(found.claim, Claim)]
+
+
+def questions_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+    """What no paper claims."""
+    return [found for found in evaluated if isinstance(found.claim, Question)]
+
+
+def corrected(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+    """The same with Holm's correction over the claims of each paper that have an interval."""
+    families = defaultdict(list)
+    for place, found in enumerate(evaluated):
+        if isinstance(found.claim, Claim) and found.p is not None:
+            families[found.claim.paper].append(place)
+    result = list(evaluated)
+    for places in families.values():
+        values = [p for place in places if (p := evaluated[place].p) is not None]
+        for place, p in zip(places, holm(values), strict=True):
+            kept = evaluated[place].verdict if p < LEVEL else "open"
+            result[place] = evaluated[place]._replace(p_holm=p, verdict_holm=kept)
+    return result
+
+
+def verdict(difference: Difference, asked: Comparison) -> str:
+    """holds, differs or open.
+
+    higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes it.
+    equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
+    interval lies wholly outside; else open. Without an interval it is open.
+    """
+    half = difference.half()
+    inner = difference.half(1 - 2 * LEVEL)
+    if half is None or inner is None:
+        return "open"
+    size = abs(difference.value)
+    if asked.margin is not None:
+        if size + inner < asked.margin:
+            return "holds"
+        return "differs" if size - half > asked.margin else "open"
+    if size <= half:
+        return "open"
+    return "holds" if (difference.value > 0) == (asked.better == "higher") else "differs"
+
+
+def p_of(difference: Difference, asked: Comparison) -> float | None:
+    """The p-value behind the verdict: below 5 % exactly where that is not open.
+
+    Two-sided for a direction. For an equivalence, of the larger of the two one-sided tests where
+    the difference lies within the margin, else two-sided of lying outside.
+    """
+    if asked.margin is None:
+        return difference.p
+    apart = abs(difference.value) - asked.margin
+    p = difference.p_at(abs(apart))
+    return p if p is None or apart > 0 else p / 2
+
+
+def flat_claims(
+    evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """An entry ``claims`` or ``questions`` of compare.json: what is said → values, verdict, and of
+    which settings; {} without any. study: params.yaml as plain data.
+    """
+    entries = {}
+    for number, found in enumerate(evaluated):
+        behind = {} if study is None else {"settings": settings_of(study, found.claim)}
+        entries[f"{number}: {_words(found.claim)}"] = _entry(found) | behind
+    return entries
+
+
+def flat_evaluated(
+    evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The entries ``claims`` and ``questions`` of compare.json that there are."""
+    found = {
+        "claims": flat_claims(claims_of(evaluated), study),
+        "questions": flat_claims(questions_of(evaluated), study),
+    }
+    return {name: entries for name, entries in found.items() if entries}
+
+
+def _words(claim: Claim | Question) -> str:
+    start = f"{claim.paper}, {claim.phase}" if claim.paper else claim.phase
+    return f"{start}: {claim.words}"
+
+
+def _entry(found: Evaluated) -> dict[str, Any]:
+    difference = found.difference
+    as_cell = Cell(difference.interval(), difference.kind, difference.seeds)
+    entry = {
+        "asked": found.claim.model_dump(mode="json", exclude_none=True),
+        "method": as_json(found.ours),
+        "against": as_json(found.theirs),
+        "difference": as_json(as_cell) | {"items": difference.items},
+        "verdict": found.verdict,
+        "p": found.p,
+        "p_holm": found.p_holm,
+        "verdict_holm": found.verdict_holm,
+        "smallest": found.smallest,
+        "form": found.metric.column.form,
+    }
+    return {name: value for name, value in entry.items() if value not in (None, "")}
+
+
+def _evaluate(claim: Claim | Question, place: str, phases: Mapping[str, Known]) -> Evaluated:
+    known = _among(phases, claim.phase, f"{place}.phase")
+    metric = _among(known.metrics, claim.metric, f"{place}.metric")
+    other = metric
+    if claim.against_metric:
+        other = _among(known.metrics, claim.against_metric, f"{place}.against_metric")
+        refuse_other_unit(metric, other, f"{place}.against_metric")
+    models = known.phase.models
+    ours = Side(metric, _among(models, claim.method, f"{place}.method"))
+    itself = () if claim.against_metric else (claim.method,)
+    others = {name: seeds for name, seeds in models.items() if name not in itself}
+    theirs = Side(other, _among(others, claim.against, f"{place}.against"))
+    # Whether both have their metric is seen before their difference is taken.
+    first = _cell_of(ours, models, f"{place}.method: {claim.method}")
+    second = _cell_of(theirs, models, f"{place}.against: {claim.against}")
+    difference = difference_of(ours, theirs, f"{place}.metric")
+    judged = verdict(difference, claim)
+    return Evaluated(claim, metric, first, second, difference, judged, p_of(difference, claim))
+
+
+def _cell_of(side: Side, models: Models, place: str) -> Cell:
+    found = cell(side.metric, list(side.seeds.values()))
+    if found is None:
+        name = side.metric.name
+        having = [one for one, seeds in models.items() if cell(side.metric, list(seeds.values()))]
+        raise UserError(f"{place} has no {name}; allowed: {_listed(having)}")
+    return found
+
+
+def refuse_other_unit(metric: Metric, other: Metric, place: str) -> None:
+    """Raise UserError where the difference of two metrics would be one of unlike things."""
+    ours = metric.column.form
+    theirs = other.column.form
+    if ours != theirs:
+        found = f"{other.name} is a {theirs}, and {metric.name} a {ours}"
+        raise UserError(f"{place}: found {found}; allowed: a metric of the same unit")
+
+
+def _among(allowed: Mapping[str, T], name: str, place: str) -> T:
+    if name not in allowed:
+        raise UserError(f"{place}: found {name!r}; allowed: {_listed(allowed)}")
+    return allowed[name]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

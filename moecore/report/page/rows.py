@@ -1,0 +1,101 @@
+"""Metrics and cells as the rows of a page's tables."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from moecore.report.column import Column
+from moecore.report.page.view import EMPTY, NONE, Grid, Head, Item, Line
+from moecore.report.tables.number_format import Cell, Cells, decimals, limits_of, shown, word_of
+from moecore.report.tables.paper_numbers import PAPERS
+
+Notes = Callable[[Column], Sequence[str]]
+
+
+def no_notes(column: Column) -> Sequence[str]:
+    """Nothing below a column's name."""
+    return ()
+
+
+def by_method(
+    columns: Sequence[Column],
+    cells: Cells,
+    controls: Collection[str] = (),
+    notes: Notes = no_notes,
+) -> Grid:
+    """Methods as rows, metrics as columns, whose heads have notes below them."""
+    items = [alike(column, [row[column.name] for row in cells.values()]) for column in columns]
+    lines = [
+        Line(
+            Item(method, note="control" if method in controls else ""), [one[row] for one in items]
+        )
+        for row, method in enumerate(cells)
+    ]
+    heads = [Head(), *(head(column, notes(column)) for column in columns)]
+    names = ["Method", *(column.label for column in columns)]
+    return Grid(names, lines, heads=heads, sortable=len(lines) > 1)
+
+
+def head(column: Column, notes: Sequence[str] = ()) -> Head:
+    """What stands with a column's name."""
+    return Head(column.note, column.better, word_of(column.name), notes)
+
+
+def by_metric(columns: Sequence[Column], cells: Cells) -> Grid:
+    """Metrics as rows, methods as columns: everything, the metrics of a paper under its name."""
+    lines = []
+    paper = ""
+    for column in columns:
+        if column.paper != paper:
+            paper = column.paper
+            lines.append(Line(Item(PAPERS[paper]), look="group"))
+        items = alike(column, [row[column.name] for row in cells.values()])
+        lines.append(Line(Item(column.label, note=column.note), items))
+    return Grid(["Metric", *cells], lines)
+
+
+def places_of(column: Column, cells: Iterable[Cell | None]) -> int:
+    """The decimals that all cells of a metric have."""
+    return decimals([found.interval for found in cells if found], column.form)
+
+
+def item(found: Cell | None, column: Column, places: int | None = None) -> Item:
+    """A value with its limits, marked where it is the best; a dash where there is none."""
+    if found is None:
+        return NONE
+    form = column.form
+    value = found.interval.value
+    small = limits_of(found, form, places)
+    look = "best" if found.marked else ""
+    return Item(shown(value, form, places), small, look=look, value=value)
+
+
+def alike(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
+    """The cells of one column, with the same digits."""
+    places = places_of(column, cells)
+    return [item(found, column, places) for found in cells]
+
+
+def percents(
+    corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
+) -> Grid:
+    """Shares as percents in colour; rows: name → a share for each column, None where unknown."""
+    lines = [
+        Line(
+            Item(name),
+            [
+                EMPTY if share is None else Item(f"{share * 100:.0f}", share=share)
+                for share in shares
+            ],
+        )
+        for name, shares in rows.items()
+    ]
+    return Grid([corner, *columns], lines, small=True)
+
+
+def reported(value: float, column: Column) -> str:
+    """A paper's number with the digits that the paper prints."""
+    match column.form:
+        case "share":
+            return f"{100 * value:.4g} %"
+        case "count":
+            return f"{value / 1e6:.4g} million" if value >= 1e6 else f"{value:,.0f}"
+    return f"{value:.4g}"

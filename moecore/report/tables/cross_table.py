@@ -1,0 +1,181 @@
+"""One row a method, one column a headline metric of each paper, as Markdown.
+
+python -m moecore.report.tables.cross_table [reports/compare.json]
+"""
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moecore.core.files import UserError, read_json
+from moecore.report.column import Column
+from moecore.report.page.rows import by_method
+from moecore.report.page.rows import reported as printed
+from moecore.report.page.view import Block, Grid, Item, Line
+from moecore.report.tables.number_format import Cells
+from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, Reported, reported
+from moecore.report.tables.summary import NO_METHODS
+
+# What stands beside a table's own columns: the score, and for the cost what it is of.
+BESIDE = {
+    "cost": ("test_accuracy", "parameters", "active_parameters", "training_overhead"),
+    "moge": ("test_accuracy", "test_accuracy_top5"),
+    "tgr": ("test_accuracy", "steps_to_baseline_loss"),
+}
+ERRORS = ("test_mae", "ppl")  # the score of ages, and of words
+FEW = 3  # numbers of a paper that a head has room for; of more the least and the largest
+WORDS = (
+    "In italics below a column's name: the paper's own numbers. They come from other data and "
+    "sizes: read them for their direction, not for their height."
+)
+
+
+def by_paper(columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()) -> Block:
+    """One small table for each paper whose metrics any method has; one is shown at a time."""
+    grids = [
+        grid_of(paper, columns, cells, controls)
+        for paper in PAPERS
+        if any(column.paper == paper and not column.detail for column in columns)
+    ]
+    return Block("Every method on the metrics of every paper", [WORDS], grids, choice=True)
+
+
+def grid_of(
+    paper: str, columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
+) -> Grid:
+    """One paper's columns, of the methods that have any of them."""
+    own = [column for column in columns if column.paper == paper and not column.detail]
+    names = (*BESIDE.get(paper, ("test_accuracy",)), *ERRORS)
+    shown = [column for column in columns if column.name in names] + own
+    having = {
+        method: row for method, row in cells.items() if any(row[column.name] for column in own)
+    }
+    absent = [method for method in cells if method not in having]
+    notes = [f"Without these metrics: {', '.join(absent)}."] if absent else []
+    if paper in NOTES:
+        notes.append(NOTES[paper])
+    papers = reported(paper, frozenset(column.name for column in shown))
+    grid = by_method(shown, having, controls, lambda column: beside(column, papers))
+    return grid._replace(
+        title=PAPERS[paper],
+        short=SHORT[paper],
+        below=" ".join(notes),
+        more=[source(model, shown) for model in papers],
+    )
+
+
+def beside(column: Column, papers: Sequence[Reported]) -> list[str]:
+    """The paper's numbers of one column: model by model where they are few, else their ends."""
+    found = {model.model: model.values[column.name] for model in papers if has(model, column)}
+    if len(found) <= FEW:
+        return [f"{model} {unbroken(value, column)}" for model, value in found.items()]
+    ends = [unbroken(end, column) for end in (min(found.values()), max(found.values()))]
+    return [f"{len(found)} models {' to '.join(ends)}"]
+
+
+def unbroken(value: float, column: Column) -> str:
+    """A number whose percent sign stays on its line."""
+    return printed(value, column).replace(" ", "\u00a0")
+
+
+def has(model: Reported, column: Column) -> bool:
+    """Whether a paper tells this of its model."""
+    return column.name in model.values
+
+
+def source(model: Reported, columns: Sequence[Column]) -> Line:
+    """All numbers of one model of the paper, and where in it they stand."""
+    values = [
+        f"{column.label} {printed(model.values[column.name], column)}"
+        for column in columns
+        if has(model, column)
+    ]
+    return Line(Item(model.model, note=model.source), [Item("; ".join(values), look="words")])
+
+
+class Column(NamedTuple):
+    """A metric's name in compare.json, its title, and how its mean is printed."""
+
+    name: str
+    title: str
+    form: str
+
+
+COLUMNS = (
+    Column("test_accuracy", "accuracy", "{:.1%}"),
+    Column("ppl", "PPL", "{:.1f}"),
+    Column("swapped_ppl_15", "PPL, swapped", "{:.1f}"),
+    Column("image_to_text_r1", "image → text R@1", "{:.1%}"),
+    Column("zero_shot_accuracy", "zero-shot", "{:.1%}"),
+    Column("ece_after", "ECE", "{:.3f}"),
+    Column("accuracy_worst_case", "attacked", "{:.1%}"),
+    Column("routing_change_pgd-10", "routing change", "{:.3f}"),
+    Column("match_top1", "match top-1", "{:.1%}"),
+    Column("confidence_highest", "confidence", "{:.3f}"),
+    Column("agreement_with_final", "agreement", "{:.1%}"),
+    Column("entropy", "entropy", "{:.3f}"),
+    Column("load_cv2", "load CV²", "{:.3f}"),
+    Column("fallback", "fallback", "{:.1%}"),
+    Column("imed", "IMED", "{:.4f}"),
+    Column("noise_selection_change", "change by noise", "{:.3f}"),
+    Column("jumps", "jumps", "{:.2f}"),
+    Column("mce", "mCE", "{:.3f}"),
+    Column("lipschitz_margin_mean", "margin slope", "{:.0f}"),
+    Column("active_parameters", "active parameters", "{:,.0f}"),
+    Column("gflops", "GFLOPs", "{:.4f}"),
+    Column("latency_ms", "latency (ms)", "{:.2f}"),
+    Column("training_overhead", "training time", "{:.2f}"),
+)
+
+
+def cross_table(compared: Mapping[str, Any]) -> list[str]:
+    """The lines of a Markdown table for each phase: means over seeds.
+
+    A metric that no method has is left out, one that a method lacks is a dash.
+
+    compared: reports/compare.json as ``stages.compare`` writes it.
+    """
+    methods = {name: found for name, found in compared.items() if name not in NO_METHODS}
+    lines: list[str] = []
+    for phase in next(iter(methods.values())):
+        columns = [
+            column
+            for column in COLUMNS
+            if any(found[phase].get(column.name) for found in methods.values())
+        ]
+        lines += [
+            "",
+            f"**{phase}**",
+            "",
+            _row("method", [column.title for column in columns]),
+            _row("---", ["---:"] * len(columns)),
+        ]
+        lines += [
+            _row(
+                f"`{method}`", [_cell(found[phase].get(column.name), column) for column in columns]
+            )
+            for method, found in methods.items()
+        ]
+    return lines
+
+
+def _cell(found: Mapping[str, Any] | None, column: Column) -> str:
+    return "–" if found is None else column.form.format(found["mean"])
+
+
+def _row(first: str, cells: list[str]) -> str:
+    return f"| {first} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    try:
+        print(
+            "\n".join(
+                cross_table(
+                    read_json(Path(sys.argv[1] if len(sys.argv) > 1 else "reports/compare.json"))
+                )
+            )
+        )
+    except UserError as error:
+        sys.exit(str(error))
