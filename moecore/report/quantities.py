@@ -7,8 +7,9 @@ from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, key_of
 from moecore.report.measured import Phase
 from moecore.report.measures.robustness import WORST, attack_title, attacks_of, strongest
+from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.comparison import Table
-from moecore.report.tables.number_format import Cell, Cells, decimals
+from moecore.report.tables.number_format import NumberFormat
 from moecore.statistics.intervals import Interval
 
 HEADLINE = ("mce", "load_cv2", "active_parameters", "latency_ms")
@@ -43,9 +44,9 @@ class Quantity(NamedTuple):
     unit: str = ""  # of an error
 
     @property
-    def places(self) -> int:
-        """The decimals that all its values are shown with."""
-        return decimals([self.interval(method) for method in self.cells], self.column.form)
+    def format(self) -> NumberFormat:
+        """How all its values are printed."""
+        return NumberFormat.of(self.column.form, map(self.interval, self.cells))
 
     @property
     def leader(self) -> str | None:

@@ -17,7 +17,7 @@ from moecore.report.measures.robustness import rows_of
 from moecore.report.page.html import page
 from moecore.report.results import read_results
 from moecore.report.tables.comparison import data_facts, flat, table, used_tests
-from moecore.report.tables.number_format import shown
+from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.summary import rows
 from moecore.report.texts import robustness_csv, table_s1_csv, training_csv
 from moecore.study.selection import Claim, Selection
@@ -228,7 +228,10 @@ def test_region_experts_where_they_were_not_taught(three, text):
     assert [head for head in heads if head in METHODS] == ["vmoe", "ermoe_ba"], "dense has none"
     rows = {line.head.text: [item.text for item in line.items] for line in grid.lines[1:6]}
     assert rows["Isolated, as taught"][0].startswith("90")
-    assert rows["Two tissues mixed"][:2] == [shown(0.71, "share", 1), shown(0.375, "share", 1)]
+    assert rows["Two tissues mixed"][:2] == [
+        NumberFormat("share", 1).value(0.71),
+        NumberFormat("share", 1).value(0.375),
+    ]
     assert rows["Other generator, whole"][2].startswith("0.1")
     assert "no finding" in grid.below
     assert "Region experts where they were not taught" in text
@@ -236,7 +239,7 @@ def test_region_experts_where_they_were_not_taught(three, text):
     (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
     mixed = mixtures(first.generalisation, "vmoe")
     assert [line.head.text for line in mixed.lines] == ["WM with GM"]
-    assert [item.text for item in mixed.lines[0].items] == [shown(0.7, "share", 0)]
+    assert [item.text for item in mixed.lines[0].items] == [NumberFormat("share", 0).value(0.7)]
     assert mixed.below.endswith("other generator: WM 0.50, GM 0.50, CSF 0.50.")
     alone = three.phases["pretrain"]._replace(
         models={"dense": three.phases["pretrain"].models["dense"]}

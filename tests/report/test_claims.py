@@ -17,13 +17,14 @@ from moecore.core.sources import ROOT
 from moecore.measure.base import Estimate
 from moecore.report.claims import claims_page
 from moecore.report.claims.all_claims import tables
+from moecore.report.claims.claim_row import ANSWERS
 from moecore.report.claims.claims_table import claims_markdown
 from moecore.report.claims.evaluation import evaluate, flat_claims, flat_evaluated, p_of, verdict
 from moecore.report.measured import Measured, Phase, Results, measured
 from moecore.report.page.html import page
 from moecore.report.tables.comparison import flat, foreseen
 from moecore.report.tables.cross_table import cross_table
-from moecore.report.tables.summary import ANSWERS, claim_lines, rows
+from moecore.report.tables.summary import claim_lines, rows
 from moecore.statistics.crossed import BOTH, ITEMS, Difference, Source, crossed, kept_items
 from moecore.study.overlay import stages_of
 from moecore.study.selection import Claim, Question
@@ -215,13 +216,13 @@ def test_an_open_verdict_says_what_could_have_been_seen():
     found = evaluate([claim()], shown)[0]
     # deviation 0.1, standard error 0.1/√3; t(2): 4.302653 and 1.060660
     assert found.smallest == pytest.approx((4.302653 + 1.060660) * 0.1 / math.sqrt(3))
-    assert "could have seen 31" in claims_markdown([found])
+    assert "detectable: 31" in claims_markdown([found])
     entry = next(iter(flat_claims([found]).values()))
     assert entry["smallest"] == found.smallest
-    assert "could have seen 0.3097" in claim_lines(flat_claims([found]))[0]
+    assert "detectable: 31" in claim_lines(flat_claims([found]))[0]
     sure = evaluate([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
     row = claims_markdown([sure]).splitlines()[-1]
-    assert sure.smallest is None and "could have seen" not in row
+    assert sure.smallest is None and "detectable" not in row
 
 
 def question(**changes) -> Question:
@@ -245,20 +246,6 @@ def test_questions_are_answered_in_a_table_of_their_own():
     whole = page(shown, found)
     assert "What no paper claims" in whole and "Do views agree?" in whole
     assert "Of 3 questions that no paper answers: 1 yes, 1 no, 1 open." in whole
-
-
-def test_an_older_compare_json_is_said_to_be_older():
-    older = {
-        "0: PRC, pretrain: match_top1 of prc higher than of vmoe": {
-            "method": {"mean": 0.5, "seeds": 3},
-            "against": {"mean": 0.4, "seeds": 3},
-            "difference": {"mean": 0.1, "low": 0.0, "high": 0.2, "interval": "t", "seeds": 3},
-            "verdict": "open",
-        }
-    }
-    assert claim_lines(older)[0].endswith(
-        "(written by other code, over seeds alone: run the study again)"
-    )
 
 
 @pytest.mark.parametrize(
@@ -365,7 +352,7 @@ def test_where_claims_are_shown(tmp_path):
     assert first["difference"]["low"] == pytest.approx(0.015 - half, abs=1e-6)
     assert claim_lines(stored)[0].startswith(
         "holds         PRC, pretrain: match_top1 of tgr higher than of vmoe: "
-        "+0.0150 [+0.0026, +0.0274]"
+        "+1.5 pp [+0.3 to +2.7] (over seeds"
     )
     assert [row["method"] for row in rows(flat(shown) | {"claims": stored})][:3] == [
         "dense",
@@ -456,7 +443,7 @@ def row_of(text: str, start: str) -> str:
 def test_a_study_that_was_not_run(tmp_path):
     text = small_project(tmp_path, None)
     assert "| not run yet | `moecore study run pipelines/one` |" in row_of(text, "table 4")
-    assert "Of 3 claims: 3 not run yet." in text and "†" not in text
+    assert "Of 3 claims: 3 not run yet." in text
     assert "## Claims of other sources" in text and "| Someone | a letter |" in text
     assert "| Do views agree? |  | not run yet |" in text
 
@@ -469,8 +456,11 @@ def test_a_study_that_was_run(tmp_path):
     text = small_project(tmp_path, compared)
     assert "| equivalent |" in row_of(text, "table 3")
     four = row_of(text, "table 4")
-    assert "`match_top1` prc 48" in four and "over seeds (3 seeds) | open; could have seen" in four
-    assert "Of 3 claims: 1 equivalent, 1 open, 1 not run yet." in text
+    assert (
+        "`match_top1` prc 48" in four
+        and "over seeds (3 seeds) | not significant (detectable: " in four
+    )
+    assert "Of 3 claims: 1 equivalent, 1 not significant, 1 not run yet." in text
     assert "not run yet with this claim" in text, "the one of a letter was not asked then"
     other = question(better="lower")
     assert other.asks not in text.split("## What no paper claims")[0]
@@ -501,24 +491,6 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
         assert ("‡" in row_of(text, "table 4")) == marked
         words = "Since 1 of them (marked ‡) settings of the study were changed."
         assert (words in text) == marked
-
-
-def test_numbers_of_older_code_are_marked(tmp_path):
-    older = {
-        "vmoe": {"pretrain": {}},
-        "claims": {
-            "0: PRC, pretrain: match_top1 of prc higher than of vmoe": {
-                "method": {"mean": 0.5, "seeds": 3},
-                "against": {"mean": 0.4, "seeds": 3},
-                "difference": {"mean": 0.1, "low": 0.01, "high": 0.2, "interval": "t", "seeds": 3},
-                "verdict": "holds",
-            }
-        },
-    }
-    text = small_project(tmp_path, older)
-    assert "| holds † |" in row_of(text, "table 4")
-    assert "Of these verdicts 1 (marked †) were written by other code" in text
-    assert "not run yet with this claim" in row_of(text, "table 3")
 
 
 def test_every_claim_of_the_studies_stands_in_a_row_of_the_papers():

@@ -20,7 +20,7 @@ from moecore.report.page.html import page
 from moecore.report.references import seen
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables.comparison import flat, table
-from moecore.report.tables.number_format import between, shown
+from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.paper_numbers import REPORTED
 from moecore.study.selection import Selection
 from moecore.tasks.multi_label import MultiLabel
@@ -403,7 +403,9 @@ def test_names_of_attacks_and_numbers():
         "square",
         "PGD 8 strong",
     ]
-    assert shown(3 * 2**20, "bytes") == "3.0 MiB" and between(2**20, 2**21, "bytes") == "1.0 – 2.0"
+    mebibytes = NumberFormat("bytes")
+    assert mebibytes.value(3 * 2**20) == "3.0 MiB"
+    assert mebibytes.interval(2**20, 2**21) == "1.0 – 2.0"
 
 
 def test_what_the_papers_print_of_cost():

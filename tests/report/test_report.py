@@ -13,18 +13,12 @@ from moecore.measure.robustness import Result as Robustness
 from moecore.report.claims.all_claims import found_studies
 from moecore.report.column import Column, Metric
 from moecore.report.page.html import page
-from moecore.report.page.rows import alike
+from moecore.report.page.rows import format_column
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables import summary
+from moecore.report.tables.cells import Cell
 from moecore.report.tables.comparison import apart, flat, table
-from moecore.report.tables.number_format import (
-    Cell,
-    between,
-    decimals,
-    epsilon,
-    shown,
-    with_named_epsilons,
-)
+from moecore.report.tables.number_format import NumberFormat, format_epsilon, with_named_epsilons
 from moecore.report.texts import robustness_csv, training_csv
 from moecore.statistics.intervals import Interval
 from moecore.study.selection import Selection
@@ -94,7 +88,8 @@ def test_intervals_of_the_table(one_seed, tmp_path):
         found["test_accuracy"]["interval"] == "wilson"
         and found["ece_after"]["interval"] == "bootstrap"
     )
-    assert "low" not in found["load_cv2"] and found["parameters"] == {"mean": 1_240_000, "seeds": 1}
+    assert "low" not in found["load_cv2"]
+    assert found["parameters"] == {"mean": 1_240_000, "seeds": 1, "form": "count"}
     assert "load_cv2" not in flat(one_seed)["dense"]["pretrain"]
     many = flat(results(tmp_path, seeds=[0, 1]))["tgr"]["finetune"]
     assert (
@@ -245,7 +240,7 @@ def test_csv_for_dvc_plots(one_seed):
     ],
 )
 def test_numbers_for_readers(value, form, expected):
-    assert shown(value, form) == expected
+    assert NumberFormat(form).value(value) == expected
 
 
 @pytest.mark.parametrize(
@@ -258,7 +253,7 @@ def test_numbers_for_readers(value, form, expected):
     ],
 )
 def test_limits_have_two_figures_of_their_half_width(limits, expected):
-    assert between(*limits, "number") == expected
+    assert NumberFormat().interval(*limits) == expected
 
 
 @pytest.mark.parametrize(
@@ -277,19 +272,28 @@ def test_limits_have_two_figures_of_their_half_width(limits, expected):
     ],
 )
 def test_digits_follow_the_width_of_the_intervals(values, form, expected):
-    assert decimals([Interval(*value) for value in values], form) == expected
+    assert NumberFormat.of(form, [Interval(*value) for value in values]).places == expected
 
 
 def test_a_column_has_one_notation():
     column = Column("a", "a", lambda result: None)
     cells = [Cell(Interval(value), "", 1) for value in (4.76e-04, 0.0, 0.02, 0.4)]
-    assert [item.text for item in alike(column, cells)] == ["0.0005", "0.0000", "0.0200", "0.4000"]
-    tiny = alike(column, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
+    assert [item.text for item in format_column(column, cells)] == [
+        "0.0005",
+        "0.0000",
+        "0.0200",
+        "0.4000",
+    ]
+    tiny = format_column(column, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
     assert [item.text for item in tiny] == ["< 0.0001", "0.0200", "0.4000"]
 
 
 def test_epsilons_are_named():
-    assert [epsilon(value) for value in (8 / 255, 0.0313725, 0.05)] == ["8/255", "8/255", "0.05"]
+    assert [format_epsilon(value) for value in (8 / 255, 0.0313725, 0.05)] == [
+        "8/255",
+        "8/255",
+        "0.05",
+    ]
     said = "accuracy 3 %, at ε = 0.0313725; a guess has 10 % at ε = 0.5"
     assert with_named_epsilons(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
 

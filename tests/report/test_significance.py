@@ -20,11 +20,11 @@ from moecore.report.column import Column, Metric
 from moecore.report.figures.overview import hold, pictures
 from moecore.report.measured import Measured, Results, measured
 from moecore.report.page.answer import answer, answer_of_claims
+from moecore.report.page.glossary import WORDS, find_explaining_word
 from moecore.report.page.html import page, page_of
 from moecore.report.quantities import quantities
 from moecore.report.references import baseline, references
 from moecore.report.tables.comparison import column, flat, table, used_tests
-from moecore.report.tables.number_format import WORDS, word_of
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
 from tests.report.generated import TASK, changed, trained
@@ -397,9 +397,15 @@ def test_pictures_hold_their_data(tmp_path):
 
 
 def test_words_explain_columns():
-    assert word_of("imed_rotation_5") == "IMED" and word_of("mce") == "mCE"
-    assert word_of("accuracy_worst_case") == word_of("attacked_mae_worst_case") == "worst case"
-    assert word_of("test_accuracy") == ""
+    assert (
+        find_explaining_word("imed_rotation_5") == "IMED" and find_explaining_word("mce") == "mCE"
+    )
+    assert (
+        find_explaining_word("accuracy_worst_case")
+        == find_explaining_word("attacked_mae_worst_case")
+        == "worst case"
+    )
+    assert find_explaining_word("test_accuracy") == ""
     assert all("\n" not in text and not text.endswith(".") for text in WORDS.values())
 
 

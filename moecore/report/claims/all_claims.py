@@ -1,8 +1,7 @@
 """What the papers' tables and figures show, joined with what the studies found of it.
 
 Joins paper_tables.yaml with the claims and questions of pipelines/*/params.yaml and the numbers in
-pipelines/*/reports/compare.json. Studies that were not run, and numbers of older code, are said to
-be so.
+pipelines/*/reports/compare.json. Studies that were not run are said to be so.
 """
 
 import json
@@ -13,17 +12,14 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.report.column import Column
-from moecore.report.measures import SHOWN
-from moecore.report.tables.number_format import decimals, shown
+from moecore.report.tables.cells import json_interval
+from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.summary import compared_in
-from moecore.statistics.intervals import Interval
 from moecore.study.document import load
 from moecore.study.params import validate
 from moecore.study.selection import Claim, Question, Selection, settings_of
 
 TABLES = Path(__file__).parents[1] / "paper_tables.yaml"
-SHARES = ("accuracy_", "noise_accuracy", "test_accuracy", "match_", "error_")
 Status = Literal["judged", "printed", "drawn", "not run yet", "no study yet", "cannot", "scheme"]
 STATES: dict[Status, str] = {
     "judged": "judged by a claim",
@@ -91,11 +87,10 @@ class Answer(NamedTuple):
     study: Study
     claim: Claim | Question
     entry: Mapping[str, Any] | None
-    older: bool = False  # written by code that looked at seeds alone
 
     @property
     def changed(self) -> bool:
-        """Whether settings were changed since; of older answers that is not known."""
+        """Whether settings were changed since."""
         known = None if self.entry is None else self.entry.get("settings")
         return known is not None and known != settings_of(self.study.settings, self.claim)
 
@@ -125,19 +120,12 @@ def found_studies(root: Path) -> Iterator[Study]:
 def answers_of(study: Study) -> list[Answer]:
     """Its claims and questions with their entries."""
     entries = {**study.compared.get("claims", {}), **study.compared.get("questions", {})}
-    current = {
-        json.dumps(one["asked"], sort_keys=True): one for one in entries.values() if "asked" in one
-    }
-    older = {name.partition(": ")[2]: one for name, one in entries.items() if "asked" not in one}
-    found = []
+    current = {json.dumps(one["asked"], sort_keys=True): one for one in entries.values()}
+    answers = []
     for claim in (*study.asked.claims, *study.asked.questions):
         asked = json.dumps(claim.model_dump(mode="json", exclude_none=True), sort_keys=True)
-        words = f"{claim.paper}, {claim.phase}: {claim.words}"
-        if asked in current:
-            found.append(Answer(study, claim, current[asked]))
-        else:
-            found.append(Answer(study, claim, older.get(words), words in older))
-    return found
+        answers.append(Answer(study, claim, current.get(asked)))
+    return answers
 
 
 def claims_of(row: Row, paper: str, answers: Sequence[Answer]) -> list[Answer]:
@@ -177,23 +165,9 @@ def values_of(printed: Printed, studies: Sequence[Study]) -> str:
             for method in printed.methods
         }
         having = {method: cell for method, cell in cells.items() if cell}
-        form = form_of(metric)
-        places = decimals([interval_of(cell) for cell in having.values()], form)
-        values = [f"{name} {shown(cell['mean'], form, places)}" for name, cell in having.items()]
-        if values:
+        if having:
+            form = next(iter(having.values())).get("form", "number")
+            number_format = NumberFormat.of(form, map(json_interval, having.values()))
+            values = [f"{name} {number_format.value(one['mean'])}" for name, one in having.items()]
             words.append(f"`{metric}`: {', '.join(values)}")
     return "; ".join(words)
-
-
-def form_of(metric: str) -> str:
-    """How a metric is printed, by the tables of columns, or by how its name begins."""
-    for view in SHOWN:
-        for column in view.columns:
-            if isinstance(column, Column) and column.name == metric:
-                return column.form
-    return "share" if metric.startswith(SHARES) else "number"
-
-
-def interval_of(cell: Mapping[str, Any]) -> Interval:
-    """A cell of compare.json."""
-    return Interval(cell["mean"], cell.get("low"), cell.get("high"))

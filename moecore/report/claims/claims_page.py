@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from moecore.core.files import write_whole
 from moecore.report.claims.all_claims import (
@@ -15,17 +14,17 @@ from moecore.report.claims.all_claims import (
     Tables,
     answers_of,
     claims_of,
-    form_of,
     found_studies,
-    interval_of,
     status,
     tables,
     values_of,
 )
-from moecore.report.tables.number_format import decimals, shown, signed
+from moecore.report.claims.claim_row import ANSWERS, build_claim_row
+from moecore.report.claims.claims_table import escape_cell
 from moecore.study.selection import Claim, Question
 
 TARGET = Path("docs/claims.md")
+VERDICTS = {"open": "not significant"}  # how a verdict is printed, if not by its name
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
 
 
@@ -65,8 +64,8 @@ def _opening(states: Sequence[Status], claims: Sequence[Answer]) -> list[str]:
     """The counts at the page's head."""
     counted = Counter(states)
     rows = [f"- {counted[name]} {words}" for name, words in STATES.items() if counted[name]]
-    verdicts = Counter(one.verdict or "not run yet" for one in claims)
-    order = ("holds", "equivalent", "open", "differs", "not run yet")
+    verdicts = Counter(VERDICTS.get(one.verdict, one.verdict) or "not run yet" for one in claims)
+    order = ("holds", "equivalent", VERDICTS["open"], "differs", "not run yet")
     told = ", ".join(f"{verdicts[name]} {name}" for name in order if verdicts[name])
     lines = [
         "# What the papers show, and what the studies here found of it",
@@ -80,19 +79,14 @@ def _opening(states: Sequence[Status], claims: Sequence[Answer]) -> list[str]:
         "",
         f"Of {len(claims)} claims: {told}.",
     ]
-    if older := sum(one.older for one in claims):
-        lines.append(
-            f"Of these verdicts {older} (marked †) were written by other code than this, with "
-            "intervals over seeds alone, which are too narrow: the study is to be run again."
-        )
     if changed := sum(one.changed for one in claims):
         lines.append(f"Since {changed} of them (marked ‡) settings of the study were changed.")
     lines += [
         "",
         "*difference*: the claimed method minus the other with its 95 % interval, and what that is"
-        " over; *open* names the smallest difference that the design could have seen (80 % power"
-        " at 5 %); *differs*: these runs show the opposite, which says nothing of the paper's own."
-        " [intervals.md](intervals.md) says how.",
+        " over; *not significant* names the smallest difference that the design could detect (80 %"
+        " power at 5 %); *differs*: these runs show the opposite, which says nothing of the paper's"
+        " own. [intervals.md](intervals.md) says how.",
     ]
     return lines
 
@@ -125,40 +119,19 @@ def _answered(one: Answer) -> list[str]:
     if one.entry is None:
         state = "not run yet" if not one.study.compared else "not run yet with this claim"
         return [said, "", state, command]
-    entry = one.entry
-    form = entry.get("form", form_of(claim.metric))
-    cells = [interval_of(entry["method"]), interval_of(entry["against"])]
-    places = decimals(cells, form)
-    values = [shown(cell.value, form, places) for cell in cells]
+    row = build_claim_row(one.entry)
     other = f"`{claim.against_metric}` " if claim.against_metric else ""
-    here = (
-        f"{said}: `{claim.metric}` {claim.method} {values[0]}, {other}{claim.against} {values[1]}"
-    )
-    return [here, _difference(entry, form), _verdict(one, form), command]
-
-
-def _difference(entry: Mapping[str, Any], form: str) -> str:
-    found = entry["difference"]
-    interval = interval_of(found)
-    places = decimals([interval], form)
-    text = signed(interval.value, form, places)
-    if interval.limits is None:
-        return f"{text}, no interval"
-    edges = [signed(edge, form, places).removesuffix(" pp") for edge in interval.limits]
-    over = {"t": "seeds"}.get(found["interval"], found["interval"])
-    items = f", {found['items']:,} items" if found.get("items") else ""
-    return f"{text} [{' to '.join(edges)}], over {over} ({found['seeds']} seeds{items})"
-
-
-def _verdict(one: Answer, form: str) -> str:
-    entry = one.entry or {}
-    words = [one.verdict]
-    if "smallest" in entry:
-        smallest = signed(entry["smallest"], form).removeprefix("+")
-        words.append(f"could have seen {smallest}")
-    if entry.get("verdict_holm", entry.get("verdict")) != entry.get("verdict"):
-        words.append(f"{entry['verdict_holm']} with Holm's correction")
-    return "; ".join(words) + (" †" if one.older else "") + (" ‡" if one.changed else "")
+    here = f"{said}: `{claim.metric}` {claim.method} {row.values[0]}, "
+    here += f"{other}{claim.against} {row.values[1]}"
+    difference = f"{row.difference}, no interval"
+    if row.over:
+        limits = row.difference_limits
+        difference = f"{row.difference} [{limits}], over {row.over} ({row.counts})"
+    words = VERDICTS | {"holds": "equivalent"} if claim.better == "equivalent" else VERDICTS
+    if not isinstance(claim, Claim):
+        words = VERDICTS | ANSWERS
+    verdict = row.describe_verdict(words)
+    return [here, difference, verdict + (" ‡" if one.changed else ""), command]
 
 
 def _others(papers: Mapping[str, Sequence[Row]], claims: Sequence[Answer]) -> list[str]:
@@ -179,13 +152,7 @@ def _questions(questions: Sequence[Answer]) -> list[str]:
     """What no paper claims."""
     if not questions:
         return []
-    words = {"holds": "yes", "equivalent": "yes", "differs": "no"}
-    rows = []
-    for one in questions:
-        here, difference, verdict, study = _answered(one)
-        for name, answer in words.items():
-            verdict = verdict.replace(name, answer)
-        rows.append(_line([here, difference, verdict, study]))
+    rows = [_line(_answered(one)) for one in questions]
     head = ("question", "difference", "answer", "study")
     return ["## What no paper claims, asked of these runs", "", *_table(head), *rows, ""]
 
@@ -199,5 +166,4 @@ def _table(head: Sequence[str]) -> list[str]:
 
 
 def _line(cells: Sequence[str]) -> str:
-    words = [cell.replace("|", "\\|").replace("\n", " ") for cell in cells]
-    return f"| {' | '.join(words)} |"
+    return f"| {' | '.join(map(escape_cell, cells))} |"

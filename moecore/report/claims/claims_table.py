@@ -1,13 +1,12 @@
 """The evaluated claims and questions for readers: tables of the page and a Markdown file."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from moecore.report.claims.evaluation import Evaluated, claims_of, questions_of
+from moecore.report.claims.claim_row import ANSWERS, ClaimRow, build_claim_row
+from moecore.report.claims.evaluation import Evaluated, claim_entry, claims_of, questions_of
 from moecore.report.page.view import Block, Grid, Item, Line, Section
-from moecore.report.tables.number_format import Cell, between, decimals, limits_of, shown, signed
-from moecore.report.tables.summary import ANSWERS
-from moecore.statistics.crossed import BOTH, ITEMS, SEEDS
-from moecore.study.selection import Claim, Question
+from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
+from moecore.study.selection import Claim
 
 MARKS = {"holds": "✓ holds", "differs": "✗ differs here", "open": "? open", "": "–"}
 HOW = (
@@ -22,12 +21,6 @@ HOW = (
     "with 80 % power at 5 %: (t(0.975) + t(0.8)) · standard error. Data and sizes are not those "
     "of the papers."
 )
-OVER = {
-    BOTH: "over items and seeds",
-    ITEMS: "over items, given this one seed",
-    SEEDS: "over seeds alone: the metric has no items",
-    "": "no interval: all items are alike",
-}
 HEAD = ("Verdict", "With Holm", "Difference", "Claimed", "Against", "Metric")
 TITLE = "What the papers claim"
 ASKED_HEAD = ("Answer", "Difference", "Of", "Against", "Metric")
@@ -35,141 +28,103 @@ ASKED = "What no paper claims, asked of these runs"
 
 
 def claims_section(evaluated: Sequence[Evaluated]) -> Section:
-    """The section of the page."""
+    """Return the section of the page."""
     blocks = []
     if claims := claims_of(evaluated):
-        grid = Grid(["Claim", *HEAD], [_line(found) for found in claims])
+        grid = Grid(["Claim", *HEAD], [_page_line(one) for one in claims])
         blocks.append(Block("", grids=[grid]))
     if questions := questions_of(evaluated):
-        grid = Grid(["Question", *ASKED_HEAD], [_line(found) for found in questions])
+        grid = Grid(["Question", *ASKED_HEAD], [_page_line(one) for one in questions])
         blocks.append(Block(ASKED, grids=[grid]))
-    title = TITLE if claims_of(evaluated) else ASKED
+    title = TITLE if claims else ASKED
     return Section("claims", title, "Claims", [HOW], blocks)
 
 
 def claims_markdown(evaluated: Sequence[Evaluated]) -> str:
-    """The content of reports/claims.md."""
+    """Return the content of reports/claims.md."""
     if not evaluated:
         return f"# {TITLE}\n\nparams.yaml has no claims.\n"
     text = f"# {TITLE}\n\n{HOW}\n"
     if claims := claims_of(evaluated):
-        text += f"\n{_table(('Paper', 'Where', 'It says', *HEAD), claims)}"
+        table = markdown_table(("Paper", "Where", "It says", *HEAD), map(_markdown_cells, claims))
+        text += f"\n{table}"
     if questions := questions_of(evaluated):
-        text += f"\n## {ASKED}\n\n{_table(('Of', 'It is asked', *ASKED_HEAD), questions)}"
+        table = markdown_table(("Of", "It is asked", *ASKED_HEAD), map(_markdown_cells, questions))
+        text += f"\n## {ASKED}\n\n{table}"
     return text
 
 
-def _table(head: Sequence[str], rows: Sequence[Evaluated]) -> str:
-    lines = [head, ["---"] * len(head), *(_words(found) for found in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table, a line per row."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(escape_cell, line))} |\n" for line in lines)
 
 
-def _marks(found: Evaluated) -> list[str]:
+def escape_cell(text: str) -> str:
+    """Return a text that stays in its cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _marks(one: Evaluated, row: ClaimRow) -> list[str]:
     """The verdict, and after Holm's correction; of a question its answer."""
-    if isinstance(found.claim, Claim):
-        return [MARKS[found.verdict], MARKS[found.verdict_holm]]
-    return [ANSWERS.get(found.verdict, found.verdict)]
+    if isinstance(one.claim, Claim):
+        return [MARKS[row.verdict], MARKS[row.verdict_holm]]
+    return [ANSWERS.get(row.verdict, row.verdict)]
 
 
-def _line(found: Evaluated) -> Line:
-    claim = found.claim
-    form = found.metric.column.form
-    both = decimals([found.ours.interval, found.theirs.interval], form)
-    mark, *corrected = _marks(found)
+def _page_line(one: Evaluated) -> Line:
+    claim = one.claim
+    row = build_claim_row(claim_entry(one))
+    mark, *corrected = _marks(one, row)
+    detectable = row.detectable.replace(" pp", "\u00a0pp")
+    over = row.over or "; ".join(row.notes)
+    small = ", ".join(word for word in (row.difference_limits, over) if word)
+    label, statement = _metric_words(one)
     items = [
-        Item(mark, _seen(found), look=f"verdict {found.verdict}"),
-        *(Item(one, look=f"verdict {found.verdict_holm}") for one in corrected),
-        Item(_value(found), ", ".join(word for word in (_span(found), _over(found)) if word)),
-        *(
-            Item(shown(cell.interval.value, form, both), limits_of(cell, form, both), note=name)
-            for name, cell in ((claim.method, found.ours), (claim.against, found.theirs))
-        ),
-        Item(
-            found.metric.column.label,
-            f"{_said(found)}{_other(claim)}, {claim.phase}",
-            note=claim.why,
-        ),
+        Item(mark, keep_percent_on_line(detectable), look=f"verdict {row.verdict}"),
+        *(Item(text, look=f"verdict {row.verdict_holm}") for text in corrected),
+        Item(row.difference, small),
+        *map(Item, row.values, row.limits, (claim.method, claim.against)),
+        Item(label, statement, note=claim.why),
     ]
     if isinstance(claim, Claim):
         return Line(Item(claim.paper, note=f"{claim.source}: {claim.says}"), items)
     return Line(Item(claim.paper or claim.asks, note=claim.asks if claim.paper else ""), items)
 
 
-def _words(found: Evaluated) -> list[str]:
-    claim = found.claim
-    form = found.metric.column.form
-    both = decimals([found.ours.interval, found.theirs.interval], form)
-    limits = f" [{_span(found)}]" if _span(found) else ""
+def _markdown_cells(one: Evaluated) -> list[str]:
+    claim = one.claim
+    row = build_claim_row(claim_entry(one))
     if isinstance(claim, Claim):
         start = [claim.paper, claim.source, claim.says]
     else:
         start = [claim.paper or "–", claim.asks]
-    label = found.metric.column.label
-    why = f" ({claim.why})" if claim.why else ""
-    words = [
-        *start,
-        *_marks(found),
-        f"{_value(found)}{limits}; {'; '.join(_notes(found))}",
-        f"{claim.method}: {_plain(found.ours, form, both)}",
-        f"{claim.against}: {_plain(found.theirs, form, both)}",
-        f"{label} (`{claim.metric}`){_other(claim)}, {_said(found)}{why}, {claim.phase}",
+    limits = f" [{row.difference_limits}]" if row.difference_limits else ""
+    sides = [
+        f"{method}: {value} [{span}]" if span else f"{method}: {value}"
+        for method, value, span in zip(
+            (claim.method, claim.against), row.values, row.limits, strict=True
+        )
     ]
-    return [word.replace("|", "\\|").replace("\n", " ") for word in words]
+    label, statement = _metric_words(one)
+    why = f" ({claim.why})" if claim.why else ""
+    return [
+        *start,
+        *_marks(one, row),
+        f"{row.difference}{limits}; {'; '.join(row.notes)}",
+        *sides,
+        f"{label} (`{claim.metric}`), {statement}{why}",
+    ]
 
 
-def _other(claim: Claim | Question) -> str:
-    """The metric of the other side, where it is another one."""
-    return f" against {claim.against_metric}" if claim.against_metric else ""
-
-
-def _said(found: Evaluated) -> str:
-    """What is claimed, or asked, of the metric."""
-    claim = found.claim
+def _metric_words(one: Evaluated) -> tuple[str, str]:
+    """The metric's name, and what is claimed or asked of it, where."""
+    claim = one.claim
+    column = one.metric.column
     verb = "claimed" if isinstance(claim, Claim) else "asked"
-    if claim.margin is None:
-        return f"{claim.better} is {verb}"
-    margin = signed(claim.margin, found.metric.column.form).removeprefix("+")
-    return f"equivalent within {margin} is {verb}"
-
-
-def _notes(found: Evaluated) -> list[str]:
-    """What the interval is over; of an open row what could have been seen."""
-    difference = found.difference
-    if difference.kind == "" and not difference.items:
-        return ["one seed, no interval"]
-    return [note for note in (OVER[difference.kind], _seen(found)) if note]
-
-
-def _over(found: Evaluated) -> str:
-    """The same in a word or two."""
-    return found.difference.kind or "; ".join(_notes(found))
-
-
-def _seen(found: Evaluated) -> str:
-    """Of an open row the smallest difference that could have been seen, else nothing."""
-    if found.smallest is None:
-        return ""
-    form = found.metric.column.form
-    places = decimals([found.difference.interval()], form)
-    smallest = signed(found.smallest, form, places).removeprefix("+")
-    return f"could have seen {smallest}".replace(" pp", "\u00a0pp")
-
-
-def _value(found: Evaluated) -> str:
-    form = found.metric.column.form
-    return signed(found.difference.value, form, decimals([found.difference.interval()], form))
-
-
-def _plain(cell: Cell, form: str, places: int) -> str:
-    limits = cell.interval.limits
-    value = shown(cell.interval.value, form, places)
-    return f"{value} [{between(*limits, form, places)}]" if limits else value
-
-
-def _span(found: Evaluated) -> str:
-    """The limits of the difference; "" without an interval."""
-    form = found.metric.column.form
-    interval = found.difference.interval()
-    places = decimals([interval], form)
-    edges = interval.limits or ()
-    return " to ".join(signed(edge, form, places).removesuffix(" pp") for edge in edges)
+    statement = f"{claim.better} is {verb}"
+    if claim.margin is not None:
+        margin = NumberFormat(column.form).size(claim.margin)
+        statement = f"equivalent within {margin} is {verb}"
+    other = f" against {claim.against_metric}" if claim.against_metric else ""
+    return column.label, f"{statement}{other}, {claim.phase}"

@@ -8,8 +8,8 @@ from moecore.core.files import UserError
 from moecore.report.claims.significance import LEVEL, Side, difference_of
 from moecore.report.column import Metric
 from moecore.report.measured import Models, Phase, Results
+from moecore.report.tables.cells import Cell, cell_to_json, read_cell
 from moecore.report.tables.comparison import table
-from moecore.report.tables.number_format import Cell, as_json, cell
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
 from moecore.study.selection import Claim, Comparison, Question, settings_of
@@ -130,7 +130,7 @@ def flat_claims(
     entries = {}
     for number, found in enumerate(evaluated):
         behind = {} if study is None else {"settings": settings_of(study, found.claim)}
-        entries[f"{number}: {_words(found.claim)}"] = _entry(found) | behind
+        entries[f"{number}: {_words(found.claim)}"] = claim_entry(found) | behind
     return entries
 
 
@@ -150,20 +150,22 @@ def _words(claim: Claim | Question) -> str:
     return f"{start}: {claim.words}"
 
 
-def _entry(found: Evaluated) -> dict[str, Any]:
+def claim_entry(found: Evaluated) -> dict[str, Any]:
+    """Return what compare.json says of one claim or question, but for the settings behind it."""
     difference = found.difference
+    form = found.metric.column.form
     as_cell = Cell(difference.interval(), difference.kind, difference.seeds)
     entry = {
         "asked": found.claim.model_dump(mode="json", exclude_none=True),
-        "method": as_json(found.ours),
-        "against": as_json(found.theirs),
-        "difference": as_json(as_cell) | {"items": difference.items},
+        "method": cell_to_json(found.ours, form),
+        "against": cell_to_json(found.theirs, form),
+        "difference": cell_to_json(as_cell, form) | {"items": difference.items},
         "verdict": found.verdict,
         "p": found.p,
         "p_holm": found.p_holm,
         "verdict_holm": found.verdict_holm,
         "smallest": found.smallest,
-        "form": found.metric.column.form,
+        "form": form,
     }
     return {name: value for name, value in entry.items() if value not in (None, "")}
 
@@ -189,10 +191,12 @@ def _evaluate(claim: Claim | Question, place: str, phases: Mapping[str, Known]) 
 
 
 def _cell_of(side: Side, models: Models, place: str) -> Cell:
-    found = cell(side.metric, list(side.seeds.values()))
+    found = read_cell(side.metric, list(side.seeds.values()))
     if found is None:
         name = side.metric.name
-        having = [one for one, seeds in models.items() if cell(side.metric, list(seeds.values()))]
+        having = [
+            one for one, seeds in models.items() if read_cell(side.metric, list(seeds.values()))
+        ]
         raise UserError(f"{place} has no {name}; allowed: {_listed(having)}")
     return found
 

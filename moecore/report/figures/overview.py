@@ -14,7 +14,7 @@ from moecore.report.figures.drawing import line_look, new_figure, share_axis, st
 from moecore.report.measured import Phase
 from moecore.report.page.view import Picture
 from moecore.report.quantities import Quantities, Quantity
-from moecore.report.tables.number_format import decimals, shown
+from moecore.report.tables.number_format import NumberFormat
 from moecore.statistics.intervals import Interval
 
 NAMED = 12  # points that have their names; more have numbers, which stand with the names of rows
@@ -163,13 +163,13 @@ def names_of(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
 def print_values(axes: Axes, quantity: Quantity, methods: Sequence[str]) -> None:
     """Each value above its point, on the side where there is room."""
     middle = sum(axes.get_xlim()) / 2
-    places = decimals([_scaled(quantity, method) for method in quantity.cells], "number")
+    scaled = NumberFormat.of("number", [_scaled(quantity, method) for method in quantity.cells])
     for place, method in enumerate(methods):
         if method in quantity.cells:
             value = _scaled(quantity, method).value
-            text = f"{value:,.{places}f}"
+            text = f"{value:,.{scaled.places}f}"
             if quantity.column.form == "share":
-                text = shown(value, "share", quantity.places)
+                text = quantity.format.value(value)
             side = "right" if value > middle else "left"
             look = {"ha": side, "va": "bottom", "fontsize": 8}
             offset = (4 if side == "right" else -4, 7)

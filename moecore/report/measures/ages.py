@@ -11,9 +11,9 @@ from moecore.report.column import Column, Metric, opened
 from moecore.report.figures.age_figures import age_scatter, errors_by_group, pad_against_age
 from moecore.report.measured import Phase
 from moecore.report.measures.shown import Figures, by_name
-from moecore.report.page.rows import alike
+from moecore.report.page.rows import format_column
 from moecore.report.page.view import Block, Grid, Item, Line
-from moecore.report.tables.number_format import cell
+from moecore.report.tables.cells import read_cell
 from moecore.tasks.base import Task
 
 TABLE_S1 = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}
@@ -172,8 +172,8 @@ def table_s1(phase: Phase) -> Grid:
         cells = []
         for method, prediction in pairs:
             metric = Metric(Column(name, name, number(prediction, name)), Result)
-            cells.append(cell(metric, list(phase.models[method].values())))
-        columns.append(alike(Column(name, name, number("raw", name)), cells))
+            cells.append(read_cell(metric, list(phase.models[method].values())))
+        columns.append(format_column(Column(name, name, number("raw", name)), cells))
     lines = [
         Line(Item(method, note=TABLE_S1[prediction]), [column[row] for column in columns])
         for row, (method, prediction) in enumerate(pairs)

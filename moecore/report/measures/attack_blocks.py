@@ -16,7 +16,7 @@ from moecore.report.figures.sheets import Frame, Tile, picture, sheet
 from moecore.report.measured import Phase
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
 from moecore.report.references import references
-from moecore.report.tables.number_format import PIXEL, epsilon, with_named_epsilons
+from moecore.report.tables.number_format import PIXEL, format_epsilon, with_named_epsilons
 
 MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
 LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
@@ -53,7 +53,7 @@ def attack_title(name: str) -> str:
 
 def strongest(result: Result, attack: str) -> str:
     """The largest epsilon of an attack: 8/255."""
-    return epsilon(rows_of(result, attack)[-1].epsilon)
+    return format_epsilon(rows_of(result, attack)[-1].epsilon)
 
 
 def moved_by(phase: Phase, attack: str) -> Picture | None:
@@ -114,7 +114,9 @@ def attacked(phase: Phase) -> list[Picture]:
         if shown is None:
             continue
         tiles = [[Tile(picture(one)) for one in row.pictures.array()] for row in shown.rows]
-        names = [f"ε = {epsilon(row.epsilon)}" if row.epsilon else "clean" for row in shown.rows]
+        names = [
+            f"ε = {format_epsilon(row.epsilon)}" if row.epsilon else "clean" for row in shown.rows
+        ]
         title = f"{attack_title(shown.attack)} on {method}"
         figure = sheet(tiles, Frame(title, names), 1.1, 1.1)
         caption = f"{method}. Images as the strongest attack made them (figure 5)."

@@ -14,9 +14,9 @@ from moecore.report.figures.drawing import GUIDE, legend_of, line_look, new_figu
 from moecore.report.measured import Phase
 from moecore.report.measures.region_blocks import GENERALISATION, TISSUES, generalised, mixtures
 from moecore.report.measures.shown import Figures, each_method
-from moecore.report.page.rows import alike
+from moecore.report.page.rows import format_column
 from moecore.report.page.view import Block, Grid, Item, Line
-from moecore.report.tables.number_format import cell
+from moecore.report.tables.cells import read_cell
 from moecore.statistics.intervals import Interval
 
 ORDER = {
@@ -220,8 +220,9 @@ def tissues(phase: Phase) -> Grid | None:
     if not having:
         return None
     columns = [
-        alike(
-            metric.column, [cell(metric, list(seeds.values())) for seeds in phase.models.values()]
+        format_column(
+            metric.column,
+            [read_cell(metric, list(seeds.values())) for seeds in phase.models.values()],
         )
         for metric in having.values()
     ]

@@ -13,9 +13,10 @@ from moecore.measure.probes.generalisation import Generalised
 from moecore.report.column import Column, Metric, mean
 from moecore.report.figures.charts import Labels, heat_table, texts_of
 from moecore.report.measured import Phase
-from moecore.report.page.rows import alike
+from moecore.report.page.rows import format_column
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
-from moecore.report.tables.number_format import cell, shown
+from moecore.report.tables.cells import read_cell
+from moecore.report.tables.number_format import NumberFormat
 from moecore.training.outcome import Outcome, Probed, RegionRow
 
 # What region experts are named after.
@@ -28,6 +29,7 @@ WORDS = (
     "share of the tokens is well above the control's."
 )
 
+WHOLE_PERCENTS = NumberFormat("share", 0)
 FIRST = "tokens whose first region expert is that of the tissue most of the cube is"
 NOTE = f"{FIRST}; on isolated volumes experts follow the labels they were taught: no finding"
 LESS = (
@@ -182,7 +184,7 @@ def generalised(phase: Phase) -> Grid | None:
             for name, label in NUMBERS.items():
                 form = "number" if name == "over_chance" else "share"
                 metric = Metric(Column(name, label, at(*path, name), form=form), CohortChecks)
-                items += alike(metric.column, [cell(metric, list(seeds.values()))])
+                items += format_column(metric.column, [read_cell(metric, list(seeds.values()))])
             lines.append(Line(Item(words), items))
     if not lines:
         return None
@@ -197,16 +199,20 @@ def mixtures(found: Generalised, method: str) -> Grid:
     for whole, thinned in dict.fromkeys(key[:2] for key in rows):
         of_pair = [rows[whole, thinned, left] for left in lefts]
         items = [
-            Item(shown(one.share.value, "share", 0), f"chance {shown(one.permuted, 'share', 0)}")
+            Item(
+                WHOLE_PERCENTS.value(one.share.value),
+                f"chance {WHOLE_PERCENTS.value(one.permuted)}",
+            )
             for one in of_pair
         ]
         lines.append(Line(Item(f"{whole.upper()} with {thinned.upper()}"), items))
-    heads = [f"{shown(left, 'share', 0)} left of the second" for left in lefts]
+    heads = [f"{WHOLE_PERCENTS.value(left)} left of the second" for left in lefts]
+    two_decimals = NumberFormat("number", 2)
     below = "Rank correlation of a tissue's share of a cube and its expert's score"
     for name, volumes in {"whole volumes": found.test, "other generator": found.other}.items():
         ranks = {} if volumes is None else volumes.correlation
         values = [
-            f"{tissue.upper()} {shown(rank.value, 'number', 2)}" for tissue, rank in ranks.items()
+            f"{tissue.upper()} {two_decimals.value(rank.value)}" for tissue, rank in ranks.items()
         ]
         below += f"; {name}: {', '.join(values) or 'none'}"
     return Grid(["Mixture", *heads], lines, title=method, below=f"{below}.")

@@ -11,7 +11,7 @@ from moecore.report.column import Ahead, Column, Each, Seen, title_of
 from moecore.report.figures.charts import Look, bands, curves_chart, over
 from moecore.report.measured import Phase
 from moecore.report.page.view import Picture
-from moecore.report.tables.number_format import signed
+from moecore.report.tables.number_format import NumberFormat
 from moecore.tasks.base import Score
 from moecore.training.outcome import Outcome
 
@@ -50,7 +50,7 @@ def swept_most(scores: Mapping[str, Mapping[float, float]], score: Score) -> str
     if not moved:
         return ""
     most = max(moved, key=moved.__getitem__)
-    by = signed(moved[most], score.form).strip("+±")
+    by = NumberFormat(score.form).difference(moved[most]).strip("+±")
     tried = list(scores[most])
     return f"{title_of(score)} moves by up to {by} ({most}) from k = {tried[0]:g} to {tried[-1]:g}"
 

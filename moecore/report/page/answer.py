@@ -5,12 +5,12 @@ A difference is told only where the tests behind the tables' marks show one.
 
 from collections.abc import Collection, Iterable, Sequence
 
+from moecore.report.claims.claim_row import ANSWERS
 from moecore.report.claims.evaluation import Evaluated, claims_of, questions_of
 from moecore.report.measured import Phase
 from moecore.report.quantities import Quantities, Quantity
 from moecore.report.references import routed
-from moecore.report.tables.number_format import between, shown, unbroken
-from moecore.report.tables.summary import ANSWERS
+from moecore.report.tables.number_format import keep_percent_on_line
 
 VERDICTS = {
     "holds": ("holds", "hold"),
@@ -29,7 +29,7 @@ def answer(phase: Phase, title: str, found: Quantities, dense: Collection[str]) 
     several = len(found.score.cells if found.score else phase.models) > 1
     parts = [_routing(phase, found)]
     parts += _scores(found, dense) if several else _alone(found)
-    return unbroken(f"{title}: {'; '.join(parts)}.")
+    return keep_percent_on_line(f"{title}: {'; '.join(parts)}.")
 
 
 def answer_of_claims(evaluated: Sequence[Evaluated]) -> str:
@@ -39,7 +39,7 @@ def answer_of_claims(evaluated: Sequence[Evaluated]) -> str:
         told.append(_judged(claims))
     if questions := questions_of(evaluated):
         told.append(_asked(questions))
-    return unbroken(" ".join(told))
+    return keep_percent_on_line(" ".join(told))
 
 
 def _asked(questions: Sequence[Evaluated]) -> str:
@@ -168,21 +168,13 @@ def _with_unit(quantity: Quantity, text: str) -> str:
 
 def value(quantity: Quantity, method: str) -> str:
     """79.1 % (76.0 – 82.2)."""
-    found = quantity.interval(method)
-    form = quantity.column.form
-    text = shown(found.value, form, quantity.places)
-    if found.limits is None:
-        return text
-    return f"{text} ({between(*found.limits, form, quantity.places)})"
+    return quantity.format.value_with_limits(quantity.interval(method), "()")
 
 
 def span(quantity: Quantity) -> str:
     """55.0 % (ermoe) to 79.1 % (prc); where they are printed alike, 55.0 % (all alike)."""
-    form = quantity.column.form
     least, most = quantity.ends()
-    low, high = (
-        shown(quantity.interval(method).value, form, quantity.places) for method in (least, most)
-    )
+    low, high = (quantity.format.value(quantity.interval(method).value) for method in (least, most))
     if low == high:
         return f"{low} (all alike)"
     return f"{low} ({least}) to {high} ({most})"

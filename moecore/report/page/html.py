@@ -13,13 +13,13 @@ from moecore.report.figures import overview
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes
 from moecore.report.page.answer import answer, answer_of_claims
+from moecore.report.page.glossary import WORDS
 from moecore.report.page.sections import counted, listed, section_of, title_of
 from moecore.report.page.templating import environment
 from moecore.report.page.view import Grid, Overview, Page, Section
 from moecore.report.quantities import Quantities, quantities
 from moecore.report.references import routed
 from moecore.report.tables.comparison import table
-from moecore.report.tables.number_format import WORDS
 from moecore.report.tables.run_files import card_facts
 
 

@@ -1,10 +1,12 @@
 """Metrics and cells as the rows of a page's tables."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moecore.report.column import Column
+from moecore.report.page.glossary import find_explaining_word
 from moecore.report.page.view import EMPTY, NONE, Grid, Head, Item, Line
-from moecore.report.tables.number_format import Cell, Cells, decimals, limits_of, shown, word_of
+from moecore.report.tables.cells import Cell, Cells
+from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.paper_numbers import PAPERS
 
 Notes = Callable[[Column], Sequence[str]]
@@ -22,7 +24,9 @@ def by_method(
     notes: Notes = no_notes,
 ) -> Grid:
     """Methods as rows, metrics as columns, whose heads have notes below them."""
-    items = [alike(column, [row[column.name] for row in cells.values()]) for column in columns]
+    items = [
+        format_column(column, [row[column.name] for row in cells.values()]) for column in columns
+    ]
     lines = [
         Line(
             Item(method, note="control" if method in controls else ""), [one[row] for one in items]
@@ -36,7 +40,7 @@ def by_method(
 
 def head(column: Column, notes: Sequence[str] = ()) -> Head:
     """What stands with a column's name."""
-    return Head(column.note, column.better, word_of(column.name), notes)
+    return Head(column.note, column.better, find_explaining_word(column.name), notes)
 
 
 def by_metric(columns: Sequence[Column], cells: Cells) -> Grid:
@@ -47,31 +51,27 @@ def by_metric(columns: Sequence[Column], cells: Cells) -> Grid:
         if column.paper != paper:
             paper = column.paper
             lines.append(Line(Item(PAPERS[paper]), look="group"))
-        items = alike(column, [row[column.name] for row in cells.values()])
+        items = format_column(column, [row[column.name] for row in cells.values()])
         lines.append(Line(Item(column.label, note=column.note), items))
     return Grid(["Metric", *cells], lines)
 
 
-def places_of(column: Column, cells: Iterable[Cell | None]) -> int:
-    """The decimals that all cells of a metric have."""
-    return decimals([found.interval for found in cells if found], column.form)
-
-
-def item(found: Cell | None, column: Column, places: int | None = None) -> Item:
-    """A value with its limits, marked where it is the best; a dash where there is none."""
-    if found is None:
-        return NONE
-    form = column.form
-    value = found.interval.value
-    small = limits_of(found, form, places)
-    look = "best" if found.marked else ""
-    return Item(shown(value, form, places), small, look=look, value=value)
-
-
-def alike(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
-    """The cells of one column, with the same digits."""
-    places = places_of(column, cells)
-    return [item(found, column, places) for found in cells]
+def format_column(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
+    """Return the cells of one column with the same digits: a value with its limits, marked where it
+    is the best; a dash where there is none.
+    """
+    number_format = NumberFormat.of(column.form, (cell.interval for cell in cells if cell))
+    return [
+        NONE
+        if cell is None
+        else Item(
+            number_format.value(cell.interval.value),
+            number_format.limits(cell.interval),
+            look="best" if cell.marked else "",
+            value=cell.interval.value,
+        )
+        for cell in cells
+    ]
 
 
 def percents(

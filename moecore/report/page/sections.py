@@ -11,9 +11,10 @@ from moecore.report.measures.shown import Shown
 from moecore.report.page.rows import by_method, by_metric
 from moecore.report.page.view import Block, Picture, Section, without_empty
 from moecore.report.quantities import headline, of_column
+from moecore.report.tables.cells import Cells
 from moecore.report.tables.comparison import Table, used_tests
 from moecore.report.tables.cross_table import by_paper
-from moecore.report.tables.number_format import Cells, between, decimals, shown, unbroken
+from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
 
 TITLES = {
     "pretrain": "Pretrained",
@@ -47,7 +48,7 @@ def section_of(results: Results, phase: Phase, found: Table) -> Section:
         if not said and block.about in columns:
             said = finding(columns[block.about], found.cells, controls)
         place = f"{phase.name}-{slug(block.title).lower()}" if block.title else ""
-        told.append(block._replace(finding=unbroken(said), id=place))
+        told.append(block._replace(finding=keep_percent_on_line(said), id=place))
     title = title_of(phase)
     return Section(phase.name, title, title, (), told)
 
@@ -166,15 +167,12 @@ def finding(column: Column, cells: Cells, controls: Collection[str] = ()) -> str
     }
     if not having:
         return ""
-    form = column.form
-    places = decimals([found.interval for found in having.values()], form)
+    number_format = NumberFormat.of(column.form, (found.interval for found in having.values()))
     values = {method: found.interval.value for method, found in having.items()}
     leader = next((method for method, found in having.items() if found.leads), None)
     if leader is not None:
-        limits = having[leader].interval.limits
-        span = f" ({between(*limits, form, places)})" if limits else ""
-        best = shown(values[leader], form, places)
-        return f"{column.label}: {best}{span} of {leader} is {column.better} than all others"
+        best = number_format.value_with_limits(having[leader].interval, "()")
+        return f"{column.label}: {best} of {leader} is {column.better} than all others"
     ends = (min(values, key=values.__getitem__), max(values, key=values.__getitem__))
-    told = [f"{shown(values[one], form, places)} ({one})" for one in dict.fromkeys(ends)]
+    told = [f"{number_format.value(values[one])} ({one})" for one in dict.fromkeys(ends)]
     return f"{column.label}: {' to '.join(told)}"

@@ -12,7 +12,7 @@ from moecore.report.column import Ahead, Metric
 from moecore.report.measured import Models, Phase, Results
 from moecore.report.measures import SHOWN, sizes
 from moecore.report.references import references, seen
-from moecore.report.tables.number_format import Cell, as_json, cell
+from moecore.report.tables.cells import Cell, cell_to_json, read_cell
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.study.document import near
 from moecore.study.selection import Phase as PhaseName
@@ -65,7 +65,7 @@ def column(
     controls: neither are the best nor have to be beaten; unmarked: have to be beaten, and are not
     marked where they are ahead.
     """
-    cells = {method: cell(metric, list(seeds.values())) for method, seeds in models.items()}
+    cells = {method: read_cell(metric, list(seeds.values())) for method, seeds in models.items()}
     first = best(metric, models, cells, controls)
     return {
         method: found._replace(
@@ -116,7 +116,7 @@ def used_tests(results: Results, phase: Phase, metrics: Sequence[Metric]) -> set
     models = [seeds for name, seeds in phase.models.items() if name not in results.controls]
     found = set()
     for metric in metrics:
-        having = [seeds for seeds in models if cell(metric, list(seeds.values()))]
+        having = [seeds for seeds in models if read_cell(metric, list(seeds.values()))]
         if len(having) > 1:
             found.add(significance.possible_test(metric, having))
     return found - {""}
@@ -138,7 +138,7 @@ def flat(results: Results) -> dict[str, Any]:
             tested = _tested(metric, phase.models)
             for method, found in column(metric, phase.models).items():
                 if found:
-                    compared[method][name][metric.name] = as_json(found)
+                    compared[method][name][metric.name] = cell_to_json(found, metric.column.form)
                 if method in tested:
                     compared[method][name][metric.name]["against"] = tested[method]
     return compared
@@ -202,7 +202,7 @@ def foreseen(study: Study, stages: Collection[str], phase: PhaseName) -> list[st
 def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
     """method → reference → the test between them."""
     having = {
-        method: seeds for method, seeds in models.items() if cell(metric, list(seeds.values()))
+        method: seeds for method, seeds in models.items() if read_cell(metric, list(seeds.values()))
     }
     found: dict[str, dict[str, Any]] = {}
     for reference in references(models):

@@ -13,7 +13,7 @@ from moecore.report.column import Column
 from moecore.report.page.rows import by_method
 from moecore.report.page.rows import reported as printed
 from moecore.report.page.view import Block, Grid, Item, Line
-from moecore.report.tables.number_format import Cells
+from moecore.report.tables.cells import Cells
 from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, Reported, reported
 from moecore.report.tables.summary import NO_METHODS
 

@@ -4,19 +4,18 @@ python -m moecore.report.tables.summary [reports/compare.json]
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError, read_json
+from moecore.report.claims.claim_row import ANSWERS, build_claim_row
 from moecore.report.measures import sizes
 from moecore.report.quantities import COHORT_CHECKS
-from moecore.report.tables.number_format import between, decimals, shown
-from moecore.statistics.intervals import Interval
+from moecore.report.tables.cells import json_interval
+from moecore.report.tables.number_format import NumberFormat
 
 NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
-OLDER = "written by other code, over seeds alone: run the study again"
-ANSWERS = {"holds": "yes", "differs": "no"}  # to a question
 AGES = ("mae_of_median", "mae_pooled", *COHORT_CHECKS)
 COLUMNS = {
     "ece_after": "number",
@@ -50,14 +49,18 @@ def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     }
     printed = []
     for phase in phases:
-        places = {
-            name: decimals(_intervals(name, (found[phase] for found in methods.values())), form)
+        formats = {
+            name: NumberFormat.of(
+                form,
+                [json_interval(one[phase][name]) for one in methods.values() if name in one[phase]],
+            )
             for name, form in columns.items()
         }
         for method, found in methods.items():
             row = {"phase": phase, "method": method}
-            for name, form in columns.items():
-                row[name] = _shown(found[phase].get(name), form, places[name])
+            for name, number_format in formats.items():
+                cell = found[phase].get(name)
+                row[name] = number_format.value_with_limits(json_interval(cell)) if cell else "–"
             printed.append(row)
     return printed
 
@@ -70,46 +73,17 @@ def claim_lines(
     words: how a verdict is printed, where it is not by its own name.
     """
     lines = []
-    for name, found in claims.items():
-        difference = found["difference"]
-        limits = "(no interval)"
-        if "low" in difference:
-            limits = f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
-        verdict = (words or {}).get(found["verdict"], found["verdict"])
-        said = f"{name.partition(': ')[2]}: {difference['mean']:+.4f} {limits}"
-        lines.append(f"{verdict:<13} {said}{_beside(found)}")
+    for name, entry in claims.items():
+        row = build_claim_row(entry)
+        limits = f"[{row.difference_limits}]" if row.difference_limits else "(no interval)"
+        notes = [f"over {row.over}"] if row.over else []
+        if row.verdict_holm not in ("", row.verdict):
+            notes.append(f"{row.verdict_holm} with Holm's correction")
+        notes += [row.detectable] if row.detectable else []
+        text = f"{name.partition(': ')[2]}: {row.difference} {limits}"
+        verdict = (words or {}).get(row.verdict, row.verdict)
+        lines.append(f"{verdict:<13} {text}" + (f" ({'; '.join(notes)})" if notes else ""))
     return lines
-
-
-def _beside(found: Mapping[str, Any]) -> str:
-    """What the interval is over, Holm's verdict where it is another, and what could be seen."""
-    if "asked" not in found:
-        return f" ({OLDER})"
-    notes = [f"over {found['difference']['interval']}" if "low" in found["difference"] else ""]
-    if found.get("verdict_holm", found["verdict"]) != found["verdict"]:
-        notes.append(f"{found['verdict_holm']} after Holm's correction")
-    if "smallest" in found:
-        notes.append(f"could have seen {found['smallest']:.4f}")
-    told = "; ".join(note for note in notes if note)
-    return f" ({told})" if told else ""
-
-
-def _intervals(name: str, cells: Iterable[Mapping[str, Any]]) -> list[Interval]:
-    """The values of one column of a phase."""
-    having = [found[name] for found in cells if name in found]
-    return [Interval(found["mean"], found.get("low"), found.get("high")) for found in having]
-
-
-def _shown(cell: Mapping[str, Any] | None, form: str, places: int) -> str:
-    """The digits are those of the page."""
-    if cell is None:
-        return "–"
-    text = shown(cell["mean"], form, places)
-    low = cell.get("low")
-    high = cell.get("high")
-    if low is None or high is None or (form == "count" and low == high):
-        return text  # parameters are the same in every seed
-    return f"{text} [{between(low, high, form, places)}]"
 
 
 def compared_in(path: Path) -> dict[str, dict[str, Any]]:
