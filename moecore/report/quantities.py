@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, key_of
+from moecore.report.headlines import HEADLINES
 from moecore.report.measured import Phase
 from moecore.report.measures.robustness import WORST, attack_title, attacks_of, strongest
 from moecore.report.tables.cells import Cell, Cells
@@ -12,26 +13,7 @@ from moecore.report.tables.comparison import Table
 from moecore.report.tables.number_format import NumberFormat
 from moecore.statistics.intervals import Interval
 
-HEADLINE = ("mce", "load_cv2", "active_parameters", "latency_ms")
-COHORT_CHECKS = (
-    "isolated_wm",
-    "isolated_gm",
-    "isolated_csf",
-    "probe_wm",
-    "probe_gm",
-    "probe_csf",
-    "own_expert_gain",
-    "monotone",
-    "rescan",
-)
-OF_TEXT = ("ppl", "test_nats", "ece_after")
 SWAPPED = "swapped_change_"
-HEADLINE_OF_AGES = (
-    *COHORT_CHECKS,
-    "load_cv2",
-    "active_parameters",
-    "latency_ms",
-)
 
 
 class Quantity(NamedTuple):
@@ -102,12 +84,6 @@ class Quantities(NamedTuple):
 
 
 SCORED = ("on clean test data", "under the worst attack", "under attack")
-# How steady the routing is, in order of preference: column → words, and whether it is a change.
-STEADY = {
-    "noise_selection_change": ("noise leaves {} of its choice of experts in place", True),
-    "match_top1": ("two views of an image share {} of the first experts", False),
-    "agreement_with_final": ("{} of the first experts are settled halfway through training", False),
-}
 
 
 def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Quantities:
@@ -135,8 +111,9 @@ def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Qu
         part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
         words = f"{part} swapped leave {{}} of its choice of experts in place"
         steady = steady or named(swaps[-1], words, remains=True)
-    for name, (words, remains) in STEADY.items():
-        steady = steady or named(name, words, remains)
+    for one in HEADLINES:  # in order of preference
+        if one.sentence:
+            steady = steady or named(one.name, one.sentence, one.remains)
     return Quantities(
         named(f"test_{key_of(phase.task.score)}", SCORED[0]),
         named(under, SCORED[1] if under.endswith(WORST) else SCORED[2]),
@@ -184,22 +161,19 @@ def names_of_attacks(phase: Phase) -> list[str]:
 
 
 def headline(phase: Phase, columns: Sequence[Column]) -> list[Column]:
-    """The columns of a phase's first table.
+    """Return the columns of a phase's first table, which MLflow's parent runs show, too.
 
-    Under attack those of the worst case, or else of the last attack.
+    Under attack those of the worst case, or else of the last attack; of each kind of column about
+    swapped words the last, of most words.
     """
-    share = phase.task.score.form == "share"
     score, moved = attacked_names(phase)
-    if phase.task.long:
-        most = {  # of each kind of column about swapped words the last, of most words
-            column.name.split("_")[1]: column.name
-            for column in columns
-            if column.name.startswith(("swapped_ppl", SWAPPED))
-        }
-        names = (*OF_TEXT, *most.values(), *HEADLINE)
-    elif share:
-        names = ("test_accuracy", "ece_after", score, moved, *HEADLINE)
-    else:
-        names = ("test_mae", "median_mae", "mae_of_median", "mae_pooled", score, *HEADLINE_OF_AGES)
+    swapped = {}
+    for column in columns if phase.task.long else ():
+        if column.name.startswith(("swapped_ppl", SWAPPED)):
+            swapped[column.name.split("_")[1]] = column.name
+    names = [one.name for one in HEADLINES if one.first]
+    place = names.index("isolated_wm")
+    shares = phase.task.score.form == "share"
+    names[place:place] = [*swapped.values(), score, *([moved] if shares else [])]
     known = {column.name: column for column in columns}
     return [known[name] for name in names if name in known]

@@ -11,6 +11,7 @@ from matplotlib.transforms import Bbox
 
 from moecore.report.figures.direct_labels import label_points
 from moecore.report.figures.drawing import line_look, new_figure, share_axis, styled
+from moecore.report.headlines import HEADLINES
 from moecore.report.measured import Phase
 from moecore.report.page.view import Picture
 from moecore.report.quantities import Quantities, Quantity
@@ -23,13 +24,7 @@ ERRORS = ("test_nats", "test_mae")
 FAR = 0.8  # of its largest value: a panel whose smallest is above does not begin at zero
 ROOM = 0.12  # of what an axis holds, beyond it on both sides
 BEST = {"higher": "upper right", "lower": "lower left"}
-TITLES = {
-    "noise_selection_change": "Routing: overlap\nunder noise",
-    "match_top1": "Routing: match of\ntwo views",
-    "agreement_with_final": "Routing: agreement\nwith the end",
-    "gflops": "Cost: million\nFLOPs an input",
-    "active_parameters": "Cost: million\nactive parameters",
-}
+TITLES = {one.name: one.title for one in HEADLINES if one.title}
 Looks = Mapping[str, Mapping[str, Any]]
 Line = tuple[list[float], list[float]]
 

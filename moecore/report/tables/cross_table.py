@@ -6,10 +6,11 @@ python -m moecore.report.tables.cross_table [reports/compare.json]
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moecore.core.files import UserError, read_json
 from moecore.report.column import Column
+from moecore.report.headlines import HEADLINES, Headline
 from moecore.report.page.rows import by_method
 from moecore.report.page.rows import reported as printed
 from moecore.report.page.view import Block, Grid, Item, Line
@@ -94,41 +95,6 @@ def source(model: Reported, columns: Sequence[Column]) -> Line:
     return Line(Item(model.model, note=model.source), [Item("; ".join(values), look="words")])
 
 
-class Column(NamedTuple):
-    """A metric's name in compare.json, its title, and how its mean is printed."""
-
-    name: str
-    title: str
-    form: str
-
-
-COLUMNS = (
-    Column("test_accuracy", "accuracy", "{:.1%}"),
-    Column("ppl", "PPL", "{:.1f}"),
-    Column("swapped_ppl_15", "PPL, swapped", "{:.1f}"),
-    Column("image_to_text_r1", "image → text R@1", "{:.1%}"),
-    Column("zero_shot_accuracy", "zero-shot", "{:.1%}"),
-    Column("ece_after", "ECE", "{:.3f}"),
-    Column("accuracy_worst_case", "attacked", "{:.1%}"),
-    Column("routing_change_pgd-10", "routing change", "{:.3f}"),
-    Column("match_top1", "match top-1", "{:.1%}"),
-    Column("confidence_highest", "confidence", "{:.3f}"),
-    Column("agreement_with_final", "agreement", "{:.1%}"),
-    Column("entropy", "entropy", "{:.3f}"),
-    Column("load_cv2", "load CV²", "{:.3f}"),
-    Column("fallback", "fallback", "{:.1%}"),
-    Column("imed", "IMED", "{:.4f}"),
-    Column("noise_selection_change", "change by noise", "{:.3f}"),
-    Column("jumps", "jumps", "{:.2f}"),
-    Column("mce", "mCE", "{:.3f}"),
-    Column("lipschitz_margin_mean", "margin slope", "{:.0f}"),
-    Column("active_parameters", "active parameters", "{:,.0f}"),
-    Column("gflops", "GFLOPs", "{:.4f}"),
-    Column("latency_ms", "latency (ms)", "{:.2f}"),
-    Column("training_overhead", "training time", "{:.2f}"),
-)
-
-
 def cross_table(compared: Mapping[str, Any]) -> list[str]:
     """The lines of a Markdown table for each phase: means over seeds.
 
@@ -141,14 +107,14 @@ def cross_table(compared: Mapping[str, Any]) -> list[str]:
     for phase in next(iter(methods.values())):
         columns = [
             column
-            for column in COLUMNS
-            if any(found[phase].get(column.name) for found in methods.values())
+            for column in HEADLINES
+            if column.short and any(one[phase].get(column.name) for one in methods.values())
         ]
         lines += [
             "",
             f"**{phase}**",
             "",
-            _row("method", [column.title for column in columns]),
+            _row("method", [column.short for column in columns]),
             _row("---", ["---:"] * len(columns)),
         ]
         lines += [
@@ -160,8 +126,8 @@ def cross_table(compared: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _cell(found: Mapping[str, Any] | None, column: Column) -> str:
-    return "–" if found is None else column.form.format(found["mean"])
+def _cell(cell: Mapping[str, Any] | None, column: Headline) -> str:
+    return "–" if cell is None else f"{cell['mean']:{column.digits}}"
 
 
 def _row(first: str, cells: list[str]) -> str:

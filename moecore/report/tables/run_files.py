@@ -6,6 +6,7 @@ from typing import Any
 
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import Metric
+from moecore.report.headlines import HEADLINES
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import sizes
 from moecore.report.page.view import Item, Line
@@ -14,24 +15,6 @@ from moecore.report.tables.comparison import metrics_of
 
 MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones
-NAMES = (
-    "test_accuracy",
-    "test_mae",
-    "test_nats",
-    "ppl",
-    "mae_pooled",
-    "ece_after",
-    "mce",
-    "imed",
-    "match_top1",
-    "noise_selection_change",
-    "swapped_change_1_5",
-    "own_expert_gain",
-    "load_cv2",
-    "entropy",
-    "active_parameters",
-    "latency_ms",
-)
 
 
 def run_files(results: Results) -> dict[str, str]:
@@ -57,8 +40,8 @@ def run_files(results: Results) -> dict[str, str]:
 def wanted(phase: Phase) -> list[Metric]:
     """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
     metrics = {metric.name: metric for metric in metrics_of(phase)}
-    first = [name for name in NAMES[:4] if name in metrics]
-    names = dict.fromkeys([*first, *attacked_names(phase), *NAMES])
+    every = [one.name for one in HEADLINES if one.run]
+    names = dict.fromkeys([*every[:4], *attacked_names(phase), *every])
     return [metrics[name] for name in names if name in metrics][:MOST]
 
 

@@ -10,20 +10,12 @@ from typing import Any
 
 from moecore.core.files import UserError, read_json
 from moecore.report.claims.claim_row import ANSWERS, build_claim_row
+from moecore.report.headlines import HEADLINES
 from moecore.report.measures import sizes
-from moecore.report.quantities import COHORT_CHECKS
 from moecore.report.tables.cells import json_interval
 from moecore.report.tables.number_format import NumberFormat
 
 NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
-AGES = ("mae_of_median", "mae_pooled", *COHORT_CHECKS)
-COLUMNS = {
-    "ece_after": "number",
-    "load_cv2": "number",
-    "entropy": "number",
-    "active_parameters": "count",
-    "images_per_second": "count",
-}
 
 
 def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -35,15 +27,12 @@ def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     cells = [found[phase] for phase in phases for found in methods.values()]
     shares = [name for name in cells[0] if name.startswith("accuracy_")]
     errors = [name for name in cells[0] if name.startswith("attacked_mae_")]
-    columns = {
-        "test_accuracy": "share",
-        "test_mae": "number",
-        "ppl": "number",
-        "swapped_ppl_15": "number",
-        **dict.fromkeys(AGES, "number"),
-        "monotone": "share",
-    }
-    columns |= {**dict.fromkeys(shares, "share"), **dict.fromkeys(errors, "number"), **COLUMNS}
+    columns = {}
+    for one in HEADLINES:
+        if one.name == "ece_after":
+            columns |= {**dict.fromkeys(shares, "share"), **dict.fromkeys(errors, "number")}
+        if one.terminal:
+            columns[one.name] = one.form
     columns = {
         name: form for name, form in columns.items() if any(name in found for found in cells)
     }
