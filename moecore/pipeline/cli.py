@@ -147,9 +147,9 @@ def schema() -> None:
 
 def claims_write() -> None:
     """Write docs/claims.md: the papers' tables and figures beside what the studies found."""
-    from moecore.report.claims.claims_page import write
+    from moecore.report.claims.claims_page import write_claims_page
 
-    typer.echo(f"{write()}: written")
+    typer.echo(f"{write_claims_page()}: written")
 
 
 def study_write(

@@ -35,7 +35,7 @@ class Texts(NamedTuple):
     sides: Tensor  # (T, d + 3)
 
 
-def texts_of(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
+def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
     """The lines of a file, blank ones left out, each once. Raises UserError for a file that cannot
     be read or has none, and for a model folder without its vocabulary.
     """
@@ -55,34 +55,34 @@ def texts_of(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
     return Texts(texts, tokenizer, encoded, model.targets(tokens)[:, 0])
 
 
-def compared(found: Texts, pairs: str) -> Reading:
+def compare_captions(texts: Texts, pairs: str) -> Reading:
     """A cosine a text; the answer is the nearest one, with its share of all texts (or, of a model
     of pairs, the probability that it fits).
     """
 
     def row(name: str, side: Tensor) -> Row:
-        near = cosines(side[None], found.sides)[0]
-        logits = similarities(side[None].double(), found.sides.double())[0]
+        near = cosines(side[None], texts.sides)[0]
+        logits = similarities(side[None].double(), texts.sides.double())[0]
         shares = logits.sigmoid() if pairs == "sigmoid" else logits.softmax(dim=0)
         best = int(near.argmax())
-        return Row(name, found.texts[best], float(shares[best]), tuple(near.tolist()))
+        return Row(name, texts.texts[best], float(shares[best]), tuple(near.tolist()))
 
     def more(row: Row) -> tuple[str, ...]:
         order = torch.tensor(row.numbers).argsort(descending=True, stable=True)
         return tuple(
-            f"{row.numbers[place]:.3f} {shorten(found.texts[place], LONGEST)}"
+            f"{row.numbers[place]:.3f} {shorten(texts.texts[place], LONGEST)}"
             for place in order.tolist()[:NEAREST]
         )
 
     share = "that the pair fits" if pairs == "sigmoid" else "its share among the texts"
     remark = f"numbers of texts are cosines; the probability of an answer: {share}, not calibrated"
-    lost = sum(one.cut for one in found.encoded)
+    lost = sum(one.cut for one in texts.encoded)
     if lost:
-        remark += f"; {lost} of {len(found.texts)} texts are longer than the context and were cut"
-    return Reading(tuple(found.texts), row, remark, more)
+        remark += f"; {lost} of {len(texts.texts)} texts are longer than the context and were cut"
+    return Reading(tuple(texts.texts), row, remark, more)
 
 
-def nearest(predicted: Predicted) -> list[list[tuple[str, float]]]:
+def nearest_pictures(predicted: Predicted) -> list[list[tuple[str, float]]]:
     """For each text the pictures with the largest cosines, best first."""
     rows = [row for row in predicted.rows if not row.error]
     if not rows:
@@ -98,30 +98,32 @@ def nearest(predicted: Predicted) -> list[list[tuple[str, float]]]:
     ]
 
 
-def write_matches(path: Path, texts: Sequence[str], found: list[list[tuple[str, float]]]) -> None:
+def write_matches(path: Path, texts: Sequence[str], entries: list[list[tuple[str, float]]]) -> None:
     """The best pictures of each text: text, place from 1 on, file, cosine."""
     with whole_text(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow(("text", "place", "file", "cosine"))
-        for text, matches in zip(texts, found, strict=True):
+        for text, matches in zip(texts, entries, strict=True):
             for place, (file, cosine) in enumerate(matches, 1):
                 cells = (text, place, file, f"{cosine:.6g}")
                 writer.writerow(map(spreadsheet_cell, cells))
 
 
-def spoken(
-    model: TwoTowerModel, found: Texts, matches: list[list[tuple[str, float]]]
+def texts_with_experts(
+    model: TwoTowerModel, texts: Texts, matches: list[list[tuple[str, float]]]
 ) -> list[Spoken]:
     """Each text with the experts of its words, and its best pictures."""
-    tokens = torch.tensor([one.tokens for one in found.encoded], dtype=torch.int32)
-    read = words_read(model, tokens, found.tokenizer)
+    tokens = torch.tensor([one.tokens for one in texts.encoded], dtype=torch.int32)
+    read = words_read(model, tokens, texts.tokenizer)
     return [
-        Spoken(text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], lost(one))
-        for text, layers, best, one in zip(found.texts, read, matches, found.encoded, strict=True)
+        Spoken(
+            text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], describe_unread(one)
+        )
+        for text, layers, best, one in zip(texts.texts, read, matches, texts.encoded, strict=True)
     ]
 
 
-def lost(encoded: Encoded) -> str:
+def describe_unread(encoded: Encoded) -> str:
     """What of a text the model does not read, in words."""
     words = []
     if encoded.unknown:

@@ -21,7 +21,7 @@ from moecore.data.text.words import UNKNOWN, Reading, read_vocabulary, split_wor
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.predict.pictures import experts_of
 from moecore.report.figures.drawing import expert_colours
-from moecore.report.page.templating import environment
+from moecore.report.page.templating import template_environment
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune
 
@@ -62,7 +62,7 @@ class Continued(NamedTuple):
         return " ".join(word.word for word in self.words if not word.given)
 
 
-def sampling_words(words: argparse.ArgumentParser) -> None:
+def add_sampling_arguments(words: argparse.ArgumentParser) -> None:
     """What a command line says of a prompt and of how words are drawn."""
     usual = Sampling()
     add = words.add_argument
@@ -75,13 +75,13 @@ def sampling_words(words: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=usual.seed, help="of the words drawn")
 
 
-def say(folder: Path, given: argparse.Namespace) -> None:
+def print_continuation(folder: Path, given: argparse.Namespace) -> None:
     """Print how the prompt goes on, and on stderr what there is to know of it."""
     out = given.out or Path("continued.html")
     sampling = Sampling(given.words, given.temperature, given.top_p, given.seed)
-    found = continue_file(folder, given.prompt, out, sampling)
-    print(found.added())
-    for remark in (*found.remarks, f"{out}: every word with its experts"):
+    result = continue_file(folder, given.prompt, out, sampling)
+    print(result.added())
+    for remark in (*result.remarks, f"{out}: every word with its experts"):
         print(remark, file=sys.stderr)
 
 
@@ -91,27 +91,27 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     Raises UserError for a model that is none of text, a prompt that cannot be read, and sampling
     that cannot be.
     """
-    check(sampling)
+    check_sampling(sampling)
     model = load_model(folder)
     if not isinstance(model, LanguageTransformer):
-        found = f"{folder}: found a model of images"
-        raise UserError(f"{found}; --prompt takes one of text, and others take FOLDER")
+        result = f"{folder}: found a model of images"
+        raise UserError(f"{result}; --prompt takes one of text, and others take FOLDER")
     vocabulary = read_vocabulary(folder, model.image.outputs)
-    found = continued(model.to(tune().device), vocabulary, text_of(prompt, folder), sampling)
-    write_whole(out, page(str(folder), found, experts_in(model)))
-    return found
+    result = generate(model.to(tune().device), vocabulary, text_of(prompt, folder), sampling)
+    write_whole(out, render_continuation(str(folder), result, experts_in(model)))
+    return result
 
 
-def check(sampling: Sampling) -> None:
+def check_sampling(sampling: Sampling) -> None:
     """Raise UserError for numbers that nothing can be drawn with."""
-    for name, found, fits, allowed in (
+    for name, one, fits, allowed in (
         ("--words", sampling.words, sampling.words >= 1, "1 or more"),
         ("--temperature", sampling.temperature, sampling.temperature >= 0, "0 or more"),
         ("--top-p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, up to 1"),
         ("--seed", sampling.seed, sampling.seed >= 0, "0 or more"),
     ):
         if not fits:
-            raise UserError(f"{name}: found {found}; allowed: {allowed}")
+            raise UserError(f"{name}: found {one}; allowed: {allowed}")
 
 
 def text_of(prompt: Path, folder: Path) -> list[str]:
@@ -131,7 +131,7 @@ def text_of(prompt: Path, folder: Path) -> list[str]:
 
 
 @torch.no_grad()
-def continued(
+def generate(
     model: LanguageTransformer, vocabulary: Sequence[str], words: Sequence[str], sampling: Sampling
 ) -> Continued:
     """The words with those that the model adds, one after another, from an empty cache."""
@@ -144,12 +144,12 @@ def continued(
     shown: list[Word] = []
     ahead = torch.empty(0)
     for part in tokens.split(model.image.shape[0]):
-        ahead, routing, states = step(model, part, states)
+        ahead, routing, states = read_tokens(model, part, states)
         names = [vocabulary[token] for token in part.tolist()]
         shown += each_word(names, routing, given=True)
     for _ in range(sampling.words):
-        token = drawn(ahead, sampling, drawing)
-        ahead, routing, states = step(model, torch.tensor([token], device=device), states)
+        token = sample_token(ahead, sampling, drawing)
+        ahead, routing, states = read_tokens(model, torch.tensor([token], device=device), states)
         shown += each_word([vocabulary[token]], routing, given=False)
     how = "the likeliest word each time"
     if sampling.temperature:
@@ -160,7 +160,7 @@ def continued(
     return Continued(shown, remarks)
 
 
-def step(
+def read_tokens(
     model: LanguageTransformer, tokens: Tensor, states: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...], Tensor]:
     """After tokens (M,): the logits of the next one (V,), their routing, and the cache."""
@@ -181,7 +181,7 @@ def each_word(words: Sequence[str], records: Sequence[RoutingRecord], given: boo
     ]
 
 
-def drawn(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """A word's number from logits (V,)."""
     if not sampling.temperature:
         return int(logits.argmax())
@@ -198,15 +198,15 @@ def experts_in(model: LanguageTransformer) -> int:
     return 0 if model.moe is None else model.moe.experts.number
 
 
-def page(model: str, found: Continued, experts: int) -> str:
+def render_continuation(model: str, continuation: Continued, experts: int) -> str:
     """The page: the text once a layer, every word in the colour of its first expert."""
-    template = environment().get_template("continued.html.jinja")
+    template = template_environment().get_template("continued.html.jinja")
     colours = expert_colours(experts) if experts else []
     layers = [
-        {expert: most_frequent(found.words, layer, expert) for expert in range(experts)}
-        for layer in range(len(found.words[0].experts))
+        {expert: most_frequent(continuation.words, layer, expert) for expert in range(experts)}
+        for layer in range(len(continuation.words[0].experts))
     ]
-    return template.render(model=model, found=found, colours=colours, layers=layers)
+    return template.render(model=model, found=continuation, colours=colours, layers=layers)
 
 
 def most_frequent(words: Sequence[Word], layer: int, expert: int) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from moecore.report.figures.drawing import expert_colours
-from moecore.report.page.templating import environment
+from moecore.report.page.templating import template_environment
 
 SHOWN = 500  # files of a page, at most: more would make it tens of megabytes
 SMALL = 96  # pixels: up to here a picture is kept as it is, above as JPEG
@@ -70,14 +70,14 @@ class PredictedPage(NamedTuple):
     text_experts: int = 0  # of a layer of the text tower
 
 
-def page(content: PredictedPage) -> str:
+def render_predictions(content: PredictedPage) -> str:
     """The whole page."""
     routing: dict[str, Any] = {
         "colours": expert_colours(content.experts) if content.experts else [],
         "items": [[tile.experts for tile in one.tiles] for one in content.shown],
     }
     layers = len(content.shown[0].tiles[0].experts) if content.shown else 0
-    template = environment().get_template("predicted.html.jinja")
+    template = template_environment().get_template("predicted.html.jinja")
     colours = expert_colours(content.text_experts) if content.text_experts else []
     return template.render(page=content, routing=routing, layers=layers, colours=colours)
 

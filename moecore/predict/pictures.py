@@ -57,7 +57,7 @@ class Predicted(NamedTuple):
     remarks: list[str]
 
 
-def classified(model_folder: Path, calibrator: Path | None) -> Reading:
+def read_classes(model_folder: Path, calibrator: Path | None) -> Reading:
     """Probabilities of classes, or a number.
 
     calibrator: the folder of calibrator.json; None: that of the model, where there is one.
@@ -66,11 +66,13 @@ def classified(model_folder: Path, calibrator: Path | None) -> Reading:
     fitted, remark = _calibrator(model_folder, calibrator, spec)
     columns = tuple(f"p({name})" for name in spec.task.classes) or spec.answers
     return Reading(
-        columns, lambda name, output: row_of(name, of(output, spec, fitted), spec), remark
+        columns,
+        lambda name, output: row_of(name, calibrate_output(output, spec, fitted), spec),
+        remark,
     )
 
 
-def of(output: Tensor, spec: ImageSpec, fitted: FittedTemperature | None) -> Tensor:
+def calibrate_output(output: Tensor, spec: ImageSpec, fitted: FittedTemperature | None) -> Tensor:
     """Calibrated probabilities (K,) of logits, or the number itself."""
     if not spec.task.classes:
         return output
@@ -110,7 +112,9 @@ def predict_pictures(
                 rows.append(reading.row(name, output))
                 if len(shown) < SHOWN:
                     tile = flat_tile(picture, experts)
-                    shown.append(Shown(name, caption(rows[-1]), [tile], reading.more(rows[-1])))
+                    shown.append(
+                        Shown(name, format_answer(rows[-1]), [tile], reading.more(rows[-1]))
+                    )
             bar.update(len(rows))
     about = f"pictures: the centre square at {spec.shape[0]} × {spec.shape[1]} pixels; transparent "
     return Predicted(
@@ -127,7 +131,7 @@ def row_of(name: str, answer: Tensor, spec: ImageSpec) -> Row:
     return Row(name, spec.task.classes[best], numbers[best], numbers)
 
 
-def caption(row: Row) -> str:
+def format_answer(row: Row) -> str:
     """The answer as the page says it."""
     if row.probability is None:
         return row.prediction

@@ -17,18 +17,25 @@ from moecore.measure.exploring.words import towers_in
 from moecore.nn.backbones.model import Model
 from moecore.predict.ages import NewAges, predict_ages
 from moecore.predict.captions import (
-    compared,
-    nearest,
-    spoken,
-    texts_of,
+    compare_captions,
+    nearest_pictures,
+    read_texts,
+    texts_with_experts,
     write_matches,
 )
-from moecore.predict.page import SHOWN, Failure, PredictedPage, Shown, page, volume_tiles
+from moecore.predict.page import (
+    SHOWN,
+    Failure,
+    PredictedPage,
+    Shown,
+    render_predictions,
+    volume_tiles,
+)
 from moecore.predict.pictures import (
     Predicted,
-    classified,
     experts_of,
     predict_pictures,
+    read_classes,
     write_table,
 )
 from moecore.tasks.image_text import ImageText
@@ -39,7 +46,7 @@ NEEDED = ("model.json", "model.safetensors")
 TRAINED = "artifacts/{pretrain,finetune,adversarial}/<method>/<seed>"
 
 
-def folder_words(words: argparse.ArgumentParser) -> None:
+def add_folder_arguments(words: argparse.ArgumentParser) -> None:
     """What a command line says of the folder and the table."""
     add = words.add_argument
     add("folder", metavar="FOLDER", type=Path, nargs="?", help="folder of the files to predict")
@@ -79,7 +86,7 @@ def predict_folder(given: Given) -> int:
     beside = out.with_suffix(".html")
     if beside == out:
         raise UserError(f"{out}: the page beside the table has this name; --out predictions.csv")
-    files = files_of(folder, (out, beside))
+    files = list_files(folder, (out, beside))
     check_writable(out)
     check_writable(beside)
     if len(card.image.shape) == 3:
@@ -87,7 +94,7 @@ def predict_folder(given: Given) -> int:
     else:
         content = _pictures(given, files)
     experts = 0 if card.moe is None else card.moe.experts.number
-    write_whole(beside, page(content._replace(experts=experts)))
+    write_whole(beside, render_predictions(content._replace(experts=experts)))
     for remark in content.remarks:
         print(remark)
     print(f"{out} and {beside}: {content.total} files")
@@ -102,8 +109,8 @@ def predict_folder(given: Given) -> int:
 def check_texts(given: Given) -> None:
     """Raise UserError unless a model of captions gets texts, and no calibrator."""
     if given.texts is None:
-        found = f"{given.model}: found a model that compares pictures with texts"
-        raise UserError(f"{found}; it takes --texts FILE, with a text a line")
+        problem = f"{given.model}: found a model that compares pictures with texts"
+        raise UserError(f"{problem}; it takes --texts FILE, with a text a line")
     if given.calibrator is not None:
         raise UserError("--calibrator: cosines are not calibrated; allowed: models of classes")
 
@@ -112,60 +119,65 @@ def _pictures(given: Given, files: Sequence[Path]) -> PredictedPage:
     model = load_model(given.model).to(tune().device)
     if given.texts is not None:
         return _matched(given, given.texts, files, model)
-    reading = classified(given.model, given.calibrator)
-    found = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
-    write_table(given.out, found)
-    return _shown(given, found)
+    reading = read_classes(given.model, given.calibrator)
+    result = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
+    write_table(given.out, result)
+    return _shown(given, result)
 
 
 def _matched(given: Given, path: Path, files: Sequence[Path], model: Model) -> PredictedPage:
     towers = towers_in(model)
     assert towers is not None, "check_texts has looked at its task"
-    texts = texts_of(path, towers, given.model)
-    reading = compared(texts, towers.config.pairs)
+    texts = read_texts(path, towers, given.model)
+    reading = compare_captions(texts, towers.config.pairs)
     table = given.out.with_name(f"{given.out.stem}_texts{given.out.suffix}")
     check_writable(table)
-    found = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
-    matches = nearest(found)
-    write_table(given.out, found)
+    result = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
+    matches = nearest_pictures(result)
+    write_table(given.out, result)
     write_matches(table, texts.texts, matches)
-    content = _shown(given, found)
+    content = _shown(given, result)
     moe = towers.config.text.moe
     return content._replace(
         remarks=[*content.remarks, f"the best pictures of each text: {table}"],
-        texts=spoken(towers, texts, matches),
+        texts=texts_with_experts(towers, texts, matches),
         text_experts=0 if moe is None else moe.experts.number,
     )
 
 
-def _shown(given: Given, found: Predicted) -> PredictedPage:
-    failures = [Failure(row.file, row.error) for row in found.rows if row.error]
+def _shown(given: Given, predicted: Predicted) -> PredictedPage:
+    failures = [Failure(row.file, row.error) for row in predicted.rows if row.error]
     return PredictedPage(
-        str(given.model), str(given.folder), found.remarks, found.shown, len(found.rows), failures
+        str(given.model),
+        str(given.folder),
+        predicted.remarks,
+        predicted.shown,
+        len(predicted.rows),
+        failures,
     )
 
 
 def _volumes(given: Given) -> PredictedPage:
     model, folder = given.model, given.folder
-    found = predict_ages(model, folder, given.out, given.calibrator, given.batch)
-    failures = [Failure(str(one.path.relative_to(folder)), why) for one, why in found.left_out]
-    flagged = [row for row in found.rows if row.qc_flags]
+    result = predict_ages(model, folder, given.out, given.calibrator, given.batch)
+    failures = [Failure(str(one.path.relative_to(folder)), why) for one, why in result.left_out]
+    flagged = [row for row in result.rows if row.qc_flags]
     remarks = [
         "volumes: the three middle slices",
-        f"{len(flagged)} of {len(found.rows)} volumes are unlike those of the training (qc_flags); "
-        "read MODEL_CARD.md before using the ages",
+        f"{len(flagged)} of {len(result.rows)} volumes are unlike those of the training "
+        "(qc_flags); read MODEL_CARD.md before using the ages",
     ]
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
-    total = len(found.rows) + len(failures)
-    return PredictedPage(str(model), str(folder), remarks, _slices(model, found), total, failures)
+    total = len(result.rows) + len(failures)
+    return PredictedPage(str(model), str(folder), remarks, _slices(model, result), total, failures)
 
 
-def _slices(model: Path, found: NewAges) -> list[Shown]:
+def _slices(model: Path, ages: NewAges) -> list[Shown]:
     spec = load_card(model)
     grid = spec.backbone.grid(spec.image)
     layers = [
         experts_of(record.combine[:SHOWN, record.combine.shape[1] - math.prod(grid) :], 0, grid)
-        for record in found.routing
+        for record in ages.routing
     ]
     unit = spec.image.task.score.unit
     return [
@@ -175,7 +187,7 @@ def _slices(model: Path, found: NewAges) -> list[Shown]:
             volume_tiles(volume, [layer[number] for layer in layers]),
         )
         for number, (row, volume) in enumerate(
-            zip(found.rows[:SHOWN], found.volumes[:SHOWN], strict=True)
+            zip(ages.rows[:SHOWN], ages.volumes[:SHOWN], strict=True)
         )
     ]
 
@@ -186,8 +198,8 @@ def model_card(folder: Path) -> ModelCard:
     Raises UserError that names ``folder`` where it is none, and where there may be one.
     """
     if not folder.is_dir():
-        found = "a file" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {found}; MODEL is the folder of a trained model{_such_as()}")
+        problem = "a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {problem}; MODEL is the folder of a trained model{_such_as()}")
     lacking = [name for name in NEEDED if not (folder / name).is_file()]
     if lacking:
         inner = next((path.parent for path in sorted(folder.rglob(NEEDED[0]))), None)
@@ -196,25 +208,25 @@ def model_card(folder: Path) -> ModelCard:
     return load_card(folder)
 
 
-def files_of(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
+def list_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
     """Every file below ``folder`` that is not hidden, sorted; not those ``without``.
 
     Raises UserError where there is none.
     """
     if not folder.is_dir():
-        found = "a file" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {found}; FOLDER is a folder with the files to predict")
+        entries = "a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {entries}; FOLDER is a folder with the files to predict")
     left_out = {os.path.realpath(path) for path in without}  # of a link to itself, too
-    found = [
+    entries = [
         path
         for path in sorted(folder.rglob("*"))
         if (path.is_file() or (path.is_symlink() and not path.is_dir()))  # a link to nothing
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and os.path.realpath(path) not in left_out
     ]
-    if not found:
+    if not entries:
         raise UserError(f"{folder}: holds no files; FOLDER is a folder with the files to predict")
-    return found
+    return entries
 
 
 def check_writable(path: Path) -> None:

@@ -50,7 +50,7 @@ HEADLINES = (
         "change by noise",
         ".3f",
         run=True,
-        sentence="noise leaves {} of its choice of experts in place",
+        sentence="under noise routing overlap is {}",
         remains=True,
         title="Routing: overlap\nunder noise",
     ),

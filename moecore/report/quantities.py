@@ -33,22 +33,17 @@ class Quantity(NamedTuple):
     @property
     def leader(self) -> str | None:
         """The method that is better than every other, and not by chance."""
-        return next((method for method, found in self.cells.items() if found.leads), None)
-
-    @property
-    def told_apart(self) -> bool:
-        """Whether differences could be shown at all: a test needs an interval."""
-        return all(found.kind for found in self.cells.values())
+        return next((method for method, cell in self.cells.items() if cell.leads), None)
 
     def interval(self, method: str) -> Interval:
         """The value to be shown."""
-        found = self.cells[method].interval
+        interval = self.cells[method].interval
         if not self.remains:
-            return found
-        if found.limits is None:
-            return Interval(1 - found.value)
-        low, high = found.limits
-        return Interval(1 - found.value, 1 - high, 1 - low)
+            return interval
+        if interval.limits is None:
+            return Interval(1 - interval.value)
+        low, high = interval.limits
+        return Interval(1 - interval.value, 1 - high, 1 - low)
 
     def told(self, values: str) -> str:
         """Its words with the values in their place."""
@@ -78,20 +73,20 @@ class Quantities(NamedTuple):
             wanted["how steady the routing is"] = (self.steady, "robustness")
         return [
             f"Not measured: {words} (the stage {stage} would)."
-            for words, (found, stage) in wanted.items()
-            if found is None
+            for words, (one, stage) in wanted.items()
+            if one is None
         ]
 
 
 SCORED = ("on clean test data", "under the worst attack", "under attack")
 
 
-def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Quantities:
+def quantities(phase: Phase, compared: Table, controls: Collection[str] = ()) -> Quantities:
     """Those of a phase, without its controls."""
-    columns = {metric.name: metric.column for metric in found.metrics}
-    cells = {method: row for method, row in found.cells.items() if method not in controls}
+    columns = {metric.name: metric.column for metric in compared.metrics}
+    cells = {method: row for method, row in compared.cells.items() if method not in controls}
     if not cells:
-        cells = found.cells
+        cells = compared.cells
 
     def named(name: str, words: str, remains: bool = False) -> Quantity | None:
         column = columns.get(name)
@@ -104,12 +99,12 @@ def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Qu
         return Quantity(words, column, having, remains, unit) if having else None
 
     under, moved = attacked_names(phase)
-    words = f"an attack ({last_attack(phase)}) leaves {{}} of its choice of experts in place"
+    words = f"under {last_attack(phase)} routing overlap is {{}}"
     steady = named(moved, words, remains=True)
     swaps = [name for name in columns if name.startswith(SWAPPED)]
     if swaps:  # of most words
         part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
-        words = f"{part} swapped leave {{}} of its choice of experts in place"
+        words = f"with {part} swapped routing overlap is {{}}"
         steady = steady or named(swaps[-1], words, remains=True)
     for one in HEADLINES:  # in order of preference
         if one.sentence:
@@ -125,8 +120,8 @@ def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Qu
 
 def of_column(name: str, cells: Cells) -> dict[str, Cell]:
     """method → its cell, of the methods that have one."""
-    found = {method: row[name] for method, row in cells.items()}
-    return {method: one for method, one in found.items() if one is not None}
+    entries = {method: row[name] for method, row in cells.items()}
+    return {method: one for method, one in entries.items() if one is not None}
 
 
 def attacked_names(phase: Phase) -> tuple[str, str]:
@@ -146,12 +141,12 @@ def attacked_names(phase: Phase) -> tuple[str, str]:
 
 
 def last_attack(phase: Phase) -> str:
-    """PGD 10 at ε = 8/255."""
+    """Return PGD 10 (ε = 8/255)."""
     attacks = names_of_attacks(phase)
     if not attacks:
         return ""
     met = next(one for one in phase.results(Robustness) if attacks[-1] in attacks_of(one))
-    return f"{attack_title(attacks[-1])} at ε\u00a0=\u00a0{strongest(met, attacks[-1])}"
+    return f"{attack_title(attacks[-1])} (ε\u00a0=\u00a0{strongest(met, attacks[-1])})"
 
 
 def names_of_attacks(phase: Phase) -> list[str]:

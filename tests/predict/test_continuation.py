@@ -8,7 +8,7 @@ from moecore.core.files import UserError
 from moecore.core.streams import generator_for
 from moecore.data.text.words import read_vocabulary
 from moecore.nn.backbones.vit import Vit
-from moecore.predict.continuation import Sampling, continue_file, continued, drawn
+from moecore.predict.continuation import Sampling, continue_file, generate, sample_token
 from moecore.training.artifacts import save_model, save_words
 from stages.predict import main
 from tests.browser import LOOKS, opened
@@ -36,7 +36,7 @@ def prompt(tmp_path, text="the tensor of unheard words , and the matrix of"):
 def test_the_likeliest_words_are_those_of_the_whole_text_read_anew(subject):
     words = ["<eos>", "the", "tensor", "of", "value", "and", "matrix", "returns"]
     vocabulary = read_vocabulary(subject.data.folder, 12)
-    found = continued(subject.model, vocabulary, words, Sampling(words=9))
+    found = generate(subject.model, vocabulary, words, Sampling(words=9))
     tokens = [vocabulary.index(word) for word in words]
     for word in [one.word for one in found.words if not one.given]:
         # one block of all that there is, from an empty cache
@@ -55,14 +55,16 @@ def test_the_likeliest_words_are_those_of_the_whole_text_read_anew(subject):
 def test_words_are_drawn_from_the_likeliest():
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0])
     probs = logits.double().softmax(0)
-    assert drawn(logits, Sampling(), generator_for(0)) == 1
+    assert sample_token(logits, Sampling(), generator_for(0)) == 1
     generator = generator_for(1)
-    every = [drawn(logits, Sampling(temperature=1.0), generator) for _ in range(4000)]
+    every = [sample_token(logits, Sampling(temperature=1.0), generator) for _ in range(4000)]
     counts = np.bincount(every, minlength=4) / 4000
     assert np.abs(counts - probs.numpy()).max() < 0.03
-    few = {drawn(logits, Sampling(temperature=1.0, top_p=0.7), generator) for _ in range(200)}
+    few = {
+        sample_token(logits, Sampling(temperature=1.0, top_p=0.7), generator) for _ in range(200)
+    }
     assert few == {1, 2}  # 0.64 alone is less than 0.7
-    assert {drawn(logits, Sampling(temperature=1.0, top_p=1e-9), generator)} == {1}
+    assert {sample_token(logits, Sampling(temperature=1.0, top_p=1e-9), generator)} == {1}
 
 
 def test_the_command_prints_words_and_writes_the_page(trained, tmp_path, capsys):
@@ -83,7 +85,7 @@ def test_the_command_prints_words_and_writes_the_page(trained, tmp_path, capsys)
 def test_draws_are_those_of_the_seed(subject):
     vocabulary = read_vocabulary(subject.data.folder, 12)
     said = [
-        continued(subject.model, vocabulary, ["<eos>"], Sampling(12, 1.0, 1.0, seed)).added()
+        generate(subject.model, vocabulary, ["<eos>"], Sampling(12, 1.0, 1.0, seed)).added()
         for seed in (0, 0, 1)
     ]
     assert said[0] == said[1] != said[2]

@@ -10,14 +10,18 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
-from moecore.report.claims.all_claims import found_studies
+from moecore.report.claims.all_claims import load_studies
 from moecore.report.column import Column, Metric
-from moecore.report.page.html import page
+from moecore.report.page.html import render_report
 from moecore.report.page.rows import format_column
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables import summary
 from moecore.report.tables.cells import Cell
-from moecore.report.tables.comparison import apart, flat, table
+from moecore.report.tables.comparison import (
+    best_by_disjoint_intervals,
+    build_table,
+    compare_methods,
+)
 from moecore.report.tables.number_format import NumberFormat, format_epsilon, with_named_epsilons
 from moecore.report.texts import robustness_csv, training_csv
 from moecore.statistics.intervals import Interval
@@ -56,7 +60,7 @@ def assert_self_contained(text: str) -> None:
 
 
 def test_the_page_is_self_contained_and_complete(one_seed):
-    text = page(one_seed)
+    text = render_report(one_seed)
     assert_self_contained(text)
     assert (
         'name="viewport"' in text
@@ -69,29 +73,29 @@ def test_the_page_is_self_contained_and_complete(one_seed):
         and "Agreement with teacher" in text
         and "Agreement before / after" in text
     )
-    assert page(one_seed) == text
+    assert render_report(one_seed) == text
 
 
 def test_dense_alone_and_several_seeds(tmp_path):
-    dense = page(results(tmp_path / "dense", {"dense": False}, phases=["pretrain"]))
+    dense = render_report(results(tmp_path / "dense", {"dense": False}, phases=["pretrain"]))
     assert_self_contained(dense)
     assert "Which expert" not in dense and "Load CV²" not in dense and "Routing change" not in dense
     assert "nobody decides" in dense and re.search("dense has [0-9.]+.% ", dense)
-    many = page(results(tmp_path / "many", seeds=[0, 1, 2], phases=["finetune"]))
+    many = render_report(results(tmp_path / "many", seeds=[0, 1, 2], phases=["finetune"]))
     assert_self_contained(many)
     assert "Student" in many and "Wilson" not in many
 
 
 def test_intervals_of_the_table(one_seed, tmp_path):
-    found = flat(one_seed)["vmoe"]["pretrain"]
+    found = compare_methods(one_seed)["vmoe"]["pretrain"]
     assert (
         found["test_accuracy"]["interval"] == "wilson"
         and found["ece_after"]["interval"] == "bootstrap"
     )
     assert "low" not in found["load_cv2"]
     assert found["parameters"] == {"mean": 1_240_000, "seeds": 1, "form": "count"}
-    assert "load_cv2" not in flat(one_seed)["dense"]["pretrain"]
-    many = flat(results(tmp_path, seeds=[0, 1]))["tgr"]["finetune"]
+    assert "load_cv2" not in compare_methods(one_seed)["dense"]["pretrain"]
+    many = compare_methods(results(tmp_path, seeds=[0, 1]))["tgr"]["finetune"]
     assert (
         many["test_accuracy"]["interval"] == "t"
         and many["test_accuracy"]["seeds"] == 2
@@ -101,7 +105,7 @@ def test_intervals_of_the_table(one_seed, tmp_path):
 
 
 def test_columns_without_any_value_are_left_out(one_seed):
-    found = table(one_seed, one_seed.phases["pretrain"]).metrics
+    found = build_table(one_seed, one_seed.phases["pretrain"]).metrics
     assert "agreement_before_after" not in {metric.name for metric in found}
 
 
@@ -120,13 +124,13 @@ def cells(**limits):
 def test_the_best_is_marked_only_outside_the_intervals():
     away = cells(a=(0.1, 0.2), b=(0.3, 0.4), c=(0.41, 0.5))
     touching = cells(a=(0.1, 0.2), b=(0.3, 0.42), c=(0.41, 0.5))
-    assert apart(HIGHER, away) == "c"
-    assert apart(LOWER, away) == "a"
-    assert apart(HIGHER, touching) is None
-    assert apart(LOWER, touching) == "a"
-    assert apart(NEITHER, away) is None
-    assert apart(HIGHER, cells(a=(0, 1))) is None
-    assert apart(HIGHER, {**away, "d": Cell(Interval(0.0), "", 1)}) is None
+    assert best_by_disjoint_intervals(HIGHER, away) == "c"
+    assert best_by_disjoint_intervals(LOWER, away) == "a"
+    assert best_by_disjoint_intervals(HIGHER, touching) is None
+    assert best_by_disjoint_intervals(LOWER, touching) == "a"
+    assert best_by_disjoint_intervals(NEITHER, away) is None
+    assert best_by_disjoint_intervals(HIGHER, cells(a=(0, 1))) is None
+    assert best_by_disjoint_intervals(HIGHER, {**away, "d": Cell(Interval(0.0), "", 1)}) is None
 
 
 @pytest.mark.parametrize("missing", MISSING)
@@ -185,14 +189,14 @@ def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
     with pytest.raises(UserError, match="compare.json: written by other code .KeyError"):
         summary.main(str(path))
     spoil(path, content)
-    for read in (lambda: summary.main(str(path)), lambda: list(found_studies(tmp_path))):
+    for read in (lambda: summary.main(str(path)), lambda: list(load_studies(tmp_path))):
         with pytest.raises(UserError, match=re.escape(str(path))) as error:
             read()
         assert "\n" not in str(error.value)
 
 
 def test_what_does_not_apply_is_told(one_seed):
-    text = page(one_seed)
+    text = render_report(one_seed)
     assert "What does not apply to a method" in text
     assert "dense, routing: the model has no MoE layers." in text
 
@@ -202,7 +206,7 @@ def test_methods_left_on_disk_are_not_compared(tmp_path):
     found = read_results(
         Selection(methods=("vmoe",), seeds=(0,), phases=("pretrain",)), "", tmp_path
     )
-    assert list(flat(found)) == ["vmoe"] and ">tgr<" not in page(found)
+    assert list(compare_methods(found)) == ["vmoe"] and ">tgr<" not in render_report(found)
 
 
 def test_csv_for_dvc_plots(one_seed):
@@ -313,7 +317,7 @@ def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):
     assert len(found.phases["pretrain"].results(Cost)) == len(METHODS)
     assert found.phases["finetune"].results(Cost) == []
     assert found.phases["finetune"].results(Robustness)
-    assert page(found).count("Latency") > 0
+    assert render_report(found).count("Latency") > 0
     with pytest.raises(UserError, match="cost/finetune"):
         read_results(run.model_copy(update={"thorough": None}), "", tmp_path, stages)
 

@@ -103,12 +103,12 @@ class Answer(NamedTuple):
         return "equivalent" if holds else self.entry["verdict"]
 
 
-def tables() -> Tables:
+def read_paper_tables() -> Tables:
     """What paper_tables.yaml says; raises UserError where it is damaged."""
     return validate(Tables, load(str(TABLES)))
 
 
-def found_studies(root: Path) -> Iterator[Study]:
+def load_studies(root: Path) -> Iterator[Study]:
     """Every study under pipelines/, with its numbers where it was run."""
     for folder in sorted(path.parent for path in (root / "pipelines").glob("*/params.yaml")):
         path = folder / "reports/compare.json"
@@ -139,7 +139,7 @@ def claims_of(row: Row, paper: str, answers: Sequence[Answer]) -> list[Answer]:
     ]
 
 
-def status(row: Row, claims: Sequence[Answer], studies: Sequence[Study]) -> Status:
+def row_status(row: Row, claims: Sequence[Answer], studies: Sequence[Study]) -> Status:
     """What is known of a row."""
     if row.scheme:
         return "scheme"

@@ -14,9 +14,9 @@ from moecore.report.claims.all_claims import (
     Tables,
     answers_of,
     claims_of,
-    found_studies,
-    status,
-    tables,
+    load_studies,
+    read_paper_tables,
+    row_status,
     values_of,
 )
 from moecore.report.claims.claim_row import ANSWERS, build_claim_row
@@ -28,21 +28,21 @@ VERDICTS = {"open": "not significant"}  # how a verdict is printed, if not by it
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
 
 
-def write(root: Path = Path()) -> Path:
+def write_claims_page(root: Path = Path()) -> Path:
     """Write docs/claims.md below ``root``; raises UserError where a file is damaged."""
     target = root / TARGET
-    write_whole(target, page(root))
+    write_whole(target, render_claims_page(root))
     return target
 
 
-def page(root: Path = Path()) -> str:
+def render_claims_page(root: Path = Path()) -> str:
     """The text of docs/claims.md."""
-    known = tables()
-    studies = list(found_studies(root))
+    known = read_paper_tables()
+    studies = list(load_studies(root))
     answers = [answer for study in studies for answer in answers_of(study)]
     claims = [one for one in answers if isinstance(one.claim, Claim)]
     papers = {name: getattr(known, name) for name in Tables.model_fields}
-    states = [status(row, claims_of(row, name, claims), studies) for name, row in _rows(papers)]
+    states = [row_status(row, claims_of(row, name, claims), studies) for name, row in _rows(papers)]
     lines = [*_opening(states, claims), ""]
     for name, rows in papers.items():
         lines += [f"## {name}", "", *_table(HEAD)]
@@ -105,7 +105,7 @@ def _lines(row: Row, claims: Sequence[Answer], studies: Sequence[Study]) -> Iter
         names = dict.fromkeys(name for name, values, _ in printed if values)
         yield _line([*start, here, "", "no claim", _commands(list(names))])
         return
-    state = status(row, claims, studies)
+    state = row_status(row, claims, studies)
     words = {"cannot": f"needs {row.needs}", "scheme": "–", "drawn": "drawn on the study's page"}
     named = [*row.drawn, *(one.study for one in row.columns)]
     yield _line([*start, "", "", words.get(state, state), _commands(list(dict.fromkeys(named)))])

@@ -9,7 +9,7 @@ from moecore.report.claims.significance import LEVEL, Side, difference_of
 from moecore.report.column import Metric
 from moecore.report.measured import Models, Phase, Results
 from moecore.report.tables.cells import Cell, cell_to_json, read_cell
-from moecore.report.tables.comparison import table
+from moecore.report.tables.comparison import build_table
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
 from moecore.study.selection import Claim, Comparison, Question, settings_of
@@ -25,7 +25,7 @@ class Evaluated(NamedTuple):
     ours: Cell
     theirs: Cell
     difference: Difference
-    verdict: str  # "holds", "differs" or "open"
+    judge_difference: str  # "holds", "differs" or "open"
     p: float | None  # of the verdict's test; None where there is no interval
     p_holm: float | None = None  # corrected over the claims of its paper; questions have none
     verdict_holm: str = ""  # the verdict that the corrected p leaves
@@ -43,41 +43,41 @@ class Known(NamedTuple):
     metrics: Mapping[str, Metric]
 
 
-def evaluate(asked: Sequence[Claim | Question], results: Results) -> list[Evaluated]:
+def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list[Evaluated]:
     """Every claim and question with its verdict; claims with Holm's correction paper by paper.
 
     Raises UserError for an unknown phase, method or metric, for a method that lacks the metric,
     and for items that differ, naming ``claims[i]`` or ``questions[i]`` and what is allowed.
     """
     phases = {
-        name: Known(phase, {metric.name: metric for metric in table(results, phase).metrics})
+        name: Known(phase, {metric.name: metric for metric in build_table(results, phase).metrics})
         for name, phase in (results.phases.items() if asked else ())
     }
     counts: dict[str, int] = defaultdict(int)
-    found = []
+    entries = []
     for one in asked:
         section = "claims" if isinstance(one, Claim) else "questions"
-        found.append(_evaluate(one, f"{section}[{counts[section]}]", phases))
+        entries.append(_evaluate(one, f"{section}[{counts[section]}]", phases))
         counts[section] += 1
-    return corrected(found)
+    return correct_by_paper(entries)
 
 
 def claims_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     """What papers claim."""
-    return [found for found in evaluated if isinstance(found.claim, Claim)]
+    return [one for one in evaluated if isinstance(one.claim, Claim)]
 
 
 def questions_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     """What no paper claims."""
-    return [found for found in evaluated if isinstance(found.claim, Question)]
+    return [one for one in evaluated if isinstance(one.claim, Question)]
 
 
-def corrected(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+def correct_by_paper(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     """The same with Holm's correction over the claims of each paper that have an interval."""
     families = defaultdict(list)
-    for place, found in enumerate(evaluated):
-        if isinstance(found.claim, Claim) and found.p is not None:
-            families[found.claim.paper].append(place)
+    for place, one in enumerate(evaluated):
+        if isinstance(one.claim, Claim) and one.p is not None:
+            families[one.claim.paper].append(place)
     result = list(evaluated)
     for places in families.values():
         values = [p for place in places if (p := evaluated[place].p) is not None]
@@ -87,7 +87,7 @@ def corrected(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     return result
 
 
-def verdict(difference: Difference, asked: Comparison) -> str:
+def judge_difference(difference: Difference, asked: Comparison) -> str:
     """holds, differs or open.
 
     higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes it.
@@ -128,9 +128,9 @@ def flat_claims(
     which settings; {} without any. study: params.yaml as plain data.
     """
     entries = {}
-    for number, found in enumerate(evaluated):
-        behind = {} if study is None else {"settings": settings_of(study, found.claim)}
-        entries[f"{number}: {_words(found.claim)}"] = claim_entry(found) | behind
+    for number, one in enumerate(evaluated):
+        behind = {} if study is None else {"settings": settings_of(study, one.claim)}
+        entries[f"{number}: {_words(one.claim)}"] = claim_entry(one) | behind
     return entries
 
 
@@ -138,11 +138,11 @@ def flat_evaluated(
     evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The entries ``claims`` and ``questions`` of compare.json that there are."""
-    found = {
+    results = {
         "claims": flat_claims(claims_of(evaluated), study),
         "questions": flat_claims(questions_of(evaluated), study),
     }
-    return {name: entries for name, entries in found.items() if entries}
+    return {name: entries for name, entries in results.items() if entries}
 
 
 def _words(claim: Claim | Question) -> str:
@@ -150,21 +150,21 @@ def _words(claim: Claim | Question) -> str:
     return f"{start}: {claim.words}"
 
 
-def claim_entry(found: Evaluated) -> dict[str, Any]:
+def claim_entry(evaluated_claim: Evaluated) -> dict[str, Any]:
     """Return what compare.json says of one claim or question, but for the settings behind it."""
-    difference = found.difference
-    form = found.metric.column.form
+    difference = evaluated_claim.difference
+    form = evaluated_claim.metric.column.form
     as_cell = Cell(difference.interval(), difference.kind, difference.seeds)
     entry = {
-        "asked": found.claim.model_dump(mode="json", exclude_none=True),
-        "method": cell_to_json(found.ours, form),
-        "against": cell_to_json(found.theirs, form),
+        "asked": evaluated_claim.claim.model_dump(mode="json", exclude_none=True),
+        "method": cell_to_json(evaluated_claim.ours, form),
+        "against": cell_to_json(evaluated_claim.theirs, form),
         "difference": cell_to_json(as_cell, form) | {"items": difference.items},
-        "verdict": found.verdict,
-        "p": found.p,
-        "p_holm": found.p_holm,
-        "verdict_holm": found.verdict_holm,
-        "smallest": found.smallest,
+        "verdict": evaluated_claim.verdict,
+        "p": evaluated_claim.p,
+        "p_holm": evaluated_claim.p_holm,
+        "verdict_holm": evaluated_claim.verdict_holm,
+        "smallest": evaluated_claim.smallest,
         "form": form,
     }
     return {name: value for name, value in entry.items() if value not in (None, "")}
@@ -186,19 +186,19 @@ def _evaluate(claim: Claim | Question, place: str, phases: Mapping[str, Known]) 
     first = _cell_of(ours, models, f"{place}.method: {claim.method}")
     second = _cell_of(theirs, models, f"{place}.against: {claim.against}")
     difference = difference_of(ours, theirs, f"{place}.metric")
-    judged = verdict(difference, claim)
+    judged = judge_difference(difference, claim)
     return Evaluated(claim, metric, first, second, difference, judged, p_of(difference, claim))
 
 
 def _cell_of(side: Side, models: Models, place: str) -> Cell:
-    found = read_cell(side.metric, list(side.seeds.values()))
-    if found is None:
+    cell = read_cell(side.metric, list(side.seeds.values()))
+    if cell is None:
         name = side.metric.name
         having = [
             one for one, seeds in models.items() if read_cell(side.metric, list(seeds.values()))
         ]
         raise UserError(f"{place} has no {name}; allowed: {_listed(having)}")
-    return found
+    return cell
 
 
 def refuse_other_unit(metric: Metric, other: Metric, place: str) -> None:
@@ -206,8 +206,8 @@ def refuse_other_unit(metric: Metric, other: Metric, place: str) -> None:
     ours = metric.column.form
     theirs = other.column.form
     if ours != theirs:
-        found = f"{other.name} is a {theirs}, and {metric.name} a {ours}"
-        raise UserError(f"{place}: found {found}; allowed: a metric of the same unit")
+        problem = f"{other.name} is a {theirs}, and {metric.name} a {ours}"
+        raise UserError(f"{place}: found {problem}; allowed: a metric of the same unit")
 
 
 def _among(allowed: Mapping[str, T], name: str, place: str) -> T:

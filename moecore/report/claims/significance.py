@@ -51,7 +51,7 @@ def possible_test(metric: Metric, methods: Sequence[Seeds]) -> str:
     return "mcnemar" if known else "intervals"
 
 
-def against(metric: Metric, models: Mapping[str, Seeds], reference: str) -> dict[str, Tested]:
+def test_against(metric: Metric, models: Mapping[str, Seeds], reference: str) -> dict[str, Tested]:
     """Every other method tested against ``reference``; {} where no test can be made.
 
     models: those that have the metric. The p-values are corrected by Holm's method over these
@@ -62,15 +62,17 @@ def against(metric: Metric, models: Mapping[str, Seeds], reference: str) -> dict
     if reference not in models or not others or test not in ("mcnemar", BOTH, SEEDS):
         return {}
     compare = _by_images if test == "mcnemar" else _by_seeds
-    found = [compare(metric, method, models[method], models[reference]) for method in others]
-    corrected = holm([tested.p for tested in found])
+    entries = [compare(metric, method, models[method], models[reference]) for method in others]
+    corrected = holm([tested.p for tested in entries])
     return {
         method: tested._replace(holm=p)
-        for method, tested, p in zip(others, found, corrected, strict=True)
+        for method, tested, p in zip(others, entries, corrected, strict=True)
     }
 
 
-def leader(metric: Metric, models: Mapping[str, Seeds], values: Mapping[str, float]) -> str | None:
+def find_leader(
+    metric: Metric, models: Mapping[str, Seeds], values: Mapping[str, float]
+) -> str | None:
     """The method that is better than every other one by tests, or None.
 
     values: the mean of each method of ``models``. The method with the best mean is tested against
@@ -78,19 +80,19 @@ def leader(metric: Metric, models: Mapping[str, Seeds], values: Mapping[str, flo
     """
     sign = 1 if metric.column.better == "higher" else -1
     first = max(values, key=lambda method: sign * values[method])
-    found = against(metric, models, first)
-    if found and all(tested.holm < LEVEL for tested in found.values()):
+    result = test_against(metric, models, first)
+    if result and all(tested.holm < LEVEL for tested in result.values()):
         return first
     return None
 
 
-def as_json(tested: Tested) -> dict[str, Any]:
+def tested_to_json(tested: Tested) -> dict[str, Any]:
     """difference, its limits, p, p_holm and the test.
 
     Of McNemar's also how many images one of the two alone gets right.
     """
     difference, low, high = tested.difference
-    found = {
+    entries = {
         "difference": difference,
         "low": low,
         "high": high,
@@ -99,8 +101,8 @@ def as_json(tested: Tested) -> dict[str, Any]:
         "test": tested.test,
     }
     if tested.only is not None:
-        found["only_first"], found["only_second"] = tested.only
-    return found
+        entries["only_first"], entries["only_second"] = tested.only
+    return entries
 
 
 class Side(NamedTuple):
@@ -133,8 +135,8 @@ def difference_of(ours: Side, theirs: Side, place: str) -> Difference:
         raise UserError(f"{place}: only some results keep the items of {names}; {again}")
     numbers = sorted({len(values) for pair in both for values in pair})
     if len(numbers) > 1:
-        found = f"{names} is of {' and of '.join(map(str, numbers))} items"
-        raise UserError(f"{place}: found {found}; allowed: the same items of all; {again}")
+        problem = f"{names} is of {' and of '.join(map(str, numbers))} items"
+        raise UserError(f"{place}: found {problem}; allowed: the same items of all; {again}")
     return crossed(np.stack([one - other for one, other in both]))
 
 
@@ -145,10 +147,10 @@ def _by_images(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Teste
         images = f"{len(first)} images, another method's of {len(second)}"
         again = "run the measuring stages again"
         raise UserError(f"compare: {metric.name} of {method} is of {images}; {again}")
-    found = pairs(first, second)
-    only = (found.first_only, found.second_only)
+    result = pairs(first, second)
+    only = (result.first_only, result.second_only)
     p = mcnemar(*only)
-    return Tested(paired_difference(found), p, p, "mcnemar", only)
+    return Tested(paired_difference(result), p, p, "mcnemar", only)
 
 
 def _hits(metric: Metric, seeds: Seeds) -> np.ndarray:
@@ -161,7 +163,7 @@ def _by_seeds(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested
     if ours.keys() != theirs.keys():
         seeds = f"seeds {list(ours)}, another method {list(theirs)}"
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")
-    found = difference_of(Side(metric, ours), Side(metric, theirs), f"compare: {method}")
+    result = difference_of(Side(metric, ours), Side(metric, theirs), f"compare: {method}")
     # Values that are all alike leave no interval, and nothing to tell the two apart by.
-    p = 1.0 if found.p is None else found.p
-    return Tested(found.interval(), p, p, found.kind)
+    p = 1.0 if result.p is None else result.p
+    return Tested(result.interval(), p, p, result.kind)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from moecore.measure.exploring.overlays import Overlays, grid_of
 from moecore.measure.retrieval import Read
-from moecore.report.figures.drawing import bare, expert_colours, new_figure, styled
+from moecore.report.figures.drawing import expert_colours, new_figure, strip_axes, styled
 from moecore.report.figures.sheets import Tile, picture, put, tints
 
 SIDE = 1.5  # inches of a picture, and of its row
@@ -42,7 +42,7 @@ def read_images(stored: Overlays, captions: Sequence[Sequence[Read]], experts: i
         put(axes, tile, 0, row)
         if captions[row]:
             write(axes, captions[row][-1], row, expert_colours(experts) if experts else [])
-    bare(axes)
+    strip_axes(axes)
     return figure
 
 

@@ -50,15 +50,17 @@ class Look(NamedTuple):
     top: float | None = None  # where it ends
 
 
-def point(x: float, found: Interval, limits: Limits = EVERYWHERE) -> Point:
+def point(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
     """A value with its limits, which stay within ``limits``; without limits the band is a line."""
-    if found.limits is None:
-        return Point(x, found.value, found.value, found.value)
-    low, high = found.limits
-    return Point(x, found.value, max(limits[0], low), min(limits[1], high))
+    if interval.limits is None:
+        return Point(x, interval.value, interval.value, interval.value)
+    low, high = interval.limits
+    return Point(x, interval.value, max(limits[0], low), min(limits[1], high))
 
 
-def over(seeds: Sequence[Mapping[float, float]], limits: Limits = EVERYWHERE) -> list[Point]:
+def points_over_seeds(
+    seeds: Sequence[Mapping[float, float]], limits: Limits = EVERYWHERE
+) -> list[Point]:
     """One point for each x that all seeds have; each seed maps x to a value."""
     if not seeds:
         return []
@@ -66,7 +68,7 @@ def over(seeds: Sequence[Mapping[float, float]], limits: Limits = EVERYWHERE) ->
     return [point(x, over_seeds([values[x] for values in seeds]), limits) for x in shared]
 
 
-def bands(seeds: Mapping[str, Sequence[object]]) -> str:
+def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
     """What the bands of ``over`` are, as words; of one seed there are none."""
     several = any(len(of_method) > 1 for of_method in seeds.values())
     return "Bands: 95 % intervals over seeds." if several else "One seed."
@@ -229,10 +231,10 @@ def under_attack(curves: Curves, what: str, score: Score) -> Figure:
 def attack_points(seeds: Sequence[Sequence[Left]], score: Score) -> list[Point]:
     """One point an epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
     limits = (0.0, 1.0 if score.form == "share" else np.inf)
-    found = []
+    entries = []
     for rows in zip(*seeds, strict=True):
         interval = Interval(rows[0].score, rows[0].low, rows[0].high)
         if len(rows) > 1:
             interval = over_seeds([row.score for row in rows])
-        found.append(point(rows[0].epsilon * PIXEL, interval, limits))
-    return found
+        entries.append(point(rows[0].epsilon * PIXEL, interval, limits))
+    return entries

@@ -142,8 +142,8 @@ def _cost(
 
 def _shared(one: Bbox, other: Bbox) -> float:
     """The area that two boxes share."""
-    found = Bbox.intersection(one, other)
-    return 0.0 if found is None else found.width * found.height
+    result = Bbox.intersection(one, other)
+    return 0.0 if result is None else result.width * result.height
 
 
 def _size(figure: Figure, name: str) -> tuple[float, float]:

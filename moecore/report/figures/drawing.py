@@ -153,7 +153,7 @@ def whole_epochs(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def bare(axes: Axes) -> None:
+def strip_axes(axes: Axes) -> None:
     """No ticks, no grid, no frame."""
     axes.grid(visible=False)
     axes.set(xticks=[], yticks=[])

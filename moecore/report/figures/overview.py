@@ -29,43 +29,43 @@ Looks = Mapping[str, Mapping[str, Any]]
 Line = tuple[list[float], list[float]]
 
 
-def pictures(phase: Phase, found: Quantities) -> Iterator[Picture]:
+def overview_pictures(phase: Phase, quantities: Quantities) -> Iterator[Picture]:
     """Score against score under attack, then steadiness and cost method by method."""
     looks = {}
     for number, method in enumerate(phase.models):
         look = line_look(number)
         looks[method] = {"color": look["color"], "marker": look["marker"]}
-    rest = [found.steady, found.cost]
-    if found.score is not None and found.attacked is not None:
-        corner = BEST[found.score.column.better]
+    rest = [quantities.steady, quantities.cost]
+    if quantities.score is not None and quantities.attacked is not None:
+        corner = BEST[quantities.score.column.better]
         yield Picture(
-            scatter(found.score, found.attacked, looks),
+            draw_scatter(quantities.score, quantities.attacked, looks),
             f"{phase.name}: overview of scores",
             f"The best place is the {corner} corner. Lines: 95\u00a0% intervals."
             + (" Numbers: the methods beside." if len(looks) > NAMED else ""),
         )
     else:
-        rest.insert(0, found.score)
+        rest.insert(0, quantities.score)
     shown = [quantity for quantity in rest if quantity is not None]
     if shown:
         intervals = any(cell.kind for quantity in shown for cell in quantity.cells.values())
         yield Picture(
-            rows(shown, looks),
+            draw_method_rows(shown, looks),
             f"{phase.name}: overview of routing and cost",
-            told(found, intervals),
+            overlap_caption(quantities, intervals),
         )
 
 
-def told(found: Quantities, intervals: bool) -> str:
+def overlap_caption(quantities: Quantities, intervals: bool) -> str:
     """What the overlap is of, and what the lines are."""
     words = ["Lines: 95\u00a0% intervals." if intervals else "One seed: no intervals."]
-    if found.steady is not None and found.steady.remains:
+    if quantities.steady is not None and quantities.steady.remains:
         words.insert(0, "Overlap: IoU of the experts that a token is sent to, with and without.")
     return " ".join(words)
 
 
 @styled
-def scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
+def draw_scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
     """A point a method with its name, and thin whiskers."""
     figure = new_figure(5.0, 4.3)
     axes = figure.subplots()
@@ -82,8 +82,12 @@ def scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
             axes.plot(*line, color=looks[method]["color"], linewidth=0.9, alpha=0.6)
             whiskers.append(line)
         axes.plot(x.value, y.value, linestyle="", markersize=8, **looks[method])
-    hold(axes.set_xlim, [end for xs, _ in whiskers for end in xs], score.column.form)
-    hold(axes.set_ylim, [end for _, ys in whiskers for end in ys], score.column.form)
+    set_limits_with_margin(
+        axes.set_xlim, [end for xs, _ in whiskers for end in xs], score.column.form
+    )
+    set_limits_with_margin(
+        axes.set_ylim, [end for _, ys in whiskers for end in ys], score.column.form
+    )
     axes.set_xlabel(score.column.label)
     axes.set_ylabel(attacked.column.label)
     if score.column.form == "share":
@@ -95,7 +99,7 @@ def scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
 
 
 @styled
-def rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
+def draw_method_rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
     """A panel a quantity, a row a method: a point with its whisker; a method without it has none.
 
     The method that is first in params.yaml stands at the top.
@@ -116,13 +120,13 @@ def rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
                     transform=axes.get_yaxis_transform(),
                 )
                 continue
-            found = _scaled(quantity, method)
-            line = _line(found, float(place))
+            result = _scaled(quantity, method)
+            line = _line(result, float(place))
             axes.plot(*line, color=looks[method]["color"], linewidth=0.9, alpha=0.6)
-            axes.plot(found.value, place, linestyle="", markersize=8, **looks[method])
+            axes.plot(result.value, place, linestyle="", markersize=8, **looks[method])
             ends += line[0]
         axes.set_title(title_of(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
-        hold(axes.set_xlim, *seen(quantity, ends))
+        set_limits_with_margin(axes.set_xlim, *panel_limits(quantity, ends))
         print_values(axes, quantity, methods)
         if quantity.column.form == "share":
             axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
@@ -134,7 +138,7 @@ def rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
     return figure
 
 
-def seen(quantity: Quantity, ends: Sequence[float]) -> tuple[Sequence[float], str, bool]:
+def panel_limits(quantity: Quantity, ends: Sequence[float]) -> tuple[Sequence[float], str, bool]:
     """What ``hold`` takes for a panel: from zero, but of errors where zero is so far away that
     points which differ would lie on each other, such as nats a word.
     """
@@ -181,7 +185,7 @@ def title_of(quantity: Quantity) -> str:
     return TITLES.get(name) or fill(quantity.column.label, WIDE)
 
 
-def hold(
+def set_limits_with_margin(
     set_limits: Callable[[float, float], Any],
     ends: Sequence[float],
     form: str,
@@ -199,20 +203,20 @@ def hold(
     set_limits(first, last)
 
 
-def _line(found: Interval, across: float) -> Line:
+def _line(interval: Interval, across: float) -> Line:
     """A whisker: its ends, and where it stands on the other axis."""
-    low, high = found.limits or (found.value, found.value)
+    low, high = interval.limits or (interval.value, interval.value)
     return [low, high], [across, across]
 
 
 def _scaled(quantity: Quantity, method: str) -> Interval:
     """As it is drawn: parameters, and products of a small model, in millions."""
-    found = quantity.interval(method)
+    interval = quantity.interval(method)
     scale = {"active_parameters": 1e-6, "gflops": 1e3}.get(quantity.column.name, 1.0)
-    if found.limits is None:
-        return Interval(found.value * scale)
-    low, high = found.limits
-    return Interval(found.value * scale, low * scale, high * scale)
+    if interval.limits is None:
+        return Interval(interval.value * scale)
+    low, high = interval.limits
+    return Interval(interval.value * scale, low * scale, high * scale)
 
 
 def _box(axes: Axes, line: Line) -> Bbox:

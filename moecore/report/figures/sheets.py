@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from moecore.report.figures.drawing import DARK, bare, new_figure, styled
+from moecore.report.figures.drawing import DARK, new_figure, strip_axes, styled
 
 GAP = 0.06  # between pictures, of a picture's width
 LEFT = 0.7  # inches for the names of rows
@@ -58,7 +58,7 @@ def sheet(tiles: Sequence[Sequence[Tile]], frame: Frame, width: float, height: f
     for row, line in enumerate(tiles):
         for column, tile in enumerate(line):
             put(axes, tile, column, row)
-    bare(axes)
+    strip_axes(axes)
     axes.set(xlim=(-GAP, across - GAP / 2), ylim=(len(tiles), -GAP / 2), aspect="auto")
     _words(axes, frame, across, upright=height > LOW)
     if frame.title:

@@ -15,7 +15,7 @@ from moecore.report.figures.charts import (
     draw_curves,
     heat_table,
     name_curves,
-    over,
+    points_over_seeds,
     texts_of,
 )
 from moecore.report.figures.direct_labels import End
@@ -171,7 +171,7 @@ def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
         }
         for values in lists
     ]
-    return over(by_epoch, (0.0, 1.0))
+    return points_over_seeds(by_epoch, (0.0, 1.0))
 
 
 @styled

@@ -10,8 +10,14 @@ from moecore.measure.base import Skipped
 from moecore.measure.robustness import Result
 from moecore.measure.under_attack.curves import Left, Row, run_of
 from moecore.measure.under_attack.curves import Line as Audited
-from moecore.report.column import mean
-from moecore.report.figures.charts import Look, bands, curves_chart, over, panels_chart
+from moecore.report.column import mean_or_none
+from moecore.report.figures.charts import (
+    Look,
+    curves_chart,
+    interval_caption,
+    panels_chart,
+    points_over_seeds,
+)
 from moecore.report.figures.sheets import Frame, Tile, picture, sheet
 from moecore.report.measured import Phase
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
@@ -60,18 +66,21 @@ def moved_by(phase: Phase, attack: str) -> Picture | None:
     """The change of the routing under one attack; None where no method has it."""
 
     def of(result: Result) -> dict[float, float]:
-        found = {row.epsilon * PIXEL: mean(row.routing_change) for row in moves_of(result, attack)}
-        return {x: value for x, value in found.items() if value is not None}
+        entries = {
+            row.epsilon * PIXEL: mean_or_none(row.routing_change)
+            for row in moves_of(result, attack)
+        }
+        return {x: value for x, value in entries.items() if value is not None}
 
     curves = {
-        method: over([of(result) for result in seeds], (0.0, 1.0))
+        method: points_over_seeds([of(result) for result in seeds], (0.0, 1.0))
         for method, seeds in phase.of(Result).items()
     }
     if not any(curves.values()):
         return None
     title = f"Routing change under {attack_title(attack)}"
     look = Look(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
-    caption = "Mean over MoE layers. " + bands(phase.of(Result))
+    caption = "Mean over MoE layers. " + interval_caption(phase.of(Result))
     return Picture(curves_chart(curves, look), f"{phase.name}: routing under {attack}", caption)
 
 
@@ -87,7 +96,7 @@ def moved_by_layer(phase: Phase, attack: str) -> Picture | None:
 
     panels = {
         f"MoE {layer + 1}": {
-            method: over([of(result, layer) for result in seeds], (0.0, 1.0))
+            method: points_over_seeds([of(result, layer) for result in seeds], (0.0, 1.0))
             for method, seeds in phase.of(Result).items()
         }
         for layer in range(layers)
@@ -95,19 +104,19 @@ def moved_by_layer(phase: Phase, attack: str) -> Picture | None:
     title = f"Routing change under {attack_title(attack)}"
     look = Look(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
     drawn = FIGURES.get(re.split("[-_]", attack)[0], "")
-    caption = f"By MoE layer{drawn}. {bands(phase.of(Result))}"
+    caption = f"By MoE layer{drawn}. {interval_caption(phase.of(Result))}"
     return Picture(panels_chart(panels, look), f"{phase.name}: layers under {attack}", caption)
 
 
 def every_move(phase: Phase, attack: str) -> list[tuple[Row, ...]]:
     """The rows of one attack of every model that met it."""
-    found = [moves_of(result, attack) for result in phase.results(Result)]
-    return [rows for rows in found if rows]
+    entries = [moves_of(result, attack) for result in phase.results(Result)]
+    return [rows for rows in entries if rows]
 
 
 def attacked(phase: Phase) -> list[Picture]:
     """A few images under the strongest attack, of the methods that all others are held against."""
-    found = []
+    entries = []
     first = phase.first(Result)
     for method in references(phase.models):
         shown = first[method].attacked if method in first else None
@@ -121,25 +130,22 @@ def attacked(phase: Phase) -> list[Picture]:
         figure = sheet(tiles, Frame(title, names), 1.1, 1.1)
         caption = f"{method}. Images as the strongest attack made them (figure 5)."
         label = f"{phase.name}: attacked pictures of {method}"
-        found.append(Picture(figure, label, caption + phase.first_seed))
-    return found
+        entries.append(Picture(figure, label, caption + phase.first_seed))
+    return entries
 
 
 def audit(lines: Mapping[str, Sequence[Sequence[Audited]]]) -> Block:
     """A row a question; lines: method → seed → the audit."""
     by_question = {
-        method: [{line.name: line for line in found} for found in seeds]
+        method: [{line.name: line for line in one} for one in seeds]
         for method, seeds in lines.items()
     }
-    every = [found for seeds in by_question.values() for found in seeds]
-    names = dict.fromkeys(name for found in every for name in found)
+    every = [one for seeds in by_question.values() for one in seeds]
+    names = dict.fromkeys(name for one in every for name in one)
     rows = [
         Line(
             Item(name.replace("_", " ")),
-            [
-                answer([found[name] for found in seeds if name in found])
-                for seeds in by_question.values()
-            ],
+            [answer([one[name] for one in seeds if name in one]) for seeds in by_question.values()],
         )
         for name in names
     ]
@@ -148,11 +154,11 @@ def audit(lines: Mapping[str, Sequence[Sequence[Audited]]]) -> Block:
     return Block(title, grids=grids, folded=True, finding=tally(every))
 
 
-def answer(found: Sequence[Audited]) -> Item:
+def answer(entries: Sequence[Audited]) -> Item:
     """What all seeds say of a question: the worst verdict, with its words."""
-    if not found:
+    if not entries:
         return NONE
-    worst = min(found, key=lambda line: WORST_FIRST.index(line.holds))
+    worst = min(entries, key=lambda line: WORST_FIRST.index(line.holds))
     return Item(
         MARKS[worst.holds],
         note=with_named_epsilons(worst.text.removeprefix("not judged: ")),
@@ -162,6 +168,6 @@ def answer(found: Sequence[Audited]) -> Item:
 
 def tally(every: Iterable[Mapping[str, Audited]]) -> str:
     """How many of the questions that could be told hold."""
-    verdicts = [line.holds for found in every for line in found.values()]
+    verdicts = [line.holds for one in every for line in one.values()]
     told = len(verdicts) - verdicts.count(None)
     return f"{verdicts.count(True)} of {told} lines of the audit hold"

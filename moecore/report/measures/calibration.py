@@ -33,8 +33,8 @@ def quality(when: str, name: str) -> Callable[[Result], Estimate]:
     """One number before or after calibration."""
 
     def read(result: Result) -> Estimate:
-        found: Quality = getattr(result, when)
-        return getattr(found, name)
+        results: Quality = getattr(result, when)
+        return getattr(results, name)
 
     return read
 

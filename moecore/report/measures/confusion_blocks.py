@@ -6,7 +6,7 @@ import numpy as np
 
 from moecore.report.figures.training_figures import NUMBERED, shares_of
 from moecore.report.measured import Phase
-from moecore.report.page.rows import percents
+from moecore.report.page.rows import percent_grid
 from moecore.report.page.view import Block, Grid, Item, Line
 from moecore.training.outcome import Outcome
 
@@ -37,7 +37,7 @@ def tile(shares: np.ndarray, classes: Sequence[str]) -> Grid:
     """One method's table; shares: (true, predicted)."""
     if len(classes) <= NUMBERED:
         rows = dict(zip(classes, shares.tolist(), strict=True))
-        return percents("True, predicted", rows, classes)
+        return percent_grid("True, predicted", rows, classes)
     lines = [
         Line(Item(classes[true]), [Item(classes[taken], look="words"), Item(f"{100 * share:.0f}")])
         for share, true, taken in mistakes(shares)
@@ -58,10 +58,10 @@ def commonest(tables: Sequence[np.ndarray], classes: Sequence[str]) -> str:
     """The commonest mistake of all methods; "" where none was made."""
     if not tables:
         return ""
-    found = next(mistakes(np.mean(tables, axis=0)), None)
-    if found is None:
+    result = next(mistakes(np.mean(tables, axis=0)), None)
+    if result is None:
         return "no test image was taken for another class"
-    share, true, taken = found
+    share, true, taken = result
     methods = ", mean over methods" if len(tables) > 1 else ""
     return (
         f"{classes[true]} is taken for {classes[taken]} most often ({100 * share:.0f} %{methods})"

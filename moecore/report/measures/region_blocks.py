@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.measure.probes.generalisation import Generalised
-from moecore.report.column import Column, Metric, mean
+from moecore.report.column import Column, Metric, mean_or_none
 from moecore.report.figures.charts import Labels, heat_table, texts_of
 from moecore.report.measured import Phase
 from moecore.report.page.rows import format_column
@@ -62,10 +62,10 @@ def at(*path: str) -> Callable[[CohortChecks], Any]:
     """What lies at this path below ``generalisation``; None where a step is."""
 
     def read(result: CohortChecks) -> Any:
-        found: Any = result.generalisation
+        results: Any = result.generalisation
         for name in path:
-            found = None if found is None else getattr(found, name)
-        return found
+            results = None if results is None else getattr(results, name)
+        return results
 
     return read
 
@@ -97,7 +97,7 @@ def own_expert(prefix: str) -> Callable[[Outcome], float | None]:
     def read(result: Outcome) -> float | None:
         shares = {row.region: row.share for row in last_probe(result)}
         own = [shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES]
-        return mean([share for share in own if share is not None])
+        return mean_or_none([share for share in own if share is not None])
 
     return read
 
@@ -175,8 +175,8 @@ def generalised(phase: Phase) -> Grid | None:
     """A group of rows a method with region experts, a row a sort of volumes."""
     lines = []
     for method, seeds in phase.models.items():
-        found = phase.of(CohortChecks)[method]
-        if not any(result.generalisation for result in found):
+        results = phase.of(CohortChecks)[method]
+        if not any(result.generalisation for result in results):
             continue
         lines.append(Line(Item(method), look="group"))
         for words, path in TRIED.items():
@@ -191,10 +191,10 @@ def generalised(phase: Phase) -> Grid | None:
     return Grid(["First region expert", *NUMBERS.values()], lines, below=GENERALISED)
 
 
-def mixtures(found: Generalised, method: str) -> Grid:
+def mixtures(result: Generalised, method: str) -> Grid:
     """One model: a row a pair of tissues, a column a share that is left of the second."""
-    lefts = sorted({row.left for row in found.mixtures})
-    rows = {(row.whole, row.thinned, row.left): row.found for row in found.mixtures}
+    lefts = sorted({row.left for row in result.mixtures})
+    rows = {(row.whole, row.thinned, row.left): row.found for row in result.mixtures}
     lines = []
     for whole, thinned in dict.fromkeys(key[:2] for key in rows):
         of_pair = [rows[whole, thinned, left] for left in lefts]
@@ -209,7 +209,7 @@ def mixtures(found: Generalised, method: str) -> Grid:
     heads = [f"{WHOLE_PERCENTS.value(left)} left of the second" for left in lefts]
     two_decimals = NumberFormat("number", 2)
     below = "Rank correlation of a tissue's share of a cube and its expert's score"
-    for name, volumes in {"whole volumes": found.test, "other generator": found.other}.items():
+    for name, volumes in {"whole volumes": result.test, "other generator": result.other}.items():
         ranks = {} if volumes is None else volumes.correlation
         values = [
             f"{tissue.upper()} {two_decimals.value(rank.value)}" for tissue, rank in ranks.items()

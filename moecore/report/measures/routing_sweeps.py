@@ -8,7 +8,7 @@ from moecore.measure.cost import Result as Cost
 from moecore.measure.exploring.overlays import grid_of
 from moecore.measure.routing import Result
 from moecore.report.column import Ahead, Column, Each, Seen, title_of
-from moecore.report.figures.charts import Look, bands, curves_chart, over
+from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
 from moecore.report.measured import Phase
 from moecore.report.page.view import Picture
 from moecore.report.tables.number_format import NumberFormat
@@ -43,9 +43,9 @@ def ends_of(values: Mapping[str, float]) -> str:
 def swept_most(scores: Mapping[str, Mapping[float, float]], score: Score) -> str:
     """How far the score moves where fewer or more experts see a token; scores: method → k → it."""
     moved = {
-        method: max(found.values()) - min(found.values())
-        for method, found in scores.items()
-        if len(found) > 1
+        method: max(one.values()) - min(one.values())
+        for method, one in scores.items()
+        if len(one) > 1
     }
     if not moved:
         return ""
@@ -102,14 +102,14 @@ def sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> Pic
     words = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
     over_what, axis = words[setting]
     curves = {
-        method: over([swept(result, setting, name) for result in seeds])
+        method: points_over_seeds([swept(result, setting, name) for result in seeds])
         for method, seeds in phase.of(Result).items()
     }
     if not any(curves.values()):
         return None
     look = Look(f"{label} over {over_what}", axis, label, share)
     what = f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[setting]})."
-    caption = f"{what} {bands(phase.of(Result))}"
+    caption = f"{what} {interval_caption(phase.of(Result))}"
     return Picture(curves_chart(curves, look, 3.2), f"{phase.name}: {look.title}", caption)
 
 
@@ -121,21 +121,22 @@ def step_time(phase: Phase) -> Picture | None:
         return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
 
     curves = {
-        method: over([of(result) for result in seeds]) for method, seeds in phase.of(Cost).items()
+        method: points_over_seeds([of(result) for result in seeds])
+        for method, seeds in phase.of(Cost).items()
     }
     if not any(curves.values()):
         return None
     look = Look("Step time over k", "Experts per token k", "Time of a batch / that of k = 1")
     what = "Forward passes of this machine (ERMoE, figure S5)."
-    caption = f"{what} {bands(phase.of(Cost))}"
+    caption = f"{what} {interval_caption(phase.of(Cost))}"
     return Picture(curves_chart(curves, look, 3.2), f"{phase.name}: {look.title}", caption)
 
 
 def swept(result: Result, setting: str, name: str) -> dict[float, float]:
     """The setting → a value; without the points that have none."""
     rows = sorted(getattr(result.sweeps, setting), key=lambda row: getattr(row, setting))
-    found = {getattr(row, setting): getattr(row, name) for row in rows}
-    return {x: value for x, value in found.items() if value is not None}
+    entries = {getattr(row, setting): getattr(row, name) for row in rows}
+    return {x: value for x, value in entries.items() if value is not None}
 
 
 def swept_columns(setting: str, name: str, label: str, better: str, form: str) -> Each:
@@ -218,10 +219,14 @@ def agreement_by_layer(phase: Phase) -> list[Picture]:
         return {place: share for place, share in shares.items() if share is not None}
 
     seeds = phase.of(Result)
-    curves = {method: over([of(result) for result in found]) for method, found in seeds.items()}
+    curves = {
+        method: points_over_seeds([of(result) for result in one]) for method, one in seeds.items()
+    }
     if not any(curves.values()):
         return []
     look = Look("Agreement with the teacher", "MoE layer", "Tokens", share=True, top=1.02)
     what = "Tokens whose first expert is the teacher's (TGR, table 7)."
     chart = curves_chart(curves, look, 3.2)
-    return [Picture(chart, f"{phase.name}: teacher's agreement", f"{what} {bands(seeds)}")]
+    return [
+        Picture(chart, f"{phase.name}: teacher's agreement", f"{what} {interval_caption(seeds)}")
+    ]

@@ -10,7 +10,7 @@ from moecore.core.config import Config
 from moecore.report.column import Column, Columns
 from moecore.report.measured import Phase
 from moecore.report.page.view import Block, Picture
-from moecore.report.references import seen
+from moecore.report.references import column_context
 from moecore.tasks.base import Task
 
 Figures = Iterator[tuple[str, Figure]]
@@ -43,7 +43,7 @@ class Shown(NamedTuple):
 
     def named(self, phase: Phase) -> list[Column]:
         """Its columns in this phase."""
-        known = seen(phase, self.result)
+        known = column_context(phase, self.result)
         return [column for entry in self.columns for column in entry.columns(known)]
 
 
@@ -58,10 +58,10 @@ def by_name(
     phase: Phase, kind: type[Config], figures: Callable[[Any], Figures]
 ) -> dict[str, list[Picture]]:
     """A figure's name → that figure of every method's first seed; [] for an unknown name."""
-    found: dict[str, list[Picture]] = defaultdict(list)
+    entries: dict[str, list[Picture]] = defaultdict(list)
     for method, result in phase.first(kind).items():
         for name, figure in figures(result):
             label = f"{phase.name}: {name.replace('_', ' ')} of {method}"
             caption = f"{method}. {getattr(figure, 'caption', '')}".strip() + phase.first_seed
-            found[name].append(Picture(figure, label, caption))
-    return found
+            entries[name].append(Picture(figure, label, caption))
+    return entries

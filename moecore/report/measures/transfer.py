@@ -73,12 +73,12 @@ def item(cell: Cell | None, form: str) -> Item:
     text = NumberFormat(form).value(cell.score.value)
     if cell.made_on == cell.scored_by:
         return Item(text, "direct", look="direct", value=cell.score.value)
-    found = cell.difference
-    if found is None:
+    result = cell.difference
+    if result is None:
         return Item(text, value=cell.score.value)
-    number_format = NumberFormat.of(form, [found.interval])
-    difference = number_format.difference(found.value)
-    if limits := number_format.difference_limits(found.interval):
+    number_format = NumberFormat.of(form, [result.interval])
+    difference = number_format.difference(result.value)
+    if limits := number_format.difference_limits(result.interval):
         difference = f"{difference} ({limits})"
     return Item(text, difference, value=cell.score.value)
 
@@ -97,10 +97,10 @@ def matrix(result: Result) -> Figure:
     score = result.task.score
     for row, source in enumerate(sources):
         for column, target in enumerate(result.methods):
-            if found := cells.get((source, target)):
-                values[row, column] = found.score.value
+            if results := cells.get((source, target)):
+                values[row, column] = results.score.value
                 texts[row, column] = (
-                    NumberFormat(score.form).value(found.score.value).removesuffix(" %")
+                    NumberFormat(score.form).value(results.score.value).removesuffix(" %")
                 )
     if score.form != "share":
         values = values / np.nanmax(values)

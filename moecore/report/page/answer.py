@@ -1,4 +1,4 @@
-"""The page's title answered in one sentence, from the numbers and what was shown of them.
+"""The page's title answered in a sentence or two, from the numbers and what was shown of them.
 
 A difference is told only where the tests behind the tables' marks show one.
 """
@@ -9,7 +9,7 @@ from moecore.report.claims.claim_row import ANSWERS
 from moecore.report.claims.evaluation import Evaluated, claims_of, questions_of
 from moecore.report.measured import Phase
 from moecore.report.quantities import Quantities, Quantity
-from moecore.report.references import routed
+from moecore.report.references import has_routing
 from moecore.report.tables.number_format import keep_percent_on_line
 
 VERDICTS = {
@@ -19,17 +19,18 @@ VERDICTS = {
 }
 NAMED = 3  # claims of a verdict that are named; of more only their number is told
 SCORES = {
-    "share": ("is shown to be more accurate than", "is most accurate", "is as accurate as"),
-    "error": ("is shown to err less than", "errs least", "errs as little as"),
+    "share": ("is significantly more accurate", "is most accurate", "is as accurate as"),
+    "error": ("errs significantly less", "errs least", "errs as little as"),
 }
 
 
-def answer(phase: Phase, title: str, found: Quantities, dense: Collection[str]) -> str:
-    """One sentence on the methods of a phase, whose title it begins with."""
-    several = len(found.score.cells if found.score else phase.models) > 1
-    parts = [_routing(phase, found)]
-    parts += _scores(found, dense) if several else _alone(found)
-    return keep_percent_on_line(f"{title}: {'; '.join(parts)}.")
+def describe_phase(phase: Phase, title: str, quantities: Quantities, dense: Collection[str]) -> str:
+    """Return what is known of the methods of a phase, in few sentences after its title."""
+    several = len(quantities.score.cells if quantities.score else phase.models) > 1
+    parts = [_routing(phase, quantities)]
+    parts += _scores(quantities, dense, phase.seeds == 1) if several else _alone(quantities)
+    sentences = [parts[0], *(part[0].upper() + part[1:] for part in parts[1:])]
+    return keep_percent_on_line(f"{title}: {'. '.join(sentences)}.")
 
 
 def answer_of_claims(evaluated: Sequence[Evaluated]) -> str:
@@ -44,7 +45,7 @@ def answer_of_claims(evaluated: Sequence[Evaluated]) -> str:
 
 def _asked(questions: Sequence[Evaluated]) -> str:
     """Of 3 questions that no paper answers: 1 yes, 2 open."""
-    words = [ANSWERS.get(found.verdict, found.verdict) for found in questions]
+    words = [ANSWERS.get(one.verdict, one.verdict) for one in questions]
     counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]
     if len(questions) == 1:
         return f"One question that no paper answers: {words[0]}."
@@ -54,7 +55,7 @@ def _asked(questions: Sequence[Evaluated]) -> str:
 def _judged(evaluated: Sequence[Evaluated]) -> str:
     """The claims by their verdicts."""
     by_verdict = {
-        name: [found for found in evaluated if found.verdict == name] for name in VERDICTS
+        name: [entry for entry in evaluated if entry.verdict == name] for name in VERDICTS
     }
     parts = []
     for name, claims in by_verdict.items():
@@ -67,8 +68,8 @@ def _judged(evaluated: Sequence[Evaluated]) -> str:
 
 def _after_holm(evaluated: Sequence[Evaluated]) -> str:
     """How many verdicts Holm's correction leaves, where it takes any away."""
-    decided = [found for found in evaluated if found.verdict != "open"]
-    left = [found for found in decided if found.verdict_holm != "open"]
+    decided = [one for one in evaluated if one.verdict != "open"]
+    left = [one for one in decided if one.verdict_holm != "open"]
     if len(left) == len(decided):
         return ""
     verb = "stands" if len(left) == 1 else "stand"
@@ -90,41 +91,36 @@ def _which(claims: Sequence[Evaluated]) -> str:
     if len(claims) > NAMED:
         return ""
     words = [
-        f"{found.claim.method} against {found.claim.against}: {found.metric.column.label}"
-        for found in claims
+        f"{one.claim.method} against {one.claim.against}: {one.metric.column.label}"
+        for one in claims
     ]
     return f" ({'; '.join(dict.fromkeys(words))})"
 
 
-def _routing(phase: Phase, found: Quantities) -> str:
+def _routing(phase: Phase, quantities: Quantities) -> str:
     """Who decides, and how steadily."""
-    steady = found.steady
+    steady = quantities.steady
     if steady is None:
-        if not routed(phase.models):
+        if not has_routing(phase.models):
             return "nobody decides, as a dense model sends every token through the same weights"
         return "the router decides, and how steadily was not measured"
     if len(steady.cells) == 1:
-        method = next(iter(steady.cells))
-        return f"the router of {method} decides, and {steady.told(value(steady, method))}"
-    leader = steady.leader
-    if leader:
-        told = steady.told(value(steady, leader))
-        return f"the router of {leader} decides most steadily, as {told}"
-    told = steady.told(span(steady))
-    if " to " not in span(steady):
-        return f"each router decides, and {told}"
-    if steady.told_apart:
-        return f"each router decides, none shown to be steadier than {_others(steady)}: {told}"
-    return f"each router decides, and {told}, a difference that one seed cannot show"
+        return steady.told(leader_value(steady, next(iter(steady.cells))))
+    if leader := steady.leader:
+        return (
+            f"the router of {leader} is the steadiest: {steady.told(leader_value(steady, leader))}"
+        )
+    return steady.told(value_span(steady))
 
 
-def _scores(found: Quantities, dense: Collection[str]) -> list[str]:
+def _scores(quantities: Quantities, dense: Collection[str], one_seed: bool) -> list[str]:
     """Whether a method is ahead on clean data, and under attack."""
-    both = [quantity for quantity in (found.score, found.attacked) if quantity is not None]
+    both = [
+        quantity for quantity in (quantities.score, quantities.attacked) if quantity is not None
+    ]
     if len(both) == 2 and all(quantity.leader is None for quantity in both):
-        clean, attacked = (f"{one.words}, {_with_unit(one, span(one))}" for one in both)
-        tie = f"no method {_words(both[0])[0]} {_others(both[0])}"
-        return [f"{tie}, neither {clean}, nor {attacked}"]
+        tie = f"no method {_words(both[0])[0]}, clean or attacked"
+        return [f"with one seed {tie}" if one_seed else tie]
     return [_score(quantity, dense) for quantity in both]
 
 
@@ -134,20 +130,20 @@ def _score(quantity: Quantity, dense: Collection[str]) -> str:
     leader = quantity.leader
     where = quantity.words
     if leader is None:
-        ends = _with_unit(quantity, span(quantity))
-        return f"{where} no method {better} {_others(quantity)}, {ends}"
-    measured = _with_unit(quantity, value(quantity, leader))
+        ends = _with_unit(quantity, value_span(quantity))
+        return f"{where} no method {better}: {ends}"
+    measured = _with_unit(quantity, leader_value(quantity, leader))
     if leader in dense:
         return f"{where} no mixture {as_good} {leader}, {measured}"
     return f"{leader} {best} {where}, {measured}"
 
 
-def _alone(found: Quantities) -> Iterable[str]:
+def _alone(quantities: Quantities) -> Iterable[str]:
     """The scores of the only method."""
-    for quantity in (found.score, found.attacked):
+    for quantity in (quantities.score, quantities.attacked):
         if quantity is not None:
             method = next(iter(quantity.cells))
-            measured = _with_unit(quantity, value(quantity, method))
+            measured = _with_unit(quantity, leader_value(quantity, method))
             told = "has {} right" if quantity.column.form == "share" else "errs by {}"
             yield f"{method} {told.format(measured)} {quantity.words}"
 
@@ -157,24 +153,19 @@ def _words(quantity: Quantity) -> tuple[str, str, str]:
     return SCORES["share" if quantity.column.form == "share" else "error"]
 
 
-def _others(quantity: Quantity) -> str:
-    return "the other" if len(quantity.cells) == 2 else "every other"
-
-
 def _with_unit(quantity: Quantity, text: str) -> str:
     """An error has its unit."""
     return f"{text} {quantity.unit}" if quantity.unit else text
 
 
-def value(quantity: Quantity, method: str) -> str:
+def leader_value(quantity: Quantity, method: str) -> str:
     """79.1 % (76.0 – 82.2)."""
     return quantity.format.value_with_limits(quantity.interval(method), "()")
 
 
-def span(quantity: Quantity) -> str:
-    """55.0 % (ermoe) to 79.1 % (prc); where they are printed alike, 55.0 % (all alike)."""
-    least, most = quantity.ends()
-    low, high = (quantity.format.value(quantity.interval(method).value) for method in (least, most))
-    if low == high:
-        return f"{low} (all alike)"
-    return f"{low} ({least}) to {high} ({most})"
+def value_span(quantity: Quantity) -> str:
+    """Return 55.0 to 79.1 %; where they are printed alike, 55.0 %."""
+    low, high = (
+        quantity.format.value(quantity.interval(method).value) for method in quantity.ends()
+    )
+    return low if low == high else f"{low.removesuffix(' %')} to {high}"

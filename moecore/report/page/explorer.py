@@ -11,7 +11,7 @@ from moecore.measure.explorer import Result as Explorer
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN
 from moecore.report.page.sections import title_of
-from moecore.report.page.templating import environment
+from moecore.report.page.templating import template_environment
 from moecore.training.outcome import Outcome
 
 FILE = "explorer.html"  # beside the page
@@ -28,14 +28,14 @@ def explorer(results: Results) -> str:
     """The whole page; the same results give the same text."""
     phases = [phase for phase in results.phases.values() if measured(phase)]
     pool: dict[str, int] = {}
-    found = [phase_data(phase, pool) for phase in phases]
+    entries = [phase_data(phase, pool) for phase in phases]
     missing = ""
     if not phases:
         missing = NOT_MEASURED
-    elif not any("model" in method for phase in found for method in phase["methods"]):
+    elif not any("model" in method for phase in entries for method in phase["methods"]):
         missing = NO_EXPERTS
-    template = environment().get_template("explorer.html.jinja")
-    return template.render(missing=missing, data={"phases": found, "pool": list(pool)})
+    template = template_environment().get_template("explorer.html.jinja")
+    return template.render(missing=missing, data={"phases": entries, "pool": list(pool)})
 
 
 def explorable(results: Results) -> bool:
@@ -77,7 +77,7 @@ def method_data(phase: Phase, method: str, pool: dict[str, int]) -> dict[str, An
     outcome = phase.first(Outcome).get(method)
     if outcome is not None:
         model["shown"] += epochs(outcome, result)
-    return {"name": method, "model": pooled(model, pool)}
+    return {"name": method, "model": intern_texts(model, pool)}
 
 
 def epochs(outcome: Outcome, result: Explorer) -> list[dict[str, Any]]:
@@ -101,12 +101,12 @@ def plain(part: Config) -> dict[str, Any]:
     return part.model_dump(mode="json")
 
 
-def pooled(value: Any, pool: dict[str, int], key: str = "") -> Any:
+def intern_texts(value: Any, pool: dict[str, int], key: str = "") -> Any:
     """``value`` with every packed text replaced by its place in ``pool``."""
     if isinstance(value, dict):
-        return {name: pooled(inner, pool, name) for name, inner in value.items()}
+        return {name: intern_texts(inner, pool, name) for name, inner in value.items()}
     if isinstance(value, list):
-        return [pooled(inner, pool, key) for inner in value]
+        return [intern_texts(inner, pool, key) for inner in value]
     if isinstance(value, str) and key in PACKED:
         return pool.setdefault(value, len(pool))
     return value

@@ -33,12 +33,12 @@ def by_method(
         )
         for row, method in enumerate(cells)
     ]
-    heads = [Head(), *(head(column, notes(column)) for column in columns)]
+    heads = [Head(), *(column_head(column, notes(column)) for column in columns)]
     names = ["Method", *(column.label for column in columns)]
     return Grid(names, lines, heads=heads, sortable=len(lines) > 1)
 
 
-def head(column: Column, notes: Sequence[str] = ()) -> Head:
+def column_head(column: Column, notes: Sequence[str] = ()) -> Head:
     """What stands with a column's name."""
     return Head(column.note, column.better, find_explaining_word(column.name), notes)
 
@@ -74,7 +74,7 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
     ]
 
 
-def percents(
+def percent_grid(
     corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
 ) -> Grid:
     """Shares as percents in colour; rows: name → a share for each column, None where unknown."""
@@ -91,7 +91,7 @@ def percents(
     return Grid([corner, *columns], lines, small=True)
 
 
-def reported(value: float, column: Column) -> str:
+def paper_number(value: float, column: Column) -> str:
     """A paper's number with the digits that the paper prints."""
     match column.form:
         case "share":

@@ -19,20 +19,20 @@ from moecore.report.page.view import Picture
 
 
 @cache
-def environment() -> Environment:
+def template_environment() -> Environment:
     """The templates, which escape all text."""
-    found = Environment(
+    result = Environment(
         loader=PackageLoader("moecore.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["drawn"] = drawn
-    return found
+    result.filters["drawn"] = render_picture
+    return result
 
 
-def drawn(picture: Picture) -> Markup | str:
+def render_picture(picture: Picture) -> Markup | str:
     """Markup of an SVG, or the address of a PNG."""
     if picture.raster:
         return png(picture.figure)

@@ -11,7 +11,7 @@ from moecore.report.claims import significance
 from moecore.report.column import Ahead, Metric
 from moecore.report.measured import Models, Phase, Results
 from moecore.report.measures import SHOWN, sizes
-from moecore.report.references import references, seen
+from moecore.report.references import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, read_cell
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.study.document import near
@@ -29,32 +29,32 @@ class Table(NamedTuple):
 
 def metrics_of(phase: Phase) -> list[Metric]:
     """All metrics in order: those of every paper, then paper by paper."""
-    found = [
+    entries = [
         Metric(column, kind)
         for shown in SHOWN
         if shown.applies(phase.task)
         for kind in (shown.result,)
         for entry in shown.columns
-        for column in entry.columns(seen(phase, kind))
+        for column in entry.columns(column_context(phase, kind))
     ]
     order = ["", *PAPERS]
-    return sorted(found, key=lambda metric: order.index(metric.column.paper))
+    return sorted(entries, key=lambda metric: order.index(metric.column.paper))
 
 
-def table(results: Results, phase: Phase) -> Table:
+def build_table(results: Results, phase: Phase) -> Table:
     """Every metric of every method; controls are never marked."""
     metrics = metrics_of(phase)
     columns = {
-        metric.name: column(metric, phase.models, results.controls, results.without_experts)
+        metric.name: column_cells(metric, phase.models, results.controls, results.without_experts)
         for metric in metrics
     }
     cells = {
-        method: {name: found[method] for name, found in columns.items()} for method in phase.models
+        method: {name: one[method] for name, one in columns.items()} for method in phase.models
     }
     return Table([metric for metric in metrics if any(columns[metric.name].values())], cells)
 
 
-def column(
+def column_cells(
     metric: Metric,
     models: Models,
     controls: Collection[str] = (),
@@ -66,41 +66,41 @@ def column(
     marked where they are ahead.
     """
     cells = {method: read_cell(metric, list(seeds.values())) for method, seeds in models.items()}
-    first = best(metric, models, cells, controls)
+    first = best_method(metric, models, cells, controls)
     return {
-        method: found._replace(
+        method: cell._replace(
             leads=method == first, marked=method == first and method not in unmarked
         )
-        if found
+        if cell
         else None
-        for method, found in cells.items()
+        for method, cell in cells.items()
     }
 
 
-def best(
+def best_method(
     metric: Metric,
     models: Models,
     cells: Mapping[str, Cell | None],
     controls: Collection[str] = (),
 ) -> str | None:
     """The method that is better than every other, and not by chance; None where none is."""
-    having = {method: found for method, found in cells.items() if found and method not in controls}
+    having = {method: cell for method, cell in cells.items() if cell and method not in controls}
     if not metric.column.better or len(having) < 2:
         return None
     seeds = {method: models[method] for method in having}
     if significance.possible_test(metric, list(seeds.values())) == "intervals":
-        return apart(metric, having)
-    values = {method: found.interval.value for method, found in having.items()}
-    return significance.leader(metric, seeds, values)
+        return best_by_disjoint_intervals(metric, having)
+    values = {method: cell.interval.value for method, cell in having.items()}
+    return significance.find_leader(metric, seeds, values)
 
 
-def apart(metric: Metric, cells: Mapping[str, Cell]) -> str | None:
+def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str | None:
     """The method whose interval lies beyond every other's, or None.
 
     A difference inside the intervals is no difference.
     """
     limits = {
-        method: found.interval.limits for method, found in cells.items() if found.interval.limits
+        method: cell.interval.limits for method, cell in cells.items() if cell.interval.limits
     }
     if not metric.column.better or len(cells) < 2 or len(limits) < len(cells):
         return None
@@ -114,15 +114,15 @@ def apart(metric: Metric, cells: Mapping[str, Cell]) -> str | None:
 def used_tests(results: Results, phase: Phase, metrics: Sequence[Metric]) -> set[str]:
     """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
     models = [seeds for name, seeds in phase.models.items() if name not in results.controls]
-    found = set()
+    entries = set()
     for metric in metrics:
         having = [seeds for seeds in models if read_cell(metric, list(seeds.values()))]
         if len(having) > 1:
-            found.add(significance.possible_test(metric, having))
-    return found - {""}
+            entries.add(significance.possible_test(metric, having))
+    return entries - {""}
 
 
-def flat(results: Results) -> dict[str, Any]:
+def compare_methods(results: Results) -> dict[str, Any]:
     """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds.
 
     And ``against``: the tests against the baseline MoE and the dense model, by name; only where
@@ -131,14 +131,14 @@ def flat(results: Results) -> dict[str, Any]:
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
     }
-    if found := results.alone.get(Sizes):
-        compared["sizes"] = sizes.flat(found)
+    if result := results.alone.get(Sizes):
+        compared["sizes"] = sizes.flat(result)
     for name, phase in results.phases.items():
         for metric in metrics_of(phase):
             tested = _tested(metric, phase.models)
-            for method, found in column(metric, phase.models).items():
-                if found:
-                    compared[method][name][metric.name] = cell_to_json(found, metric.column.form)
+            for method, result in column_cells(metric, phase.models).items():
+                if result:
+                    compared[method][name][metric.name] = cell_to_json(result, metric.column.form)
                 if method in tested:
                     compared[method][name][metric.name]["against"] = tested[method]
     return compared
@@ -169,7 +169,9 @@ def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tup
     """
     for section, asked in (("claims", study.claims), ("questions", study.questions)):
         for index, one in enumerate(asked):
-            known = foreseen(study, stages, one.phase) if one.phase in study.data else []
+            known = (
+                expected_metric_names(study, stages, one.phase) if one.phase in study.data else []
+            )
             for key, name in (("metric", one.metric), ("against_metric", one.against_metric)):
                 if known and name and name not in known:
                     listed = ", ".join(known[:LISTED])
@@ -183,7 +185,7 @@ LISTED = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 
 
-def foreseen(study: Study, stages: Collection[str], phase: PhaseName) -> list[str]:
+def expected_metric_names(study: Study, stages: Collection[str], phase: PhaseName) -> list[str]:
     """The metrics that a phase will have, before anything has run."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
     ahead = Ahead(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
@@ -204,8 +206,8 @@ def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
     having = {
         method: seeds for method, seeds in models.items() if read_cell(metric, list(seeds.values()))
     }
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for reference in references(models):
-        for method, tested in significance.against(metric, having, reference).items():
-            found.setdefault(method, {})[reference] = significance.as_json(tested)
-    return found
+        for method, tested in significance.test_against(metric, having, reference).items():
+            entries.setdefault(method, {})[reference] = significance.tested_to_json(tested)
+    return entries

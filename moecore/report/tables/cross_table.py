@@ -12,7 +12,7 @@ from moecore.core.files import UserError, read_json
 from moecore.report.column import Column
 from moecore.report.headlines import HEADLINES, Headline
 from moecore.report.page.rows import by_method
-from moecore.report.page.rows import reported as printed
+from moecore.report.page.rows import paper_number as printed
 from moecore.report.page.view import Block, Grid, Item, Line
 from moecore.report.tables.cells import Cells
 from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, Reported, reported
@@ -57,40 +57,42 @@ def grid_of(
     if paper in NOTES:
         notes.append(NOTES[paper])
     papers = reported(paper, frozenset(column.name for column in shown))
-    grid = by_method(shown, having, controls, lambda column: beside(column, papers))
+    grid = by_method(shown, having, controls, lambda column: paper_values(column, papers))
     return grid._replace(
         title=PAPERS[paper],
         short=SHORT[paper],
         below=" ".join(notes),
-        more=[source(model, shown) for model in papers],
+        more=[source_line(model, shown) for model in papers],
     )
 
 
-def beside(column: Column, papers: Sequence[Reported]) -> list[str]:
+def paper_values(column: Column, papers: Sequence[Reported]) -> list[str]:
     """The paper's numbers of one column: model by model where they are few, else their ends."""
-    found = {model.model: model.values[column.name] for model in papers if has(model, column)}
-    if len(found) <= FEW:
-        return [f"{model} {unbroken(value, column)}" for model, value in found.items()]
-    ends = [unbroken(end, column) for end in (min(found.values()), max(found.values()))]
-    return [f"{len(found)} models {' to '.join(ends)}"]
+    entries = {
+        model.model: model.values[column.name] for model in papers if has_value(model, column)
+    }
+    if len(entries) <= FEW:
+        return [f"{model} {unbroken_number(value, column)}" for model, value in entries.items()]
+    ends = [unbroken_number(end, column) for end in (min(entries.values()), max(entries.values()))]
+    return [f"{len(entries)} models {' to '.join(ends)}"]
 
 
-def unbroken(value: float, column: Column) -> str:
+def unbroken_number(value: float, column: Column) -> str:
     """A number whose percent sign stays on its line."""
     return printed(value, column).replace(" ", "\u00a0")
 
 
-def has(model: Reported, column: Column) -> bool:
+def has_value(model: Reported, column: Column) -> bool:
     """Whether a paper tells this of its model."""
     return column.name in model.values
 
 
-def source(model: Reported, columns: Sequence[Column]) -> Line:
+def source_line(model: Reported, columns: Sequence[Column]) -> Line:
     """All numbers of one model of the paper, and where in it they stand."""
     values = [
         f"{column.label} {printed(model.values[column.name], column)}"
         for column in columns
-        if has(model, column)
+        if has_value(model, column)
     ]
     return Line(Item(model.model, note=model.source), [Item("; ".join(values), look="words")])
 
@@ -102,7 +104,7 @@ def cross_table(compared: Mapping[str, Any]) -> list[str]:
 
     compared: reports/compare.json as ``stages.compare`` writes it.
     """
-    methods = {name: found for name, found in compared.items() if name not in NO_METHODS}
+    methods = {name: entry for name, entry in compared.items() if name not in NO_METHODS}
     lines: list[str] = []
     for phase in next(iter(methods.values())):
         columns = [
@@ -119,9 +121,9 @@ def cross_table(compared: Mapping[str, Any]) -> list[str]:
         ]
         lines += [
             _row(
-                f"`{method}`", [_cell(found[phase].get(column.name), column) for column in columns]
+                f"`{method}`", [_cell(entry[phase].get(column.name), column) for column in columns]
             )
-            for method, found in methods.items()
+            for method, entry in methods.items()
         ]
     return lines
 

@@ -19,25 +19,25 @@ DIGITS = 5  # significant ones
 
 def run_files(results: Results) -> dict[str, str]:
     """Path below reports/ → content: ``metrics/pretrain/vmoe-0.json``, a flat JSON of numbers."""
-    found = {}
+    entries = {}
     if counted := results.alone.get(Sizes):
         numbers = {
-            f"{model}, {name}": rounded(float(one["ours"]))
+            f"{model}, {name}": round_significant(float(one["ours"]))
             for model, metrics in sizes.flat(counted).items()
             for name, one in metrics.items()
         }
-        found["metrics/sizes.json"] = json.dumps(numbers, indent=1) + "\n"
+        entries["metrics/sizes.json"] = json.dumps(numbers, indent=1) + "\n"
     for phase in results.phases.values():
-        metrics = wanted(phase)
+        metrics = headline_metrics(phase)
         for method, seeds in phase.models.items():
             for seed, model in seeds.items():
                 numbers = numbers_of(model, metrics)
                 path = f"metrics/{phase.name}/{method}-{seed}.json"
-                found[path] = json.dumps(numbers, indent=1) + "\n"
-    return found
+                entries[path] = json.dumps(numbers, indent=1) + "\n"
+    return entries
 
 
-def wanted(phase: Phase) -> list[Metric]:
+def headline_metrics(phase: Phase) -> list[Metric]:
     """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
     metrics = {metric.name: metric for metric in metrics_of(phase)}
     every = [one.name for one in HEADLINES if one.run]
@@ -48,10 +48,10 @@ def wanted(phase: Phase) -> list[Metric]:
 def numbers_of(model: Measured, metrics: Sequence[Metric]) -> dict[str, float]:
     """Those of the metrics that the model has."""
     read = {metric.name: metric.read(model) for metric in metrics}
-    return {name: rounded(found.value) for name, found in read.items() if found is not None}
+    return {name: round_significant(one.value) for name, one in read.items() if one is not None}
 
 
-def rounded(value: float) -> float:
+def round_significant(value: float) -> float:
     """The value with ``DIGITS`` significant digits; counts stay whole."""
     return int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
 
@@ -62,7 +62,11 @@ NAMED = 20  # classes: of more only their number is told
 def card_facts(phase: Phase) -> list[Line]:
     """One row a fact."""
     card = phase.card
-    own = cohort(card) if phase.task.kind == "regression" else images(card, phase.task.answers)
+    own = (
+        cohort_facts(card)
+        if phase.task.kind == "regression"
+        else image_facts(card, phase.task.answers)
+    )
     facts = own | {
         "Licence": card["licence"],
         "Source": card["source"],
@@ -71,7 +75,7 @@ def card_facts(phase: Phase) -> list[Line]:
     return [Line(Item(name), [Item(words, look="words")]) for name, words in facts.items()]
 
 
-def images(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, str]:
+def image_facts(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, str]:
     """Of pictures with classes."""
     splits = card["images"].items()
     return {
@@ -81,14 +85,14 @@ def images(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, str]:
     }
 
 
-def cohort(card: Mapping[str, Any]) -> dict[str, str]:
+def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
     """Of volumes with ages."""
     low, high = card["target_range"]
     unit = card["task"]["unit"]
     edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
     return {
         "Data": "SIMULATED" if card["simulated"] else "scans of people",
-        "Volumes": "; ".join(volumes(card, split) for split in card["counts"]),
+        "Volumes": "; ".join(count_volumes(card, split) for split in card["counts"]),
         "Ages in training": f"{low:.1f} to {high:.1f} {unit}",
         "Shape": f"{' × '.join(map(str, card['size']))} voxels of {edges} mm",
         "Tissue maps": ", ".join(card["regions"]) or "none",
@@ -96,7 +100,7 @@ def cohort(card: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def volumes(card: Mapping[str, Any], split: str) -> str:
+def count_volumes(card: Mapping[str, Any], split: str) -> str:
     """train 60 (F 30, M 30)."""
     sexes = ", ".join(f"{name} {number}" for name, number in card["counts"][split].items())
     return f"{split} {card['images'][split]:,} ({sexes})"

@@ -18,13 +18,13 @@ from moecore.report.tables.number_format import NumberFormat
 NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
 
 
-def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
+def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     """One row per phase and method: every headline value that any method has, with its limits."""
-    methods = {name: found for name, found in compared.items() if name not in NO_METHODS}
+    methods = {name: entry for name, entry in compared.items() if name not in NO_METHODS}
     if not methods:
         return []
     phases = list(next(iter(methods.values())))
-    cells = [found[phase] for phase in phases for found in methods.values()]
+    cells = [entry[phase] for phase in phases for entry in methods.values()]
     shares = [name for name in cells[0] if name.startswith("accuracy_")]
     errors = [name for name in cells[0] if name.startswith("attacked_mae_")]
     columns = {}
@@ -34,7 +34,7 @@ def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
         if one.terminal:
             columns[one.name] = one.form
     columns = {
-        name: form for name, form in columns.items() if any(name in found for found in cells)
+        name: form for name, form in columns.items() if any(name in entry for entry in cells)
     }
     printed = []
     for phase in phases:
@@ -45,10 +45,10 @@ def rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
             )
             for name, form in columns.items()
         }
-        for method, found in methods.items():
+        for method, entry in methods.items():
             row = {"phase": phase, "method": method}
             for name, number_format in formats.items():
-                cell = found[phase].get(name)
+                cell = entry[phase].get(name)
                 row[name] = number_format.value_with_limits(json_interval(cell)) if cell else "–"
             printed.append(row)
     return printed
@@ -77,28 +77,28 @@ def claim_lines(
 
 def compared_in(path: Path) -> dict[str, dict[str, Any]]:
     """What the stage ``compare`` wrote. Raises UserError where it is something else."""
-    found = read_json(path)
-    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+    result = read_json(path)
+    if not isinstance(result, dict) or not all(isinstance(one, dict) for one in result.values()):
         raise UserError(f"{path}: found no tables of a study; run `dvc repro compare` again")
-    return found
+    return result
 
 
 def main(path: str = "reports/compare.json") -> None:
     compared = compared_in(Path(path))
     try:
-        show(compared)
+        print_summary(compared)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         again = "run `dvc repro compare` again"
         raise UserError(f"{path}: written by other code ({reason}); {again}") from error
 
 
-def show(compared: Mapping[str, Any]) -> None:
+def print_summary(compared: Mapping[str, Any]) -> None:
     """Print the headline, the data that are simulated, and the claims."""
     from rich.console import Console
     from rich.table import Table
 
-    printed = rows(compared)
+    printed = headline_rows(compared)
     cells = [list(row.values()) for row in printed]
     heads = [name.replace("_", " ") for name in printed[0]] if printed else []
     if "sizes" in compared:
