@@ -29,8 +29,7 @@ def describe_phase(phase: Phase, title: str, quantities: Quantities, dense: Coll
     several = len(quantities.score.cells if quantities.score else phase.models) > 1
     parts = [_routing(phase, quantities)]
     parts += _scores(quantities, dense, phase.seeds == 1) if several else _alone(quantities)
-    sentences = [parts[0], *(part[0].upper() + part[1:] for part in parts[1:])]
-    return keep_percent_on_line(f"{title}: {'. '.join(sentences)}.")
+    return keep_percent_on_line(f"{title}: {'. '.join(parts)}.")
 
 
 def answer_of_claims(evaluated: Sequence[Evaluated]) -> str:
@@ -120,7 +119,7 @@ def _scores(quantities: Quantities, dense: Collection[str], one_seed: bool) -> l
     ]
     if len(both) == 2 and all(quantity.leader is None for quantity in both):
         tie = f"no method {_words(both[0])[0]}, clean or attacked"
-        return [f"with one seed {tie}" if one_seed else tie]
+        return [f"With one seed {tie}" if one_seed else tie.capitalize()]
     return [_score(quantity, dense) for quantity in both]
 
 
@@ -131,10 +130,10 @@ def _score(quantity: Quantity, dense: Collection[str]) -> str:
     where = quantity.words
     if leader is None:
         ends = _with_unit(quantity, value_span(quantity))
-        return f"{where} no method {better}: {ends}"
+        return f"{where.capitalize()} no method {better}: {ends}"
     measured = _with_unit(quantity, leader_value(quantity, leader))
     if leader in dense:
-        return f"{where} no mixture {as_good} {leader}, {measured}"
+        return f"{where.capitalize()} no mixture {as_good} {leader}, {measured}"
     return f"{leader} {best} {where}, {measured}"
 
 
