@@ -11,10 +11,10 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import whole_file
-from moecore.report.claims import evaluate, flat_evaluated
+from moecore.report.claims.evaluation import evaluate_claims, flat_evaluated
 from moecore.report.results import read_results, study_stages
-from moecore.report.tables import data_facts, flat
-from moecore.report.texts import texts
+from moecore.report.tables.comparison import compare_methods, data_facts
+from moecore.report.texts import report_files
 from moecore.run import partial_run
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage import run_stage
@@ -43,12 +43,17 @@ def compare() -> None:
     asked, waiting = partial_run.split_waiting([*params.claims, *params.questions], params.run)
     if waiting:
         print(partial_run.describe_waiting(waiting, params.run), file=sys.stderr)
-    evaluated = evaluate(asked, results)
-    compared = flat(results) | data_facts(results) | flat_evaluated(evaluated, document.data)
+    evaluated = evaluate_claims(asked, results)
+    compared = (
+        compare_methods(results) | data_facts(results) | flat_evaluated(evaluated, document.data)
+    )
+    folder = Path("reports")
     refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
-        for name, text in texts(results, evaluated).items():
-            written.enter_context(whole_file(Path("reports", name))).write_bytes(text.encode())
+        for name, text in report_files(results, evaluated).items():
+            content = text.encode()
+            target = written.enter_context(whole_file(folder / name))
+            target.write_bytes(content)
         left_out = partial_run.list_left_out(path, params.run)
         numbers = partial_run.write_numbers(compared, left_out)
     if left_out:

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moecore.core.files import UserError
-from moecore.run.continued import sampling_words, say
-from moecore.run.predictions import Given, folder_words, predict_folder
+from moecore.predict.continuation import add_sampling_arguments, print_continuation
+from moecore.predict.predictions import Given, add_folder_arguments, predict_folder
 from moecore.tracking.model import SCHEME, model_folder
 
 
@@ -30,8 +30,8 @@ def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     words = argparse.ArgumentParser("moecore predict", None, __doc__, formatter_class=raw)
     words.add_argument("model", metavar="MODEL", help="the folder of a model, or models:/…")
-    folder_words(words)
-    sampling_words(words)
+    add_folder_arguments(words)
+    add_sampling_arguments(words)
     return words
 
 
@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if (given.prompt is None) == (given.folder is None):
             raise UserError("predict: allowed: either FOLDER, or --prompt for a model of text")
         if given.prompt is not None:
-            say(model, given)
+            print_continuation(model, given)
         else:
             table = given.out or Path("predictions.csv")
             last = (given.calibrator, given.batch, given.texts)

@@ -105,7 +105,7 @@ def run(jobs: Jobs = None, sets: Sets = None) -> None:
 
 def quick(jobs: Jobs = None) -> None:
     """A first look in less than a minute: two methods on small digits, through to the page."""
-    from moecore.report.summary import main as summary
+    from moecore.report.tables.summary import main as summary
 
     study_run(QUICK, jobs)
     summary()
@@ -147,9 +147,9 @@ def schema() -> None:
 
 def claims_write() -> None:
     """Write docs/claims.md: the papers' tables and figures beside what the studies found."""
-    from moecore.report.claims_page import write
+    from moecore.report.claims.claims_page import write_claims_page
 
-    typer.echo(f"{write()}: written")
+    typer.echo(f"{write_claims_page()}: written")
 
 
 def study_write(

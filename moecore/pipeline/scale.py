@@ -20,7 +20,7 @@ from moecore.measure.passes import flops_per_image
 from moecore.nn.backbones.model import BackboneModel, parameter_counts
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.meta_device import on_meta_device
-from moecore.report.words import shown
+from moecore.report.tables.number_format import NumberFormat
 from moecore.study.checking.data_rules import load_previews
 from moecore.study.checking.model_rules import image_spec
 from moecore.study.reading.study import Study
@@ -155,6 +155,6 @@ def scale_table(study: Study, peaks: Peaks) -> Iterator[str]:
                 ranks,
                 one.images,
             )
-            amounts = (shown(one.memory, "bytes"), shown(one.traffic, "bytes"))
+            amounts = map(NumberFormat("bytes").value, (one.memory, one.traffic))
             cells = [name, *map(str, numbers), *amounts, f"{1000 * one.seconds:.3g} ms"]
             yield f"| {' | '.join(cells)} |"

@@ -68,7 +68,7 @@ class Ahead(NamedTuple):
 Names = Callable[[Ahead], Iterable[str]]
 
 
-def nothing(ahead: Ahead) -> Iterable[str]:
+def no_names(ahead: Ahead) -> Iterable[str]:
     """Of columns whose names nobody foresees: no claim can name them."""
     return ()
 
@@ -101,7 +101,7 @@ class Each(NamedTuple):
 
     names: Callable[[Any], Iterable[str]]  # those of one result
     column: Callable[[str, Any], Column]  # takes a name and the first result that has it
-    ahead: Names = nothing  # the names of the columns, before anything has run
+    ahead: Names = no_names  # the names of the columns, before anything has run
 
     def columns(self, seen: Seen) -> list[Column]:
         first: dict[str, Any] = {}
@@ -118,7 +118,7 @@ class Given(NamedTuple):
     """Columns whose names, words or divisors depend on the task or on other methods."""
 
     of: Callable[[Seen], Iterable[Column]]
-    ahead: Names = nothing  # the names of the columns, before anything has run
+    ahead: Names = no_names  # the names of the columns, before anything has run
 
     def columns(self, seen: Seen) -> list[Column]:
         return list(self.of(seen))
@@ -140,14 +140,14 @@ class Metric(NamedTuple):
 
     def read(self, model: Measured) -> Interval | None:
         """The value of one model, None where it has no such result or no such value."""
-        found = model.of(self.result)
-        return None if found is None else interval_of(self.column.read(found))
+        result = model.of(self.result)
+        return None if result is None else interval_of(self.column.read(result))
 
     def number(self, model: Measured) -> float:
         """The value itself, of a model that has it."""
-        found = self.read(model)
-        assert found is not None, f"{self.name} is read of a model that lacks it"
-        return found.value
+        result = self.read(model)
+        assert result is not None, f"{self.name} is read of a model that lacks it"
+        return result.value
 
     def items(self, model: Measured) -> np.ndarray | None:
         """One value an item (N,), whose mean is ``number``; None where the metric has none.
@@ -155,10 +155,10 @@ class Metric(NamedTuple):
         Raises UserError where they are kept and their mean is another: the result is then of two
         codes.
         """
-        found = model.of(self.result)
-        if found is None or self.column.items is None:
+        result = model.of(self.result)
+        if result is None or self.column.items is None:
             return None
-        values = self.column.items(found)
+        values = self.column.items(result)
         if values is None:
             return None
         apart = self.number(model) - float(values.mean())
@@ -206,28 +206,28 @@ def limits_of(score: Score) -> str:
     return "wilson" if score.form == "share" else "bootstrap"
 
 
-def slug(name: str) -> str:
+def column_slug(name: str) -> str:
     """A name inside the name of a column: "translation (0, 0.1)" → translation_0_0_1."""
     return re.sub(r"\W+", "_", name).strip("_")
 
 
-def opened(text: str | None) -> np.ndarray | None:
+def decode_items(text: str | None) -> np.ndarray | None:
     """The items (N,) that a result keeps; None where it keeps none."""
     return None if text is None else decode_values(text)
 
 
 def mean_items(texts: Iterable[str | None]) -> np.ndarray | None:
     """The mean of several values' items, item by item; None where one has none."""
-    found = [opened(text) for text in texts]
-    known = [values for values in found if values is not None]
-    return np.mean(known, axis=0) if known and len(known) == len(found) else None
+    entries = [decode_items(text) for text in texts]
+    known = [values for values in entries if values is not None]
+    return np.mean(known, axis=0) if known and len(known) == len(entries) else None
 
 
-def mean(values: Sequence[float]) -> float | None:
+def mean_or_none(values: Sequence[float]) -> float | None:
     """The mean, or None where there is nothing."""
     return sum(values) / len(values) if values else None
 
 
-def named(rows: Iterable[Any]) -> Mapping[str, Any]:
+def rows_by_name(rows: Iterable[Any]) -> Mapping[str, Any]:
     """Rows by their ``name``."""
     return {row.name: row for row in rows}

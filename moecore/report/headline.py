@@ -14,7 +14,7 @@ from moecore.report.column import Metric
 from moecore.report.measured import Measured, Phase
 from moecore.report.measures import SHOWN
 from moecore.report.quantities import headline
-from moecore.report.tables import metrics_of
+from moecore.report.tables.comparison import metrics_of
 from moecore.study.reading.run_section import Phase as PhaseName
 from moecore.tasks.base import Task
 

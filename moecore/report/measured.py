@@ -31,7 +31,7 @@ class Measured(NamedTuple):
 Models = Mapping[str, Mapping[int, Measured]]  # method → seed → model
 
 
-def measured(*results: Config) -> Measured:
+def model_with_results(*results: Config) -> Measured:
     """A model with these results."""
     return Measured({type(result): result for result in results})
 
@@ -62,21 +62,21 @@ class Phase(NamedTuple):
 
     def results(self, kind: type[R]) -> list[R]:
         """The results of this type of all models that have one."""
-        return known(model.of(kind) for model in self.every)
+        return drop_none(model.of(kind) for model in self.every)
 
     def of(self, kind: type[R]) -> dict[str, list[R]]:
         """method → the results of all its seeds; [] where a seed has none."""
-        found: dict[str, list[R]] = {}
+        entries: dict[str, list[R]] = {}
         for method, seeds in self.models.items():
-            results: list[R] = known(model.of(kind) for model in seeds.values())
-            found[method] = results if len(results) == len(seeds) else []
-        return found
+            results: list[R] = drop_none(model.of(kind) for model in seeds.values())
+            entries[method] = results if len(results) == len(seeds) else []
+        return entries
 
     def first(self, kind: type[R]) -> dict[str, R]:
         """method → the result of its first seed; without the methods that have none."""
         first = {method: next(iter(seeds.values())) for method, seeds in self.models.items()}
-        found = {method: model.of(kind) for method, model in first.items()}
-        return {method: result for method, result in found.items() if result is not None}
+        entries = {method: model.of(kind) for method, model in first.items()}
+        return {method: result for method, result in entries.items() if result is not None}
 
 
 class Results(NamedTuple):
@@ -120,13 +120,13 @@ class Results(NamedTuple):
     @property
     def schedules(self) -> dict[str, GroupSparsity]:
         """The methods whose group sparsity has a σ that changes, with its settings."""
-        found = {
+        entries = {
             name: GroupSparsity.model_validate(one)
             for name, settings in self._settings.items()
             for one in settings.get("regularizers") or ()
             if one.get("kind") == "group_sparsity"
         }
-        return {name: one for name, one in found.items() if one.filter == "gaussian"}
+        return {name: one for name, one in entries.items() if one.filter == "gaussian"}
 
     @property
     def _settings(self) -> dict[str, Mapping[str, Any]]:
@@ -146,6 +146,6 @@ def _router(settings: Mapping[str, Any]) -> str:
     return (settings.get("router") or {}).get("kind", "")
 
 
-def known(values: Iterable[V | None]) -> list[V]:
+def drop_none(values: Iterable[V | None]) -> list[V]:
     """Those that are not None."""
     return [value for value in values if value is not None]

@@ -5,32 +5,15 @@ from typing import NamedTuple
 
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, key_of
+from moecore.report.headlines import HEADLINES
 from moecore.report.measured import Phase
 from moecore.report.measures.robustness import WORST, attack_title, attacks_of, strongest
-from moecore.report.tables import Table
-from moecore.report.words import Cell, Cells, decimals
+from moecore.report.tables.cells import Cell, Cells
+from moecore.report.tables.comparison import Table
+from moecore.report.tables.number_format import NumberFormat
 from moecore.statistics.intervals import Interval
 
-HEADLINE = ("mce", "load_cv2", "active_parameters", "latency_ms")
-COHORT_CHECKS = (
-    "isolated_wm",
-    "isolated_gm",
-    "isolated_csf",
-    "probe_wm",
-    "probe_gm",
-    "probe_csf",
-    "own_expert_gain",
-    "monotone",
-    "rescan",
-)
-OF_TEXT = ("ppl", "test_nats", "ece_after")
 SWAPPED = "swapped_change_"
-HEADLINE_OF_AGES = (
-    *COHORT_CHECKS,
-    "load_cv2",
-    "active_parameters",
-    "latency_ms",
-)
 
 
 class Quantity(NamedTuple):
@@ -43,29 +26,24 @@ class Quantity(NamedTuple):
     unit: str = ""  # of an error
 
     @property
-    def places(self) -> int:
-        """The decimals that all its values are shown with."""
-        return decimals([self.interval(method) for method in self.cells], self.column.form)
+    def format(self) -> NumberFormat:
+        """How all its values are printed."""
+        return NumberFormat.of(self.column.form, map(self.interval, self.cells))
 
     @property
     def leader(self) -> str | None:
         """The method that is better than every other, and not by chance."""
-        return next((method for method, found in self.cells.items() if found.leads), None)
-
-    @property
-    def told_apart(self) -> bool:
-        """Whether differences could be shown at all: a test needs an interval."""
-        return all(found.kind for found in self.cells.values())
+        return next((method for method, cell in self.cells.items() if cell.leads), None)
 
     def interval(self, method: str) -> Interval:
         """The value to be shown."""
-        found = self.cells[method].interval
+        interval = self.cells[method].interval
         if not self.remains:
-            return found
-        if found.limits is None:
-            return Interval(1 - found.value)
-        low, high = found.limits
-        return Interval(1 - found.value, 1 - high, 1 - low)
+            return interval
+        if interval.limits is None:
+            return Interval(1 - interval.value)
+        low, high = interval.limits
+        return Interval(1 - interval.value, 1 - high, 1 - low)
 
     def told(self, values: str) -> str:
         """Its words with the values in their place."""
@@ -95,26 +73,20 @@ class Quantities(NamedTuple):
             wanted["how steady the routing is"] = (self.steady, "robustness")
         return [
             f"Not measured: {words} (the stage {stage} would)."
-            for words, (found, stage) in wanted.items()
-            if found is None
+            for words, (one, stage) in wanted.items()
+            if one is None
         ]
 
 
 SCORED = ("on clean test data", "under the worst attack", "under attack")
-# How steady the routing is, in order of preference: column → words, and whether it is a change.
-STEADY = {
-    "noise_selection_change": ("noise leaves {} of its choice of experts in place", True),
-    "match_top1": ("two views of an image share {} of the first experts", False),
-    "agreement_with_final": ("{} of the first experts are settled halfway through training", False),
-}
 
 
-def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Quantities:
+def quantities(phase: Phase, compared: Table, controls: Collection[str] = ()) -> Quantities:
     """Those of a phase, without its controls."""
-    columns = {metric.name: metric.column for metric in found.metrics}
-    cells = {method: row for method, row in found.cells.items() if method not in controls}
+    columns = {metric.name: metric.column for metric in compared.metrics}
+    cells = {method: row for method, row in compared.cells.items() if method not in controls}
     if not cells:
-        cells = found.cells
+        cells = compared.cells
 
     def named(name: str, words: str, remains: bool = False) -> Quantity | None:
         column = columns.get(name)
@@ -127,15 +99,16 @@ def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Qu
         return Quantity(words, column, having, remains, unit) if having else None
 
     under, moved = attacked_names(phase)
-    words = f"an attack ({last_attack(phase)}) leaves {{}} of its choice of experts in place"
+    words = f"under {last_attack(phase)} routing overlap is {{}}"
     steady = named(moved, words, remains=True)
     swaps = [name for name in columns if name.startswith(SWAPPED)]
     if swaps:  # of most words
         part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
-        words = f"{part} swapped leave {{}} of its choice of experts in place"
+        words = f"with {part} swapped routing overlap is {{}}"
         steady = steady or named(swaps[-1], words, remains=True)
-    for name, (words, remains) in STEADY.items():
-        steady = steady or named(name, words, remains)
+    for one in HEADLINES:  # in order of preference
+        if one.sentence:
+            steady = steady or named(one.name, one.sentence, one.remains)
     return Quantities(
         named(f"test_{key_of(phase.task.score)}", SCORED[0]),
         named(under, SCORED[1] if under.endswith(WORST) else SCORED[2]),
@@ -147,8 +120,8 @@ def quantities(phase: Phase, found: Table, controls: Collection[str] = ()) -> Qu
 
 def of_column(name: str, cells: Cells) -> dict[str, Cell]:
     """method → its cell, of the methods that have one."""
-    found = {method: row[name] for method, row in cells.items()}
-    return {method: one for method, one in found.items() if one is not None}
+    entries = {method: row[name] for method, row in cells.items()}
+    return {method: one for method, one in entries.items() if one is not None}
 
 
 def attacked_names(phase: Phase) -> tuple[str, str]:
@@ -168,12 +141,12 @@ def attacked_names(phase: Phase) -> tuple[str, str]:
 
 
 def last_attack(phase: Phase) -> str:
-    """PGD 10 at ε = 8/255."""
+    """Return PGD 10 (ε = 8/255)."""
     attacks = names_of_attacks(phase)
     if not attacks:
         return ""
     met = next(one for one in phase.results(Robustness) if attacks[-1] in attacks_of(one))
-    return f"{attack_title(attacks[-1])} at ε\u00a0=\u00a0{strongest(met, attacks[-1])}"
+    return f"{attack_title(attacks[-1])} (ε\u00a0=\u00a0{strongest(met, attacks[-1])})"
 
 
 def names_of_attacks(phase: Phase) -> list[str]:
@@ -183,22 +156,19 @@ def names_of_attacks(phase: Phase) -> list[str]:
 
 
 def headline(phase: Phase, columns: Sequence[Column]) -> list[Column]:
-    """The columns of a phase's first table.
+    """Return the columns of a phase's first table, which MLflow's parent runs show, too.
 
-    Under attack those of the worst case, or else of the last attack.
+    Under attack those of the worst case, or else of the last attack; of each kind of column about
+    swapped words the last, of most words.
     """
-    share = phase.task.score.form == "share"
     score, moved = attacked_names(phase)
-    if phase.task.long:
-        most = {  # of each kind of column about swapped words the last, of most words
-            column.name.split("_")[1]: column.name
-            for column in columns
-            if column.name.startswith(("swapped_ppl", SWAPPED))
-        }
-        names = (*OF_TEXT, *most.values(), *HEADLINE)
-    elif share:
-        names = ("test_accuracy", "ece_after", score, moved, *HEADLINE)
-    else:
-        names = ("test_mae", "median_mae", "mae_of_median", "mae_pooled", score, *HEADLINE_OF_AGES)
+    swapped = {}
+    for column in columns if phase.task.long else ():
+        if column.name.startswith(("swapped_ppl", SWAPPED)):
+            swapped[column.name.split("_")[1]] = column.name
+    names = [one.name for one in HEADLINES if one.first]
+    place = names.index("isolated_wm")
+    shares = phase.task.score.form == "share"
+    names[place:place] = [*swapped.values(), score, *([moved] if shares else [])]
     known = {column.name: column for column in columns}
     return [known[name] for name in names if name in known]

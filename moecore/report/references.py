@@ -4,16 +4,16 @@ And the columns that are relative to the baseline.
 """
 
 from moecore.measure import routing
-from moecore.report.column import Column, Seen, mean
-from moecore.report.measured import Measured, Models, Phase, known
-from moecore.report.training_figures import steps_to
+from moecore.report.column import Column, Seen, mean_or_none
+from moecore.report.figures.training_figures import steps_to
+from moecore.report.measured import Measured, Models, Phase, drop_none
 from moecore.training.outcome import Outcome
 
 BASELINE = "vmoe"
 DENSE = "dense"
 
 
-def baseline(models: Models) -> str:
+def find_baseline(models: Models) -> str:
     """``vmoe`` where it is there, else the first method with MoE layers; "" where none has."""
     if BASELINE in models:
         return BASELINE
@@ -23,14 +23,14 @@ def baseline(models: Models) -> str:
     return ""
 
 
-def routed(models: Models) -> bool:
+def has_routing(models: Models) -> bool:
     """Whether any method has experts to choose from."""
-    return bool(baseline(models))
+    return bool(find_baseline(models))
 
 
 def references(models: Models) -> list[str]:
     """Those of the two that the study has."""
-    return [name for name in dict.fromkeys((baseline(models), DENSE)) if name in models]
+    return [name for name in dict.fromkeys((find_baseline(models), DENSE)) if name in models]
 
 
 def has_experts(model: Measured) -> bool:
@@ -42,12 +42,12 @@ def has_experts(model: Measured) -> bool:
     return trained is not None and trained.active_parameters != trained.parameters
 
 
-def seen(phase: Phase, kind: type) -> Seen:
+def column_context(phase: Phase, kind: type) -> Seen:
     """What columns of results of this type may depend on."""
-    method = baseline(phase.models)
+    method = find_baseline(phase.models)
 
     def of(name: str) -> list:
-        return known(model.of(kind) for model in phase.models.get(name, {}).values())
+        return drop_none(model.of(kind) for model in phase.models.get(name, {}).values())
 
     rivals = phase.models.get(method, {})
     pairs = [
@@ -60,11 +60,11 @@ def seen(phase: Phase, kind: type) -> Seen:
     return Seen(phase.task, phase.results(kind), method, of(method), of(DENSE), known_pairs)
 
 
-def overhead(seen: Seen) -> list[Column]:
+def overhead_columns(seen: Seen) -> list[Column]:
     """Training time over the baseline's."""
     if not seen.of_baseline:
         return []
-    seconds = mean([result.seconds for result in seen.of_baseline])
+    seconds = mean_or_none([result.seconds for result in seen.of_baseline])
     if not seconds:
         return []
     return [
@@ -77,7 +77,7 @@ def overhead(seen: Seen) -> list[Column]:
     ]
 
 
-def convergence(seen: Seen) -> list[Column]:
+def convergence_columns(seen: Seen) -> list[Column]:
     """How soon the training loss is where the baseline's ends."""
     if not seen.baseline:
         return []

@@ -20,7 +20,7 @@ from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import SHOWN
-from moecore.report.shown import Shown
+from moecore.report.measures.shown import Shown
 from moecore.study.reading.run_section import Phase as PhaseName
 from moecore.study.reading.run_section import Selection
 from moecore.tasks.base import Task
@@ -44,11 +44,11 @@ def study_stages(params: str | Path, run: Selection) -> frozenset[str]:
     if not files:
         return frozenset(USUAL)
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    found = set(re.findall(r"-m stages\.(\w+)", text))
-    found |= set(re.findall(r"-m stages\.measure (\w+)", text))
+    entries = set(re.findall(r"-m stages\.(\w+)", text))
+    entries |= set(re.findall(r"-m stages\.measure (\w+)", text))
     if re.search(r"-m stages\.measure \$", text):
-        found |= set(run.measurements)
-    return frozenset(found)
+        entries |= set(run.measurements)
+    return frozenset(entries)
 
 
 def read_results(
@@ -65,12 +65,12 @@ def read_results(
     for stage, kind in ALONE.items():
         if stage in stages:
             path = place.root / MEASURED / f"{stage}.json"
-            alone[kind] = read_result(written(path, stage), kind, stage)
+            alone[kind] = read_result(require_file(path, stage), kind, stage)
     return Results({phase: _phase(place, phase) for phase in run.phases}, settings, alone)
 
 
 def _phase(place: Place, name: PhaseName) -> Phase:
-    path = written(place.root / "artifacts/data" / name / "card.json", "prepare")
+    path = require_file(place.root / "artifacts/data" / name / "card.json", "prepare")
     card = read_json(path)
     try:
         task = read_task(card["task"])
@@ -90,9 +90,9 @@ def _phase(place: Place, name: PhaseName) -> Phase:
     together: dict[type[Config], Config] = {}
     if "transfer" in place.stages:
         path = place.root / MEASURED / "transfer" / name / f"{place.run.seeds[0]}.json"
-        found = read_result(written(path, "transfer"), Transfer, "transfer")
-        if not isinstance(found, Skipped):
-            together[Transfer] = found
+        result = read_result(require_file(path, "transfer"), Transfer, "transfer")
+        if not isinstance(result, Skipped):
+            together[Transfer] = result
     return Phase(name, card, task, models, together)
 
 
@@ -111,15 +111,15 @@ def _model(place: Place, phase: str, name: str, wanted: Collection[Shown]) -> Me
     for shown in wanted:
         path = place.root / MEASURED / shown.stage / phase / name
         stage = "measure" if shown.stage in place.run.measurements else shown.stage or phase
-        found = read_result(written(path, stage), shown.result, stage)
-        if isinstance(found, Skipped):
-            skipped.append(f"{shown.title}: {found.skipped}")
+        result = read_result(require_file(path, stage), shown.result, stage)
+        if isinstance(result, Skipped):
+            skipped.append(f"{shown.title}: {result.skipped}")
         else:
-            results[shown.result] = found
+            results[shown.result] = result
     return Measured(results, tuple(skipped))
 
 
-def written(path: Path, stage: str) -> Path:
+def require_file(path: Path, stage: str) -> Path:
     """The path itself.
 
     Raises UserError where there is no such file, which names the stage that writes it.

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped, read_result
-from moecore.report.contact_sheet import draw_contact_sheet
+from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.report.measures import SHOWN, linear_experts, sizes, transfer
 
 ALONE: dict[str, Any] = {"linear_experts": linear_experts, "sizes": sizes, "transfer": transfer}

@@ -12,56 +12,58 @@ from moecore.brain.measured_ages import Result as Ages
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.under_attack.curves import run_of
-from moecore.report.claims import Evaluated
-from moecore.report.explorer import FILE, explorable, explorer
+from moecore.report.claims.claims_table import claims_markdown
+from moecore.report.claims.evaluation import Evaluated
+from moecore.report.figures.training_figures import training_curves
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import sizes
 from moecore.report.measures.robustness import WORST, curve_of
-from moecore.report.page import page
-from moecore.report.pictures import svg
+from moecore.report.page.explorer import FILE, explorable, explorer
+from moecore.report.page.html import render_report
+from moecore.report.page.templating import svg
+from moecore.report.page.view import Picture
 from moecore.report.quantities import names_of_attacks
-from moecore.report.runs import run_files
-from moecore.report.training_figures import training_curves
-from moecore.report.verdicts import claims_markdown
-from moecore.report.view import Picture
+from moecore.report.tables.run_files import run_files
 from moecore.training.outcome import Outcome
 
 # Alone in a page of its own, a figure has no text colour to take over.
 INK = "#333"
 
 
-def texts(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, str]:
+def report_files(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, str]:
     """Path below reports/ → content."""
     phases = list(results.phases.values())
-    found = {
-        "index.html": page(results, evaluated, FILE if explorable(results) else None),
+    entries = {
+        "index.html": render_report(results, evaluated, FILE if explorable(results) else None),
         FILE: explorer(results),
         "claims.md": claims_markdown(evaluated),
         "curves/training.csv": training_csv(results),
     }
     if any(phase.results(Robustness) for phase in phases):
-        found["curves/robustness.csv"] = robustness_csv(results)
+        entries["curves/robustness.csv"] = robustness_csv(results)
     if any(phase.task.kind == "regression" for phase in phases):
-        found["curves/table_s1.csv"] = table_s1_csv(results)
-    return found | run_files(results) | plot_files(results)
+        entries["curves/table_s1.csv"] = table_s1_csv(results)
+    return entries | run_files(results) | plot_files(results)
 
 
 def plot_files(results: Results) -> dict[str, str]:
     """Path below reports/ → SVG: ``plots/pretrain_training.svg`` and the like."""
-    found = {
-        f"plots/{phase.name}_{name}.svg": alone(picture)
+    entries = {
+        f"plots/{phase.name}_{name}.svg": standalone_svg(picture)
         for phase in results.phases.values()
         for name, picture in pictures_of(phase)
     }
     if counted := results.alone.get(Sizes):
         for name, figure in sizes.figures(counted):
-            found[f"plots/sizes_{name}.svg"] = alone(Picture(figure, name.replace("_", " ")))
-    return found
+            entries[f"plots/sizes_{name}.svg"] = standalone_svg(
+                Picture(figure, name.replace("_", " "))
+            )
+    return entries
 
 
 def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
     """How the trainings went, and what attacks leave."""
-    trained = {method: found for method, found in phase.of(Outcome).items() if found}
+    trained = {method: one for method, one in phase.of(Outcome).items() if one}
     if trained:
         yield "training", Picture(training_curves(trained), f"{phase.name}: training")
     if names := names_of_attacks(phase):
@@ -69,7 +71,7 @@ def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
         yield "attacks", curve_of(phase, WORST if worst else names[-1])
 
 
-def alone(picture: Picture) -> str:
+def standalone_svg(picture: Picture) -> str:
     """The picture as a file of its own."""
     text = svg(picture.figure, picture.label)
     return text.replace("<svg", f'<svg color="{INK}"', 1)
@@ -99,8 +101,8 @@ def robustness_csv(results: Results) -> str:
     scores = dict.fromkeys(phase.task.logged for phase in results.phases.values())
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        found = model.of(Robustness)
-        for name, curve in (run_of(found.attacks) if found else {}).items():
+        result = model.of(Robustness)
+        for name, curve in (run_of(result.attacks) if result else {}).items():
             for row in curve:
                 values = row.model_dump(include={"epsilon", "low", "high"})
                 yield values | {"attack": name, phase.task.logged: row.score}
@@ -113,9 +115,9 @@ def table_s1_csv(results: Results) -> str:
     columns = [f"{name}{end}" for name in NUMBERS for end in ENDS]
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        found = model.of(Ages)
-        for prediction in PREDICTIONS if found else ():
-            errors = getattr(found, prediction)
+        result = model.of(Ages)
+        for prediction in PREDICTIONS if result else ():
+            errors = getattr(result, prediction)
             if errors is not None:
                 values = {
                     f"{name}{end}": getattr(getattr(errors, name), part)

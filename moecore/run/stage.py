@@ -118,8 +118,10 @@ def say_once(text: str) -> None:
 
 
 def metrics_named(study: Any, stages: Sequence[str]) -> Iterable[tuple[tuple, str]]:
-    """Return metrics that claims and questions name and no measurement of the study has."""
-    from moecore.report.tables import unknown_metrics  # imports what draws: only where it is asked
+    """Metrics that claims and questions name and no measurement of the study has."""
+    from moecore.report.tables.comparison import (
+        unknown_metrics,  # imports what draws: only where it is asked
+    )
 
     return unknown_metrics(study, stages)
 

@@ -105,7 +105,7 @@ class StudyImport:
         return self.counts
 
     def _find_parent(self, generation: Generation) -> StoredRun:
-        from moecore.report.drawing import INK, line_look
+        from moecore.report.figures.drawing import INK, line_look
 
         parent = generation.choose_parent(self.parents.values())
         if parent is None:

@@ -71,7 +71,7 @@ SHOWN = '''\
 
 from moecore.measure.brightness import Result
 from moecore.report.column import Column
-from moecore.report.shown import Figures
+from moecore.report.measures.shown import Figures
 
 COLUMNS = (Column("brightness", "Brightness", lambda result: result.mean),)
 

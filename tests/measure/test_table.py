@@ -43,9 +43,9 @@ from moecore.nn.layers.moe import MoE
 from moecore.nn.predict import predictions
 from moecore.report.measured import Results
 from moecore.report.measures import sizes
-from moecore.report.page import page
-from moecore.report.tables import flat
-from moecore.report.texts import texts
+from moecore.report.page.html import render_report
+from moecore.report.tables.comparison import compare_methods
+from moecore.report.texts import report_files
 from moecore.study.reading.params import read_params
 from moecore.study.reading.run_section import Selection
 from stages.sizes import Params
@@ -397,11 +397,11 @@ def test_a_study_that_trains_nothing_has_a_page_and_numbers(paper_sizes):
     results = Results(
         {}, (STUDY / "params.yaml").read_text(encoding="utf-8"), {Result: paper_sizes}
     )
-    assert flat(results) == {"sizes": sizes.flat(paper_sizes)}
-    text = page(results)
+    assert compare_methods(results) == {"sizes": sizes.flat(paper_sizes)}
+    text = render_report(results)
     assert "Sizes of the papers&#39; models" in text and "within 1 %" in text
     assert "paper 284.90, +0.0" in text
-    written = texts(results, [])
+    written = report_files(results, [])
     assert {"index.html", "metrics/sizes.json", "curves/training.csv"} <= set(written)
     assert any(name.startswith("plots/sizes") for name in written)
 

@@ -37,7 +37,7 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoE
 from moecore.nn.predict import predictions
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
-from moecore.report.column import opened
+from moecore.report.column import decode_items
 from moecore.report.measures.zero_shot import COLUMNS
 from moecore.tasks import next_token
 from moecore.tasks.class_scores import brier, confidence, correct
@@ -114,7 +114,7 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
     means = [layer.value for layer in row.selection_change]
     assert np.mean(means) > 0
     assert np.mean(means) == pytest.approx(float(torch.stack(moved).mean()), abs=1e-6)
-    lost = opened(row.items["lost"])
+    lost = decode_items(row.items["lost"])
     assert lost.mean() == pytest.approx(row.nats.value - found.nats.value, abs=1e-6)
     assert found.rows[1].agreement < row.agreement < 1
 
@@ -414,7 +414,7 @@ def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     assert found.accuracy.value == pytest.approx(np.mean(right))
     assert found.top5.value == pytest.approx(np.mean(among))
     assert found.accuracy.low < found.accuracy.value < found.accuracy.high
-    assert opened(found.items) == pytest.approx(np.array(right, float), abs=1e-4)
+    assert decode_items(found.items) == pytest.approx(np.array(right, float), abs=1e-4)
     assert (found.images, found.templates, found.chance) == (40, 3, 0.1)
     assert [row.name for row in found.rows] == [str(digit) for digit in range(10)]
     assert sum(row.correct for row in found.rows) == sum(right)

@@ -7,19 +7,19 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.measure.cohort_checks import Result as CohortChecks
-from moecore.report.charts import attack_points
-from moecore.report.claims import evaluate, flat_claims
+from moecore.report.claims.evaluation import evaluate_claims, flat_claims
+from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.cohort_checks import tissues
+from moecore.report.measures.region_blocks import generalised, mixtures
 from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.measures.robustness import rows_of
-from moecore.report.page import page
-from moecore.report.regions import generalised, mixtures
+from moecore.report.page.html import render_report
 from moecore.report.results import read_results
-from moecore.report.summary import rows
-from moecore.report.tables import data_facts, flat, table, used_tests
+from moecore.report.tables.comparison import build_table, compare_methods, data_facts, used_tests
+from moecore.report.tables.number_format import NumberFormat
+from moecore.report.tables.summary import headline_rows
 from moecore.report.texts import robustness_csv, table_s1_csv, training_csv
-from moecore.report.words import shown
 from moecore.study.reading.claims_section import Claim
 from moecore.study.reading.run_section import Selection
 from tests.report.ages import STAGES, write_ages
@@ -46,7 +46,7 @@ def three(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(three):
-    return page(three)
+    return render_report(three)
 
 
 def test_the_page_says_simulated_first(text, tmp_path):
@@ -56,7 +56,7 @@ def test_the_page_says_simulated_first(text, tmp_path):
         body.startswith('<main>\n<p class="simulated"><b>SIMULATED DATA</b> (Small cohort)')
         and "accuracy" not in body[: body.index("<script>")]
     )
-    real = page(results(tmp_path, [0], simulated=False, methods={"dense": False}))
+    real = render_report(results(tmp_path, [0], simulated=False, methods={"dense": False}))
     assert (
         'class="simulated"' not in real
         and "SIMULATED" not in real
@@ -99,7 +99,7 @@ def test_the_page_has_all_parts(text):
 def test_numbers_of_compare_json(three):
     # Test MAE of method 2 over seeds 0, 1, 2: 6.0, 6.1, 6.2. Mean 6.1, standard deviation 0.1;
     # t(2; 0.975) = 4.3027: ± 4.3027 · 0.1 / √3 = 0.2484.
-    found = flat(three)["ermoe_ba"]["pretrain"]
+    found = compare_methods(three)["ermoe_ba"]["pretrain"]
     assert found["test_mae"]["mean"] == pytest.approx(6.1) and found["test_mae"][
         "high"
     ] - 6.1 == pytest.approx(0.2484, abs=1e-4)
@@ -136,8 +136,8 @@ def test_numbers_of_compare_json(three):
     }
     assert {name: found[name]["mean"] for name in expected} == pytest.approx(expected)
     assert (
-        "own_expert" not in flat(three)["dense"]["pretrain"]
-        and "mixed_agreement" not in flat(three)["dense"]["pretrain"]
+        "own_expert" not in compare_methods(three)["dense"]["pretrain"]
+        and "mixed_agreement" not in compare_methods(three)["dense"]["pretrain"]
         and "test_accuracy" not in found
         and "ece_after" not in found
     )
@@ -154,14 +154,14 @@ def test_numbers_of_compare_json(three):
 
 
 def marked(found, name):
-    cells = table(found, found.phases["pretrain"]).cells
+    cells = build_table(found, found.phases["pretrain"]).cells
     return [row[name].marked for row in cells.values()]
 
 
 def test_lower_errors_are_better(three):
     # The first method's MAE is 1 and 2 below the others' in every seed: a paired difference
     # without spread.
-    found = flat(three)["dense"]["pretrain"]["test_mae"]["against"]["vmoe"]
+    found = compare_methods(three)["dense"]["pretrain"]["test_mae"]["against"]["vmoe"]
     assert found["difference"] == pytest.approx(-1) and found["test"] == "seeds"
     assert marked(three, "test_mae") == [True, False, False]
 
@@ -179,11 +179,11 @@ def test_a_control_is_never_the_best(tmp_path):
     for name in ("test_mae", "attacked_mae_worst_case"):
         assert marked(found, name) == [False, True, False]
         assert marked(plain, name) == [True, False, False]
-    text, label = page(found), '<th scope="row">shuffled<span class="note">control</span>'
+    text, label = render_report(found), '<th scope="row">shuffled<span class="note">control</span>'
     assert text.count(label) == 3, "the headline, and a table a paper"
     assert "Marks leave out shuffled (control)" in text and "Without shuffled (control)." in text
-    assert label not in page(plain) and "Marks leave out" not in page(plain)
-    assert flat(found) == flat(plain), "it stays in the table"
+    assert label not in render_report(plain) and "Marks leave out" not in render_report(plain)
+    assert compare_methods(found) == compare_methods(plain), "it stays in the table"
 
 
 def test_one_method_beside_a_control_has_no_mark(tmp_path):
@@ -194,7 +194,7 @@ def test_one_method_beside_a_control_has_no_mark(tmp_path):
     for seeds in ((0,), (0, 1, 2)):
         found = results(tmp_path / str(len(seeds)), seeds, methods=methods, settings=settings)
         phase = found.phases["pretrain"]
-        metrics, cells = table(found, phase)
+        metrics, cells = build_table(found, phase)
         assert not any(cell.marked for row in cells.values() for cell in row.values() if cell)
         assert used_tests(found, phase, metrics) == set()
 
@@ -229,7 +229,10 @@ def test_region_experts_where_they_were_not_taught(three, text):
     assert [head for head in heads if head in METHODS] == ["vmoe", "ermoe_ba"], "dense has none"
     rows = {line.head.text: [item.text for item in line.items] for line in grid.lines[1:6]}
     assert rows["Isolated, as taught"][0].startswith("90")
-    assert rows["Two tissues mixed"][:2] == [shown(0.71, "share", 1), shown(0.375, "share", 1)]
+    assert rows["Two tissues mixed"][:2] == [
+        NumberFormat("share", 1).value(0.71),
+        NumberFormat("share", 1).value(0.375),
+    ]
     assert rows["Other generator, whole"][2].startswith("0.1")
     assert "no finding" in grid.below
     assert "Region experts where they were not taught" in text
@@ -237,7 +240,7 @@ def test_region_experts_where_they_were_not_taught(three, text):
     (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
     mixed = mixtures(first.generalisation, "vmoe")
     assert [line.head.text for line in mixed.lines] == ["WM with GM"]
-    assert [item.text for item in mixed.lines[0].items] == [shown(0.7, "share", 0)]
+    assert [item.text for item in mixed.lines[0].items] == [NumberFormat("share", 0).value(0.7)]
     assert mixed.below.endswith("other generator: WM 0.50, GM 0.50, CSF 0.50.")
     alone = three.phases["pretrain"]._replace(
         models={"dense": three.phases["pretrain"].models["dense"]}
@@ -266,14 +269,14 @@ def test_claims_over_errors(three):
             better="lower",
         ),
     ]
-    holds, differs = evaluate(claims, three)
+    holds, differs = evaluate_claims(claims, three)
     assert (holds.verdict, differs.verdict) == (
         "holds",
         "differs",
     ) and differs.difference.value == pytest.approx(2)
     assert json.dumps(flat_claims([holds]), allow_nan=False)
     with pytest.raises(UserError, match="dense has no own_expert; allowed: vmoe, ermoe_ba"):
-        evaluate(
+        evaluate_claims(
             [
                 Claim(
                     paper="x",
@@ -300,7 +303,7 @@ def test_table_s1_over_seeds(three, tmp_path):
 
 def test_one_seed_has_the_bootstraps_limits(tmp_path):
     found = results(tmp_path, [0])
-    cells = flat(found)["vmoe"]["pretrain"]
+    cells = compare_methods(found)["vmoe"]["pretrain"]
     assert cells["test_mae"] == {
         "mean": 5.0,
         "low": 4.5,
@@ -353,7 +356,7 @@ def test_csv_files(three):
 
 
 def test_the_summary_in_the_terminal(three):
-    found = rows(flat(three) | data_facts(three))
+    found = headline_rows(compare_methods(three) | data_facts(three))
     assert (
         [row["method"] for row in found] == list(METHODS)
         and found[2]["test_mae"] == "6.10 [5.85 – 6.35]"
@@ -380,7 +383,7 @@ def test_a_refused_correction_is_told(tmp_path):
         Selection(methods=tuple(METHODS), seeds=(0,), phases=("pretrain",)), "", tmp_path, STAGES
     )
     assert (
-        "mae_pooled" not in flat(found)["vmoe"]["pretrain"]
-        and "mae_pooled" in flat(found)["dense"]["pretrain"]
+        "mae_pooled" not in compare_methods(found)["vmoe"]["pretrain"]
+        and "mae_pooled" in compare_methods(found)["dense"]["pretrain"]
     )
-    assert "Not corrected: vmoe, seed 0. found a slope of 0.01" in page(found)
+    assert "Not corrected: vmoe, seed 0. found a slope of 0.01" in render_report(found)

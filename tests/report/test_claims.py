@@ -15,15 +15,22 @@ from pydantic import ValidationError
 from moecore.core.files import FullDisk, UserError
 from moecore.core.sources import ROOT
 from moecore.measure.base import Estimate
-from moecore.report import claims_page
-from moecore.report.all_claims import tables
-from moecore.report.claims import evaluate, flat_claims, flat_evaluated, p_of, verdict
-from moecore.report.cross_table import cross_table
-from moecore.report.measured import Measured, Phase, Results, measured
-from moecore.report.page import page
-from moecore.report.summary import ANSWERS, claim_lines, rows
-from moecore.report.tables import flat, foreseen
-from moecore.report.verdicts import claims_markdown
+from moecore.report.claims import claims_page
+from moecore.report.claims.all_claims import read_paper_tables
+from moecore.report.claims.claim_row import ANSWERS
+from moecore.report.claims.claims_table import claims_markdown
+from moecore.report.claims.evaluation import (
+    evaluate_claims,
+    flat_claims,
+    flat_evaluated,
+    judge_difference,
+    p_of,
+)
+from moecore.report.measured import Measured, Phase, Results, model_with_results
+from moecore.report.page.html import render_report
+from moecore.report.tables.comparison import compare_methods, expected_metric_names
+from moecore.report.tables.cross_table import cross_table
+from moecore.report.tables.summary import claim_lines, headline_rows
 from moecore.statistics.crossed import BOTH, ITEMS, Difference, Source, crossed, kept_items
 from moecore.study.checking.validate import check_params
 from moecore.study.reading.claims_section import Claim, Question
@@ -39,8 +46,8 @@ def model(method: int, match: float | None, accuracy: float = 0.5) -> Measured:
     score = Estimate(value=accuracy, low=accuracy - 0.1, high=accuracy + 0.1)
     outcome = trained(method, 0, False, "pretrain").model_copy(update={"test_score": score})
     if match is None:
-        return measured(outcome)
-    return measured(outcome, ROUTED.model_copy(update={"match_top1": match}))
+        return model_with_results(outcome)
+    return model_with_results(outcome, ROUTED.model_copy(update={"match_top1": match}))
 
 
 def study(**methods: list) -> Results:
@@ -68,7 +75,7 @@ def claim(**changes) -> Claim:
 def test_the_difference_is_paired_by_seed():
     # differences 0.1, 0.2, 0.3: mean 0.2, deviation 0.1, t(2 degrees, 97.5 %) = 4.302653, half
     # width 4.302653 · 0.1 / √3 = 0.248414
-    found = evaluate([claim()], study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5]))[0]
+    found = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5]))[0]
     assert (
         found.difference.interval()
         == pytest.approx((0.2, 0.2 - 0.248414, 0.2 + 0.248414), abs=1e-6)
@@ -76,7 +83,7 @@ def test_the_difference_is_paired_by_seed():
     )
     # the same gaps around very different seeds: unpaired intervals overlap, the paired one
     # excludes 0
-    found = evaluate([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
+    found = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
     assert (
         found.verdict == "holds"
         and found.ours.interval.low < found.theirs.interval.value < found.ours.interval.value
@@ -94,7 +101,9 @@ def test_direction_and_order_decide():
         {"method": "vmoe", "against": "prc"},
         {"method": "vmoe", "against": "prc", "better": "lower"},
     ]
-    assert [found.verdict for found in evaluate([claim(**case) for case in cases], shown)] == [
+    assert [
+        found.verdict for found in evaluate_claims([claim(**case) for case in cases], shown)
+    ] == [
         "holds",
         "differs",
         "differs",
@@ -119,8 +128,8 @@ def found(value: float, half: float | None) -> Difference:
     ],
 )
 def test_verdicts_of_a_direction(value, half, expected):
-    assert verdict(found(value, half), claim()) == expected
-    assert verdict(found(-value, half), claim(better="lower")) == expected
+    assert judge_difference(found(value, half), claim()) == expected
+    assert judge_difference(found(-value, half), claim(better="lower")) == expected
 
 
 @pytest.mark.parametrize(
@@ -138,17 +147,17 @@ def test_verdicts_of_a_direction(value, half, expected):
 def test_verdicts_of_an_equivalence(value, half, expected):
     alike = claim(better="equivalent", margin=0.1)
     for one in (found(value, half), found(-value, half)):
-        assert verdict(one, alike) == expected
+        assert judge_difference(one, alike) == expected
         p = p_of(one, alike)
         assert (p is None) == (half is None) and (p is None or (p < 0.05) == (expected != "open"))
 
 
 def test_holm_counts_the_claims_of_one_paper():
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
-    one = evaluate([claim()], shown)[0]
+    one = evaluate_claims([claim()], shown)[0]
     assert 0.01 < one.p == one.p_holm < 0.05 and one.verdict_holm == one.verdict == "holds"
     others = [claim(), claim(better="lower"), claim(paper="TGR"), question()]
-    found = evaluate([*others, claim(metric="test_accuracy")], shown)
+    found = evaluate_claims([*others, claim(metric="test_accuracy")], shown)
     # three of PRC: accuracies are all alike, p = 1
     assert [round(one.p_holm / one.p) for one in found[:3]] == [3, 3, 1]
     assert [one.verdict_holm for one in found] == ["open", "open", "holds", "", "open"]
@@ -160,7 +169,7 @@ def test_holm_counts_the_claims_of_one_paper():
 def with_items(values: list[np.ndarray]) -> dict[int, Measured]:
     """A model a seed whose match ratio is the mean of these items."""
     return {
-        seed: measured(
+        seed: model_with_results(
             trained(0, 0, False, "pretrain"),
             ROUTED.model_copy(
                 update={"match_top1": one.mean(), "items": {"match_top1": kept_items(one)}}
@@ -180,14 +189,14 @@ def test_items_and_seeds_both_widen_the_interval():
     shared = generator.standard_normal(60)
     theirs = [0.3 * generator.standard_normal(60) for _ in range(3)]
     ours = [one + 0.5 * shared + 0.2 for one in theirs]  # the same gap in every seed
-    found = evaluate([claim()], of_items(ours, theirs))[0]
+    found = evaluate_claims([claim()], of_items(ours, theirs))[0]
     expected = crossed(np.stack([one - other for one, other in zip(ours, theirs, strict=True)]))
     assert found.difference.kind == BOTH and found.difference.items == 60
     assert found.difference.interval() == pytest.approx(expected.interval(), abs=1e-3)
     # The seeds alone would leave no doubt.
     apart = [one.mean() - other.mean() for one, other in zip(ours, theirs, strict=True)]
     assert np.ptp(apart) < 1e-9 and found.difference.half() > 0.1
-    alone = evaluate([claim()], of_items(ours[:1], theirs[:1]))[0]
+    alone = evaluate_claims([claim()], of_items(ours[:1], theirs[:1]))[0]
     assert alone.difference.kind == ITEMS and alone.difference.interval().limits
     entry = next(iter(flat_claims([alone]).values()))
     assert entry["difference"]["interval"] == "items" and entry["difference"]["items"] == 60
@@ -198,30 +207,30 @@ def test_items_that_differ_are_refused():
     generator = np.random.default_rng(0)
     long, short = generator.random(20), generator.random(19)
     with pytest.raises(UserError, match=r"claims\[0\].metric: found match_top1 is of 19 and of 20"):
-        evaluate([claim()], of_items([long], [short]))
+        evaluate_claims([claim()], of_items([long], [short]))
     shown = of_items([long], [long])
     shown.phases["pretrain"].models["vmoe"][0] = model(1, 0.5)
     with pytest.raises(UserError, match="only some results keep the items of match_top1"):
-        evaluate([claim()], shown)
+        evaluate_claims([claim()], shown)
     wrong = shown.phases["pretrain"].models["prc"][0]
     routed = wrong.of(type(ROUTED)).model_copy(update={"match_top1": 0.9})
     shown.phases["pretrain"].models["prc"][0] = changed(wrong, routed)
     with pytest.raises(UserError, match="match_top1: the items' mean is .*, the value 0.9"):
-        evaluate([claim()], shown)
+        evaluate_claims([claim()], shown)
 
 
 def test_an_open_verdict_says_what_could_have_been_seen():
     shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5])
-    found = evaluate([claim()], shown)[0]
+    found = evaluate_claims([claim()], shown)[0]
     # deviation 0.1, standard error 0.1/√3; t(2): 4.302653 and 1.060660
     assert found.smallest == pytest.approx((4.302653 + 1.060660) * 0.1 / math.sqrt(3))
-    assert "could have seen 31" in claims_markdown([found])
+    assert "detectable: 31" in claims_markdown([found])
     entry = next(iter(flat_claims([found]).values()))
     assert entry["smallest"] == found.smallest
-    assert "could have seen 0.3097" in claim_lines(flat_claims([found]))[0]
-    sure = evaluate([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
+    assert "detectable: 31" in claim_lines(flat_claims([found]))[0]
+    sure = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
     row = claims_markdown([sure]).splitlines()[-1]
-    assert sure.smallest is None and "could have seen" not in row
+    assert sure.smallest is None and "detectable" not in row
 
 
 def question(**changes) -> Question:
@@ -231,7 +240,7 @@ def question(**changes) -> Question:
 
 def test_questions_are_answered_in_a_table_of_their_own():
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89])
-    found = evaluate(
+    found = evaluate_claims(
         [question(), claim(), question(better="lower"), question(metric="load_cv2")], shown
     )
     text = claims_markdown(found)
@@ -242,23 +251,9 @@ def test_questions_are_answered_in_a_table_of_their_own():
     flat = flat_evaluated(found)
     assert len(flat["claims"]) == 1 and len(flat["questions"]) == 3
     assert claim_lines(flat["questions"], ANSWERS)[0].startswith("yes  ")
-    whole = page(shown, found)
+    whole = render_report(shown, found)
     assert "What no paper claims" in whole and "Do views agree?" in whole
     assert "Of 3 questions that no paper answers: 1 yes, 1 no, 1 open." in whole
-
-
-def test_an_older_compare_json_is_said_to_be_older():
-    older = {
-        "0: PRC, pretrain: match_top1 of prc higher than of vmoe": {
-            "method": {"mean": 0.5, "seeds": 3},
-            "against": {"mean": 0.4, "seeds": 3},
-            "difference": {"mean": 0.1, "low": 0.0, "high": 0.2, "interval": "t", "seeds": 3},
-            "verdict": "open",
-        }
-    }
-    assert claim_lines(older)[0].endswith(
-        "(written by other code, over seeds alone: run the study again)"
-    )
 
 
 @pytest.mark.parametrize(
@@ -276,7 +271,7 @@ def test_what_is_no_claim(given, expected):
 
 
 def test_one_seed_is_open():
-    found = evaluate([claim()], study(vmoe=[0.1], prc=[0.9]))[0]
+    found = evaluate_claims([claim()], study(vmoe=[0.1], prc=[0.9]))[0]
     assert found.verdict == "open" and found.difference.interval() == (
         pytest.approx(0.8),
         None,
@@ -312,7 +307,7 @@ def test_one_seed_is_open():
 )
 def test_what_is_not_there_is_named(changes, expected):
     with pytest.raises(UserError, match=expected):
-        evaluate(
+        evaluate_claims(
             [claim(), claim(**changes)], study(dense=[None, None], vmoe=[0.1, 0.2], prc=[0.3, 0.4])
         )
 
@@ -322,7 +317,7 @@ def test_an_interval_of_one_model_counts_by_its_value():
     shown.phases["pretrain"].models["prc"][1] = model(1, 0.4, accuracy=0.54)
     # accuracies 0.50, 0.50 and 0.50, 0.54: differences 0, 0.04; t(1 degree) = 12.7062, deviation
     # 0.04/√2, half width 12.7062 · 0.02
-    found = evaluate([claim(metric="test_accuracy")], shown)[0]
+    found = evaluate_claims([claim(metric="test_accuracy")], shown)[0]
     assert found.difference.interval() == pytest.approx(
         (0.02, 0.02 - 12.7062 * 0.02, 0.02 + 12.7062 * 0.02), abs=1e-5
     )
@@ -331,11 +326,11 @@ def test_an_interval_of_one_model_counts_by_its_value():
 def test_where_claims_are_shown(tmp_path):
     shown = results(tmp_path, seeds=(0, 1, 2))
     says = "Views <agree> | always"
-    evaluated = evaluate(
+    evaluated = evaluate_claims(
         [claim(says=says, method="tgr"), claim(method="tgr", better="lower", phase="finetune")],
         shown,
     )
-    text, lines = page(shown, evaluated), claims_markdown(evaluated).splitlines()
+    text, lines = render_report(shown, evaluated), claims_markdown(evaluated).splitlines()
     assert_self_contained(text)
     assert (
         "Views &lt;agree&gt; | always" in text
@@ -365,9 +360,11 @@ def test_where_claims_are_shown(tmp_path):
     assert first["difference"]["low"] == pytest.approx(0.015 - half, abs=1e-6)
     assert claim_lines(stored)[0].startswith(
         "holds         PRC, pretrain: match_top1 of tgr higher than of vmoe: "
-        "+0.0150 [+0.0026, +0.0274]"
+        "+1.5 pp [+0.3 to +2.7] (over seeds"
     )
-    assert [row["method"] for row in rows(flat(shown) | {"claims": stored})][:3] == [
+    assert [row["method"] for row in headline_rows(compare_methods(shown) | {"claims": stored})][
+        :3
+    ] == [
         "dense",
         "vmoe",
         "tgr",
@@ -377,7 +374,7 @@ def test_where_claims_are_shown(tmp_path):
 def test_without_claims_nothing_is_said(tmp_path):
     shown = results(tmp_path, {"dense": False}, phases=["pretrain"])
     assert (
-        'id="claims"' not in page(shown)
+        'id="claims"' not in render_report(shown)
         and "no claims" in claims_markdown([])
         and flat_claims([]) == {}
         and claim_lines({}) == []
@@ -422,7 +419,7 @@ def test_every_phase_has_its_own_columns():
 def test_the_page_of_all_claims_is_fresh():
     """docs/claims.md is what `moecore claims write` makes of the committed files."""
     written = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
-    assert written == claims_page.page(ROOT), "run `moecore claims write`"
+    assert written == claims_page.render_claims_page(ROOT), "run `moecore claims write`"
 
 
 def small_project(root, compared: dict | None, **settings) -> str:
@@ -446,7 +443,7 @@ def small_project(root, compared: dict | None, **settings) -> str:
     if compared is not None:
         (folder / "reports").mkdir()
         (folder / "reports/compare.json").write_text(json.dumps(compared), encoding="utf-8")
-    return claims_page.page(root)
+    return claims_page.render_claims_page(root)
 
 
 def row_of(text: str, start: str) -> str:
@@ -456,7 +453,7 @@ def row_of(text: str, start: str) -> str:
 def test_a_study_that_was_not_run(tmp_path):
     text = small_project(tmp_path, None)
     assert "| not run yet | `moecore study run pipelines/one` |" in row_of(text, "table 4")
-    assert "Of 3 claims: 3 not run yet." in text and "†" not in text
+    assert "Of 3 claims: 3 not run yet." in text
     assert "## Claims of other sources" in text and "| Someone | a letter |" in text
     assert "| Do views agree? |  | not run yet |" in text
 
@@ -464,13 +461,16 @@ def test_a_study_that_was_not_run(tmp_path):
 def test_a_study_that_was_run(tmp_path):
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
     alike = claim(source="table 3", better="equivalent", margin=0.1)
-    found = evaluate([claim(), alike, question(better="lower")], shown)
-    compared = json.loads(json.dumps(flat(shown) | flat_evaluated(found)))
+    found = evaluate_claims([claim(), alike, question(better="lower")], shown)
+    compared = json.loads(json.dumps(compare_methods(shown) | flat_evaluated(found)))
     text = small_project(tmp_path, compared)
     assert "| equivalent |" in row_of(text, "table 3")
     four = row_of(text, "table 4")
-    assert "`match_top1` prc 48" in four and "over seeds (3 seeds) | open; could have seen" in four
-    assert "Of 3 claims: 1 equivalent, 1 open, 1 not run yet." in text
+    assert (
+        "`match_top1` prc 48" in four
+        and "over seeds (3 seeds) | not significant (detectable: " in four
+    )
+    assert "Of 3 claims: 1 equivalent, 1 not significant, 1 not run yet." in text
     assert "not run yet with this claim" in text, "the one of a letter was not asked then"
     other = question(better="lower")
     assert other.asks not in text.split("## What no paper claims")[0]
@@ -481,7 +481,7 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
     methods = {"vmoe": {}, "prc": {"k": 2}, "tgr": {}}
     then = {"pretrain": {"epochs": 3}, "methods": methods}
     compared = json.loads(
-        json.dumps(flat(shown) | flat_evaluated(evaluate([claim()], shown), then))
+        json.dumps(compare_methods(shown) | flat_evaluated(evaluate_claims([claim()], shown), then))
     )
     (entry,) = compared["claims"].values()
     assert len(entry["settings"]) == 16
@@ -503,30 +503,12 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
         assert (words in text) == marked
 
 
-def test_numbers_of_older_code_are_marked(tmp_path):
-    older = {
-        "vmoe": {"pretrain": {}},
-        "claims": {
-            "0: PRC, pretrain: match_top1 of prc higher than of vmoe": {
-                "method": {"mean": 0.5, "seeds": 3},
-                "against": {"mean": 0.4, "seeds": 3},
-                "difference": {"mean": 0.1, "low": 0.01, "high": 0.2, "interval": "t", "seeds": 3},
-                "verdict": "holds",
-            }
-        },
-    }
-    text = small_project(tmp_path, older)
-    assert "| holds † |" in row_of(text, "table 4")
-    assert "Of these verdicts 1 (marked †) were written by other code" in text
-    assert "not run yet with this claim" in row_of(text, "table 3")
-
-
 def test_every_claim_of_the_studies_stands_in_a_row_of_the_papers():
-    assert "## Claims of other sources" not in claims_page.page(ROOT)
+    assert "## Claims of other sources" not in claims_page.render_claims_page(ROOT)
 
 
 def test_the_rows_of_the_papers_say_what_they_need():
-    known = tables()
+    known = read_paper_tables()
     for name in type(known).model_fields:
         numbers = [row.number for row in getattr(known, name)]
         assert len(numbers) == len(set(numbers)), name
@@ -537,15 +519,17 @@ def test_the_rows_of_the_papers_say_what_they_need():
                 asked = check_params(ROOT / "pipelines" / printed.study / "params.yaml")
                 assert set(printed.methods) <= set(asked.run.methods), row.number
                 stages = load_stages(ROOT / "pipelines" / printed.study)
-                assert set(printed.metrics) <= set(foreseen(asked, stages, printed.phase))
+                assert set(printed.metrics) <= set(
+                    expected_metric_names(asked, stages, printed.phase)
+                )
 
 
 def test_one_method_is_judged_by_two_metrics():
     shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.6, 0.3])
     of_itself = {"against": "prc", "against_metric": "test_accuracy", "better": "lower"}
-    (one,) = evaluate([claim(**of_itself)], shown)
+    (one,) = evaluate_claims([claim(**of_itself)], shown)
     turned = {"metric": "test_accuracy", "against": "prc", "against_metric": "match_top1"}
-    (other,) = evaluate([claim(**turned)], shown)
+    (other,) = evaluate_claims([claim(**turned)], shown)
     assert one.difference.value == pytest.approx(-other.difference.value)
     means = (one.ours.interval.value, one.theirs.interval.value)
     assert one.difference.value == pytest.approx(means[0] - means[1]) and means[0] != means[1]
@@ -569,7 +553,7 @@ def test_another_metric_is_another_one(changes, said):
 def test_metrics_of_other_units_are_not_subtracted():
     shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.6, 0.3])
     with pytest.raises(UserError, match="parameters is a count, and match_top1 a share"):
-        evaluate([claim(against="prc", against_metric="parameters")], shown)
+        evaluate_claims([claim(against="prc", against_metric="parameters")], shown)
 
 
 def test_the_page_of_all_claims_on_a_full_disk_leaves_the_earlier_one(tmp_path, limited):
@@ -577,9 +561,9 @@ def test_the_page_of_all_claims_on_a_full_disk_leaves_the_earlier_one(tmp_path, 
     target.parent.mkdir()
     target.write_text("the earlier one")
     with limited(1000), pytest.raises(FullDisk) as error:
-        claims_page.write(tmp_path)
+        claims_page.write_claims_page(tmp_path)
     assert str(error.value).startswith(f"{target}: could not be written, file too large; ")
     assert target.read_text() == "the earlier one"
     assert list(target.parent.iterdir()) == [target]
-    claims_page.write(tmp_path)
+    claims_page.write_claims_page(tmp_path)
     assert target.read_text().startswith("# What the papers show")

@@ -10,18 +10,18 @@ from moecore.measure.base import Skipped
 from moecore.measure.corruptions import Result as Corruptions
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
-from moecore.report.charts import attack_points, over
 from moecore.report.column import Column
+from moecore.report.figures.charts import attack_points, points_over_seeds
 from moecore.report.measures.corruptions import errors_of, errors_of_dense
 from moecore.report.measures.robustness import WORST, attack_title, hits_under, rows_of
 from moecore.report.measures.routing import swept
 from moecore.report.measures.training import COLUMNS
-from moecore.report.page import page
-from moecore.report.paper_figures import REPORTED
-from moecore.report.references import seen
+from moecore.report.page.html import render_report
+from moecore.report.references import column_context
 from moecore.report.results import USUAL, read_results
-from moecore.report.tables import flat, table
-from moecore.report.words import between, shown
+from moecore.report.tables.comparison import build_table, compare_methods
+from moecore.report.tables.number_format import NumberFormat
+from moecore.report.tables.paper_numbers import REPORTED
 from moecore.study.reading.run_section import Selection
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.outcome import Outcome
@@ -39,11 +39,11 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(whole):
-    return page(whole)
+    return render_report(whole)
 
 
 def cells(found, method):
-    row = table(found, found.phases["pretrain"]).cells[method]
+    row = build_table(found, found.phases["pretrain"]).cells[method]
     return {name: cell.interval for name, cell in row.items() if cell}
 
 
@@ -62,7 +62,7 @@ def test_corruptions(whole):
 
 def test_mce_is_relative_to_the_mean_of_dense_over_its_seeds(tmp_path):
     found = study(tmp_path, seeds=(0, 1), stages=("corruptions",))
-    errors = errors_of_dense(seen(found.phases["pretrain"], Corruptions))
+    errors = errors_of_dense(column_context(found.phases["pretrain"], Corruptions))
     assert errors["noise"] == pytest.approx({1: 0.205, 5: 0.405}) and errors[
         "blur"
     ] == pytest.approx({1: 0.1, 5: 0.3})
@@ -82,7 +82,7 @@ def test_without_dense_or_without_its_errors_there_is_no_mce(tmp_path, whole):
     )
     perfect = dense.model_copy(update={"corruptions": rows})
     assert errors_of(perfect)["blur"] == {1: 0.0, 5: 0.0}
-    assert errors_of_dense(seen(phase, Corruptions)._replace(of_dense=[perfect])) is None
+    assert errors_of_dense(column_context(phase, Corruptions)._replace(of_dense=[perfect])) is None
 
 
 def test_theory_and_noise(whole):
@@ -123,7 +123,8 @@ def test_cost(whole):
     assert {name: found[name].value for name in expected} == pytest.approx(expected)
     assert (
         found["latency_ms"] == (4.0, 3.5, 4.75)
-        and table(whole, whole.phases["pretrain"]).cells["vmoe"]["latency_ms"].kind == "quartiles"
+        and build_table(whole, whole.phases["pretrain"]).cells["vmoe"]["latency_ms"].kind
+        == "quartiles"
     )
     # trainings of 120, 150, 180 s
     assert [cells(whole, method)["training_overhead"].value for method in METHODS] == pytest.approx(
@@ -142,7 +143,7 @@ def test_timings_are_never_marked(whole):
         "training_overhead",
         "peak_memory",
     }
-    metrics = table(whole, whole.phases["pretrain"]).metrics
+    metrics = build_table(whole, whole.phases["pretrain"]).metrics
     assert not [one.name for one in metrics if one.name in timed and one.column.better]
 
 
@@ -199,7 +200,7 @@ def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     assert hits_under(models["dense"][0], "pgd-10") is None
     both = (hits_under(models["dense"][0], name) for name in (WORST, "fgsm"))
     assert (next(both) == next(both)).all()
-    assert_self_contained(page(found))
+    assert_self_contained(render_report(found))
 
 
 def test_augmentations_are_details(whole, text):
@@ -207,7 +208,7 @@ def test_augmentations_are_details(whole, text):
     assert found["match_top1_flip"] == pytest.approx((0.9, 0.85, 0.95)) and found[
         "match_top2_sets_noise_0_1"
     ].value == pytest.approx(0.4)
-    every = table(whole, whole.phases["pretrain"]).metrics
+    every = build_table(whole, whole.phases["pretrain"]).metrics
     metrics = {metric.name: metric.column for metric in every}
     assert (
         metrics["match_top1_flip"].detail
@@ -218,7 +219,7 @@ def test_augmentations_are_details(whole, text):
     assert (
         "Match, first expert: flip" in full
         and "Match, first expert: flip" not in small
-        and "match_top1_flip" in flat(whole)["vmoe"]["pretrain"]
+        and "match_top1_flip" in compare_methods(whole)["vmoe"]["pretrain"]
     )
 
 
@@ -226,7 +227,7 @@ def test_accuracy_within_five(whole):
     found = cells(whole, "vmoe")
     kept = whole.phases["pretrain"].models["vmoe"][0].of(Outcome).test_top5
     assert found["test_accuracy_top5"] == pytest.approx((kept.value, kept.low, kept.high))
-    against = flat(whole)["vmoe"]["pretrain"]["test_accuracy_top5"]["against"]
+    against = compare_methods(whole)["vmoe"]["pretrain"]["test_accuracy_top5"]["against"]
     assert set(against) == {"dense"}, "paired by images: the calibration keeps the hits"
 
 
@@ -253,12 +254,12 @@ def test_values_of_the_sweeps_and_of_layers_are_columns(whole):
     (method,) = guided
     layers = [f"teacher_agreement_layer_{number}" for number in (1, 2, 3)]
     assert [cells(whole, method)[name].value for name in layers] == pytest.approx([0.9] * 3)
-    metrics = {one.name: one.column for one in table(whole, whole.phases["pretrain"]).metrics}
+    metrics = {one.name: one.column for one in build_table(whole, whole.phases["pretrain"]).metrics}
     assert metrics["score_k_2"].form == "share" and metrics["score_k_2"].detail
 
 
 def sweep(phase, method, setting, name):
-    return over([swept(result, setting, name) for result in phase.of(Routing)[method]])
+    return points_over_seeds([swept(result, setting, name) for result in phase.of(Routing)[method]])
 
 
 def test_sweeps(whole):
@@ -327,7 +328,7 @@ def test_the_audit_is_told_method_by_method(text):
 @pytest.mark.parametrize("stages", [("corruptions",), ("lipschitz",), ("cost",), ("stability",)])
 def test_a_study_with_one_of_them(tmp_path, stages):
     found = study(tmp_path, stages=stages)
-    text, names = page(found), names_of(found)
+    text, names = render_report(found), names_of(found)
     assert_self_contained(text)
     assert ("mce" in names) == ("corruptions" in stages) == ("Common corruptions" in text)
     assert ("lipschitz_local_mean" in names) == ("lipschitz" in stages)
@@ -339,20 +340,22 @@ def test_a_study_with_one_of_them(tmp_path, stages):
 def test_the_schedule_of_sigma_where_a_method_has_one(whole):
     sparse = "{router: {kind: noisy_top_k}, regularizers: [{kind: group_sparsity, sigma_end: 2}]}"
     flat_filter = sparse.replace("sigma_end: 2", "filter: average")
-    text = page(whole._replace(settings=f"methods: {{vmoe: {sparse}, tgr: {flat_filter}}}"))
+    text = render_report(
+        whole._replace(settings=f"methods: {{vmoe: {sparse}, tgr: {flat_filter}}}")
+    )
     assert text.count("<summary>How the neighbourhood narrows") == 1
     assert "σ from 10 to 2 as in vmoe" in text and "the schedule of vmoe" in text
-    assert "How the neighbourhood narrows" not in page(whole)
+    assert "How the neighbourhood narrows" not in render_report(whole)
 
 
 def test_few_shots(tmp_path):
     found = study(tmp_path, stages=("few_shot",))
-    row = table(found, found.phases["pretrain"]).cells["vmoe"]
+    row = build_table(found, found.phases["pretrain"]).cells["vmoe"]
     assert row["few_shot_5"].interval == pytest.approx((0.6, 0.5, 0.7))
     assert row["few_shot_5"].kind == "draws"
     assert row["few_shot_5_leaky"].interval.value == pytest.approx(0.7)
     assert "few_shot_25" not in row
-    text = page(found)
+    text = render_report(found)
     assert_self_contained(text)
     for words in (
         "5-shot accuracy",
@@ -376,18 +379,20 @@ def test_several_labels_an_image(tmp_path):
         )
         seeds[0] = changed(seeds[0], trained)
     found.phases["pretrain"] = phase._replace(task=task)
-    text = page(found)
+    text = render_report(found)
     assert "Precision at 1" in text
     assert "Test accuracy" not in text
     assert "Confusion" not in text
     assert "1 − false discovery rate" in text
-    assert "test_accuracy" in flat(found)["vmoe"]["pretrain"], "claims know it by this name"
+    assert "test_accuracy" in compare_methods(found)["vmoe"]["pretrain"], (
+        "claims know it by this name"
+    )
 
 
 def test_adversarially_fine_tuned(tmp_path):
     phases = ("pretrain", "finetune", "adversarial")
     write_results(tmp_path, METHODS, [0], list(phases), ["cost"])
-    text = page(
+    text = render_report(
         read_results(
             Selection(methods=tuple(METHODS), seeds=(0,), phases=phases), "", tmp_path, ["cost"]
         )
@@ -403,7 +408,9 @@ def test_names_of_attacks_and_numbers():
         "square",
         "PGD 8 strong",
     ]
-    assert shown(3 * 2**20, "bytes") == "3.0 MiB" and between(2**20, 2**21, "bytes") == "1.0 – 2.0"
+    mebibytes = NumberFormat("bytes")
+    assert mebibytes.value(3 * 2**20) == "3.0 MiB"
+    assert mebibytes.interval(2**20, 2**21) == "1.0 – 2.0"
 
 
 def test_what_the_papers_print_of_cost():

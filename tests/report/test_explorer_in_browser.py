@@ -7,7 +7,7 @@ from playwright.sync_api import Browser, Page
 
 from moecore.measure.explorer import Result as Explorer
 from moecore.nn.predict import predictions
-from moecore.report.explorer import explorer
+from moecore.report.page.explorer import explorer
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
 from tests.report.explored import DENSE, alone, phase, results, skipped, study

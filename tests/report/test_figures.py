@@ -14,14 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from moecore.measure.explorer import Result as Explorer
-from moecore.report import pictures
-from moecore.report.charts import Look, Point, curves_chart, panels_chart
-from moecore.report.direct_labels import apart
-from moecore.report.drawing import INK, PALETTE, expert_colours, line_look, share_axis
-from moecore.report.explorer import NO_EXPERTS, NOT_MEASURED, explorable, explorer
-from moecore.report.maps import expert_load, expert_maps
-from moecore.report.measured import Measured
-from moecore.report.training_figures import (
+from moecore.report.figures.charts import Look, Point, curves_chart, panels_chart
+from moecore.report.figures.direct_labels import apart
+from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look, share_axis
+from moecore.report.figures.expert_maps import expert_load, expert_maps
+from moecore.report.figures.training_figures import (
     confusion_matrix,
     loss_by_epoch,
     routing_agreement,
@@ -29,6 +26,9 @@ from moecore.report.training_figures import (
     steps_to,
     training_curves,
 )
+from moecore.report.measured import Measured
+from moecore.report.page import templating as pictures
+from moecore.report.page.explorer import NO_EXPERTS, NOT_MEASURED, explorable, explorer
 from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity

@@ -10,16 +10,22 @@ import pytest
 from moecore.core.files import UserError
 from moecore.data.views import transforms
 from moecore.measure.routing import Result as Routing
-from moecore.report.column import Ahead, slug
-from moecore.report.drawing import PALETTE
+from moecore.report.column import Ahead, column_slug
+from moecore.report.figures.drawing import PALETTE
+from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.report.measures.training import halfway
-from moecore.report.page import page
-from moecore.report.paper_figures import PAPERS, REPORTED, reported
+from moecore.report.page.html import render_report
 from moecore.report.results import USUAL, read_results, study_stages
-from moecore.report.summary import rows
-from moecore.report.tables import flat, foreseen, metrics_of, table, unknown_metrics
+from moecore.report.tables.comparison import (
+    build_table,
+    compare_methods,
+    expected_metric_names,
+    metrics_of,
+    unknown_metrics,
+)
+from moecore.report.tables.paper_numbers import PAPERS, REPORTED, reported
+from moecore.report.tables.summary import headline_rows
 from moecore.report.texts import robustness_csv
-from moecore.report.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.reading.params import validate_keys
 from moecore.study.reading.run_section import Selection
@@ -49,7 +55,7 @@ def whole(tmp_path_factory):
 
 def test_the_values_come_from_where_they_are_stored(whole):
     phase = whole.phases["pretrain"]
-    cells = table(whole, phase).cells["vmoe"]  # generated method 1, seed 0
+    cells = build_table(whole, phase).cells["vmoe"]  # generated method 1, seed 0
     routed = phase.models["vmoe"][0].of(Routing)
     trained = phase.models["vmoe"][0].of(Outcome)
     expected = {"match_top1": 0.52, "match_top2_ordered": 0.32, "match_top2_sets": 0.42}
@@ -80,7 +86,7 @@ def test_half_of_training(whole, epochs, half):
 
 
 def test_a_dense_model_has_none_of_it(whole):
-    cells = table(whole, whole.phases["pretrain"]).cells["dense"]
+    cells = build_table(whole, whole.phases["pretrain"]).cells["dense"]
     assert {name for name, found in cells.items() if found} == {
         "test_accuracy",
         "test_accuracy_top5",
@@ -137,7 +143,7 @@ def test_names_are_unique_and_papers_are_known(whole):
 
 
 def test_one_table_a_paper_with_its_own_numbers(whole):
-    text = page(whole)
+    text = render_report(whole)
     text = text[text.index("Every method on the metrics of every paper</h3>") :]
     text = text[: text.index("<summary>Training")]
     assert text.count("<h4>") == 7
@@ -183,9 +189,13 @@ def test_what_the_papers_print():
 
 
 def test_names_of_transforms():
-    assert [slug(name) for name in TRANSFORMS] == ["rotation_5", "scaling_0_5", "translation_0_0_1"]
+    assert [column_slug(name) for name in TRANSFORMS] == [
+        "rotation_5",
+        "scaling_0_5",
+        "translation_0_0_1",
+    ]
     paper = next(found for found in REPORTED if found.model == "MoGE").values
-    assert {f"imed_{slug(name)}" for name in transforms.TRANSFORMS} == {
+    assert {f"imed_{column_slug(name)}" for name in transforms.TRANSFORMS} == {
         name for name in paper if name.startswith("imed_")
     }
 
@@ -205,7 +215,7 @@ def test_the_stages_of_a_study(tmp_path):
 
 
 def names_of(found):
-    return {metric.name for metric in table(found, found.phases["pretrain"]).metrics}
+    return {metric.name for metric in build_table(found, found.phases["pretrain"]).metrics}
 
 
 @pytest.mark.parametrize(
@@ -213,7 +223,7 @@ def names_of(found):
 )
 def test_a_study_without_some_stages(tmp_path, stages):
     found = study(tmp_path, stages=stages)
-    text, names = page(found), names_of(found)
+    text, names = render_report(found), names_of(found)
     assert_self_contained(text)
     assert ("ece_after" in names) == ("calibrate" in stages) == ("Reliability" in text)
     assert ("accuracy_fgsm" in names) == ("robustness" in stages) == ("Accuracy under" in text)
@@ -226,7 +236,7 @@ def test_a_study_without_some_stages(tmp_path, stages):
     alike = re.search("alike: ([^.]*)", text)[1]
     assert alike.startswith("accuracy") and ("routing" in stages) == ("routing" in alike)
     assert (robustness_csv(found).count("\n") > 1) == ("robustness" in stages)
-    assert ("ece_after" in rows(flat(found))[0]) == ("calibrate" in stages)
+    assert ("ece_after" in headline_rows(compare_methods(found))[0]) == ("calibrate" in stages)
 
 
 def test_a_missing_file_of_a_stage_of_the_study_is_an_error(tmp_path):
@@ -281,13 +291,13 @@ def test_many_methods_stay_readable(tmp_path):
     found = study(
         tmp_path, methods={f"m{number}": number > 0 for number in range(8)}, stages=("routing",)
     )
-    text = page(found)
+    text = render_report(found)
     assert_self_contained(text)
     assert (
         "<summary>Load of the experts" in text
         and "<summary>Which class goes to which expert" in text
     )
-    json.dumps(flat(found), allow_nan=False)
+    json.dumps(compare_methods(found), allow_nan=False)
 
 
 SETTINGS = """
@@ -349,13 +359,13 @@ def test_a_phase_that_is_not_there_is_not_judged_twice():
 
 def test_every_metric_of_a_study_was_foreseen(whole):
     """A claim may name it: what no entry of the tables of columns foresees, it could not."""
-    names = table(whole, whole.phases["pretrain"]).metrics
+    names = build_table(whole, whole.phases["pretrain"]).metrics
     attacks = "[{kind: fgsm}, {kind: pgd, steps: 10}]"
     text = SETTINGS.replace("[{kind: pgd, steps: 10}]", attacks)
     study = validate_keys(Study, parse_yaml(text.replace("[stability]", str([*NEW, "invariance"]))))
-    known = foreseen(study, (*STAGES, "calibrate"), "pretrain")
+    known = expected_metric_names(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
-    generated |= {f"imed_{slug(name)}" for name in TRANSFORMS}
+    generated |= {f"imed_{column_slug(name)}" for name in TRANSFORMS}
     generated |= {metric.name for metric in names if re.search("_layer_[0-9]+$", metric.name)}
     lost = {metric.name for metric in names} - set(known) - generated
     assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
@@ -364,7 +374,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
     study = validate_keys(Study, load_yaml(SHIPPED))
     assert list(Ahead(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
-    known = foreseen(study, (*STAGES, "calibrate"), "pretrain")
+    known = expected_metric_names(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
     assert "border_load_layer_3" not in known
     dense = study.run.model_copy(update={"methods": ("dense",)})

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from playwright.sync_api import Locator
 
-from moecore.report import predicted
-from moecore.report.claims import evaluate
-from moecore.report.explorer import explorer
+from moecore.predict import page as predicted
+from moecore.predict.page import Failure, PredictedPage, Shown, Spoken, flat_tile
+from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.measured import Models
-from moecore.report.page import page
-from moecore.report.predicted import Failure, PredictedPage, Shown, Spoken, flat_tile
+from moecore.report.page.explorer import explorer
+from moecore.report.page.html import render_report
 from moecore.report.results import read_results
 from moecore.study.reading.run_section import Selection
 from moecore.tasks.classification import Classification
@@ -46,8 +46,8 @@ def study(tmp_path_factory):
 def written(study, tmp_path_factory):
     """The page, with a claim and an address of the explorer, as a file."""
     path = tmp_path_factory.mktemp("page") / "index.html"
-    evaluated = evaluate([claim(says=HOSTILE)], study)
-    path.write_text(page(study, evaluated, explorer="explorer.html"), encoding="utf-8")
+    evaluated = evaluate_claims([claim(says=HOSTILE)], study)
+    path.write_text(render_report(study, evaluated, explorer="explorer.html"), encoding="utf-8")
     (path.parent / "explorer.html").write_text("<title>Explorer</title>", encoding="utf-8")
     return path
 
@@ -73,7 +73,7 @@ def test_the_explorer_is_linked_from_the_first_screen(browser, written, study):
         assert link.bounding_box()["y"] < 900
         link.click()
         assert shown.title() == "Explorer"
-    assert "explorer" not in page(study)
+    assert "explorer" not in render_report(study)
 
 
 def test_tables_sort_by_mouse_and_by_keyboard(browser, written):
@@ -219,7 +219,7 @@ def test_names_that_are_code_are_words(browser, tmp_path, methods):
     run = Selection(methods=tuple(methods), seeds=(0,), phases=("pretrain",))
     found = read_results(run, SETTINGS.replace("vmoe", HOSTILE), tmp_path)
     path = tmp_path / "index.html"
-    path.write_text(page(found), encoding="utf-8")
+    path.write_text(render_report(found), encoding="utf-8")
     for width, scheme in LOOKS:
         with opened(browser, path, width, scheme) as shown:
             shown.on("dialog", lambda dialog: pytest.fail(dialog.message))
@@ -251,10 +251,10 @@ def hostile_page(folder: Path) -> str:
         path.write_text(text, encoding="utf-8")
     run = Selection(methods=("vmoe", "prc"), seeds=(0,), phases=("pretrain",))
     found = read_results(run, f"{SETTINGS}# {EVIL['method']}\n", folder)
-    evaluated = evaluate([claim(says=EVIL["caption"])], found)
+    evaluated = evaluate_claims([claim(says=EVIL["caption"])], found)
     (phase,) = found.phases.values()
     found = found._replace(phases={"pretrain": phase._replace(models=renamed(phase.models))})
-    return page(found, evaluated)
+    return render_report(found, evaluated)
 
 
 def renamed(models: Models) -> Models:
@@ -280,7 +280,7 @@ def hostile_predictions(folder: Path) -> str:
     spoken = [Spoken(EVIL["caption"], [[(EVIL["caption"], [0])]], [EVIL["class"]], EVIL["reason"])]
     failures = [Failure(EVIL["participant"], EVIL["reason"])]
     about = (EVIL["method"], EVIL["data"], [EVIL["reason"]])
-    return predicted.page(PredictedPage(*about, shown, 2, failures, 2, spoken, 2))
+    return predicted.render_predictions(PredictedPage(*about, shown, 2, failures, 2, spoken, 2))
 
 
 @pytest.mark.parametrize(

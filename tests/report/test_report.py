@@ -10,15 +10,20 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
-from moecore.report import summary
-from moecore.report.all_claims import found_studies
+from moecore.report.claims.all_claims import load_studies
 from moecore.report.column import Column, Metric
-from moecore.report.page import page
+from moecore.report.page.html import render_report
+from moecore.report.page.rows import format_column
 from moecore.report.results import USUAL, read_results
-from moecore.report.rows import alike
-from moecore.report.tables import apart, flat, table
+from moecore.report.tables import summary
+from moecore.report.tables.cells import Cell
+from moecore.report.tables.comparison import (
+    best_by_disjoint_intervals,
+    build_table,
+    compare_methods,
+)
+from moecore.report.tables.number_format import NumberFormat, format_epsilon, with_named_epsilons
 from moecore.report.texts import robustness_csv, training_csv
-from moecore.report.words import Cell, between, decimals, epsilon, shown, with_named_epsilons
 from moecore.statistics.intervals import Interval
 from moecore.study.reading.run_section import Selection
 from moecore.training.outcome import Outcome
@@ -55,7 +60,7 @@ def assert_self_contained(text: str) -> None:
 
 
 def test_the_page_is_self_contained_and_complete(one_seed):
-    text = page(one_seed)
+    text = render_report(one_seed)
     assert_self_contained(text)
     assert (
         'name="viewport"' in text
@@ -68,28 +73,29 @@ def test_the_page_is_self_contained_and_complete(one_seed):
         and "Agreement with teacher" in text
         and "Agreement before / after" in text
     )
-    assert page(one_seed) == text
+    assert render_report(one_seed) == text
 
 
 def test_dense_alone_and_several_seeds(tmp_path):
-    dense = page(results(tmp_path / "dense", {"dense": False}, phases=["pretrain"]))
+    dense = render_report(results(tmp_path / "dense", {"dense": False}, phases=["pretrain"]))
     assert_self_contained(dense)
     assert "Which expert" not in dense and "Load CV²" not in dense and "Routing change" not in dense
     assert "nobody decides" in dense and re.search("dense has [0-9.]+.% ", dense)
-    many = page(results(tmp_path / "many", seeds=[0, 1, 2], phases=["finetune"]))
+    many = render_report(results(tmp_path / "many", seeds=[0, 1, 2], phases=["finetune"]))
     assert_self_contained(many)
     assert "Student" in many and "Wilson" not in many
 
 
 def test_intervals_of_the_table(one_seed, tmp_path):
-    found = flat(one_seed)["vmoe"]["pretrain"]
+    found = compare_methods(one_seed)["vmoe"]["pretrain"]
     assert (
         found["test_accuracy"]["interval"] == "wilson"
         and found["ece_after"]["interval"] == "bootstrap"
     )
-    assert "low" not in found["load_cv2"] and found["parameters"] == {"mean": 1_240_000, "seeds": 1}
-    assert "load_cv2" not in flat(one_seed)["dense"]["pretrain"]
-    many = flat(results(tmp_path, seeds=[0, 1]))["tgr"]["finetune"]
+    assert "low" not in found["load_cv2"]
+    assert found["parameters"] == {"mean": 1_240_000, "seeds": 1, "form": "count"}
+    assert "load_cv2" not in compare_methods(one_seed)["dense"]["pretrain"]
+    many = compare_methods(results(tmp_path, seeds=[0, 1]))["tgr"]["finetune"]
     assert (
         many["test_accuracy"]["interval"] == "t"
         and many["test_accuracy"]["seeds"] == 2
@@ -99,7 +105,7 @@ def test_intervals_of_the_table(one_seed, tmp_path):
 
 
 def test_columns_without_any_value_are_left_out(one_seed):
-    found = table(one_seed, one_seed.phases["pretrain"]).metrics
+    found = build_table(one_seed, one_seed.phases["pretrain"]).metrics
     assert "agreement_before_after" not in {metric.name for metric in found}
 
 
@@ -118,13 +124,13 @@ def cells(**limits):
 def test_the_best_is_marked_only_outside_the_intervals():
     away = cells(a=(0.1, 0.2), b=(0.3, 0.4), c=(0.41, 0.5))
     touching = cells(a=(0.1, 0.2), b=(0.3, 0.42), c=(0.41, 0.5))
-    assert apart(HIGHER, away) == "c"
-    assert apart(LOWER, away) == "a"
-    assert apart(HIGHER, touching) is None
-    assert apart(LOWER, touching) == "a"
-    assert apart(NEITHER, away) is None
-    assert apart(HIGHER, cells(a=(0, 1))) is None
-    assert apart(HIGHER, {**away, "d": Cell(Interval(0.0), "", 1)}) is None
+    assert best_by_disjoint_intervals(HIGHER, away) == "c"
+    assert best_by_disjoint_intervals(LOWER, away) == "a"
+    assert best_by_disjoint_intervals(HIGHER, touching) is None
+    assert best_by_disjoint_intervals(LOWER, touching) == "a"
+    assert best_by_disjoint_intervals(NEITHER, away) is None
+    assert best_by_disjoint_intervals(HIGHER, cells(a=(0, 1))) is None
+    assert best_by_disjoint_intervals(HIGHER, {**away, "d": Cell(Interval(0.0), "", 1)}) is None
 
 
 @pytest.mark.parametrize("missing", MISSING)
@@ -185,14 +191,14 @@ def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
     ):
         summary.main(str(path))
     spoil(path, content)
-    for read in (lambda: summary.main(str(path)), lambda: list(found_studies(tmp_path))):
+    for read in (lambda: summary.main(str(path)), lambda: list(load_studies(tmp_path))):
         with pytest.raises(UserError, match=re.escape(str(path))) as error:
             read()
         assert "\n" not in str(error.value)
 
 
 def test_what_does_not_apply_is_told(one_seed):
-    text = page(one_seed)
+    text = render_report(one_seed)
     assert "What does not apply to a method" in text
     assert "dense, routing: the model has no MoE layers." in text
 
@@ -202,7 +208,7 @@ def test_methods_left_on_disk_are_not_compared(tmp_path):
     found = read_results(
         Selection(methods=("vmoe",), seeds=(0,), phases=("pretrain",)), "", tmp_path
     )
-    assert list(flat(found)) == ["vmoe"] and ">tgr<" not in page(found)
+    assert list(compare_methods(found)) == ["vmoe"] and ">tgr<" not in render_report(found)
 
 
 def test_csv_for_dvc_plots(one_seed):
@@ -240,7 +246,7 @@ def test_csv_for_dvc_plots(one_seed):
     ],
 )
 def test_numbers_for_readers(value, form, expected):
-    assert shown(value, form) == expected
+    assert NumberFormat(form).value(value) == expected
 
 
 @pytest.mark.parametrize(
@@ -253,7 +259,7 @@ def test_numbers_for_readers(value, form, expected):
     ],
 )
 def test_limits_have_two_figures_of_their_half_width(limits, expected):
-    assert between(*limits, "number") == expected
+    assert NumberFormat().interval(*limits) == expected
 
 
 @pytest.mark.parametrize(
@@ -272,19 +278,28 @@ def test_limits_have_two_figures_of_their_half_width(limits, expected):
     ],
 )
 def test_digits_follow_the_width_of_the_intervals(values, form, expected):
-    assert decimals([Interval(*value) for value in values], form) == expected
+    assert NumberFormat.of(form, [Interval(*value) for value in values]).places == expected
 
 
 def test_a_column_has_one_notation():
     column = Column("a", "a", lambda result: None)
     cells = [Cell(Interval(value), "", 1) for value in (4.76e-04, 0.0, 0.02, 0.4)]
-    assert [item.text for item in alike(column, cells)] == ["0.0005", "0.0000", "0.0200", "0.4000"]
-    tiny = alike(column, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
+    assert [item.text for item in format_column(column, cells)] == [
+        "0.0005",
+        "0.0000",
+        "0.0200",
+        "0.4000",
+    ]
+    tiny = format_column(column, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
     assert [item.text for item in tiny] == ["< 0.0001", "0.0200", "0.4000"]
 
 
 def test_epsilons_are_named():
-    assert [epsilon(value) for value in (8 / 255, 0.0313725, 0.05)] == ["8/255", "8/255", "0.05"]
+    assert [format_epsilon(value) for value in (8 / 255, 0.0313725, 0.05)] == [
+        "8/255",
+        "8/255",
+        "0.05",
+    ]
     said = "accuracy 3 %, at ε = 0.0313725; a guess has 10 % at ε = 0.5"
     assert with_named_epsilons(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
 
@@ -304,7 +319,7 @@ def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):
     assert len(found.phases["pretrain"].results(Cost)) == len(METHODS)
     assert found.phases["finetune"].results(Cost) == []
     assert found.phases["finetune"].results(Robustness)
-    assert page(found).count("Latency") > 0
+    assert render_report(found).count("Latency") > 0
     with pytest.raises(UserError, match="cost/finetune"):
         read_results(run.model_copy(update={"thorough": None}), "", tmp_path, stages)
 

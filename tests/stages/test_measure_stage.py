@@ -27,7 +27,7 @@ from moecore.measure.calibrators.linear import Linear
 from moecore.nn.backbones.image import ImageSpec
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.dvc_file import study_dvc
-from moecore.report.contact_sheet import draw_contact_sheet
+from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.training.artifacts import save_model, save_no_guide
 from stages import out_of_fold as stage
 from stages.measure import measure

@@ -23,9 +23,6 @@ from PIL import Image
 from moecore.brain.ages import Ages, fit_age_line
 from moecore.brain.calibrated_ages import write_calibration
 from moecore.brain.measured_ages import measure_ages
-from moecore.brain.new_ages import calibrator_folder, load_calibration
-from moecore.brain.new_ages import predict_ages as predict
-from moecore.brain.new_volumes import find_volumes, prepare_volumes
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.config import read_as
 from moecore.core.files import UserError
@@ -40,7 +37,10 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoE
 from moecore.nn.predict import predictions
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.run.predictions import Given, predict_folder
+from moecore.predict.ages import calibrator_folder, load_calibration
+from moecore.predict.ages import predict_ages as predict
+from moecore.predict.predictions import Given, predict_folder
+from moecore.predict.volumes import find_volumes, prepare_volumes
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from stages.predict import main

@@ -208,7 +208,7 @@ def test_a_method_that_was_removed_leaves_the_view_and_colours_are_the_reports(s
     study.write()
     study.write(method="gone")
     import_all()
-    from moecore.report.drawing import line_look
+    from moecore.report.figures.drawing import line_look
 
     assert study.parent().data.tags["mlflow.runColor"] == line_look(1)["color"]
     [gone] = [run for run in study.parents() if run.data.tags["method"] == "gone"]

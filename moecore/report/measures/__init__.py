@@ -33,7 +33,7 @@ from moecore.report.measures import (
     word_swaps,
     zero_shot,
 )
-from moecore.report.shown import Shown
+from moecore.report.measures.shown import Shown
 from moecore.training.outcome import Outcome
 
 SHOWN = (

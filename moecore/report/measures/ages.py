@@ -7,13 +7,13 @@ import numpy as np
 from moecore.brain.age_errors import AgeErrors
 from moecore.brain.measured_ages import Result
 from moecore.measure.base import Estimate
-from moecore.report.age_figures import age_scatter, errors_by_group, pad_against_age
-from moecore.report.column import Column, Metric, opened
+from moecore.report.column import Column, Metric, decode_items
+from moecore.report.figures.age_figures import age_scatter, errors_by_group, pad_against_age
 from moecore.report.measured import Phase
-from moecore.report.rows import alike
-from moecore.report.shown import Figures, by_name
-from moecore.report.view import Block, Grid, Item, Line
-from moecore.report.words import cell
+from moecore.report.measures.shown import Figures, by_name
+from moecore.report.page.rows import format_column
+from moecore.report.page.view import Block, Grid, Item, Line
+from moecore.report.tables.cells import read_cell
 from moecore.tasks.base import Task
 
 TABLE_S1 = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}
@@ -36,8 +36,8 @@ def number(prediction: str, name: str) -> Callable[[Result], Estimate | None]:
 
     def read(result: Result) -> Estimate | None:
         errors: AgeErrors | None = getattr(result, prediction)
-        found = None if errors is None else getattr(errors, name)
-        return found if found is None or np.isfinite(found.value) else None
+        problem = None if errors is None else getattr(errors, name)
+        return problem if problem is None or np.isfinite(problem.value) else None
 
     return read
 
@@ -49,7 +49,7 @@ def of_median(result: Result) -> float | None:
 
 def shares_of_median(result: Result) -> np.ndarray | None:
     """The items of ``of_median``."""
-    errors = opened(result.items.get("raw"))
+    errors = decode_items(result.items.get("raw"))
     return errors / result.median_mae if errors is not None and result.median_mae else None
 
 
@@ -74,7 +74,7 @@ COLUMNS = (
         number("pooled", "mae"),
         "lower",
         note="one line for all, (ŷ − a)/b",
-        items=lambda result: opened(result.items.get("pooled")),
+        items=lambda result: decode_items(result.items.get("pooled")),
     ),
     Column(
         "mae_sex_specific",
@@ -82,7 +82,7 @@ COLUMNS = (
         number("sex_specific", "mae"),
         "lower",
         note="a line for each sex",
-        items=lambda result: opened(result.items.get("sex_specific")),
+        items=lambda result: decode_items(result.items.get("sex_specific")),
         paper="ages",
     ),
     *(
@@ -172,8 +172,8 @@ def table_s1(phase: Phase) -> Grid:
         cells = []
         for method, prediction in pairs:
             metric = Metric(Column(name, name, number(prediction, name)), Result)
-            cells.append(cell(metric, list(phase.models[method].values())))
-        columns.append(alike(Column(name, name, number("raw", name)), cells))
+            cells.append(read_cell(metric, list(phase.models[method].values())))
+        columns.append(format_column(Column(name, name, number("raw", name)), cells))
     lines = [
         Line(Item(method, note=TABLE_S1[prediction]), [column[row] for column in columns])
         for row, (method, prediction) in enumerate(pairs)
@@ -183,10 +183,10 @@ def table_s1(phase: Phase) -> Grid:
 
 def refusals(phase: Phase) -> list[str]:
     """Which models got no correction, and why."""
-    found = []
+    entries = []
     for method, seeds in phase.models.items():
         for seed, model in seeds.items():
             result = model.of(Result)
             if result is not None and result.refused:
-                found.append(f"Not corrected: {method}, seed {seed}. {result.refused}")
-    return found
+                entries.append(f"Not corrected: {method}, seed {seed}. {result.refused}")
+    return entries

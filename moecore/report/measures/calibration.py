@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from moecore.measure.base import Estimate
 from moecore.measure.calibration import Quality, Result
 from moecore.report.column import Column
-from moecore.report.drawing import (
+from moecore.report.figures.drawing import (
     GUIDE,
     legend_of,
     line_look,
@@ -18,8 +18,8 @@ from moecore.report.drawing import (
     styled,
 )
 from moecore.report.measured import Phase
-from moecore.report.shown import Figures
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import Block, Picture
 from moecore.tasks.base import Task
 from moecore.tasks.class_scores import Bins
 
@@ -33,8 +33,8 @@ def quality(when: str, name: str) -> Callable[[Result], Estimate]:
     """One number before or after calibration."""
 
     def read(result: Result) -> Estimate:
-        found: Quality = getattr(result, when)
-        return getattr(found, name)
+        results: Quality = getattr(result, when)
+        return getattr(results, name)
 
     return read
 

@@ -9,14 +9,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
-from moecore.report.column import Column, Metric, opened
-from moecore.report.drawing import GUIDE, legend_of, line_look, new_figure, styled
+from moecore.report.column import Column, Metric, decode_items
+from moecore.report.figures.drawing import GUIDE, legend_of, line_look, new_figure, styled
 from moecore.report.measured import Phase
-from moecore.report.regions import GENERALISATION, TISSUES, generalised, mixtures
-from moecore.report.rows import alike
-from moecore.report.shown import Figures, each_method
-from moecore.report.view import Block, Grid, Item, Line
-from moecore.report.words import cell
+from moecore.report.measures.region_blocks import GENERALISATION, TISSUES, generalised, mixtures
+from moecore.report.measures.shown import Figures, each_method
+from moecore.report.page.rows import format_column
+from moecore.report.page.view import Block, Grid, Item, Line
+from moecore.report.tables.cells import read_cell
 from moecore.statistics.intervals import Interval
 
 ORDER = {
@@ -48,8 +48,8 @@ def of_model(errors: Callable[[Result], TissueErrors | None]) -> Read:
     """The model's own error."""
 
     def read(result: Result) -> Interval | None:
-        found = errors(result)
-        return None if found is None else Interval(found.mae, found.low, found.high)
+        results = errors(result)
+        return None if results is None else Interval(results.mae, results.low, results.high)
 
     return read
 
@@ -58,10 +58,10 @@ def of_probe(errors: Callable[[Result], TissueErrors | None]) -> Read:
     """The linear probe's error."""
 
     def read(result: Result) -> Interval | None:
-        found = errors(result)
-        if found is None:
+        results = errors(result)
+        if results is None:
             return None
-        return Interval(found.probe_mae, found.probe_low, found.probe_high)
+        return Interval(results.probe_mae, results.probe_low, results.probe_high)
 
     return read
 
@@ -72,8 +72,8 @@ def items_of(
     """One error a person, of the model or of the probe."""
 
     def read(result: Result) -> np.ndarray | None:
-        found = errors(result)
-        return None if found is None else opened(getattr(found, name))
+        results = errors(result)
+        return None if results is None else decode_items(getattr(results, name))
 
     return read
 
@@ -92,8 +92,12 @@ def over(more: str, less: str) -> Read:
 
 def rescan(result: Result) -> Interval | None:
     """Years between the predictions for two scans of a subject."""
-    found = result.rescan
-    return None if found is None else Interval(found.mean_abs_difference, found.low, found.high)
+    results = result.rescan
+    return (
+        None
+        if results is None
+        else Interval(results.mean_abs_difference, results.low, results.high)
+    )
 
 
 def of_ageing(name: str) -> Callable[[Result], float | None]:
@@ -220,8 +224,9 @@ def tissues(phase: Phase) -> Grid | None:
     if not having:
         return None
     columns = [
-        alike(
-            metric.column, [cell(metric, list(seeds.values())) for seeds in phase.models.values()]
+        format_column(
+            metric.column,
+            [read_cell(metric, list(seeds.values())) for seeds in phase.models.values()],
         )
         for metric in having.values()
     ]
@@ -233,15 +238,15 @@ def tissues(phase: Phase) -> Grid | None:
 
 
 @styled
-def ageing_curves(found: Ageing) -> Figure:
+def ageing_curves(result: Ageing) -> Figure:
     """Predicted age over age, one line a subject, with the identity."""
-    figure = new_figure(4.4, 4.0, f"Rising steps: {found.monotone_share:.0%}.")
+    figure = new_figure(4.4, 4.0, f"Rising steps: {result.monotone_share:.0%}.")
     axes = figure.subplots()
-    ends = [found.ages[0], found.ages[-1]]
+    ends = [result.ages[0], result.ages[-1]]
     axes.plot(ends, ends, color=GUIDE, linewidth=1, linestyle=":", label="identity")
     look = {"color": line_look(0)["color"], "linewidth": 0.8, "alpha": 0.6}
-    for row in found.predictions:
-        axes.plot(found.ages, row, marker="o", markersize=2, **look)
+    for row in result.predictions:
+        axes.plot(result.ages, row, marker="o", markersize=2, **look)
     axes.set(xlabel="Age in years", ylabel="Predicted age in years")
     axes.set_title("Simulated subjects, aged")
     legend_of(figure, axes)

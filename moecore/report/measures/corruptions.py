@@ -7,12 +7,20 @@ from typing import get_args
 import numpy as np
 
 from moecore.measure.corruptions import Errors, Name, Result, mean_corruption_error
-from moecore.report.charts import Labels, Look, bands, curves_chart, heat_table, over, texts_of
-from moecore.report.column import Column, Each, Given, Seen, mean, slug
+from moecore.report.column import Column, Each, Given, Seen, column_slug, mean_or_none
+from moecore.report.figures.charts import (
+    Labels,
+    Look,
+    curves_chart,
+    heat_table,
+    interval_caption,
+    points_over_seeds,
+    texts_of,
+)
 from moecore.report.measured import Phase
-from moecore.report.rows import percents
-from moecore.report.shown import Figures
-from moecore.report.view import Block, Grid, Picture
+from moecore.report.measures.shown import Figures
+from moecore.report.page.rows import percent_grid
+from moecore.report.page.view import Block, Grid, Picture
 from moecore.statistics.intervals import Interval
 
 
@@ -43,12 +51,12 @@ def relative(seen: Seen) -> list[Column]:
 
 def errors_of_dense(seen: Seen) -> Errors | None:
     """Means over the seeds of the dense model."""
-    found = [errors_of(result) for result in seen.of_dense]
-    if not found:
+    entries = [errors_of(result) for result in seen.of_dense]
+    if not entries:
         return None
     errors = {
-        name: {severity: fmean(one[name][severity] for one in found) for severity in row}
-        for name, row in found[0].items()
+        name: {severity: fmean(one[name][severity] for one in entries) for severity in row}
+        for name, row in entries[0].items()
     }
     return errors if all(any(row.values()) for row in errors.values()) else None
 
@@ -56,9 +64,9 @@ def errors_of_dense(seen: Seen) -> Errors | None:
 def of_one(name: str, result: Result) -> Column:
     """The error under one corruption."""
     return Column(
-        f"error_{slug(name)}",
+        f"error_{column_slug(name)}",
         f"Error, {name.replace('_', ' ')}",
-        lambda result: mean([row.error for row in result.corruptions if row.name == name]),
+        lambda result: mean_or_none([row.error for row in result.corruptions if row.name == name]),
         "lower",
         "share",
         "mean over severities",
@@ -82,7 +90,7 @@ COLUMNS = (
         lambda result: [row.name for row in result.corruptions],
         of_one,
         lambda ahead: [
-            f"error_{slug(name)}" for name in ahead.study.corruptions.names or get_args(Name)
+            f"error_{column_slug(name)}" for name in ahead.study.corruptions.names or get_args(Name)
         ],
     ),
 )
@@ -109,11 +117,12 @@ def part(phase: Phase) -> Iterator[Block]:
     if first is None:
         return
     curves = {
-        method: over([by_severity(result) for result in seeds]) for method, seeds in results.items()
+        method: points_over_seeds([by_severity(result) for result in seeds])
+        for method, seeds in results.items()
     }
     look = Look("Error under corruption", "Severity", "Error", share=True)
     corruptions = len(errors_of(first))
-    caption = f"Mean over {corruptions} corruptions. {bands(results)}"
+    caption = f"Mean over {corruptions} corruptions. {interval_caption(results)}"
     drawn = Picture(curves_chart(curves, look, 3.2), f"{phase.name}: corruptions", caption)
     yield Block("Common corruptions", pictures=[drawn], folded=True, about="corruption_error")
     tiles = [printed(result)._replace(title=name) for name, result in phase.first(Result).items()]
@@ -141,7 +150,7 @@ def printed(result: Result) -> Grid:
         for name, row in errors_of(result).items()
     }
     names = [str(severity) for severity in severities]
-    return percents("Severity", rows, names)._replace(below="Error in percent.")
+    return percent_grid("Severity", rows, names)._replace(below="Error in percent.")
 
 
 def by_severity(result: Result) -> dict[float, float]:

@@ -2,7 +2,7 @@
 
 from moecore.measure.cost import Result
 from moecore.report.column import Column
-from moecore.report.shown import Figures
+from moecore.report.measures.shown import Figures
 from moecore.statistics.intervals import Interval
 
 

@@ -2,7 +2,7 @@
 
 from moecore.measure.explorer import Result
 from moecore.report.column import Columns
-from moecore.report.shown import Figures
+from moecore.report.measures.shown import Figures
 
 COLUMNS: tuple[Columns, ...] = ()
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moecore.measure.few_shot import FewShot, Result, Shots
-from moecore.report.charts import Look, bands, curves_chart, over
-from moecore.report.column import Ahead, Column, Each, opened
+from moecore.report.column import Ahead, Column, Each, decode_items
+from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
 from moecore.report.measured import Phase
-from moecore.report.shown import Figures
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 NOTE = (
@@ -33,7 +33,7 @@ def with_shots(shots: str, result: Result) -> Column:
 
     def items(result: Result) -> np.ndarray | None:
         row = row_of(result, shots)
-        return None if row is None else opened(row.items)
+        return None if row is None else decode_items(row.items)
 
     return Column(
         f"few_shot_{shots}",
@@ -98,10 +98,10 @@ def part(phase: Phase) -> Iterator[Block]:
     """The score over the number of images a class, a line a method; what was left out."""
     seeds = phase.of(Result)
     curves = {
-        method: over(
-            [{row.shots: row.score for row in result.rows} for result in found], (0.0, 1.0)
+        method: points_over_seeds(
+            [{row.shots: row.score for row in result.rows} for result in entry], (0.0, 1.0)
         )
-        for method, found in seeds.items()
+        for method, entry in seeds.items()
     }
     reasons = {
         f"{one.shots} shots: {one.why}."
@@ -113,7 +113,7 @@ def part(phase: Phase) -> Iterator[Block]:
         look = Look(
             "Accuracy from a few images", "Images a class", "Accuracy", share=True, top=1.02
         )
-        caption = f"Ridge on frozen features, mean over draws. {bands(seeds)}"
+        caption = f"Ridge on frozen features, mean over draws. {interval_caption(seeds)}"
         drawn.append(Picture(curves_chart(curves, look), f"{phase.name}: few shots", caption))
     names = [name for result in phase.results(Result) for name in names_of(result)]
     about = f"few_shot_{max(names, key=int)}" if names else ""

@@ -6,10 +6,18 @@ import numpy as np
 
 from moecore.data.views.transforms import TRANSFORMS
 from moecore.measure.invariance import Result
-from moecore.report.column import Column, Each, mean, mean_items, named, opened, slug
-from moecore.report.maps import expert_maps
-from moecore.report.measured import known
-from moecore.report.shown import Figures
+from moecore.report.column import (
+    Column,
+    Each,
+    column_slug,
+    decode_items,
+    mean_items,
+    mean_or_none,
+    rows_by_name,
+)
+from moecore.report.figures.expert_maps import expert_maps
+from moecore.report.measured import drop_none
+from moecore.report.measures.shown import Figures
 from moecore.statistics.intervals import Interval
 
 NOTE = "image Euclidean distance of the routers' outputs, plain and transformed"
@@ -20,7 +28,7 @@ AGREEMENT = "tokens whose first expert is the same in the image and its transfor
 def moved(name: str, result: Result) -> Column:
     """IMED under one transform."""
     return Column(
-        f"imed_{slug(name)}",
+        f"imed_{column_slug(name)}",
         f"IMED, {name}",
         distance_under(name),
         "lower",
@@ -32,15 +40,15 @@ def moved(name: str, result: Result) -> Column:
 
 def items_under(name: str) -> Callable[[Result], np.ndarray | None]:
     def read(result: Result) -> np.ndarray | None:
-        row = named(result.transforms).get(name)
-        return None if row is None else opened(row.items)
+        row = rows_by_name(result.transforms).get(name)
+        return None if row is None else decode_items(row.items)
 
     return read
 
 
 def distance_under(name: str):
     def read(result: Result) -> Interval | None:
-        row = named(result.transforms).get(name)
+        row = rows_by_name(result.transforms).get(name)
         return None if row is None else Interval(row.d, row.d_low, row.d_high)
 
     return read
@@ -50,12 +58,12 @@ def normalised(name: str, result: Result) -> Column:
     """IMED under one transform, as a share of that between different images."""
 
     def read(result: Result) -> Interval | None:
-        row = named(result.transforms).get(name)
+        row = rows_by_name(result.transforms).get(name)
         if row is None or row.normalised is None:
             return None
         return Interval(row.normalised, row.normalised_low, row.normalised_high)
 
-    key = f"imed_normalised_{slug(name)}"
+    key = f"imed_normalised_{column_slug(name)}"
     label = f"IMED, normalised, {name}"
     return Column(key, label, read, "lower", note=NORMALISED, paper="moge", detail=True)
 
@@ -64,11 +72,11 @@ def agreeing(name: str, result: Result) -> Column:
     """Top-1 agreement under one transform."""
 
     def read(result: Result) -> float | None:
-        row = named(result.transforms).get(name)
+        row = rows_by_name(result.transforms).get(name)
         return None if row is None else row.agreement
 
     return Column(
-        f"agreement_transformed_{slug(name)}",
+        f"agreement_transformed_{column_slug(name)}",
         f"Agreement, {name}",
         read,
         "higher",
@@ -81,7 +89,7 @@ def agreeing(name: str, result: Result) -> Column:
 
 def mean_normalised(result: Result) -> float | None:
     """Over the transforms; None where different images are routed alike."""
-    return mean(known(row.normalised for row in result.transforms))
+    return mean_or_none(drop_none(row.normalised for row in result.transforms))
 
 
 def names_of(result: Result) -> list[str]:
@@ -91,14 +99,14 @@ def names_of(result: Result) -> list[str]:
 
 def slugs() -> list[str]:
     """The transforms as names of columns have them."""
-    return [slug(name) for name in TRANSFORMS]
+    return [column_slug(name) for name in TRANSFORMS]
 
 
 COLUMNS = (
     Column(
         "imed",
         "IMED, mean",
-        lambda result: mean([row.d for row in result.transforms]),
+        lambda result: mean_or_none([row.d for row in result.transforms]),
         "lower",
         note=f"{NOTE}; mean over transforms",
         paper="moge",
@@ -116,7 +124,7 @@ COLUMNS = (
     Column(
         "agreement_transformed",
         "Agreement, transformed",
-        lambda result: mean([row.agreement for row in result.transforms]),
+        lambda result: mean_or_none([row.agreement for row in result.transforms]),
         "higher",
         "share",
         f"{AGREEMENT}; mean over transforms",

@@ -6,9 +6,9 @@ from matplotlib.figure import Figure
 
 from moecore.measure.linear_experts import FirstRow, Result
 from moecore.report.column import Columns
-from moecore.report.drawing import INK, PALETTE, line_look, new_figure, styled
-from moecore.report.shown import Figures
-from moecore.report.view import Block, Picture
+from moecore.report.figures.drawing import INK, PALETTE, line_look, new_figure, styled
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import Block, Picture
 
 TARGETS = {
     "shared": "every expert learns the same",

@@ -4,8 +4,8 @@ from matplotlib.figure import Figure
 
 from moecore.measure.lipschitz import LemmaPoints, Result
 from moecore.report.column import Column
-from moecore.report.drawing import INK, PALETTE, legend_of, new_figure, styled
-from moecore.report.shown import Figures
+from moecore.report.figures.drawing import INK, PALETTE, legend_of, new_figure, styled
+from moecore.report.measures.shown import Figures
 
 COLUMNS = (
     Column(

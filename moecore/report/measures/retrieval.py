@@ -6,11 +6,11 @@ import numpy as np
 
 from moecore.measure.base import Estimate
 from moecore.measure.retrieval import Recall, Result, Retrieval, TextLayer
-from moecore.report.captions import read_images
-from moecore.report.column import Ahead, Column, Each, mean, opened
+from moecore.report.column import Ahead, Column, Each, decode_items, mean_or_none
+from moecore.report.figures.caption_sheets import read_images
 from moecore.report.measured import Phase
-from moecore.report.shown import Figures, by_name
-from moecore.report.view import Block, Grid, Item, Line
+from moecore.report.measures.shown import Figures, by_name
+from moecore.report.page.view import Block, Grid, Item, Line
 
 WAYS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 NOTES = {
@@ -50,7 +50,7 @@ def recall_at(way: str) -> Callable[[str, Result], Column]:
 
         def items(result: Result) -> np.ndarray | None:
             row = row_of(result, way, k)
-            return None if row is None else opened(row.items)
+            return None if row is None else decode_items(row.items)
 
         return Column(
             f"{way}_r{k}",
@@ -68,7 +68,7 @@ def recall_at(way: str) -> Callable[[str, Result], Column]:
 
 def of_layers(value: Callable[[TextLayer], float]) -> Callable[[Result], float | None]:
     """The mean over the text tower's MoE layers; None where it is dense."""
-    return lambda result: mean([value(layer) for layer in result.layers])
+    return lambda result: mean_or_none([value(layer) for layer in result.layers])
 
 
 COLUMNS = (

@@ -6,7 +6,19 @@ import numpy as np
 
 from moecore.measure.robustness import Result
 from moecore.measure.under_attack.curves import worst_of
-from moecore.report.attacks import (
+from moecore.report.column import (
+    Ahead,
+    Column,
+    Each,
+    decode_items,
+    key_of,
+    limits_of,
+    mean_or_none,
+    title_of,
+)
+from moecore.report.figures.charts import attack_points, under_attack
+from moecore.report.measured import Measured, Phase
+from moecore.report.measures.attack_blocks import (
     WORST,
     attack_title,
     attacked,
@@ -18,20 +30,8 @@ from moecore.report.attacks import (
     rows_of,
     strongest,
 )
-from moecore.report.charts import attack_points, under_attack
-from moecore.report.column import (
-    Ahead,
-    Column,
-    Each,
-    key_of,
-    limits_of,
-    mean,
-    opened,
-    title_of,
-)
-from moecore.report.measured import Measured, Phase
-from moecore.report.shown import Figures
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import Block, Picture
 from moecore.statistics.crossed import by_person
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
@@ -119,11 +119,11 @@ def change_under(name: str, word: str, what: str) -> Each:
     def column(attack: str, result: Result) -> Column:
         def read(result: Result) -> float | None:
             rows = moves_of(result, attack)
-            return mean(getattr(rows[-1], name)) if rows else None
+            return mean_or_none(getattr(rows[-1], name)) if rows else None
 
         def items(result: Result) -> np.ndarray | None:
             rows = moves_of(result, attack)
-            return opened(rows[-1].items.get(name)) if rows else None
+            return decode_items(rows[-1].items.get(name)) if rows else None
 
         at = strongest(result, attack)
         return Column(
@@ -223,8 +223,8 @@ def curve_of(phase: Phase, attack: str) -> Picture:
     seeds = phase.of(Result)
     first = phase.results(Result)[0]
     curves = {
-        method: attack_points([rows_of(result, attack) for result in found], first.task.score)
-        for method, found in seeds.items()
+        method: attack_points([rows_of(result, attack) for result in one], first.task.score)
+        for method, one in seeds.items()
     }
     what = "the worst attack for each image" if attack == WORST else attack_title(attack)
     images = f"{first.images} test images, the same for every method."

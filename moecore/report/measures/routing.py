@@ -6,10 +6,20 @@ import numpy as np
 
 from moecore.measure.routing import Result
 from moecore.measure.routing_metrics.augmentations import resolved
-from moecore.report.column import Ahead, Column, Columns, Each, Given, mean, named, opened, slug
-from moecore.report.maps import corresponding_patches, expert_load, expert_overlays
-from moecore.report.measured import Phase, known
-from moecore.report.routing_findings import (
+from moecore.report.column import (
+    Ahead,
+    Column,
+    Columns,
+    Each,
+    Given,
+    column_slug,
+    decode_items,
+    mean_or_none,
+    rows_by_name,
+)
+from moecore.report.figures.expert_maps import corresponding_patches, expert_load, expert_overlays
+from moecore.report.measured import Phase, drop_none
+from moecore.report.measures.routing_sweeps import (
     agreement_by_layer,
     by_layer,
     neighbours,
@@ -20,8 +30,8 @@ from moecore.report.routing_findings import (
     swept_columns,
     swept_most,
 )
-from moecore.report.shown import Figures, by_name
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures, by_name
+from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 MATCHES = {
@@ -38,13 +48,13 @@ SURE = {
 
 def of_routing(name: str, label: str, better: str, form: str, note: str, paper: str) -> Column:
     """A number that the result has under the column's own name."""
-    found = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
-    return found._replace(items=items_of(name))
+    results = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
+    return results._replace(items=items_of(name))
 
 
 def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
     """The items that a result keeps under this name."""
-    return lambda result: opened(result.items.get(name))
+    return lambda result: decode_items(result.items.get(name))
 
 
 def sureness(place: str) -> Column:
@@ -52,7 +62,7 @@ def sureness(place: str) -> Column:
     label, better, note = SURE[place]
 
     def read(result: Result) -> float | None:
-        return mean([getattr(layer.confidence, place) for layer in result.layers])
+        return mean_or_none([getattr(layer.confidence, place) for layer in result.layers])
 
     name = f"confidence_{place}"
     return Column(name, label, read, better, note=note, paper="prc", items=items_of(name))
@@ -63,18 +73,18 @@ def matched_under(match: str) -> Each:
 
     def column(name: str, result: Result) -> Column:
         def read(result: Result) -> Interval | None:
-            row = named(result.augmentations).get(name)
+            row = rows_by_name(result.augmentations).get(name)
             if row is None:
                 return None
             ends = (f"{match}_low", f"{match}_high")
             return Interval(getattr(row, match), *(getattr(row, end) for end in ends))
 
         def items(result: Result) -> np.ndarray | None:
-            row = named(result.augmentations).get(name)
-            return None if row is None else opened(row.items.get(match))
+            row = rows_by_name(result.augmentations).get(name)
+            return None if row is None else decode_items(row.items.get(match))
 
         label = f"Match, {MATCHES[match][0]}: {name}"
-        key = f"{match}_{slug(name)}"
+        key = f"{match}_{column_slug(name)}"
         return Column(key, label, read, "higher", "share", paper="prc", items=items, detail=True)
 
     def foreseen(ahead: Ahead) -> list[str]:
@@ -82,7 +92,7 @@ def matched_under(match: str) -> Each:
         if ahead.score == "nats":
             return []  # a text has no augmentations
         asked = [resolved(one, volumes) for one in ahead.study.routing.augmentations]
-        return [f"{match}_{slug(one.name)}" for one in asked]
+        return [f"{match}_{column_slug(one.name)}" for one in asked]
 
     return Each(lambda result: [row.name for row in result.augmentations], column, foreseen)
 
@@ -101,13 +111,13 @@ SHARES = {
 
 def on_map(place: str) -> list[Columns]:
     """Load and mass of a part of the map, beside the share of experts that lie there (MoGE)."""
-    found: list[Columns] = []
+    entries: list[Columns] = []
     for share, (word, what) in SHARES.items():
         words = (f"{place}_{share}", f"{word}, {place}", "", "share", f"{what} {PLACES[place]}")
-        found.append(of_routing(*words, "moge"))
+        entries.append(of_routing(*words, "moge"))
         if share != "cells":
-            found.append(by_layer(*words, "moge"))
-    return found
+            entries.append(by_layer(*words, "moge"))
+    return entries
 
 
 COLUMNS = (
@@ -239,7 +249,7 @@ def part(phase: Phase) -> Iterator[Block]:
 
 def crops(phase: Phase) -> list[Picture]:
     """Two crops of one image; they are the same for every method."""
-    pairs = known(result.corresponding for result in phase.results(Result))
+    pairs = drop_none(result.corresponding for result in phase.results(Result))
     if not pairs:
         return []
     figure = corresponding_patches(pairs[0])

@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 
 from moecore.measure.sizes import Result, Row
 from moecore.report.column import Columns
-from moecore.report.drawing import GUIDE, PALETTE, new_figure, styled
-from moecore.report.paper_figures import REPORTED, Reported
-from moecore.report.shown import Figures
-from moecore.report.view import EMPTY, NONE, Block, Grid, Item, Line, Picture
+from moecore.report.figures.drawing import GUIDE, PALETTE, new_figure, styled
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import EMPTY, NONE, Block, Grid, Item, Line, Picture
+from moecore.report.tables.paper_numbers import REPORTED, Reported
 
 LIMIT = 0.01  # a difference beyond it is explained
 
@@ -51,25 +51,27 @@ def section(result: Result) -> Iterator[Block]:
 
 def told(result: Result) -> str:
     """How many of the papers' numbers come out."""
-    found = [compared[name] for compared in flat(result).values() for name in compared]
-    near = sum(abs(one["difference"]) <= LIMIT for one in found)
+    entries = [compared[name] for compared in flat(result).values() for name in compared]
+    near = sum(abs(one["difference"]) <= LIMIT for one in entries)
     unbuilt = sum(bool(row.needs) for row in result.rows)
-    words = f"{near} of {len(found)} printed numbers come out to within 1 %; the others have a word"
+    words = (
+        f"{near} of {len(entries)} printed numbers come out to within 1 %; the others have a word"
+    )
     missing = f" Not built here: {unbuilt}." if unbuilt else ""
     return f"{words} beside them.{missing} Built without memory, nothing is trained."
 
 
 def flat(result: Result) -> dict[str, dict[str, dict[str, float]]]:
     """Model → metric → ours, the paper's, and the difference as a share of the paper's."""
-    found = {}
+    entries = {}
     for row in result.rows:
         paper = printed(row).values
-        found[row.name] = {
+        entries[row.name] = {
             count.metric: compared(value, paper[count.metric])
             for count in COUNTS
             if (value := ours(row, count)) is not None and count.metric in paper
         }
-    return found
+    return entries
 
 
 def compared(value: float, paper: float) -> dict[str, float]:
@@ -84,7 +86,7 @@ def printed(row: Row) -> Reported:
     for model in REPORTED:
         if model.paper == "cost" and model.model == row.reported:
             return model
-    raise ValueError(f"{row.reported} is not in moecore/report/paper_figures.py under cost")
+    raise ValueError(f"{row.reported} is not in moecore/report/tables/paper_numbers.py under cost")
 
 
 def ours(row: Row, count: Count) -> float | None:
@@ -131,15 +133,15 @@ def number(value: float, count: Count) -> str:
 @styled
 def differences(result: Result) -> Figure:
     """Ours over the paper's − 1 for every model and number, a row a model."""
-    found: Mapping[str, Mapping[str, Any]] = {
+    entries: Mapping[str, Mapping[str, Any]] = {
         name: numbers for name, numbers in flat(result).items() if numbers
     }
-    names = list(found)[::-1]
+    names = list(entries)[::-1]
     figure = new_figure(8.2, 1.2 + 0.26 * len(names), "Ours over the paper's, less one.")
     axes = figure.subplots()
     for index, count in enumerate(COUNTS):
-        having = [name for name in names if count.metric in found[name]]
-        values = [100 * found[name][count.metric]["difference"] for name in having]
+        having = [name for name in names if count.metric in entries[name]]
+        values = [100 * entries[name][count.metric]["difference"] for name in having]
         places = [names.index(name) for name in having]
         look = {"linestyle": "", "marker": "osD^"[index], "color": PALETTE[index]}
         axes.plot(values, places, label=count.label, **look)

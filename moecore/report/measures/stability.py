@@ -8,23 +8,30 @@ from matplotlib.figure import Figure
 from moecore.measure.exploring.overlays import grid_of
 from moecore.measure.noise_ramp import Ramp
 from moecore.measure.stability import NoiseRow, NoisyOverlays, Result
-from moecore.report.charts import Look, bands, curves_chart, over
 from moecore.report.column import (
     Column,
     Given,
     Seen,
+    decode_items,
     key_of,
     limits_of,
-    mean,
-    opened,
+    mean_or_none,
     title_of,
     unit_of,
 )
-from moecore.report.drawing import PALETTE, legend_of, line_look, new_figure, share_axis, styled
+from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
+from moecore.report.figures.drawing import (
+    PALETTE,
+    legend_of,
+    line_look,
+    new_figure,
+    share_axis,
+    styled,
+)
+from moecore.report.figures.sheets import Frame, Tile, picture, sheet, tints
 from moecore.report.measured import Phase
-from moecore.report.sheets import Frame, Tile, picture, sheet, tints
-from moecore.report.shown import Figures, each_method
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures, each_method
+from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 
@@ -41,7 +48,7 @@ def score(result: Result) -> Interval:
 
 def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
     """The items under the largest noise."""
-    return lambda result: opened(largest(result).items.get(name))
+    return lambda result: decode_items(largest(result).items.get(name))
 
 
 def scored(seen: Seen) -> list[Column]:
@@ -67,7 +74,7 @@ COLUMNS = (
     Column(
         "noise_selection_change",
         "Selection change, noise",
-        lambda result: mean(largest(result).selection_change),
+        lambda result: mean_or_none(largest(result).selection_change),
         "lower",
         note="1 − IoU of the chosen experts under the largest noise, mean over layers",
         paper="prc",
@@ -91,7 +98,7 @@ COLUMNS = (
         note="steps along a ramp of noise in which the true class's probability jumps, mean over "
         "images",
         paper="prc",
-        items=lambda result: opened(result.ramp.jumps_items),
+        items=lambda result: decode_items(result.ramp.jumps_items),
     ),
 )
 
@@ -118,7 +125,9 @@ def part(phase: Phase) -> Iterator[Block]:
         f"{title} under noise", sigma, title + unit_of(known), share=known.form == "share"
     )
     drawn = [
-        noisy(phase, changed, "Mean over MoE layers.", lambda row: mean(row.selection_change)),
+        noisy(
+            phase, changed, "Mean over MoE layers.", lambda row: mean_or_none(row.selection_change)
+        ),
         noisy(phase, scores, f"{images} test images.", lambda row: row.score),
     ]
     known_ones = [one for one in drawn if one is not None]
@@ -133,15 +142,16 @@ def noisy(
     """One value over sigma, a line a method; None where no method has it."""
 
     def of(result: Result) -> dict[float, float]:
-        found = {row.sigma: read(row) for row in result.noise}
-        return {sigma: value for sigma, value in found.items() if value is not None}
+        entries = {row.sigma: read(row) for row in result.noise}
+        return {sigma: value for sigma, value in entries.items() if value is not None}
 
     curves = {
-        method: over([of(result) for result in seeds]) for method, seeds in phase.of(Result).items()
+        method: points_over_seeds([of(result) for result in seeds])
+        for method, seeds in phase.of(Result).items()
     }
     if not any(curves.values()):
         return None
-    caption = f"{words} {bands(phase.of(Result))}"
+    caption = f"{words} {interval_caption(phase.of(Result))}"
     return Picture(curves_chart(curves, look, 3.2), f"{phase.name}: {look.title}", caption)
 
 

@@ -5,26 +5,19 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moecore.measure import calibration
-from moecore.report import regions
-from moecore.report.charts import bands
 from moecore.report.column import (
     Column,
     Given,
     Seen,
+    decode_items,
     key_of,
     limits_of,
-    mean,
-    opened,
+    mean_or_none,
     title_of,
     unit_of,
 )
-from moecore.report.confusions import confusion
-from moecore.report.measured import Measured, Phase, known
-from moecore.report.measures.word_swaps import perplexities
-from moecore.report.references import convergence, overhead
-from moecore.report.routing_findings import preferred
-from moecore.report.shown import Figures, each_method
-from moecore.report.training_figures import (
+from moecore.report.figures.charts import interval_caption
+from moecore.report.figures.training_figures import (
     AGREEMENTS,
     agreement_points,
     class_maps,
@@ -32,7 +25,14 @@ from moecore.report.training_figures import (
     routing_agreement,
     training_curves,
 )
-from moecore.report.view import Block, Picture
+from moecore.report.measured import Measured, Phase, drop_none
+from moecore.report.measures import region_blocks as regions
+from moecore.report.measures.confusion_blocks import confusion
+from moecore.report.measures.routing_sweeps import preferred
+from moecore.report.measures.shown import Figures, each_method
+from moecore.report.measures.word_swaps import perplexities
+from moecore.report.page.view import Block, Picture
+from moecore.report.references import convergence_columns, overhead_columns
 from moecore.training.outcome import Outcome
 
 LOSS = {
@@ -49,19 +49,19 @@ NOTES = {
 def test_hits(model: Measured) -> np.ndarray | None:
     """Which test images (N,) are right; the calibration keeps them."""
     trained = model.of(Outcome)
-    found = model.of(calibration.Result)
-    if trained is None or found is None:
+    result = model.of(calibration.Result)
+    if trained is None or result is None:
         return None
-    return trained.task.unpacked(found.scores, found.test_images).numpy()
+    return trained.task.unpacked(result.scores, result.test_images).numpy()
 
 
 def top5_hits(model: Measured) -> np.ndarray | None:
     """Of which test images (N,) the class is among the five largest."""
     trained = model.of(Outcome)
-    found = model.of(calibration.Result)
-    if trained is None or found is None or found.top5 is None:
+    result = model.of(calibration.Result)
+    if trained is None or result is None or result.top5 is None:
         return None
-    return trained.task.unpacked(found.top5, found.test_images).numpy()
+    return trained.task.unpacked(result.top5, result.test_images).numpy()
 
 
 def scored(seen: Seen) -> list[Column]:
@@ -71,7 +71,7 @@ def scored(seen: Seen) -> list[Column]:
     label = score.label.capitalize() if score.name == "precision_at_1" else f"Test {score.label}"
     title = title_of(score)
     what = title if title.isupper() else title.lower()
-    found = [
+    entries = [
         Column(
             f"test_{key_of(score)}",
             label if share else f"Test {what}{unit_of(score)}",
@@ -80,16 +80,16 @@ def scored(seen: Seen) -> list[Column]:
             score.form,
             NOTES.get(score.name, ""),
             hits=test_hits if share else None,
-            items=lambda result: opened(result.test_items),
+            items=lambda result: decode_items(result.test_items),
             limits=limits_of(score),
         )
     ]
     if seen.task.kind in LOSS:
         note = LOSS[seen.task.kind]
-        found.append(
+        entries.append(
             Column("test_loss", "Test loss", lambda result: result.test_loss, "lower", note=note)
         )
-    return found
+    return entries
 
 
 def throughput(seen: Seen) -> list[Column]:
@@ -110,19 +110,19 @@ def throughput(seen: Seen) -> list[Column]:
 
 def halfway(result: Outcome) -> float | None:
     """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
-    found = result.agreement_with_final
-    return found[(len(found) - 1) // 2] if found else None
+    results = result.agreement_with_final
+    return results[(len(results) - 1) // 2] if results else None
 
 
 def last(result: Outcome) -> float | None:
     """Between the last two epochs."""
-    found = result.agreement_consecutive
-    return found[-1] if found else None
+    results = result.agreement_consecutive
+    return results[-1] if results else None
 
 
 def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
     """The items of an agreement over time; None where an older training kept none."""
-    return lambda result: opened(result.agreement_items.get(name))
+    return lambda result: decode_items(result.agreement_items.get(name))
 
 
 COLUMNS = (
@@ -138,8 +138,8 @@ COLUMNS = (
     ),
     Given(throughput, lambda ahead: ["images_per_second"]),
     Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
-    Given(overhead, lambda ahead: ["training_overhead"]),
-    Given(convergence, lambda ahead: ["steps_to_baseline_loss"]),
+    Given(overhead_columns, lambda ahead: ["training_overhead"]),
+    Given(convergence_columns, lambda ahead: ["steps_to_baseline_loss"]),
     Column(
         "agreement_with_final",
         "Agreement with final model",
@@ -163,7 +163,7 @@ COLUMNS = (
     Column(
         "agreement_before_after",
         "Agreement before / after",
-        lambda result: mean(known(result.routing_agreement_before_after)),
+        lambda result: mean_or_none(drop_none(result.routing_agreement_before_after)),
         "higher",
         "share",
         "tokens whose first expert survives fine-tuning",
@@ -239,7 +239,7 @@ def agreement(phase: Phase) -> Block:
     if not any(any(points.values()) for points in curves.values()):
         return Block(title)
     what = "Share of tokens with the same first expert, mean over MoE layers."
-    caption = f"{what} {bands(phase.of(Outcome))}"
+    caption = f"{what} {interval_caption(phase.of(Outcome))}"
     drawn = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
     about = "agreement_with_final"
     return Block(title, pictures=[drawn], folded=True, about=about)

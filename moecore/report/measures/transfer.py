@@ -6,14 +6,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.transfer import Cell, Result
-from moecore.report.attacks import MARKS
-from moecore.report.charts import Labels, heat_table
 from moecore.report.column import Columns, title_of
+from moecore.report.figures.charts import Labels, heat_table
 from moecore.report.measured import Phase
+from moecore.report.measures.attack_blocks import MARKS
 from moecore.report.measures.robustness import attack_title
-from moecore.report.shown import Figures
-from moecore.report.view import NONE, Block, Grid, Item, Line, Picture
-from moecore.report.words import decimals, epsilon, shown, signed, with_named_epsilons
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
+from moecore.report.tables.number_format import NumberFormat, format_epsilon, with_named_epsilons
 
 # The matrix is of pairs: no number of it belongs to one method.
 COLUMNS: tuple[Columns, ...] = ()
@@ -32,7 +32,7 @@ def part(phase: Phase) -> Iterator[Block]:
         return
     verdict = f"{MARKS[result.reading.holds]}: {with_named_epsilons(result.reading.text)}"
     words = [
-        f"{attack_title(result.attack)} at ε = {epsilon(result.epsilon)} on "
+        f"{attack_title(result.attack)} at ε = {format_epsilon(result.epsilon)} on "
         f"{result.images} test images. A row: the model on which the images were made. "
         "A column: the model that scores them. On the diagonal stands the direct attack; below the "
         "other scores their difference from it, with an interval that holds for the whole matrix "
@@ -70,17 +70,16 @@ def item(cell: Cell | None, form: str) -> Item:
     """A score, and how far it lies from the direct attack's."""
     if cell is None:
         return NONE
-    text = shown(cell.score.value, form)
+    text = NumberFormat(form).value(cell.score.value)
     if cell.made_on == cell.scored_by:
         return Item(text, "direct", look="direct", value=cell.score.value)
-    found = cell.difference
-    if found is None:
+    result = cell.difference
+    if result is None:
         return Item(text, value=cell.score.value)
-    places = decimals([found.interval], form)
-    difference = signed(found.value, form, places)
-    if limits := found.interval.limits:
-        low, high = (signed(edge, form, places).removesuffix(" pp") for edge in limits)
-        difference = f"{difference} ({low} to {high})"
+    number_format = NumberFormat.of(form, [result.interval])
+    difference = number_format.difference(result.value)
+    if limits := number_format.difference_limits(result.interval):
+        difference = f"{difference} ({limits})"
     return Item(text, difference, value=cell.score.value)
 
 
@@ -98,9 +97,11 @@ def matrix(result: Result) -> Figure:
     score = result.task.score
     for row, source in enumerate(sources):
         for column, target in enumerate(result.methods):
-            if found := cells.get((source, target)):
-                values[row, column] = found.score.value
-                texts[row, column] = shown(found.score.value, score.form).removesuffix(" %")
+            if results := cells.get((source, target)):
+                values[row, column] = results.score.value
+                texts[row, column] = (
+                    NumberFormat(score.form).value(results.score.value).removesuffix(" %")
+                )
     if score.form != "share":
         values = values / np.nanmax(values)
     labels = Labels(

@@ -8,11 +8,11 @@ import numpy as np
 
 from moecore.measure.base import Estimate
 from moecore.measure.word_swaps import Result, Swapped, WordSwaps
-from moecore.report.charts import Look, bands, curves_chart, over
-from moecore.report.column import Ahead, Column, Each, Seen, mean, opened
+from moecore.report.column import Ahead, Column, Each, Seen, decode_items, mean_or_none
+from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
 from moecore.report.measured import Phase
-from moecore.report.shown import Figures
-from moecore.report.view import Block, Picture
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 KINDS = ("swapped_nats", "swapped_ppl", "swapped_lost", "swapped_change")
@@ -109,13 +109,13 @@ def value_of(result: Result, kind: str, key: str) -> Interval | Estimate | float
         return row.perplexity
     if kind == "swapped_lost":
         return row.nats.value - result.nats.value
-    return mean([layer.value for layer in row.selection_change])
+    return mean_or_none([layer.value for layer in row.selection_change])
 
 
 def items_of(result: Result, key: str, name: str | None) -> np.ndarray | None:
     """One value a block; of the perplexity none, as it is no mean of theirs."""
     row = row_of(result, key)
-    return None if row is None or name is None else opened(row.items.get(name))
+    return None if row is None or name is None else decode_items(row.items.get(name))
 
 
 COLUMNS = tuple(Each(keys_of, with_swaps(kind), ahead_of(kind)) for kind in KINDS)
@@ -135,11 +135,14 @@ def part(phase: Phase) -> Iterator[Block]:
         ("Routing change with swapped words", "1 − IoU of experts", changes),
     ):
         curves = {
-            method: over([read(result) for result in found]) for method, found in seeds.items()
+            method: points_over_seeds([read(result) for result in one])
+            for method, one in seeds.items()
         }
         if any(curves.values()):
             look = Look(title, "Words swapped, %", label)
-            caption = f"Stop words are spared; the words to be foretold stay. {bands(seeds)}"
+            caption = (
+                f"Stop words are spared; the words to be foretold stay. {interval_caption(seeds)}"
+            )
             drawn.append(Picture(curves_chart(curves, look), f"{phase.name}: {title}", caption))
     results = phase.results(Result)
     about = f"swapped_ppl_{keys_of(results[0])[0]}" if results else ""
@@ -153,9 +156,9 @@ def by_share(result: Result) -> dict[float, float]:
 
 def changes(result: Result) -> dict[float, float]:
     """By the percentage of words; {} of a dense model."""
-    found = {
-        100 * row.share: mean([layer.value for layer in row.selection_change])
+    entries = {
+        100 * row.share: mean_or_none([layer.value for layer in row.selection_change])
         for row in result.rows
     }
-    known = {share: value for share, value in found.items() if value is not None}
+    known = {share: value for share, value in entries.items() if value is not None}
     return {0.0: 0.0} | known if known else {}

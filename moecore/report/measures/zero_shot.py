@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from moecore.measure.zero_shot import Result
-from moecore.report.column import Column, opened
+from moecore.report.column import Column, decode_items
 from moecore.report.measured import Phase
-from moecore.report.shown import Figures
-from moecore.report.view import NONE, Block, Grid, Item, Line
+from moecore.report.measures.shown import Figures
+from moecore.report.page.view import NONE, Block, Grid, Item, Line
 
 NOTE = "the class whose prompts lie nearest, of images that no caption was learned for"
 
@@ -18,7 +18,7 @@ COLUMNS = (
         "higher",
         "share",
         NOTE,
-        items=lambda result: opened(result.items),
+        items=lambda result: decode_items(result.items),
         limits="wilson",
     ),
     Column(
@@ -41,14 +41,14 @@ def figures(result: Result) -> Figures:
 
 def part(phase: Phase) -> Iterator[Block]:
     """The share of right images of each class, a row a method's first seed."""
-    found = phase.first(Result)
-    if not found:
+    results = phase.first(Result)
+    if not results:
         return
-    first = next(iter(found.values()))
+    first = next(iter(results.values()))
     names = [row.name for row in first.rows]
     lines = [
         Line(Item(method), [_cell(row.correct, row.images) for row in result.rows])
-        for method, result in found.items()
+        for method, result in results.items()
     ]
     below = f"Right images, in percent; chance {100 * first.chance:.0f}.{phase.first_seed}"
     unknown = [f"{row.name} ({row.unknown})" for row in first.rows if row.unknown]

@@ -25,7 +25,7 @@ from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_cells, mul
 from moecore.data.splits import SplitSettings, stratified_split
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.writer import DatasetInfo, Part, write_prepared
-from moecore.report.contact_sheet import draw_contact_sheet
+from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 

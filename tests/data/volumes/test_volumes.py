@@ -32,7 +32,7 @@ from moecore.data.volumes.volume_cache import VolumeCache
 from moecore.data.volumes.volume_checks import tissue_problems, volume_flags
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
 from moecore.data.volumes.volumes import Stored, SubjectFiles, normalise_intensities, read_volume
-from moecore.report.contact_sheet import draw_contact_sheet, middle_slices
+from moecore.report.figures.contact_sheet import draw_contact_sheet, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
 

@@ -1,0 +1,136 @@
+"""Ages of new volumes by a trained and calibrated model, with flags for volumes unlike training.
+
+N volumes, in years.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import ValidationError
+
+from moecore.brain.prediction_table import (
+    PredictionRow,
+    correct_ages,
+    prediction_rows,
+    write_predictions,
+)
+from moecore.brain.reference import (
+    Reference,
+    age_range_flags,
+    out_of_range_flags,
+    unknown_site_flags,
+)
+from moecore.core.config import read_as
+from moecore.core.files import UserError, checksum, read_json
+from moecore.core.records import RoutingRecord
+from moecore.measure.calibrators.linear import FittedLinear
+from moecore.nn.predict import predictions
+from moecore.predict.volumes import NewVolume, find_volumes, prepare_volumes
+from moecore.training.artifacts import load_model
+from moecore.training.runtime import tune
+
+
+class Calibration(NamedTuple):
+    """What the stage ``calibrate`` left beside a model."""
+
+    reference: Reference
+    fitted: FittedLinear | None  # None where its fit was refused
+
+
+class NewAges(NamedTuple):
+    """What is said of the volumes of a folder."""
+
+    rows: list[PredictionRow]  # of those that could be used
+    used: list[NewVolume]
+    volumes: np.ndarray  # of these, (N, 1, D, H, W)
+    routing: tuple[RoutingRecord, ...]  # of these, one a MoE layer
+    left_out: list[tuple[NewVolume, str]]  # and why
+
+
+def predict_ages(
+    model_folder: Path, folder: Path, out: Path, calibrator: Path | None = None, batch: int = 8
+) -> NewAges:
+    """Write predictions.csv of every volume below ``folder``, and return what it says.
+
+    A volume that cannot be used keeps a line, with the reason in the column ``error``.
+    Raises UserError for a calibrator of another model, and where no volume can be used, with the
+    reasons.
+    """
+    calibration = load_calibration(calibrator or calibrator_folder(model_folder), model_folder)
+    new_volumes = find_volumes(folder)
+    volumes, reasons = prepare_volumes(new_volumes, calibration.reference)
+    used = [one for one, why in zip(new_volumes, reasons, strict=True) if not why]
+    left_out = [(one, why) for one, why in zip(new_volumes, reasons, strict=True) if why]
+    if not used:
+        count = f"none of {len(new_volumes)} volumes can be used"
+        raise UserError("\n".join([*(why for _, why in left_out), count]))
+    usable = np.stack([volume for volume in volumes if volume is not None])
+    model = load_model(model_folder).to(tune().device)
+    said, routing = predictions(model, usable, batch)
+    rows = new_age_rows(used, usable, said[:, 0].double().numpy(), calibration)
+    write_predictions(out, rows, [(one.subject, why) for one, why in left_out])
+    return NewAges(rows, used, usable, routing, left_out)
+
+
+def new_age_rows(
+    new_volumes: Sequence[NewVolume], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
+) -> list[PredictionRow]:
+    """The rows of predictions.csv, with a flag for all in which a volume is unlike the training.
+
+    volumes: (N, 1, D, H, W); raw: (N,).
+    """
+    reference = calibration.reference
+    subjects = [one.subject for one in new_volumes]
+    said = correct_ages(raw, [subject["sex"] for subject in subjects], calibration.fitted)
+    flags = []
+    for subject, volume, best in zip(subjects, volumes, said.best, strict=True):
+        age = float(subject["age"]) if subject["age"] else None
+        flags.append(
+            [
+                *out_of_range_flags(volume, reference),
+                *age_range_flags(float(best), age, reference),
+                *unknown_site_flags(subject["site"], reference),
+            ]
+        )
+    return prediction_rows(subjects, "new", said, reference.interval.radius, flags)
+
+
+def calibrator_folder(model_folder: Path) -> Path:
+    """artifacts/calibrate/<phase>/<method>/<seed> of artifacts/<phase>/<method>/<seed>."""
+    above = model_folder.absolute().parent
+    phase = above.parent
+    return phase.parent / "calibrate" / phase.name / above.name / model_folder.absolute().name
+
+
+def load_calibration(folder: Path, model_folder: Path) -> Calibration:
+    """Return what lies in ``folder``. Raises UserError where it is damaged, or of another model."""
+    if not (folder / "reference.json").is_file():
+        raise UserError(
+            f"{folder}: holds no reference.json, which says how volumes are prepared and what is "
+            "usual; the stage `calibrate` writes it, --calibrator names another folder"
+        )
+    reference = _reference(folder / "reference.json")
+    digest = checksum(model_folder / "model.safetensors")
+    if digest != reference.predictor_sha256:
+        raise UserError(
+            f"{folder}: made for the model {reference.predictor_sha256[:12]}…, this one is "
+            f"{digest[:12]}…; allowed: the calibrator of this very model"
+        )
+    path = folder / "calibrator.json"
+    if not path.exists():
+        return Calibration(reference, None)
+    return Calibration(reference, read_as(path, FittedLinear, "a fitted linear calibrator"))
+
+
+def _reference(path: Path) -> Reference:
+    try:
+        return Reference.model_validate(read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path}: was written by an older version of moecore ({place}: {first['msg']}); "
+            "run `dvc repro calibrate`"
+        ) from error

@@ -1,0 +1,218 @@
+"""How a language model goes on with a prompt, and which expert every word went to.
+
+V words, E experts.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, read_json, write_whole
+from moecore.core.records import RoutingRecord
+from moecore.core.streams import generator_for
+from moecore.data.text.words import UNKNOWN, Reading, read_vocabulary, split_words
+from moecore.nn.backbones.language_model import LanguageTransformer
+from moecore.predict.pictures import experts_of
+from moecore.report.figures.drawing import expert_colours
+from moecore.report.page.templating import template_environment
+from moecore.training.artifacts import load_model
+from moecore.training.runtime import tune
+
+MOST = 2  # experts of a word that are shown
+
+
+class Sampling(NamedTuple):
+    """How words are drawn."""
+
+    words: int = 50
+    temperature: float = 0.0  # divides the logits; 0: always the likeliest word
+    top_p: float = 1.0  # the likeliest words with this much probability together
+    seed: int = 0
+
+
+class Known(Config):
+    """``text.json`` of a model: how a text becomes words."""
+
+    reading: Reading
+
+
+class Word(NamedTuple):
+    """One word of the page."""
+
+    word: str
+    given: bool  # of the prompt
+    experts: tuple[tuple[int, ...], ...]  # a layer: those that process it, most weight first
+
+
+class Continued(NamedTuple):
+    """The prompt and what the model added."""
+
+    words: list[Word]
+    remarks: list[str]
+
+    def added(self) -> str:
+        """The model's words, apart by blanks."""
+        return " ".join(word.word for word in self.words if not word.given)
+
+
+def add_sampling_arguments(words: argparse.ArgumentParser) -> None:
+    """What a command line says of a prompt and of how words are drawn."""
+    usual = Sampling()
+    add = words.add_argument
+    add("--prompt", type=Path, help="a file with the beginning of a text")
+    add("--words", type=int, default=usual.words, help="to add to the prompt")
+    text = "divides the logits; 0, the default: always the likeliest word"
+    add("--temperature", type=float, default=usual.temperature, help=text)
+    text = "draw from the likeliest words with so much probability together"
+    add("--top-p", type=float, default=usual.top_p, help=text)
+    add("--seed", type=int, default=usual.seed, help="of the words drawn")
+
+
+def print_continuation(folder: Path, given: argparse.Namespace) -> None:
+    """Print how the prompt goes on, and on stderr what there is to know of it."""
+    out = given.out or Path("continued.html")
+    sampling = Sampling(given.words, given.temperature, given.top_p, given.seed)
+    result = continue_file(folder, given.prompt, out, sampling)
+    print(result.added())
+    for remark in (*result.remarks, f"{out}: every word with its experts"):
+        print(remark, file=sys.stderr)
+
+
+def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> Continued:
+    """Continue the text of a file, and write the page ``out``.
+
+    Raises UserError for a model that is none of text, a prompt that cannot be read, and sampling
+    that cannot be.
+    """
+    check_sampling(sampling)
+    model = load_model(folder)
+    if not isinstance(model, LanguageTransformer):
+        result = f"{folder}: found a model of images"
+        raise UserError(f"{result}; --prompt takes one of text, and others take FOLDER")
+    vocabulary = read_vocabulary(folder, model.image.outputs)
+    result = generate(model.to(tune().device), vocabulary, text_of(prompt, folder), sampling)
+    write_whole(out, render_continuation(str(folder), result, experts_in(model)))
+    return result
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise UserError for numbers that nothing can be drawn with."""
+    for name, one, fits, allowed in (
+        ("--words", sampling.words, sampling.words >= 1, "1 or more"),
+        ("--temperature", sampling.temperature, sampling.temperature >= 0, "0 or more"),
+        ("--top-p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, up to 1"),
+        ("--seed", sampling.seed, sampling.seed >= 0, "0 or more"),
+    ):
+        if not fits:
+            raise UserError(f"{name}: found {one}; allowed: {allowed}")
+
+
+def text_of(prompt: Path, folder: Path) -> list[str]:
+    """The words of a prompt, as the model's text was read."""
+    try:
+        text = prompt.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{prompt}: {reason}; --prompt is a file of text in UTF-8") from error
+    if not text.strip():
+        raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
+    try:
+        known = Known.model_validate(read_json(folder / "text.json"))
+    except ValidationError as error:
+        raise UserError(f"{folder / 'text.json'}: {error}") from error
+    return split_words(text, known.reading)
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageTransformer, vocabulary: Sequence[str], words: Sequence[str], sampling: Sampling
+) -> Continued:
+    """The words with those that the model adds, one after another, from an empty cache."""
+    numbers = {word: number for number, word in enumerate(vocabulary)}
+    unknown = list(dict.fromkeys(word for word in words if word not in numbers))
+    device = model.positions.device
+    drawing = generator_for(sampling.seed)
+    tokens = torch.tensor([numbers.get(word, numbers[UNKNOWN]) for word in words], device=device)
+    states = model.nothing(1, device)
+    shown: list[Word] = []
+    ahead = torch.empty(0)
+    for part in tokens.split(model.image.shape[0]):
+        ahead, routing, states = read_tokens(model, part, states)
+        names = [vocabulary[token] for token in part.tolist()]
+        shown += each_word(names, routing, given=True)
+    for _ in range(sampling.words):
+        token = sample_token(ahead, sampling, drawing)
+        ahead, routing, states = read_tokens(model, torch.tensor([token], device=device), states)
+        shown += each_word([vocabulary[token]], routing, given=False)
+    how = "the likeliest word each time"
+    if sampling.temperature:
+        how = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}"
+    remarks = [f"{how}, seed {sampling.seed}"]
+    if unknown:
+        remarks.append(f"not in the vocabulary, read as {UNKNOWN}: {', '.join(unknown)}")
+    return Continued(shown, remarks)
+
+
+def read_tokens(
+    model: LanguageTransformer, tokens: Tensor, states: Tensor
+) -> tuple[Tensor, tuple[RoutingRecord, ...], Tensor]:
+    """After tokens (M,): the logits of the next one (V,), their routing, and the cache."""
+    (final, records, _), states = model.read(tokens[None], states)
+    return model.predict(final[:, -1:])[0, 0].float().cpu(), records, states
+
+
+def each_word(words: Sequence[str], records: Sequence[RoutingRecord], given: bool) -> list[Word]:
+    """Words (M of them) with their experts in every layer."""
+    layers = [experts_of(record.combine.cpu(), 0, (len(words),), MOST)[0] for record in records]
+    return [
+        Word(
+            word,
+            given,
+            tuple(tuple(int(one) for one in layer[place] if one >= 0) for layer in layers),
+        )
+        for place, word in enumerate(words)
+    ]
+
+
+def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """A word's number from logits (V,)."""
+    if not sampling.temperature:
+        return int(logits.argmax())
+    # from the largest: a tiny temperature leaves it, and no infinity less another
+    above = (logits.double() - logits.max()) / sampling.temperature
+    probs, order = above.softmax(dim=0).sort(descending=True)
+    before = probs.cumsum(dim=0) - probs  # the likeliest word always stays
+    kept = torch.where(before < sampling.top_p, probs, 0)
+    return int(order[torch.multinomial(kept, 1, generator=generator)])
+
+
+def experts_in(model: LanguageTransformer) -> int:
+    """Experts of a layer; 0 of a dense model."""
+    return 0 if model.moe is None else model.moe.experts.number
+
+
+def render_continuation(model: str, continuation: Continued, experts: int) -> str:
+    """The page: the text once a layer, every word in the colour of its first expert."""
+    template = template_environment().get_template("continued.html.jinja")
+    colours = expert_colours(experts) if experts else []
+    layers = [
+        {expert: most_frequent(continuation.words, layer, expert) for expert in range(experts)}
+        for layer in range(len(continuation.words[0].experts))
+    ]
+    return template.render(model=model, found=continuation, colours=colours, layers=layers)
+
+
+def most_frequent(words: Sequence[Word], layer: int, expert: int) -> list[tuple[str, int]]:
+    """The words whose first expert this is, with how often, most often first."""
+    counts: dict[str, int] = {}
+    for word in words:
+        if word.experts[layer][:1] == (expert,):
+            counts[word.word] = counts.get(word.word, 0) + 1
+    return sorted(counts.items(), key=lambda pair: -pair[1])

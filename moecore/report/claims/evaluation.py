@@ -1,0 +1,220 @@
+"""What is said or asked of two methods, and whether the runs bear it out."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from moecore.core.files import UserError
+from moecore.report.claims.significance import LEVEL, Side, difference_of
+from moecore.report.column import Metric
+from moecore.report.measured import Models, Phase, Results
+from moecore.report.tables.cells import Cell, cell_to_json, read_cell
+from moecore.report.tables.comparison import build_table
+from moecore.statistics.crossed import Difference
+from moecore.statistics.paired import holm
+from moecore.study.reading.claims_section import Claim, Comparison, Question, settings_digest
+
+T = TypeVar("T")
+
+
+class Evaluated(NamedTuple):
+    """A claim or question with what was measured; ``difference`` is method − against."""
+
+    claim: Claim | Question
+    metric: Metric
+    ours: Cell
+    theirs: Cell
+    difference: Difference
+    verdict: str  # "holds", "differs" or "open"
+    p: float | None  # of the verdict's test; None where there is no interval
+    p_holm: float | None = None  # corrected over the claims of its paper; questions have none
+    verdict_holm: str = ""  # the verdict that the corrected p leaves
+
+    @property
+    def smallest(self) -> float | None:
+        """Of an open verdict, the smallest difference that this design could have seen."""
+        return self.difference.smallest if self.verdict == "open" else None
+
+
+class Known(NamedTuple):
+    """The metrics of one phase that any method has."""
+
+    phase: Phase
+    metrics: Mapping[str, Metric]
+
+
+def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list[Evaluated]:
+    """Every claim and question with its verdict; claims with Holm's correction paper by paper.
+
+    Raises UserError for an unknown phase, method or metric, for a method that lacks the metric,
+    and for items that differ, naming ``claims[i]`` or ``questions[i]`` and what is allowed.
+    """
+    phases = {
+        name: Known(phase, {metric.name: metric for metric in build_table(results, phase).metrics})
+        for name, phase in (results.phases.items() if asked else ())
+    }
+    counts: dict[str, int] = defaultdict(int)
+    entries = []
+    for one in asked:
+        section = "claims" if isinstance(one, Claim) else "questions"
+        entries.append(_evaluate(one, f"{section}[{counts[section]}]", phases))
+        counts[section] += 1
+    return correct_by_paper(entries)
+
+
+def claims_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+    """What papers claim."""
+    return [one for one in evaluated if isinstance(one.claim, Claim)]
+
+
+def questions_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+    """What no paper claims."""
+    return [one for one in evaluated if isinstance(one.claim, Question)]
+
+
+def correct_by_paper(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+    """The same with Holm's correction over the claims of each paper that have an interval."""
+    families = defaultdict(list)
+    for place, one in enumerate(evaluated):
+        if isinstance(one.claim, Claim) and one.p is not None:
+            families[one.claim.paper].append(place)
+    result = list(evaluated)
+    for places in families.values():
+        values = [p for place in places if (p := evaluated[place].p) is not None]
+        for place, p in zip(places, holm(values), strict=True):
+            kept = evaluated[place].verdict if p < LEVEL else "open"
+            result[place] = evaluated[place]._replace(p_holm=p, verdict_holm=kept)
+    return result
+
+
+def judge_difference(difference: Difference, asked: Comparison) -> str:
+    """holds, differs or open.
+
+    higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes it.
+    equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
+    interval lies wholly outside; else open. Without an interval it is open.
+    """
+    half = difference.half()
+    inner = difference.half(1 - 2 * LEVEL)
+    if half is None or inner is None:
+        return "open"
+    size = abs(difference.value)
+    if asked.margin is not None:
+        if size + inner < asked.margin:
+            return "holds"
+        return "differs" if size - half > asked.margin else "open"
+    if size <= half:
+        return "open"
+    return "holds" if (difference.value > 0) == (asked.better == "higher") else "differs"
+
+
+def p_of(difference: Difference, asked: Comparison) -> float | None:
+    """The p-value behind the verdict: below 5 % exactly where that is not open.
+
+    Two-sided for a direction. For an equivalence, of the larger of the two one-sided tests where
+    the difference lies within the margin, else two-sided of lying outside.
+    """
+    if asked.margin is None:
+        return difference.p
+    apart = abs(difference.value) - asked.margin
+    p = difference.p_at(abs(apart))
+    return p if p is None or apart > 0 else p / 2
+
+
+def flat_claims(
+    evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """An entry ``claims`` or ``questions`` of compare.json: what is said → values, verdict, and of
+    which settings; {} without any. study: params.yaml as plain data.
+    """
+    entries = {}
+    for number, one in enumerate(evaluated):
+        behind = {} if study is None else {"settings": settings_digest(study, one.claim)}
+        entries[f"{number}: {_words(one.claim)}"] = claim_entry(one) | behind
+    return entries
+
+
+def flat_evaluated(
+    evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The entries ``claims`` and ``questions`` of compare.json that there are."""
+    results = {
+        "claims": flat_claims(claims_of(evaluated), study),
+        "questions": flat_claims(questions_of(evaluated), study),
+    }
+    return {name: entries for name, entries in results.items() if entries}
+
+
+def _words(claim: Claim | Question) -> str:
+    start = f"{claim.paper}, {claim.phase}" if claim.paper else claim.phase
+    return f"{start}: {claim.words}"
+
+
+def claim_entry(evaluated_claim: Evaluated) -> dict[str, Any]:
+    """Return what compare.json says of one claim or question, but for the settings behind it."""
+    difference = evaluated_claim.difference
+    form = evaluated_claim.metric.column.form
+    as_cell = Cell(difference.interval(), difference.kind, difference.seeds)
+    entry = {
+        "asked": evaluated_claim.claim.model_dump(mode="json", exclude_none=True),
+        "method": cell_to_json(evaluated_claim.ours, form),
+        "against": cell_to_json(evaluated_claim.theirs, form),
+        "difference": cell_to_json(as_cell, form) | {"items": difference.items},
+        "verdict": evaluated_claim.verdict,
+        "p": evaluated_claim.p,
+        "p_holm": evaluated_claim.p_holm,
+        "verdict_holm": evaluated_claim.verdict_holm,
+        "smallest": evaluated_claim.smallest,
+        "form": form,
+    }
+    return {name: value for name, value in entry.items() if value not in (None, "")}
+
+
+def _evaluate(claim: Claim | Question, place: str, phases: Mapping[str, Known]) -> Evaluated:
+    known = _among(phases, claim.phase, f"{place}.phase")
+    metric = _among(known.metrics, claim.metric, f"{place}.metric")
+    other = metric
+    if claim.against_metric:
+        other = _among(known.metrics, claim.against_metric, f"{place}.against_metric")
+        refuse_other_unit(metric, other, f"{place}.against_metric")
+    models = known.phase.models
+    ours = Side(metric, _among(models, claim.method, f"{place}.method"))
+    itself = () if claim.against_metric else (claim.method,)
+    others = {name: seeds for name, seeds in models.items() if name not in itself}
+    theirs = Side(other, _among(others, claim.against, f"{place}.against"))
+    # Whether both have their metric is seen before their difference is taken.
+    first = _cell_of(ours, models, f"{place}.method: {claim.method}")
+    second = _cell_of(theirs, models, f"{place}.against: {claim.against}")
+    difference = difference_of(ours, theirs, f"{place}.metric")
+    judged = judge_difference(difference, claim)
+    return Evaluated(claim, metric, first, second, difference, judged, p_of(difference, claim))
+
+
+def _cell_of(side: Side, models: Models, place: str) -> Cell:
+    cell = read_cell(side.metric, list(side.seeds.values()))
+    if cell is None:
+        name = side.metric.name
+        having = [
+            one for one, seeds in models.items() if read_cell(side.metric, list(seeds.values()))
+        ]
+        raise UserError(f"{place} has no {name}; allowed: {_listed(having)}")
+    return cell
+
+
+def refuse_other_unit(metric: Metric, other: Metric, place: str) -> None:
+    """Raise UserError where the difference of two metrics would be one of unlike things."""
+    ours = metric.column.form
+    theirs = other.column.form
+    if ours != theirs:
+        problem = f"{other.name} is a {theirs}, and {metric.name} a {ours}"
+        raise UserError(f"{place}: found {problem}; allowed: a metric of the same unit")
+
+
+def _among(allowed: Mapping[str, T], name: str, place: str) -> T:
+    if name not in allowed:
+        raise UserError(f"{place}: found {name!r}; allowed: {_listed(allowed)}")
+    return allowed[name]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

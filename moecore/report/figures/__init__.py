@@ -1,0 +1,1 @@
+"""Figures and the drawing that they share: charts, heat tables, contact sheets, direct labels."""

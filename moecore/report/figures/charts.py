@@ -1,0 +1,240 @@
+"""The charts that several measurements share: curves with bands, tables in colour."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from moecore.measure.under_attack.curves import Left
+from moecore.report.column import title_of, unit_of
+from moecore.report.figures.direct_labels import End, label_ends
+from moecore.report.figures.drawing import (
+    DARK,
+    legend_of,
+    line_look,
+    new_figure,
+    share_axis,
+    styled,
+)
+from moecore.report.tables.number_format import PIXEL
+from moecore.statistics.intervals import Interval, over_seeds
+from moecore.tasks.base import Score
+
+Limits = tuple[float, float]  # that a band may not leave
+EVERYWHERE = (-np.inf, np.inf)
+DIRECT = 8  # curves that have their names at their ends; more have a legend
+AROUND = 1.0  # inches of a figure that are not its axes: title, ticks and the axis' name
+
+
+class Point(NamedTuple):
+    """One point of a curve with its band."""
+
+    x: float
+    value: float
+    low: float
+    high: float
+
+
+Curves = Mapping[str, Sequence[Point]]  # name → points; one without points has no line
+
+
+class Look(NamedTuple):
+    """The words of a chart, and how its vertical axis is printed."""
+
+    title: str
+    x: str
+    y: str
+    share: bool = False  # the vertical axis is printed as percent
+    top: float | None = None  # where it ends
+
+
+def point(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
+    """A value with its limits, which stay within ``limits``; without limits the band is a line."""
+    if interval.limits is None:
+        return Point(x, interval.value, interval.value, interval.value)
+    low, high = interval.limits
+    return Point(x, interval.value, max(limits[0], low), min(limits[1], high))
+
+
+def points_over_seeds(
+    seeds: Sequence[Mapping[float, float]], limits: Limits = EVERYWHERE
+) -> list[Point]:
+    """One point for each x that all seeds have; each seed maps x to a value."""
+    if not seeds:
+        return []
+    shared = [x for x in seeds[0] if all(x in values for values in seeds)]
+    return [point(x, over_seeds([values[x] for values in seeds]), limits) for x in shared]
+
+
+def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
+    """What the bands of ``over`` are, as words; of one seed there are none."""
+    several = any(len(of_method) > 1 for of_method in seeds.values())
+    return "Bands: 95 % intervals over seeds." if several else "One seed."
+
+
+def draw_curves(axes: Axes, curves: Curves) -> list[End]:
+    """A line and a band each; returns where they end.
+
+    A name without points keeps its colour, so that a method looks the same in all figures.
+    """
+    ends = []
+    for index, (name, points) in enumerate(curves.items()):
+        if not points:
+            continue
+        look = line_look(index)
+        places = [point.x for point in points]
+        axes.plot(places, [point.value for point in points], label=name, **look)
+        axes.fill_between(
+            places,
+            [point.low for point in points],
+            [point.high for point in points],
+            color=look["color"],
+            alpha=0.13,
+            linewidth=0,
+        )
+        ends.append(End(name, places[-1], points[-1].value, look))
+    return ends
+
+
+def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) -> None:
+    """A name at the end of each curve, or a legend where they are many.
+
+    height: of the axes in inches; what the axes hold is settled.
+    """
+    if 0 < len(ends) <= DIRECT:
+        label_ends(axes, ends, height)
+    else:
+        legend_of(figure, axes)
+
+
+@styled
+def curves_chart(curves: Curves, look: Look, height: float = 3.5, caption: str = "") -> Figure:
+    """All curves in one panel, from 0 upwards, or from below it where a curve goes there."""
+    figure = new_figure(4.8, height, caption)
+    axes = figure.subplots()
+    ends = draw_curves(axes, curves)
+    every = [point for points in curves.values() for point in points]
+    highest = max((point.high for point in every), default=1.0)
+    lowest = min((point.low for point in every), default=0.0)
+    top = look.top or 1.05 * highest or 1.0
+    axes.set(xlabel=look.x, ylabel=look.y, title=look.title, ylim=(min(0, 1.05 * lowest), top))
+    if look.share:
+        share_axis(axes, look.y)
+    places = {point.x for points in curves.values() for point in points}
+    if places and all(float(x).is_integer() for x in places) and len(places) < 12:
+        axes.set_xticks(sorted(places))
+    name_curves(figure, axes, ends, height - AROUND)
+    return figure
+
+
+@styled
+def panels_chart(panels: Mapping[str, Curves], look: Look, caption: str = "") -> Figure:
+    """Panels of one scale, up to three beside each other, with one legend below them."""
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure = new_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down, caption)
+    figure.suptitle(look.title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+    every = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    used = every.flatten()[: len(panels)]
+    for axes, (title, curves) in zip(used, panels.items(), strict=True):
+        draw_curves(axes, curves)
+        axes.set_title(title, fontweight="normal")
+    for axes in every.flatten()[len(panels) :]:
+        axes.set_visible(False)
+    used[0].set_ylim(bottom=0)
+    for axes in every[:, 0]:
+        axes.set_ylabel(look.y)
+        if look.share:
+            share_axis(axes, look.y)
+    for axes in used[-across:]:  # the lowest of each column
+        axes.set_xlabel(look.x)
+        axes.tick_params(labelbottom=True)
+    legend_of(figure, used[0])
+    return figure
+
+
+class Labels(NamedTuple):
+    """The words around a table."""
+
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    x: str
+    y: str = ""
+    slanted: bool = False  # the columns' names
+
+
+@styled
+def heat_table(
+    values: np.ndarray,
+    texts: np.ndarray,
+    labels: Labels,
+    size: tuple[float, float],
+    caption: str = "",
+) -> Figure:
+    """A table in colour.
+
+    values: (rows, columns) from 0 to 1, NaN stays bare; texts: of the same shape, "" for none;
+    size: width and height in inches.
+    """
+    figure = new_figure(*size, caption)
+    axes = figure.subplots()
+    axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    axes.grid(visible=False)
+    axes.set(xlabel=labels.x, ylabel=labels.y, title=labels.title)
+    turned: dict[str, Any] = {}
+    if labels.slanted:
+        turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(labels.columns)), labels.columns, fontsize=8, **turned)
+    axes.set_yticks(range(len(labels.rows)), labels.rows, fontsize=8)
+    for (row, column), text in np.ndenumerate(texts):
+        if text:
+            # Clipped text takes no part in the layout, which would measure every number.
+            axes.text(
+                column,
+                row,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7.5,
+                color="white" if values[row, column] > 0.55 else DARK,
+                clip_on=True,
+            )
+    return figure
+
+
+def texts_of(values: np.ndarray, least: float = 0.0) -> np.ndarray:
+    """Shares as text, 0.123 → 12; "" where there is none, or less than ``least``."""
+    texts = np.full(values.shape, "", dtype=object)
+    for place, share in np.ndenumerate(values):
+        if np.isfinite(share) and share >= least:
+            texts[place] = f"{share * 100:.0f}"
+    return texts
+
+
+def under_attack(curves: Curves, what: str, score: Score) -> Figure:
+    """Scores over epsilon."""
+    share = score.form == "share"
+    word = title_of(score) if share else "Error"
+    look = Look(
+        f"{word} under {what}",
+        f"ε in 1/{PIXEL}",
+        title_of(score) + unit_of(score),
+        share,
+        1.02 if share else None,
+    )
+    return curves_chart(curves, look)
+
+
+def attack_points(seeds: Sequence[Sequence[Left]], score: Score) -> list[Point]:
+    """One point an epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
+    limits = (0.0, 1.0 if score.form == "share" else np.inf)
+    entries = []
+    for rows in zip(*seeds, strict=True):
+        interval = Interval(rows[0].score, rows[0].low, rows[0].high)
+        if len(rows) > 1:
+            interval = over_seeds([row.score for row in rows])
+        entries.append(point(rows[0].epsilon * PIXEL, interval, limits))
+    return entries

@@ -1,0 +1,103 @@
+"""Experts as pictures: which of them a class prefers (MoGE, figure 2), how many tokens each gets,
+and which patches each sees.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moecore.measure.exploring.overlays import Corresponding, Overlays, grid_of
+from moecore.nn.experts.base import map_shape
+from moecore.report.figures.drawing import PALETTE, expert_colours, new_figure, share_axis, styled
+from moecore.report.figures.sheets import Frame, Tile, heat, picture, sheet, tints
+
+MOST = 12  # classes of a picture
+
+
+def expert_maps(
+    maps: Mapping[str, Sequence[Sequence[float | None]]],
+    classes: Sequence[str],
+    title: str = "Mean routing of each class",
+    caption: str = "",
+) -> Figure:
+    """Mean probability of each expert on the experts' grid: a column a class.
+
+    maps: a model, layer or epoch → (K, E), None where a class has no images (its panel stays
+    bare); all with the same E. Each row has one scale, from 0 to its largest value.
+    """
+    rows = {label: np.asarray(values, dtype=float)[:MOST] for label, values in maps.items()}
+    grid = map_shape(next(iter(rows.values())).shape[1])
+    height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
+    largest = {label: _largest(values) for label, values in rows.items()}
+    tiles = [
+        [Tile(heat(values.reshape(grid), largest[label])) for values in line]
+        for label, line in rows.items()
+    ]
+    frame = Frame(
+        title,
+        list(rows),
+        list(classes)[:MOST],
+        [f"0 – {value:.2g}" for value in largest.values()],
+        f"{caption} A cell is an expert; on the right the scale of each row.".lstrip(),
+    )
+    return sheet(tiles, frame, 0.9, height)
+
+
+@styled
+def expert_load(layers: list[tuple[float, ...]]) -> Figure:
+    """Share of the choices that each expert of each MoE layer got; the dotted line is balance."""
+    figure = new_figure(4.8, 0.5 + 1.2 * len(layers), "Share of the choices. Dotted: balance.")
+    panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
+    for number, (axes, load) in enumerate(zip(panels, layers, strict=True), start=1):
+        axes.bar(range(len(load)), load, color=PALETTE[0], width=0.78)
+        axes.axhline(1 / len(load), color=PALETTE[1], linewidth=1.2, linestyle=":")
+        axes.grid(axis="x", visible=False)
+        axes.set_ylim(bottom=0)
+        share_axis(axes, f"MoE {number}")
+    panels[0].set_title("Expert load")
+    panels[-1].set_xlabel("Expert")
+    if len(layers[0]) <= 16:
+        panels[-1].set_xticks(range(len(layers[0])))
+    return figure
+
+
+def expert_overlays(stored: Overlays) -> Figure:
+    """Images with the expert of each patch in colour and number; the first row bare."""
+    images = stored.images()
+    colours = expert_colours(stored.experts)
+    tiles = [[Tile(picture(image)) for image in images]]
+    for layer in stored.grids:
+        grids = [grid_of(rows) for rows in layer]
+        tiles.append(
+            [
+                Tile(
+                    picture(image),
+                    tints(grid, colours),
+                    np.where(grid < 0, "", grid.astype(str)),
+                )
+                for image, grid in zip(images, grids, strict=True)
+            ]
+        )
+    names = ["Image", *(f"MoE {number + 1}" for number in range(len(stored.grids)))]
+    caption = "The expert with the largest weight in each patch."
+    return sheet(tiles, Frame("Experts", names, caption=caption), 1.35, 1.35)
+
+
+def corresponding_patches(pair: Corresponding) -> Figure:
+    """Two crops of one image side by side; patches with the same number show the same."""
+    grids = [grid_of(rows) for rows in pair.numbers]
+    colours = expert_colours(grids[0].size)
+    tiles = [
+        Tile(picture(view), tints(grid, colours), np.where(grid < 0, "", grid.astype(str)))
+        for view, grid in zip(pair.views.array(), grids, strict=True)
+    ]
+    caption = (
+        "Two random crops of a test image; patches of one number and colour show the same, bare "
+        "ones have no partner (PRC, figure 4)."
+    )
+    return sheet([tiles], Frame("Corresponding patches", ["Crops"], caption=caption), 1.9, 1.9)
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.nanmax(values)) if np.isfinite(values).any() else 1.0

@@ -1,0 +1,218 @@
+"""Figures of trainings: curves, how the routing settles, which class is taken for which."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from moecore.report.column import title_of, unit_of
+from moecore.report.figures.charts import (
+    AROUND,
+    Labels,
+    Point,
+    draw_curves,
+    heat_table,
+    name_curves,
+    points_over_seeds,
+    texts_of,
+)
+from moecore.report.figures.direct_labels import End
+from moecore.report.figures.drawing import (
+    legend_of,
+    line_look,
+    new_figure,
+    share_axis,
+    styled,
+    whole_epochs,
+)
+from moecore.report.figures.expert_maps import expert_maps
+from moecore.training.outcome import Outcome
+from moecore.training.regularizers.group_sparsity import GroupSparsity
+
+AGREEMENTS = {
+    "agreement_with_final": "Agreement with the final model",
+    "agreement_consecutive": "Agreement of consecutive epochs",
+}
+ITERATIONS = 45_000  # of MoGE's figure 3
+EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: its own, and what the paper's text tells apart
+NUMBERED = 20  # classes: with more, a matrix has colours only
+
+
+@styled
+def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
+    """Loss in training and the score on the validation split over epochs, a line a seed; of text
+    the perplexities (MoGE, figures 12 to 16).
+    """
+    figure = new_figure(4.8, 4.8)
+    loss, below = figure.subplots(2, 1, sharex=True)
+    task = next(iter(trained.values()))[0].task
+    score = task.score
+    ends = []
+    for index, (label, seeds) in enumerate(trained.items()):
+        for number, result in enumerate(seeds):
+            look = line_look(index) | {
+                "alpha": 0.9 if number == 0 else 0.45,
+                "label": label if number == 0 else None,
+            }
+            learned = f"train_{task.logged}" if task.long else "train_loss"
+            _plot(loss, result, learned, look | {"marker": ""})
+            last = _plot(below, result, f"validation_{result.task.logged}", look)
+            if number == 0 and last is not None:
+                ends.append(End(label, *last, look))
+    share = score.form == "share"
+    what = "Cross-entropy in training" if share else "Loss in training"
+    loss.set(ylabel="Perplexity in training" if task.long else what, title="Training")
+    title = "perplexity" if task.long else f"{title_of(score)}{unit_of(score)}"
+    below.set_ylabel(f"Validation {title}")
+    if task.long:
+        for axes in (loss, below):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+    whole_epochs(below)
+    if share:
+        share_axis(below, f"Validation {score.label}")
+    if "" not in trained:
+        name_curves(figure, below, ends, 1.7)
+    return figure
+
+
+def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float, float] | None:
+    """One logged value over the epochs, where it is known; its last point."""
+    epochs, values = [], []
+    for row in result.curve:
+        epoch, value = row["epoch"], row.get(name)
+        if epoch is not None and value is not None:
+            epochs.append(epoch)
+            values.append(np.exp(value) if result.task.long else value)
+    axes.plot(epochs, values, **look)
+    return (epochs[-1], values[-1]) if epochs else None
+
+
+def loss_by_epoch(result: Outcome) -> list[tuple[int, float]]:
+    """(step, training loss averaged over the last epoch before it) of every logged point.
+
+    A logged loss is a mean since the point before; it counts for as many steps. Without points
+    that lack a value: [].
+    """
+    rows = [(row["step"], row["epoch"], row["train_loss"]) for row in result.curve]
+    if not rows or any(None in row for row in rows):
+        return []
+    steps, epochs, losses = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+    spans = np.diff(steps, prepend=0)
+    summed = np.concatenate([[0], np.cumsum(losses * spans)])
+    passed = np.concatenate([[0], np.cumsum(spans)])
+    # The first point that belongs to the epoch before each; epochs are quotients, hence 1e-9.
+    first = np.searchsorted(epochs, epochs - 1 + 1e-9, side="right")
+    last = np.arange(1, len(rows) + 1)
+    means = (summed[last] - summed[first]) / (passed[last] - passed[first])
+    return [(int(step), float(mean)) for step, mean in zip(steps, means, strict=True)]
+
+
+def steps_to(result: Outcome, baseline: Outcome | None) -> int | None:
+    """The first logged step at which the training loss is down to the baseline's final one.
+
+    Both are means over an epoch (TGR, figure S5). A training that never is there counts as if it
+    were one epoch after its end, the earliest that is possible. None where nothing was logged, or
+    there is no baseline.
+    """
+    known = [] if baseline is None else loss_by_epoch(baseline)
+    own = loss_by_epoch(result)
+    if not known or not own:
+        return None
+    final = known[-1][1]
+    steps, epochs = result.curve[-1]["step"], result.curve[-1]["epoch"]
+    after = round(steps * (1 + 1 / epochs)) if steps and epochs else None
+    return next((step for step, loss in own if loss <= final), after)
+
+
+@styled
+def sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
+    """σ of MoGE's filter over the iterations, for several γ (MoGE, figure 3)."""
+    figure = new_figure(
+        4.8,
+        3.5,
+        f"σ from {settings.sigma_start:g} to {settings.sigma_end:g} as in {method}, whose γ is "
+        f"{settings.exponent:g}; T = {ITERATIONS:,} iterations (MoGE, figure 3).",
+    )
+    axes = figure.subplots()
+    progress = np.linspace(0, 1, 201)
+    for index, exponent in enumerate(sorted({*EXPONENTS, settings.exponent})):
+        other = settings.model_copy(update={"exponent": exponent})
+        look = line_look(index) | {"marker": ""}
+        if exponent == settings.exponent:
+            look |= {"linewidth": 3.2}
+        sigmas = [other.sigma(float(share)) for share in progress]
+        axes.plot(ITERATIONS * progress, sigmas, label=f"γ = {exponent:g}", **look)
+    axes.set(xlabel="Iteration", ylabel="σ, in experts", title="σ over the training")
+    axes.set_ylim(bottom=0)
+    legend_of(figure, axes)
+    return figure
+
+
+def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
+    """One point an epoch over the seeds of one method; [] where a seed has no such list.
+
+    name: a key of AGREEMENTS. A list that is shorter than the training has epochs ends with the
+    last epoch.
+    """
+    lists = [getattr(result, name) or () for result in seeds]
+    if not all(lists):
+        return []
+    epochs = max(len(getattr(result, key) or ()) for result in seeds for key in AGREEMENTS)
+    by_epoch: list[dict[float, float]] = [
+        {
+            epoch: value
+            for epoch, value in enumerate(values, start=1 + epochs - len(values))
+            if value is not None
+        }
+        for values in lists
+    ]
+    return points_over_seeds(by_epoch, (0.0, 1.0))
+
+
+@styled
+def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> Figure:
+    """Two panels over epochs; curves: key of AGREEMENTS → method → points (TGR, figure 3)."""
+    figure = new_figure(9.8, 3.9)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    named = []
+    for axes, (name, title) in zip(panels, AGREEMENTS.items(), strict=True):
+        ends = draw_curves(axes, curves[name])
+        axes.set(title=title, ylim=(0, 1.02))
+        whole_epochs(axes)
+        if ends:
+            named = [(axes, ends)]
+    share_axis(panels[0], "Tokens")
+    for axes, ends in named:
+        name_curves(figure, axes, ends, 3.9 - AROUND)
+    return figure
+
+
+def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
+    """Share of each true class (rows) that was predicted as each class (columns)."""
+    shares = shares_of(counts)
+    few = len(classes) <= NUMBERED
+    names = list(classes) if few else []
+    texts = texts_of(shares, 0.005) if few else np.full(shares.shape, "", dtype=object)
+    labels = Labels("Confusion", names, names, "Predicted", "True", slanted=True)
+    caption = "Percent of each true class."
+    return heat_table(shares, texts, labels, (4.8, 4.7), caption)
+
+
+def shares_of(counts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Counts (K, K) as shares of each row; a class without images has zeros."""
+    table = np.asarray(counts, dtype=float)
+    return table / np.maximum(table.sum(axis=1, keepdims=True), 1)
+
+
+def class_maps(result: Outcome) -> Figure:
+    """Mean routing of each class in the last MoE layer over the epochs."""
+    rows = {
+        f"epoch {epoch}": [layers[-1] for layers in classes]
+        for epoch, classes in result.class_maps.items()
+    }
+    return expert_maps(rows, result.task.classes, caption="Last MoE layer.")

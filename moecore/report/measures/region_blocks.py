@@ -1,0 +1,253 @@
+"""Which expert answers for which tissue: as the trainings of region experts saw it (figure S1), and
+where training did not show the answer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moecore.measure.cohort_checks import Result as CohortChecks
+from moecore.measure.probes.generalisation import Generalised
+from moecore.report.column import Column, Metric, mean_or_none
+from moecore.report.figures.charts import Labels, heat_table, texts_of
+from moecore.report.measured import Phase
+from moecore.report.page.rows import format_column
+from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
+from moecore.report.tables.cells import read_cell
+from moecore.report.tables.number_format import NumberFormat
+from moecore.training.outcome import Outcome, Probed, RegionRow
+
+# What region experts are named after.
+TISSUES = {"wm": "White matter", "gm": "Grey matter", "csf": "CSF"}
+CONTROL = "random_"  # before a tissue's name: random masks of its size
+
+WORDS = (
+    "For each tissue the two experts with the highest mean score over its tokens, at three epochs. "
+    "Control: as many tokens drawn at random from the brain. An expert knows its tissue where its "
+    "share of the tokens is well above the control's."
+)
+
+WHOLE_PERCENTS = NumberFormat("share", 0)
+FIRST = "tokens whose first region expert is that of the tissue most of the cube is"
+NOTE = f"{FIRST}; on isolated volumes experts follow the labels they were taught: no finding"
+LESS = (
+    "the same, less what is expected with the person's cubes (of all mixtures) in another order; "
+    "at 0 the experts do not tell them apart"
+)
+GENERALISED = (
+    f"Share of {FIRST}. On isolated volumes of the own generator this was taught, and is no "
+    "finding; nothing else in the table was. Chance: the same decisions against the person's cubes "
+    "in another order, the best answer that is the same everywhere, and the decisions against "
+    "other people's cubes of the same places, which experts that go by the place reach too."
+)
+TRIED = {  # words → where it lies in the result
+    "Isolated, as taught": ("test", "isolated"),
+    "Two tissues mixed": ("mixed",),
+    "Whole volumes": ("test", "whole"),
+    "Other generator, isolated": ("other", "isolated"),
+    "Other generator, whole": ("other", "whole"),
+}
+NUMBERS = {
+    "share": "Agreement",
+    "permuted": "Cubes permuted",
+    "over_chance": "Agreement − permuted",
+    "fixed": "Best fixed answer",
+    "same_place": "Same place, other person",
+}
+
+
+def at(*path: str) -> Callable[[CohortChecks], Any]:
+    """What lies at this path below ``generalisation``; None where a step is."""
+
+    def read(result: CohortChecks) -> Any:
+        results: Any = result.generalisation
+        for name in path:
+            results = None if results is None else getattr(results, name)
+        return results
+
+    return read
+
+
+def pair(name: str, label: str, *path: str) -> tuple[Column, Column]:
+    """The agreement, and by how much it is above chance."""
+    over = at(*path, "over_chance")
+    label = f"Own tissue, {label}"
+    return (
+        Column(f"{name}_agreement", label, at(*path, "share"), "higher", "share", NOTE, "ages"),
+        Column(f"{name}_over_chance", f"{label} − chance", over, "higher", "number", LESS, "ages"),
+    )
+
+
+GENERALISATION = (
+    *pair("mixed", "two tissues mixed", "mixed"),
+    *pair("whole", "whole volumes", "test", "whole"),
+    *pair("other_generator", "another generator's whole volumes", "other", "whole"),
+)
+
+
+def own_expert(prefix: str) -> Callable[[Outcome], float | None]:
+    """Mean share of a tissue's tokens that choose the expert of the same name, at the last epoch.
+
+    prefix: "" for the tissues themselves, CONTROL for random masks of their size. None where no
+    expert has a tissue's name.
+    """
+
+    def read(result: Outcome) -> float | None:
+        shares = {row.region: row.share for row in last_probe(result)}
+        own = [shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES]
+        return mean_or_none([share for share in own if share is not None])
+
+    return read
+
+
+def last_probe(result: Outcome) -> Sequence[RegionRow]:
+    """The rows at the last epoch; () where there is no probe."""
+    if not result.region_routing:
+        return ()
+    return max(result.region_routing, key=lambda probe: probe.epoch).rows
+
+
+def gain(result: Outcome) -> float | None:
+    """How much more often than by chance."""
+    own = own_expert("")(result)
+    control = own_expert(CONTROL)(result)
+    return None if own is None or control is None else own - control
+
+
+COLUMNS = (
+    Column(
+        "own_expert",
+        "Own expert",
+        own_expert(""),
+        "higher",
+        "share",
+        "tokens of a region that choose the expert of that region, mean over wm, gm, csf",
+        "ages",
+    ),
+    Column(
+        "own_expert_random",
+        "Own expert, random masks",
+        own_expert(CONTROL),
+        form="share",
+        note="the same share under random masks of that size",
+        paper="ages",
+    ),
+    Column(
+        "own_expert_gain",
+        "Own expert − random",
+        gain,
+        "higher",
+        note="above 0: experts know their tissue",
+        paper="ages",
+    ),
+)
+
+
+def part(phase: Phase) -> Iterator[Block]:
+    """The two best experts of each tissue at three epochs, and the choices at the last."""
+    probed = {
+        method: result.region_routing
+        for method, result in phase.first(Outcome).items()
+        if result.region_routing
+    }
+    grids = [table_of(probes, method) for method, probes in probed.items()]
+    drawn = [
+        Picture(
+            region_shares(max(probes, key=lambda probe: probe.epoch).rows),
+            f"{phase.name}: regions of {method}",
+            f"{method}. Last epoch, percent of the tokens.",
+        )
+        for method, probes in probed.items()
+    ]
+    yield Block(
+        "Which expert answers for which tissue",
+        [WORDS + phase.first_seed],
+        grids,
+        drawn,
+        folded=True,
+        about="own_expert_gain",
+    )
+
+
+def generalised(phase: Phase) -> Grid | None:
+    """A group of rows a method with region experts, a row a sort of volumes."""
+    lines = []
+    for method, seeds in phase.models.items():
+        results = phase.of(CohortChecks)[method]
+        if not any(result.generalisation for result in results):
+            continue
+        lines.append(Line(Item(method), look="group"))
+        for words, path in TRIED.items():
+            items = []
+            for name, label in NUMBERS.items():
+                form = "number" if name == "over_chance" else "share"
+                metric = Metric(Column(name, label, at(*path, name), form=form), CohortChecks)
+                items += format_column(metric.column, [read_cell(metric, list(seeds.values()))])
+            lines.append(Line(Item(words), items))
+    if not lines:
+        return None
+    return Grid(["First region expert", *NUMBERS.values()], lines, below=GENERALISED)
+
+
+def mixtures(result: Generalised, method: str) -> Grid:
+    """One model: a row a pair of tissues, a column a share that is left of the second."""
+    lefts = sorted({row.left for row in result.mixtures})
+    rows = {(row.whole, row.thinned, row.left): row.found for row in result.mixtures}
+    lines = []
+    for whole, thinned in dict.fromkeys(key[:2] for key in rows):
+        of_pair = [rows[whole, thinned, left] for left in lefts]
+        items = [
+            Item(
+                WHOLE_PERCENTS.value(one.share.value),
+                f"chance {WHOLE_PERCENTS.value(one.permuted)}",
+            )
+            for one in of_pair
+        ]
+        lines.append(Line(Item(f"{whole.upper()} with {thinned.upper()}"), items))
+    heads = [f"{WHOLE_PERCENTS.value(left)} left of the second" for left in lefts]
+    two_decimals = NumberFormat("number", 2)
+    below = "Rank correlation of a tissue's share of a cube and its expert's score"
+    for name, volumes in {"whole volumes": result.test, "other generator": result.other}.items():
+        ranks = {} if volumes is None else volumes.correlation
+        values = [
+            f"{tissue.upper()} {two_decimals.value(rank.value)}" for tissue, rank in ranks.items()
+        ]
+        below += f"; {name}: {', '.join(values) or 'none'}"
+    return Grid(["Mixture", *heads], lines, title=method, below=f"{below}.")
+
+
+def table_of(probes: Sequence[Probed], method: str) -> Grid:
+    """A row a tissue, two columns an epoch."""
+    columns = ["Tissue"]
+    for probe in probes:
+        columns += [f"Epoch {probe.epoch}", "Control"]
+    rows = [row.region.removeprefix(CONTROL) for probe in probes for row in probe.rows]
+    lines = []
+    for region in dict.fromkeys(rows):
+        items = []
+        for probe in probes:
+            of_region = {row.region: row for row in probe.rows}
+            items += [top_two(of_region.get(prefix + region)) for prefix in ("", CONTROL)]
+        lines.append(Line(Item(TISSUES.get(region, region)), items))
+    return Grid(columns, lines, title=method)
+
+
+def top_two(row: RegionRow | None) -> Item:
+    """The experts with their scores, and the share of the tokens that choose them."""
+    if row is None:
+        return NONE
+    experts = "\n".join(f"{name} {score:.3f}" for name, score in row.experts)
+    shares = [f"{row.share[name]:.0%}" for name, _ in row.experts if name in row.share]
+    return Item(experts, f"chosen by {', '.join(shares)}" if shares else "", look="lines")
+
+
+def region_shares(rows: Sequence[RegionRow]) -> Figure:
+    """Share of the tokens of each tissue, and of its control, that choose each expert."""
+    experts = list(dict.fromkeys(name for row in rows for name in row.share))
+    table = np.array([[row.share.get(name, 0.0) for name in experts] for row in rows])
+    names = [row.region.replace(CONTROL, "random, as ") for row in rows]
+    labels = Labels("Choices by tissue", names, experts, "Expert", slanted=len(experts) > 6)
+    size = (1.6 + 0.62 * len(experts), 0.9 + 0.36 * len(rows))
+    return heat_table(table, texts_of(table), labels, size)

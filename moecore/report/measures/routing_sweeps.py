@@ -1,0 +1,232 @@
+"""Sweeps over the router's settings, and what the pictures of routing show, in a line each."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from moecore.measure.cost import Result as Cost
+from moecore.measure.exploring.overlays import grid_of
+from moecore.measure.routing import Result
+from moecore.report.column import Ahead, Column, Each, Seen, title_of
+from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
+from moecore.report.measured import Phase
+from moecore.report.page.view import Picture
+from moecore.report.tables.number_format import NumberFormat
+from moecore.tasks.base import Score
+from moecore.training.outcome import Outcome
+
+
+def neighbours(first: Mapping[str, Result]) -> str:
+    """How often patches that lie side by side have the same expert in the last layer.
+
+    first: method → the result whose patches are shown; "" where none are.
+    """
+    shares = {}
+    for method, result in first.items():
+        layers = result.overlays.grids
+        same = [row[:, 1:] == row[:, :-1] for row in map(grid_of, layers[-1] if layers else ())]
+        pairs = [one for one in same if one.size]
+        if pairs:
+            shares[method] = float(np.mean([one.mean() for one in pairs]))
+    if not shares:
+        return ""
+    return f"patches side by side share their expert in {ends_of(shares)} of the pairs"
+
+
+def ends_of(values: Mapping[str, float]) -> str:
+    """40 % (prc) to 61 % (moge)."""
+    least = min(values, key=values.__getitem__)
+    most = max(values, key=values.__getitem__)
+    return " to ".join(f"{100 * values[one]:.0f} % ({one})" for one in dict.fromkeys((least, most)))
+
+
+def swept_most(scores: Mapping[str, Mapping[float, float]], score: Score) -> str:
+    """How far the score moves where fewer or more experts see a token; scores: method → k → it."""
+    moved = {
+        method: max(one.values()) - min(one.values())
+        for method, one in scores.items()
+        if len(one) > 1
+    }
+    if not moved:
+        return ""
+    most = max(moved, key=moved.__getitem__)
+    by = NumberFormat(score.form).difference(moved[most]).strip("+±")
+    tried = list(scores[most])
+    return f"{title_of(score)} moves by up to {by} ({most}) from k = {tried[0]:g} to {tried[-1]:g}"
+
+
+def preferred(first: Mapping[str, Outcome]) -> str:
+    """The class and the expert that belong together most, in the last MoE layer and epoch."""
+    most = (0.0, "")
+    for method, result in first.items():
+        if not result.class_maps:
+            continue
+        last = list(result.class_maps.values())[-1]
+        maps = np.array([layers[-1] for layers in last], dtype=float)  # (classes, experts)
+        if not np.isfinite(maps).any():
+            continue
+        label, expert = np.unravel_index(np.nanargmax(maps), maps.shape)
+        share = float(maps[label, expert])
+        words = f"{result.task.classes[label]} for expert {expert} of {method}"
+        most = max(most, (share, words))
+    if not most[1]:
+        return ""
+    return (
+        f"the strongest preference is that of {most[1]} ({100 * most[0]:.0f} % of its probability)"
+    )
+
+
+FIGURES = {"threshold": "S3", "k": "S5"}  # of ERMoE's supplement
+
+
+def sweeps(phase: Phase) -> list[Picture]:
+    """Small curves over the threshold and over k at test time (ERMoE, figures S3 and S5)."""
+    score = phase.task.score
+    share = score.form == "share"
+    panels = (
+        ("threshold", "fallback", "Fallback", True),
+        ("threshold", "tail_mass", "Tail mass", False),
+        ("threshold", "score", title_of(score), share),
+        ("threshold", "load_cv2", "Load CV²", False),
+        ("k", "score", title_of(score), share),
+        ("k", "tail_mass", "Tail mass", False),
+        ("k", "load_cv2", "Load CV²", False),
+    )
+    drawn = [sweep(phase, *panel) for panel in panels]
+    drawn.append(step_time(phase))
+    return [one for one in drawn if one is not None]
+
+
+def sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> Picture | None:
+    """One value over one setting, a line a method; None where no model was swept."""
+    words = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
+    over_what, axis = words[setting]
+    curves = {
+        method: points_over_seeds([swept(result, setting, name) for result in seeds])
+        for method, seeds in phase.of(Result).items()
+    }
+    if not any(curves.values()):
+        return None
+    look = Look(f"{label} over {over_what}", axis, label, share)
+    what = f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[setting]})."
+    caption = f"{what} {interval_caption(phase.of(Result))}"
+    return Picture(curves_chart(curves, look, 3.2), f"{phase.name}: {look.title}", caption)
+
+
+def step_time(phase: Phase) -> Picture | None:
+    """The time of a batch over k, as a multiple of that with one expert a token."""
+
+    def of(result: Cost) -> dict[float, float]:
+        times = {row.k: row.batch_ms.median for row in result.by_k}
+        return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
+
+    curves = {
+        method: points_over_seeds([of(result) for result in seeds])
+        for method, seeds in phase.of(Cost).items()
+    }
+    if not any(curves.values()):
+        return None
+    look = Look("Step time over k", "Experts per token k", "Time of a batch / that of k = 1")
+    what = "Forward passes of this machine (ERMoE, figure S5)."
+    caption = f"{what} {interval_caption(phase.of(Cost))}"
+    return Picture(curves_chart(curves, look, 3.2), f"{phase.name}: {look.title}", caption)
+
+
+def swept(result: Result, setting: str, name: str) -> dict[float, float]:
+    """The setting → a value; without the points that have none."""
+    rows = sorted(getattr(result.sweeps, setting), key=lambda row: getattr(row, setting))
+    entries = {getattr(row, setting): getattr(row, name) for row in rows}
+    return {x: value for x, value in entries.items() if value is not None}
+
+
+def swept_columns(setting: str, name: str, label: str, better: str, form: str) -> Each:
+    """A value at each setting that was tried: a claim compares it as any other column."""
+    symbol = {"threshold": "T", "k": "k"}[setting]
+
+    def column(value: str, result: Result) -> Column:
+        def read(result: Result) -> float | None:
+            return swept(result, setting, name).get(float(value))
+
+        return Column(
+            f"{name}_{setting}_{value}".replace(".", "_"),
+            f"{label}, {symbol}\u00a0=\u00a0{value}",
+            read,
+            better,
+            form,
+            f"trained weights with {symbol} = {value} at test time (figure {FIGURES[setting]})",
+            "ermoe",
+            detail=True,
+        )
+
+    def values(result: Result) -> list[str]:
+        return [f"{value:g}" for value in swept(result, setting, name)]
+
+    def foreseen(ahead: Ahead) -> list[str]:
+        tried = getattr(ahead.study.routing.sweeps, setting)
+        return [f"{name}_{setting}_{value:g}".replace(".", "_") for value in tried]
+
+    return Each(values, column, foreseen)
+
+
+def layers_of(result: Result) -> list[str]:
+    """The MoE layers, from 1."""
+    return [str(place) for place, _ in enumerate(result.layers, 1)]
+
+
+def by_layer(
+    name: str, label: str, better: str, form: str, note: str, paper: str, detail: bool = True
+) -> Each:
+    """A column for each MoE layer that has the value, from 1."""
+
+    def column(layer: str, result: Result) -> Column:
+        def read(result: Result) -> float | None:
+            place = int(layer) - 1
+            return getattr(result.layers[place], name) if place < len(result.layers) else None
+
+        return Column(
+            f"{name}_layer_{layer}",
+            f"{label}, MoE {layer}",
+            read,
+            better,
+            form,
+            f"{note}; MoE layer {layer}",
+            paper,
+            detail=detail,
+        )
+
+    def foreseen(ahead: Ahead) -> list[str]:
+        return [f"{name}_layer_{layer}" for layer in ahead.layers]
+
+    return Each(layers_of, column, foreseen)
+
+
+def scores_over_k(seen: Seen) -> list[Column]:
+    """The task's score with each k at test time."""
+    score = seen.task.score
+    return swept_columns("k", "score", title_of(score), score.better, score.form).columns(seen)
+
+
+def scores_ahead(ahead: Ahead) -> list[str]:
+    """The names of those columns."""
+    return [f"score_k_{value}" for value in ahead.study.routing.sweeps.k]
+
+
+def agreement_by_layer(phase: Phase) -> list[Picture]:
+    """Agreement with the teacher over the MoE layers, a line a method (TGR, table 7)."""
+
+    def of(result: Result) -> dict[float, float]:
+        shares = {place: layer.teacher_agreement for place, layer in enumerate(result.layers, 1)}
+        return {place: share for place, share in shares.items() if share is not None}
+
+    seeds = phase.of(Result)
+    curves = {
+        method: points_over_seeds([of(result) for result in one]) for method, one in seeds.items()
+    }
+    if not any(curves.values()):
+        return []
+    look = Look("Agreement with the teacher", "MoE layer", "Tokens", share=True, top=1.02)
+    what = "Tokens whose first expert is the teacher's (TGR, table 7)."
+    chart = curves_chart(curves, look, 3.2)
+    return [
+        Picture(chart, f"{phase.name}: teacher's agreement", f"{what} {interval_caption(seeds)}")
+    ]

@@ -1,0 +1,120 @@
+"""The report: one HTML file that needs nothing else, light or dark, readable on a phone.
+
+What it shows is built here, as the objects of ``view``; the templates lay it out.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from moecore.measure.linear_experts import Result as LinearExperts
+from moecore.measure.sizes import Result as Sizes
+from moecore.report.claims.claims_table import claims_section
+from moecore.report.claims.evaluation import Evaluated
+from moecore.report.figures import overview
+from moecore.report.measured import Phase, Results
+from moecore.report.measures import SHOWN, linear_experts, sizes
+from moecore.report.page.answer import answer_of_claims, describe_phase
+from moecore.report.page.glossary import WORDS
+from moecore.report.page.sections import join_names, pluralize, section_of, title_of
+from moecore.report.page.templating import template_environment
+from moecore.report.page.view import Grid, Overview, Page, Section
+from moecore.report.quantities import Quantities, quantities
+from moecore.report.references import has_routing
+from moecore.report.tables.comparison import build_table
+from moecore.report.tables.run_files import card_facts
+
+
+def render_report(
+    results: Results, evaluated: Sequence[Evaluated] = (), explorer: str | None = None
+) -> str:
+    """The whole page; the same results give the same text.
+
+    explorer: the address, from this page's folder, of the routing explorer; None where there is
+    none. Raises UserError where results do not fit together.
+    """
+    result = page_of(results, evaluated)._replace(explorer=explorer or "")
+    return template_environment().get_template("page.html.jinja").render(page=result)
+
+
+def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
+    """All that the page says."""
+    tables = {name: build_table(results, phase) for name, phase in results.phases.items()}
+    known = {
+        name: quantities(phase, tables[name], results.controls)
+        for name, phase in results.phases.items()
+    }
+    sections = [claims_section(evaluated)] if evaluated else []
+    sections += [
+        section_of(results, phase, tables[phase.name]) for phase in results.phases.values()
+    ]
+    if result := results.alone.get(LinearExperts):
+        blocks = list(linear_experts.section(result))
+        sections.append(Section("linear_experts", "Linear experts", "Linear experts", (), blocks))
+    if counted_sizes := results.alone.get(Sizes):
+        blocks = list(sizes.section(counted_sizes))
+        sections.append(Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks))
+    return Page(
+        simulated=", ".join(results.simulated),
+        answer=answer_title(results, known, evaluated),
+        opening=opening_words(results),
+        overviews=[
+            overview_of(results, phase, known[phase.name]) for phase in results.phases.values()
+        ],
+        sections=sections,
+        facts=[
+            Grid((), card_facts(phase), title=title_of(phase)) for phase in results.phases.values()
+        ],
+        settings=results.settings,
+        words=WORDS,
+    )
+
+
+def answer_title(
+    results: Results, known: Mapping[str, Quantities], evaluated: Sequence[Evaluated]
+) -> str:
+    """The title's answer: the claims' verdicts, or else what the first phase shows."""
+    if evaluated:
+        return answer_of_claims(evaluated)
+    phase = next(iter(results.phases.values()), None)
+    if phase is None:
+        result = results.alone.get(Sizes)
+        return sizes.told(result) if result else "Nothing was trained."
+    return describe_phase(phase, title_of(phase), known[phase.name], results.without_experts)
+
+
+def overview_of(results: Results, phase: Phase, known: Quantities) -> Overview:
+    """The picture of the first screen, and what it lacks."""
+    notes = known.missing(has_routing(phase.models))
+    left_out = [method for method in phase.models if method in results.controls]
+    if left_out:
+        notes.append(f"Without {join_names(left_out)} (control).")
+    drawn = list(overview.overview_pictures(phase, known))
+    return Overview(f"overview-{phase.name}", title_of(phase), drawn, notes)
+
+
+def opening_words(results: Results) -> str:
+    """What was compared, and what was measured of it."""
+    methods = results.methods
+    phases = list(results.phases.values())
+    if not phases:
+        return "Nothing was trained."
+    data = " → ".join(phase.card["name"] for phase in phases)
+    alike = join_names(what_was_measured(phases[0]))
+    each = " each" if len(methods) > 1 else ""
+    seeds = pluralize(phases[0].seeds, "seed")
+    compared = f"{pluralize(len(methods), 'method')}, {seeds}{each}, on {data}."
+    if len(methods) == 1:
+        return f"{compared} Measured: {alike}."
+    return f"{compared} Every model is measured alike: {alike}."
+
+
+def what_was_measured(phase: Phase) -> list[str]:
+    """The score, and what any model of the phase has."""
+    score = "accuracy" if phase.task.score.form == "share" else "error"
+    entries = [
+        shown.title
+        for shown in SHOWN
+        if shown.stage and any(model.of(shown.result) for model in phase.every)
+    ]
+    if phase.together:
+        entries.append("transfer of attacks")
+    return [score, *entries]

@@ -1,0 +1,101 @@
+"""Metrics and cells as the rows of a page's tables."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from moecore.report.column import Column
+from moecore.report.page.glossary import find_explaining_word
+from moecore.report.page.view import EMPTY, NONE, Grid, Head, Item, Line
+from moecore.report.tables.cells import Cell, Cells
+from moecore.report.tables.number_format import NumberFormat
+from moecore.report.tables.paper_numbers import PAPERS
+
+Notes = Callable[[Column], Sequence[str]]
+
+
+def no_notes(column: Column) -> Sequence[str]:
+    """Nothing below a column's name."""
+    return ()
+
+
+def by_method(
+    columns: Sequence[Column],
+    cells: Cells,
+    controls: Collection[str] = (),
+    notes: Notes = no_notes,
+) -> Grid:
+    """Methods as rows, metrics as columns, whose heads have notes below them."""
+    items = [
+        format_column(column, [row[column.name] for row in cells.values()]) for column in columns
+    ]
+    lines = [
+        Line(
+            Item(method, note="control" if method in controls else ""), [one[row] for one in items]
+        )
+        for row, method in enumerate(cells)
+    ]
+    heads = [Head(), *(column_head(column, notes(column)) for column in columns)]
+    names = ["Method", *(column.label for column in columns)]
+    return Grid(names, lines, heads=heads, sortable=len(lines) > 1)
+
+
+def column_head(column: Column, notes: Sequence[str] = ()) -> Head:
+    """What stands with a column's name."""
+    return Head(column.note, column.better, find_explaining_word(column.name), notes)
+
+
+def by_metric(columns: Sequence[Column], cells: Cells) -> Grid:
+    """Metrics as rows, methods as columns: everything, the metrics of a paper under its name."""
+    lines = []
+    paper = ""
+    for column in columns:
+        if column.paper != paper:
+            paper = column.paper
+            lines.append(Line(Item(PAPERS[paper]), look="group"))
+        items = format_column(column, [row[column.name] for row in cells.values()])
+        lines.append(Line(Item(column.label, note=column.note), items))
+    return Grid(["Metric", *cells], lines)
+
+
+def format_column(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
+    """Return the cells of one column with the same digits: a value with its limits, marked where it
+    is the best; a dash where there is none.
+    """
+    number_format = NumberFormat.of(column.form, (cell.interval for cell in cells if cell))
+    return [
+        NONE
+        if cell is None
+        else Item(
+            number_format.value(cell.interval.value),
+            number_format.limits(cell.interval),
+            look="best" if cell.marked else "",
+            value=cell.interval.value,
+        )
+        for cell in cells
+    ]
+
+
+def percent_grid(
+    corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
+) -> Grid:
+    """Shares as percents in colour; rows: name → a share for each column, None where unknown."""
+    lines = [
+        Line(
+            Item(name),
+            [
+                EMPTY if share is None else Item(f"{share * 100:.0f}", share=share)
+                for share in shares
+            ],
+        )
+        for name, shares in rows.items()
+    ]
+    return Grid([corner, *columns], lines, small=True)
+
+
+def paper_number(value: float, column: Column) -> str:
+    """A paper's number with the digits that the paper prints."""
+    match column.form:
+        case "share":
+            return f"{100 * value:.4g} %"
+        case "count":
+            return f"{value / 1e6:.4g} million" if value >= 1e6 else f"{value:,.0f}"
+    return f"{value:.4g}"

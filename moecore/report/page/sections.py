@@ -1,0 +1,182 @@
+"""One section of the page for each phase: its numbers, then what each measurement has to say."""
+
+from collections.abc import Collection, Sequence
+
+from moecore.report.claims.significance import WORDS
+from moecore.report.column import Column, column_slug
+from moecore.report.figures.training_figures import sigma_schedule
+from moecore.report.measured import Phase, Results
+from moecore.report.measures import SHOWN, transfer
+from moecore.report.measures.shown import Shown
+from moecore.report.page.rows import by_method, by_metric
+from moecore.report.page.view import Block, Picture, Section, without_empty
+from moecore.report.quantities import headline, of_column
+from moecore.report.tables.cells import Cells
+from moecore.report.tables.comparison import Table, used_tests
+from moecore.report.tables.cross_table import by_paper
+from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
+
+TITLES = {
+    "pretrain": "Pretrained",
+    "finetune": "Fine-tuned",
+    "adversarial": "Adversarially fine-tuned",
+}
+KINDS = {
+    "t": "Student's t over seeds",
+    "wilson": "Wilson for shares",
+    "bootstrap": "bootstrap over test images for means",
+    "draws": "Student's t over draws of few-shot images",
+}
+CONTROL = "they learned from labels dealt out anew, or their routing is not their own"
+
+
+def section_of(results: Results, phase: Phase, compared: Table) -> Section:
+    """The numbers of a phase, then a folded part for each measurement."""
+    columns = {metric.name: metric.column for metric in compared.metrics}
+    controls = [method for method in compared.cells if method in results.controls]
+    blocks = number_blocks(results, phase, compared, controls)
+    for view in SHOWN:
+        if has_results(view, phase):
+            blocks += view.blocks(phase)
+    if phase.name == next(iter(results.phases)):
+        blocks.append(schedule_block(results))
+    blocks += transfer.part(phase)
+    blocks += [full_table_block(compared), left_out(phase)]
+    told = []
+    for block in without_empty(blocks):
+        said = block.finding
+        if not said and block.about in columns:
+            said = describe_column(columns[block.about], compared.cells, controls)
+        place = f"{phase.name}-{column_slug(block.title).lower()}" if block.title else ""
+        told.append(block._replace(finding=keep_percent_on_line(said), id=place))
+    title = title_of(phase)
+    return Section(phase.name, title, title, (), told)
+
+
+def schedule_block(results: Results) -> Block:
+    """How MoGE's σ falls in training; methods with the same schedule share a picture."""
+    different = {
+        (one.sigma_start, one.sigma_end, one.exponent): method
+        for method, one in reversed(results.schedules.items())
+    }
+    drawn = []
+    for method in reversed(different.values()):
+        figure = sigma_schedule(results.schedules[method], method)
+        drawn.append(Picture(figure, f"σ of {method}", getattr(figure, "caption", "")))
+    told = f"the schedule of {join_names(list(results.schedules))}" if drawn else ""
+    return Block("How the neighbourhood narrows", pictures=drawn, folded=True, finding=told)
+
+
+def has_results(view: Shown, phase: Phase) -> bool:
+    """Whether any model of the phase has such a result."""
+    return view.applies(phase.task) and bool(phase.results(view.result))
+
+
+def left_out(phase: Phase) -> Block:
+    """Measurements that do not apply, and why; a reason once for each method."""
+    entries = {
+        f"{method}, {reason}.": method
+        for method, seeds in phase.models.items()
+        for model in seeds.values()
+        for reason in model.skipped
+    }
+    methods = ", ".join(dict.fromkeys(entries.values()))
+    title = "What does not apply to a method"
+    told = f"{pluralize(len(entries), 'measurement')} of {methods}"
+    return Block(title, below=list(entries), folded=True, finding=told)
+
+
+def full_table_block(compared: Table) -> Block:
+    """The table of everything."""
+    columns = [metric.column for metric in compared.metrics]
+    told = f"{pluralize(len(columns), 'metric')} of {pluralize(len(compared.cells), 'method')}"
+    grids = [by_metric(columns, compared.cells)]
+    return Block("All measurements", grids=grids, folded=True, finding=told)
+
+
+def number_blocks(
+    results: Results, phase: Phase, compared: Table, controls: Collection[str]
+) -> list[Block]:
+    """The headline, and the tables of the papers."""
+    columns = [metric.column for metric in compared.metrics]
+    grid = by_method(headline(phase, columns), compared.cells, controls)
+    return [
+        Block(
+            "",
+            grids=[grid],
+            marks=describe_marks(results, phase, compared, controls),
+            below=[describe_intervals(compared)],
+        ),
+        by_paper(columns, compared.cells, controls),
+    ]
+
+
+def describe_marks(
+    results: Results, phase: Phase, compared: Table, controls: Collection[str]
+) -> str:
+    """What a mark means; "" where nothing can be marked."""
+    known = used_tests(results, phase, compared.metrics)
+    if not known:
+        return ""
+    tests = "; ".join(text for test, text in WORDS.items() if test in known)
+    words = [f"better than every other method beyond chance at 5 %: {tests}."]
+    words.append("No mark means no difference was shown.")
+    if dense := [method for method in compared.cells if method in results.without_experts]:
+        words.append(f"Without experts ({join_names(dense)}): has to be beaten, is never marked.")
+    if controls:
+        names = ", ".join(controls)
+        words.append(f"Marks leave out {names} (control): {CONTROL}.")
+    return " ".join(words)
+
+
+def describe_intervals(compared: Table) -> str:
+    """What the limits below the values are."""
+    cells = [cell for row in compared.cells.values() for cell in row.values() if cell]
+    kinds = {cell.kind for cell in cells}
+    how = ", ".join(text for kind, text in KINDS.items() if kind in kinds)
+    words = ["↑ ↓: whether higher or lower is better."]
+    if how:
+        words.append(f"Small figures: 95 % intervals ({how}).")
+    if "quartiles" in kinds:
+        words.append("Of timings: quartiles.")
+    return " ".join(words)
+
+
+def title_of(phase: Phase) -> str:
+    """A phase and its data."""
+    return f"{TITLES.get(phase.name, phase.name)} on {phase.card['name']}"
+
+
+def pluralize(count: int, word: str) -> str:
+    """1 seed, 2 seeds."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def join_names(names: Sequence[str]) -> str:
+    """a, b and c."""
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def describe_column(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:
+    """The one line that a folded part of the page says of itself.
+
+    Who is ahead where that was shown, else from where to where the values reach.
+    """
+    having = {
+        method: cell
+        for method, cell in of_column(column.name, cells).items()
+        if method not in controls
+    }
+    if not having:
+        return ""
+    number_format = NumberFormat.of(column.form, (cell.interval for cell in having.values()))
+    values = {method: cell.interval.value for method, cell in having.items()}
+    leader = next((method for method, cell in having.items() if cell.leads), None)
+    if leader is not None:
+        best = number_format.value_with_limits(having[leader].interval, "()")
+        return f"{column.label}: {best} of {leader} is {column.better} than all others"
+    ends = (min(values, key=values.__getitem__), max(values, key=values.__getitem__))
+    told = [f"{number_format.value(values[one])} ({one})" for one in dict.fromkeys(ends)]
+    return f"{column.label}: {' to '.join(told)}"

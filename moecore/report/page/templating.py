@@ -1,0 +1,68 @@
+"""What every page is made of: the templates, and figures that need no other file.
+
+A figure is an SVG that takes the page's colours, or a PNG.
+"""
+
+import base64
+import io
+import re
+from functools import cache
+from html import escape
+
+import matplotlib
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from moecore.report.figures.drawing import INK, STYLE, laid_out
+from moecore.report.page.view import Picture
+
+
+@cache
+def template_environment() -> Environment:
+    """The templates, which escape all text."""
+    result = Environment(
+        loader=PackageLoader("moecore.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    result.filters["drawn"] = render_picture
+    return result
+
+
+def render_picture(picture: Picture) -> Markup | str:
+    """Markup of an SVG, or the address of a PNG."""
+    if picture.raster:
+        return png(picture.figure)
+    return Markup(svg(picture.figure, picture.label))
+
+
+def svg(figure: Figure, label: str) -> str:
+    """The figure as one <svg> element without sizes, ids of groups, metadata, outside references.
+
+    label: the text for screen readers; it also salts the ids, so two figures of one page need two
+    labels.
+    """
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
+        laid_out(figure).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    words = f'<svg role="img" aria-label="{escape(label, quote=True)}"'
+    return text.replace("<svg", words, 1).replace(INK, "currentColor")
+
+
+def png(figure: Figure) -> str:
+    """The figure as a data URI; smaller than SVG for figures made of many patches."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        laid_out(figure).savefig(
+            buffer, format="png", dpi=110, transparent=True, metadata={"Software": None}
+        )
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,52 @@
+"""Entries of tables: a value with its limits, over the seeds of a method."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moecore.report.column import Metric
+from moecore.report.measured import Measured
+from moecore.statistics.intervals import Interval, over_seeds
+
+
+class Cell(NamedTuple):
+    """One entry of the table."""
+
+    interval: Interval
+    kind: str  # of its limits: t, wilson, bootstrap, quartiles or "" for none
+    seeds: int
+    # Better than every other method of its column but controls, and not by chance.
+    leads: bool = False
+    # Shown as the best: it leads, and is no model without experts that the others are held against.
+    marked: bool = False
+
+
+Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
+
+
+def read_cell(metric: Metric, models: Sequence[Measured]) -> Cell | None:
+    """Return the mean over seeds with Student's interval; of one seed the metric's own, if any."""
+    intervals = [interval for model in models if (interval := metric.read(model)) is not None]
+    if len(intervals) < len(models):
+        return None
+    if len(intervals) == 1:
+        return Cell(intervals[0], metric.column.limits if intervals[0].limits else "", 1)
+    mean = over_seeds([interval.value for interval in intervals])
+    if metric.column.form == "share" and mean.limits:
+        low, high = mean.limits
+        mean = Interval(mean.value, max(0.0, low), min(1.0, high))
+    return Cell(mean, "t", len(intervals))
+
+
+def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
+    """Return mean, low, high, interval (its kind), seeds and form; no limits where there are none.
+
+    form: how the value is printed, see ``NumberFormat``.
+    """
+    value, low, high = cell.interval
+    limits = {"low": low, "high": high, "interval": cell.kind} if cell.kind else {}
+    return {"mean": value, **limits, "seeds": cell.seeds, "form": form}
+
+
+def json_interval(cell: Mapping[str, Any]) -> Interval:
+    """Return the value and the limits of a cell of compare.json."""
+    return Interval(cell["mean"], cell.get("low"), cell.get("high"))

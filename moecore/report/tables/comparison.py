@@ -1,0 +1,214 @@
+"""The tables: one value with its interval for every method and metric.
+
+And where the best one is beyond doubt.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moecore.measure.sizes import Result as Sizes
+from moecore.report.claims import significance
+from moecore.report.column import Ahead, Metric
+from moecore.report.measured import Models, Phase, Results
+from moecore.report.measures import SHOWN, sizes
+from moecore.report.references import column_context, references
+from moecore.report.tables.cells import Cell, cell_to_json, read_cell
+from moecore.report.tables.paper_numbers import PAPERS
+from moecore.study.reading.messages import did_you_mean
+from moecore.study.reading.run_section import Phase as PhaseName
+from moecore.study.reading.study import Study
+from moecore.tasks.regression import Regression
+
+
+class Table(NamedTuple):
+    """The metrics that any method has; a cell is None where a method has no such thing."""
+
+    metrics: list[Metric]
+    cells: dict[str, dict[str, Cell | None]]
+
+
+def metrics_of(phase: Phase) -> list[Metric]:
+    """All metrics in order: those of every paper, then paper by paper."""
+    entries = [
+        Metric(column, kind)
+        for shown in SHOWN
+        if shown.applies(phase.task)
+        for kind in (shown.result,)
+        for entry in shown.columns
+        for column in entry.columns(column_context(phase, kind))
+    ]
+    order = ["", *PAPERS]
+    return sorted(entries, key=lambda metric: order.index(metric.column.paper))
+
+
+def build_table(results: Results, phase: Phase) -> Table:
+    """Every metric of every method; controls are never marked."""
+    metrics = metrics_of(phase)
+    columns = {
+        metric.name: column_cells(metric, phase.models, results.controls, results.without_experts)
+        for metric in metrics
+    }
+    cells = {
+        method: {name: one[method] for name, one in columns.items()} for method in phase.models
+    }
+    return Table([metric for metric in metrics if any(columns[metric.name].values())], cells)
+
+
+def column_cells(
+    metric: Metric,
+    models: Models,
+    controls: Collection[str] = (),
+    unmarked: Collection[str] = (),
+) -> dict[str, Cell | None]:
+    """The cell of every method, the best one marked where a test or the intervals show it.
+
+    controls: neither are the best nor have to be beaten; unmarked: have to be beaten, and are not
+    marked where they are ahead.
+    """
+    cells = {method: read_cell(metric, list(seeds.values())) for method, seeds in models.items()}
+    first = best_method(metric, models, cells, controls)
+    return {
+        method: cell._replace(
+            leads=method == first, marked=method == first and method not in unmarked
+        )
+        if cell
+        else None
+        for method, cell in cells.items()
+    }
+
+
+def best_method(
+    metric: Metric,
+    models: Models,
+    cells: Mapping[str, Cell | None],
+    controls: Collection[str] = (),
+) -> str | None:
+    """The method that is better than every other, and not by chance; None where none is."""
+    having = {method: cell for method, cell in cells.items() if cell and method not in controls}
+    if not metric.column.better or len(having) < 2:
+        return None
+    seeds = {method: models[method] for method in having}
+    if significance.possible_test(metric, list(seeds.values())) == "intervals":
+        return best_by_disjoint_intervals(metric, having)
+    values = {method: cell.interval.value for method, cell in having.items()}
+    return significance.find_leader(metric, seeds, values)
+
+
+def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str | None:
+    """The method whose interval lies beyond every other's, or None.
+
+    A difference inside the intervals is no difference.
+    """
+    limits = {
+        method: cell.interval.limits for method, cell in cells.items() if cell.interval.limits
+    }
+    if not metric.column.better or len(cells) < 2 or len(limits) < len(cells):
+        return None
+    sign = 1 if metric.column.better == "higher" else -1
+    edges = {method: sorted((sign * low, sign * high)) for method, (low, high) in limits.items()}
+    first = max(edges, key=lambda method: edges[method][0])
+    beaten = all(edges[first][0] > high for name, (_, high) in edges.items() if name != first)
+    return first if beaten else None
+
+
+def used_tests(results: Results, phase: Phase, metrics: Sequence[Metric]) -> set[str]:
+    """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
+    models = [seeds for name, seeds in phase.models.items() if name not in results.controls]
+    entries = set()
+    for metric in metrics:
+        having = [seeds for seeds in models if read_cell(metric, list(seeds.values()))]
+        if len(having) > 1:
+            entries.add(significance.possible_test(metric, having))
+    return entries - {""}
+
+
+def compare_methods(results: Results) -> dict[str, Any]:
+    """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds.
+
+    And ``against``: the tests against the baseline MoE and the dense model, by name; only where
+    there is a paired test.
+    """
+    compared: dict[str, Any] = {
+        method: {name: {} for name in results.phases} for method in results.methods
+    }
+    if result := results.alone.get(Sizes):
+        compared["sizes"] = sizes.flat(result)
+    for name, phase in results.phases.items():
+        for metric in metrics_of(phase):
+            tested = _tested(metric, phase.models)
+            for method, result in column_cells(metric, phase.models).items():
+                if result:
+                    compared[method][name][metric.name] = cell_to_json(result, metric.column.form)
+                if method in tested:
+                    compared[method][name][metric.name]["against"] = tested[method]
+    return compared
+
+
+def data_facts(results: Results) -> dict[str, Any]:
+    """The entry ``data`` of compare.json: phase → name, simulated, target and unit.
+
+    Only of data whose labels have a unit; {} without such data.
+    """
+    facts = {
+        name: {
+            "name": phase.card["name"],
+            "simulated": phase.card["simulated"],
+            "target": phase.task.target,
+            "unit": phase.task.unit,
+        }
+        for name, phase in results.phases.items()
+        if isinstance(phase.task, Regression)
+    }
+    return {"data": facts} if facts else {}
+
+
+def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tuple, str]]:
+    """Metrics that claims and questions name and no measurement has: keys, and what is wrong.
+
+    stages: of the study's dvc.yaml. Nothing is said of a phase that the study does not run.
+    """
+    for section, asked in (("claims", study.claims), ("questions", study.questions)):
+        for index, one in enumerate(asked):
+            known = (
+                expected_metric_names(study, stages, one.phase) if one.phase in study.data else []
+            )
+            for key, name in (("metric", one.metric), ("against_metric", one.against_metric)):
+                if known and name and name not in known:
+                    listed = ", ".join(known[:LISTED])
+                    if len(known) > LISTED:
+                        listed += f" and {len(known) - LISTED} more"
+                    hint = did_you_mean(name, known)
+                    text = f"found {name!r}{hint}; allowed in {one.phase}: {listed}"
+                    yield (section, index, key), text
+
+
+LISTED = 40  # metrics that a message names
+SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
+
+
+def expected_metric_names(study: Study, stages: Collection[str], phase: PhaseName) -> list[str]:
+    """The metrics that a phase will have, before anything has run."""
+    task: Any = study.data[phase].task  # a class; it answers what it needs
+    ahead = Ahead(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
+    measured = set(stages) | set(study.run.measurements if "measure" in stages else ())
+    names = [
+        name
+        for shown in SHOWN
+        if shown.applies(task)
+        if not shown.stage or shown.stage in measured and study.run.covers(shown.stage, phase)
+        for entry in shown.columns
+        for name in entry.foreseen(ahead)
+    ]
+    return list(dict.fromkeys(names))
+
+
+def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
+    """method → reference → the test between them."""
+    having = {
+        method: seeds for method, seeds in models.items() if read_cell(metric, list(seeds.values()))
+    }
+    entries: dict[str, dict[str, Any]] = {}
+    for reference in references(models):
+        for method, tested in significance.test_against(metric, having, reference).items():
+            entries.setdefault(method, {})[reference] = significance.tested_to_json(tested)
+    return entries

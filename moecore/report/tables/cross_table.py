@@ -1,0 +1,149 @@
+"""One row a method, one column a headline metric of each paper, as Markdown.
+
+python -m moecore.report.tables.cross_table [reports/compare.json]
+"""
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moecore.core.files import UserError, read_json
+from moecore.report.column import Column
+from moecore.report.headlines import HEADLINES, Headline
+from moecore.report.page.rows import by_method
+from moecore.report.page.rows import paper_number as printed
+from moecore.report.page.view import Block, Grid, Item, Line
+from moecore.report.tables.cells import Cells
+from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, Reported, reported
+from moecore.report.tables.summary import NO_METHODS
+
+# What stands beside a table's own columns: the score, and for the cost what it is of.
+BESIDE = {
+    "cost": ("test_accuracy", "parameters", "active_parameters", "training_overhead"),
+    "moge": ("test_accuracy", "test_accuracy_top5"),
+    "tgr": ("test_accuracy", "steps_to_baseline_loss"),
+}
+ERRORS = ("test_mae", "ppl")  # the score of ages, and of words
+FEW = 3  # numbers of a paper that a head has room for; of more the least and the largest
+WORDS = (
+    "In italics below a column's name: the paper's own numbers. They come from other data and "
+    "sizes: read them for their direction, not for their height."
+)
+
+
+def by_paper(columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()) -> Block:
+    """One small table for each paper whose metrics any method has; one is shown at a time."""
+    grids = [
+        grid_of(paper, columns, cells, controls)
+        for paper in PAPERS
+        if any(column.paper == paper and not column.detail for column in columns)
+    ]
+    return Block("Every method on the metrics of every paper", [WORDS], grids, choice=True)
+
+
+def grid_of(
+    paper: str, columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
+) -> Grid:
+    """One paper's columns, of the methods that have any of them."""
+    own = [column for column in columns if column.paper == paper and not column.detail]
+    names = (*BESIDE.get(paper, ("test_accuracy",)), *ERRORS)
+    shown = [column for column in columns if column.name in names] + own
+    having = {
+        method: row for method, row in cells.items() if any(row[column.name] for column in own)
+    }
+    absent = [method for method in cells if method not in having]
+    notes = [f"Without these metrics: {', '.join(absent)}."] if absent else []
+    if paper in NOTES:
+        notes.append(NOTES[paper])
+    papers = reported(paper, frozenset(column.name for column in shown))
+    grid = by_method(shown, having, controls, lambda column: paper_values(column, papers))
+    return grid._replace(
+        title=PAPERS[paper],
+        short=SHORT[paper],
+        below=" ".join(notes),
+        more=[source_line(model, shown) for model in papers],
+    )
+
+
+def paper_values(column: Column, papers: Sequence[Reported]) -> list[str]:
+    """The paper's numbers of one column: model by model where they are few, else their ends."""
+    entries = {
+        model.model: model.values[column.name] for model in papers if has_value(model, column)
+    }
+    if len(entries) <= FEW:
+        return [f"{model} {unbroken_number(value, column)}" for model, value in entries.items()]
+    ends = [unbroken_number(end, column) for end in (min(entries.values()), max(entries.values()))]
+    return [f"{len(entries)} models {' to '.join(ends)}"]
+
+
+def unbroken_number(value: float, column: Column) -> str:
+    """A number whose percent sign stays on its line."""
+    return printed(value, column).replace(" ", "\u00a0")
+
+
+def has_value(model: Reported, column: Column) -> bool:
+    """Whether a paper tells this of its model."""
+    return column.name in model.values
+
+
+def source_line(model: Reported, columns: Sequence[Column]) -> Line:
+    """All numbers of one model of the paper, and where in it they stand."""
+    values = [
+        f"{column.label} {printed(model.values[column.name], column)}"
+        for column in columns
+        if has_value(model, column)
+    ]
+    return Line(Item(model.model, note=model.source), [Item("; ".join(values), look="words")])
+
+
+def cross_table(compared: Mapping[str, Any]) -> list[str]:
+    """The lines of a Markdown table for each phase: means over seeds.
+
+    A metric that no method has is left out, one that a method lacks is a dash.
+
+    compared: reports/compare.json as ``stages.compare`` writes it.
+    """
+    methods = {name: entry for name, entry in compared.items() if name not in NO_METHODS}
+    lines: list[str] = []
+    for phase in next(iter(methods.values())):
+        columns = [
+            column
+            for column in HEADLINES
+            if column.short and any(one[phase].get(column.name) for one in methods.values())
+        ]
+        lines += [
+            "",
+            f"**{phase}**",
+            "",
+            _row("method", [column.short for column in columns]),
+            _row("---", ["---:"] * len(columns)),
+        ]
+        lines += [
+            _row(
+                f"`{method}`", [_cell(entry[phase].get(column.name), column) for column in columns]
+            )
+            for method, entry in methods.items()
+        ]
+    return lines
+
+
+def _cell(cell: Mapping[str, Any] | None, column: Headline) -> str:
+    return "–" if cell is None else f"{cell['mean']:{column.digits}}"
+
+
+def _row(first: str, cells: list[str]) -> str:
+    return f"| {first} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    try:
+        print(
+            "\n".join(
+                cross_table(
+                    read_json(Path(sys.argv[1] if len(sys.argv) > 1 else "reports/compare.json"))
+                )
+            )
+        )
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,144 @@
+"""A prompt and how it goes on: drawing, the cache, the page, bad prompts."""
+
+import numpy as np
+import pytest
+import torch
+
+from moecore.core.files import UserError
+from moecore.core.streams import generator_for
+from moecore.data.text.words import read_vocabulary
+from moecore.nn.backbones.vit import Vit
+from moecore.predict.continuation import Sampling, continue_file, generate, sample_token
+from moecore.training.artifacts import save_model, save_words
+from stages.predict import main
+from tests.browser import LOOKS, opened
+from tests.measure.subjects import built, digits
+from tests.measure.test_words import subject
+
+__all__ = ["subject"]
+
+
+@pytest.fixture
+def trained(subject, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_model(folder, subject.model)
+    save_words(folder, subject.data)
+    return folder
+
+
+def prompt(tmp_path, text="the tensor of unheard words , and the matrix of"):
+    path = tmp_path / "prompt.txt"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_likeliest_words_are_those_of_the_whole_text_read_anew(subject):
+    words = ["<eos>", "the", "tensor", "of", "value", "and", "matrix", "returns"]
+    vocabulary = read_vocabulary(subject.data.folder, 12)
+    found = generate(subject.model, vocabulary, words, Sampling(words=9))
+    tokens = [vocabulary.index(word) for word in words]
+    for word in [one.word for one in found.words if not one.given]:
+        # one block of all that there is, from an empty cache
+        with torch.no_grad():
+            states = subject.model.nothing(1, torch.device("cpu"))
+            for start in range(0, len(tokens), 3):
+                part = torch.tensor([tokens[start : start + 3]])
+                (final, _, _), states = subject.model.read(part, states)
+            best = int(subject.model.predict(final[:, -1:]).argmax())
+        assert vocabulary[best] == word
+        tokens.append(best)
+    assert [len(one.experts) for one in found.words] == [2] * 17
+    assert all(len(layer) == 2 for one in found.words for layer in one.experts)
+
+
+def test_words_are_drawn_from_the_likeliest():
+    logits = torch.tensor([1.0, 3.0, 2.0, 0.0])
+    probs = logits.double().softmax(0)
+    assert sample_token(logits, Sampling(), generator_for(0)) == 1
+    generator = generator_for(1)
+    every = [sample_token(logits, Sampling(temperature=1.0), generator) for _ in range(4000)]
+    counts = np.bincount(every, minlength=4) / 4000
+    assert np.abs(counts - probs.numpy()).max() < 0.03
+    few = {
+        sample_token(logits, Sampling(temperature=1.0, top_p=0.7), generator) for _ in range(200)
+    }
+    assert few == {1, 2}  # 0.64 alone is less than 0.7
+    assert {sample_token(logits, Sampling(temperature=1.0, top_p=1e-9), generator)} == {1}
+
+
+def test_the_command_prints_words_and_writes_the_page(trained, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    main([str(trained), "--prompt", str(prompt(tmp_path)), "--out", str(page), "--words", "5"])
+    out, err = capsys.readouterr()
+    assert len(out.split()) == 5
+    assert err.splitlines() == [
+        "the likeliest word each time, seed 0",
+        "not in the vocabulary, read as <unk>: unheard, words",
+        f"{page}: every word with its experts",
+    ]
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<h2>MoE layer") == 2 and text.count('class="added"') == 10
+    assert "&lt;eos&gt;" in text and "expert 3" in text
+
+
+def test_draws_are_those_of_the_seed(subject):
+    vocabulary = read_vocabulary(subject.data.folder, 12)
+    said = [
+        generate(subject.model, vocabulary, ["<eos>"], Sampling(12, 1.0, 1.0, seed)).added()
+        for seed in (0, 0, 1)
+    ]
+    assert said[0] == said[1] != said[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"words": 0}, "--words: found 0; allowed: 1 or more"),
+        ({"temperature": -1.0}, "--temperature: found -1.0; allowed: 0 or more"),
+        ({"top_p": 0.0}, "--top-p: found 0.0; allowed: above 0, up to 1"),
+        ({"top_p": 1.5}, "--top-p: found 1.5"),
+    ],
+)
+def test_bad_numbers_are_refused(trained, tmp_path, options, says):
+    with pytest.raises(UserError) as refused:
+        continue_file(trained, prompt(tmp_path), tmp_path / "a.html", Sampling(**options))
+    assert says in str(refused.value) and not (tmp_path / "a.html").exists()
+
+
+def test_bad_prompts_and_models_are_refused(trained, tmp_path):
+    out = tmp_path / "a.html"
+    with pytest.raises(UserError, match=r"prompt.txt: found no word"):
+        continue_file(trained, prompt(tmp_path, " \n"), out, Sampling())
+    (tmp_path / "prompt.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"prompt.txt: .*UTF-8"):
+        continue_file(trained, tmp_path / "prompt.txt", out, Sampling())
+    with pytest.raises(UserError, match=r"none.txt: No such file"):
+        continue_file(trained, tmp_path / "none.txt", out, Sampling())
+    data = digits(tmp_path / "digits")
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    save_model(pictures, built(Vit(patch=6, width=8, depth=1, heads=1), None, data, 1))
+    with pytest.raises(UserError, match="found a model of images; --prompt takes one of text"):
+        continue_file(pictures, prompt(tmp_path), out, Sampling())
+
+
+@pytest.mark.parametrize("words", [[], ["FOLDER", "--prompt", "x"]])
+def test_either_a_folder_or_a_prompt(trained, words):
+    with pytest.raises(SystemExit, match="either FOLDER, or --prompt"):
+        main([str(trained), *words])
+
+
+def test_a_model_of_text_takes_no_folder(trained, tmp_path):
+    (tmp_path / "files").mkdir()
+    with pytest.raises(SystemExit, match="a model of text; it takes --prompt FILE"):
+        main([str(trained), str(tmp_path / "files")])
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_the_page_fits(browser, trained, tmp_path, width, scheme):
+    page = tmp_path / "page.html"
+    continue_file(trained, prompt(tmp_path), page, Sampling(words=40))
+    with opened(browser, page, width, scheme) as shown:
+        assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert shown.locator("h2").count() == 2
