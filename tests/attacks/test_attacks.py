@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.base import generators
+from moecore.attacks.base import generators, uniform
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import frozen_parameters, image_gradient
 from moecore.attacks.pgd import Pgd
@@ -90,23 +90,18 @@ def test_pgd_takes_its_gradient_at_the_current_iterate():
     assert (many - one).abs().max() > 0.01
 
 
-def test_pgd_in_its_paper_form_follows_the_formula():
+@pytest.mark.parametrize(("form", "length"), [("paper", 1.0), ("strong", 2.5)])
+def test_pgd_follows_the_formula(form, length):
     images, labels = case(2)
-    model, current = Curved(16), images
+    model, start = Curved(16), 0.0
+    if form == "strong":
+        start = 0.1 * uniform(images, generators(0, range(2)), "pgd")
+    current = (images + start).clamp(0, 1)
     for _ in range(3):
-        current = (
-            (current + 0.1 / 3 * image_gradient(model, CLASSES, current, labels).sign())
-            .clamp(images - 0.1, images + 0.1)
-            .clamp(0, 1)
-        )
-    assert torch.equal(run(Pgd(steps=3), model, images, labels, 0.1), current)
-
-
-def test_strong_pgd_takes_steps_of_two_and_a_half():
-    # One step of 2.5ε from anywhere in the ball ends at the corner; one of ε would not.
-    images, labels = torch.full((6, 1, 3, 3), 0.5), torch.zeros(6, dtype=torch.long)
-    found = run(Pgd(steps=1, form="strong"), Linear(torch.ones(9)), images, labels, 0.1)
-    assert torch.allclose(found, torch.full_like(found, 0.6), atol=1e-6)
+        step = length * 0.1 / 3 * image_gradient(model, CLASSES, current, labels).sign()
+        current = (current + step).clamp(images - 0.1, images + 0.1).clamp(0, 1)
+    found = run(Pgd(steps=3, form=form), model, images, labels, 0.1)
+    torch.testing.assert_close(found, current, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("attack", [attack for attack in ALL if not attack.together], ids=named)
