@@ -302,9 +302,3 @@ def test_vocabularies_that_are_none_are_refused_by_name(tmp_path):
         BpeTokenizer(path, 49_408)
     with pytest.raises(UserError, match="another vocabulary than the model's"):
         load_tokenizer(tmp_path, TASK.model_copy(update={"words": 7}))
-
-
-@pytest.mark.parametrize("source", ["def (", "a\0b"])
-def test_what_is_no_python_is_named(source):
-    with pytest.raises(UserError, match="package/file.py: no Python of this version"):
-        list(extract_prose(source, "package/file.py"))

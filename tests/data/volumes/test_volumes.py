@@ -2,10 +2,7 @@
 splits of a cohort.
 """
 
-import math
 import os
-import struct
-from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -26,7 +23,6 @@ from moecore.data.volumes.grids import (
     resample_inside,
     resample_volume,
 )
-from moecore.data.volumes.nifti import Unusable, load_volume
 from moecore.data.volumes.subjects import Subject
 from moecore.data.volumes.volume_cache import VolumeCache
 from moecore.data.volumes.volume_checks import volume_flags
@@ -340,31 +336,6 @@ def test_slices_have_superior_and_anterior_up():
     sagittal, coronal, axial = middle_slices(volume)
     assert sagittal.shape == (9, 7) and coronal.shape == (9, 5) and axial.shape == (7, 5)
     assert sagittal[0, 3] == 1 == coronal[0, 2] and sagittal[4, 6] == 2 == axial[0, 2]
-
-
-def patched(path: Path, place: int, form: str, *values: float) -> Path:
-    """A file of 8³ voxels of 2 mm, whose header says something else at ``place``."""
-    image = nibabel.Nifti1Image(np.ones((8, 8, 8), np.float32), np.diag([2.0, 2.0, 2.0, 1.0]))
-    content = bytearray(image.to_bytes())
-    struct.pack_into(form, content, place, *values)
-    path.write_bytes(bytes(content))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("place", "form", "values", "said"),
-    [
-        (40, "<4h", (3, 30000, 30000, 30000), "allowed: up to 134,217,728 voxels"),
-        (40, "<h", (9,), "cannot be read, damaged"),
-        (280, "<f", (math.nan,), "singular or has values that are no numbers"),
-        (280, "<f", (1e30,), "voxels of 1e[+]30 × 2 × 2 mm; allowed: 0.01 to 100"),
-    ],
-)
-def test_headers_that_no_volume_has(tmp_path, place, form, values, said):
-    path = patched(tmp_path / "odd.nii", place, form, *values)
-    with pytest.raises(Unusable, match=said) as error:
-        load_volume(path)
-    assert "\n" not in str(error.value) and str(path) in str(error.value)
 
 
 def test_the_cache_keeps_a_subject_whole_or_not_at_all(tmp_path):
