@@ -2,15 +2,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
 
-from moecore.attacks import Attack
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.base import generators
+from moecore.attacks.base import generators, uniform
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import frozen_parameters, image_gradient
 from moecore.attacks.pgd import Pgd
-from moecore.core.files import UserError
 from tests.attacks.models import CLASSES, Curved, Linear, Smooth, vit
 
 GRADIENT = [Fgsm(), Pgd(steps=4), Pgd(steps=4, form="strong"), Apgd(steps=8)]
@@ -92,23 +89,18 @@ def test_pgd_takes_its_gradient_at_the_current_iterate():
     assert (many - one).abs().max() > 0.01
 
 
-def test_pgd_in_its_paper_form_follows_the_formula():
+@pytest.mark.parametrize(("form", "length"), [("paper", 1.0), ("strong", 2.5)])
+def test_pgd_follows_the_formula(form, length):
     images, labels = case(2)
-    model, current = Curved(16), images
+    model, start = Curved(16), 0.0
+    if form == "strong":
+        start = 0.1 * uniform(images, generators(0, range(2)), "pgd")
+    current = (images + start).clamp(0, 1)
     for _ in range(3):
-        current = (
-            (current + 0.1 / 3 * image_gradient(model, CLASSES, current, labels).sign())
-            .clamp(images - 0.1, images + 0.1)
-            .clamp(0, 1)
-        )
-    assert torch.equal(run(Pgd(steps=3), model, images, labels, 0.1), current)
-
-
-def test_strong_pgd_takes_steps_of_two_and_a_half():
-    # One step of 2.5ε from anywhere in the ball ends at the corner; one of ε would not.
-    images, labels = torch.full((6, 1, 3, 3), 0.5), torch.zeros(6, dtype=torch.long)
-    found = run(Pgd(steps=1, form="strong"), Linear(torch.ones(9)), images, labels, 0.1)
-    assert torch.allclose(found, torch.full_like(found, 0.6), atol=1e-6)
+        step = length * 0.1 / 3 * image_gradient(model, CLASSES, current, labels).sign()
+        current = (current + step).clamp(images - 0.1, images + 0.1).clamp(0, 1)
+    found = run(Pgd(steps=3, form=form), model, images, labels, 0.1)
+    torch.testing.assert_close(found, current, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("attack", [attack for attack in ALL if not attack.together], ids=named)
@@ -161,15 +153,6 @@ def test_a_random_start_is_drawn_by_the_generator(attack):
         attack(model, CLASSES, images, labels, 0.1, generators(0, range(2)))
 
 
-def test_every_image_and_seed_has_its_own_numbers():
-    drawn = [
-        torch.rand(1, generator=each).item()
-        for seed in (0, 1)
-        for each in generators(seed, range(50))
-    ]
-    assert len(set(drawn)) == 100
-
-
 @pytest.mark.parametrize("attack", ALL, ids=named)
 def test_leaves_the_model_and_the_images_alone(attack):
     images, labels = case()
@@ -183,13 +166,6 @@ def test_leaves_the_model_and_the_images_alone(attack):
     assert model.first.requires_grad and not model.second.requires_grad
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert torch.equal(images, kept) and torch.equal(state, torch.get_rng_state())
-
-
-def test_parameters_are_thawed_after_an_error():
-    model = Linear(torch.full((9,), float("nan")))
-    with pytest.raises(UserError, match="not finite"):
-        run(Fgsm(), model, *case(side=3), 0.1)
-    assert model.weight.requires_grad
 
 
 def test_no_gradient_of_a_parameter_is_computed():
@@ -238,45 +214,3 @@ def test_the_gradient_of_an_image_does_not_depend_on_its_batch():
         ]
     )
     assert torch.allclose(whole, alone, rtol=1e-4, atol=1e-4)
-
-
-def test_the_gradient_is_fp32_under_autocast():
-    images, labels = case(side=3)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = image_gradient(Linear(torch.randn(9)), CLASSES, images, labels)
-    assert found.dtype == torch.float32
-
-
-def test_refuses_what_makes_no_sense():
-    images, labels = case(side=3)
-    for attack in GRADIENT:
-        for bad, epsilon in (
-            (images * 255, 0.1),
-            (images.to(torch.uint8), 0.1),
-            (images, -0.1),
-            (images, float("nan")),
-        ):
-            with pytest.raises(ValueError, match="attack"):
-                run(attack, Linear(torch.ones(9)), bad, labels, epsilon)
-    for attack in (Fgsm(objective="dlr"), Pgd(objective="dlr"), Apgd(objective="dlr")):
-        with pytest.raises(UserError, match="at least 3 classes, and the model has 2"):
-            run(attack, Linear(torch.ones(9)), images, labels, 0.1)
-
-
-def test_the_union_picks_by_kind_and_refuses_the_rest():
-    union = TypeAdapter(Attack)
-    assert union.validate_python({"kind": "pgd", "steps": 10, "form": "strong"}) == Pgd(
-        steps=10, form="strong"
-    )
-    assert union.validate_python({"kind": "apgd", "objective": "dlr"}) == Apgd(
-        steps=100, objective="dlr"
-    )
-    assert Pgd().steps == 40 and Apgd().steps == 100
-    for settings_ in [
-        {"kind": "apgd_"},
-        {"kind": "fgsm", "steps": 3},
-        {"kind": "pgd", "steps": 0},
-        {"kind": "pgd", "objective": "hinge"},
-    ]:
-        with pytest.raises(ValidationError):
-            union.validate_python(settings_)

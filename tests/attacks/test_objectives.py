@@ -18,11 +18,10 @@ from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import SlopeOf
 from moecore.attacks.objectives import balance, dlr, goal_of, routing_change
 from moecore.attacks.pgd import Pgd
-from moecore.core.files import UserError
 from moecore.core.records import ModelOutput, RoutingRecord
 from moecore.measure.routing_metrics.expert_use import change_of_choice
 from moecore.statistics.intervals import squared_cv
-from tests.attacks.models import CLASSES, SETS, Curved, Linear, Smooth, vit
+from tests.attacks.models import CLASSES, Curved, Smooth, vit
 from tests.attacks.test_attacks import case, run
 
 
@@ -35,20 +34,6 @@ def test_squared_cv_by_hand():
     assert squared_cv(torch.tensor([2.0, 2.0, 2.0])) == 0
     assert squared_cv(torch.tensor([1.0, 3.0])) == 0.25  # mean 2, variance 1
     assert squared_cv(torch.tensor([5.0, 0.0, 0.0, 0.0])) == pytest.approx(3)  # collapse: E − 1
-
-
-@pytest.mark.parametrize("several", [torch.tensor([[1, 0], [1, 1]], dtype=torch.uint8)])
-def test_an_attack_on_several_labels_reaches_the_optimum(several):
-    # Logits (0, w·x): the loss of class 1 falls in w·x where it is a label and grows where not, as
-    # with one label.
-    weight = torch.tensor([1.0, -2.0, 0.5, 3.0])
-    images = torch.full((2, 1, 2, 2), 0.5)
-    expected = 0.5 + 0.1 * torch.tensor([1.0, -1.0])[:, None] * weight.sign()
-    assert torch.allclose(
-        run(Pgd(steps=5), Linear(weight), images, several, 0.1, task=SETS).flatten(1),
-        expected,
-        atol=1e-6,
-    )
 
 
 def test_dlr_by_hand():
@@ -66,14 +51,6 @@ def test_dlr_does_not_change_under_shift_and_scale(seed, shift, scale):
     assert torch.allclose(dlr(logits, labels), dlr(scale * logits + shift, labels), atol=1e-8)
     wrong = logits.argmax(dim=1) != labels
     assert ((dlr(logits, labels) > 0) == wrong).all()
-
-
-def test_dlr_refuses_two_classes_and_several_labels():
-    with pytest.raises(UserError, match="at least 3 classes, and the model has 2"):
-        dlr(torch.zeros(1, 2), torch.tensor([0]))
-    labels = torch.ones(1, 3, dtype=torch.uint8)
-    with pytest.raises(UserError, match="one label per image, and these images have several"):
-        goal_of("dlr", 0.0, Smooth(), SETS, torch.zeros(1, 1, 4, 4), labels)
 
 
 def test_balance_by_hand():

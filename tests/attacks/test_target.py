@@ -8,10 +8,8 @@ from torch import nn
 from moecore.attacks.apgd import Apgd
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import image_gradient
-from moecore.attacks.objectives import goal_of
 from moecore.attacks.pgd import Pgd
 from moecore.attacks.target import Target, drawn_places, rounded
-from moecore.core.files import UserError
 from moecore.core.records import ModelOutput
 from moecore.nn.predict import coupled, predictions, whole_groups
 from tests.attacks.models import CLASSES, SETS, YEARS, Smooth, vit
@@ -91,19 +89,6 @@ def test_bf16_rounds_the_attack_and_not_the_score():
     assert torch.equal(half.scored(attacked)[0], full.scored(attacked)[0])
     with torch.no_grad():
         assert rounded(model.eval())(images).prediction.dtype == torch.float32
-
-
-def test_the_global_random_state_is_left():
-    state = torch.get_rng_state()
-    for attack in ATTACKS:
-        target().attacked(attack, 0.1)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_names_say_what_is_not_usual():
-    gradient = (Pgd(), Pgd(steps=10, form="strong"), Pgd(steps=10, objective="dlr"))
-    assert [attack.name for attack in gradient] == ["pgd", "pgd-10-strong", "pgd-dlr-10"]
-    assert Apgd().name == "apgd"
 
 
 def test_a_subset_is_drawn_once_in_order():
@@ -259,12 +244,3 @@ def test_without_inside_the_background_is_attacked():
     volumes = torch.zeros(1, 1, 2, 2, 2)
     found = run(Fgsm(), Regressor(WEIGHT), volumes, torch.tensor([-10.0]), 0.1).flatten()
     assert torch.allclose(found, 0.1 * (WEIGHT > 0).float())
-
-
-@pytest.mark.parametrize("objective", ["dlr", "cross_entropy"])
-def test_objectives_of_classes_refuse_real_labels(objective):
-    with pytest.raises(
-        UserError,
-        match=f"objective {objective} needs classes, and these labels are real numbers; choose",
-    ):
-        goal_of(objective, 0.0, Regressor(WEIGHT), YEARS, VOLUMES, LABELS)

@@ -30,9 +30,8 @@ from moecore.brain.prediction_table import (
     write_predictions,
 )
 from moecore.brain.reference import QUANTITIES
-from moecore.core.config import read_as
 from moecore.core.files import UserError, read_json
-from moecore.measure.calibrators.linear import FittedLinear, Linear
+from moecore.measure.calibrators.linear import Linear
 from moecore.statistics.intervals import Estimate
 from tests.volumes import leaning, write_cohort
 
@@ -284,10 +283,6 @@ def test_too_few_validation_participants_have_no_interval(ages, line, tmp_path):
     )
 
 
-def test_the_calibrator_on_disk_is_the_fitted_one(folder, line):
-    assert read_as(folder / "calibrator.json", FittedLinear, "a calibrator") == line.fitted
-
-
 def drawn(n: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray, list[str]]:
     generator = np.random.default_rng(seed)
     ages = generator.uniform(50, 90, n)
@@ -385,16 +380,6 @@ def test_all_variants_meet_the_same_resamples():
     assert found["moved"].intercept.value == pytest.approx(found["raw"].intercept.value + 5)
 
 
-def test_perfect_predictions_have_no_correlation_to_speak_of():
-    ages, _, people = drawn()
-    found = measure_age_errors(ages, {"raw": ages}, people, 100)["raw"]
-    assert (
-        found.mae.value == 0
-        and found.slope.value == pytest.approx(1)
-        and found.corr == Estimate(value=0.0)
-    )
-
-
 def test_errors_by_group():
     # F: errors 2, −4 → MAE 3, mean −1; M: one participant with errors 1 and 3 → MAE 2, mean 2, no
     # limits.
@@ -423,20 +408,6 @@ def test_errors_by_group():
 )
 def test_decades(age, expected):
     assert age_decade(age) == expected
-
-
-@pytest.mark.parametrize(
-    ("ages", "predictions"),
-    [([], []), ([60, 60], [60, 61]), ([60, np.nan], [60, 61]), ([60, 70], [np.inf, 61])],
-)
-def test_refusals(ages, predictions):
-    with pytest.raises(UserError, match="calibrate: "):
-        measure_age_errors(
-            np.array(ages, float),
-            {"raw": np.array(predictions, float)},
-            ["a", "b"][: len(ages)],
-            100,
-        )
 
 
 def test_the_radius_by_hand():

@@ -6,7 +6,6 @@ meanwhile.
 What a source says beforehand is what it then writes, and what is wrong is said, not raised.
 """
 
-import os
 import time
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from moecore.data.sources.mosaic import Mosaic
 from moecore.data.sources.phantom import Phantom
 from moecore.data.splits import SplitSettings
 from moecore.data.workers import map_in_threads, one_blas_thread
-from moecore.data.writer import DatasetInfo, Part, channel_moments, write_prepared
+from moecore.data.writer import DatasetInfo, Part, write_prepared
 from moecore.tasks.classification import Classification
 from tests.data.making import cohort, image_classes
 
@@ -66,33 +65,6 @@ def test_card_and_arrays(tmp_path):
     assert np.allclose(card["mean"], (IMAGES / 255).mean((0, 2, 3))) and np.allclose(
         card["std"], (IMAGES / 255).std((0, 2, 3))
     )
-
-
-def test_writing_twice_gives_the_same_bytes(tmp_path):
-    assert write_prepared(tmp_path / "a", FACTS, parts()) == write_prepared(
-        tmp_path / "b", FACTS, parts()
-    )
-
-
-def test_moments_do_not_depend_on_chunks():
-    assert channel_moments(IMAGES, 3) == channel_moments(IMAGES)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"train": Part(LABELS + 1, [IMAGES])}, "labels of train run from 1 to 2; allowed: 0 to 1"),
-        ({"test": Part(LABELS * 0, [IMAGES])}, "no image in test of class b"),
-        ({"train": Part(LABELS, [IMAGES[:9]])}, "9 images for 10 labels"),
-        ({"train": Part(LABELS, [IMAGES, IMAGES])}, "expected uint8 (10, 3, 4, 4)"),
-        ({"train": Part(LABELS, [IMAGES[:, :1]])}, "expected uint8 (10, 3, 4, 4)"),
-        ({"train": Part(LABELS, [IMAGES.astype(float)])}, "float64"),
-    ],
-)
-def test_wrong_parts_are_refused(tmp_path, changed, said):
-    with pytest.raises(UserError) as error:
-        write_prepared(tmp_path, FACTS, parts(**changed))
-    assert said in str(error.value)
 
 
 def test_a_finished_array_is_taken_over(tmp_path):
@@ -283,11 +255,6 @@ def test_a_cohort_names_every_problem_of_its_tables_and_files(tmp_path):
     assert left.note == "1 problems; those subjects will be left out"
 
 
-def test_a_mosaic_of_more_cells_than_images(tmp_path):
-    source = Mosaic(source=Digits(test_limit=30), grid=8)
-    assert "a mosaic has 64 cells, but test of the source has 30 images" in problem(source)
-
-
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -320,26 +287,3 @@ def test_the_space_of_an_array_is_taken_before_it_is_filled(tmp_path):
     np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(1000, 1000))[0] = 7
     assert new_array(path, np.uint8, (1000, 1000), begun=True)[0, 0] == 7, "what was begun stays"
     assert path.stat().st_blocks * 512 >= path.stat().st_size
-
-
-def test_on_a_disk_that_is_full_indeed_no_array_kills_the_process(disk):
-    folder = disk.folder / "data"
-    images = np.zeros((1000, 3, 32, 32), np.uint8)
-    facts = FACTS._replace(size=32)
-    part = Part(np.arange(1000) % 2, [images])
-    disk.fill(free=4_000_000)
-    child = os.fork()
-    if not child:
-        try:
-            with whole_folder(folder) as target:
-                write_prepared(target, facts, {"train": part, "validation": part, "test": part})
-        except FullDisk as error:
-            (disk.folder.parent / "said").write_text(str(error))
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1, "no signal"
-    said = (disk.folder.parent / "said").read_text()
-    assert said.startswith(f"{folder}: could not be written, no space left on device; ")
-    assert [path.name for path in disk.folder.iterdir()] == ["filler"]
-    disk.clear()
-    assert written(folder)

@@ -27,7 +27,7 @@ from moecore.nn.dispatch import SparsePlan
 from moecore.nn.layers.moe import MoE, MoELayer
 from moecore.tasks.classification import Classification
 from moecore.training.live_bytes import LiveBytes
-from tests.measure.subjects import built, digits
+from tests.measure.subjects import built, digits, top_k_mlps
 
 CPU = torch.device("cpu")
 TOP2 = {"kind": "noisy_top_k", "k": 2}
@@ -182,19 +182,12 @@ def test_spans_are_read_at_both_ends():
     ]
 
 
-MOE = MoE(
-    router={"kind": "noisy_top_k", "k": 2},
-    experts={"kind": "mlp", "number": 4, "hidden_ratio": 1},
-    blocks=[0, 1],
-)
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     data = digits(tmp_path_factory.mktemp("cost"))
     settings = Cost(batch=8, rounds=3, images=5, k=(1, 2, 6))
     found = {}
-    for name, moe in {"vmoe": MOE, "dense": None}.items():
+    for name, moe in {"vmoe": top_k_mlps(k=2), "dense": None}.items():
         model = built(Vit(patch=6, width=16, depth=2, heads=2), moe, data, 1)
         found[name] = cost.measure(Subject(model, data), settings, at_once)
     return found
@@ -217,20 +210,6 @@ def test_a_batch_is_timed_with_each_k_that_the_model_can_have(results):
     assert [row.k for row in rows] == [1, 2], "6 of 4 experts cannot be"
     assert all(0 < row.batch_ms.low <= row.batch_ms.median for row in rows)
     assert results["dense"].by_k == ()
-
-
-def test_a_dense_model_has_no_routing(results):
-    dense = results["dense"]
-    assert [
-        getattr(dense, name)
-        for name in (
-            "routing_ms",
-            "routing_share",
-            "routing_batch_share",
-            "routing_flops_per_image",
-        )
-    ] == [0, 0, 0, 0]
-    assert dense.parameters == dense.active_parameters
 
 
 def test_counts_of_the_routed_model(results):

@@ -15,16 +15,14 @@ from moecore.measure.exploring.overlays import (
     CROPS,
     corresponding,
     grid_of,
-    spread_overlays,
 )
-from moecore.measure.routing import PRESETS, Routing
+from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.augmentations import two_views
 from moecore.measure.routing_metrics.consistency import match_ratios
 from moecore.measure.routing_metrics.layer_use import layer_use, use_by_image
-from moecore.measure.routing_metrics.sweeps import Sweeps
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.predict import predictions
-from tests.measure.subjects import digits, measured_twice
+from tests.measure.subjects import measured_twice
 from tests.nn.test_correspondence import paired
 from tests.routed import tiny
 
@@ -41,11 +39,6 @@ SETTINGS = Routing.model_validate(
     }
 )
 NAMES = ("vmoe", "ermoe", "soft_moe", "expert_choice", "teacher_routed", "hash_moe")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return digits(tmp_path_factory.mktemp("routing"))
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +117,6 @@ def test_all_models_saw_the_same_views(results):
     assert len(draws) == 1 and len(set(*draws)) == 3
 
 
-def test_a_dense_model_has_no_routing(data):
-    dense = tiny("dense", ImageSpec.from_card(data.card))
-    assert routing.applies(Subject(dense, data)) == "a dense model has no routing"
-
-
 def test_means_are_over_the_layers(results):
     found = results["ermoe"]
     assert found.match_top1 == pytest.approx(sum(row.match_top1 for row in found.layers) / 2)
@@ -185,21 +173,6 @@ def test_processed_and_chosen_experts_are_told_apart():
         found.processed_share == 0.5 and found.load == whole.load and found.experts_per_token == 2
     )
     assert found.processed_load_cv2 != found.load_cv2 == whole.processed_load_cv2
-
-
-def test_settings():
-    assert Routing().sweeps == Sweeps() and "identity" not in PRESETS
-    with pytest.raises(ValueError, match="flip stands there twice"):
-        Routing(augmentations=("flip", {"name": "flip"}))
-    with pytest.raises(ValueError, match="augmentations"):
-        Routing(augmentations=("spin",))
-
-
-def test_no_overlays_where_none_are_wanted(models, images):
-    _, records = predictions(models["vmoe"], images, 40)
-    found = spread_overlays(images, records, 0, models["vmoe"].layout)
-    assert found.shape == (0, 1, 12, 12)
-    assert found.grids == ()
 
 
 def test_two_crops_and_their_corresponding_patches(images):

@@ -16,7 +16,6 @@ from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import explorer, stability
 from moecore.measure.base import Subject, at_once
-from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.overlays import grid_of
 from moecore.measure.exploring.watched import explored_places
 from moecore.measure.noise_ramp import Ramp, ramp, ramp_probs
@@ -25,32 +24,27 @@ from moecore.measure.routing_metrics.expert_use import agreement, change_of_choi
 from moecore.measure.stability import Stability
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.moe import MoE
 from moecore.nn.predict import predictions
 from tests.measure.subjects import (
     FEW,
     MOVED,
     OF_VOLUMES,
     built,
-    digits,
     images,
     measured_twice,
     moe,
     subject,
+    top_k_mlps,
     volumes,
 )
 
 SETTINGS = Stability(
     images=30, overlays=3, sigmas=(0.2, 0.05), sigma_max=0.3, steps=6, jump=0.02, seed=5
 )
-MOE = {
-    "router": {"kind": "noisy_top_k", "k": 2},
-    "experts": {"kind": "mlp", "number": 4, "hidden_ratio": 1},
-}
 VIT = Vit(patch=4, width=16, depth=2, heads=2)
 MODELS = {
-    "vit": (VIT, MoE(**MOE, blocks=[0, 1])),
-    "other": (VIT, MoE(**MOE, blocks=[1])),
+    "vit": (VIT, top_k_mlps(k=2)),
+    "other": (VIT, top_k_mlps(k=2, blocks=(1,))),
     "dense": (SingleLayer(), None),
 }
 
@@ -119,11 +113,6 @@ def test_more_images_than_a_chunk_keep_their_order():
         [[0.0], [0.1]]
     ) * torch.linspace(-1, 1, 40)
     torch.testing.assert_close(probs[:, :, 0], expected.T.double(), atol=1e-6, rtol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return digits(tmp_path_factory.mktemp("stability"))
 
 
 @pytest.fixture(scope="module")
@@ -225,13 +214,6 @@ def test_every_method_saw_the_same_noisy_images(data, results):
     )
     assert len(vit[0].grids) == 2 and grid_of(vit[0].grids[0][0]).shape == (3, 3)
     assert np.array_equal(clean, data.test.images[[0, 28, 59]])
-
-
-def test_no_overlays_where_none_are_wanted(data, models):
-    settings = SETTINGS.model_copy(update={"overlays": 0})
-    found = stability.measure(Subject(models["vit"], data), settings, at_once)
-    assert found.overlays == ()
-    assert found.ramp.shown == ()
 
 
 @pytest.fixture(scope="module")
@@ -381,17 +363,6 @@ def test_a_crop_shows_the_patch_in_its_middle(model, found):
     assert np.array_equal(crops[0, 0, 2:6, 2:6], own)
 
 
-def test_a_dense_model_has_nothing_to_see():
-    dense = subject(images(), None)
-    assert explorer.applies(dense) == "a dense model has no experts, so there is nothing to see"
-    assert explorer.applies(subject(images(), moe())) is None
-
-
-def test_one_layer():
-    found = explorer.measure(subject(images(), moe(blocks=(1,))), FEW, at_once)
-    assert len(found.layers) == len(found.shown[0].trace.layers) == 1
-
-
 def test_four_hundred_experts_keep_the_first_eight():
     model = subject(images(), moe(400))
     found = explorer.measure(model, FEW, at_once)
@@ -443,9 +414,3 @@ def test_volumes(tmp_path):
 def test_volumes_refuse_what_is_for_flat_images(tmp_path):
     with pytest.raises(UserError, match="explorer.augmentations: found brightness"):
         explorer.measure(volumes(tmp_path), FEW, at_once)
-
-
-def test_settings_are_checked():
-    for wrong in ({"images": 33}, {"images": 0}, {"sigmas": [0]}, {"attack": {"kind": "bgd"}}):
-        with pytest.raises(ValueError):
-            Explorer.model_validate(wrong)

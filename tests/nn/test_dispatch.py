@@ -16,7 +16,6 @@ from moecore.measure.routing_metrics.layer_use import OnMap, layer_use
 from moecore.measure.routing_metrics.matching import augmented_row
 from moecore.measure.routing_metrics.sweeps import Sample, Sweeps, sweep
 from moecore.nn.dispatch import SparsePlan, rounded
-from moecore.nn.experts.base import map_shape
 from moecore.nn.predict import predictions
 from moecore.tasks.classification import Classification
 from tests.routed import KINDS, METHODS, relabelled, tiny
@@ -145,15 +144,6 @@ def test_bf16_rows_are_summed_in_fp32_and_rounded_once():
     torch.testing.assert_close(torch.autograd.grad(products, weights, towards)[0], exact_gradient)
 
 
-def test_permuted_tokens_give_permuted_results():
-    plan, experts, weights = plan_of(1, 12, 2, 4)
-    order = torch.randperm(12)
-    permuted = SparsePlan.build(experts[:, order], weights[:, order], None, 4)
-    values = torch.randn(1, 12, 3)
-    run = lambda plan, values: plan.combine(plan.dispatch(values).values.sin())
-    assert torch.equal(run(permuted, values[:, order]), run(plan, values)[:, order])
-
-
 ORDER = torch.tensor([3, 0, 6, 1, 7, 2, 5, 4])
 # a hash has no labels that could be changed
 LEARNED = [name for name in KINDS if METHODS[name].router.kind != "hash"]
@@ -222,21 +212,3 @@ def test_imed_does():
         )
         distances.append(float(mean_imed(before, after)[0].mean()))
     assert abs(distances[0] - distances[1]) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("experts", "shape"),
-    [
-        (1, (1, 1)),
-        (2, (1, 2)),
-        (7, (1, 7)),
-        (8, (2, 4)),
-        (12, (3, 4)),
-        (16, (4, 4)),
-        (32, (4, 8)),
-        (128, (8, 16)),
-        (400, (20, 20)),
-    ],
-)
-def test_shapes(experts, shape):
-    assert map_shape(experts) == shape

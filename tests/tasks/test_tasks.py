@@ -11,11 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.core.streams import Draws, generator_for
-from moecore.data.preview import read_task
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.tasks.multi_label import MultiLabel
@@ -42,28 +40,6 @@ def given_of(task):
     return GIVEN[task.kind]
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
-def test_a_card_gives_the_task_back(task):
-    assert read_task(task.model_dump(mode="json")) == task
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kind": "classification", "classes": ["one"]},
-        {"kind": "classification", "classes": ["a", "b"], "target": "age"},
-        {"kind": "multi_label"},
-        {"kind": "regression"},
-        {"kind": "regression", "target": "age", "deviation": 0},
-        {"kind": "captioning"},
-        {},
-    ],
-)
-def test_what_is_no_task_is_refused(settings):
-    with pytest.raises(ValidationError):
-        read_task(settings)
-
-
 def test_what_a_head_answers():
     assert (ONE.outputs, ONE.answers) == (3, ("a", "b", "c"))
     assert (SETS.outputs, SETS.answers) == (3, ("a", "b", "c"))
@@ -76,17 +52,6 @@ def test_what_a_head_answers():
     said = AGE.predict(torch.tensor([[0.0], [1.5]], dtype=torch.bfloat16))
     assert said.dtype == torch.float32
     assert said.tolist() == [[50.0], [80.0]]
-
-
-def test_scores_have_names():
-    names = {task.kind: (task.score.name, task.score.unit, task.logged) for task in TASKS}
-    assert names == {
-        "classification": ("accuracy", "", "accuracy"),
-        "multi_label": ("precision_at_1", "", "accuracy"),
-        "regression": ("mae", "years", "mae"),
-    }
-    assert [task.score.better for task in TASKS] == ["higher", "higher", "lower"]
-    assert [task.score.form for task in TASKS] == ["share", "share", "number"]
 
 
 def test_the_loss_of_classes_by_hand():
@@ -117,12 +82,6 @@ def test_the_loss_of_numbers_by_hand():
     assert AGE.loss(SAID, AGES, reduction="none").tolist() == pytest.approx(each)
     assert float(AGE.loss(SAID, AGES)) == pytest.approx(0.25)
     assert AGE.test_loss(SAID, AGES).tolist() == [4.0, 0.0, 6.0, 10.0]
-
-
-@pytest.mark.parametrize("task", (SETS, AGE), ids=lambda task: task.kind)
-def test_only_one_class_an_image_can_be_smoothed(task):
-    with pytest.raises(UserError, match="label_smoothing: found 0.1, but these .*; allowed: 0"):
-        task.loss(*given_of(task), label_smoothing=0.1)
 
 
 def test_scores_by_hand():
@@ -197,29 +156,6 @@ def test_details_by_hand():
     assert -1 < found.test_corr < -0.9
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=70))
-def test_right_and_wrong_are_kept_as_bits(right):
-    scores = torch.tensor(right)
-    for task in (ONE, SETS):
-        kept = task.packed(scores)
-        assert isinstance(kept, str)
-        assert torch.equal(task.unpacked(kept, len(right)), scores)
-
-
-@given(st.lists(st.floats(0, 120), min_size=1, max_size=40))
-def test_errors_are_kept_as_numbers(errors):
-    scores = torch.tensor(errors, dtype=torch.float64)
-    assert torch.equal(AGE.unpacked(AGE.packed(scores), len(errors)), scores)
-
-
-def test_scores_of_another_task_are_refused():
-    with pytest.raises(ValueError, match="base64"):
-        ONE.unpacked([1.0], 1)
-    for kept in ("gA==", [1.0, 2.0]):
-        with pytest.raises(ValueError, match="1 numbers are needed"):
-            AGE.unpacked(kept, 1)
-
-
 def test_an_image_stands_once_for_each_of_its_labels():
     rows, classes = ONE.by_class(CLASSES)
     assert rows.tolist() == [0, 1, 2, 3]
@@ -234,15 +170,6 @@ def test_counts_by_class():
     assert ONE.counts(np.array([0, 2, 2, -1])) == [1, 0, 2]  # −1 is no class
     assert SETS.counts(LABELS.numpy()) == [3, 2, 2]
     assert AGE.counts(AGES.numpy()) == []
-
-
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
-def test_labels_are_stored_as_they_are_read(task):
-    _, labels = given_of(task)
-    shape, dtype = task.stored(4)
-    assert shape == tuple(labels.shape)
-    assert labels.numpy().dtype == dtype
-    task.check(labels.numpy(), "labels")
 
 
 @pytest.mark.parametrize(
@@ -261,18 +188,6 @@ def test_labels_are_stored_as_they_are_read(task):
 def test_labels_of_another_task_are_refused(task, labels, said):
     with pytest.raises(UserError, match=f"^digits: labels of train {said}"):
         task.check(labels.numpy(), "digits: labels of train")
-
-
-def test_what_needs_one_class_an_image():
-    needs = ("label_smoothing", "shots", "mix", "distillation", "decision", "share")
-    assert [ONE.needs_classes(what) for what in needs] == [None] * 6
-    assert "several labels each" in SETS.needs_classes("mix")
-    assert "one class" in SETS.needs_classes("distillation")
-    assert SETS.needs_classes("share") is None
-    assert "real numbers" in AGE.needs_classes("shots")
-    assert "never simply right" in AGE.needs_classes("share")
-    # A data source knows its task before there are any labels.
-    assert Regression.needs_classes("mix") == AGE.needs_classes("mix")
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
@@ -438,23 +353,3 @@ def test_a_step_draws_one_caption_of_each_that_is_there():
     assert 25 < int((chosen[:100, 0] == 4).sum()) < 75
     again = TASK.drawn(labels[50:60], Draws(generator_for(0, 0), 200, torch.arange(50, 60)))
     assert torch.equal(again, chosen[50:60])
-
-
-@pytest.mark.parametrize(
-    ("labels", "says"),
-    [
-        (np.zeros((2, 1, 4), int), r"shape \(2, 1, 4\); allowed: \(images, 2, 4\)"),
-        (np.full((2, 2, 4), -1), "image 0 has no caption; allowed: one at least"),
-        (np.full((1, 2, 4), 9), "run from 9 to 9; allowed: 0 to 8"),
-        (np.full((1, 2, 4), 3), "a caption does not end; allowed: token 2"),
-    ],
-)
-def test_labels_that_are_no_captions_are_refused(labels, says):
-    with pytest.raises(UserError, match=says):
-        TASK.check(labels, "labels")
-
-
-def test_shapes_that_do_not_fit_are_refused():
-    images, texts = drawn(0, 3)
-    with pytest.raises(ValueError, match="image_text: predictions"):
-        TASK.loss(images_of(images), texts_of(texts)[:2])

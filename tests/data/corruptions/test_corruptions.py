@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-from moecore.core.files import UserError
 from moecore.data.corruptions.blur import (
     ZOOMS,
     defocus_blur,
@@ -39,7 +38,6 @@ WITHOUT_CHANCE = (
     "pixelate",
     "jpeg_compression",
 )
-BY_CHANCE = tuple(name for name in NAMES if name not in WITHOUT_CHANCE)
 
 
 def picture(number: int = 6, channels: int = 3, height: int = 18, width: int = 15) -> np.ndarray:
@@ -83,10 +81,6 @@ def digits(tmp_path_factory) -> np.ndarray:
     folder = tmp_path_factory.mktemp("digits")
     Digits(size=28, train_limit=50, test_limit=60).prepare(folder)
     return np.array(Prepared.open(folder).test.images)
-
-
-def test_there_are_the_fifteen_of_the_benchmark():
-    assert len(NAMES) == 15 and NAMES[0] == "gaussian_noise" and NAMES[-1] == "jpeg_compression"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -380,30 +374,6 @@ def test_clouds_fill_their_range_and_are_smooth_where_roughness_is_high():
     for field in (smooth, rough):
         assert field.shape == (40, 56) and field.min() == 0 and field.max() == 1
     assert np.abs(np.diff(smooth)).mean() < 0.5 * np.abs(np.diff(rough)).mean()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": "rain"}, "'rain' is not a corruption; allowed: gaussian_noise"),
-        ({"severity": 0}, "0 is not a severity; allowed: 1 to 5"),
-        ({"severity": 6}, "6 is not a severity"),
-        ({"images": picture(2) / 255}, "float64"),
-        ({"images": picture(2)[0]}, "uint8"),
-        ({"images": picture(2, 1, 7, 20)}, "7 × 20 pixels; allowed: 8 × 8"),
-        ({"indices": [0]}, "2 images have 1 indices"),
-    ],
-)
-def test_what_cannot_be_is_refused(change, message):
-    given = {
-        "images": picture(2),
-        "name": "snow",
-        "severity": 1,
-        "seed": 0,
-        "indices": [0, 1],
-    } | change
-    with pytest.raises(UserError, match=message):
-        corrupt_images(**given)
 
 
 def test_noise_directions_belong_to_the_image():

@@ -18,11 +18,9 @@ from hypothesis.extra import numpy as arrays
 
 from moecore.core.files import UserError, checksum
 from moecore.core.inside import inside
-from moecore.data.files import cifar_files
 from moecore.data.files.download import check_digest, download_file
 from moecore.data.files.idx import read_idx
 from moecore.data.sources import fashion_mnist
-from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.fashion_mnist import FashionMnist
 from tests.data.making import fashion_folder, idx_bytes
 
@@ -114,12 +112,6 @@ def test_every_failure_leaves_nothing(server, tmp_path, name):
     assert not list((tmp_path / "here").iterdir())
 
 
-def test_a_closed_server_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="http://127.0.0.1:9/closed: download failed"):
-        download_file("http://127.0.0.1:9/closed", tmp_path / "file", lambda path: None)
-    assert not list(tmp_path.iterdir())
-
-
 def test_fashion_mnist_is_fetched_and_checked(server, tmp_path, monkeypatch):
     folder, url = server
     monkeypatch.setattr(fashion_mnist, "URL", url)
@@ -131,15 +123,6 @@ def test_fashion_mnist_is_fetched_and_checked(server, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(fashion_mnist, "URL", "http://127.0.0.1:9/")
     settings.prepare(tmp_path / "again")  # found on disk: no second download
-
-
-def test_cifar_is_refused_where_the_checksum_differs(server, tmp_path, monkeypatch):
-    folder, url = server
-    (folder / "cifar-10-binary.tar.gz").write_bytes(np.random.default_rng(0).bytes(100))
-    monkeypatch.setattr(cifar_files, "URL", url)
-    with pytest.raises(UserError, match="has md5 .*; published: c32a1d4ab5d03f1284b67883e8d87530"):
-        Cifar(root=str(tmp_path / "raw"), download=True).prepare(tmp_path / "out")
-    assert not list((tmp_path / "raw").iterdir())
 
 
 def test_a_relative_folder_is_not_put_before_its_files_twice(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ COCO's and Flickr30k's captions, from generated files in their forms.
 """
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +21,8 @@ from moecore.data.sources.coco_captions import CocoCaptions
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.flickr30k import Flickr30k
 from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_cells, multi_hot_labels
-from moecore.data.splits import SplitSettings, stratified_split
+from moecore.data.splits import stratified_split
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.data.writer import DatasetInfo, Part, write_prepared
 from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
@@ -223,52 +221,6 @@ def test_helpers_that_need_one_label_refuse_sets(folder):
     assert np.array_equal(labels.numpy(), split.labels[[7, 3]]) and images.shape == (2, 1, 12, 12)
 
 
-class Made(SplitSettings):
-    kind: str = "made"
-
-
-FACTS = DatasetInfo("Made", MultiLabel(classes=("a", "b")), 1, 4, "none", "here", Made())
-IMAGES = np.zeros((4, 1, 4, 4), np.uint8)
-SETS = np.array([[1, 0], [0, 1], [1, 1], [1, 1]], np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("labels", "said"),
-    [
-        (
-            np.array([0, 1, 0, 1]),
-            "labels of test have the shape (4,); allowed: (images, 2) in every split",
-        ),
-        (SETS[:, :1], "labels of test have the shape (4, 1)"),
-        (
-            SETS * 2,
-            "labels of test are not sets of classes; allowed: 0 and 1, with a 1 for each image",
-        ),
-        (SETS * [[0], [1], [1], [1]], "not sets of classes"),
-        (SETS * [1, 0] + [[0, 0], [1, 0], [0, 0], [0, 0]], "no image in test of class b"),
-    ],
-)
-def test_wrong_sets_are_refused(tmp_path, labels, said):
-    whole = Part(SETS, [IMAGES])
-    with pytest.raises(UserError) as error:
-        write_prepared(
-            tmp_path, FACTS, {"train": whole, "validation": whole, "test": Part(labels, [IMAGES])}
-        )
-    assert said in str(error.value)
-
-
-def test_a_damaged_set_is_refused(tmp_path):
-    whole = Part(SETS, [IMAGES])
-    write_prepared(tmp_path, FACTS, dict.fromkeys(SPLITS, whole))
-    Prepared.open(tmp_path)
-    np.save(tmp_path / "test_labels.npy", SETS[:, ::-1].copy())
-    with pytest.raises(UserError, match="test_labels.npy: has sha256"):
-        Prepared.open(tmp_path)  # 3 and 3 of each class: only the hash tells
-    np.save(tmp_path / "test_labels.npy", SETS & [[1, 0]])
-    with pytest.raises(UserError, match=r"holds int64 \(4, 2\); card.json says uint8 \(4, 2\)"):
-        Prepared.open(tmp_path)
-
-
 COLOURS = ("red", "green", "blue", "white", "black")
 
 
@@ -382,41 +334,15 @@ def test_flickrs_token_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (
-            ["0.png#0\tfine", "1.png\tno number"],
-            r"token:2: found '1.png\\tno number'; allowed: name",
-        ),
-        (["0.png#0 no tab"], r"token:1: found '0.png#0 no tab'; allowed: name.jpg#0, a tab"),
-        (["0.png#0\tone", "0.png#0\ttwo"], "token:2: 0.png#0 is there twice"),
-        (["../0.png#0\tout"] * 1 + [f"{n}.png#0\tx" for n in range(9)], "leads out of this folder"),
-        ([f"{n}.png#0\tx" for n in range(12)], "1 images with captions are not there|2 images"),
-    ],
-)
-def test_odd_token_files_are_refused(tmp_path, lines, says):
-    path = token_file(tmp_path, lines)
-    settings = Flickr30k(
-        root=str(tmp_path), captions_file=str(path), size=8, test=0.3, validation=0.3
-    )
-    assert settings.preview().problem is not None
-    with pytest.raises(UserError, match=says):
-        settings.prepare(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
     ("edit", "says"),
     [
         (lambda c: c["annotations"].clear(), "COCO_000000000000.png': has no caption"),
         (lambda c: c["images"].pop(), "found a caption of image 19, which is not listed"),
-        (lambda c: c["images"].append(c["images"][3]), "the image id 3 is there twice"),
         (lambda c: c.pop("images"), "no captions of COCO's: lacks or has an odd 'images'"),
-        (lambda c: c["images"][0].pop("file_name"), "lacks or has an odd 'file_name'"),
         (
             lambda c: c["images"][0].update(file_name="../../../etc/passwd"),
             "leads out of this folder",
         ),
-        (lambda c: c["images"][0].update(file_name=5), "odd file_name, 5, which is no text"),
         (lambda c: c["annotations"][0].update(caption=None), "odd caption, None, which is no text"),
     ],
 )
@@ -439,32 +365,9 @@ def test_files_that_are_none_are_named(tmp_path):
     one = {"root": str(tmp_path), "folders": ("train2014",)}
     with pytest.raises(UserError, match=r"captions_train2014\.json: not valid JSON"):
         CocoCaptions(**one, annotations=(str(torn),)).read()
-    torn.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(UserError, match=r"captions_train2014\.json: not UTF-8"):
-        CocoCaptions(**one, annotations=(str(torn),)).read()
     with pytest.raises(UserError, match="give `annotations` or `karpathy`, one of them"):
         CocoCaptions(**one).read()
     with pytest.raises(UserError, match="found 1 annotations and 2 folders; allowed: as many"):
         CocoCaptions(root=str(tmp_path), annotations=(str(torn),)).read()
     with pytest.raises(UserError, match=r"dataset\.json: no such file; fetch the annotations"):
         CocoCaptions(root=str(tmp_path), karpathy=str(tmp_path / "dataset.json")).read()
-
-
-def test_a_link_that_leads_out_is_refused(tmp_path):
-    outside = tmp_path / "secret.png"
-    picture(outside, 1)
-    root = tmp_path / "images"
-    path = token_file(root)
-    (root / "0.png").unlink()
-    (root / "0.png").symlink_to(outside)
-    settings = Flickr30k(root=str(root), captions_file=str(path), size=8)
-    with pytest.raises(UserError, match="found '0.png', which leads out"):
-        settings.prepare(tmp_path / "out")
-
-
-@pytest.mark.parametrize("root", ["~nosuchuser/images", "~nosuchuser"])
-def test_the_folder_of_a_user_that_is_none_is_not_there(root):
-    with pytest.raises(UserError, match=f"{root}: no such folder"):
-        Flickr30k(root=root, captions_file="x").prepare(Path("unused"))
-    problem = Flickr30k(root=root, captions_file="x").preview().problem
-    assert problem is not None and root in problem

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from pydantic import TypeAdapter, ValidationError
 
 from moecore.core.files import UserError, checksum
 from moecore.data import prepared
@@ -20,31 +19,13 @@ from moecore.data.files.cifar_files import SETS
 from moecore.data.files.decode import Unreadable, decode_image
 from moecore.data.jpeg_store import Jpegs
 from moecore.data.prepared import Prepared
-from moecore.data.sources import Source, cifar, fashion_mnist
+from moecore.data.sources import cifar, fashion_mnist
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from tests.data.making import cifar_content, fashion_folder, image_classes, photo_classes
-
-REAL = next(
-    (
-        p
-        for p in (Path("data/raw/fashion-mnist"), Path("/usr/share/datasets/fashion-mnist"))
-        if p.is_dir()
-    ),
-    None,
-)
-
-
-def test_kinds_choose_the_source():
-    read = TypeAdapter(Source).validate_python
-    assert read({"kind": "digits", "size": 42}) == Digits(size=42)
-    with pytest.raises(
-        ValidationError, match="'fashion_mnist', 'digits', 'image_folder', 'cifar', 'imagenet'"
-    ):
-        read({"kind": "mnist"})
 
 
 def test_digits(tmp_path):
@@ -90,29 +71,6 @@ def test_fashion_mnist_is_checked_by_content(tmp_path):
     fashion_folder(tmp_path)
     with pytest.raises(UserError, match="train-images-idx3-ubyte.gz: its content has sha256"):
         FashionMnist(root=str(tmp_path)).prepare(tmp_path / "out")
-
-
-def test_absent_fashion_mnist_says_how_to_get_it(tmp_path):
-    with pytest.raises(UserError) as error:
-        FashionMnist(root=str(tmp_path)).prepare(tmp_path / "out")
-    for word in (
-        "make data",
-        "apt-get install dataset-fashion-mnist",
-        "download: true",
-        str(tmp_path),
-    ):
-        assert word in str(error.value)
-
-
-@pytest.mark.skipif(REAL is None, reason="Fashion-MNIST is not on this machine (make data)")
-def test_real_fashion_mnist(tmp_path):
-    card = FashionMnist(root=str(REAL)).prepare(tmp_path)
-    assert set(card["counts"]["train"].values()) == {5400} and set(
-        card["counts"]["test"].values()
-    ) == {1000}
-    assert card["mean"][0] == pytest.approx(0.286, abs=1e-3) and card["std"][0] == pytest.approx(
-        0.353, abs=1e-3
-    )
 
 
 def small_cifar(folder, monkeypatch, classes):
@@ -410,50 +368,6 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
     assert len(packed) == before + 24 and other["jpeg"]["bytes"] < card["jpeg"]["bytes"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("test.json", b"{"), ("test.npy", b"junk"), ("test.npy", None), ("test.json", None)],
-)
-def test_damaged_state_of_decoding_starts_afresh(tmp_path, name, content):
-    imagenet_folder(tmp_path / "raw")
-    cache = decode_cache.DecodeCache(tmp_path / "cache", 8, 3)
-    paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
-    array, said = cache.decode("test", paths)
-    expected = array.read_bytes()
-    if content is None:
-        (tmp_path / "cache" / name).unlink()
-    else:
-        (tmp_path / "cache" / name).write_bytes(content)
-    assert cache.decode("test", paths) == (array, said) and array.read_bytes() == expected
-
-
-def test_a_store_of_jpeg_files_that_is_too_short_or_torn_is_packed_again(tmp_path):
-    imagenet_folder(tmp_path / "raw")
-    cache = decode_cache.DecodeCache(tmp_path / "cache", 8, 3)
-    paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
-    packing = decode_cache.Packing(8, False, 3, 90)
-    packed = cache.pack("train", paths, packing)[0].path
-    expected = packed.read_bytes()
-    for content in (expected[:-1], expected + b"torn"):
-        packed.write_bytes(content)
-        cache.pack("train", paths, packing)
-        assert packed.read_bytes() == expected
-
-
-def test_unreadable_images_are_listed_or_left_out_of_the_jpeg_files(tmp_path):
-    settings = kept(tmp_path, short_side=40)
-    (tmp_path / "raw/train/n01440764/003.JPEG").write_bytes(b"not an image")
-    splits = settings._splits(tmp_path / "raw", ("n01440764", "n01443537"))
-    with pytest.raises(UserError, match=r"1 image files cannot be read[^$]*003.JPEG: cannot"):
-        settings.prepare(tmp_path / "out")
-    skipping = settings.model_copy(update={"on_error": "skip"})
-    card = skipping.prepare(tmp_path / "out")
-    bad = [path.name == "003.JPEG" and "0764" in str(path) for path in splits["train"].paths]
-    assert card["images"]["train"] == 24 - sum(bad)
-    images = Prepared.open(tmp_path / "out").train.images
-    assert isinstance(images, Jpegs) and len(images.whole(range(len(images)))) == len(images)
-
-
 def test_a_damaged_jpeg_store_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared, "SMALL", 0)
     kept(tmp_path).prepare(tmp_path / "out")
@@ -475,21 +389,6 @@ def test_a_damaged_jpeg_store_is_named(tmp_path, monkeypatch):
     path.unlink()
     with pytest.raises(UserError, match="train_images.bin: expected .* found 0"):
         Prepared.open(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"short_side": 256}, "short_side is 256, store raw"),
-        ({"store": "jpeg", "short_side": 48}, "short_side is 48, size 64; allowed: 64 or more"),
-        ({"store": "jpeg", "size": 28}, "store is jpeg, size 28; allowed: 32 or more, or raw"),
-        ({"quality": 90}, "quality is 90, of JPEG files, and store is raw; allowed: 95, or"),
-        ({"store": "webp"}, "'raw' or 'jpeg'"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused(settings, said):
-    with pytest.raises(ValidationError, match=said):
-        Imagenet(**settings)
 
 
 def test_the_defaults_write_the_bytes_that_they_always_wrote(tmp_path):
@@ -544,25 +443,3 @@ def test_only_pictures_are_decoded_and_large_ones_in_little_memory(tmp_path, mon
     monkeypatch.setattr(Image.Image, "copy", lambda one: copies.append(one.size) or whole(one))
     assert decode_image(tmp_path / "large.png", 8, 3).shape == (3, 8, 8)
     assert (5000, 5000) not in copies
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@pytest.mark.parametrize("form", ["JPEG", "WEBP"])
-def test_exif_that_is_damaged_is_one_unreadable_file(tmp_path, form):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    exif[0x010E] = "hello"
-    path = tmp_path / f"bad.{form.lower()}"
-    Image.new("RGB", (40, 48)).save(path, exif=exif)
-    content = path.read_bytes()
-    tags = content.index(b"MM\0*" if b"MM\0*" in content else b"II*\0")
-    said = set()
-    for place in range(tags, tags + 40):
-        for value in (0, 127, 255):
-            path.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
-            try:
-                decode_image(path, 32, 3)
-            except Unreadable as error:
-                said.add(str(error))
-    assert any("its header or its EXIF is damaged (error: " in why for why in said), said
-    assert not any("\n" in why for why in said)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS, Prepared
@@ -118,13 +117,6 @@ def test_a_test_text_too_short_for_the_batch_is_refused_before_the_training():
     assert stream_length(data, 4) == 250
     with pytest.raises(UserError, match="batch is 5, and the text has 20 test tokens; .* 1 to 4 "):
         stream_length(data, 5)
-
-
-def test_a_batch_that_leaves_no_block_is_refused():
-    text = Stream(torch.arange(43), 4)
-    said = "batch is 5, and the text has 43 training tokens; allowed: 1 to 4 streams"
-    with pytest.raises(UserError, match=said):
-        text.length(5)
 
 
 def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):
@@ -246,11 +238,6 @@ def test_layouts_of_the_test_are_in_no_other_split_and_there_once():
     assert counts.max() - counts.min() == 1
 
 
-def test_a_mosaic_needs_layouts_that_are_left_for_training():
-    with pytest.raises(ValidationError, match="validation and test are 10000 mosaics; allowed"):
-        CaptionedMosaic(source={"kind": "digits"}, validation=5000, test=5000)
-
-
 TASK = ImageText(words=8, context=5, captions=2, end=2, vocabulary="0" * 64)
 
 
@@ -315,19 +302,3 @@ def test_vocabularies_that_are_none_are_refused_by_name(tmp_path):
         BpeTokenizer(path, 49_408)
     with pytest.raises(UserError, match="another vocabulary than the model's"):
         load_tokenizer(tmp_path, TASK.model_copy(update={"words": 7}))
-
-
-def test_labels_come_as_the_task_stores_them(mosaics):
-    labels = mosaics.train.labels
-    assert labels.shape == (300, 5, 36) and labels.dtype == np.int32
-    assert mosaics.card["counts"]["train"] == {"captions": 1500, "cut": 0, "unknown": 0}
-    torch.testing.assert_close(
-        torch.from_numpy((labels == mosaics.task.end).sum(-1)),
-        torch.ones(300, 5, dtype=torch.int64),
-    )
-
-
-@pytest.mark.parametrize("source", ["def (", "a\0b"])
-def test_what_is_no_python_is_named(source):
-    with pytest.raises(UserError, match="package/file.py: no Python of this version"):
-        list(extract_prose(source, "package/file.py"))

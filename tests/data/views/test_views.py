@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.core.streams import generator_for
 from moecore.data.sampling import Uneven
 from moecore.data.views.mix import Mix, mix_images
 from moecore.data.views.randaugment import RandAugment
-from moecore.data.views.transforms import TRANSFORMS, draw_affines, transform_images
+from moecore.data.views.transforms import draw_affines, transform_images
 from moecore.data.views.views import (
     Affine,
     Crop,
@@ -114,19 +113,6 @@ def test_the_default_changes_nothing():
     )
 
 
-def test_images_are_not_changed():
-    kept = IMAGES.clone()
-    make_views(IMAGES, FULL, generator_for(0))
-    mix_images(
-        identity_view(IMAGES),
-        torch.zeros(32, dtype=torch.int64),
-        classes(2),
-        Mix(mixup=1, cutmix=1),
-        generator_for(0),
-    )
-    assert torch.equal(IMAGES, kept)
-
-
 def test_erasing_blacks_out_a_rectangle():
     white = torch.full((2000, 1, 20, 20), 255, dtype=torch.uint8)
     views = make_views(white, ViewSettings(erasing=0.25), generator_for(0)).images[:, 0]
@@ -147,24 +133,6 @@ def test_half_of_the_images_are_mirrored():
         torch.zeros(4000, 1, 4, 4, dtype=torch.uint8), ViewSettings(flip=True), generator_for(0)
     )
     assert (views.affines[:, 1, 1] < 0).float().mean() == pytest.approx(0.5, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("part", "values"),
-    [
-        (Crop, {"scale": (0.8, 0.2)}),
-        (Crop, {"scale": (0.0, 1.0)}),
-        (Crop, {"scale": (0.5, 1.5)}),
-        (Crop, {"ratio": (2.0, 1.0)}),
-        (Affine, {"scale": (0.0, 1.0)}),
-        (Affine, {"shear": 45}),
-        (RandAugment, {"names": ("blur",)}),
-        (ViewSettings, {"crop_scale": 1}),
-    ],
-)
-def test_wrong_settings_are_refused(part, values):
-    with pytest.raises(ValidationError):
-        part(**values)
 
 
 @given(
@@ -196,18 +164,6 @@ def test_cutmix_takes_whole_pixels_in_a_box():
     assert torch.allclose(own, 1 - foreign.float().mean((1, 2)), atol=1e-6)
 
 
-def test_mixing_is_off_by_default_and_by_probability():
-    images = identity_view(IMAGES)
-    labels = torch.arange(32) % 5
-    for settings in (Mix(), Mix(mixup=1.0, probability=0.0)):
-        mixed, soft = mix_images(images, labels, classes(5), settings, generator_for(0))
-        assert (
-            mixed is images
-            and torch.equal(soft.argmax(1), labels)
-            and soft.max(1).values.eq(1).all()
-        )
-
-
 def test_mixing_is_a_function_of_the_generator():
     images = identity_view(IMAGES)
     labels = torch.arange(32) % 5
@@ -234,34 +190,6 @@ def test_mixing_is_a_function_of_the_generator():
 SIZE = (28, 28)
 
 
-def test_there_are_the_papers_twelve():
-    assert len(TRANSFORMS) == 12
-    settings = list(TRANSFORMS.values())
-    assert (
-        [each.degrees for each in settings[:3]]
-        == [each.shear for each in settings[9:]]
-        == [5, 10, 15]
-    )
-    assert [TRANSFORMS[name].scale for name in ("scaling 0.5", "scaling 0.8", "scaling 1.1")] == [
-        0.5,
-        0.8,
-        1.1,
-    ]
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_draws_are_a_function_of_the_arguments(name):
-    first = draw_affines(name, 20, SIZE, 3)
-    torch.manual_seed(99)
-    assert (
-        first.shape == (20, 3, 3)
-        and first.dtype == torch.float64
-        and torch.equal(first, draw_affines(name, 20, SIZE, 3))
-    )
-    if not name.startswith("scaling"):  # a scaling is not random
-        assert not torch.equal(first, draw_affines(name, 20, SIZE, 4))
-
-
 def test_transforms_draw_independently():
     angles = [
         draw_affines(name, 50, SIZE, 0)[:, 1, 0].asin().rad2deg() / limit
@@ -270,11 +198,9 @@ def test_transforms_draw_independently():
     assert abs(float(torch.corrcoef(torch.stack(angles))[0, 1])) < 0.5
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"), [("rotation 5", 5), ("rotation 10", 10), ("rotation 15", 15)]
-)
-def test_rotations_fill_their_range_about_the_centre(name, limit):
-    affines = draw_affines(name, 500, SIZE, 0)
+@pytest.mark.parametrize("limit", [5, 10, 15])
+def test_rotations_fill_their_range_about_the_centre(limit):
+    affines = draw_affines(f"rotation {limit}", 500, SIZE, 0)
     angles = torch.atan2(affines[:, 1, 0], affines[:, 0, 0]).rad2deg()
     assert (
         limit * 0.97 < float(angles.max()) <= limit
@@ -284,9 +210,9 @@ def test_rotations_fill_their_range_about_the_centre(name, limit):
     torch.testing.assert_close(torch.linalg.det(affines), torch.ones(500, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("name", "limit"), [("shear 5", 5), ("shear 10", 10), ("shear 15", 15)])
-def test_shears_move_columns_by_the_row(name, limit):
-    affines = draw_affines(name, 500, SIZE, 0)
+@pytest.mark.parametrize("limit", [5, 10, 15])
+def test_shears_move_columns_by_the_row(limit):
+    affines = draw_affines(f"shear {limit}", 500, SIZE, 0)
     slopes = affines[:, 1, 0]
     assert (
         math.tan(math.radians(limit * 0.97))
@@ -297,11 +223,9 @@ def test_shears_move_columns_by_the_row(name, limit):
     _fixed(affines, 14, 14)
 
 
-@pytest.mark.parametrize(
-    ("name", "factor"), [("scaling 0.5", 0.5), ("scaling 0.8", 0.8), ("scaling 1.1", 1.1)]
-)
-def test_scalings_are_exact(name, factor):
-    affines = draw_affines(name, 5, SIZE, 0)
+@pytest.mark.parametrize("factor", [0.5, 0.8, 1.1])
+def test_scalings_are_exact(factor):
+    affines = draw_affines(f"scaling {factor}", 5, SIZE, 0)
     torch.testing.assert_close(
         affines[:, :2, :2], factor * torch.eye(2, dtype=torch.float64).expand(5, 2, 2)
     )
@@ -321,15 +245,6 @@ def test_translations_are_whole_pixels_of_at_most_a_tenth(name, across, down):
     assert torch.equal(affines[:, :2, :2], torch.eye(2, dtype=torch.float64).expand(500, 2, 2))
     assert sorted(set(affines[:, 0, 2].tolist())) == list(range(-3 * down, 3 * down + 1))
     assert sorted(set(affines[:, 1, 2].tolist())) == list(range(-4 * across, 4 * across + 1))
-
-
-def test_the_identity_changes_no_pixel():
-    images = torch.randint(
-        0, 256, (4, 3, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
-    assert torch.equal(
-        transform_images(images, torch.eye(3, dtype=torch.float64).expand(4, 3, 3)), images
-    )
 
 
 def test_a_translation_moves_pixels_and_leaves_black():

@@ -8,9 +8,8 @@ import torch
 from scipy.stats import spearmanr
 from torch import nn
 
-from moecore.core.files import UserError
 from moecore.core.records import ModelOutput
-from moecore.data.prepared import SPLITS, Prepared
+from moecore.data.prepared import SPLITS
 from moecore.measure.probes.linear_probe import PENALTIES, linear_probe, read_by_head
 from moecore.measure.probes.people import (
     People,
@@ -25,7 +24,6 @@ from moecore.measure.probes.people import (
 )
 from moecore.measure.probes.tissues import VolumeErrors, errors_of, order_of, seen, summed
 from tests.measure.subjects import Brightness, Source
-from tests.volumes import write_cohort
 
 
 class Pooled(nn.Module):
@@ -89,32 +87,6 @@ def test_features_that_do_not_vary_say_the_mean_age():
     assert (
         probe.predict(np.ones((1, 2))).tolist() == pytest.approx([40]) and penalty == PENALTIES[-1]
     )
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_numbers_that_are_not_finite_are_refused(part):
-    parts = [np.zeros((3, 2)), np.zeros(3), np.zeros((3, 2)), np.zeros(3)]
-    parts[part].flat[0] = np.nan
-    with pytest.raises(UserError, match="not a finite number"):
-        linear_probe((parts[0], parts[1]), (parts[2], parts[3]))
-
-
-@pytest.fixture(scope="module")
-def cohort(tmp_path_factory) -> Prepared:
-    folder = tmp_path_factory.mktemp("cohort") / "pretrain"
-    folder.mkdir()
-    return write_cohort(folder, simulated=False)
-
-
-def test_one_tissue_is_the_volume_times_its_share(cohort):
-    # Every voxel of the small cohort has a third (85 of 255) of each tissue: brightness falls to a
-    # third, in float16.
-    whole = predicted_ages(Brightness(), cohort.test.images, 7)
-    for region in range(3):
-        found = seen(Brightness(), cohort, "test", region, 7)
-        np.testing.assert_allclose(found.predicted, whole / 3, rtol=2e-3)
-        np.testing.assert_array_equal(found.features[:, 0], found.predicted)
-        np.testing.assert_array_equal(found.ages, cohort.test.labels)
 
 
 def test_every_tissue_has_its_own_map():

@@ -31,6 +31,7 @@ from moecore.measure.routing_metrics.expert_use import (
     iou,
 )
 from moecore.measure.routing_metrics.matching import NAMES, augmented_row, chance
+from tests.measure.routing_metrics.test_expert_use import masks
 from tests.routed import KINDS, tiny
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
@@ -178,16 +179,6 @@ def test_by_hand():
     assert values == sorted(values) and values[0] == pytest.approx(1 / 400)
 
 
-@pytest.mark.parametrize("sizes", [(9, 2), (2, 9), (-1, 2)])
-def test_sets_that_cannot_be_are_refused(sizes):
-    with pytest.raises(UserError, match="allowed: 0 to 8"):
-        chance_iou(8, *sizes)
-
-
-def masks(*rows: str) -> torch.Tensor:
-    return torch.tensor([[[mark == "x" for mark in row] for row in rows]])
-
-
 def test_each_token_has_its_own_sizes():
     before, after = masks("xx..", "x...", "....", "xx.."), masks("x...", "...x", "....", "..xx")
     # (2, 1) of 4: 1/2 · 1/2 = 1/4; (1, 1): 1/4; both empty: 1; (2, 2): (1 + 4 · 1/3)/6 = 7/18.
@@ -264,34 +255,11 @@ def test_ordered_pairs_are_rarer_than_sets_and_than_best_ones(seed, experts):
         assert ratios.top2_sets == 1 and ratios.top2_ordered == ratios.top1
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "found", "message"),
-    [
-        ((1, 2, 3), (1, 2, 3), torch.zeros(1, 2, dtype=torch.bool), "0 pairs and 3 experts"),
-        ((1, 2, 1), (1, 2, 1), torch.ones(1, 2, dtype=torch.bool), "2 pairs and 1 experts"),
-        ((1, 2, 3), (1, 3, 3), torch.ones(1, 2, dtype=torch.bool), "probs of shape"),
-        ((1, 2, 3), (1, 2, 3), torch.ones(1, 3, dtype=torch.bool), "probs of shape"),
-    ],
-)
-def test_nothing_to_compare_is_refused(ours, theirs, found, message):
-    with pytest.raises(UserError, match=message):
-        match_ratios(torch.zeros(ours), torch.zeros(theirs), found)
-
-
 def test_epochs_by_hand():
     # Four tokens over three epochs: 0 → 1 shares two tokens, 1 → 2 three, 0 with the last one.
     epochs = [np.array([[0, 1], [2, 3]]), np.array([[0, 1], [0, 0]]), np.array([[0, 2], [0, 0]])]
     assert epoch_agreement(epochs) == {"with_final": [0.25, 0.75, 1.0], "consecutive": [0.5, 0.75]}
     assert epoch_agreement(epochs[:1]) == {"with_final": [1.0], "consecutive": []}
-
-
-@pytest.mark.parametrize(
-    "epochs",
-    [[], [np.zeros((0, 3), dtype=int)], [np.zeros((2, 3), dtype=int), np.zeros((3, 2), dtype=int)]],
-)
-def test_epochs_that_cannot_be_compared_are_refused(epochs):
-    with pytest.raises(UserError, match="needed: at least one epoch, all of one shape"):
-        epoch_agreement(epochs)
 
 
 def test_pairs_are_counted_image_by_image():

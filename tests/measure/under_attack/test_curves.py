@@ -102,14 +102,6 @@ def test_a_mean_error_with_its_bootstrap_interval():
     assert (even.score, even.low, even.high) == (2.5, 2.5, 2.5)
 
 
-@pytest.mark.parametrize("task", [CLASSES, YEARS])
-def test_a_row_is_read_back_as_it_was(task):
-    scores = hits(1, 0, 1) if task is CLASSES else errors(1, 0.1, 3)
-    found = row(0.1, task, scores)
-    assert Row.model_validate_json(found.model_dump_json()) == found
-    assert torch.equal(unpacked(task, found, 3), scores)
-
-
 def test_the_worst_case_of_hits_is_what_stands_all_attacks():
     curves = {
         "a": (row(0, CLASSES, hits(1, 1, 1)), row(0.1, CLASSES, hits(1, 0, 1))),
@@ -133,13 +125,6 @@ def test_the_worst_case_of_errors_is_of_each_image_by_itself():
     clean, attacked = worst_case(curves, YEARS, 2)
     assert clean.epsilon == 0 and clean.score == 1.5 and clean.scores == (1, 2)
     assert attacked.epsilon == 0.1 and attacked.score == 4 and attacked.scores == (3, 5)
-
-
-def test_other_epsilons_are_refused():
-    curves = {"a": (row(0.1, CLASSES, hits(1)),), "b": (row(0.2, CLASSES, hits(1)),)}
-    with pytest.raises(ValueError, match="different epsilons"):
-        worst_case(curves, CLASSES, 1)
-    assert worst_case({"idle": IDLE}, CLASSES, 3) == ()
 
 
 UNROUTED = Skipped(skipped="no MoE layer")
@@ -343,9 +328,3 @@ def test_all_lines_of_a_real_target_are_there():
     lines = audit(of_years(Regressor(WEIGHT)), settings, 0.1, curves, attacks)
     assert [line.name for line in lines] == [*LINES, "larger_epsilon"]
     assert [line.name for line in lines if line.holds is not True] == ["surrogate"]
-
-
-@pytest.mark.parametrize("given", [of_classes(Smooth()), of_years(Regressor(WEIGHT))])
-def test_a_line_is_read_back_as_it_was(given):
-    line = deterministic(given)
-    assert Line.model_validate_json(line.model_dump_json()) == line

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import gelu, layer_norm
 
 from moecore.core.files import UserError
-from moecore.core.records import Guidance, Layout, RoutingContext
+from moecore.core.records import Guidance, RoutingContext
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.model import parameter_counts
@@ -250,18 +250,6 @@ def test_what_does_not_fit_is_refused(settings, moe, said):
         model(moe=moe, **settings)
 
 
-def test_images_are_refused_and_so_is_text_by_others():
-    image = ImageSpec(
-        channels=1,
-        size=8,
-        mean=(0.0,),
-        std=(1.0,),
-        task=Classification(classes=("a", "b")),
-    )
-    with pytest.raises(UserError, match="found language_model, but the data have 2 axes"):
-        LanguageModel().build(image)
-
-
 def test_a_span_that_no_stream_has_is_refused():
     made = model(span=8)
     made.remember(2, 8)
@@ -359,10 +347,6 @@ def test_the_papers_sizes():
     assert built.width == 784 and built.config.depth == built.depth == 1
 
 
-def test_where_its_token_lies():
-    assert single().layout == Layout(special=0, grid=(1, 1), size=(4, 4))
-
-
 def test_features_are_what_enters_and_leaves_the_layer():
     images = torch.rand(3, 2, 4, 4)
     built = single()
@@ -378,14 +362,6 @@ def test_features_are_what_enters_and_leaves_the_layer():
         built.encode(images, "final", (1,))
 
 
-def test_images_are_predicted_one_by_one():
-    images = torch.rand(4, 2, 4, 4)
-    built = single()
-    torch.testing.assert_close(
-        torch.cat([built(image[None]).prediction for image in images]), built(images).prediction
-    )
-
-
 def test_a_gradient_reaches_every_used_part():
     built = single().train()
     built(torch.rand(16, 2, 4, 4)).prediction.square().sum().backward()
@@ -393,12 +369,6 @@ def test_a_gradient_reaches_every_used_part():
         parameter.grad is not None and parameter.grad.abs().sum() > 0
         for parameter in built.parameters()
     )
-
-
-def test_only_its_only_block_may_hold_experts():
-    for blocks in ("last_2", "every_2", [1]):
-        with pytest.raises(UserError, match="1 blocks"):
-            SingleLayer().build(IMAGE, moe(blocks=blocks))
 
 
 class Asking(torch.nn.Module):
@@ -422,12 +392,3 @@ def test_a_router_gets_what_it_asks_for(monkeypatch):
         built.mlp.context.teacher, teacher
     )
     assert built.mlp.context.progress == 1.0 and built.mlp.context.attention is None
-
-
-def test_a_router_that_reads_attention_is_refused(monkeypatch):
-    settings = moe()
-    monkeypatch.setattr(type(settings.router), "wants", frozenset({"attention"}))
-    with pytest.raises(
-        UserError, match="single_layer has no attention, but the router noisy_top_k reads attention"
-    ):
-        SingleLayer().build(IMAGE, settings)

@@ -18,7 +18,6 @@ from moecore.nn.backbones.text_tower import TextTower, TextTransformer, marks
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predictions
-from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import load_for_images, load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
@@ -243,14 +242,6 @@ def test_it_goes_on_with_larger_images_and_the_same_words(tmp_path):
     other = larger.model_copy(update={"task": TASK.model_copy(update={"vocabulary": "1" * 64})})
     with pytest.raises(UserError, match="other words: captions of 20 words"):
         load_for_images(tmp_path, other, None)
-
-
-def test_other_data_are_refused():
-    flat = IMAGE.model_copy(update={"task": Classification(classes=("a", "b"))})
-    with pytest.raises(UserError, match="found two_towers, but the data have none"):
-        SMALL.build(flat)
-    with pytest.raises(ValidationError, match="allowed: a divisor of the text tower's width 30"):
-        TextTower(width=30, heads=4)
 
 
 def test_active_parameters_are_those_of_both_towers():

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from torch.nn.functional import conv3d, unfold
 
 from moecore.core.files import UserError
-from moecore.core.records import Layout
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.swin import SwinSettings
@@ -105,71 +104,6 @@ def test_features_are_what_enters_and_leaves_a_block():
     torch.testing.assert_close(model.encode(images, "final", (2,))[2][0], tokens)
 
 
-@pytest.mark.parametrize(
-    ("setting", "named"), [({"patch": 5}, "model.patch"), ({"width": 50}, "model.heads")]
-)
-def test_sizes_that_do_not_fit_are_named(setting, named):
-    with pytest.raises(UserError, match=named):
-        Vit(**({"patch": 8, "width": 48} | setting)).build(IMAGE)
-
-
-VOLUMES = {
-    "channels": 1,
-    "size": [32, 48, 32],
-    "mean": [0.4],
-    "std": [0.2],
-    "task": {"kind": "regression", "target": "age", "mean": 61.5, "deviation": 17.0},
-    "name": "of no interest",
-}
-IMAGES = {
-    "channels": 3,
-    "size": 32,
-    "mean": [0.4] * 3,
-    "std": [0.2] * 3,
-    "task": {"kind": "classification", "classes": ["cat", "dog"]},
-}
-
-
-def test_a_card_of_volumes_gives_three_axes_and_one_output():
-    spec = ImageSpec.from_card(VOLUMES)
-    assert spec.shape == (32, 48, 32)
-    assert spec.outputs == 1
-    assert spec.answers == ("age",)
-    assert spec.task == Regression(target="age", mean=61.5, deviation=17.0)
-    assert ImageSpec.model_validate(spec.model_dump(mode="json")) == spec
-
-
-def test_a_card_of_images_gives_two_axes_and_an_output_per_class():
-    spec = ImageSpec.from_card(IMAGES)
-    assert spec.shape == (32, 32)
-    assert spec.outputs == 2
-    assert spec.answers == ("cat", "dog")
-    assert spec.task == Classification(classes=("cat", "dog"))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"task": {"kind": "classification", "classes": ["one"]}},
-        {"task": {"kind": "classification"}},
-        {"task": {"kind": "captioning"}},
-        {"task": {"kind": "regression", "target": "age", "deviation": 0.0}},
-        {"task": {"kind": "regression"}},
-        {"size": 0},
-        {"size": [4, 4]},
-        {"size": [4, 0, 4]},
-    ],
-)
-def test_what_is_no_card_is_refused(change):
-    with pytest.raises(ValidationError):
-        ImageSpec.from_card(IMAGES | change)
-
-
-def test_a_card_without_a_task_is_refused():
-    with pytest.raises(KeyError, match="task"):
-        ImageSpec.from_card({key: value for key, value in IMAGES.items() if key != "task"})
-
-
 SPEC = ImageSpec(
     channels=1,
     size=(8, 12, 4),
@@ -219,13 +153,6 @@ def test_the_linear_stem_is_a_convolution():
     torch.testing.assert_close(embed(volumes), expected)
 
 
-def test_layout_and_records():
-    model = drawn(moe=MOE)
-    assert model.layout == Layout(1, (2, 3, 1), (8, 12, 4))
-    output = model(torch.rand(5, 1, 8, 12, 4))
-    assert output.prediction.shape == (5, 1) and output.routing[0].probs.shape == (5, 7, 4)
-
-
 def test_years_are_deviations_about_the_mean():
     model = drawn()
     volumes = torch.rand(3, 1, 8, 12, 4)
@@ -234,21 +161,6 @@ def test_years_are_deviations_about_the_mean():
     model.head.weight.data.zero_()
     model.head.bias.data.fill_(-1.0)
     assert model(volumes).prediction.tolist() == [[45.0]] * 3  # 60 − 1 · 15
-
-
-def test_classes_stay_logits():
-    spec = ImageSpec(
-        channels=1,
-        size=(8, 12, 4),
-        task=Classification(classes=("a", "b", "c")),
-        mean=(0.4,),
-        std=(0.2,),
-    )
-    model = drawn(spec=spec)
-    volumes = torch.rand(3, 1, 8, 12, 4)
-    torch.testing.assert_close(
-        model(volumes).prediction, model.head(model.encode(volumes)[0][:, 0])
-    )
 
 
 @pytest.mark.parametrize(
@@ -301,20 +213,6 @@ def test_fixed_positions_are_no_weights_and_all_differ():
     [
         (SMALL_3D.model_copy(update={"patch": 8}), SPEC, "model.patch.*8, 12, 4"),
         (SMALL_3D.model_copy(update={"heads": 5}), SPEC, "model.heads"),
-        (SMALL_3D.model_copy(update={"stem": "pooled", "pool": 3}), SPEC, "model.pool"),
-        (SMALL_3D.model_copy(update={"stem": "conv", "patch": 2}), SPEC, "model.stem"),
-        (
-            SMALL_3D.model_copy(update={"positions": "sinusoidal", "width": 32}),
-            SPEC,
-            "model.positions",
-        ),
-        (
-            SMALL_3D,
-            ImageSpec(
-                channels=1, size=8, task=Classification(classes=("a", "b")), mean=(0.4,), std=(0.2,)
-            ),
-            "model.kind",
-        ),
         (Vit(patch=4, width=24), SPEC, "model.kind"),
     ],
 )

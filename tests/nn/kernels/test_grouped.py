@@ -141,15 +141,6 @@ def test_second_derivatives_of_the_loop_and_of_tiles(monkeypatch):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_no_rows_at_all(dtype):
-    rows, weight, bias, offsets = inputs((0, 0, 0), 8, 8, dtype)
-    outputs = grouped_linear(rows, weight, bias, offsets)
-    outputs.sum().backward()
-    assert outputs.shape == (0, 8)
-    assert not weight.grad.any() and not bias.grad.any()
-
-
 def test_gradients_in_double_precision():
     rows, weight, bias, offsets = inputs((2, 0, 3), 3, 2, torch.float64)
     assert torch.autograd.gradcheck(grouped_linear, (rows, weight, bias, offsets))

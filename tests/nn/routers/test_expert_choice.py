@@ -7,9 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from moecore.core.files import UserError
 from moecore.nn.routers.expert_choice import ExpertChoice, taken
 from moecore.nn.routers.expert_plan import ExpertPlan
 from tests.nn.routers import reference
@@ -176,13 +174,6 @@ def test_a_token_that_nobody_takes_comes_back_as_zero_without_gradient():
     assert not gradient[left].any()
 
 
-def test_all_experts_are_equally_busy():
-    _, record = reference.layer_of(ExpertChoice(k=2)).eval().router(torch.randn(3, 8, 8))
-    # 8·2/4 tokens of each image for each expert
-    assert record.chosen.sum(1).unique().tolist() == [4]
-    reference.assert_well_formed(record, torch.randn(3, 8, 8), 4)
-
-
 def test_invariances():
     layer = reference.layer_of(ExpertChoice(k=2, group_size=2))
     tokens = torch.randn(3, 9, 8)
@@ -190,32 +181,3 @@ def test_invariances():
     reference.assert_permuted_tokens_give_permuted_outputs(layer, tokens)
     reference.assert_one_image_alone_is_predicted_alike(layer, tokens)
     reference.assert_autocast_keeps_the_record(layer, tokens)
-
-
-def test_training_twice_from_the_same_seed_is_bit_equal():
-    results = []
-    for _ in range(2):
-        layer = reference.layer_of(ExpertChoice(k=2)).train()
-        outputs, _ = layer(torch.randn(4, 20, 8))
-        outputs.square().sum().backward()
-        results.append([outputs, *(parameter.grad for parameter in layer.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_an_empty_batch_passes_through(training):
-    outputs, (record,) = reference.layer_of(ExpertChoice(group_size=2)).train(training)(
-        torch.randn(0, 5, 8, requires_grad=True)
-    )
-    outputs.sum().backward()
-    assert outputs.shape == (0, 5, 8) and record.probs.shape == (0, 5, 4)
-
-
-def test_settings():
-    assert ExpertChoice(k=2, capacity_factor=1.5).active(8) == 3.0
-    assert ExpertChoice(k=2, capacity_factor=8.0).active(8) == 8.0
-    assert ExpertChoice().provides == frozenset() == ExpertChoice().wants
-    with pytest.raises(UserError, match="k is 5, but there are 4 experts"):
-        ExpertChoice(k=5).build(6, 4)
-    with pytest.raises(ValidationError):
-        ExpertChoice(capacity_factor=0)

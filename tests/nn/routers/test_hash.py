@@ -6,9 +6,7 @@ import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 
-from moecore.core.files import UserError
 from moecore.core.records import RoutingContext
 from moecore.nn.routers.hash import Hash, directions, positions
 from tests.nn.routers import reference
@@ -141,14 +139,6 @@ def test_a_hash_made_in_inference_mode_serves_in_training():
     torch.testing.assert_close(outputs.detach(), expected.detach())
 
 
-def test_there_is_nothing_to_learn_or_to_save():
-    router = Hash().build(8, 4)
-    assert not list(router.parameters()) and not router.state_dict()
-    patches = patches_of().requires_grad_()
-    plan, record = router(torch.randn(2, 9, 8, requires_grad=True), RoutingContext(patches=patches))
-    assert not any(field.requires_grad for field in (*record, plan.weights))
-
-
 @pytest.mark.parametrize("settings", [{}, {"k": 2}, {"k": 3, "by": "position"}], ids=str)
 @pytest.mark.parametrize("width", [8, 6])
 def test_outputs_and_all_gradients_agree_with_every_expert_on_every_token(settings, width):
@@ -179,37 +169,3 @@ def test_invariances():
     )
     reference.assert_one_image_alone_is_predicted_alike(layer, tokens, context)
     reference.assert_autocast_keeps_the_record(layer, tokens, context)
-
-
-def test_fp64_stays_fp64():
-    plan, record = Hash(k=3).build(8, 4)(
-        torch.randn(2, 9, 8, dtype=torch.float64), RoutingContext(patches=patches_of().double())
-    )
-    assert (
-        plan.weights.dtype == record.logits.dtype == torch.float64
-        and plan.weights[0, 0, 0].item() == 1 / 3
-    )
-
-
-def test_an_empty_batch_and_one_token():
-    router = Hash().build(8, 4)
-    assert router(torch.randn(0, 5, 8), RoutingContext(patches=torch.rand(0, 5, 12)))[
-        1
-    ].probs.shape == (0, 5, 4)
-    assert (
-        router(torch.randn(1, 1, 8), RoutingContext(patches=torch.zeros(1, 1, 12)))[1].chosen.sum()
-        == 1
-    )
-
-
-def test_settings():
-    assert (
-        Hash().wants == {"patches"} and Hash(by="position").wants == frozenset() == Hash().provides
-    )
-    assert Hash(k=2).active(8) == 2
-    with pytest.raises(UserError, match="no patches to hash"):
-        Hash().build(8, 4)(torch.randn(1, 2, 8))
-    with pytest.raises(UserError, match="k is 5, but there are 4 experts"):
-        Hash(k=5).build(8, 4)
-    with pytest.raises(ValidationError):
-        Hash(by="colour")

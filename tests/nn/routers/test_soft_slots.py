@@ -7,9 +7,7 @@ import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 
-from moecore.core.files import UserError
 from moecore.core.records import RoutingContext
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.noisy_top_k import NoisyTopK
@@ -145,28 +143,6 @@ def test_the_plans_gradients_in_fp64():
     assert torch.autograd.gradcheck(there_and_back, (mixing, weights, tokens))
 
 
-def test_one_token_and_an_empty_batch():
-    layer = reference.layer_of(SoftSlots(slots=2))
-    token = torch.randn(1, 1, 8)
-    answers = sum(
-        record * reference.expert_output(layer, e, token)
-        for e, record in enumerate(layer(token)[1][0].probs.flatten())
-    )
-    torch.testing.assert_close(layer(token)[0], answers)  # every slot is that token
-    outputs, (record,) = layer(torch.randn(0, 5, 8, requires_grad=True))
-    outputs.sum().backward()
-    assert outputs.shape == (0, 5, 8) and record.probs.shape == (0, 5, 4)
-
-
-def test_settings():
-    assert SoftSlots(slots=3).active(8) == 8.0
-    assert SoftSlots().provides == frozenset() == SoftSlots().wants
-    router = SoftSlots(slots=3).build(6, 4)
-    assert router.slots.shape == (6, 4, 3) and router.scale.item() == 1
-    with pytest.raises(ValidationError):
-        SoftSlots(slots=0)
-
-
 def test_files_of_before_the_scale_had_an_axis_are_read():
     router = SoftSlots().build(8, 2)
     state = router.state_dict() | {"scale": torch.tensor(3.0)}
@@ -263,12 +239,6 @@ def test_adamw_with_weight_decay_leaves_a_frozen_router_alone():
     assert not torch.equal(expert[2], expert[3])
 
 
-def test_a_whole_run_may_be_the_first_phase():
-    layer = reference.layer_of(FrozenCopy(until=1.0)).train()
-    layer(torch.randn(2, 9, 8), RoutingContext(progress=0.99))[0].sum().backward()
-    assert layer.router.weight.grad.any()
-
-
 def test_outputs_and_all_gradients_agree_with_every_expert_on_every_token():
     layer = reference.layer_of(FrozenCopy(router=NoisyTopK(k=2))).train()
     tokens = torch.randn(3, 7, 8, requires_grad=True)
@@ -284,42 +254,6 @@ def test_outputs_and_all_gradients_agree_with_every_expert_on_every_token():
 def test_padding_takes_no_part():
     layer = reference.layer_of(FrozenCopy(router=NoisyTopK(k=2))).train()
     reference.assert_padding_takes_no_part(layer, torch.randn(3, 61, 8, requires_grad=True), LATE)
-
-
-def test_a_frozen_copy_keeps_the_invariances():
-    layer = reference.layer_of(FrozenCopy())
-    tokens = torch.randn(3, 9, 8)
-    reference.assert_relabelling_changes_nothing(layer, tokens, {"weight": 0})
-    reference.assert_permuted_tokens_give_permuted_outputs(layer, tokens)
-    reference.assert_one_image_alone_is_predicted_alike(layer, tokens)
-    reference.assert_autocast_keeps_the_record(layer, tokens)
-
-
-def test_its_weights_have_the_inner_routers_names():
-    ours, theirs = both(k=2)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-
-
-def test_settings_of_a_frozen_copy():
-    router = FrozenCopy(router=NoisyTopK(k=3, noise_std=2.0), until=0.3)
-    assert (
-        router.k == router.active(8) == 3
-        and router.provides == {"load"}
-        and router.wants == frozenset()
-    )
-    fewer = router.with_k(1)
-    assert isinstance(fewer, FrozenCopy) and (
-        fewer.k,
-        fewer.until,
-        fewer.router.noise_std,
-        router.k,
-    ) == (1, 0.3, 2.0, 3)
-    assert FrozenCopy.model_validate(router.model_dump()) == router
-    with pytest.raises(UserError, match="k is 3, but there are 2 experts"):
-        router.build(6, 2)
-    for until in (-0.1, 1.1):
-        with pytest.raises(ValidationError):
-            FrozenCopy(until=until)
 
 
 def test_it_stays_frozen_while_its_model_is_fine_tuned():

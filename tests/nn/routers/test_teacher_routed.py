@@ -181,13 +181,3 @@ def test_a_teacher_that_has_to_decide_must_be_there_and_fit(inference, training)
         router(torch.randn(2, 9, 8))
     with pytest.raises(UserError, match=r"shape \(2, 8, 4\).*student's \(2, 9, 4\)"):
         router(torch.randn(2, 9, 8), RoutingContext(teacher=teacher_of(tokens=8)))
-
-
-def test_settings():
-    assert (
-        TeacherRouted().wants == {"teacher"}
-        and TeacherRouted().provides == {"load"}
-        and TeacherRouted(k=2).active(8) == 2
-    )
-    with pytest.raises(UserError, match="k is 5, but there are 4 experts"):
-        TeacherRouted(k=5).build(8, 4)
