@@ -7,16 +7,10 @@ from torch import nn
 
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit import Vit
-from moecore.study.reading.document import load_yaml
 from moecore.training.guide import attach_required_guide, build_guide
-from moecore.training.method import Method
-from tests.project import SHIPPED
+from tests.methods import METHODS as METHODS
 from tests.training.small import IMAGE
 
-METHODS = {
-    name: Method.model_validate(entry)
-    for name, entry in load_yaml(str(SHIPPED)).data["methods"].items()
-}
 # layer → the first method that has it
 ROUTED = {
     method.moe.model_dump_json(): name for name, method in reversed(METHODS.items()) if method.moe

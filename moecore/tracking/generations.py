@@ -86,10 +86,10 @@ def newest_trainings(histories: Iterable[History]) -> dict[str, History]:
     A fine-tuning from before the pretraining is left out.
     """
 
-    def order(history: History) -> tuple[bool, bool, float]:
-        return history.run_state()[0] == "RUNNING", history.has_ended, history.header["t"]
-
-    newest = sorted((one for one in histories if one.header["stage"] in PHASES), key=order)
+    newest = sorted(
+        (one for one in histories if one.header["stage"] in PHASES),
+        key=lambda one: (one.run_state()[0] == "RUNNING", one.has_ended, one.header["t"]),
+    )
     trainings = {history.header["stage"]: history for history in newest}
     begun = trainings["pretrain"].header["t"] if "pretrain" in trainings else 0.0
     return {stage: one for stage, one in trainings.items() if one.header["t"] >= begun}

@@ -15,7 +15,6 @@ PHASES = ("pretrain", "finetune", "adversarial")  # in the order of training
 TRAININGS = ("teacher", *PHASES)
 PACE = ("epoch", "learning_rate", "images_per_second", "memory_mb")  # beside a training's scores
 GROUPS = {"calibrate": "calibration", "teacher_router": "loss"}  # of stages, where not their name
-COMPARED_LOSSES = ("loss/total", "loss/task")
 Point = tuple[str, float, int, int]  # name, value, milliseconds, step
 
 
@@ -39,7 +38,8 @@ def compared_points(lines: list[dict], phase: str) -> list[Point]:
     return [
         (name.replace("/", f"/{phase} ", 1), value, at, step)
         for name, value, at, step in curve_points(lines)
-        if name in COMPARED_LOSSES or (not name.startswith("loss/") and name not in pace)
+        if name in ("loss/total", "loss/task")
+        or (not name.startswith("loss/") and name not in pace)
     ]
 
 

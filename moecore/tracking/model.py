@@ -16,8 +16,6 @@ from moecore.tracking.store import configure_mlflow, first_line, mask_password, 
 from moecore.tracking.stored_run import StoredRun
 
 if TYPE_CHECKING:
-    from mlflow.models import ModelSignature
-
     from moecore.nn.backbones.image import ImageSpec
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
@@ -34,7 +32,6 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
     """
     import mlflow
 
-    # Here, as it brings torch, which an import without new models does not need.
     from moecore.training.artifacts import load_card
 
     words = f"source_run_id = '{run_id}' AND name = '{name}'"
@@ -53,45 +50,41 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
             python_model=str(ROOT / "moecore" / "tracking" / "pyfunc.py"),
             artifacts={"model": str(folder.resolve())},
             code_paths=[str(ROOT / "moecore")],
-            signature=_signature(image),
+            signature=model_signature(image),
             pip_requirements=[f"{package}=={version(package)}" for package in PACKAGES],
         )
     return str(model.model_id)
 
 
-def _signature(image: "ImageSpec") -> "ModelSignature":
+def model_signature(image: "ImageSpec") -> Any:
+    """Return MLflow's signature of a model: what it takes and gives, with shapes."""
     import numpy
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
 
     from moecore.tasks.image_text import ImageText
 
-    single = numpy.dtype("float32")
-    if image.task.long:
-        words = TensorSpec(numpy.dtype("int64"), (-1, image.channels, *image.shape), "words")
-        scores = TensorSpec(single, (-1, *image.shape, image.task.outputs), "scores")
-        return ModelSignature(Schema([words]), Schema([scores]))
+    task, words, single = image.task, numpy.dtype("int64"), numpy.dtype("float32")
     images = TensorSpec(single, (-1, image.channels, *image.shape), "images")
-    if isinstance(image.task, ImageText):
-        captions = TensorSpec(numpy.dtype("int64"), (-1, image.task.context), "captions")
-        scores = TensorSpec(single, (-1, -1), "scores")
-        return ModelSignature(Schema([images, captions]), Schema([scores]))
-    name = image.task.answers[0] if image.task.outputs == 1 else "scores"
-    answers = TensorSpec(single, (-1, image.task.outputs), name)
-    return ModelSignature(Schema([images]), Schema([answers]))
+    inputs, answer_shape, answer_name = [images], (-1, task.outputs), "scores"
+    if task.long:
+        inputs = [TensorSpec(words, (-1, image.channels, *image.shape), "words")]
+        answer_shape = (-1, *image.shape, task.outputs)
+    elif isinstance(task, ImageText):
+        inputs = [images, TensorSpec(words, (-1, task.context), "captions")]
+        answer_shape = (-1, -1)
+    elif task.outputs == 1:
+        answer_name = task.answers[0]
+    answers = TensorSpec(single, answer_shape, answer_name)
+    return ModelSignature(Schema(inputs), Schema([answers]))
 
 
 def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> None:
     """Make the run's version of the registered model ``name``, once."""
-    from mlflow.exceptions import MlflowException
-
     versions = client.search_model_versions(f"run_id = '{run.id}'")
     if not versions:
-        try:
+        if not client.search_registered_models(f"name = '{name}'"):
             client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
         source = f"{SCHEME}{model_id}"
         versions = [client.create_model_version(name, source, run.id, model_id=model_id)]
     run.set_tags({VERSION: f"{versions[0].name} {versions[0].version}"})
@@ -122,12 +115,9 @@ def model_folder(address: str) -> Path:
     mlflow.set_tracking_uri(store_address())
     try:
         folder = Path(download_artifacts(artifact_uri=address))
-        logged = Model.load(folder)
-    except (MlflowException, OSError) as error:
+        logged = Model.load(folder).flavors["python_function"]["artifacts"]["model"]
+    except (MlflowException, OSError, KeyError) as error:
         where = f"{address}: no such model in {mask_password(store_address())}"
         allowed = "models:/study.method.phase.seed@current, as `moecore ui` lists them"
         raise UserError(f"{where} ({first_line(error)}); allowed: {allowed}") from error
-    artifacts = logged.flavors.get("python_function", {}).get("artifacts", {})
-    if "model" not in artifacts:
-        raise UserError(f"{address}: not a model that moecore trained")
-    return folder / artifacts["model"]["path"]
+    return folder / logged["path"]

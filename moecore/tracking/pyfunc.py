@@ -25,17 +25,14 @@ class Classifier(PythonModel):
 
         from moecore.tasks.recall import similarities
 
-        given, captions = model_input, None
-        if isinstance(model_input, dict):  # MLflow has held it against the signature
-            captions = model_input.get("captions")
-            [given] = (value for name, value in model_input.items() if name != "captions")
+        given = dict(model_input) if isinstance(model_input, dict) else {"images": model_input}
+        captions = given.pop("captions", None)
+        [inputs] = given.values()
         with torch.inference_mode():
+            scores: Any = self.model(torch.as_tensor(inputs)).prediction.float()
             if captions is not None:
-                sides = self.model(torch.as_tensor(given)).prediction.float()
-                texts = self.model.targets(torch.as_tensor(captions))[:, 0]
-                scores: Any = similarities(sides, texts).numpy()
-                return scores
-            return self.model(torch.as_tensor(given)).prediction.float().numpy()
+                scores = similarities(scores, self.model.targets(torch.as_tensor(captions))[:, 0])
+            return scores.numpy()
 
 
 set_model(Classifier())

@@ -4,20 +4,18 @@ import logging
 import os
 import re
 import sqlite3
-import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from moecore.core.files import UserError
 from moecore.core.roots import repository
 
 SQLITE = "sqlite:///"
-LOCK_SECONDS = 300.0  # for another process that imports
 BUSY_SECONDS = 10.0  # for another program that writes to the sqlite file
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -28,16 +26,14 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
 }
-FOR_TRAININGS = {"mlflow.experimentKind": "custom_model_development"}  # not for chats
 
 
 def repository_root() -> Path:
     """Return the repository: of DVC inside a stage, else git's root, else the current folder."""
     if root := repository():
         return root
-    command = ["git", "rev-parse", "--show-toplevel"]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    return Path(answer.stdout.strip() if answer.returncode == 0 else ".").resolve()
+    here = Path().resolve()
+    return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
 
 
 def store_address() -> str:
@@ -92,20 +88,11 @@ def first_line(error: BaseException) -> str:
     return mask_password(line) or type(error).__name__
 
 
-@contextmanager
-def lock_imports() -> Iterator[None]:
-    """Let one process at a time import: two that do so together make two runs of a history.
-
-    Raises UserError where it takes the other one too long.
-    """
+def lock_imports() -> FileLock:
+    """Return the lock of imports: two at a time would make two runs of a history."""
     file = repository_root() / ".state" / "import.lock"
     file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(file, timeout=LOCK_SECONDS):
-            yield
-    except Timeout:
-        held = f"{file}: held for {LOCK_SECONDS:.0f} s by another `moecore sync` or `moecore ui`"
-        raise UserError(f"{held}; end it and run `moecore sync`") from None
+    return FileLock(file)
 
 
 def connect_store() -> Any:
@@ -150,5 +137,6 @@ def get_experiment(client: Any, name: str) -> Any:
     """Return an experiment, made where it does not exist; a sqlite store's files go to mlruns/."""
     if client.get_experiment_by_name(name) is None:
         files = (repository_root() / "mlruns" / name).as_uri() if sqlite_file() else None
-        client.create_experiment(name, artifact_location=files, tags=FOR_TRAININGS)
+        kind = {"mlflow.experimentKind": "custom_model_development"}  # not for chats
+        client.create_experiment(name, artifact_location=files, tags=kind)
     return client.get_experiment_by_name(name)

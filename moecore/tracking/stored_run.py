@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moecore.tracking.metric_names import Point, mlflow_safe_name
@@ -26,8 +26,6 @@ class StoredRun:
         self.tags: dict[str, str] = dict(run.data.tags)
         self.params = set(run.data.params)
         self.metrics: dict[str, float] = dict(run.data.metrics)  # the latest values
-        inputs = run.inputs.dataset_inputs if run.inputs else []
-        self.datasets = {(entry.dataset.name, entry.dataset.digest) for entry in inputs}
         self.models = {one.model_id for one in run.outputs.model_outputs} if run.outputs else set()
 
     def set_tags(self, tags: Mapping[str, Any]) -> None:
@@ -47,7 +45,7 @@ class StoredRun:
 
         named = {mlflow_safe_name(name): format_param(value) for name, value in params.items()}
         new = {name: text for name, text in named.items() if name not in self.params}
-        for part in split_list(new.items(), 100):
+        for part in split_list(list(new.items()), 100):
             self.client.log_batch(self.id, params=[Param(*param) for param in part])
         self.params |= set(new)
 
@@ -73,19 +71,16 @@ class StoredRun:
         self.metrics |= {name: value for name, value, *_ in points}
 
     def add_dataset(self, card: Mapping[str, Any]) -> None:
-        """Send the data set of a data card: its name, and a digest of its files."""
+        """Send the data set of a data card, which MLflow keeps once: name and digest of files."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         files = json.dumps(card.get("files", {}), sort_keys=True)
         name = str(card.get("name", "data"))[:500]
         digest = hashlib.sha256(files.encode()).hexdigest()[:8]
-        if (name, digest) not in self.datasets:
-            source = json.dumps({"source": card.get("source")})
-            profile = json.dumps({"counts": card.get("counts")})
-            data = Dataset(name, digest, "card", source, profile=profile)
-            used = DatasetInput(data, [InputTag("mlflow.data.context", "training")])
-            self.client.log_inputs(self.id, [used])
-            self.datasets.add((name, digest))
+        source, counts = (json.dumps({key: card.get(key)}) for key in ("source", "counts"))
+        data = Dataset(name, digest, "card", source, profile=counts)
+        used = DatasetInput(data, [InputTag("mlflow.data.context", "training")])
+        self.client.log_inputs(self.id, [used])
 
     def add_model(self, model_id: str) -> None:
         """Link a logged model to the run, as one that it trained."""
@@ -117,7 +112,6 @@ def format_param(value: Any) -> str:
     return text if len(text) <= LONGEST_PARAM else text[: LONGEST_PARAM - 1] + "…"
 
 
-def split_list(items: Iterable[Any], size: int) -> list[list[Any]]:
+def split_list(items: list[Any], size: int) -> list[list[Any]]:
     """Return ``items`` in pieces: MLflow limits what one call may bring."""
-    whole = list(items)
-    return [whole[start : start + size] for start in range(0, len(whole), size)]
+    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -1,4 +1,7 @@
-"""All histories into MLflow, idempotently: what it has is left alone, what it lacks is added."""
+"""All histories into MLflow, idempotently: what it has is left alone, what it lacks is added.
+
+What brings torch is imported where it is needed: an import without new models does without.
+"""
 
 import time
 from collections import Counter
@@ -113,8 +116,8 @@ class StudyImport:
             name, tags = "data and teachers", {FAMILY: generation.family, LEVEL: SHARED}
             if method != SHARED:
                 name = f"{method} seed {seed}"
-                looks = {one: line_look(place) for place, one in enumerate(self.methods)}
-                colour = looks[method]["color"] if method in looks else INK
+                listed = method in self.methods
+                colour = line_look(self.methods.index(method))["color"] if listed else INK
                 tags |= {LEVEL: "method", "method": method, "seed": seed}
                 tags |= {"mlflow.note.content": NOTE, "mlflow.runColor": colour}
             started = min(history.header["t"] for history in generation.histories)
@@ -222,7 +225,6 @@ class StudyImport:
             run.set_tags({MODEL: str(place)})
 
     def _send_figures(self, history: History, run: StoredRun) -> None:
-        # Here, as it brings torch, which an import without new runs does not need.
         from moecore.report.run_figures import draw_run_figures
 
         said = []
@@ -235,7 +237,6 @@ class StudyImport:
         run.set_tags({"moecore.figures": ", ".join(said) or None})
 
     def _send_headline(self, generation: Generation, parent: StoredRun) -> None:
-        # Here, as it brings torch, which a running training's points do not need.
         from moecore.report.headline import headline_numbers
 
         method, seed = generation.method, generation.seed
@@ -268,9 +269,8 @@ def mark_complete(runs: list[StoredRun]) -> None:
 def header_tags(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tags that a history's first line gives to its run; None where it has none."""
     names = ("stage", "method", "seed", "phase", "params_hash", "host", "pid", "python")
-    tags = {name: header[name] for name in names}
     own = {UID: header["uid"], LEVEL: "stage", "dvc.stage": header["dvc_stage"]}
-    return tags | own | source_tags(header)
+    return {name: header[name] for name in names} | own | source_tags(header)
 
 
 def source_tags(header: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def serve_ui(port: int = 5000) -> int:
         experiment = store.connect_store().get_experiment_by_name(store.experiment_name(Path()))
         server = start_server(port)
         try:
-            print(view_address(f"http://{HOST}:{port}", experiment), flush=True)
+            address = f"http://{HOST}:{port}"
+            print(view_address(address, experiment) if experiment else address, flush=True)
             import_while(lambda: server.poll() is None, importer)
         finally:
             if server.poll() is None:
@@ -71,11 +72,9 @@ def import_while(is_serving: Callable[[], bool], importer: Importer) -> None:
     last = ""
     while is_serving():
         time.sleep(SECONDS)
-        said = ""
         try:
             counts = importer.import_all()
-            if counts["runs added"]:
-                said = describe_import(counts)
+            said = describe_import(counts) if counts["runs added"] else ""
         except UserError as error:
             said = str(error)
         if said not in ("", last):

@@ -30,7 +30,6 @@ def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> Non
         "orderByAsc": True,
         "selectedColumns": columns,
         "columnOrder": columns,
-        "columnWidths": dict.fromkeys(columns, 170),
     }
     created = experiment.creation_time
     text = json.dumps({"name": NAME, "createdAt": created, "state": json.dumps(state)})
@@ -38,10 +37,7 @@ def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> Non
         client.set_experiment_tag(experiment.experiment_id, TAG, text)
 
 
-def view_address(server: str, experiment: Any | None) -> str:
-    """Return the address of an experiment's view; without one, of the list of experiments."""
-    words = {"workflowType": "machine_learning"}
-    if experiment is None:
-        return f"{server}/#/experiments?{urlencode(words)}"
-    words["viewStateShareKey"] = KEY
+def view_address(server: str, experiment: Any) -> str:
+    """Return the address of an experiment's view."""
+    words = {"workflowType": "machine_learning", "viewStateShareKey": KEY}
     return f"{server}/#/experiments/{experiment.experiment_id}/runs?{urlencode(words)}"

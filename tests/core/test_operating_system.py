@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +12,6 @@ from moecore.core.operating_system import (
     set_parent_death_signal,
     try_lock,
 )
-from moecore.core.sources import ROOT
 from moecore.data.workers import map_in_threads, thread_count
 
 
@@ -42,22 +40,3 @@ def test_a_bare_system_uses_all_cores_and_knows_no_locks(bare_system, tmp_path):
     set_parent_death_signal()
     with pytest.raises(FullDisk, match="file too large"), whole_file(tmp_path / "large"):
         raise OSError(errno.EFBIG, "File too large")
-
-
-def test_a_child_ends_with_its_parent():
-    child = (
-        "import time; from moecore.core.operating_system import set_parent_death_signal as s; "
-        "s(); print('ready', flush=True); time.sleep(60)"
-    )
-    parent = (
-        "import subprocess, sys; "
-        "child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE); "
-        "child.stdout.readline(); print(child.pid)"
-    )
-    words = [sys.executable, "-c", parent, child]
-    pid = int(subprocess.run(words, cwd=ROOT, capture_output=True, timeout=60, check=True).stdout)
-    for _ in range(100):
-        state = subprocess.run(["ps", "-o", "stat=", str(pid)], capture_output=True, text=True)
-        if state.stdout.strip()[:1] in ("", "Z"):
-            return
-    pytest.fail("the child goes on")

@@ -2,7 +2,6 @@
 
 import difflib
 import re
-import shutil
 from pathlib import Path
 
 from moecore.core.files import read_json
@@ -159,39 +158,3 @@ def test_a_part_is_a_file_and_two_lines_and_all_of_them_run(tmp_path):
     assert "nudge" in str(attacks) and attacks["worst_case"]
     assert '"brightness' in (tmp_path / "reports/compare.json").read_text(encoding="utf-8")
     assert "Brightness" in (tmp_path / "reports/index.html").read_text(encoding="utf-8")
-
-
-OVERLAY = """\
-stages: [prepare, teacher_router, pretrain, measure, compare]
-run: {methods: [dense], phases: [pretrain], thorough: [pretrain], measurements: [cost]}
-pretrain: {epochs: 1}
-"""
-
-
-def test_a_study(tmp_path):
-    """A folder with an overlay and a README; it is a DVC project of its own."""
-    project = Project(tmp_path).with_dvc()
-    study = tmp_path / "pipelines/mine"
-    study.mkdir(parents=True)
-    shutil.copy(ROOT / "pipelines/stages.yaml", tmp_path / "pipelines")
-    (study / "overlay.yaml").write_text(OVERLAY, encoding="utf-8")
-    (study / "README.md").write_text("# mine\n", encoding="utf-8")
-    written = project.moecore("study", "write")
-    assert written.returncode == 0, written.stderr
-    inside = Project.at(study)
-    inside.root = tmp_path
-    ran = inside.repro()
-    assert sorted(ran) == [
-        "code",
-        "compare",
-        "measure@cost-pretrain-dense-0",
-        "numbers",
-        "prepare@pretrain",
-        "pretrain@dense-0",
-        "teacher_router@dense-0",
-    ]
-    assert (study / "reports/compare.json").is_file()
-    assert inside.repro() == ["code"], "its code lies outside, so it is hashed at every start"
-    assert not (study / ".dvc/cache").exists() and (tmp_path / ".dvc/cache/files").is_dir()
-    listed = project.run(["dvc", "stage", "list", "--all", "--name-only"]).stdout
-    assert "mine" not in listed and "pretrain@vmoe-0" in listed

@@ -40,11 +40,6 @@ def test_an_entry_names_its_file_and_every_file_exists():
         assert named, f"{title}: no file"
         lost = [path for path in named if not (ROOT / path).is_file()]
         assert not lost, f"{title}: {lost}"
-
-
-def test_a_kind_is_described_by_its_own_file():
-    for entry in METHODS.split("\n### ")[1:]:
-        title = entry.splitlines()[0]
         if kind := re.search(r"· `(\w+)`$", title):
             assert f"/{kind[1]}.py`" in entry, title
 

@@ -40,24 +40,12 @@ def settings_of(place, names=()) -> Study:
 
 # table 10; millions of parameters by arithmetic, from the shapes of MomentumSMoE's code
 @pytest.mark.parametrize(
-    ("names", "depth", "width", "block", "span", "dropout", "batch", "epochs", "warm", "millions"),
-    [
-        ((), 3, 128, 256, 256, 0.7, 96, 60, 3, 70.6),
-        (("medium",), 6, 352, 512, 1024, 0.1, 48, 80, 4, 215.7),
-    ],
+    ("names", "depth", "width", "span", "millions"),
+    [((), 3, 128, 256, 70.6), (("medium",), 6, 352, 1024, 215.7)],
 )
-def test_sizes_are_those_of_table_10(
-    folder, names, depth, width, block, span, dropout, batch, epochs, warm, millions
-):
+def test_sizes_are_those_of_table_10(folder, names, depth, width, span, millions):
     study = settings_of(folder, names)
-    model, training = study.model, study.pretrain
-    assert (model.depth, model.width, model.heads) == (depth, width, 8)
-    assert (model.span, model.dropout) == (span, dropout)
-    assert (training.batch, training.epochs, training.warmup_epochs) == (batch, epochs, warm)
-    assert training.updates * warm == 1000 * warm == {3: 3000, 4: 4000}[warm]
-    assert batch * block == 24_576
-    source = study.data["pretrain"]
-    assert source.size == (block,) and source.context * block >= depth * span
+    model, source = study.model, study.data["pretrain"]
     channels = source.context + 1
     image = ImageSpec(
         channels=channels,
@@ -68,7 +56,6 @@ def test_sizes_are_those_of_table_10(
     )
     for name in study.run.methods:
         method = study.methods[name]
-        assert method.experts.number == 16 and method.experts.dropout == dropout
         with torch.device("meta"):
             made = method.sized(model).build(image, method.moe)
         found = parameter_counts(made)["parameters"]

@@ -109,11 +109,6 @@ def test_fine_tuning_uses_the_other_k(project):
     )
 
 
-def test_only_a_router_with_a_threshold_has_fallback(project):
-    assert measured(project, "routing/pretrain", "ermoe_prc")["fallback"] is not None
-    assert measured(project, "routing/pretrain", "joint")["fallback"] is None
-
-
 def test_distillation_is_logged_and_upcycling_starts_from_the_teacher(project):
     history = (project.folder / "artifacts/history/pretrain/distilled/0").glob("**/*.jsonl")
     assert '"distillation"' in "".join(path.read_text() for path in history)

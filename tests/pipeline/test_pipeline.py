@@ -115,9 +115,3 @@ def test_the_trained_model_loads_from_its_folder(finished):
     output = model(torch.rand(2, 1, 24, 24))
     assert output.prediction.shape == (2, 10) and len(output.routing) == 2
     assert output.routing[0].probs.shape == (2, 10, 4)
-
-
-def test_the_report_is_one_file_with_every_method(finished):
-    page = (finished.folder / "reports/index.html").read_text(encoding="utf-8")
-    assert all(f">{method}<" in page for method in METHODS)
-    assert 'src="http' not in page and 'href="http' not in page

@@ -26,20 +26,12 @@ EACH = [(study, ()) for study in PAPERS] + [
 ]
 TOGETHER = [  # combinations that the READMEs name
     ("prc", ("flowers", "top_1")),
-    ("prc", ("decay", "cifar10")),
-    ("tgr", ("small", "pets")),
     ("tgr", ("base", "cifar10")),
-    ("tgr", ("base", "top_1")),
     ("tgr", ("pets", "unguided")),
-    ("moge", ("tiny_imagenet", "top_5")),
-    ("moge", ("tiny_imagenet", "experts_128")),
     ("moge", ("tiny_imagenet", "swin_tiny_imagenet", "experts_128", "top_2")),
     ("moge", ("imagenet", "swin_imagenet", "experts_64")),
-    ("moge", ("imagenet_upcycled", "swin_upcycled")),
     ("moge", ("imagenet_upcycled", "swin_b_upcycled")),
-    ("moge", ("imagenet", "swin_moe_s")),
     ("moge", ("imagenet", "swin_moe_b")),
-    ("moge", ("tiny_imagenet", "experts_128", "table_5_filter")),
     ("moge", ("tiny_imagenet", "vit_b")),
     ("ermoe", ("tiny_imagenet", "top_4")),
 ]
@@ -54,6 +46,11 @@ ALTERNATIVES = [
     ("ermoe", ("tiny_imagenet", "cifar10")),
     ("ermoe", ("top_1", "top_3", "top_4", "top_6")),
 ]
+
+
+def colour_images(size: int, classes: int) -> ImageSpec:
+    task = Classification(classes=tuple(map(str, range(classes))))
+    return ImageSpec(channels=3, size=size, task=task, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 def data_of(study: str, names: tuple[str, ...] = ()) -> dict:
@@ -87,16 +84,8 @@ def test_every_study_and_preset_is_in_order_and_builds(folder, study, names):
     settings = check_params(place / "params.yaml")
     assert load_yaml(str(place / "params.yaml")).data == data_of(study, names)
     for phase in settings.run.phases:
-        source = (
-            getattr(settings.data, phase) if hasattr(settings.data, phase) else settings.data[phase]
-        )
-        image = ImageSpec(
-            channels=3,
-            size=source.size,
-            task=Classification(classes=("a", "b")),
-            mean=(0.5,) * 3,
-            std=(0.5,) * 3,
-        )
+        source = settings.data[phase]
+        image = colour_images(source.size, 2)
         for method in settings.methods.values():
             with torch.device("meta"):
                 assert settings.model.build(image, method.moe).image.size == source.size
@@ -117,11 +106,6 @@ def test_every_value_names_its_source(study):
             assert bare or re.search(r"\s# \S", line), (
                 f"{path}:{number}: no comment says where this value comes from"
             )
-
-
-@pytest.mark.parametrize(("study", "name"), [(study, names[0]) for study, names in EACH if names])
-def test_a_preset_changes_something(study, name):
-    assert data_of(study, (name,)) != data_of(study)
 
 
 @pytest.mark.parametrize(("study", "names"), ALTERNATIVES)
@@ -146,13 +130,7 @@ def test_the_readme_names_what_there_is(study):
 
 def millions(study: str, names: tuple[str, ...], method: str, folder) -> float:
     settings = check_params(folder(study, names) / "params.yaml")
-    image = ImageSpec(
-        channels=3,
-        size=224,
-        task=Classification(classes=tuple(map(str, range(1000)))),
-        mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-    )
+    image = colour_images(224, 1000)
     with torch.device("meta"):
         model = settings.model.build(image, settings.methods[method].moe)
     return sum(parameter.numel() for parameter in model.parameters()) / 1e6

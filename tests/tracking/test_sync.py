@@ -4,9 +4,7 @@ import json
 import re
 import shutil
 import signal
-import sqlite3
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,10 @@ import pytest
 from moecore.core.files import UserError
 from moecore.run.history import record
 from moecore.tracking import sync as module
+from moecore.tracking.metric_names import stage_numbers
 from moecore.tracking.sync import Importer, sync_runs
 from moecore.tracking.view import TAG
-from tests.tracking.conftest import calibrate, only_run
+from tests.tracking.conftest import Params, calibrate, only_run
 
 PUBLISHED = Path("artifacts/history/pretrain/vmoe/0")
 WORK = Path(".state/pretrain/vmoe/0/key")
@@ -72,11 +71,6 @@ def test_a_run_has_all_that_its_history_says(study):
     assert run.data.tags["runtime.device"] == "cpu" and run.data.tags["dvc.current"] == "true"
     tables = study.client.list_artifacts(run.info.run_id, "tables")
     assert [file.path for file in tables] == ["tables/rows.json"]
-
-
-def test_the_columns_dataset_and_source_are_filled_in_stages_and_parents(study):
-    study.write()
-    import_all()
     for run in (only_run(study), study.parent()):
         [used] = run.inputs.dataset_inputs
         assert used.dataset.name == "toy" and re.fullmatch("[0-9a-f]{8}", used.dataset.digest)
@@ -84,19 +78,7 @@ def test_the_columns_dataset_and_source_are_filled_in_stages_and_parents(study):
         assert tags["mlflow.source.type"] == "LOCAL" and "pytest" in tags["mlflow.source.name"]
 
 
-def test_the_view_shows_the_headline_numbers_of_the_current_parents(study):
-    study.write()
-    calibrate()
-    import_all()
-    experiment = study.client.get_experiment_by_name(study.folder.name)
-    state = json.loads(json.loads(experiment.tags[TAG])["state"])
-    assert "metrics.`pretrain/ece_after`" in state["selectedColumns"]
-    assert not [name for name in state["selectedColumns"] if "loss/" in name]
-    shown = study.client.search_runs([experiment.experiment_id], state["searchFilter"])
-    assert [run.info.run_name for run in shown] == ["vmoe seed 0"]
-
-
-def test_stages_are_children_of_one_run_with_headline_numbers_and_curves(study):
+def test_stages_are_children_of_one_run_with_headline_numbers_and_curves_in_a_view(study):
     study.write()
     study.write(stage="finetune")
     with record("prepare", None, phase="pretrain"):
@@ -106,12 +88,8 @@ def test_stages_are_children_of_one_run_with_headline_numbers_and_curves(study):
     parent = study.parent()
     assert (parent.info.run_name, parent.info.status) == ("vmoe seed 0", "FINISHED")
     shared = study.parent("shared").info.run_id
-    assert study.parent_ids() == {
-        "pretrain": parent.info.run_id,
-        "finetune": parent.info.run_id,
-        "calibrate": parent.info.run_id,
-        "prepare": shared,
-    }
+    own = dict.fromkeys(("pretrain", "finetune", "calibrate"), parent.info.run_id)
+    assert study.parent_ids() == own | {"prepare": shared}
     assert study.curve(parent, "loss/finetune total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert parent.data.params["epochs"] == "3"
     assert parent.data.metrics["pretrain/ece_after"] == 0.5
@@ -119,6 +97,12 @@ def test_stages_are_children_of_one_run_with_headline_numbers_and_curves(study):
     import_all()
     assert study.parent().info.run_id == parent.info.run_id  # the model is the same
     assert study.parent().data.metrics["pretrain/ece_after"] == 0.25
+    experiment = study.client.get_experiment_by_name(study.folder.name)
+    state = json.loads(json.loads(experiment.tags[TAG])["state"])
+    assert "metrics.`pretrain/ece_after`" in state["selectedColumns"]
+    assert not [name for name in state["selectedColumns"] if "loss/" in name]
+    shown = study.client.search_runs([experiment.experiment_id], state["searchFilter"])
+    assert [run.info.run_name for run in shown] == ["vmoe seed 0"]
 
 
 def test_a_training_that_runs_again_shows_nothing_of_the_earlier_model(study):
@@ -316,24 +300,6 @@ def test_a_full_disk_is_one_line_and_the_import_goes_on_later(study, monkeypatch
     assert len(study.curve(only_run(study), "loss/total")) == 3000
 
 
-def test_a_database_that_is_none_or_locked_is_one_line(study, tmp_path, monkeypatch):
-    from moecore.tracking import store
-
-    monkeypatch.setattr(store, "BUSY_SECONDS", 0.2)
-    study.write()
-    good = study.store.removeprefix("sqlite:///")
-    with closing(sqlite3.connect(good, isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(UserError, match=f"^{good}: .*locked"):
-            sync_runs()
-    file = tmp_path / "mlflow.db"
-    file.write_bytes(b"hello" * 999)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
-    with pytest.raises(UserError, match=f"^{file}: .*move it away"):
-        sync_runs()
-    assert file.read_bytes() == b"hello" * 999
-
-
 def test_three_processes_make_one_store_and_one_run(study, tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     study.store = f"sqlite:///{tmp_path}/mlflow.db"
@@ -346,7 +312,31 @@ def test_three_processes_make_one_store_and_one_run(study, tmp_path, monkeypatch
     assert (tmp_path / "mlruns").is_dir()
 
 
-def test_a_stage_knows_nothing_of_mlflow(study):
-    code = "import sys, stages.pretrain; assert 'mlflow' not in sys.modules"
-    _, error = study.start("-c", code).communicate(timeout=300)
-    assert error == ""
+def test_what_is_given_is_a_param_and_no_chart():
+    summary = {"test_correct": 84, "test_count": 359, "seconds": 0.4}
+    summary |= {"test_score.value": 0.2339, "test_score.low": 0.1931}
+    metrics, params = stage_numbers("finetune", summary)
+    assert params == {"finetune.test_count": 359}
+    assert metrics == {"test/correct": 84, "test/score": 0.2339, "train/seconds overall": 0.4}
+    metrics, params = stage_numbers("cost", {"latency_ms.median": 2.5, "rounds": 5})
+    assert (metrics, params) == ({"cost/latency_ms": 2.5}, {"cost.rounds": 5})
+
+
+def figures(study) -> tuple[list[str], str]:
+    """The files of the one run, and what is said of them."""
+    Importer().import_all()
+    run = only_run(study)
+    listed = study.client.list_artifacts(run.info.run_id, "figures")
+    return [file.path for file in listed], run.data.tags.get("moecore.figures", "")
+
+
+def test_results_are_drawn(study):
+    calibrate()
+    assert figures(study) == (["figures/reliability.png"], "reliability")
+
+
+def test_a_result_of_other_code_is_left_out_in_words(study):
+    with record("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:
+        run.result(Params())
+    names, said = figures(study)
+    assert names == [] and said.startswith("left out: ") and "pretrain/vmoe/0.json" in said

@@ -1,5 +1,7 @@
 """A tiny task for tests of the training loop, and steps with hand-made records."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -9,8 +11,9 @@ from moecore.data.prepared import Split
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
+from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import Job
-from moecore.training.loop import batches
+from moecore.training.loop import batches, fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
@@ -19,6 +22,7 @@ from moecore.training.settings import Training
 IMAGE = ImageSpec(
     channels=1, size=8, task=Classification(classes=("dark", "light")), mean=(0.5,), std=(0.3,)
 )
+TIMED = ("images_per_second",)
 CPU = Runtime("cpu", "test", 1, "system", "highest", 0.0, 0.0)
 SETTINGS = Training(epochs=2, batch=8, learning_rate=1e-2, log_every=3, checkpoint_every=3)
 VMOE = Method(
@@ -52,6 +56,27 @@ def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IM
 def step_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
     """What a step learns from, as the loop makes it."""
     return batches(job, settings, seed, range(step, step + 1), "cpu")(step)
+
+
+def stop_training(job: Job, settings: Training, folder: Path, points: int) -> None:
+    """Let a training log so many points, with checkpoints in ``folder``, and end."""
+    run = fit(job, settings, 0, CPU, Checkpoint(folder))
+    for _ in range(points):
+        next(run)
+    run.close()
+
+
+def logged_points(metrics) -> list:
+    """Return step and values of what was logged, but for the pace."""
+    return [
+        (one.step, {name: value for name, value in one.values.items() if name not in TIMED})
+        for one in metrics
+    ]
+
+
+def assert_same_weights(one: Job, other: Job) -> None:
+    for ours, theirs in zip(one.learners.parameters(), other.learners.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def record(probs=None, load=None, logits=None):

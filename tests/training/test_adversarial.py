@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
 from moecore.attacks.pgd import Pgd
@@ -21,43 +20,29 @@ from moecore.training.job import Job, training_batch
 from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.objective import Objective
-from moecore.training.settings import AdversarialFinetuning, Training
+from moecore.training.settings import Training
 from tests.attacks.models import Linear, Plain
-from tests.training.small import CPU, IMAGE, SETTINGS, images, step_batch, task
+from tests.training.small import (
+    CPU,
+    IMAGE,
+    SETTINGS,
+    assert_same_weights,
+    images,
+    logged_points,
+    step_batch,
+    stop_training,
+    task,
+)
 
 PRC = Method(
     router={"kind": "noisy_top_k"},
     experts={"kind": "mlp", "number": 4},
     regularizers=[{"kind": "pairwise_consistency"}],
 )
-TIMED = "images_per_second"
 
 
 def under(adversarial: Adversarial | None, **changed) -> Training:
     return SETTINGS.model_copy(update={"adversarial": adversarial, **changed})
-
-
-def points(metrics) -> list:
-    return [
-        (found.step, {name: value for name, value in found.values.items() if name != TIMED})
-        for found in metrics
-    ]
-
-
-def same_weights(first: Job, second: Job) -> bool:
-    return all(
-        torch.equal(a, b)
-        for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True)
-    )
-
-
-def test_the_defaults_are_the_papers():
-    assert Adversarial().model_dump() == {"steps": 10, "epsilon": 8 / 255, "form": "paper"}
-    assert SETTINGS.adversarial is None
-    fine = AdversarialFinetuning(epochs=1, batch=1, learning_rate=1)
-    assert fine.adversarial == Adversarial()
-    with pytest.raises(ValidationError):
-        AdversarialFinetuning(epochs=1, batch=1, learning_rate=1, adversarial=None)
 
 
 def test_on_a_linear_model_it_is_the_optimum_by_hand():
@@ -97,23 +82,6 @@ def test_a_step_sees_what_a_loop_by_hand_makes():
     torch.testing.assert_close(found.images, now)
     assert (found.images - clean.images).abs().max() > 0.03 and torch.equal(
         found.labels, clean.labels
-    )
-
-
-def test_the_terms_of_a_step_are_those_of_the_attacked_images():
-    """The loss that is logged at the first step is the cross-entropy of the attacked images, not of
-    the clean ones.
-    """
-    dense, settings = Method(), under(Adversarial(epsilon=0.2), log_every=1)
-    (first, *_) = fit(task(dense), settings, 0, CPU)
-    made = task(dense)
-    batch = step_batch(made, settings, 0, 0)
-    assert first.values["task"] == pytest.approx(
-        float(cross_entropy(made.model(batch.images).prediction, batch.labels).detach()), rel=1e-5
-    )
-    clean = training_batch(made, settings, 0, 0)
-    assert first.values["task"] > 1.01 * float(
-        cross_entropy(made.model(clean.images).prediction, clean.labels).detach()
     )
 
 
@@ -160,31 +128,22 @@ def test_the_model_is_attacked_without_noise_and_without_autocast():
 @pytest.mark.parametrize("form", ["paper", "strong"])
 def test_epsilon_0_is_plain_training_bit_for_bit(form):
     plain, attacked = task(), task()
-    expected = points(fit(plain, SETTINGS, 0, CPU))
-    assert points(fit(attacked, under(Adversarial(epsilon=0, form=form)), 0, CPU)) == expected
-    assert same_weights(plain, attacked)
-    other = task()
-    assert points(fit(other, under(Adversarial(steps=2)), 0, CPU)) != expected and not same_weights(
-        plain, other
-    )
+    expected = logged_points(fit(plain, SETTINGS, 0, CPU))
+    settings = under(Adversarial(epsilon=0, form=form))
+    assert logged_points(fit(attacked, settings, 0, CPU)) == expected
+    assert_same_weights(plain, attacked)
+    assert logged_points(fit(task(), under(Adversarial(steps=2)), 0, CPU)) != expected
 
 
-@pytest.mark.parametrize("stopped_after", [2, 3])
-def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after):
+def test_stopped_and_resumed_it_ends_bit_equal(tmp_path):
     settings, whole = under(Adversarial(steps=2, form="strong")), task()
-    expected = points(fit(whole, settings, 0, CPU))
-    run = fit(task(), settings, 0, CPU, Checkpoint(tmp_path))
-    for _ in range(stopped_after):
-        next(run)
-    run.close()
+    expected = logged_points(fit(whole, settings, 0, CPU))
+    stop_training(task(), settings, tmp_path, 3)
     resumed = task(seed=99)
     torch.rand(17)  # another process has another random state
-    again = points(fit(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
-    assert (
-        again == expected[-len(again) :]
-        and len(again) < len(expected)
-        and same_weights(resumed, whole)
-    )
+    again = logged_points(fit(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
+    assert again == expected[-len(again) :] and len(again) < len(expected)
+    assert_same_weights(resumed, whole)
 
 
 def test_the_random_start_is_a_function_of_seed_and_step():
@@ -218,20 +177,6 @@ def test_both_views_are_attacked_and_training_goes_on():
     moved = (found.images - clean.images).abs().flatten(1).amax(dim=1)
     assert len(moved) == 16 and (moved > 0.02).all() and torch.equal(found.affines, clean.affines)
     assert list(fit(made, settings, 0, CPU))[-1].step == 12
-
-
-def test_mixed_images_are_attacked_on_their_shares():
-    settings = Training.model_validate(
-        SETTINGS.model_dump()
-        | {"mix": {"mixup": 1.0}, "adversarial": {"steps": 1, "epsilon": 0.05}}
-    )
-    made = task()
-    clean, found = training_batch(made, settings, 0, 0), step_batch(made, settings, 0, 0)
-    leaf = clean.images.clone().requires_grad_(True)
-    loss = -(clean.labels * made.model.eval()(leaf).prediction.log_softmax(-1)).sum()
-    (slope,) = torch.autograd.grad(loss, leaf)
-    torch.testing.assert_close(found.images, (clean.images + 0.05 * slope.sign()).clamp(0, 1))
-    assert clean.labels.shape == (8, 2) and list(fit(made, settings, 0, CPU))[-1].step == 12
 
 
 def test_sets_of_classes_are_attacked_through_their_sigmoids():
@@ -293,6 +238,8 @@ class Logistic(Plain):
 
     def forward(self, images, guidance=None, progress=1.0) -> ModelOutput:
         return ModelOutput(self.head(images.flatten(1) - 0.5))
+
+    def end_step(self) -> None: ...
 
 
 def test_it_makes_a_model_robust():

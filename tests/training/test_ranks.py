@@ -41,14 +41,16 @@ from moecore.training.loop import fit
 from moecore.training.method import Method
 from moecore.training.settings import Training
 from moecore.training.sharded_state import to_full_tensor
+from tests.methods import REPRESENTATIVE
 from tests.nn.backbones import test_two_towers
 from tests.project import PARAMS, SHIPPED, Project
 from tests.training import test_tissue_isolation
 from tests.training.small import CPU, IMAGE, task
 from tests.volumes import balls
 
+SHIPPED_ENTRIES = load_yaml(str(SHIPPED)).data["methods"]
 ENTRIES = {
-    **load_yaml(str(SHIPPED)).data["methods"],
+    **{name: SHIPPED_ENTRIES[name] for name in (*REPRESENTATIVE, "dense", "vmoe", "prc", "moge")},
     "capacity": {
         "router": {"kind": "noisy_top_k", "k": 2, "capacity_factor": 1.0, "group_size": 4},
         "experts": {"kind": "mlp", "number": 4},
@@ -305,16 +307,16 @@ def test_four_ranks_compute_what_one_computes(four, case, mesh):
 
 
 def test_what_ranks_cannot_share_is_refused(two):
-    assert two["refused"] == {
-        "batch": "batch is 15, and 2 ranks share it; allowed: a multiple of 2, so that all ranks "
-        "have as many images",
-        "shard": "shard is 3, and there are 2 ranks; allowed: 1, 2",
-        "group": "group_size is 4, and each of 2 ranks has 5 images; allowed: a divisor of "
-        "these, or a batch that 4 divides",
-        "apart": "expert_parallel is 2, and shard is 1; allowed: 1, or both the same",
-        "experts": "expert_parallel is 3, and a layer has 4 experts; allowed: 1, or a divisor of "
-        "these",
+    keys = {
+        "batch": "batch is 15",
+        "shard": "shard is 3",
+        "group": "group_size is 4",
+        "apart": "expert_parallel is 2",
+        "experts": "expert_parallel is 3",
     }
+    assert two["refused"].keys() == keys.keys()
+    for name, said in two["refused"].items():
+        assert said.startswith(keys[name]) and "allowed: " in said
 
 
 def test_rows_are_equal_parts():
@@ -435,17 +437,12 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(project):
         np.testing.assert_allclose(found[name], value, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("what", ["params", "sources"])
-def test_ranks_with_other_params_or_code_end_with_one_line(project, tmp_path, what):
+def test_ranks_with_other_params_end_with_one_line(project, tmp_path):
     other = tmp_path / "copy"
     shutil.copytree(project.folder, other, symlinks=True)
-    if what == "params":
-        text = (project.folder / "params.yaml").read_text(encoding="utf-8")
-        changed = text.replace("learning_rate: 0.001", "learning_rate: 0.003")
-        (other / "params.yaml").write_text(changed, encoding="utf-8")
-    else:
-        with open(other / "moecore/core/config.py", "a", encoding="utf-8") as file:
-            file.write("# changed\n")
+    text = (project.folder / "params.yaml").read_text(encoding="utf-8")
+    changed = text.replace("learning_rate: 0.001", "learning_rate: 0.003")
+    (other / "params.yaml").write_text(changed, encoding="utf-8")
     shared = {"WORLD_SIZE": "2", "MOECORE_MEETING": str(tmp_path / "meeting")}
     ranks = [
         subprocess.Popen(
@@ -459,55 +456,8 @@ def test_ranks_with_other_params_or_code_end_with_one_line(project, tmp_path, wh
     ]
     said = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
-    assert "".join(said).strip().splitlines() == [
-        f"pretrain vmoe 0: ranks: found {what} that differ between ranks; start all of them in one "
-        "folder, or in copies of the same state"
-    ]
-
-
-def test_an_error_of_the_first_rank_alone_is_the_code_of_all(project, tmp_path):
-    """Its disk is full: the others, which end as if from outside, do not hide it."""
-    code = (
-        "import os, resource, runpy, sys; "
-        "limit = 20_000 if os.environ['RANK'] == '0' else resource.RLIM_INFINITY; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)); sys.argv = sys.argv[1:]; "
-        "runpy.run_module('stages.pretrain', run_name='__main__')"
-    )
-    shutil.rmtree(project.folder / ".state", ignore_errors=True)
-    ended = subprocess.run(
-        [sys.executable, "-m", "moecore.run.local_ranks", "2", "-c", code, "pretrain", "vmoe", "0"],
-        cwd=project.folder,
-        env=os.environ | SMALL_FILES,
-        capture_output=True,
-        text=True,
-    )
-    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False), ended.stderr
-    said = [line for line in ended.stderr.splitlines() if "could not be written" in line]
-    assert len(said) == 1 and "it takes" in said[0], ended.stderr
-
-
-def test_ranks_without_a_place_to_meet(project):
-    alone = {"RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, "-m", "stages.pretrain", "vmoe", "0"],
-        cwd=project.folder,
-        env=os.environ | alone,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 1
-    (said,) = ended.stderr.strip().splitlines()
-    assert "this is one of 2 ranks, but not where they meet (MASTER_ADDR, MASTER_PORT)" in said
-
-
-def test_a_stage_that_does_not_train_is_one_process(project):
-    process = launched(["stages.prepare", "pretrain"], project.folder)
-    said, _ = process.communicate()
-    assert process.returncode == 1
-    assert said.strip() == (
-        "prepare pretrain: found 2 ranks; allowed of this stage: 1 (teacher, pretrain, finetune "
-        "and adversarial, which train, may be shared)"
-    )
+    (line,) = "".join(said).strip().splitlines()
+    assert line.startswith("pretrain vmoe 0: ranks: found params that differ between ranks; ")
 
 
 if __name__ == "__main__":

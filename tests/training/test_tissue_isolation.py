@@ -30,7 +30,7 @@ from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
 from moecore.training.tissue_isolation import WHOLE, Isolation, isolation, region_channels
-from tests.training.small import CPU
+from tests.training.small import CPU, assert_same_weights, stop_training
 from tests.volumes import VOLUMES, balls
 
 METHOD = Method(
@@ -39,6 +39,14 @@ METHOD = Method(
     regularizers=[{"kind": "orthogonality"}],
     regions={"experts": ["wm", "gm", "csf"], "warm_start_epochs": 2},
 )
+
+
+def of_regions(**changed) -> Method:
+    """``METHOD`` with other settings of its region experts."""
+    regions = METHOD.regions.model_copy(update=changed)
+    return METHOD.model_copy(update={"regions": regions})
+
+
 SETTINGS = Training(
     epochs=3,
     batch=6,
@@ -65,6 +73,15 @@ def task(data, method=METHOD):
     )
 
 
+def assert_kept(data, kept, volumes, indices, region) -> None:
+    """Each volume that is not whole keeps the voxels of its one tissue, and nothing else."""
+    for place, (index, tissue) in enumerate(zip(indices.tolist(), region.tolist(), strict=True)):
+        if tissue != WHOLE:
+            inside = torch.tensor(data.regions("train")[index, tissue]) == 255
+            assert torch.equal(kept[place, 0][inside], volumes[place, 0][inside])
+            assert (kept[place, 0][~inside] == 0).all()
+
+
 def test_each_volume_keeps_one_tissue_in_turn(data):
     made, indices = isolation(METHOD, data), torch.tensor([3, 5, 7, 9])
     volumes = torch.tensor(data.train.images[indices.numpy()])
@@ -74,21 +91,12 @@ def test_each_volume_keeps_one_tissue_in_turn(data):
             region.tolist() == [(place + step) % 3 for place in range(4)]
             and kept.dtype == torch.float16
         )
-        for volume, whole, index, tissue in zip(
-            kept, volumes, indices.tolist(), region.tolist(), strict=True
-        ):
-            inside = torch.tensor(data.regions("train")[index, tissue]) == 255
-            assert (
-                torch.equal(volume[0][inside], whole[0][inside])
-                and (volume[0][~inside] == 0).all()
-                and volume.sum() > 0
-            )
+        assert_kept(data, kept, volumes, indices, region)
+        assert (kept.flatten(1).sum(1) > 0).all()
 
 
 def test_the_order_of_the_experts_names_the_maps(data):
-    method = METHOD.model_copy(
-        update={"regions": METHOD.regions.model_copy(update={"experts": ("csf", "wm")})}
-    )
+    method = of_regions(experts=("csf", "wm"))
     assert isolation(method, data).channels == (2, 0)
     assert method.expert_names == ("csf", "wm", "free_2", "free_3", "free_4")
 
@@ -122,9 +130,7 @@ def test_it_ends_with_its_epochs(data):
 
 
 def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
-    method = METHOD.model_copy(
-        update={"regions": METHOD.regions.model_copy(update={"isolated": 0.25})}
-    )
+    method = of_regions(isolated=0.25)
     made, indices, counts = isolation(method, data), torch.arange(12), torch.zeros(4)
     volumes = torch.tensor(data.train.images[:12])
     for step in range(200):
@@ -134,15 +140,7 @@ def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
             "a function of the step alone"
         )
         assert torch.equal(kept[region == WHOLE], volumes[region == WHOLE])
-        for volume, whole, index, tissue in zip(
-            kept, volumes, indices.tolist(), region.tolist(), strict=True
-        ):
-            if tissue != WHOLE:
-                inside = torch.tensor(data.regions("train")[index, tissue]) == 255
-                assert (
-                    torch.equal(volume[0][inside], whole[0][inside])
-                    and (volume[0][~inside] == 0).all()
-                )
+        assert_kept(data, kept, volumes, indices, region)
         counts += torch.bincount(region + 1, minlength=4)
     shares = counts / counts.sum()
     assert abs(shares[0] - 0.75) < 0.04 and (shares[1:] - 0.25 / 3).abs().max() < 0.02, shares
@@ -159,14 +157,7 @@ def test_a_subset_has_its_own_maps(data):
 
 
 def test_the_warm_start_may_come_later(data):
-    method = METHOD.model_copy(
-        update={
-            "regions": METHOD.regions.model_copy(
-                update={"after": 1, "warm_start_epochs": 1, "isolated": 0.5}
-            )
-        }
-    )
-    made = task(data, method)  # 4 steps an epoch
+    made = task(data, of_regions(after=1, warm_start_epochs=1, isolated=0.5))  # 4 steps per epoch
     first, warm, later = (training_batch(made, SETTINGS, 0, step) for step in (3, 4, 8))
     assert first.belongs is None and first.learned is None
     assert warm.learned is None and (warm.belongs >= 0).any(dim=1).all()
@@ -175,12 +166,7 @@ def test_the_warm_start_may_come_later(data):
 
 
 def test_later_isolated_volumes_teach_the_routers_and_not_age(data):
-    method = METHOD.model_copy(
-        update={
-            "regions": METHOD.regions.model_copy(update={"warm_start_epochs": 0, "isolated": 0.5})
-        }
-    )
-    made = task(data, method)
+    made = task(data, of_regions(warm_start_epochs=0, isolated=0.5))
     batch = training_batch(made, SETTINGS, 0, 0)
     changed = batch._replace(labels=batch.labels.clone())
     changed.labels[(batch.belongs >= 0).any(dim=1)] += 100  # the ages of isolated volumes
@@ -196,30 +182,15 @@ def test_later_isolated_volumes_teach_the_routers_and_not_age(data):
 
 
 def test_every_batch_keeps_a_whole_volume_after_the_warm_start(data):
-    made = isolation(
-        METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update={"isolated": 0.99})}),
-        data,
-    )
+    made = isolation(of_regions(isolated=0.99), data)
+    volumes, indices = torch.zeros(2, 1, 16, 16, 16), torch.tensor([0, 1])
     for step in range(50):
-        assert (
-            made.isolated(
-                torch.zeros(2, 1, 16, 16, 16),
-                torch.tensor([0, 1]),
-                step,
-                5,
-                torch.Generator().manual_seed(step),
-            )[1]
-            == WHOLE
-        ).sum() >= 1
+        draws = torch.Generator().manual_seed(step)
+        assert (made.isolated(volumes, indices, step, 5, draws)[1] == WHOLE).any()
 
 
 def test_scores_find_their_tissue_more_than_the_random_control(data):
-    method = METHOD.model_copy(
-        update={
-            "blocks": (1,),
-            "regions": METHOD.regions.model_copy(update={"warm_start_epochs": 16}),
-        }
-    )
+    method = of_regions(warm_start_epochs=16).model_copy(update={"blocks": (1,)})
     torch.manual_seed(0)
     model = Vit3d(patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled").build(
         VOLUMES, method.moe
@@ -254,13 +225,8 @@ def test_the_loss_ends_with_the_isolated_volumes(data):
         for metrics in fit(task(data), SETTINGS, 0, CPU)
     }
     assert values[4] > 0 and values[8] > 0 and values[12] == 0
-    longer = METHOD.model_copy(
-        update={"regions": METHOD.regions.model_copy(update={"isolated": 0.5})}
-    )
-    assert all(
-        metrics.values["region_routing"] > 0
-        for metrics in fit(task(data, longer), SETTINGS, 0, CPU)
-    )
+    longer = fit(task(data, of_regions(isolated=0.5)), SETTINGS, 0, CPU)
+    assert all(metrics.values["region_routing"] > 0 for metrics in longer)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +235,6 @@ def test_the_loss_ends_with_the_isolated_volumes(data):
         ({"experts": None, "router": None}, "dense"),
         ({"regions": {"experts": ["a", "b", "c", "d", "e", "f"]}}, "names 6 experts"),
         ({"regions": {"experts": ["a", "a"]}}, "each tissue once"),
-        ({"regions": {"experts": ["a"], "isolated": 1.0}}, "less than 1"),
     ],
 )
 def test_a_method_that_cannot_be_is_refused(change, said):
@@ -285,16 +250,10 @@ def test_tissues_that_the_data_lack_are_named():
 
 
 def test_without_a_warm_start_there_is_no_term(data):
-    plain = METHOD.model_copy(
-        update={"regions": METHOD.regions.model_copy(update={"warm_start_epochs": 0})}
-    )
-    assert isolation(plain, data) is None and [loss.kind for loss in plain.losses] == [
-        "orthogonality"
-    ]
-    assert (
-        Method().expert_names == ()
-        and METHOD.model_copy(update={"regions": None}).expert_names[1] == "expert_1"
-    )
+    plain = of_regions(warm_start_epochs=0)
+    assert isolation(plain, data) is None
+    assert [loss.kind for loss in plain.losses] == ["orthogonality"]
+    assert METHOD.model_copy(update={"regions": None}).expert_names[1] == "expert_1"
 
 
 WORDS, BLOCK, CONTEXT = 12, 4, 2
@@ -348,10 +307,6 @@ def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> 
     return Job(made, train, to_device(split, "cpu"), Objective(method.losses))
 
 
-def weights(job: Job) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in job.model.state_dict().items()}
-
-
 def test_it_learns_what_follows():
     settings = TEXT_SETTINGS.model_copy(update={"epochs": 12})
     job = text(settings=settings)
@@ -362,22 +317,15 @@ def test_it_learns_what_follows():
 
 @pytest.mark.parametrize("stop", [3, 9])
 def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path, stop):
-    whole = text()
+    whole, again, kept = text(), text(), Checkpoint(tmp_path)
     for _ in fit(whole, TEXT_SETTINGS, 0, CPU):
         pass
-    killed = text()
-    begun = Checkpoint(tmp_path)
-    running = fit(killed, TEXT_SETTINGS, 0, CPU, begun)
-    for point in running:
-        if point.step == stop:
-            break
-    running.close()
-    begun.wait()
-    kept = Checkpoint(tmp_path)
-    again = text()
+    stop_training(text(), TEXT_SETTINGS, tmp_path, stop)
     points = [point.step for point in fit(again, TEXT_SETTINGS, 0, CPU, kept)]
     assert 1 < points[0] <= stop and points[-1] == 12
-    assert all(torch.equal(value, weights(again)[name]) for name, value in weights(whole).items())
+    assert_same_weights(again, whole)
+    ends = again.model.state_dict()
+    assert all(torch.equal(value, ends[name]) for name, value in whole.model.state_dict().items())
     saved, _ = read_tensors(kept.path)
     assert saved["model.model.memory.states"].any(), "what the streams left is in the checkpoint"
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import nn
 
 from moecore.core.files import UserError
@@ -94,22 +93,6 @@ def test_a_map_with_two_rows_cuts_the_filter():
     assert value(one_hot(2, 8), BINARY) == near(math.sqrt(1 / 8) + 1 / 2)
 
 
-def test_a_prime_number_and_one_expert():
-    assert value(one_hot(2, 5)) == near(
-        3 * math.sqrt(1 / 3)
-    )  # 1 × 5 map, 1 × 3 windows; the middle is in all three
-    assert value(one_hot(0, 1)) == near(1)
-
-
-def test_the_window():
-    assert window(3, BINARY) == pytest.approx([0.25, 0.5, 0.25]) and window(2, BINARY) == [0.5, 0.5]
-    assert window(3, AVERAGE) == pytest.approx([1 / 3] * 3)
-    assert sum(window(5, 0.1)) == pytest.approx(1) and window(2, 0.1) == [
-        0.5,
-        0.5,
-    ]  # the narrowest that is allowed
-
-
 @given(
     st.sampled_from([4, 6, 7, 8, 16, 30]),
     st.integers(1, 4),
@@ -126,44 +109,6 @@ def test_agrees_with_loops(experts, size, sigma, seed):
     assert group_sparsity(probs=probs, size=size, sigma=sigma).item() == pytest.approx(
         by_loops(probs, size, sigma), rel=1e-3
     )
-
-
-def test_the_average_filter_is_l21_over_overlapping_neighbourhoods():
-    # Equation 7: the sum of the groups' Euclidean norms; 1/9 under the root is a factor 1/3.
-    probs = torch.randn(1, 1, 20, dtype=torch.float64).softmax(-1)
-    groups = probs.view(4, 5).unfold(0, 3, 1).unfold(1, 3, 1)
-    assert value(probs[0, 0]) == pytest.approx(
-        groups.flatten(2).norm(dim=-1).sum().item() / 3, rel=1e-6
-    )
-
-
-def test_a_wide_gaussian_is_the_average():
-    probs = torch.randn(16, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    assert value(probs, 1e4) == pytest.approx(value(probs), rel=1e-6)
-    assert value(probs, 1.0) != pytest.approx(value(probs), rel=1e-3)
-
-
-def test_mirroring_the_map_changes_nothing():
-    probs = torch.randn(2, 3, 32).softmax(-1)
-    for axes in ((2,), (3,), (2, 3)):
-        mirrored = probs.view(2, 3, 4, 8).flip(axes).flatten(2)
-        torch.testing.assert_close(
-            group_sparsity(probs=mirrored, size=3, sigma=2.0),
-            group_sparsity(probs=probs, size=3, sigma=2.0),
-        )
-
-
-def test_neighbours_cost_less_than_distant_experts():
-    together, apart = (
-        (one_hot(35, 64) + one_hot(36, 64)) / 2,
-        (one_hot(18, 64) + one_hot(45, 64)) / 2,
-    )  # all in the inner 4 × 4 of 8 × 8
-    assert value(together, 2.0) < value(apart, 2.0)
-
-
-def test_gradient():
-    probs = torch.rand(2, 3, 16, dtype=torch.float64).add(0.1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda p: group_sparsity(probs=p, size=3, sigma=1.5), probs)
 
 
 def test_probabilities_of_zero_stay_finite():
@@ -184,10 +129,8 @@ def test_autocast_rounds_nothing():
     [
         ({}, 0.0, 10.0),
         ({}, 1.0, 1.5),
-        ({}, 0.5, 10 - 8.5 * 0.5**0.3),  # 3.096
         ({"exponent": 0.5}, 0.25, 5.75),  # 10 − 8.5·½
         ({"exponent": 0.0}, 0.0, 1.5),  # 0⁰ = 1: constant
-        ({"sigma_start": 2.0, "sigma_end": 2.0}, 0.3, 2.0),
     ],
 )
 def test_schedule_by_hand(settings, progress, sigma):
@@ -206,43 +149,11 @@ def test_a_step_uses_the_sigma_of_its_progress_and_layers_are_summed():
     torch.testing.assert_close(average, group_sparsity(probs=probs, size=3, sigma=AVERAGE))
 
 
-def test_settings():
-    assert GroupSparsity().model_dump() == {
-        "kind": "group_sparsity",
-        "weight": 4e-3,
-        "filter": "gaussian",
-        "size": 3,
-        "sigma_start": 10.0,
-        "sigma_end": 1.5,
-        "exponent": 0.3,
-        "reduction": "mean",
-        "padding": "valid",
-    }
-    assert GroupSparsity.needs == {"routing"}
-    for wrong in (
-        {"sigma_end": 11.0},
-        {"sigma_end": 0.0},
-        {"size": 0},
-        {"exponent": -1},
-        {"filter": "median"},
-        {"sigma_start": math.inf},
-    ):
-        with pytest.raises(ValidationError):
-            GroupSparsity(**wrong)
-
-
-def test_a_dense_model_is_refused():
-    with pytest.raises(UserError, match="no MoE layer"):
-        GroupSparsity()(step())
-
-
 # Tokens of a batch, experts, λ as MoGE prints it, and the weight that `mean` needs for the same
 # term: λ · N / (h² · positions). The positions of maps of 4 × 8, 8 × 16 and 20 × 20 are counted by
 # hand: 2 · 6, 6 · 14 and 18 · 18.
 FACTORS = [
     (8320, 32, 4e-3, 4e-3 * 8320 / (9 * 12)),
-    (50432, 32, 5e-5, 5e-5 * 50432 / (9 * 12)),
-    (12608, 32, 4e-7, 4e-7 * 12608 / (9 * 12)),
     (8320, 128, 4e-3, 4e-3 * 8320 / (9 * 84)),
     (200, 400, 4e-3, 4e-3 * 200 / (9 * 324)),
 ]
@@ -315,7 +226,6 @@ def test_orthonormal_columns_cost_nothing_and_rotations_change_nothing(seed, ran
 
 def test_gradient_of_the_penalty():
     basis = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda basis: orthogonality(basis=basis), basis)
     # d/dB ‖BᵀB − I‖² = 4 B (BᵀB − I)
     (gradient,) = torch.autograd.grad(orthogonality(basis=basis), basis)
     torch.testing.assert_close(gradient, 4 * basis @ (basis.mT @ basis - torch.eye(3)))

@@ -203,15 +203,9 @@ def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
     other = TASK.model_copy(update={"words": 31})
     with pytest.raises(UserError, match="found 31 words and 9 tokens a caption; allowed: 30 and 9"):
         build(IMAGE.model_copy(update={"task": other}))
-    with pytest.raises(UserError, match="found images of 1 channels; allowed: 3"):
-        build(IMAGE.model_copy(update={"channels": 1, "mean": (0.5,), "std": (0.5,)}))
     path = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(2)}, path)
     with pytest.raises(UserError, match="is no CLIP of open_clip's: lacks visual"):
-        build(path=str(path))
-    more = weights() | {"visual.attnpool.weight": torch.zeros(1)}
-    save_file(more, path)
-    with pytest.raises(UserError, match="is not a CLIP with two transformers: unmatched"):
         build(path=str(path))
 
 
@@ -258,20 +252,11 @@ def test_another_resolution_and_grey_images(timm_checkpoint):
     assert teacher(torch.rand(2, 1, 64, 64)).prediction.shape == (2, 1000)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"name": "no_such_model"}, "allowed: a timm model name"),
-        (
-            {"name": NAME, "checkpoint": "missing.safetensors"},
-            "allowed: an existing .safetensors file",
-        ),
-        ({"name": NAME, "checkpoint": "weights.pth"}, "pickled checkpoints are not loaded"),
-    ],
-)
-def test_what_cannot_be_a_teacher_is_refused(settings, said):
-    with pytest.raises(UserError, match=said):
-        Timm(**settings).build(IMAGENET)
+def test_what_cannot_be_a_teacher_is_refused():
+    with pytest.raises(UserError, match="allowed: a timm model name"):
+        Timm(name="no_such_model").build(IMAGENET)
+    with pytest.raises(UserError, match="pickled checkpoints are not loaded"):
+        Timm(name=NAME, checkpoint="weights.pth").build(IMAGENET)
 
 
 SWIN = {
@@ -333,16 +318,11 @@ def test_a_file_of_another_model_is_refused_with_its_names(tmp_path):
         Timm(name=SWIN["swin"], checkpoint=str(path)).build(IMAGENET)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x08" + 30 * b"\x00", "cut"], ids=["empty", "foreign", "cut"]
-)
 @pytest.mark.parametrize("name", [NAME, SWIN["swin"]])
-def test_a_damaged_file_is_named_in_one_line(tmp_path, name, content):
+def test_a_damaged_file_is_named_in_one_line(tmp_path, name):
     path = tmp_path / "damaged.safetensors"
-    if content == "cut":  # a download that broke off
-        save_file({"head.weight": torch.zeros(5, 5)}, path)
-        content = path.read_bytes()[:-20]
-    path.write_bytes(content)
+    save_file({"head.weight": torch.zeros(5, 5)}, path)
+    path.write_bytes(path.read_bytes()[:-20])  # a download that broke off
     said = r"^teacher\.checkpoint: .*damaged\.safetensors: damaged"
     with pytest.raises(UserError, match=said) as refused:
         Timm(name=name, checkpoint=str(path)).build(IMAGENET)

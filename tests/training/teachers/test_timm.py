@@ -23,16 +23,8 @@ UNSUPPORTED = {
     "vit_base_patch16_rope_224": "the architecture eva",
     "vit_base_patch32_clip_quickgelu_224": "a norm before the first block, the activation Quick",
     "vit_base_patch16_siglip_224": "the pooling map",
-    "vit_medium_patch16_gap_256": "the last norm before the mean",
     "vit_small_patch16_18x2_224": "blocks of the kind ParallelThingsBlock",
-    "vit_base_patch16_rpn_224": "blocks of the kind ResPostBlock",
-    "vit_tiny_r_s16_p8_224": "architecture vision_transformer_hybrid",
-    "vit_relpos_small_patch16_224": "the architecture vision_transformer_relpos",
-    "beit3_base_patch16_224": "the pooling avg",
-    "beit_base_patch16_224": "the architecture beit",
     "swin_s3_tiny_224": "windows of unlike sizes",
-    "swinv2_cr_tiny_224": "the architecture swin_transformer_v2_cr",
-    "resnet10t": "the architecture resnet",
 }
 
 
