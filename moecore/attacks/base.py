@@ -35,7 +35,7 @@ class AttackBase(Config):
 
     @property
     def climbs_task(self) -> bool:
-        """Whether it climbs the task's own loss, so that it can be compared with others that do."""
+        """Return whether it climbs the task's own loss, as others do that it is compared with."""
         return False
 
     def refuses(self, task: Task) -> str | None:

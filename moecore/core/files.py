@@ -95,7 +95,7 @@ def full_disk_number(error: BaseException) -> int | None:
 
 
 def _beside(path: Path) -> Path:
-    """Where ``path`` is written first; what killed processes of this machine left there is removed.
+    """Return where ``path`` is written first; remove what this machine's killed processes left.
 
     ``.NAME.MACHINE.PID.part``: of a process of another machine nobody knows whether it lives.
     """
@@ -157,7 +157,7 @@ def sealed_object(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether this is such an object, and its content that which was sealed; the key is removed."""
+    """Return whether this is a sealed object with its content unchanged; the key is removed."""
     seal = value.pop(SEAL, None) if isinstance(value, dict) else None
     return seal is not None and seal == _seal(value)
 

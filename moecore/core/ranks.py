@@ -35,11 +35,14 @@ class Ranks(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes files."""
+        """Return whether this is the one that writes files."""
         return self.rank == 0
 
     def rows(self, batch: int) -> Tensor | None:
-        """Its places in a batch, (b,) int64; None for all. UserError where they cannot be equal."""
+        """Return its places in a batch, (b,) int64; None for all.
+
+        Raises UserError where the ranks would not have as many each.
+        """
         if self.size == 1:
             return None
         if batch % self.size:
@@ -50,12 +53,12 @@ class Ranks(NamedTuple):
 
 
 def launched() -> bool:
-    """Whether a launcher started this process as one of several."""
+    """Return whether a launcher started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def joined() -> bool:
-    """Whether there is a process group."""
+    """Return whether there is a process group."""
     return distributed.is_available() and distributed.is_initialized()
 
 
@@ -169,7 +172,7 @@ def only_first() -> None:
 
 
 def total_over_ranks(values: Tensor) -> Tensor:
-    """The sum of ``values`` over ranks, with gradient: some losses are not linear in their
+    """Return the sum of ``values`` over ranks, with gradient: some losses are not linear in their
     statistics.
 
     Every rank then holds the same loss, and its gradient arrives times the number of ranks, which
@@ -179,7 +182,7 @@ def total_over_ranks(values: Tensor) -> Tensor:
 
 
 def of_all_ranks(holds: Tensor) -> bool:
-    """Whether a condition, a bool on the device, holds on every rank."""
+    """Return whether a condition, a bool on the device, holds on every rank."""
     if joined():
         holds = holds.int()
         distributed.all_reduce(holds, distributed.ReduceOp.MIN)
@@ -187,7 +190,7 @@ def of_all_ranks(holds: Tensor) -> bool:
 
 
 def rows_of_all(own: Tensor) -> Tensor:
-    """The rows (B, …) of the whole batch, of which this rank has (b, …); without gradient."""
+    """Return the rows (B, …) of the whole batch from (b, …) of this rank; without gradient."""
     if not joined():
         return own
     parts = [own.new_empty(own.shape) for _ in range(ranks().size)]

@@ -61,14 +61,14 @@ def predictions(
 
 
 def scores_of_blocks(model: Model, images, labels: Tensor) -> Tensor:
-    """Mean nats a word of each block of a text, (N,) fp64, in evaluation mode, in fp32; of
+    """Mean nats per word of each block of a text, (N,) fp64, in evaluation mode, in fp32; of
     predictions that are not kept. images: (N, C, M), labels (N, M), of a split.
     """
     return torch.cat([scores for scores, _ in _block_by_block(model, images, labels)])
 
 
 def blocks_read(model: Model, images, labels: Tensor) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-    """The same, and one record of fields (N, T, E) per MoE layer, on the CPU."""
+    """Return ``scores_of_blocks``, and one record of fields (N, T, E) per MoE layer, on the CPU."""
     read = list(_block_by_block(model, images, labels))
     records = [tuple(RoutingRecord(*(f.cpu() for f in layer)) for layer in own) for _, own in read]
     return torch.cat([scores for scores, _ in read]), joined(records)
@@ -131,7 +131,7 @@ def _nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def words_at_once(outputs: int, device: torch.device) -> int:
-    """Of how many words there are logits over ``outputs`` words at a time."""
+    """Return for how many words to compute logits over ``outputs`` words at once."""
     logits = ON_GPU
     if device.type == "cpu":
         logits = LOGITS
@@ -197,7 +197,7 @@ def joined(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters lie (the CPU where it has none)."""
+    """Return where the model's parameters lie (the CPU where it has none)."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 

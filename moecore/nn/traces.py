@@ -62,7 +62,7 @@ def on_one_grid(
 
 
 def finest(layouts: Sequence[Layout]) -> Layout:
-    """That with the most patches."""
+    """Return the layout with the most patches."""
     return max(layouts, key=lambda layout: torch.Size(layout.grid).numel())
 
 

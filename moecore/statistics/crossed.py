@@ -111,7 +111,7 @@ class Difference(NamedTuple):
 
 
 def by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarray:
-    """One value a person, whose mean is that of the values (N,) of all images.
+    """Return one value per person, whose mean is that of the values (N,) of all images.
 
     v + (n_p / mean n)·(mean of the person's − v) of a person with n_p images: the mean over images
     is a ratio of two sums over people, and this is its linearisation. people: (N,), whose image
@@ -131,7 +131,7 @@ def kept_items(values: np.ndarray, people: np.ndarray | None = None) -> str:
 
 
 def of_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Σ above / Σ below as one value an image, (N,), whose mean it is: r + (a − r·b)/mean b."""
+    """Return values (N,) of images, whose mean is r = Σ above / Σ below: r + (a − r·b)/mean b."""
     ratio = above.sum() / below.sum()
     return ratio + (above - ratio * below) / below.mean()
 
@@ -162,7 +162,7 @@ def crossed(differences: np.ndarray) -> Difference:
 
 
 def paired_seeds(differences: Sequence[float]) -> Difference:
-    """The mean of one difference a seed, of what has no items: times, sizes.
+    """Return the mean of one difference per seed, of what has no items: times, sizes.
 
     One seed has no interval. Raises ValueError where there is no difference.
     """

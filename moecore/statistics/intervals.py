@@ -158,7 +158,7 @@ class Estimate(Config):
 
     @property
     def interval(self) -> Interval:
-        """The same as a tuple."""
+        """Return it as a tuple."""
         return Interval(self.value, self.low, self.high)
 
     @classmethod

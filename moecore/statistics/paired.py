@@ -80,8 +80,8 @@ def paired_bootstrap(
     level: float = 0.95,
     people: np.ndarray | None = None,
 ) -> Interval:
-    """Mean difference of one number an image (N,) of two models, with the bootstrap over images,
-    which stay paired; over people (N,), where they are given and have several.
+    """Return the mean difference of one number per image (N,) of two models, with the bootstrap
+    over images, which stay paired; over people (N,), where they are given and have several.
 
     Raises ValueError where the shapes differ or there are no images.
     """

@@ -64,23 +64,23 @@ class Task(Config, ABC):
     @property
     @abstractmethod
     def answers(self) -> tuple[str, ...]:
-        """What is asked; models with the same answers may exchange their heads."""
+        """Return what is asked; models with the same answers may exchange their heads."""
 
     @property
     @abstractmethod
     def score(self) -> Score:
-        """How ``scores`` are called and shown."""
+        """Return how ``scores`` are called and shown."""
 
     @property
     def long(self) -> bool:
-        """Whether the predictions of a split are too long to be kept: they are scored as they
-        come.
+        """Return whether the predictions of a split are too long to be kept: they are scored as
+        they come.
         """
         return False
 
     @property
     def logged(self) -> str:
-        """How the mean score is called in a history: train_…, validation_…."""
+        """Return how the mean score is called in a history: train_…, validation_…."""
         return self.score.name
 
     @property

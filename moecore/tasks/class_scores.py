@@ -26,14 +26,14 @@ class Bins(Config):
 
 
 def correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether the class with the largest logit is the label, or among labels (N, K); (N,) bool."""
+    """Return whether the largest logit is the label's, or of one of labels (N, K); (N,) bool."""
     if labels.ndim == 2:
         return precise(logits, labels)
     return logits.argmax(dim=1) == labels
 
 
 def within(logits: Tensor, labels: Tensor, best: int) -> Tensor:
-    """Whether the label is among the ``best`` classes of the largest logits; (N,) bool.
+    """Return whether the label is among the ``best`` classes of the largest logits; (N,) bool.
 
     Of equal logits the lower class comes first, as in ``correct``.
     """
@@ -114,7 +114,7 @@ def _bin(confidences: Tensor, bins: int) -> Tensor:
 
 
 def precise(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether the class with the largest logit is among the image's labels; (N,) bool.
+    """Return whether the class with the largest logit is among the image's labels; (N,) bool.
 
     Its mean is precision at 1 (adversarial-moe, eq. 18).
     """
@@ -122,7 +122,7 @@ def precise(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def false_discovery_rate(logits: Tensor, labels: Tensor) -> float:
-    """1 − precision at 1 (adversarial-moe, appendix); with one label an image, the error rate."""
+    """1 − precision at 1 (adversarial-moe, appendix); with one label per image, the error rate."""
     return 1 - float(precise(logits, labels).double().mean())
 
 

@@ -70,7 +70,7 @@ class Classification(Task):
         return nll(prediction, labels)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Whether each image is right; (N,) bool."""
+        """Return whether each image is right; (N,) bool."""
         return correct(prediction, labels)
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
@@ -96,7 +96,9 @@ class Classification(Task):
         level: float = 0.95,
         people: np.ndarray | None = None,
     ) -> Interval:
-        """Of two shares, paired (Newcombe, 1998; the bootstrap over people with several images)."""
+        """Return the difference of two shares, paired (Newcombe, 1998), or over people who have
+        several images by the bootstrap.
+        """
         if images_of(people) is not None:
             return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
         return paired_difference(pairs(one.numpy(), other.numpy()), level)
@@ -106,7 +108,7 @@ class Classification(Task):
         return 1 / self.outputs
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
-        """How many are right, and which class is taken for which."""
+        """Return how many are right, and which class is taken for which."""
         right = int(self.scores(prediction, labels).sum())
         among = self.top5(prediction, labels)
         return Details(
@@ -129,7 +131,7 @@ class Classification(Task):
         return torch.arange(len(labels)), labels
 
     def counts(self, labels: np.ndarray) -> list[int]:
-        """What is no class (−1) counts for none."""
+        """Return how many images have each class; −1 is no class."""
         return np.bincount(labels[labels >= 0], minlength=self.outputs).tolist()
 
     def stored(self, images: int) -> tuple[tuple[int, ...], type]:

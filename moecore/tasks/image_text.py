@@ -107,7 +107,7 @@ class ImageText(Task):
         return found.masked_fill(absent(texts), float("nan"))
 
     def among(self, labels: Tensor) -> Self:
-        """The same; attacks compare with the captions of all of these text sides (N, C, d + 3)."""
+        """Return a copy whose attacks compare with all of these text sides (N, C, d + 3)."""
         task = self.model_copy()
         task._gallery = labels
         return task
@@ -134,7 +134,7 @@ class ImageText(Task):
         return text_to_image(prediction, labels, (1,))[:, 0]
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
-        """How many captions find their image first in the batch, of all ranks."""
+        """Return how many captions find their image first in the batch, of all ranks."""
         every = rows_of_all(prediction.float())
         logits = every @ labels[:, 0, :-MARKS].float().T
         own = torch.arange(logits.shape[1], device=logits.device)

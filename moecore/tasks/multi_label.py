@@ -67,7 +67,7 @@ class MultiLabel(Classification):
         return float(labels.double().mean())
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
-        """How many are right; with several labels there is no class that is taken for another."""
+        """Return how many are right; several labels have no class that is taken for another."""
         right = int(self.scores(prediction, labels).sum())
         missed = false_discovery_rate(prediction, labels)
         return Details(test_correct=right, false_discovery_rate=missed)

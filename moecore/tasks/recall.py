@@ -13,7 +13,7 @@ MARKS = 2  # numbers behind an embedding that tell captions apart
 
 
 def absent(texts: Tensor) -> Tensor:
-    """Which text sides (…, d + 3) stand for no caption: bool (…)."""
+    """Return which text sides (…, d + 3) stand for no caption: bool (…)."""
     return texts[..., -MARKS - 1] == 0
 
 

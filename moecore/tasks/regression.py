@@ -101,7 +101,7 @@ class Regression(Task):
         return float((known - known.quantile(0.5)).abs().mean())
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
-        """How the errors go with the labels (ERMoE, table S1), and what any model must beat."""
+        """Return how errors go with labels (ERMoE, table S1), and what any model must beat."""
         fit = age_fit(prediction, labels)
         return Details(
             median_mae=median_mae(train_labels, labels),

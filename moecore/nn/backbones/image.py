@@ -49,7 +49,7 @@ class ImageSpec(Config):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """What is asked; models with the same answers may exchange their heads."""
+        """Return what is asked; models with the same answers may exchange their heads."""
         return self.task.answers
 
 

@@ -58,22 +58,22 @@ class Model(nn.Module, ABC):
     @property
     @abstractmethod
     def layout(self) -> Layout:
-        """Where the tokens lie in the image."""
+        """Return where the tokens lie in the image."""
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Where the tokens of each MoE layer lie; none of a dense model."""
+        """Return where the tokens of each MoE layer lie; none of a dense model."""
         if self.moe is None:
             return ()
         return tuple(map(self.layout_of, self.moe.indices(self.config.depth)))
 
     def layout_of(self, block: int) -> Layout:
-        """Where the tokens of a block lie: in all blocks alike, unless the backbone says more."""
+        """Return where a block's tokens lie: in all blocks alike, unless the backbone says more."""
         return self.layout
 
     def targets(self, labels: Tensor) -> Tensor:
-        """What the task compares predictions with, of labels (N, …): themselves, unless a part of
-        the model reads them.
+        """Return what the task compares predictions with: the labels (N, …) themselves, unless a
+        part of the model reads them.
         """
         return labels
 
@@ -183,8 +183,8 @@ class BackboneModel(Model):
         return weights
 
     def renormalised(self, weights: dict[str, Tensor], image: ImageSpec) -> dict[str, Tensor]:
-        """Those of the ``weights`` of a model of ``image`` that change so that the model says the
-        same though it normalises pixels by other statistics.
+        """Return those ``weights`` of a model of ``image`` that change so that it predicts the same
+        though it normalises pixels by other statistics.
         """
         return {}
 
@@ -194,7 +194,7 @@ class BackboneModel(Model):
         """
 
     def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
-        """What a training step hands to the model behind (images, guidance, progress)."""
+        """Return what a training step hands to the model behind (images, guidance, progress)."""
         return ()
 
     def begin_finetuning(self) -> None:

@@ -103,7 +103,7 @@ class SwinTransformer(BackboneModel):
 
     @property
     def layout(self) -> Layout:
-        """Where the last stage's tokens lie."""
+        """Return where the last stage's tokens lie."""
         return self.layout_of(self.depth - 1)
 
     @property
@@ -112,7 +112,7 @@ class SwinTransformer(BackboneModel):
         return len(self.places)
 
     def layout_of(self, block: int) -> Layout:
-        """Where a block's tokens lie; those at an odd grid's end reach beyond the image."""
+        """Return where a block's tokens lie; those at an odd grid's end reach beyond the image."""
         place = self.places[block]
         side = self.config.patch * 2**place.stage
         return Layout(0, place.grid, tuple(length * side for length in place.grid))

@@ -140,7 +140,7 @@ class TextTransformer(nn.Module):
         return self.projection(pooled), tuple(_only(record, there) for record in records)
 
     def spoken(self, tokens: Tensor) -> Tensor:
-        """Which tokens (B, M) are the caption's own, up to the one that ends it: bool (B, M)."""
+        """Return which tokens (B, M) are the caption's own, up to the one that ends it, bool."""
         ends = (tokens == self.task.end).int().argmax(dim=1, keepdim=True)
         return torch.arange(tokens.shape[1], device=tokens.device)[None] <= ends
 

@@ -88,12 +88,12 @@ class Transformer(BackboneModel):
 
     @property
     def positioned(self) -> int:
-        """How many special tokens have a position embedding."""
+        """Return how many special tokens have a position embedding."""
         return self.special if self.config.position_on_class else 0
 
     @property
     def layout(self) -> Layout:
-        """Where the tokens lie in the image."""
+        """Return where the tokens lie in the image."""
         return Layout(self.special, self.config.grid(self.image), self.image.shape)
 
     @property

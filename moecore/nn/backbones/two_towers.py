@@ -59,7 +59,7 @@ class TwoTowers(BackboneConfig):
         return self.image.stages
 
     def trained_on(self, image: ImageSpec) -> "TwoTowers":
-        """The same of the image tower."""
+        """Return the settings after the image tower's training on such images."""
         return self.model_copy(update={"image": self.image.trained_on(image)})
 
     def grid(self, image: ImageSpec) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class TwoTowerModel(BackboneModel):
         return self.visual.depth
 
     def freeze_text(self, frozen: bool) -> None:
-        """Whether the text tower stays as it is: no gradient, and always in evaluation mode."""
+        """Set whether the text tower stays as it is: no gradient, and always in evaluation mode."""
         self.text.requires_grad_(not frozen)
         self.text_frozen = frozen
         self.train(self.training)
@@ -159,8 +159,8 @@ class TwoTowerModel(BackboneModel):
         knows no other words.
         """
         if image.answers != self.image.answers:
-            found = f"found other words: {image.answers[0]}"
-            raise ValueError(f"{found}; allowed: {self.image.answers[0]}, the new data's")
+            problem = f"found other words: {image.answers[0]}"
+            raise ValueError(f"{problem}; allowed: {self.image.answers[0]}, the new data's")
         start = "visual."
         own = {name[len(start) :]: one for name, one in weights.items() if name.startswith(start)}
         other = {name: one for name, one in weights.items() if not name.startswith(start)}
@@ -243,6 +243,6 @@ class TwoTowerModel(BackboneModel):
         return (labels,)
 
     def share_of(self, name: str) -> float:
-        """Of the experts of its tower."""
+        """Return the share of its own tower's experts that a token uses."""
         moe = self.config.text.moe if name.startswith("text.") else self.moe
         return 1.0 if moe is None else moe.active_share

@@ -79,7 +79,7 @@ class Vit3d(BackboneConfig):
 
     @property
     def activation(self) -> Activation:
-        """Of dense MLPs."""
+        """Return that of dense MLPs."""
         return "gelu"
 
     @property

@@ -81,7 +81,7 @@ class Plan:
         return seats.view(number, group.seats, -1)
 
     def place(self, rows: Tensor, group: Group) -> Tensor | None:
-        """Where an expert's product may be written at once; None for several experts."""
+        """Return where an expert's product may be written at once; None for several experts."""
         if group.alone:
             return rows[group.rows]
         return None

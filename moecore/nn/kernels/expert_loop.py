@@ -145,7 +145,7 @@ class _Room:
 class _Maps:
     """The linear maps of all experts, in the dtype of the product that is asked for."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, room: "_Room") -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, room: _Room) -> None:
         self.weight = weight
         self.bias = bias
         self.room = room
@@ -190,7 +190,7 @@ class _Gradients:
             self.bias = torch.zeros_like(maps.bias)
 
     def add(self, rows: Tensor, grad: Tensor, group: Group) -> None:
-        """What the group's rows and the gradient of their outputs give."""
+        """Add what the group's rows and the gradient of their outputs give."""
         if self.weight is not None:
             into = self.weight[group.experts]
             if group.seats == 1:

@@ -71,14 +71,14 @@ def grouped_mlp(
 
 
 def can_loop(rows: Tensor) -> bool:
-    """Whether experts may be looped over: their numbers of rows are asked for, which is a wait on
+    """Return whether experts may be looped over: their numbers of rows are asked for, a wait on
     CUDA and not possible in a compiled graph.
     """
     return rows.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped_mm takes these (R, i) rows and (E, i, o) weights.
+    """Return whether torch's grouped_mm takes these (R, i) rows and (E, i, o) weights.
 
     CPU: fp32 and bf16 since torch 2.11. CUDA: bf16 from compute capability 9.0. Rows must exist,
     and every row of both tensors must start at a multiple of 16 bytes.
@@ -115,7 +115,7 @@ def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 
 def rows_at_once(rows: Tensor) -> int:
-    """How many of the (R, d) rows to take through several steps before the next ones: on CPU what
+    """Return how many of the (R, d) rows to take through several steps at a time: on CPU what
     its cache holds, else all.
     """
     if rows.device.type == "cpu":

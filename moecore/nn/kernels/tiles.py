@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
         return held.unflatten(0, (-1, self.height))
 
     def emptied(self, tiles: Tensor) -> Tensor:
-        """What lies in tiles (n, m, w) at the rows' places, (R, w)."""
+        """Return what lies in tiles (n, m, w) at the rows' places, (R, w)."""
         return tiles.flatten(0, 1).index_select(0, self.places)
 
     def summed(self, values: Tensor, experts: int) -> Tensor:
@@ -108,7 +108,7 @@ class TiledProduct(Function):
 
 
 def number(rows: int, experts: int, height: int) -> int:
-    """How many tiles are enough, however the rows are spread."""
+    """Return how many tiles are enough, however the rows are spread."""
     return (rows + experts * (height - 1)) // height if rows else 0
 
 

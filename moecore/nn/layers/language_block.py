@@ -155,7 +155,7 @@ class LanguageBlock(nn.Module):
     def inner(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the inner norm takes, and the momentum for the next block."""
+        """Return what the inner norm takes, and the momentum for the next block."""
         return tokens + change, None
 
 
@@ -201,7 +201,7 @@ class Memory(nn.Module):
         self.states.zero_()
 
     def own(self) -> Tensor:
-        """Those of this rank's streams, (depth, b, L, d)."""
+        """Return those of this rank's streams, (depth, b, L, d)."""
         rows = ranks().rows(self.states.shape[1])
         return self.states if rows is None else self.states[:, rows.to(self.states.device)]
 

@@ -63,7 +63,7 @@ class Lemma1(NamedTuple):
 
     @property
     def violated(self) -> Tensor:
-        """Where the left-hand side is larger by more than 1e-6 of the right one, (n,) bool.
+        """Return where the left-hand side is larger by more than 1e-6 of the right one, (n,) bool.
 
         Never, unless the code is wrong.
         """
@@ -71,7 +71,7 @@ class Lemma1(NamedTuple):
 
 
 def why_undefined(router: str) -> str | None:
-    """Why the lemma says nothing of a layer with a router of this kind; None where it does."""
+    """Return why the lemma does not hold for a router of this kind; None where it does."""
     if router in DEFINED:
         return None
     reason = _UNDEFINED.get(router, "its weights are no softmax of linear logits")
@@ -156,7 +156,7 @@ def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tenso
 
 
 def softened(model: nn.Module) -> nn.Module:
-    """The same model (sharing parameters and buffers) where a layer is Σ_e probs_e · expert_e(x).
+    """Return the model (sharing parameters and buffers) where a layer is Σ_e probs_e · expert_e(x).
 
     Equal to the true model where all experts are chosen with their probs as weights (noisy top-k at
     k = E). Soft slots stay: every expert already sees every token.

@@ -25,7 +25,7 @@ class RouterConfig(Config):
 
     @property
     def provides(self) -> frozenset[str]:
-        """What regularizers may need of its record beyond probs: "load", "basis"."""
+        """Return what regularizers may need of its record beyond probs: "load", "basis"."""
         return frozenset()
 
     @property
@@ -40,7 +40,7 @@ class RouterConfig(Config):
         return 1.0
 
     def with_k(self, k: int) -> Self:
-        """The same router with another number of experts per token.
+        """Return the router with another number of experts per token.
 
         Raises UserError for a router without such a number.
         """
@@ -68,5 +68,5 @@ class RouterConfig(Config):
         return self
 
     def active(self: ChoosesK, experts: int) -> float:
-        """How many of ``experts`` experts a token uses, on average."""
+        """Return how many of ``experts`` experts a token uses, on average."""
         return self.k

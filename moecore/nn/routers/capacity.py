@@ -26,7 +26,7 @@ def capacity(tokens: int, k: int, factor: Fraction, experts: int) -> int:
 def within_capacity(
     experts: Tensor, priority: Tensor | None, number: int, factor: Fraction, group_size: int
 ) -> Tensor:
-    """Which choices lie within their expert's capacity: all first choices before any second one.
+    """Return which choices lie within their expert's capacity: first choices before any second.
 
     experts: (B, T, k), each token's experts, best first.  priority: (B, T), higher is served
     earlier (batch-prioritised routing), or None for the tokens' own order.  number: experts E.

@@ -58,7 +58,7 @@ class Eigenbasis(RouterConfig):
 
     @property
     def provides(self) -> frozenset[str]:
-        """What its record gives beyond probs."""
+        """Return what its record gives beyond probs."""
         return frozenset({"basis"})
 
     @property
@@ -176,8 +176,8 @@ class EigenbasisRouter(nn.Module):
 
 
 def eligible(scores: Tensor, threshold: float) -> Tensor:
-    """Which of the k best scores (B, T, k), best first, are chosen: those above ``threshold``, or
-    all where none is (the fallback).
+    """Return which of the k best scores (B, T, k), best first, are chosen: those above
+    ``threshold``, or all where none is (the fallback).
 
     The best k of A = {e : s > threshold} are those of the global top k that are in A. So
     Algorithm 1 as printed (top k of A where |A| ≥ k, else global top k) always is the global

@@ -34,12 +34,12 @@ class FrozenCopy(RouterConfig):
 
     @property
     def provides(self) -> frozenset[str]:
-        """What the router of the first phase provides."""
+        """Return what the router of the first phase provides."""
         return self.router.provides
 
     @property
     def wants(self) -> frozenset[str]:
-        """What the router of the first phase wants."""
+        """Return what the router of the first phase wants."""
         return self.router.wants
 
     def check_causal(self, key: str = "router") -> None:
@@ -56,11 +56,11 @@ class FrozenCopy(RouterConfig):
         return self.router.k
 
     def with_k(self, k: int) -> Self:
-        """The same router with ``k`` experts per token."""
+        """Return the router with ``k`` experts per token."""
         return self.model_copy(update={"router": self.router.model_copy(update={"k": k})})
 
     def finetuned(self) -> Self:
-        """The same router, frozen from the first step."""
+        """Return the router, frozen from the first step."""
         return self.model_copy(update={"until": 0.0})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "FrozenCopyRouter":

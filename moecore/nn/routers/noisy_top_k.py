@@ -70,7 +70,7 @@ class NoisyTopK(RouterConfig):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether experts leave tokens out, in training or in evaluation."""
+        """Return whether experts leave tokens out, in training or in evaluation."""
         return self.capacity_factor is not None or self.eval_capacity_factor is not None
 
     def check_causal(self, key: str = "router") -> None:
@@ -91,7 +91,7 @@ class NoisyTopK(RouterConfig):
 
     @property
     def provides(self) -> frozenset[str]:
-        """What its record gives beyond probs."""
+        """Return what its record gives beyond probs."""
         return frozenset({"load"})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "NoisyTopKRouter":

@@ -44,7 +44,7 @@ class TeacherRouted(RouterConfig):
 
     @property
     def provides(self) -> frozenset[str]:
-        """What its record gives beyond probs."""
+        """Return what its record gives beyond probs."""
         return frozenset({"load"})
 
     @property

@@ -41,7 +41,7 @@ class TopKSoftmax(RouterConfig):
 
     @property
     def provides(self) -> frozenset[str]:
-        """What its record gives beyond probs."""
+        """Return what its record gives beyond probs."""
         return frozenset({"load"})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "TopKSoftmaxRouter":
