@@ -20,12 +20,12 @@ AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 
 def list_left_out(params: Path, run: Selection) -> list[str]:
     """Return the methods and seeds of the overlay beside ``params`` that ``run`` leaves out; none
-    where there is no overlay, or ``run`` has others too.
+    without an overlay and the root that it changes, or where ``run`` has others too.
     """
     folder = params.parent
-    if not (folder / OVERLAY).is_file():
-        return []
     root = Path(os.path.relpath(folder.resolve().parents[1]))
+    if not ((folder / OVERLAY).is_file() and (root / "params.yaml").is_file()):
+        return []
     whole = resolve_overlay(folder, root).document.data["run"]
     methods = set(whole["methods"])
     seeds = set(whole["seeds"])

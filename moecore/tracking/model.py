@@ -60,13 +60,15 @@ def model_signature(image: "ImageSpec") -> Any:
     """Return MLflow's signature of a model: what it takes and gives, with shapes."""
     import numpy
     from mlflow.models import ModelSignature
-    from mlflow.types import Schema, TensorSpec
+    from mlflow.types import ColSpec, Schema, TensorSpec
 
     from moecore.tasks.image_text import ImageText
 
     task, words, single = image.task, numpy.dtype("int64"), numpy.dtype("float32")
     images = TensorSpec(single, (-1, image.channels, *image.shape), "images")
-    inputs, answer_shape, answer_name = [images], (-1, task.outputs), "scores"
+    inputs: list[TensorSpec | ColSpec] = [images]
+    answer_shape = (-1, task.outputs)
+    answer_name = "scores"
     if task.long:
         inputs = [TensorSpec(words, (-1, image.channels, *image.shape), "words")]
         answer_shape = (-1, *image.shape, task.outputs)

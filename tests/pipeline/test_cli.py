@@ -231,7 +231,7 @@ def test_truncated_data(project):
     os.truncate(images, images.stat().st_size // 2)
     done = project.attempt_stage("pretrain", "vmoe", "0")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "train_images.npy" in done.stderr and "expected" in done.stderr
+    assert "train_images.npy" in done.stderr and "`prepare`" in done.stderr
     assert not (project.folder / "artifacts/pretrain/vmoe").exists()
 
 

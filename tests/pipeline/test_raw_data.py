@@ -16,7 +16,7 @@ def test_another_raw_folder_is_said_until_it_is_prepared_again(tmp_path, monkeyp
     image_classes(tmp_path / "flowers", {"aster": 200, "rose": 200}, size=(4, 4))
     project.run(["dvc", "repro", "-q", "prepare"])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("moecore.pipeline.parallel.reproduce", lambda jobs: None)
+    monkeypatch.setattr("moecore.pipeline.parallel.run_pipeline", lambda jobs: None)
 
     def said(command: str) -> list[str]:
         done = CliRunner().invoke(app, [command], catch_exceptions=False)
