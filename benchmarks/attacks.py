@@ -24,11 +24,11 @@ from benchmarks.timing import LEAST, Ratio, Run, take_turns
 from benchmarks.training_step import bench, sizes
 from moecore.attacks import Attack
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.base import generators
+from moecore.attacks.base import image_generators
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.target import rounded
-from moecore.nn.predict import evaluating
-from moecore.training.runtime import tune
+from moecore.attacks.target import bfloat16_model
+from moecore.nn.predict import eval_mode
+from moecore.training.runtime import tune_runtime
 
 EPSILON = 4 / 255
 ALONE = "pyautoattack alone"
@@ -46,12 +46,12 @@ def contestants(
     def ours(attack: Attack, attacked: nn.Module = model) -> Attacked:
         task = model.image.task
         indices = range(len(images))
-        return lambda: attack(attacked, task, images, labels, EPSILON, generators(0, indices))
+        return lambda: attack(attacked, task, images, labels, EPSILON, image_generators(0, indices))
 
     return {
         ALONE: lambda: alone(model, images, labels, steps),
         "ours apgd": ours(Apgd(steps=steps)),
-        "ours apgd, bf16": ours(Apgd(steps=steps), rounded(model)),
+        "ours apgd, bf16": ours(Apgd(steps=steps), bfloat16_model(model)),
         "ours pgd": ours(Pgd(steps=steps)),
     }
 
@@ -79,7 +79,7 @@ def race(name: str, images: int, steps: int, rounds: int, device: str = "cpu") -
     def waited(run: Attacked) -> Run:
         return lambda: (run(), wait(device))
 
-    with evaluating(model):
+    with eval_mode(model):
         runs = contestants(model, pixels, labels, steps)
         seconds = take_turns({who: waited(run) for who, run in runs.items()}, rounds)
     return [
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen = parser.parse_args()
-    tune(chosen.device)
+    tune_runtime(chosen.device)
     for name in chosen.size:
         rows = race(name, chosen.images, chosen.steps, chosen.rounds, chosen.device)
         Console().print(

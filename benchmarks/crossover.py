@@ -24,7 +24,7 @@ from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.kernels import expert_groups
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 FEW = (0.5, 1, 2, 8, 16, 32, 48, 64, 96)  # rows per expert
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=("few", "many"), default=["few", "many"])
     parser.add_argument("--threads", type=int, help="default: all cores")
     options = parser.parse_args()
-    runtime = tune()
+    runtime = tune_runtime()
     if options.threads:
         torch.set_num_threads(options.threads)
     print(f"{runtime.device_name}, {torch.get_num_threads()} threads")

@@ -14,7 +14,7 @@ from sklearn.datasets import load_sample_images
 from benchmarks.timing import shortest
 from moecore.core.streams import generator_for
 from moecore.data.files.decode import Packing, decode_image, pack_image, unpack_image
-from moecore.data.sampling import Uneven, cut_reached_parts
+from moecore.data.sampling import UnevenImages, cut_reached_parts
 from moecore.data.views.views import Crop, ViewSettings, make_views
 from moecore.data.writer import channel_moments
 
@@ -56,7 +56,7 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
     random = np.random.default_rng(0)
     raw = random.integers(0, 256, (4096, 3, 224, 224), np.uint8)  # more than a cache holds
     out = np.empty((128, *raw.shape[1:]), np.uint8)
-    uneven = Uneven(whole, 224, torch.device("cpu"))
+    uneven = UnevenImages(whole, 224, torch.device("cpu"))
     crop = ViewSettings(crop=Crop(scale=(0.08, 1.0)))
     affines = make_views(uneven, crop, generator_for(0)).affines.double()
     content = raw[:256].tobytes()

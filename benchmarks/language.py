@@ -24,11 +24,11 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
 from moecore.nn.experts.mlp import Mlp, MlpExperts
 from moecore.nn.layers.moe import MoE, MoELayer
-from moecore.nn.predict import perplexity
+from moecore.nn.predict import text_perplexity
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.tasks.next_token import NextToken
 from moecore.training.optimizer import build_optimizer
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
 
 STREAMS, BLOCK = 12, 256
@@ -139,7 +139,7 @@ def memory() -> None:
     model = built(267_735, True).eval()
     drawn = torch.randint(267_735, (96 * (BLOCK + 1),))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    perplexity(model, drawn, 96)
+    text_perplexity(model, drawn, 96)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     every = 96 * BLOCK * 267_735 * 4 / 2**30
     print(f"perplexity of 96 streams of {BLOCK} tokens over 267,735 words:")
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="default: all cores")
     parser.add_argument("--memory", action="store_true", help="of a perplexity, and no race")
     options = parser.parse_args()
-    tune()
+    tune_runtime()
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.memory:

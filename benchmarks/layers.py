@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, silu
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.mlp import Mlp as MlpExperts
 from moecore.nn.kernels.grouped import grouped_linear
-from moecore.nn.layers.block import Mlp
+from moecore.nn.layers.block import DenseMlp
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.soft_slots import SoftSlots
@@ -115,7 +115,7 @@ def ours_soft(size: Size) -> nn.Module:
 
 def dense(size: Size) -> nn.Module:
     """The dense MLP of equal active FLOPs: hidden width k·h."""
-    return Mlp(size.width, size.k * size.hidden)
+    return DenseMlp(size.width, size.k * size.hidden)
 
 
 def wait(device: str) -> None:

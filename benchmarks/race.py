@@ -33,7 +33,7 @@ from moecore.core.records import Guidance
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 from moecore.training.regularizers.pairwise_consistency import PairwiseConsistency
 from moecore.training.regularizers.router_kl import RouterKl
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 
 VIT_S = Size(images=32, tokens=197, width=384, hidden=1536, experts=8, k=2)
 MANY = VIT_S._replace(experts=128, k=1)
@@ -117,7 +117,7 @@ def waits(run: Run) -> int:
 def wait_rows(names: tuple[str, ...]) -> Iterator[dict]:
     """The host's waits in a training step, which are numbers and no ratios."""
     for name in names:
-        size = training_step.sized(name, CUDA)
+        size = training_step.merge_model_settings(name, CUDA)
         made = training_step.bench(size, torch.bfloat16, device=CUDA)
         for _ in range(3):  # the first steps load libraries
             made.step()
@@ -202,7 +202,7 @@ def step_rows(
     """The training step against the same model on stock torch, the dense ViT, and its own limit."""
     for name in names:
         seconds = training_step.race(name, rounds, device)
-        size = training_step.sized(name, device)
+        size = training_step.merge_model_settings(name, device)
         if ours := seconds.get(training_step.COMPILED):
             what = f"{name}, compiled, {size.batch / median(ours):,.0f} images/s"
             yield row("step / stock torch", what, "bfloat16", ours, seconds["stock"], 0.5)
@@ -300,7 +300,7 @@ def figures(options: argparse.Namespace, found: Peaks) -> Iterator[dict]:
 
 def main() -> None:
     options = arguments()
-    runtime = tune(options.device)
+    runtime = tune_runtime(options.device)
     found = peaks(options.device)
     machine = described(runtime) | {"peak_flops": found.flops, "bandwidth": found.bandwidth}
     console = Console(stderr=True)

@@ -5,8 +5,8 @@ experts against the dense one.
 
 Images of 224 pixels (V1, window 7) or 256 (V2, window 8), 1,000 classes; all have torch's own fused
 AdamW and, but for the experts, the same weights. timm's model stands twice: as it comes, with
-torch's own settings of the machine, and with ours (``tune``), which are most of what is gained.
-Each contestant is a process of its own that waits for its turn.
+torch's own settings of the machine, and with ours (``tune_runtime``), which are most of what is
+gained. Each contestant is a process of its own that waits for its turn.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoE
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 from moecore.training.teachers.timm import swin_weights
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 
@@ -121,7 +121,7 @@ def main() -> None:
         race(options.kind, options.batch, options.rounds, options.threads)
         return
     if options.one != "timm":
-        tune()
+        tune_runtime()
     if options.threads:
         torch.set_num_threads(options.threads)
     serve(contestant(options.one, options.kind, options.batch, getattr(torch, options.precision)))

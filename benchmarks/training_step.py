@@ -36,7 +36,7 @@ from moecore.training.objective import Objective
 from moecore.training.optimizer import build_optimizer
 from moecore.training.regularizers.importance import Importance
 from moecore.training.regularizers.load import Load
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
 from moecore.training.speed import CompiledBlocks
 
@@ -182,7 +182,7 @@ def go_stock() -> None:
 
     There is no way back: only for a process of its own.
     """
-    block.attend = scaled_dot_product_attention
+    block.softmax_attention = scaled_dot_product_attention
     moe.MoELayer.forward = masked_experts
     patch_embed.PatchEmbed.forward = lambda self, images: (
         conv2d(images, self.proj.weight, self.proj.bias, stride=self.patch)
@@ -203,7 +203,7 @@ def contestant(name: str, size: str, device: str) -> Callable[[], None]:
     if stock:
         go_stock()
     else:
-        tune(device)
+        tune_runtime(device)
     return bench(
         sized(size, device),
         torch.bfloat16 if name == COMPILED else CONTESTANTS[name],

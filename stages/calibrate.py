@@ -9,17 +9,20 @@ from moecore.brain import calibrated_ages
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure import calibration
-from moecore.measure.base import Subject
-from moecore.measure.calibration import Calibrate, Files, refuse
-from moecore.run.history import record
+from moecore.measure.base import MeasuredSubject
+from moecore.measure.calibration import Calibrate, CalibrationFiles, check_calibrator
+from moecore.run.history import record_run
 from moecore.run.stage import run_stage
 from moecore.study.reading.params import read_params
 from moecore.study.reading.run_section import Phase
 from moecore.training.artifacts import load_model
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 
 # By the calibrator's kind; each fits, writes its folder and returns what it measured.
-CALIBRATED = {"temperature": calibration.calibrate, "linear": calibrated_ages.calibrate_ages}
+CALIBRATED = {
+    "temperature": calibration.calibrate_temperature,
+    "linear": calibrated_ages.calibrate_ages,
+}
 
 
 class Params(Config):
@@ -30,18 +33,22 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
     params = read_params(Params)
     settings = params.calibrate
     data = Prepared.open(Path("artifacts/data") / phase)
-    refuse(settings, data.task, phase)
+    check_calibrator(settings, data.task, phase)
     item = f"{phase}/{method}/{seed}"
-    files = Files(
+    files = CalibrationFiles(
         item=item,
         model=Path("artifacts") / item,
         out_of_fold=Path("artifacts/out_of_fold") / item / "predictions.csv",
         out=Path("artifacts/calibrate") / item,
     )
     inputs = [data.folder, files.model]
-    with record("calibrate", params, phase=phase, method=method, seed=seed, inputs=inputs) as run:
-        model = load_model(files.model).to(tune().device)
-        run.result(CALIBRATED[settings.calibrator.kind](Subject(model, data), settings, files))
+    with record_run(
+        "calibrate", params, phase=phase, method=method, seed=seed, inputs=inputs
+    ) as run:
+        model = load_model(files.model).to(tune_runtime().device)
+        run.result(
+            CALIBRATED[settings.calibrator.kind](MeasuredSubject(model, data), settings, files)
+        )
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from moecore.pipeline.code_hashes import write_code
 from moecore.run.inputs import params_path, refuse_changed_document
-from moecore.run.stage import metrics_named, run_stage
+from moecore.run.stage import run_stage, unmeasured_metrics
 from moecore.study.checking.preflight import check_study
 from moecore.study.reading.document import load_yaml
 
 
 def code() -> None:
     document = load_yaml(params_path())
-    check_study(document.path, Path(), metrics_named)
+    check_study(document.path, Path(), unmeasured_metrics)
     write_code(document.path)
     refuse_changed_document(document)
 

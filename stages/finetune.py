@@ -11,15 +11,15 @@ from typing import Annotated, Literal
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
 from moecore.data.prepared import Prepared
-from moecore.measure.routing_metrics.epochs import survived
-from moecore.nn.predict import predictions
+from moecore.measure.routing_metrics.epochs import routing_survival
+from moecore.nn.predict import predict_in_batches
 from moecore.run.stage import run_stage
 from moecore.run.training import training_run
 from moecore.study.reading.params import Key, read_params
 from moecore.training.artifacts import guide_folder, save_model, save_words
 from moecore.training.method import Method
-from moecore.training.outcome import outcome
-from moecore.training.recipes import finetuning
+from moecore.training.outcome import summarize_training
+from moecore.training.recipes import build_finetuning
 from moecore.training.settings import AdversarialFinetuning, Finetuning
 
 
@@ -43,15 +43,15 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
     data = Prepared.open(Path("artifacts/data", phase))
     with training_run(phase, params, data, [guide, start], __file__, method, seed) as training:
         device = training.runtime.device
-        recipe = finetuning(params.method, settings, data, start, guide, seed, device)
-        _, before = predictions(recipe.model, data.test.images, batch=250)
+        recipe = build_finetuning(params.method, settings, data, start, guide, seed, device)
+        _, before = predict_in_batches(recipe.model, data.test.images, batch=250)
         training.train(recipe.job, settings, seed)
-        _, after = predictions(recipe.model, data.test.images, batch=250)
+        _, after = predict_in_batches(recipe.model, data.test.images, batch=250)
         with whole_folder(target) as folder:
             save_model(folder, recipe.model)
             save_words(folder, data)
-        result = outcome(recipe.model, data, settings, training.log())
-        training.run.result(result.with_routing(survived(before, after, data.test.people)))
+        result = summarize_training(recipe.model, data, settings, training.log())
+        training.run.result(result.with_routing(routing_survival(before, after, data.test.people)))
         training.run.model(target)
 
 

@@ -5,7 +5,7 @@ python -m stages.linear_experts
 
 from moecore.core.config import Config
 from moecore.measure.linear_experts import LinearExperts, measure
-from moecore.run.history import record
+from moecore.run.history import record_run
 from moecore.run.stage import run_stage
 from moecore.study.reading.params import read_params
 
@@ -16,7 +16,7 @@ class Params(Config):
 
 def linear_experts() -> None:
     params = read_params(Params)
-    with record("linear_experts", params) as run:
+    with record_run("linear_experts", params) as run:
         run.result(measure(params.linear_experts))
 
 

@@ -10,17 +10,17 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure import MEASUREMENTS
-from moecore.measure.base import Skipped, Subject
-from moecore.run.resume import resumable
+from moecore.measure.base import MeasuredSubject, Skipped
+from moecore.run.resume import record_resumable
 from moecore.run.stage import run_stage
 from moecore.study.reading.params import Key, read_params, read_section
 from moecore.study.reading.run_section import Phase
 from moecore.training.artifacts import guide_folder, load_guide, load_model
 from moecore.training.method import Method
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 
 
-class Named(Config):
+class MethodParams(Config):
     """Settings that a measurement of region experts reads beside its own section."""
 
     method: Annotated[Method, Key("methods.{method}")]
@@ -31,10 +31,10 @@ def measure(what: str, phase: Phase, method: str, seed: int) -> None:
         raise UserError(f"measure: found {what}; allowed: {', '.join(MEASUREMENTS)}")
     measurement = MEASUREMENTS[what]
     params = read_section(what, measurement.settings)
-    with resumable(what, params, __file__, phase, method, seed) as (run, parts):
-        subject = opened(phase, method, seed, measurement.guided, parts.folder)
+    with record_resumable(what, params, __file__, phase, method, seed) as (run, parts):
+        subject = open_subject(phase, method, seed, measurement.guided, parts.folder)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
-            named = read_params(Named, method=method).method.regions
+            named = read_params(MethodParams, method=method).method.regions
             subject = subject._replace(regions=named.experts if named else ())
         reason = measurement.applies(subject)
         if reason is None:
@@ -43,14 +43,14 @@ def measure(what: str, phase: Phase, method: str, seed: int) -> None:
             run.result(Skipped(skipped=reason))
 
 
-def opened(phase: Phase, method: str, seed: int, guided: bool, work: Path) -> Subject:
+def open_subject(phase: Phase, method: str, seed: int, guided: bool, work: Path) -> MeasuredSubject:
     """Return the trained model and its data; its teacher only where a measurement looks at it."""
-    device = tune(work=work).device
+    device = tune_runtime(work=work).device
     model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
     data = Prepared.open(Path("artifacts/data") / phase)
     # The teacher was fitted on the images of the pretraining.
     guide = load_guide(guide_folder(method, seed)) if guided and phase == "pretrain" else None
-    return Subject(model, data, guide, device)
+    return MeasuredSubject(model, data, guide, device)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.measure.calibrators import Calibrator
 from moecore.nn.backbones import Backbone
-from moecore.run.history import record
-from moecore.run.progress import progress
+from moecore.run.history import record_run
+from moecore.run.progress import progress_bar
 from moecore.run.resume import work_folder
 from moecore.run.stage import run_stage
 from moecore.study.reading.params import Key, read_params
 from moecore.training.method import Method
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
 
 
@@ -34,7 +34,7 @@ def out_of_fold(method: str, seed: int) -> None:
     item = f"out_of_fold/pretrain/{method}/{seed}"
     with (
         work_folder(item, params, inputs, __file__) as work,
-        record("out_of_fold", params, **named, work=work, inputs=inputs) as run,
+        record_run("out_of_fold", params, **named, work=work, inputs=inputs) as run,
     ):
         if not params.calibrator.needs_out_of_fold:
             folds.write_absent(Path("artifacts", item), params.calibrator)
@@ -44,13 +44,13 @@ def out_of_fold(method: str, seed: int) -> None:
         folds.check_out_of_fold(data, params.method, params.calibrator)
 
         def follow(fold, steps, learning):
-            with progress(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
+            with progress_bar(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
                 for metrics in learning:
                     bar.update(metrics.step)
 
-        recipe = folds.Recipe(params.model, params.pretrain, params.method, params.out_of_fold)
+        recipe = folds.FoldRecipe(params.model, params.pretrain, params.method, params.out_of_fold)
         predicted = folds.predict_held_out(
-            recipe, data, seed, tune(work=work), work, follow, run.log
+            recipe, data, seed, tune_runtime(work=work), work, follow, run.log
         )
         folds.write_rows(Path("artifacts", item), predicted.rows)
         run.result(predicted.result)

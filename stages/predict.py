@@ -26,7 +26,7 @@ from moecore.predict.predictions import Given, add_folder_arguments, predict_fol
 from moecore.tracking.model import SCHEME, model_folder
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     words = argparse.ArgumentParser("moecore predict", None, __doc__, formatter_class=raw)
     words.add_argument("model", metavar="MODEL", help="the folder of a model, or models:/…")
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    given, failed = parser().parse_args(words), 0
+    given, failed = build_parser().parse_args(words), 0
     warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)  # one line
     try:
         model = Path(given.model)

@@ -11,7 +11,7 @@ from moecore.core.config import Config
 from moecore.core.files import whole_folder
 from moecore.data.raw_folders import scan_raw_folders
 from moecore.data.sources import Source
-from moecore.run.history import record
+from moecore.run.history import record_run
 from moecore.run.stage import run_stage
 from moecore.study.reading.params import Key, read_params
 
@@ -26,7 +26,7 @@ def prepare(name: str) -> None:
     """Prepare the data set under ``data.<name>``."""
     params = read_params(Params, data=name)
     target = Path("artifacts/data") / name
-    with record("prepare", params, phase=name) as run:
+    with record_run("prepare", params, phase=name) as run:
         if folders := scan_raw_folders(params.data):  # before they are read
             run.table("raw", [folder._asdict() for folder in folders])
         with whole_folder(target) as folder:

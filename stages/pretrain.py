@@ -10,15 +10,15 @@ from typing import Annotated
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
 from moecore.data.prepared import Prepared
-from moecore.measure.routing_metrics.epochs import Watch
+from moecore.measure.routing_metrics.epochs import EpochWatch
 from moecore.nn.backbones import Backbone
 from moecore.run.stage import run_stage
 from moecore.run.training import training_run
 from moecore.study.reading.params import Key, read_params
 from moecore.training.artifacts import GUIDE, save_guide, save_model, save_words
 from moecore.training.method import Method
-from moecore.training.outcome import outcome
-from moecore.training.recipes import pretraining
+from moecore.training.outcome import summarize_training
+from moecore.training.recipes import build_pretraining
 from moecore.training.settings import Training
 
 
@@ -33,15 +33,15 @@ class Params(Config):
 def pretrain(method: str, seed: int) -> None:
     """Train ``method`` on artifacts/data/pretrain, guided by its teacher where it has one."""
     params = read_params(Params, method=method)
-    settings = params.method.pretrained(params.pretrain)
+    settings = params.method.merge_pretrain_settings(params.pretrain)
     names = params.method.expert_names
     guide = Path("artifacts/teacher_router", method, str(seed))
     target = Path("artifacts/pretrain", method, str(seed))
     data = Prepared.open("artifacts/data/pretrain")
     with training_run("pretrain", params, data, [guide], __file__, method, seed) as training:
         device = training.runtime.device
-        recipe = pretraining(params.method, params.model, settings, data, guide, seed, device)
-        watch = Watch(training.work, recipe.model, data, names, settings.epochs, seed)
+        recipe = build_pretraining(params.method, params.model, settings, data, guide, seed, device)
+        watch = EpochWatch(training.work, recipe.model, data, names, settings.epochs, seed)
         training.train(recipe.job, settings, seed, watch.look)
         with whole_folder(target) as folder:
             save_model(folder, recipe.model)
@@ -50,8 +50,8 @@ def pretrain(method: str, seed: int) -> None:
             learned = recipe.job.guide
             if params.method.joint and learned is not None and recipe.model is recipe.job.model:
                 save_guide(folder / GUIDE, learned)
-        result = outcome(recipe.model, data, settings, training.log())
-        training.run.result(result.with_routing(watch.settled()))
+        result = summarize_training(recipe.model, data, settings, training.log())
+        training.run.result(result.with_routing(watch.collect_settling()))
         training.run.model(target)
 
 

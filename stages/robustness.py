@@ -9,16 +9,16 @@ from typing import Any
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Subject
-from moecore.measure.robustness import Robustness, measure, refuse
-from moecore.measure.under_attack.curves import Line
-from moecore.run.progress import progress
-from moecore.run.resume import resumable
+from moecore.measure.base import MeasuredSubject
+from moecore.measure.robustness import Robustness, check_attacks, measure
+from moecore.measure.under_attack.curves import AuditLine
+from moecore.run.progress import progress_bar
+from moecore.run.resume import record_resumable
 from moecore.run.stage import run_stage
 from moecore.study.reading.params import read_params
 from moecore.study.reading.run_section import Phase
 from moecore.training.artifacts import load_model
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 
 
 class Params(Config):
@@ -29,23 +29,23 @@ def robustness(phase: Phase, method: str, seed: int) -> None:
     params = read_params(Params)
     settings = params.robustness
     data = Prepared.open(Path("artifacts/data") / phase)
-    refuse(settings, data.task)
-    with resumable("robustness", params, __file__, phase, method, seed) as (run, kept):
-        device = tune(work=kept.folder).device
+    check_attacks(settings, data.task)
+    with record_resumable("robustness", params, __file__, phase, method, seed) as (run, kept):
+        device = tune_runtime(work=kept.folder).device
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
-        with progress(f"robustness {phase} {method} seed {seed}", settings.parts) as bar:
+        with progress_bar(f"robustness {phase} {method} seed {seed}", settings.parts) as bar:
 
             def parts(name: str, compute: Callable[[], Any]) -> Any:
                 part = kept.part(name, compute)
                 bar.update(len(kept.parts))
                 return part
 
-            result = measure(Subject(model, data), settings, parts)
-        show(result.audit, f"Audit of the attacks on {phase} {method} seed {seed}")
+            result = measure(MeasuredSubject(model, data), settings, parts)
+        print_audit(result.audit, f"Audit of the attacks on {phase} {method} seed {seed}")
         run.result(result)
 
 
-def show(lines: Sequence[Line], title: str) -> None:
+def print_audit(lines: Sequence[AuditLine], title: str) -> None:
     """Print the audit as a table on standard error."""
     from rich.console import Console
     from rich.table import Table

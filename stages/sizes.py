@@ -5,7 +5,7 @@ python -m stages.sizes
 
 from moecore.core.config import Config
 from moecore.measure.sizes import Sizes, measure
-from moecore.run.history import record
+from moecore.run.history import record_run
 from moecore.run.stage import run_stage
 from moecore.study.reading.params import read_params
 
@@ -16,7 +16,7 @@ class Params(Config):
 
 def sizes() -> None:
     params = read_params(Params)
-    with record("sizes", params) as run:
+    with record_run("sizes", params) as run:
         run.result(measure(params.sizes))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
-from moecore.core.streams import seed_of
+from moecore.core.streams import derived_seed
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones.image import ImageSpec
@@ -17,9 +17,9 @@ from moecore.run.stage import run_stage
 from moecore.run.training import training_run
 from moecore.study.reading.params import read_params
 from moecore.training.artifacts import save_model
-from moecore.training.job import job_for
+from moecore.training.job import build_training_job
 from moecore.training.objective import Objective
-from moecore.training.outcome import Outcome, outcome
+from moecore.training.outcome import Outcome, summarize_training
 from moecore.training.teachers import Teacher
 from moecore.training.teachers.no_teacher import NoTeacher
 
@@ -33,7 +33,7 @@ def teacher(seed: int) -> None:
     params = read_params(Params)
     settings = params.teacher
     target = Path("artifacts/teacher", str(seed))
-    drawn = seed_of("teacher", seed)
+    drawn = derived_seed("teacher", seed)
     data = Prepared.open("artifacts/data/pretrain")
     trains = getattr(settings, "training", None) is not None
     with training_run("teacher", params, data, [], __file__, None, seed, trains) as training:
@@ -47,9 +47,9 @@ def teacher(seed: int) -> None:
         result: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
         if settings.training is not None:
             objective = Objective((), settings.training.label_smoothing)
-            job = job_for(model, data, objective, training.runtime.device)
+            job = build_training_job(model, data, objective, training.runtime.device)
             training.train(job, settings.training, drawn)
-            result = outcome(model, data, settings.training, training.log())
+            result = summarize_training(model, data, settings.training, training.log())
         with whole_folder(target) as folder:
             save_model(folder, model)
         training.run.result(result)

@@ -11,15 +11,15 @@ from moecore.data.loader import to_device
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones import Backbone
-from moecore.run.history import record
+from moecore.run.history import record_run
 from moecore.run.stage import run_stage
-from moecore.run.training import followed
+from moecore.run.training import log_points
 from moecore.study.reading.params import Key, read_params
 from moecore.training.artifacts import load_unguided, save_guide, save_no_guide
 from moecore.training.method import Method
 from moecore.training.outcome import RouterFit
 from moecore.training.recipes import build_unfitted_guide
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 from moecore.training.settings import TeacherRouterFit
 from moecore.training.teachers.fit_router import fit_routers
 
@@ -37,20 +37,22 @@ def teacher_router(method: str, seed: int) -> None:
     target = Path("artifacts/teacher_router", method, str(seed))
     inputs = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
     needed = inputs if chosen.guided or chosen.upcycle else []
-    with record("teacher_router", params, method=method, seed=seed, inputs=needed) as run:
+    with record_run("teacher_router", params, method=method, seed=seed, inputs=needed) as run:
         if not needed:
             with whole_folder(target) as folder:
                 save_no_guide(folder)
             run.result(Skipped(skipped="the method needs no teacher"))
             return
-        device = tune().device
+        device = tune_runtime().device
         guide = build_unfitted_guide(chosen, params.model, load_unguided(inputs[1]), seed, device)
         result: Skipped | RouterFit = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
             data = to_device(Prepared.open(inputs[0]).train, device)
             settings = params.teacher_router
             points = fit_routers(guide, data, chosen.teacher_router, settings, seed)
-            result = RouterFit(**followed(points, settings.steps, f"routers {method} {seed}", run))
+            result = RouterFit(
+                **log_points(points, settings.steps, f"routers {method} {seed}", run)
+            )
         with whole_folder(target) as folder:
             save_guide(folder, guide)
         run.result(result)

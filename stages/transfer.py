@@ -10,14 +10,14 @@ from typing import Annotated
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer import Transfer, measure
-from moecore.run.history import record
-from moecore.run.progress import progress
-from moecore.run.resume import Kept, work_folder
+from moecore.run.history import record_run
+from moecore.run.progress import progress_bar
+from moecore.run.resume import KeptParts, work_folder
 from moecore.run.stage import run_stage
 from moecore.study.reading.params import Key, read_params
 from moecore.study.reading.run_section import Phase
 from moecore.training.artifacts import load_model
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 
 
 class Params(Config):
@@ -31,12 +31,12 @@ def transfer(phase: Phase, seed: int) -> None:
     inputs = [Path("artifacts/data", phase), *folders.values()]
     with (
         work_folder(f"transfer/{phase}/{seed}", params, inputs, __file__) as work,
-        record("transfer", params, phase=phase, seed=seed, inputs=inputs) as run,
-        progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
+        record_run("transfer", params, phase=phase, seed=seed, inputs=inputs) as run,
+        progress_bar(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
     ):
-        kept = Kept(work)
+        kept = KeptParts(work)
         data = Prepared.open(inputs[0])
-        device = tune(work=work).device
+        device = tune_runtime(work=work).device
         models = {name: load_model(folder).to(device) for name, folder in folders.items()}
 
         def parts(name, compute):

@@ -13,11 +13,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from moecore.pipeline.forked import Server, start_server
+from moecore.pipeline.forked import StageServer, start_server
 
 
 @cache
-def server() -> Server:
+def server() -> StageServer:
     """The server of this test process, started at the first call."""
     return start_server()
 

@@ -14,7 +14,7 @@ from moecore.pipeline import closures
 from moecore.pipeline.client import SOCKET
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.plan import HASHING, plan_stages, query_dvc, stages_changed_by_code
-from moecore.run.history_file import locked
+from moecore.run.history_file import read_dvc_locks
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,9 +84,9 @@ def forget_files() -> None:
     """Make this process read files of code again, which a test has edited."""
     for cached in (
         closures._read_source,
-        closures._imports,
+        closures._imported_files,
         closures._sha256,
-        closures._file,
+        closures._module_file,
         closures._data_files,
     ):
         cached.cache_clear()
@@ -137,7 +137,7 @@ class Project:
 
     def locked(self, stage: str, key: str) -> set[str]:
         """Paths of a stage's ``deps`` or ``outs`` in dvc.lock."""
-        return {entry["path"] for entry in locked(self.folder)[stage].get(key, ())}
+        return {entry["path"] for entry in read_dvc_locks(self.folder)[stage].get(key, ())}
 
     def stale(self) -> dict[str, tuple[str, ...]]:
         """The stages that ``dvc repro`` would run, with the reasons; without ``code``."""

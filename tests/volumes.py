@@ -13,7 +13,7 @@ from PIL import Image
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
-from moecore.data.volumes.subjects import Subject
+from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
 from moecore.nn.backbones.image import ImageSpec
 from moecore.tasks.regression import Regression
@@ -73,7 +73,7 @@ def write_balls(
     ):
         ages = np.linspace(20, 90, count)
         rows = [
-            Subject(f"sub-{split}{i}", "1", float(age), "FM"[i % 2], "a", "")
+            VolumeSubject(f"sub-{split}{i}", "1", float(age), "FM"[i % 2], "a", "")
             for i, age in enumerate(ages)
         ]
         made = [ball(age, 1000 * number + i, size) for i, age in enumerate(ages)]
@@ -113,7 +113,7 @@ def write_cohort(
         sexes = [("F", "M")[place % 2] for place in range(number - 1)] + [""]
         names = [f"sub-{split}{max(place, 1):03d}" for place in range(number)]
         rows = [
-            Subject(name, f"ses-{place}", float(np.float32(age)), sex, f"site{place % 3}")
+            VolumeSubject(name, f"ses-{place}", float(np.float32(age)), sex, f"site{place % 3}")
             for place, (name, age, sex) in enumerate(zip(names, ages, sexes, strict=True))
         ]
         parts[split] = VolumePart(rows, [volume(age, generator) for age in ages])

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from scipy import ndimage
 
-from moecore.core.files import checksum
+from moecore.core.files import file_checksum
 
 CENTRE = np.array([98, 134, 72])  # the voxel of nilearn's 1 mm maps at 0, 0, 0 mm
 SEEDS = ((-8, 0, 18), (8, 0, 18))  # mm: a point inside each lateral ventricle
@@ -102,4 +102,4 @@ def _shrunk(values: np.ndarray, start: list[int], fill: float) -> np.ndarray:
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     np.savez_compressed(target, **build())
-    print(f"{target}: {target.stat().st_size} bytes, sha256 {checksum(target)}")
+    print(f"{target}: {target.stat().st_size} bytes, sha256 {file_checksum(target)}")

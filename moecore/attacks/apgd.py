@@ -10,8 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.base import uniform
-from moecore.attacks.gradient import GradientAttack, Slope, project
+from moecore.attacks.base import uniform_noise
+from moecore.attacks.gradient import GradientAttack, ObjectiveGradient, project_to_ball
 
 MOMENTUM = 0.75  # share of the new step; the rest is the step before it
 RISES = 0.75  # ρ: a step size is kept where more than this share of its steps raised the objective
@@ -26,15 +26,19 @@ class Apgd(GradientAttack):
     kind: Literal["apgd"] = "apgd"
     steps: int = Field(100, ge=1, description="Number of gradient steps.")
 
-    def perturbed(
-        self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None
+    def perturb_images(
+        self,
+        at: ObjectiveGradient,
+        centre: Tensor,
+        epsilon: float,
+        generator: Sequence[torch.Generator] | None,
     ) -> Tensor:
         """The image of the highest objective. Raises ValueError without a generator."""
         start = random_start(centre, epsilon, generator, "apgd")
-        return climb(at, centre, start, epsilon, self.steps).images
+        return ascend_objective(at, centre, start, epsilon, self.steps).images
 
 
-class Climb(NamedTuple):
+class Ascent(NamedTuple):
     """What an ascent reached, and what happened in each of N steps."""
 
     images: Tensor  # (B, C, H, W), the best
@@ -47,14 +51,14 @@ def random_start(
     centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None, who: str
 ) -> Tensor:
     """``centre`` (B, C, H, W) and uniform noise whose largest pixel is at ±ε, within [0, 1]."""
-    noise = uniform(centre, generator, who)
+    noise = uniform_noise(centre, generator, who)
     axes = tuple(range(1, noise.ndim))
     # The authors' own guard against an image whose noise is all zeros.
     largest = noise.abs().amax(dim=axes, keepdim=True) + 1e-12
     return (centre + epsilon * noise / largest).clamp(0, 1)
 
 
-def checkpoints(steps: int) -> Iterator[int]:
+def step_checkpoints(steps: int) -> Iterator[int]:
     """The steps after which step sizes may change.
 
     The first after 0.22 of all, then ever sooner by 0.03, but never within 0.06.
@@ -67,7 +71,9 @@ def checkpoints(steps: int) -> Iterator[int]:
         done += length
 
 
-def climb(at: Slope, centre: Tensor, start: Tensor, epsilon: float, steps: int) -> Climb:
+def ascend_objective(
+    at: ObjectiveGradient, centre: Tensor, start: Tensor, epsilon: float, steps: int
+) -> Ascent:
     """Ascend from ``start`` within the ball around ``centre``, both (B, C, H, W)."""
     current = previous = best = start
     values, gradient = at(current)
@@ -75,30 +81,30 @@ def climb(at: Slope, centre: Tensor, start: Tensor, epsilon: float, steps: int) 
     best_gradient = gradient
     size = torch.full_like(values, 2 * epsilon)
     progress = _Progress(values)
-    checks = set(checkpoints(steps))
+    checks = set(step_checkpoints(steps))
     history = []
     sizes = []
     for step in range(1, steps + 1):
         # The first step has no step before it to lean on.
         momentum = MOMENTUM if step > 1 else 1.0
-        wide = _wide(size, centre)
-        stepped = _step(current, previous, gradient, wide, centre, epsilon, momentum)
+        wide = _broadcast_over_pixels(size, centre)
+        stepped = _momentum_step(current, previous, gradient, wide, centre, epsilon, momentum)
         previous = current
         current = stepped
         values, gradient = at(current)
         history.append(values)
         sizes.append(size)
         better = values > best_values
-        best = _where(better, current, best)
-        best_gradient = _where(better, gradient, best_gradient)
+        best = _where_chosen(better, current, best)
+        best_gradient = _where_chosen(better, gradient, best_gradient)
         best_values = torch.where(better, values, best_values)
         progress.note(values)
         if step in checks:
-            halved = progress.failed(best_values)
+            halved = progress.images_to_halve(best_values)
             size = torch.where(halved, size / 2, size)
-            current = _where(halved, best, current)
-            gradient = _where(halved, best_gradient, gradient)
-    return Climb(best, best_values, torch.stack(history), torch.stack(sizes))
+            current = _where_chosen(halved, best, current)
+            gradient = _where_chosen(halved, best_gradient, gradient)
+    return Ascent(best, best_values, torch.stack(history), torch.stack(sizes))
 
 
 class _Progress:
@@ -118,7 +124,7 @@ class _Progress:
         self.last = values
         self.steps += 1
 
-    def failed(self, best: Tensor) -> Tensor:
+    def images_to_halve(self, best: Tensor) -> Tensor:
         """At a checkpoint: where to halve, (B,) bool.
 
         Too few rises, or the old size was kept and the best objectives (B,) did not grow.
@@ -132,7 +138,7 @@ class _Progress:
         return halve
 
 
-def _step(
+def _momentum_step(
     current: Tensor,
     previous: Tensor,
     gradient: Tensor,
@@ -141,14 +147,14 @@ def _step(
     epsilon: float,
     momentum: float,
 ) -> Tensor:
-    plain = project(current + size * gradient.sign(), centre, epsilon)
+    plain = project_to_ball(current + size * gradient.sign(), centre, epsilon)
     moved = current + (plain - current) * momentum + (current - previous) * (1 - momentum)
-    return project(moved, centre, epsilon)
+    return project_to_ball(moved, centre, epsilon)
 
 
-def _wide(values: Tensor, like: Tensor) -> Tensor:
+def _broadcast_over_pixels(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
-def _where(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(_wide(chosen, new), new, old)
+def _where_chosen(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(_broadcast_over_pixels(chosen, new), new, old)

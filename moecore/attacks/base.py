@@ -51,7 +51,7 @@ class AttackBase(Config):
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
-def generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]:
+def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]:
     """One generator on the CPU per image, by the seed and the image's index.
 
     The same whichever other images are attacked.
@@ -63,7 +63,7 @@ def generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(int(state >> np.uint64(1))) for state in states]
 
 
-def one_each(generator: Generators, images: int) -> list[torch.Generator] | None:
+def generator_per_image(generator: Generators, images: int) -> list[torch.Generator] | None:
     """The generator of each image; None where there is none."""
     if generator is None:
         return None
@@ -73,7 +73,7 @@ def one_each(generator: Generators, images: int) -> list[torch.Generator] | None
     return each
 
 
-def uniform(images: Tensor, generator: Sequence[torch.Generator] | None, who: str) -> Tensor:
+def uniform_noise(images: Tensor, generator: Sequence[torch.Generator] | None, who: str) -> Tensor:
     """Uniform noise in [-1, 1) like ``images`` (B, C, H, W), drawn image by image.
 
     Raises ValueError without a generator.

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moecore.attacks.gradient import GradientAttack, Slope, project
+from moecore.attacks.gradient import GradientAttack, ObjectiveGradient, project_to_ball
 
 
 class Fgsm(GradientAttack):
@@ -14,8 +14,12 @@ class Fgsm(GradientAttack):
 
     kind: Literal["fgsm"] = "fgsm"
 
-    def perturbed(
-        self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None
+    def perturb_images(
+        self,
+        at: ObjectiveGradient,
+        centre: Tensor,
+        epsilon: float,
+        generator: Sequence[torch.Generator] | None,
     ) -> Tensor:
         """x + ε·sign ∇; the generator is not used."""
-        return project(centre + epsilon * at(centre)[1].sign(), centre, epsilon)
+        return project_to_ball(centre + epsilon * at(centre)[1].sign(), centre, epsilon)

@@ -11,13 +11,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.attacks.base import AttackBase, Generators, one_each
-from moecore.attacks.objectives import Goal, Objective, goal_of, refusal
+from moecore.attacks.base import AttackBase, Generators, generator_per_image
+from moecore.attacks.objectives import Goal, Objective, make_objective, objective_refusal
 from moecore.core.files import UserError
 from moecore.tasks.base import Task
 
 # Images (B, C, H, W) → the objective of each (B,), and the gradient of their sum.
-Slope = Callable[[Tensor], tuple[Tensor, Tensor]]
+ObjectiveGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class GradientAttack(AttackBase):
@@ -56,7 +56,7 @@ class GradientAttack(AttackBase):
         return self.objective in ("task", "cross_entropy")
 
     def refuses(self, task: Task) -> str | None:
-        reason = refusal(self.objective, task)
+        reason = objective_refusal(self.objective, task)
         if reason:
             return f"{self.kind} with {reason}"
         return None
@@ -83,38 +83,48 @@ class GradientAttack(AttackBase):
         Raises ValueError where images, labels, ε or a missing generator make no sense, UserError
         as the objective does.
         """
-        centre = clean(images, epsilon)
+        centre = check_images(images, epsilon)
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
-        each = one_each(generator, len(centre))
+        each = generator_per_image(generator, len(centre))
         made = []
         with frozen_parameters(model):
             for start in range(0, len(centre), size):
                 part = slice(start, start + size)
-                goal = goal_of(self.objective, self.weight, model, task, centre[part], labels[part])
+                goal = make_objective(
+                    self.objective, self.weight, model, task, centre[part], labels[part]
+                )
                 drawn = None if each is None else each[part]
-                at = SlopeOf(model, goal)
-                made.append(self._moved(at, centre[part], epsilon, drawn))
-                at.refuse()
+                at = ModelGradient(model, goal)
+                made.append(self._perturb_inside(at, centre[part], epsilon, drawn))
+                at.check_finite()
         return torch.cat(made)
 
-    def _moved(
-        self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None
+    def _perturb_inside(
+        self,
+        at: ObjectiveGradient,
+        centre: Tensor,
+        epsilon: float,
+        generator: Sequence[torch.Generator] | None,
     ) -> Tensor:
         """The attack, where ``inside`` with a model that sees the background as it is."""
         if not self.inside:
-            return self.perturbed(at, centre, epsilon, generator)
+            return self.perturb_images(at, centre, epsilon, generator)
         there = (centre != 0).any(dim=1, keepdim=True)
 
         def within(images: Tensor) -> tuple[Tensor, Tensor]:
             values, gradient = at(torch.where(there, images, centre))
             return values, gradient * there
 
-        return torch.where(there, self.perturbed(within, centre, epsilon, generator), centre)
+        return torch.where(there, self.perturb_images(within, centre, epsilon, generator), centre)
 
-    def perturbed(
-        self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None
+    def perturb_images(
+        self,
+        at: ObjectiveGradient,
+        centre: Tensor,
+        epsilon: float,
+        generator: Sequence[torch.Generator] | None,
     ) -> Tensor:
         """The attack itself on clean images ``centre`` (B, C, H, W), ε > 0.
 
@@ -123,7 +133,7 @@ class GradientAttack(AttackBase):
         raise NotImplementedError(f"{type(self).__name__} defines no attack")
 
 
-class SlopeOf:
+class ModelGradient:
     """Called with images: the objective of each (B,) and the gradient (B, C, H, W) of their *sum*.
 
     Of the sum, so that an image's does not depend on its batch. In fp32 (a model may round inside,
@@ -152,7 +162,7 @@ class SlopeOf:
             self.finite, self.value = before & finite, values.sum().where(before, self.value)
         return values, gradient
 
-    def refuse(self) -> None:
+    def check_finite(self) -> None:
         """Raise UserError where a gradient was not finite: its sign was meaningless."""
         if self.finite is not None and not self.finite:
             raise UserError(
@@ -162,11 +172,11 @@ class SlopeOf:
 
 
 def image_gradient(model: nn.Module, task: Task, images: Tensor, labels: Tensor) -> Tensor:
-    """Gradient (B, C, H, W) of the summed task loss, in fp32; see ``SlopeOf``."""
+    """Gradient (B, C, H, W) of the summed task loss, in fp32; see ``ModelGradient``."""
     with frozen_parameters(model):
-        at = SlopeOf(model, lambda output: task.attack_loss(output.prediction, labels))
+        at = ModelGradient(model, lambda output: task.attack_loss(output.prediction, labels))
         _, gradient = at(images)
-        at.refuse()
+        at.check_finite()
     return gradient
 
 
@@ -186,7 +196,7 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def clean(images: Tensor, epsilon: float) -> Tensor:
+def check_images(images: Tensor, epsilon: float) -> Tensor:
     """Check what an attack is given; return its own fp32 copy of the images.
 
     Raises ValueError for images that are not floating point in [0, 1], and for an epsilon below 0.
@@ -203,7 +213,7 @@ def clean(images: Tensor, epsilon: float) -> Tensor:
     return images.detach().to(torch.float32, copy=True)
 
 
-def project(images: Tensor, centre: Tensor, epsilon: float) -> Tensor:
+def project_to_ball(images: Tensor, centre: Tensor, epsilon: float) -> Tensor:
     """The nearest images inside both [0, 1] and the L∞ ball of radius epsilon around ``centre``.
 
     All are (B, C, H, W).

@@ -20,7 +20,7 @@ Objective = Literal["task", "cross_entropy", "dlr", "balance", "routing_change"]
 Goal = Callable[[ModelOutput], Tensor]  # what a model said of B images → (B,)
 
 
-def refusal(objective: Objective, task: Task) -> str | None:
+def objective_refusal(objective: Objective, task: Task) -> str | None:
     """Why an objective cannot be computed for such labels, in words; None where it can."""
     if objective == "cross_entropy" and (reason := task.needs_classes("classes")):
         return f"objective cross_entropy needs classes, and {reason}"
@@ -31,7 +31,7 @@ def refusal(objective: Objective, task: Task) -> str | None:
     return None
 
 
-def goal_of(
+def make_objective(
     objective: Objective,
     weight: float,
     model: nn.Module,
@@ -44,22 +44,23 @@ def goal_of(
     weight: of the balance losses. The clean routing that ``routing_change`` compares with is
     computed here, once. Raises UserError where an objective cannot be computed for such labels.
     """
-    if reason := refusal(objective, task):
+    if reason := objective_refusal(objective, task):
         raise UserError(f"attack: {reason}; choose objective task")
     if objective == "routing_change":
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             before = [record.chosen for record in model(images).routing]
         return lambda output: routing_change(output, before)
     if objective == "dlr":
-        return lambda output: dlr(output.prediction, labels)
+        return lambda output: dlr_loss(output.prediction, labels)
     if objective == "balance":
         return lambda output: (
-            task.attack_loss(output.prediction, labels) + weight * balance(output.routing)
+            task.attack_loss(output.prediction, labels)
+            + weight * summed_balance_losses(output.routing)
         )
     return lambda output: task.attack_loss(output.prediction, labels)
 
 
-def dlr(prediction: Tensor, labels: Tensor) -> Tensor:
+def dlr_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     """Difference of logits ratio −(z_y − max_{i≠y} z_i) / (z_π1 − z_π3), (B,).
 
     Positive where the image is misclassified; shifting or scaling the logits (B, K) changes
@@ -77,7 +78,7 @@ def dlr(prediction: Tensor, labels: Tensor) -> Tensor:
     return -(right - other) / (ordered[:, -1] - ordered[:, -3] + 1e-12)
 
 
-def balance(routing: Sequence[RoutingRecord]) -> Tensor | float:
+def summed_balance_losses(routing: Sequence[RoutingRecord]) -> Tensor | float:
     """Sum over MoE layers of the importance and the load loss of these images together; a scalar.
 
     0 for a dense model. Added to each of B images' task loss and summed, it counts B times: the

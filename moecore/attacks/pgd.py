@@ -10,8 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.base import uniform
-from moecore.attacks.gradient import GradientAttack, Slope, project
+from moecore.attacks.base import uniform_noise
+from moecore.attacks.gradient import GradientAttack, ObjectiveGradient, project_to_ball
 
 
 class Pgd(GradientAttack):
@@ -25,16 +25,20 @@ class Pgd(GradientAttack):
         "2.5·ε/τ from a random start in the ball.",
     )
 
-    def perturbed(
-        self, at: Slope, centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None
+    def perturb_images(
+        self,
+        at: ObjectiveGradient,
+        centre: Tensor,
+        epsilon: float,
+        generator: Sequence[torch.Generator] | None,
     ) -> Tensor:
         """The last iterate. Raises ValueError where the strong form gets no generator."""
         strong = self.form == "strong"
         size = epsilon / self.steps * (2.5 if strong else 1.0)
         current = centre
         if strong:
-            noise = uniform(centre, generator, "pgd in its strong form")
-            current = project(centre + epsilon * noise, centre, epsilon)
+            noise = uniform_noise(centre, generator, "pgd in its strong form")
+            current = project_to_ball(centre + epsilon * noise, centre, epsilon)
         for _ in range(self.steps):
-            current = project(current + size * at(current)[1].sign(), centre, epsilon)
+            current = project_to_ball(current + size * at(current)[1].sign(), centre, epsilon)
         return current

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attacks import Attack
-from moecore.attacks.base import generators
+from moecore.attacks.base import image_generators
 from moecore.core.records import ModelOutput, RoutingRecord
-from moecore.core.streams import seed_of
+from moecore.core.streams import derived_seed
 from moecore.nn.predict import (
-    batches,
-    coupled,
-    device_of,
-    evaluating,
-    predictions,
+    coupled_images,
+    eval_mode,
+    image_batches,
+    model_device,
+    predict_in_batches,
     whole_groups,
 )
 from moecore.tasks.base import Task
@@ -49,9 +49,9 @@ class Target(NamedTuple):
             people=None if self.people is None else self.people[:number],
         )
 
-    def clean(self) -> Tensor:
+    def clean_images(self) -> Tensor:
         """The images, fp32 (N, C, H, W) in [0, 1], on the CPU."""
-        return torch.cat(list(batches(self.images, self.batch)))
+        return torch.cat(list(image_batches(self.images, self.batch)))
 
     def attacked(self, attack: Attack, epsilon: float) -> Tensor:
         """Adversarial images, fp32 (N, C, H, W) in [0, 1], on the CPU.
@@ -61,36 +61,36 @@ class Target(NamedTuple):
         them are attacked.
         """
         size = whole_groups(self.model, attack.together or self.batch)
-        model = rounded(self.model) if self.precision == "bfloat16" else self.model
+        model = bfloat16_model(self.model) if self.precision == "bfloat16" else self.model
         wanted = self.only
-        if wanted is None or attack.together or coupled(self.model) > 1:
+        if wanted is None or attack.together or coupled_images(self.model) > 1:
             wanted = torch.ones(len(self.labels), dtype=torch.bool)
         made = []
         first = 0
-        with evaluating(self.model):
-            for pixels in batches(self.images, size):
+        with eval_mode(self.model):
+            for pixels in image_batches(self.images, size):
                 places = wanted[first : first + len(pixels)].nonzero()[:, 0]
-                made.append(self._some(attack, model, pixels, places, first, epsilon))
+                made.append(self._attack_batch(attack, model, pixels, places, first, epsilon))
                 first += len(pixels)
         return torch.cat(made)
 
-    def scored(self, images) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+    def predict_images(self, images) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
         """Predictions (N, K) and routing of other images in place of these, in fp32."""
-        return predictions(self.model, images, self.batch)
+        return predict_in_batches(self.model, images, self.batch)
 
     def scores(self, images) -> Tensor:
         """The task's score of each of these images (N, C, H, W); (N,)."""
-        said, _ = predictions(self.model, images, self.batch, routing=False)
+        said, _ = predict_in_batches(self.model, images, self.batch, routing=False)
         return self.task.scores(said, self.labels)
 
-    def worst(self, images) -> Tensor:
+    def worse_scores(self, images) -> Tensor:
         """The worse score of each image, clean or as in ``images``; (N,).
 
         The clean image lies in every ball: an attack that happens to mend one changes nothing.
         """
-        return self.task.worst(self.scores(self.images), self.scores(images))
+        return self.task.worse_scores(self.scores(self.images), self.scores(images))
 
-    def _some(
+    def _attack_batch(
         self,
         attack: Attack,
         model: nn.Module,
@@ -102,7 +102,7 @@ class Target(NamedTuple):
         """A batch whose image 0 has the index ``first``, attacked at these places."""
         if not len(places):
             return pixels
-        device = device_of(self.model)
+        device = model_device(self.model)
         indices = (first + places).tolist()
         made = attack(
             model,
@@ -110,20 +110,20 @@ class Target(NamedTuple):
             pixels[places].to(device),
             self.labels[indices].to(device),
             epsilon,
-            generators(self.seed, indices),
+            image_generators(self.seed, indices),
         )
         return pixels.index_copy(0, places, made.cpu())
 
 
-def rounded(model: nn.Module) -> nn.Module:
+def bfloat16_model(model: nn.Module) -> nn.Module:
     """The model with forward passes in bf16 where autocast allows it.
 
     Routers stay in fp32, and so do its logits.
     """
-    return _Rounded(model)
+    return _BFloat16Model(model)
 
 
-class _Rounded(nn.Module):
+class _BFloat16Model(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -134,7 +134,7 @@ class _Rounded(nn.Module):
         return output._replace(prediction=output.prediction.float())
 
 
-def drawn_places(total: int, number: int, seed: int) -> np.ndarray:
+def draw_places(total: int, number: int, seed: int) -> np.ndarray:
     """A seeded draw of ``number`` of ``total`` places without replacement, in order; or all."""
-    drawn = np.random.default_rng(seed_of("attacked_images", seed))
+    drawn = np.random.default_rng(derived_seed("attacked_images", seed))
     return np.sort(drawn.permutation(total)[:number])

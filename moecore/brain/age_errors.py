@@ -11,7 +11,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.statistics.intervals import Estimate, Interval, reflected
+from moecore.statistics.intervals import Estimate, Interval, reflected_interval
 from moecore.tasks.errors import age_fit
 
 
@@ -54,15 +54,15 @@ def measure_age_errors(
     ages: (N,); variants: name → predictions (N,); participants: (N,) ids. Raises UserError for NaN,
     no volumes, or a single age.
     """
-    ages = _checked(ages, list(variants.values()))
+    ages = _check_ages(ages, list(variants.values()))
     if np.ptp(ages) == 0:
         raise UserError(
             f"calibrate: all {len(ages)} test volumes have the age {ages[0]:g}; allowed: two ages "
             "or more"
         )
-    drawn = draw_resample_weights(participants, resamples)
+    weights = draw_resample_weights(participants, resamples)
     return {
-        name: _age_errors(np.asarray(predictions, np.float64), ages, drawn)
+        name: _age_errors(np.asarray(predictions, np.float64), ages, weights)
         for name, predictions in variants.items()
     }
 
@@ -79,15 +79,15 @@ def measure_group_errors(
     groups: (N,) names, such as decades, sexes or sites; variants: "raw", and where a line was
     fitted "pooled" and "sex_specific" → predictions (N,).
     """
-    ages = _checked(ages, list(variants.values()))
+    ages = _check_ages(ages, list(variants.values()))
     names = np.array(groups, dtype=object)
     rows = []
     for group in sorted(set(groups)):
         own = np.flatnonzero(names == group)
         people = [participants[place] for place in own.tolist()]
-        drawn = draw_resample_weights(people, resamples)
+        weights = draw_resample_weights(people, resamples)
         errors = {
-            name: _mean_errors(np.asarray(values, np.float64)[own], ages[own], drawn)
+            name: _mean_errors(np.asarray(values, np.float64)[own], ages[own], weights)
             for name, values in variants.items()
         }
         rows.append(
@@ -144,35 +144,35 @@ def weighted_age_statistics(
     return {"mae": mae, "corr": corr, "slope": slope, "intercept": intercept}
 
 
-def _mean_errors(predictions: np.ndarray, ages: np.ndarray, drawn: np.ndarray) -> MeanErrors:
+def _mean_errors(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) -> MeanErrors:
     errors = predictions - ages
     size = np.abs(errors)
-    total = drawn.sum(1)
-    mae = _limits(float(size.mean()), drawn @ size / total, 0.0, np.inf)
-    mean = _limits(float(errors.mean()), drawn @ errors / total, -np.inf, np.inf)
+    total = weights.sum(1)
+    mae = _bootstrap_estimate(float(size.mean()), weights @ size / total, 0.0, np.inf)
+    mean = _bootstrap_estimate(float(errors.mean()), weights @ errors / total, -np.inf, np.inf)
     return MeanErrors(mae=mae, mean_error=mean)
 
 
-def _age_errors(predictions: np.ndarray, ages: np.ndarray, drawn: np.ndarray) -> AgeErrors:
+def _age_errors(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) -> AgeErrors:
     fit = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
-    resampled = weighted_age_statistics(predictions, ages, drawn)
+    resampled = weighted_age_statistics(predictions, ages, weights)
     return AgeErrors(
-        mae=_limits(fit["mae"], resampled["mae"], 0.0, np.inf),
-        corr=_limits(fit["corr"], resampled["corr"], -1.0, 1.0),
-        slope=_limits(fit["slope"], resampled["slope"], -np.inf, np.inf),
-        intercept=_limits(fit["intercept"], resampled["intercept"], -np.inf, np.inf),
+        mae=_bootstrap_estimate(fit["mae"], resampled["mae"], 0.0, np.inf),
+        corr=_bootstrap_estimate(fit["corr"], resampled["corr"], -1.0, 1.0),
+        slope=_bootstrap_estimate(fit["slope"], resampled["slope"], -np.inf, np.inf),
+        intercept=_bootstrap_estimate(fit["intercept"], resampled["intercept"], -np.inf, np.inf),
     )
 
 
-def _limits(value: float, drawn: np.ndarray, lowest: float, highest: float) -> Estimate:
+def _bootstrap_estimate(value: float, drawn: np.ndarray, lowest: float, highest: float) -> Estimate:
     """The bootstrap interval; no limits where resamples do not vary or are undefined."""
     drawn = drawn[np.isfinite(drawn)]
     if len(drawn) < 2 or not np.ptp(drawn):
         return Estimate.of(Interval(value))
-    return Estimate.of(reflected(value, drawn.tolist(), lowest=lowest, highest=highest))
+    return Estimate.of(reflected_interval(value, drawn.tolist(), lowest=lowest, highest=highest))
 
 
-def _checked(ages: np.ndarray, predictions: Sequence[np.ndarray]) -> np.ndarray:
+def _check_ages(ages: np.ndarray, predictions: Sequence[np.ndarray]) -> np.ndarray:
     ages = np.asarray(ages, np.float64)
     if len(ages) == 0:
         raise UserError("calibrate: there are no test volumes")

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.brain.prediction_table import Corrected, correct_ages, read_predictions
-from moecore.core.files import UserError, checksum
+from moecore.brain.prediction_table import CorrectedAges, correct_ages, read_predictions
+from moecore.core.files import UserError, file_checksum
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.measure.calibration import OnRefusal
 from moecore.measure.calibrators.linear import FittedLinear, Linear
 
-READ = ("participant_id", "session_id", "sex", "age", "predicted_age")
+READ_COLUMNS = ("participant_id", "session_id", "sex", "age", "predicted_age")
 
 
 class Ages(NamedTuple):
@@ -40,7 +40,7 @@ class Ages(NamedTuple):
                     "or infinite; train the model again"
                 )
         subjects = {split: data.subjects(split) for split in SPLITS}
-        return cls(data, predicted, subjects, checksum(weights))
+        return cls(data, predicted, subjects, file_checksum(weights))
 
     def known(self, split: str) -> np.ndarray:
         """The ages (N,)."""
@@ -50,12 +50,12 @@ class Ages(NamedTuple):
         """One fact of every volume's subject, "" where it is unknown."""
         return [row[name] for row in self.subjects[split]]
 
-    def corrected(self, split: str, fitted: FittedLinear | None) -> Corrected:
+    def correct_split(self, split: str, fitted: FittedLinear | None) -> CorrectedAges:
         """The predictions of a split as they come and corrected."""
         return correct_ages(self.predicted[split], self.column(split, "sex"), fitted)
 
 
-class Fit(NamedTuple):
+class LineFit(NamedTuple):
     """The calibrator, or why there is none, and how many pairs it was fitted to."""
 
     fitted: FittedLinear | None
@@ -63,7 +63,7 @@ class Fit(NamedTuple):
     n: int
 
 
-class Pairs(NamedTuple):
+class FitPairs(NamedTuple):
     """Pairs that a line is fitted to: n predictions, their ages and sexes."""
 
     predictions: np.ndarray  # (n,)
@@ -73,7 +73,7 @@ class Pairs(NamedTuple):
 
 def fit_age_line(
     ages: Ages, calibrator: Linear, out_of_fold: Path, on_refusal: OnRefusal = "stop"
-) -> Fit:
+) -> LineFit:
     """The calibrator fitted to the pairs that it names.
 
     out_of_fold: the predictions.csv of the stage ``out_of_fold``, read only where ``calibrator``
@@ -82,30 +82,32 @@ def fit_age_line(
     """
     pairs = calibration_pairs(ages, calibrator, out_of_fold)
     try:
-        return Fit(calibrator.fit(*pairs, ages.sha256), None, len(pairs.ages))
+        return LineFit(calibrator.fit(*pairs, ages.sha256), None, len(pairs.ages))
     except UserError as error:
         if on_refusal == "stop":
             raise
         warnings.warn(f"{error}. Nothing is corrected (calibrate.on_refusal: report)", stacklevel=2)
-        return Fit(None, str(error), len(pairs.ages))
+        return LineFit(None, str(error), len(pairs.ages))
 
 
-def calibration_pairs(ages: Ages, calibrator: Linear, out_of_fold: Path) -> Pairs:
+def calibration_pairs(ages: Ages, calibrator: Linear, out_of_fold: Path) -> FitPairs:
     """The pairs that a calibrator is fitted to.
 
     Raises UserError where the out-of-fold predictions are of other volumes.
     """
     split = calibrator.fit_on
     if split != "out_of_fold":
-        return Pairs(ages.predicted[split], ages.known(split), ages.column(split, "sex"))
-    rows = read_predictions(out_of_fold, READ)
-    known = {(row["participant_id"], row["session_id"]) for row in ages.subjects["train"]}
-    if {(row["participant_id"], row["session_id"]) for row in rows} != known:
+        return FitPairs(ages.predicted[split], ages.known(split), ages.column(split, "sex"))
+    rows = read_predictions(out_of_fold, READ_COLUMNS)
+    training_volumes = {
+        (row["participant_id"], row["session_id"]) for row in ages.subjects["train"]
+    }
+    if {(row["participant_id"], row["session_id"]) for row in rows} != training_volumes:
         raise UserError(
             f"{out_of_fold}: its volumes are not those of the training split; run the stage "
             "`out_of_fold` again"
         )
-    return Pairs(
+    return FitPairs(
         predictions=np.array([float(row["predicted_age"]) for row in rows]),
         ages=np.array([float(row["age"]) for row in rows]),
         sexes=[row["sex"] for row in rows],

@@ -3,28 +3,30 @@
 from pathlib import Path
 from typing import cast
 
-from moecore.brain.ages import Ages, Fit, fit_age_line
-from moecore.brain.measured_ages import Result, measure_ages
+from moecore.brain.ages import Ages, LineFit, fit_age_line
+from moecore.brain.measured_ages import AgeResult, measure_ages
 from moecore.brain.model_card import render_model_card
 from moecore.brain.prediction_table import prediction_rows, write_predictions
 from moecore.brain.reference import age_range_flags, build_reference, out_of_range_flags
 from moecore.core.files import whole_folder, write_sealed, write_whole
-from moecore.core.plain import plain
+from moecore.core.plain import to_jsonable
 from moecore.data.prepared import SPLITS
-from moecore.measure.base import Subject
-from moecore.measure.calibration import Calibrate, Files
+from moecore.measure.base import MeasuredSubject
+from moecore.measure.calibration import Calibrate, CalibrationFiles
 from moecore.measure.calibrators.linear import Linear
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 
 
-def calibrate_ages(subject: Subject, settings: Calibrate, files: Files) -> Result:
+def calibrate_ages(
+    subject: MeasuredSubject, settings: Calibrate, files: CalibrationFiles
+) -> AgeResult:
     """A line from the split that the calibrator names; writes the folder ``files.out``."""
     data = subject.data
     predicted = {}
     for split in SPLITS:
         volumes = getattr(data, split).images
-        said, _ = predictions(subject.model, volumes, settings.batch, routing=False)
-        predicted[split] = said[:, 0].double().numpy()
+        outputs, _ = predict_in_batches(subject.model, volumes, settings.batch, routing=False)
+        predicted[split] = outputs[:, 0].double().numpy()
     ages = Ages.of(data, predicted, files.model / "model.safetensors")
     # The stage chose this function by the calibrator's kind.
     calibrator = cast(Linear, settings.calibrator)
@@ -34,7 +36,9 @@ def calibrate_ages(subject: Subject, settings: Calibrate, files: Files) -> Resul
     return result
 
 
-def write_calibration(folder: Path, ages: Ages, line: Fit, result: Result, item: str) -> None:
+def write_calibration(
+    folder: Path, ages: Ages, line: LineFit, result: AgeResult, item: str
+) -> None:
     """Write the folder that predictions of new volumes need, all or nothing.
 
     calibrator.json (where there is one), reference.json, predictions.csv of all splits, and
@@ -43,21 +47,21 @@ def write_calibration(folder: Path, ages: Ages, line: Fit, result: Result, item:
     reference = build_reference(ages.data, result.interval, ages.sha256)
     rows = []
     for split in SPLITS:
-        said = ages.corrected(split, line.fitted)
+        corrected = ages.correct_split(split, line.fitted)
         volumes = getattr(ages.data, split).images
         flags = [
             [
                 *out_of_range_flags(volume, reference),
                 *age_range_flags(float(best), float(age), reference),
             ]
-            for volume, best, age in zip(volumes, said.best, ages.known(split), strict=True)
+            for volume, best, age in zip(volumes, corrected.best, ages.known(split), strict=True)
         ]
         radius = result.interval.radius
-        rows += prediction_rows(ages.subjects[split], split, said, radius, flags)
+        rows += prediction_rows(ages.subjects[split], split, corrected, radius, flags)
     with whole_folder(folder) as target:
         if line.fitted:
             write_sealed(target / "calibrator.json", line.fitted.model_dump(mode="json"))
-        write_sealed(target / "reference.json", plain(reference))
+        write_sealed(target / "reference.json", to_jsonable(reference))
         write_predictions(target / "predictions.csv", rows)
         card = render_model_card(ages.data.card, result, item)
         write_whole(target / "MODEL_CARD.md", card)

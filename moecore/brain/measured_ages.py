@@ -17,21 +17,21 @@ from moecore.brain.age_errors import (
     measure_age_errors,
     measure_group_errors,
 )
-from moecore.brain.ages import Ages, Fit
+from moecore.brain.ages import Ages, LineFit
 from moecore.brain.conformal import conformal_radius, first_volumes
-from moecore.brain.prediction_table import Corrected, group_counts
+from moecore.brain.prediction_table import CorrectedAges, group_counts
 from moecore.brain.reference import AgeInterval
 from moecore.core.config import Config
 from moecore.measure.calibrators.linear import FitOn, FittedLinear
-from moecore.statistics.crossed import kept_items
+from moecore.statistics.crossed import encode_items
 from moecore.statistics.intervals import Estimate, mean_share
 from moecore.tasks.errors import median_mae
 from moecore.tasks.regression import Regression
 
-LEVEL = 0.9  # of the interval of a single prediction
+INTERVAL_LEVEL = 0.9  # of the interval of a single prediction
 
 
-class Points(Config):
+class AgePoints(Config):
     """Every test volume, for pictures."""
 
     age: tuple[float, ...]
@@ -40,7 +40,7 @@ class Points(Config):
     pooled: tuple[float, ...] | None
 
 
-class Result(Config):
+class AgeResult(Config):
     """Errors of predicted ages before and after correction, in years."""
 
     kind: Literal["linear"] = "linear"
@@ -65,30 +65,30 @@ class Result(Config):
     calibration: FittedLinear | None
     calibration_groups: dict[str, int] = Field(description="test volumes by whose line corrected")
     predictor_sha256: str
-    points: Points
+    points: AgePoints
     items: dict[str, str] = Field(
-        default={}, description="of each variant's MAE one number a person (``kept_items``)"
+        default={}, description="of each variant's MAE one number a person (``encode_items``)"
     )
 
 
-def measure_ages(ages: Ages, line: Fit, fit_on: FitOn, resamples: int) -> Result:
+def measure_ages(ages: Ages, line: LineFit, fit_on: FitOn, resamples: int) -> AgeResult:
     """Table S1 with intervals, the median predictor, errors by group, and the points."""
     task = cast(Regression, ages.data.task)
-    known = ages.known("test")
-    test = ages.corrected("test", line.fitted)
+    test_ages = ages.known("test")
+    test = ages.correct_split("test", line.fitted)
     people = ages.column("test", "participant_id")
     sexes = ages.column("test", "sex")
-    table = measure_age_errors(known, test.variants, people, resamples)
+    table = measure_age_errors(test_ages, test.variants, people, resamples)
 
     def by(groups: list[str]) -> tuple[GroupErrors, ...]:
-        return measure_group_errors(groups, known, test.variants, people, resamples)
+        return measure_group_errors(groups, test_ages, test.variants, people, resamples)
 
-    return Result(
+    return AgeResult(
         target=task.target,
         unit=task.unit,
         data=ages.data.card["name"],
         simulated=ages.data.card["simulated"],
-        n_test=len(known),
+        n_test=len(test_ages),
         n_test_participants=len(set(people)),
         n_fit=line.n,
         fit_on=fit_on,
@@ -96,24 +96,24 @@ def measure_ages(ages: Ages, line: Fit, fit_on: FitOn, resamples: int) -> Result
         raw=table["raw"],
         pooled=table.get("pooled"),
         sex_specific=table.get("sex_specific"),
-        median_mae=median_mae(torch.from_numpy(ages.known("train")), torch.from_numpy(known)),
-        age_range=(float(known.min()), float(known.max())),
+        median_mae=median_mae(torch.from_numpy(ages.known("train")), torch.from_numpy(test_ages)),
+        age_range=(float(test_ages.min()), float(test_ages.max())),
         by_sex=by(sexes),
-        by_decade=by([age_decade(age) for age in known]),
+        by_decade=by([age_decade(age) for age in test_ages]),
         by_site=by(ages.column("test", "site")),
         interval=conformal_interval(ages, line),
         calibration=line.fitted,
         calibration_groups=group_counts(test.groups),
         predictor_sha256=ages.sha256,
-        points=age_points(known, sexes, test),
+        points=age_points(test_ages, sexes, test),
         items=errors_by_person(ages, test.variants),
     )
 
 
-def age_points(known: np.ndarray, sexes: list[str], test: Corrected) -> Points:
+def age_points(ages: np.ndarray, sexes: list[str], test: CorrectedAges) -> AgePoints:
     """Every test volume's age, sex and predictions."""
-    return Points(
-        age=known.tolist(),
+    return AgePoints(
+        age=ages.tolist(),
         sex=sexes,
         raw=test.raw.tolist(),
         pooled=None if test.pooled is None else test.pooled.tolist(),
@@ -122,17 +122,17 @@ def age_points(known: np.ndarray, sexes: list[str], test: Corrected) -> Points:
 
 def errors_by_person(ages: Ages, variants: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Return one absolute error per person of each variant's test predictions (N,), packed."""
-    known = ages.known("test")
+    test_ages = ages.known("test")
     people = ages.data.test.people
-    return {name: kept_items(np.abs(said - known), people) for name, said in variants.items()}
+    return {name: encode_items(np.abs(said - test_ages), people) for name, said in variants.items()}
 
 
-def conformal_interval(ages: Ages, line: Fit) -> AgeInterval:
+def conformal_interval(ages: Ages, line: LineFit) -> AgeInterval:
     """The conformal interval from the validation split, and the share of test volumes inside."""
     places = first_volumes(ages.column("validation", "participant_id"))
-    residuals = ages.corrected("validation", line.fitted).best - ages.known("validation")
-    radius = conformal_radius(residuals[places], LEVEL)
-    errors = np.abs(ages.corrected("test", line.fitted).best - ages.known("test"))
+    residuals = ages.correct_split("validation", line.fitted).best - ages.known("validation")
+    radius = conformal_radius(residuals[places], INTERVAL_LEVEL)
+    errors = np.abs(ages.correct_split("test", line.fitted).best - ages.known("test"))
     coverage = None
     if radius is not None:
         coverage = Estimate.of(mean_share(errors <= radius, ages.data.test.people))
@@ -140,4 +140,6 @@ def conformal_interval(ages: Ages, line: Fit) -> AgeInterval:
     if line.fitted is not None and line.fitted.fit_on == "validation":
         # Then the residuals are a little too small, and the interval too narrow.
         method += "; these also fitted the line"
-    return AgeInterval(level=LEVEL, radius=radius, n=len(places), coverage=coverage, method=method)
+    return AgeInterval(
+        level=INTERVAL_LEVEL, radius=radius, n=len(places), coverage=coverage, method=method
+    )

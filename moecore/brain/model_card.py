@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moecore.brain.age_errors import AgeErrors
-from moecore.brain.measured_ages import Result
+from moecore.brain.measured_ages import AgeResult
 from moecore.brain.reference import AgeInterval
 from moecore.statistics.intervals import Estimate
 
@@ -30,12 +30,12 @@ fitted to.
 nor brain health, nor a biological age. It
   mixes individual anatomy, errors of the model and artefacts of the scan.
 - **No selection of people** (insurance, employment, asylum, access to treatment)."""
-HEAD = """\
+TABLE_HEAD = """\
 | Prediction | MAE, years | corr(ŷ − y, y) | slope | intercept |
 | --- | --- | --- | --- | --- |"""
 
 
-def render_model_card(card: Mapping[str, Any], result: Result, item: str) -> str:
+def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> str:
     """The text of MODEL_CARD.md.
 
     card: the prepared data's; result: what ``calibrate`` measured; item: phase/method/seed.
@@ -45,16 +45,16 @@ def render_model_card(card: Mapping[str, Any], result: Result, item: str) -> str
         f"{title} (SIMULATED data)" if result.simulated else title,
         SIMULATED if result.simulated else REAL,
         "## Data",
-        _data(card, result),
+        _data_section(card, result),
         "## Error on the test split",
-        _errors(result),
+        _error_section(result),
         "## Not for",
         NOT_FOR,
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _data(card: Mapping[str, Any], result: Result) -> str:
+def _data_section(card: Mapping[str, Any], result: AgeResult) -> str:
     low, high = card["target_range"]
     size = " × ".join(map(str, card["size"]))
     edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
@@ -71,12 +71,12 @@ def _data(card: Mapping[str, Any], result: Result) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _errors(result: Result) -> str:
-    rows = [_row("as predicted", result.raw)]
+def _error_section(result: AgeResult) -> str:
+    rows = [_error_row("as predicted", result.raw)]
     if result.pooled is not None:
-        rows.append(_row("corrected, one line", result.pooled))
+        rows.append(_error_row("corrected, one line", result.pooled))
     if result.sex_specific is not None:
-        rows.append(_row("corrected, a line per sex", result.sex_specific))
+        rows.append(_error_row("corrected, a line per sex", result.sex_specific))
     low, high = result.age_range
     test = (
         f"{result.n_test} test volumes, ages {low:.1f} to {high:.1f}; in brackets 95 % intervals "
@@ -86,23 +86,25 @@ def _errors(result: Result) -> str:
         "Always saying the training's median age has an MAE of "
         f"{result.median_mae:.2f} {result.unit}."
     )
-    table = "\n".join([HEAD, *rows])
-    return "\n\n".join([table, f"{test} {median}", _correction(result), _interval(result.interval)])
+    table = "\n".join([TABLE_HEAD, *rows])
+    return "\n\n".join(
+        [table, f"{test} {median}", _correction_line(result), _interval_line(result.interval)]
+    )
 
 
-def _row(words: str, errors: AgeErrors) -> str:
+def _error_row(words: str, errors: AgeErrors) -> str:
     cells = (errors.mae, errors.corr, errors.slope, errors.intercept)
-    return f"| {words} | {' | '.join(map(_cell, cells))} |"
+    return f"| {words} | {' | '.join(map(_format_estimate, cells))} |"
 
 
-def _correction(result: Result) -> str:
+def _correction_line(result: AgeResult) -> str:
     if result.refused:
         return f"No correction was fitted: {result.refused}."
     where = result.fit_on.replace("_", " ")
     return f"The correction was fitted on {result.n_fit} predictions ({where})."
 
 
-def _interval(interval: AgeInterval) -> str:
+def _interval_line(interval: AgeInterval) -> str:
     if interval.radius is None or interval.coverage is None:
         return (
             f"No interval is given for a single prediction: {interval.n} validation participants "
@@ -115,7 +117,7 @@ def _interval(interval: AgeInterval) -> str:
     )
 
 
-def _cell(estimate: Estimate) -> str:
+def _format_estimate(estimate: Estimate) -> str:
     if estimate.low is None:
         return f"{estimate.value:.3f}"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

@@ -23,15 +23,15 @@ from moecore.data.prepared import Prepared
 from moecore.measure.calibrators import Calibrator
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import Job, job_for
-from moecore.training.loop import Metrics, fit, total_steps
+from moecore.training.job import TrainingJob, build_training_job
+from moecore.training.loop import Metrics, total_steps, train_job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
-from moecore.training.tissue_isolation import isolation
+from moecore.training.tissue_isolation import build_isolation
 
 # Uses up what a training yields: the fold, its number of steps, the metrics.
 Follow = Callable[[int, int, Iterator[Metrics]], None]
@@ -47,7 +47,7 @@ class OutOfFold(Config):
     batch: int = Field(8, ge=1, description="Volumes a forward pass; no result depends on it.")
 
 
-class Recipe(NamedTuple):
+class FoldRecipe(NamedTuple):
     """Recipe of each model's training: each as the stage ``pretrain`` trains on all volumes."""
 
     backbone: Backbone
@@ -56,7 +56,7 @@ class Recipe(NamedTuple):
     settings: OutOfFold
 
 
-class Result(Config):
+class OutOfFoldResult(Config):
     """Errors over all training volumes together."""
 
     folds: int
@@ -68,7 +68,7 @@ class HeldOut(NamedTuple):
     """Predictions of all training volumes, each by a model that never saw its participant."""
 
     rows: list[PredictionRow]
-    result: Result
+    result: OutOfFoldResult
 
 
 def check_out_of_fold(data: Prepared, method: Method, calibrator: Calibrator) -> None:
@@ -86,7 +86,7 @@ def check_out_of_fold(data: Prepared, method: Method, calibrator: Calibrator) ->
 
 
 def predict_held_out(
-    recipe: Recipe,
+    recipe: FoldRecipe,
     data: Prepared,
     seed: int,
     runtime: Runtime,
@@ -107,37 +107,39 @@ def predict_held_out(
         job = build_fold_job(recipe, data, np.flatnonzero(fold != number), seed, runtime)
         home = work / f"fold_{number}"
         home.mkdir(exist_ok=True)
-        learning = fit(job, recipe.training, seed, runtime, Checkpoint(home))
+        learning = train_job(job, recipe.training, seed, runtime, Checkpoint(home))
         follow(number, total_steps(job, recipe.training), learning)
         out = np.flatnonzero(fold == number)
         volumes = data.train.images[out]
-        said, _ = predictions(job.model, volumes, recipe.settings.batch, routing=False)
-        predicted[out] = said[:, 0].double().numpy()
+        answers, _ = predict_in_batches(job.model, volumes, recipe.settings.batch, routing=False)
+        predicted[out] = answers[:, 0].double().numpy()
         log(number, {"mae": float(np.abs(predicted[out] - ages[out]).mean())})
-    said = correct_ages(predicted, [subject["sex"] for subject in subjects], None)
+    answers = correct_ages(predicted, [subject["sex"] for subject in subjects], None)
     flags = [[f"fold {number}"] for number in fold]
     mae = float(np.abs(predicted - ages).mean())
     return HeldOut(
-        rows=prediction_rows(subjects, "train", said, None, flags),
-        result=Result(folds=recipe.settings.folds, n=len(predicted), mae=mae),
+        rows=prediction_rows(subjects, "train", answers, None, flags),
+        result=OutOfFoldResult(folds=recipe.settings.folds, n=len(predicted), mae=mae),
     )
 
 
 def build_fold_job(
-    recipe: Recipe, data: Prepared, kept: np.ndarray, seed: int, runtime: Runtime
-) -> Job:
+    recipe: FoldRecipe, data: Prepared, rows: np.ndarray, seed: int, runtime: Runtime
+) -> TrainingJob:
     """The training on the volumes ``kept`` (indices) of the training split."""
     method = recipe.method
     torch.manual_seed(seed)
-    model = method.sized(recipe.backbone).build(ImageSpec.from_card(data.card), method.moe)
-    return job_for(
+    model = method.merge_model_settings(recipe.backbone).build(
+        ImageSpec.from_card(data.card), method.moe
+    )
+    return build_training_job(
         model,
         data,
         Objective(method.losses, recipe.training.label_smoothing, method.distillation),
         runtime.device,
-        subset=kept,
+        subset=rows,
         views=method.views,
-        isolation=isolation(method, data, kept),
+        isolation=build_isolation(method, data, rows),
         permuted=seed if method.permuted else None,
     )
 

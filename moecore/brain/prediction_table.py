@@ -11,7 +11,7 @@ from moecore.core.files import UserError, whole_text
 from moecore.core.plain import spreadsheet_cell
 from moecore.measure.calibrators.linear import POOLED, FittedLinear
 
-FLAGS = "; "  # between two flags of one volume
+FLAG_SEPARATOR = "; "  # between two flags of one volume
 NO_GROUP = "none"  # where nothing is corrected
 
 
@@ -38,7 +38,7 @@ class PredictionRow(NamedTuple):
 COLUMNS = PredictionRow._fields
 
 
-class Corrected(NamedTuple):
+class CorrectedAges(NamedTuple):
     """Predictions of N volumes in years, each (N,): as they come, and corrected.
 
     ``groups`` says whose line corrected each per sex. Where there is no calibrator, the corrected
@@ -64,18 +64,20 @@ class Corrected(NamedTuple):
         return {name: values for name, values in named.items() if values is not None}
 
 
-def correct_ages(raw: np.ndarray, sexes: Sequence[str], fitted: FittedLinear | None) -> Corrected:
+def correct_ages(
+    raw: np.ndarray, sexes: Sequence[str], fitted: FittedLinear | None
+) -> CorrectedAges:
     """Raw predictions (N,) with both corrections. No age is looked at."""
     raw = np.asarray(raw, np.float64)
     if fitted is None:
-        return Corrected(raw, None, None, None)
-    return Corrected(raw, fitted.apply(raw), fitted.apply(raw, sexes), fitted.used(sexes))
+        return CorrectedAges(raw, None, None, None)
+    return CorrectedAges(raw, fitted.apply(raw), fitted.apply(raw, sexes), fitted.used(sexes))
 
 
 def prediction_rows(
     subjects: Sequence[Mapping[str, str]],
     split: str,
-    said: Corrected,
+    corrected: CorrectedAges,
     radius: float | None,
     flags: Sequence[Sequence[str]],
 ) -> list[PredictionRow]:
@@ -86,31 +88,31 @@ def prediction_rows(
     volume, added to the subject's own.
     Raises UserError where the numbers of subjects, predictions and flags differ.
     """
-    if not len(subjects) == len(said.raw) == len(flags):
+    if not len(subjects) == len(corrected.raw) == len(flags):
         raise UserError(
-            f"predictions: {len(subjects)} subjects, {len(said.raw)} predictions and {len(flags)} "
-            "lists of flags; one each is needed"
+            f"predictions: {len(subjects)} subjects, {len(corrected.raw)} predictions and "
+            f"{len(flags)} lists of flags; one each is needed"
         )
     return [
-        _row(subject, split, place, said, radius, flags[place])
+        _prediction_row(subject, split, place, corrected, radius, flags[place])
         for place, subject in enumerate(subjects)
     ]
 
 
-def _row(
+def _prediction_row(
     subject: Mapping[str, str],
     split: str,
     place: int,
-    said: Corrected,
+    corrected: CorrectedAges,
     radius: float | None,
     flags: Sequence[str],
 ) -> PredictionRow:
     age = float(subject["age"]) if subject["age"] else None
-    raw = float(said.raw[place])
-    pooled = None if said.pooled is None else float(said.pooled[place])
-    own = None if said.sex_specific is None else float(said.sex_specific[place])
-    centre = float(said.best[place])
-    known = [flag for flag in subject.get("qc_flags", "").split(FLAGS) if flag]
+    raw = float(corrected.raw[place])
+    pooled = None if corrected.pooled is None else float(corrected.pooled[place])
+    own = None if corrected.sex_specific is None else float(corrected.sex_specific[place])
+    centre = float(corrected.best[place])
+    known = [flag for flag in subject.get("qc_flags", "").split(FLAG_SEPARATOR) if flag]
     return PredictionRow(
         participant_id=subject["participant_id"],
         session_id=subject["session_id"],
@@ -121,12 +123,12 @@ def _row(
         predicted_age=raw,
         predicted_age_pooled=pooled,
         predicted_age_sex_specific=own,
-        brain_pad_raw=_minus(raw, age),
-        brain_pad_pooled=_minus(pooled, age),
+        brain_pad_raw=_subtract_age(raw, age),
+        brain_pad_pooled=_subtract_age(pooled, age),
         interval_low=None if radius is None else centre - radius,
         interval_high=None if radius is None else centre + radius,
-        calibration_group=NO_GROUP if said.groups is None else said.groups[place],
-        qc_flags=FLAGS.join([*known, *flags]),
+        calibration_group=NO_GROUP if corrected.groups is None else corrected.groups[place],
+        qc_flags=FLAG_SEPARATOR.join([*known, *flags]),
     )
 
 
@@ -145,7 +147,11 @@ def write_predictions(
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow([*COLUMNS, *errors])
         for row in rows:
-            cells = map(_text, row) if left_out is None else map(spreadsheet_cell, map(_text, row))
+            cells = (
+                map(_cell_text, row)
+                if left_out is None
+                else map(spreadsheet_cell, map(_cell_text, row))
+            )
             writer.writerow([*cells, *("" for _ in errors)])
         for subject, why in left_out or ():
             cells = [*(subject.get(name, "") for name in COLUMNS), why]
@@ -177,13 +183,13 @@ def group_counts(groups: Sequence[str] | None) -> dict[str, int]:
     return {name: every.count(name) for name in names}
 
 
-def _minus(predicted: float | None, age: float | None) -> float | None:
+def _subtract_age(predicted: float | None, age: float | None) -> float | None:
     if predicted is None or age is None:
         return None
     return predicted - age
 
 
-def _text(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):

@@ -16,7 +16,7 @@ from moecore.statistics.intervals import Estimate
 from moecore.tasks.regression import Regression
 
 
-class Described(Config):
+class VolumeQuantities(Config):
     """The quantities of one prepared volume."""
 
     intensity_mean: float  # in the brain
@@ -24,17 +24,17 @@ class Described(Config):
     brain_ml: float
 
 
-QUANTITIES = tuple(Described.model_fields)
+QUANTITIES = tuple(VolumeQuantities.model_fields)
 
 
-class Range(Config):
+class QuantityRange(Config):
     """The smallest and the largest value over the training volumes."""
 
     low: float
     high: float
 
 
-class Cohort(Config):
+class CohortFacts(Config):
     """The facts of the data card that new volumes need to be prepared alike."""
 
     name: str
@@ -65,17 +65,19 @@ class Reference(Config):
     """Content of ``reference.json``, beside a calibrator."""
 
     volumes: int
-    ranges: dict[str, Range] = Field(description="of each quantity over the training volumes")
+    ranges: dict[str, QuantityRange] = Field(
+        description="of each quantity over the training volumes"
+    )
     sites: tuple[str, ...]
-    data: Cohort
+    data: CohortFacts
     interval: AgeInterval
     predictor_sha256: str
 
 
-def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> Described:
+def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> VolumeQuantities:
     """The quantities of a prepared volume (1, D, H, W) in [0, 1], background exactly 0."""
     inside = volume[volume > 0].astype(np.float64)
-    return Described(
+    return VolumeQuantities(
         intensity_mean=float(inside.mean()) if inside.size else 0.0,
         intensity_std=float(inside.std()) if inside.size else 0.0,
         brain_ml=inside.size * float(np.prod(voxel_mm)) / 1000,
@@ -92,7 +94,7 @@ def build_reference(data: Prepared, interval: AgeInterval, sha256: str) -> Refer
     ranges = {}
     for name in QUANTITIES:
         values = [getattr(one, name) for one in quantities]
-        ranges[name] = Range(low=min(values), high=max(values))
+        ranges[name] = QuantityRange(low=min(values), high=max(values))
     sites = {row["site"] for row in data.subjects("train") if row["site"]}
     return Reference(
         volumes=len(quantities),
@@ -104,12 +106,12 @@ def build_reference(data: Prepared, interval: AgeInterval, sha256: str) -> Refer
     )
 
 
-def describe_cohort(data: Prepared) -> Cohort:
+def describe_cohort(data: Prepared) -> CohortFacts:
     """The facts of the data's card."""
     task = cast(Regression, data.task)
     named = {"target": task.target, "unit": task.unit}
-    kept = {name: data.card[name] for name in Cohort.model_fields if name not in named}
-    return Cohort(**kept, **named)
+    kept = {name: data.card[name] for name in CohortFacts.model_fields if name not in named}
+    return CohortFacts(**kept, **named)
 
 
 def out_of_range_flags(volume: np.ndarray, reference: Reference) -> list[str]:

@@ -22,7 +22,7 @@ class Config(BaseModel):
 AnySettings = TypeVar("AnySettings", bound=Config)
 
 
-def changed(
+def replace_and_validate(
     section: str, settings: AnySettings, changes: Mapping[str, Any], kinds: Any = None
 ) -> AnySettings:
     """Settings with some other values, checked anew. Raises UserError, naming the key.
@@ -35,18 +35,18 @@ def changed(
             return TypeAdapter(kinds).validate_python(values)
         return settings.__class__.model_validate(values)
     except ValidationError as error:
-        found = error.errors()[0]
-        key = ".".join(str(word) for word in found["loc"] if word != values.get("kind"))
-        said = f"{found['msg']} (found {found['input']!r})"
-        raise UserError(f"{section}.{key}: {said}") from None
+        first_error = error.errors()[0]
+        key = ".".join(str(word) for word in first_error["loc"] if word != values.get("kind"))
+        message = f"{first_error['msg']} (found {first_error['input']!r})"
+        raise UserError(f"{section}.{key}: {message}") from None
 
 
-def read_as(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
+def read_settings(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
     """A JSON file as settings; raises UserError that names it where it holds none."""
     try:
         return kind.model_validate(read_json(path))
     except ValidationError as error:
         first = error.errors()[0]
-        found = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         again = "run the stage that writes it again"
-        raise UserError(f"{path}: not {what} of this version ({found}); {again}") from error
+        raise UserError(f"{path}: not {what} of this version ({problem}); {again}") from error

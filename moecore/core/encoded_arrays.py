@@ -8,7 +8,7 @@ import numpy as np
 
 def encode_arrays(*arrays: np.ndarray) -> str:
     """Base64 of the zlib-compressed bytes of the arrays, one after another, little endian."""
-    data = b"".join(_bytes(array) for array in arrays)
+    data = b"".join(_little_endian_bytes(array) for array in arrays)
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
@@ -39,5 +39,5 @@ def decode_values(text: str) -> np.ndarray:
     return float(mean) + float(largest) * (apart - apart.mean())
 
 
-def _bytes(array: np.ndarray) -> bytes:
+def _little_endian_bytes(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()

@@ -28,7 +28,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     """Write to the yielded temporary path; on success it replaces ``path`` atomically, on failure
     nothing remains and what was at ``path`` before is untouched.
     """
-    with _whole(Path(path)) as temporary:
+    with _replace_when_done(Path(path)) as temporary:
         yield temporary
         with open(temporary, "rb") as handle:
             os.fsync(handle.fileno())
@@ -37,25 +37,25 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 @contextmanager
 def whole_folder(path: str | Path) -> Iterator[Path]:
     """Like ``whole_file`` for a folder, which replaces an older one once all in it is written."""
-    with _whole(Path(path)) as temporary:
-        _remove(temporary)
+    with _replace_when_done(Path(path)) as temporary:
+        _remove_path(temporary)
         temporary.mkdir()
         yield temporary
         shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
+def _replace_when_done(path: Path) -> Iterator[Path]:
     temporary = path
     try:
         with explain_full_disk(path):
-            temporary = _beside(path)
+            temporary = _temporary_path(path)
         try:
             with explain_full_disk(path):
                 yield temporary
                 os.replace(temporary, path)
         finally:
-            _remove(temporary)
+            _remove_path(temporary)
     except FullDisk as error:  # it names the file as it is called at last
         raise FullDisk(str(error).replace(str(temporary), str(path))) from error.__cause__
 
@@ -88,13 +88,13 @@ def _written_file(error: Exception) -> str | None:
 def full_disk_number(error: BaseException) -> int | None:
     """Return the number of an error that says that there is no room; None of any other error."""
     number = getattr(error, "errno", None)
-    said = re.search(r"(?:Errno|os error) (\d+)|disk is full", str(error))  # by other libraries
-    if number is None and said:
-        number = int(said[1] or errno.ENOSPC)
+    match = re.search(r"(?:Errno|os error) (\d+)|disk is full", str(error))  # by other libraries
+    if number is None and match:
+        number = int(match[1] or errno.ENOSPC)
     return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else None
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     """Return where ``path`` is written first; remove what this machine's killed processes left.
 
     ``.NAME.MACHINE.PID.part``: of a process of another machine nobody knows whether it lives.
@@ -103,16 +103,16 @@ def _beside(path: Path) -> Path:
     begins = f".{path.name}.{platform.node()}."
     for left in path.parent.glob(f"{glob.escape(begins)}*.part"):
         pid = left.name.removeprefix(begins).removesuffix(".part")
-        if pid.isdigit() and not _alive(int(pid)):
-            _remove(left)
+        if pid.isdigit() and not _is_process_alive(int(pid)):
+            _remove_path(left)
     return path.with_name(f"{begins}{os.getpid()}.part")
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _alive(pid: int) -> bool:
+def _is_process_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -153,16 +153,16 @@ def write_sealed(path: str | Path, value: Mapping[str, Any]) -> None:
 
 def sealed_object(value: Mapping[str, Any]) -> dict[str, Any]:
     """An object of JSON with a checksum of its content as its last key."""
-    return {**value, SEAL: _seal(value)}
+    return {**value, SEAL: _content_seal(value)}
 
 
 def is_whole(value: Any) -> bool:
     """Return whether this is a sealed object with its content unchanged; the key is removed."""
     seal = value.pop(SEAL, None) if isinstance(value, dict) else None
-    return seal is not None and seal == _seal(value)
+    return seal is not None and seal == _content_seal(value)
 
 
-def _seal(value: Any) -> str:
+def _content_seal(value: Any) -> str:
     text = json.dumps(json.loads(json.dumps(value)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -190,7 +190,7 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     return value
 
 
-def checksum(path: str | Path, algorithm: str = "sha256") -> str:
+def file_checksum(path: str | Path, algorithm: str = "sha256") -> str:
     """Hex digest of a file's content, read in blocks; ``algorithm`` is a name of hashlib (sha256,
     md5).
     """

@@ -8,20 +8,20 @@ from typing import Any
 from pydantic import BaseModel
 
 
-def plain(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """JSON's types: settings, arrays, tensors and paths become dicts, lists, numbers and text;
     not-finite numbers null.
     """
     if isinstance(value, BaseModel):
-        return plain(value.model_dump(mode="json"))
+        return to_jsonable(value.model_dump(mode="json"))
     if hasattr(value, "_asdict"):
-        return plain(value._asdict())
+        return to_jsonable(value._asdict())
     if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): to_jsonable(inner) for key, inner in value.items()}
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return to_jsonable(value.tolist())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(inner) for inner in value]
+        return [to_jsonable(inner) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, int, bool)):

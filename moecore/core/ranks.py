@@ -23,7 +23,9 @@ from torch.autograd import Function
 from moecore.core.files import UserError
 
 PATIENCE = timedelta(hours=6)  # the others wait while the first looks at what was trained
-ALIKE = timedelta(seconds=10)  # in which ranks that fail alike, before they met, have failed
+FAILURE_PATIENCE = timedelta(
+    seconds=10
+)  # in which ranks that fail alike, before they met, have failed
 MEETING = "MOECORE_MEETING"  # a file where ranks of one machine meet, in place of a port
 
 
@@ -52,28 +54,32 @@ class Ranks(NamedTuple):
         return torch.arange(self.rank * own, (self.rank + 1) * own)
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Return whether a launcher started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def joined() -> bool:
+def has_process_group() -> bool:
     """Return whether there is a process group."""
     return distributed.is_available() and distributed.is_initialized()
 
 
-def ranks() -> Ranks:
+def current_ranks() -> Ranks:
     """This process; the only one where nothing was joined."""
-    return Ranks(distributed.get_rank(), distributed.get_world_size()) if joined() else Ranks()
+    return (
+        Ranks(distributed.get_rank(), distributed.get_world_size())
+        if has_process_group()
+        else Ranks()
+    )
 
 
-def join() -> None:
+def join_ranks() -> None:
     """Meet the other ranks, as the launcher's environment says; nothing without one.
 
     On one machine they meet in a file, or, under torchrun, at its address; gloo and NCCL are bound
     to the loopback where all ranks are on it.
     """
-    if not launched() or joined():
+    if not is_launched() or has_process_group():
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -84,36 +90,40 @@ def join() -> None:
     if torch.cuda.is_available() and os.environ.get("MOECORE_DEVICE", "cuda") != "cpu":
         torch.cuda.set_device(local % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
-    _Met.store = _meet(rank, size, PATIENCE)
+    _MeetingPlace.store = _find_store(rank, size, PATIENCE)
     distributed.init_process_group(
-        backend, timeout=PATIENCE, world_size=size, rank=rank, store=_Met.store
+        backend, timeout=PATIENCE, world_size=size, rank=rank, store=_MeetingPlace.store
     )
 
 
-def _meet(rank: int, size: int, patience: timedelta) -> distributed.Store:
+def _find_store(rank: int, size: int, patience: timedelta) -> distributed.Store:
     meeting = os.environ.get(MEETING)
     if not meeting and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        found = f"RANK and WORLD_SIZE say that this is one of {size} ranks, but not where they meet"
+        problem = (
+            f"RANK and WORLD_SIZE say that this is one of {size} ranks, but not where they meet"
+        )
         ways = "`python -m moecore.run.local_ranks`, torchrun, or a launcher (docs/cluster.md)"
-        raise UserError(f"ranks: {found} (MASTER_ADDR, MASTER_PORT); start them by {ways}")
+        raise UserError(f"ranks: {problem} (MASTER_ADDR, MASTER_PORT); start them by {ways}")
     where = f"file://{meeting}" if meeting else "env://"
     return next(distributed.rendezvous(where, rank, size, timeout=patience))[0]
 
 
-class _Met:
+class _MeetingPlace:
     """Where the ranks met, and count what happened."""
 
     store: distributed.Store | None = None
 
 
-def say_once(text: str) -> None:
+def print_failure_once(text: str) -> None:
     """Print ``text`` to stderr, on the first of the ranks that fail; the others wait until it has.
 
     Ranks that fail before they met meet for this. Where that is not possible in ten seconds, each
     says it: twice is better than not at all.
     """
     try:
-        here = _Met.store or _meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ALIKE)
+        here = _MeetingPlace.store or _find_store(
+            int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), FAILURE_PATIENCE
+        )
         first = here.add("failed", 1) == 1
     except (RuntimeError, UserError):  # the others are not there, or no longer, or nowhere
         here, first = None, True
@@ -125,50 +135,50 @@ def say_once(text: str) -> None:
         if first:
             here.add("said", 1)
         else:
-            _wait_for(here, "said", 1)
-        if _Met.store is None and os.environ["RANK"] == "0":  # where the others ask
-            _wait_for(here, "failed", int(os.environ["WORLD_SIZE"]))
+            _wait_for_count(here, "said", 1)
+        if _MeetingPlace.store is None and os.environ["RANK"] == "0":  # where the others ask
+            _wait_for_count(here, "failed", int(os.environ["WORLD_SIZE"]))
 
 
-def refuse_unlike(what: str, text: str) -> None:
+def check_equal_across_ranks(what: str, text: str) -> None:
     """Raise UserError, on every rank, where ``text`` is not the same on all of them."""
-    if not joined():
+    if not has_process_group():
         return
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     ends = torch.tensor([digest, -digest])
     distributed.all_reduce(ends, distributed.ReduceOp.MAX)
     if int(ends[0]) != -int(ends[1]):
-        _all_know()
+        _wait_for_all_ranks()
         mend = "start all of them in one folder, or in copies of the same state"
         raise UserError(f"ranks: found {what} that differ between ranks; {mend}")
 
 
-def _all_know() -> None:
+def _wait_for_all_ranks() -> None:
     """Until every rank is here: one that ends earlier would break off another's last sum."""
-    if _Met.store is not None:
-        _Met.store.add("know", 1)
-        _wait_for(_Met.store, "know", ranks().size)
+    if _MeetingPlace.store is not None:
+        _MeetingPlace.store.add("know", 1)
+        _wait_for_count(_MeetingPlace.store, "know", current_ranks().size)
 
 
-def _wait_for(store: distributed.Store, what: str, number: int) -> None:
+def _wait_for_count(store: distributed.Store, what: str, number: int) -> None:
     """Until ``number`` were counted, ten seconds at most."""
-    until = time.monotonic() + ALIKE.total_seconds()
+    until = time.monotonic() + FAILURE_PATIENCE.total_seconds()
     while store.add(what, 0) < number and time.monotonic() < until:
         time.sleep(0.01)
 
 
-def leave() -> None:
+def leave_ranks() -> None:
     """End the process group, where there is one."""
-    if joined():
+    if has_process_group():
         distributed.destroy_process_group()
 
 
-def only_first() -> None:
+def exit_other_ranks() -> None:
     """End every rank but the first: what follows is done once. Nothing without ranks."""
-    if not ranks().first:
-        leave()
+    if not current_ranks().first:
+        leave_ranks()
         sys.exit(0)
-    leave()
+    leave_ranks()
 
 
 def total_over_ranks(values: Tensor) -> Tensor:
@@ -178,22 +188,22 @@ def total_over_ranks(values: Tensor) -> Tensor:
     Every rank then holds the same loss, and its gradient arrives times the number of ranks, which
     the mean of all gradients takes out again.
     """
-    return _AllReduce.apply(values) if joined() else values
+    return _AllReduce.apply(values) if has_process_group() else values
 
 
-def of_all_ranks(holds: Tensor) -> bool:
+def holds_on_all_ranks(holds: Tensor) -> bool:
     """Return whether a condition, a bool on the device, holds on every rank."""
-    if joined():
+    if has_process_group():
         holds = holds.int()
         distributed.all_reduce(holds, distributed.ReduceOp.MIN)
     return bool(holds)
 
 
-def rows_of_all(own: Tensor) -> Tensor:
+def all_gather_rows(own: Tensor) -> Tensor:
     """Return the rows (B, …) of the whole batch from (b, …) of this rank; without gradient."""
-    if not joined():
+    if not has_process_group():
         return own
-    parts = [own.new_empty(own.shape) for _ in range(ranks().size)]
+    parts = [own.new_empty(own.shape) for _ in range(current_ranks().size)]
     distributed.all_gather(parts, own.contiguous())
     return torch.cat(parts)
 
@@ -211,14 +221,14 @@ def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
     return part + (total - part.detach())
 
 
-def same_text(text: str) -> str:
+def broadcast_text(text: str) -> str:
     """The first rank's text, on all of them."""
-    if not joined():
+    if not has_process_group():
         return text
     encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
     length = torch.tensor(len(encoded))
     distributed.broadcast(length, 0)
-    if not ranks().first:
+    if not current_ranks().first:
         encoded = torch.empty(int(length), dtype=torch.uint8)
     distributed.broadcast(encoded, 0)
     return bytes(encoded.tolist()).decode()

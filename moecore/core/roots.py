@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 
-def repository() -> Path | None:
+def repository_folder() -> Path | None:
     """The outermost DVC project around the stage that runs, or None outside of DVC.
 
     A study is a DVC project within that of the repository.
@@ -23,7 +23,7 @@ def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
     A relative one counts from the working folder, then from the repository that DVC runs in.
     """
     roots = (root,) if isinstance(root, str) else root
-    home = repository()
+    home = repository_folder()
     given = [Path(os.path.expanduser(one)) for one in roots]
     candidates = [place for path in given for place in ((path, home / path) if home else (path,))]
     return list(dict.fromkeys(candidates))  # an absolute one stays as it is in any folder

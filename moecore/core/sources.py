@@ -24,7 +24,7 @@ def list_pipeline_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def own_code() -> str:
+def source_hash() -> str:
     """A hash of the files that this process imports from."""
     digest = hashlib.sha256()
     for folder in ("moecore", "stages"):

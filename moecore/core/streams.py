@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from moecore.core.ranks import ranks
+from moecore.core.ranks import current_ranks
 
 # Purposes of a training step, (seed, step, purpose)
 VIEWS = 1
@@ -39,7 +39,7 @@ def generator_for(*words: int) -> Generator:
     words, also in number, are independent.
     """
     # SeedSequence takes (1, 5) and (1, 5, 0) for the same
-    return Generator().manual_seed(_digest(*words))
+    return Generator().manual_seed(_hash_words(*words))
 
 
 class Draws(NamedTuple):
@@ -64,19 +64,19 @@ class Draws(NamedTuple):
         """Images that are drawn for."""
         return self.whole if self.rows is None else len(self.rows)
 
-    def wanted(self, values: Tensor) -> Tensor:
+    def select_rows(self, values: Tensor) -> Tensor:
         """The rows of values (whole, …) of the whole batch."""
         return values if self.rows is None else values[self.rows]
 
     def rand(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """(B, *shape), uniform in [0, 1)."""
         size = (self.whole, *shape)
-        return self.wanted(torch.rand(size, generator=self.generator, dtype=dtype))
+        return self.select_rows(torch.rand(size, generator=self.generator, dtype=dtype))
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """(B, *shape) int64 from ``low`` to ``high`` − 1."""
         size = (self.whole, *shape)
-        return self.wanted(torch.randint(low, high, size, generator=self.generator))
+        return self.select_rows(torch.randint(low, high, size, generator=self.generator))
 
 
 class RowsOfBatch:
@@ -91,7 +91,7 @@ class RowsOfBatch:
     @classmethod
     def of(cls, whole: Tensor) -> Tensor:
         """This rank's part (views · b, …) of the whole batch (views · B, …)."""
-        here = ranks()
+        here = current_ranks()
         if here.size == 1:
             return whole
         parted = whole.unflatten(0, (cls.views, here.size, -1))
@@ -102,27 +102,27 @@ def normal_like(values: Tensor) -> Tensor:
     """Standard normal draws for ``values`` (views · b, …), fp32 or as they are, from the global
     generator: this rank's part of those of the whole batch.
     """
-    return RowsOfBatch.of(torch.randn_like(_whole(values)))
+    return RowsOfBatch.of(torch.randn_like(_whole_batch_like(values)))
 
 
 def bernoulli_like(values: Tensor, probability: float) -> Tensor:
     """0 or 1 for ``values`` (views · b, …), drawn as ``normal_like`` does."""
-    return RowsOfBatch.of(torch.empty_like(_whole(values)).bernoulli_(probability))
+    return RowsOfBatch.of(torch.empty_like(_whole_batch_like(values)).bernoulli_(probability))
 
 
-def _whole(values: Tensor) -> Tensor:
+def _whole_batch_like(values: Tensor) -> Tensor:
     """Something of the whole batch's shape, whose memory is never touched."""
-    size = ranks().size
+    size = current_ranks().size
     if size == 1:
         return values
     return values.new_empty(()).expand(size * values.shape[0], *values.shape[1:])
 
 
-def seed_of(who: Who, seed: int) -> int:
+def derived_seed(who: Who, seed: int) -> int:
     """The seed, from 0 to 2⁶³ − 1, that ``who`` draws from in the run of ``seed``."""
-    return _digest(who, seed) >> 1  # torch and numpy both take it
+    return _hash_words(who, seed) >> 1  # torch and numpy both take it
 
 
-def _digest(*words: int | str) -> int:
+def _hash_words(*words: int | str) -> int:
     digest = hashlib.sha256(",".join(map(str, words)).encode()).digest()
     return int.from_bytes(digest[:8], "big")

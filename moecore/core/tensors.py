@@ -25,7 +25,7 @@ def write_tensors(
     """
     ready = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = dict(metadata or {})
-    about[WHOLE] = content(ready, about)
+    about[WHOLE] = content_checksum(ready, about)
     with whole_file(path) as temporary:
         try:
             temporary.touch()
@@ -47,34 +47,36 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{path}: no readable weights ({error}); delete it and run its stage again"
         ) from error
     whole, before = metadata.pop(WHOLE, None), metadata.pop(CONTENT, None)
-    differs = before is not None and content(found) != before
+    differs = before is not None and content_checksum(tensors) != before
     if whole is not None:
-        differs = content(found, metadata) != whole
+        differs = content_checksum(tensors, metadata) != whole
     if differs:
         raise UserError(
             f"{path}: damaged, its content is not what was written; delete it and run its stage "
             "again"
         )
-    return found, metadata
+    return tensors, metadata
 
 
-def content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+def content_checksum(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> str:
     """The sha256 of names, kinds, shapes and bytes, and of the ``metadata`` where there are some;
     tensors are contiguous and on the CPU.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     if metadata is not None:
-        found.update(json.dumps(sorted(metadata.items())).encode())
+        digest.update(json.dumps(sorted(metadata.items())).encode())
     for name in sorted(tensors):
         value = tensors[name]
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         if value.numel():
-            found.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 
 from moecore.core.files import UserError
-from moecore.data.files.decode import Unreadable, centre_square, unpack_image
-from moecore.data.npy import AGAIN, open_array
+from moecore.data.files.decode import UnreadableImage, centre_square, unpack_image
+from moecore.data.npy import PREPARE_AGAIN, open_array
 from moecore.data.workers import thread_count
 
 
@@ -22,7 +22,7 @@ def jpeg_files(split: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Jpegs:
+class JpegImages:
     """N images kept as JPEG files in one file, each decoded when it is asked for.
 
     Looks like an array uint8 (N, C, S, S) of their centre squares; several indices give the same
@@ -41,7 +41,7 @@ class Jpegs:
     ndim = 4
 
     @classmethod
-    def open(cls, folder: Path, split: str, number: int, card: dict[str, Any]) -> "Jpegs":
+    def open(cls, folder: Path, split: str, number: int, card: dict[str, Any]) -> "JpegImages":
         """Open those of a prepared folder. Raises UserError naming the file where its length is not
         what the offsets say.
         """
@@ -49,7 +49,7 @@ class Jpegs:
         starts = np.array(open_array(offsets, (number + 1,), np.int64))
         size = path.stat().st_size if path.is_file() else 0
         if size != starts[-1]:
-            raise UserError(f"{path}: expected {starts[-1]} bytes, found {size}; {AGAIN}")
+            raise UserError(f"{path}: expected {starts[-1]} bytes, found {size}; {PREPARE_AGAIN}")
         return cls(
             path,
             np.memmap(path, np.uint8, "r"),
@@ -81,7 +81,7 @@ class Jpegs:
         return replace(self, places=self.places[key])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        squares = list(_threads(thread_count()).map(self._square, self.places))
+        squares = list(_decoding_threads(thread_count()).map(self._square, self.places))
         array = np.stack(squares) if squares else np.empty(self.shape, np.uint8)
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -90,26 +90,26 @@ class Jpegs:
 
         Raises UserError where one is damaged, naming the file and the image.
         """
-        return list(_threads(thread_count()).map(self._pixels, self.places[rows]))
+        return list(_decoding_threads(thread_count()).map(self._pixels, self.places[rows]))
 
     def _pixels(self, place: int) -> np.ndarray:
-        pixels = np.asarray(self._opened(place))
+        pixels = np.asarray(self._open_picture(place))
         return pixels.reshape(*pixels.shape[:2], self.channels)
 
     def _square(self, place: int) -> np.ndarray:
-        return centre_square(self._opened(place), self.size).transpose(2, 0, 1)
+        return centre_square(self._open_picture(place), self.size).transpose(2, 0, 1)
 
-    def _opened(self, place: int) -> Image.Image:
+    def _open_picture(self, place: int) -> Image.Image:
         start, stop = self.offsets[place : place + 2]
         where = f"{self.path}: image {place} (bytes {start} to {stop})"
         try:
             image = unpack_image(self.content[start:stop].tobytes(), self.channels)
-        except Unreadable as error:
-            raise UserError(f"{where} cannot be decoded: {error}; {AGAIN}") from error
+        except UnreadableImage as error:
+            raise UserError(f"{where} cannot be decoded: {error}; {PREPARE_AGAIN}") from error
         return image
 
 
 @lru_cache(maxsize=1)
-def _threads(number: int) -> ThreadPoolExecutor:
+def _decoding_threads(number: int) -> ThreadPoolExecutor:
     """Threads that decode; kept, as every batch needs them."""
     return ThreadPoolExecutor(number, "jpeg")

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import FEW_SHOT, generator_for
-from moecore.data.jpeg_store import Jpegs
+from moecore.data.jpeg_store import JpegImages
 from moecore.data.prepared import Split
-from moecore.data.sampling import Uneven, to_device_async
+from moecore.data.sampling import UnevenImages, to_device_async
 from moecore.tasks import AnyTask
 
 # Of a GPU's free memory, for the images of one split: the rest is for the model and its step.
-SHARE = 0.4
-IN_MEMORY = 8 << 30  # bytes of a split, beside the CPU
+GPU_MEMORY_SHARE = 0.4
+CPU_MEMORY_BYTES = 8 << 30  # bytes of a split, beside the CPU
 
 
 @lru_cache(maxsize=2)
-def _order(n: int, seed: int, epoch: int) -> Tensor:
+def _epoch_order(n: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(n, generator=generator_for(seed, epoch))
 
 
@@ -35,7 +35,7 @@ def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
     Raises UserError where a batch is larger than the set.
     """
     epoch, place = divmod(step, steps_per_epoch(n, batch))
-    return _order(n, seed, epoch)[place * batch : (place + 1) * batch].clone()
+    return _epoch_order(n, seed, epoch)[place * batch : (place + 1) * batch].clone()
 
 
 def steps_per_epoch(n: int, batch: int) -> int:
@@ -86,13 +86,13 @@ class OnDisk(NamedTuple):
         )
 
 
-class Encoded(NamedTuple):
+class EncodedOnDisk(NamedTuple):
     """A split whose images stay JPEG files on disk; those of each batch are decoded, in threads."""
 
-    images: Jpegs
+    images: JpegImages
     labels: Tensor
 
-    def take(self, indices: Tensor) -> tuple[Tensor | Uneven, Tensor]:
+    def take(self, indices: Tensor) -> tuple[Tensor | UnevenImages, Tensor]:
         """Images uint8 (B, C, H, W), or of different shapes where they are kept whole, and labels
         (B,) or (B, K) of CPU indices (B,).
         """
@@ -100,13 +100,13 @@ class Encoded(NamedTuple):
         labels = self.labels.index_select(0, to_device_async(indices, device))
         if self.images.uneven:
             whole = self.images.whole(indices.numpy())
-            return Uneven(whole, self.images.size, device), labels
+            return UnevenImages(whole, self.images.size, device), labels
         return to_device_async(
             torch.from_numpy(np.asarray(self.images[indices.numpy()])), device
         ), labels
 
 
-Loaded = OnDevice | OnDisk | Encoded
+Loaded = OnDevice | OnDisk | EncodedOnDisk
 
 
 def image_memory_budget(device: torch.device | str) -> int:
@@ -114,9 +114,9 @@ def image_memory_budget(device: torch.device | str) -> int:
     is free on a GPU now.
     """
     if torch.device(device).type != "cuda":
-        return IN_MEMORY
+        return CPU_MEMORY_BYTES
     free, _ = torch.cuda.mem_get_info(device)
-    return int(SHARE * free)
+    return int(GPU_MEMORY_SHARE * free)
 
 
 def to_device(split: Split, device: torch.device | str, limit_bytes: int | None = None) -> Loaded:
@@ -124,8 +124,8 @@ def to_device(split: Split, device: torch.device | str, limit_bytes: int | None 
     ``image_memory_budget``; else, and where they are JPEG files, leave them on disk.
     """
     labels = torch.from_numpy(np.array(split.labels)).to(device)
-    if isinstance(split.images, Jpegs):
-        return Encoded(split.images, labels)
+    if isinstance(split.images, JpegImages):
+        return EncodedOnDisk(split.images, labels)
     if limit_bytes is None:
         limit_bytes = image_memory_budget(device)
     if split.images.nbytes > limit_bytes:

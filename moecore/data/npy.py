@@ -9,7 +9,7 @@ import numpy as np
 
 from moecore.core.files import UserError
 
-AGAIN = "run the stage `prepare` again"
+PREPARE_AGAIN = "run the stage `prepare` again"
 
 
 def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -20,12 +20,14 @@ def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; {AGAIN}") from None
+        raise UserError(f"{path}: no such file; {PREPARE_AGAIN}") from None
     except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path}: not a whole .npy file ({error}); {AGAIN}") from error
+        raise UserError(f"{path}: not a whole .npy file ({error}); {PREPARE_AGAIN}") from error
     if array.shape != shape or array.dtype != dtype:
         says = f"card.json says {np.dtype(dtype)} {shape}"
-        raise UserError(f"{path}: holds {array.dtype} {array.shape}; {says}. {AGAIN.capitalize()}")
+        raise UserError(
+            f"{path}: holds {array.dtype} {array.shape}; {says}. {PREPARE_AGAIN.capitalize()}"
+        )
     return array
 
 

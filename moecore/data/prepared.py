@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
-from moecore.core.files import UserError, checksum, read_json
-from moecore.data.jpeg_store import Jpegs
-from moecore.data.npy import AGAIN, open_array
+from moecore.core.files import UserError, file_checksum, read_json
+from moecore.data.jpeg_store import JpegImages
+from moecore.data.npy import PREPARE_AGAIN, open_array
 from moecore.data.preview import read_task
 from moecore.data.text.words import block_windows
 from moecore.data.volumes.subjects import read_subjects
@@ -68,7 +68,7 @@ class Split(NamedTuple):
     a number for each participant of the split; None where nothing says so.
     """
 
-    images: np.ndarray | Jpegs
+    images: np.ndarray | JpegImages
     labels: np.ndarray
     people: np.ndarray | None = None
 
@@ -130,21 +130,21 @@ class Prepared(NamedTuple):
         folder = Path(folder)
         card = read_json(folder / "card.json")
         if not isinstance(card, dict):
-            raise UserError(f"{folder / 'card.json'}: holds no card; {AGAIN}")
+            raise UserError(f"{folder / 'card.json'}: holds no card; {PREPARE_AGAIN}")
         # Volumes have three sizes, images one, and text one in a list.
         sizes = card.get("size")
         axes = len(sizes) if isinstance(sizes, list) else 2
         wanted = CARD_KEYS + VOLUME_KEYS if axes == 3 else CARD_KEYS
         if lacking := [key for key in wanted if key not in card]:
-            raise UserError(f"{folder / 'card.json'}: lacks {', '.join(lacking)}; {AGAIN}")
+            raise UserError(f"{folder / 'card.json'}: lacks {', '.join(lacking)}; {PREPARE_AGAIN}")
         try:
             task = read_task(card["task"])
         except ValidationError as error:
             why = error.errors()[0]["msg"]
-            raise UserError(f"{folder / 'card.json'}: task: {why}; {AGAIN}") from error
+            raise UserError(f"{folder / 'card.json'}: task: {why}; {PREPARE_AGAIN}") from error
         open_split = {1: _open_text, 2: _open_images, 3: _open_volumes}[axes]
         train, validation, test = (open_split(folder, card, task, split) for split in SPLITS)
-        if verify or _size(folder, card) <= SMALL:
+        if verify or _file_bytes(folder, card) <= SMALL:
             _verify(folder, card)
         return Prepared(card, train, validation, test, folder)
 
@@ -153,7 +153,7 @@ def _open_images(folder: Path, card: dict[str, Any], task: AnyTask, split: str) 
     number = card["images"][split]
     shape = (number, card["channels"], card["size"], card["size"])
     if split == "train" and "jpeg" in card:
-        images = Jpegs.open(folder, split, number, card)
+        images = JpegImages.open(folder, split, number, card)
     else:
         images = open_array(folder / f"{split}_images.npy", shape, np.uint8)
     return Split(images, _labels(folder, task, split, number))
@@ -181,10 +181,10 @@ def _open_text(folder: Path, card: dict[str, Any], task: AnyTask, split: str) ->
 
 
 def _labels(folder: Path, task: AnyTask, split: str, number: int) -> np.ndarray:
-    return np.array(open_array(folder / f"{split}_labels.npy", *task.stored(number)))
+    return np.array(open_array(folder / f"{split}_labels.npy", *task.storage_format(number)))
 
 
-def _size(folder: Path, card: dict[str, Any]) -> int:
+def _file_bytes(folder: Path, card: dict[str, Any]) -> int:
     """Bytes of the files that the card names."""
     paths = [folder / name for name in card["files"]]
     return sum(path.stat().st_size for path in paths if path.is_file())
@@ -194,7 +194,7 @@ def _verify(folder: Path, card: dict[str, Any]) -> None:
     for name, expected in card["files"].items():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"{path}: no such file; {AGAIN}")
-        if (digest := checksum(path)) != expected:
+            raise UserError(f"{path}: no such file; {PREPARE_AGAIN}")
+        if (digest := file_checksum(path)) != expected:
             says = f"has sha256 {digest}; card.json says {expected}"
-            raise UserError(f"{path}: {says}. {AGAIN.capitalize()}")
+            raise UserError(f"{path}: {says}. {PREPARE_AGAIN.capitalize()}")

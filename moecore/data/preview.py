@@ -45,7 +45,7 @@ class Preview(NamedTuple):
             return (self.size, self.size)
         return tuple(self.size)
 
-    def completed(self, look: Callable[[], Mapping[str, Any]]) -> "Preview":
+    def complete_with(self, look: Callable[[], Mapping[str, Any]]) -> "Preview":
         """Return it with the fields that ``look`` gives; a UserError of it becomes the ``problem``.
 
         ``seen`` is added to what is there.

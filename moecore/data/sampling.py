@@ -50,7 +50,7 @@ def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: st
 
 
 @dataclass(frozen=True)
-class Uneven:
+class UnevenImages:
     """Images of different shapes, uint8 (H, W, C) each, that are still on the CPU."""
 
     images: list[np.ndarray]
@@ -73,16 +73,16 @@ class Uneven:
 
 
 def image_and_view_sizes(
-    images: Tensor | Uneven, side: int | None
+    images: Tensor | UnevenImages, side: int | None
 ) -> tuple[Sequence[int] | tuple[Tensor, Tensor], tuple[int, int]]:
     """Heights and widths of the images, and of their views, which ``side`` may name."""
-    if isinstance(images, Uneven):
+    if isinstance(images, UnevenImages):
         return images.extents, (side or images.size, side or images.size)
     height, width = images.shape[2:]
     return (height, width), (side or height, side or width)
 
 
-def warp_uneven(images: Uneven, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
+def warp_uneven(images: UnevenImages, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
     """Warp images of different shapes as ``warp_images`` does; on their device.
 
     What the views reach of each image is cut out first, and that alone is sent to the device.
@@ -93,7 +93,7 @@ def warp_uneven(images: Uneven, affines: Tensor, size: tuple[int, int], fill: st
 
 
 def cut_reached_parts(
-    images: Uneven, affines: Tensor, size: tuple[int, int], fill: str
+    images: UnevenImages, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
     """Return what views of ``size`` reach of each image, with what ``fill`` puts around it, uint8
     (B, H, W, C) on the CPU, pinned beside a GPU; and the affines (B, 3, 3) from there to the views.
@@ -109,11 +109,11 @@ def cut_reached_parts(
     for image, place, first, last in zip(
         images.images, cut.numpy(), low.tolist(), high.tolist(), strict=True
     ):
-        _cut(image, place, first, last, fill)
+        _cut_part(image, place, first, last, fill)
     return cut, affines @ translation_affines(low[:, 0], low[:, 1], len(images))
 
 
-def _cut(
+def _cut_part(
     image: np.ndarray, place: np.ndarray, first: list[int], last: list[int], fill: str
 ) -> None:
     """Rows and columns from ``first`` to ``last`` of an image (H, W, C), into ``place`` from its

@@ -34,7 +34,7 @@ def thread_count() -> int:
     return requested_threads() or available_cores()
 
 
-class _Limit:
+class _BlasLimit:
     """BLAS's limit of one thread, held from the first user's entry to the last one's exit."""
 
     lock = Lock()
@@ -50,17 +50,17 @@ def one_blas_thread() -> Iterator[None]:
     number of cores; and small products take several times as long, as its threads wait for each
     other. Nested and overlapping uses are counted.
     """
-    with _Limit.lock:
-        _Limit.users += 1
-        if _Limit.users == 1:
-            _Limit.limits = threadpool_limits(1, user_api="blas")
+    with _BlasLimit.lock:
+        _BlasLimit.users += 1
+        if _BlasLimit.users == 1:
+            _BlasLimit.limits = threadpool_limits(1, user_api="blas")
     try:
         yield
     finally:
-        with _Limit.lock:
-            _Limit.users -= 1
-            if _Limit.users == 0:
-                _Limit.limits.restore_original_limits()
+        with _BlasLimit.lock:
+            _BlasLimit.users -= 1
+            if _BlasLimit.users == 0:
+                _BlasLimit.limits.restore_original_limits()
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

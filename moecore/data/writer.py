@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, write_sealed
+from moecore.core.files import UserError, file_checksum, write_sealed
 from moecore.data.files.decode import Packing
 from moecore.data.jpeg_store import jpeg_files
 from moecore.data.npy import new_array, open_array, save_array
@@ -44,7 +44,7 @@ class JpegFile(NamedTuple):
     histogram: np.ndarray  # int64 (C, 256) of all pixels before they were compressed
     packing: Packing
 
-    def described(self) -> dict[str, int | bool]:
+    def card_entry(self) -> dict[str, int | bool]:
         """Return what the card says of it."""
         return {
             "side": self.packing.size,
@@ -54,7 +54,7 @@ class JpegFile(NamedTuple):
         }
 
 
-class Part(NamedTuple):
+class SplitPart(NamedTuple):
     """One split to write: its labels, as the task stores them, and the images in the same order.
 
     images: chunks uint8 (n, C, H, W) whose n add up to N, or a finished .npy or JPEG file that is
@@ -65,7 +65,9 @@ class Part(NamedTuple):
     images: Iterable[np.ndarray] | Path | JpegFile
 
 
-def write_prepared(folder: Path, facts: DatasetInfo, parts: Mapping[str, Part]) -> dict[str, Any]:
+def write_prepared(
+    folder: Path, facts: DatasetInfo, parts: Mapping[str, SplitPart]
+) -> dict[str, Any]:
     """Write the three splits and ``card.json`` to ``folder`` (made where missing); the card.
 
     Raises UserError on labels that are not the task's, classes without an image, and images that do
@@ -73,7 +75,7 @@ def write_prepared(folder: Path, facts: DatasetInfo, parts: Mapping[str, Part]) 
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    counts = {split: _counts(facts, split, parts[split].labels) for split in SPLITS}
+    counts = {split: _count_classes(facts, split, parts[split].labels) for split in SPLITS}
     for split in SPLITS:
         labels = parts[split].labels
         images = parts[split].images
@@ -81,12 +83,12 @@ def write_prepared(folder: Path, facts: DatasetInfo, parts: Mapping[str, Part]) 
             _write_jpegs(folder, split, len(labels), images)
         else:
             _write_images(folder / f"{split}_images.npy", facts, len(labels), images)
-        _, dtype = facts.task.stored(len(labels))
+        _, dtype = facts.task.storage_format(len(labels))
         save_array(folder / f"{split}_labels.npy", labels.astype(dtype))
     packed = parts["train"].images
     if isinstance(packed, JpegFile):
         mean, std = _moments_of(packed.histogram)
-        jpeg = {"jpeg": packed.described()}
+        jpeg = {"jpeg": packed.card_entry()}
     else:
         mean, std = channel_moments(
             np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
@@ -106,7 +108,7 @@ def write_prepared(folder: Path, facts: DatasetInfo, parts: Mapping[str, Part]) 
         "seed": settings["seed"],
         "licence": facts.licence,
         "source": facts.source,
-        "files": {name: checksum(folder / name) for name in image_file_names(parts)},
+        "files": {name: file_checksum(folder / name) for name in image_file_names(parts)},
         "settings": settings,
         **jpeg,
     }
@@ -114,7 +116,7 @@ def write_prepared(folder: Path, facts: DatasetInfo, parts: Mapping[str, Part]) 
     return card
 
 
-def image_file_names(parts: Mapping[str, Part]) -> list[str]:
+def image_file_names(parts: Mapping[str, SplitPart]) -> list[str]:
     """Names of the files of a prepared folder: two arrays a split, or four where JPEG is stored."""
     names = []
     for split in SPLITS:
@@ -151,7 +153,7 @@ def _moments_of(histogram: np.ndarray) -> tuple[list[float], list[float]]:
     return mean.tolist(), np.sqrt(np.maximum(share @ values**2 - mean**2, 0)).tolist()
 
 
-def _counts(facts: DatasetInfo, split: str, labels: np.ndarray) -> dict[str, int]:
+def _count_classes(facts: DatasetInfo, split: str, labels: np.ndarray) -> dict[str, int]:
     classes = facts.task.classes
     if len(set(classes)) != len(classes):
         raise UserError(f"{facts.name}: two classes have the same name")

@@ -17,12 +17,12 @@ from moecore.training.guide import Guide
 R = TypeVar("R", bound=Config)
 
 
-def finite(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """A number as JSON has it: None where it is not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
-Number = Annotated[float | None, BeforeValidator(finite)]
+Number = Annotated[float | None, BeforeValidator(finite_or_none)]
 
 
 class Skipped(Config):
@@ -31,7 +31,7 @@ class Skipped(Config):
     skipped: str  # why, in words
 
 
-class Subject(NamedTuple):
+class MeasuredSubject(NamedTuple):
     """A trained model, on its device and in evaluation mode, and the data of its phase."""
 
     model: Model
@@ -41,7 +41,7 @@ class Subject(NamedTuple):
     regions: tuple[str, ...] = ()  # the tissues after which its first experts are named
 
 
-class Parts(Protocol):
+class PartStore(Protocol):
     """Keeps the finished pieces of a measurement over a kill, each under a name of its own."""
 
     def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -54,8 +54,8 @@ class Measurement(NamedTuple):
 
     settings: type[Config]  # the section of params.yaml
     result: type[Config]
-    applies: Callable[[Subject], str | None]  # why not, in words; None where it applies
-    measure: Callable[[Subject, Any, Parts], Config]
+    applies: Callable[[MeasuredSubject], str | None]  # why not, in words; None where it applies
+    measure: Callable[[MeasuredSubject, Any, PartStore], Config]
     guided: bool = False  # whether it looks at ``MeasuredSubject.guide``
     regions: bool = False  # whether it looks at ``MeasuredSubject.regions``
 
@@ -67,20 +67,20 @@ class Measurement(NamedTuple):
         return cls(settings, module.Result, module.applies, module.measure, guided, regions)
 
 
-def why_not_flat(subject: Subject, needed: str) -> str | None:
+def why_not_flat(subject: MeasuredSubject, needed: str) -> str | None:
     """Why these are no flat images whose labels can do ``needed`` (see Task.needs_classes)."""
     if subject.data.test.images.ndim != 4:
         return "the images are volumes, and flat images are measured"
     return subject.data.task.needs_classes(needed)
 
 
-def kept(parts: Parts, name: str, model: type[R], compute: Callable[[], R]) -> R:
+def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callable[[], R]) -> R:
     """Return what ``compute`` returns, or what a killed process kept of it under ``name``."""
     return model.model_validate(parts(name, lambda: compute().model_dump(mode="json")))
 
 
-def at_once(name: str, compute: Callable[[], Any]) -> Any:
-    """``Parts`` that keep nothing, for a measurement that is quick or that no stage runs."""
+def compute_without_cache(name: str, compute: Callable[[], Any]) -> Any:
+    """``PartStore`` that keep nothing, for a measurement that is quick or that no stage runs."""
     return compute()
 
 
@@ -92,11 +92,11 @@ def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
     if not Path(path).is_file():
         again = f"the stage {stage} writes it: run `dvc repro {stage}`"
         raise UserError(f"{path}: no such file; {again}")
-    found = read_json(path)
-    if isinstance(found, dict) and set(found) == {"skipped"}:
-        return Skipped.model_validate(found)
+    content = read_json(path)
+    if isinstance(content, dict) and set(content) == {"skipped"}:
+        return Skipped.model_validate(content)
     try:
-        return model.model_validate(found)
+        return model.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(word) for word in first["loc"])

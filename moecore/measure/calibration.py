@@ -14,15 +14,21 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_sealed
-from moecore.measure.base import Subject
+from moecore.measure.base import MeasuredSubject
 from moecore.measure.calibrators import Calibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
-from moecore.measure.word_confidence import FITTED, Answers, tokens_of
+from moecore.measure.word_confidence import FITTED, AnswerValues, final_tokens
 from moecore.nn.backbones.language_model import LanguageTransformer
-from moecore.nn.predict import predictions
-from moecore.statistics.intervals import Estimate, bootstrap
+from moecore.nn.predict import predict_in_batches
+from moecore.statistics.intervals import Estimate, bootstrap_interval
 from moecore.tasks.base import Task
-from moecore.tasks.class_scores import Bins, brier, confidence, ece, reliability
+from moecore.tasks.class_scores import (
+    ReliabilityBins,
+    brier_scores,
+    calibration_error,
+    class_confidence,
+    reliability_bins,
+)
 
 OnRefusal = Literal["stop", "report"]
 
@@ -42,7 +48,7 @@ class Calibrate(Config):
     )
 
 
-class Files(NamedTuple):
+class CalibrationFiles(NamedTuple):
     """What a calibration reads and writes beside the model and its data."""
 
     item: str  # phase/method/seed
@@ -58,7 +64,7 @@ class Quality(Config):
     nll: Estimate = Field(description="nats an image")
     brier: Estimate
     ece: Estimate
-    bins: Bins
+    bins: ReliabilityBins
 
 
 class Result(Config):
@@ -81,7 +87,7 @@ class Result(Config):
     after: Quality
 
 
-def refuse(settings: Calibrate, task: Task, phase: str) -> None:
+def check_calibrator(settings: Calibrate, task: Task, phase: str) -> None:
     """Raise UserError where the calibrator is none for the labels of a phase."""
     if settings.calibrator.calibrates(task):
         return
@@ -98,20 +104,22 @@ def refuse(settings: Calibrate, task: Task, phase: str) -> None:
     )
 
 
-def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:
+def calibrate_temperature(
+    subject: MeasuredSubject, settings: Calibrate, files: CalibrationFiles
+) -> Result:
     """One temperature from the validation split, written to ``files.out``."""
     # The stage chose this function by the calibrator's kind.
     calibrator = cast(Temperature, settings.calibrator)
     if subject.data.task.long:
-        return _of_words(subject, settings, calibrator, files)
+        return _calibrate_words(subject, settings, calibrator, files)
     data = subject.data
     said = {
-        name: predictions(subject.model, split.images, settings.batch, routing=False)[0]
+        name: predict_in_batches(subject.model, split.images, settings.batch, routing=False)[0]
         for name, split in (("validation", data.validation), ("test", data.test))
     }
-    fitted = calibrator.fit(said["validation"], labels_of(data.validation.labels))
-    _write(fitted, files)
-    labels = labels_of(data.test.labels)
+    fitted = calibrator.fit(said["validation"], split_labels(data.validation.labels))
+    _write_fit(fitted, files)
+    labels = split_labels(data.test.labels)
     task = data.task
     among = task.top5(said["test"], labels)
     return Result(
@@ -119,68 +127,72 @@ def calibrate(subject: Subject, settings: Calibrate, files: Files) -> Result:
         at_limit=fitted.at_limit,
         validation_images=len(said["validation"]),
         test_images=len(said["test"]),
-        scores=task.packed(task.scores(said["test"], labels)),
-        top5=None if among is None else task.packed(among),
-        before=quality(task, said["test"], labels, settings.resamples),
-        after=quality(task, fitted.apply(said["test"]), labels, settings.resamples),
+        scores=task.encode_scores(task.scores(said["test"], labels)),
+        top5=None if among is None else task.encode_scores(among),
+        before=prediction_quality(task, said["test"], labels, settings.resamples),
+        after=prediction_quality(task, fitted.apply(said["test"]), labels, settings.resamples),
     )
 
 
-def _of_words(
-    subject: Subject, settings: Calibrate, calibrator: Temperature, files: Files
+def _calibrate_words(
+    subject: MeasuredSubject, settings: Calibrate, calibrator: Temperature, files: CalibrationFiles
 ) -> Result:
     """Calibrate the next words of a text: an item is a block, and intervals are over blocks."""
     data = subject.data
     model = cast(LanguageTransformer, subject.model)
-    known = tokens_of(model, data.validation, settings.batch, FITTED)
+    known = final_tokens(model, data.validation, settings.batch, FITTED)
     fitted = calibrator.fit_slope(known.nll_slope, tolerance=1e-7)
-    _write(fitted, files)
-    test = tokens_of(model, data.test, settings.batch)
+    _write_fit(fitted, files)
+    test = final_tokens(model, data.test, settings.batch)
     before, after = test.answers(1.0, fitted.temperature)
     return Result(
         temperature=fitted.temperature,
         at_limit=fitted.at_limit,
         validation_images=len(known.labels),
         test_images=len(test.labels),
-        scores=data.task.packed(before.nats.mean(dim=1)),
-        before=qualities(data.task, before.nats.mean(dim=1), before, settings.resamples),
-        after=qualities(data.task, after.nats.mean(dim=1), after, settings.resamples),
+        scores=data.task.encode_scores(before.nats.mean(dim=1)),
+        before=summarize_answers(data.task, before.nats.mean(dim=1), before, settings.resamples),
+        after=summarize_answers(data.task, after.nats.mean(dim=1), after, settings.resamples),
     )
 
 
-def _write(fitted: FittedTemperature, files: Files) -> None:
+def _write_fit(fitted: FittedTemperature, files: CalibrationFiles) -> None:
     write_sealed(files.out / "calibrator.json", fitted.model_dump(mode="json"))
 
 
-def quality(task: Task, logits: Tensor, labels: Tensor, resamples: int) -> Quality:
+def prediction_quality(task: Task, logits: Tensor, labels: Tensor, resamples: int) -> Quality:
     """Score, NLL, Brier and ECE with their intervals, and the reliability bins.
 
     logits: (N, K); labels: (N,) classes.
     """
     hits = task.scores(logits, labels)
-    answers = Answers(
-        task.test_loss(logits, labels), brier(logits, labels), confidence(logits), hits
+    answers = AnswerValues(
+        task.test_loss(logits, labels), brier_scores(logits, labels), class_confidence(logits), hits
     )
-    return qualities(task, hits, answers, resamples)
+    return summarize_answers(task, hits, answers, resamples)
 
 
-def qualities(task: Task, scores: Tensor, answers: Answers, resamples: int) -> Quality:
-    """Return what the answers to each of N items are worth, as ``quality`` does. scores: (N,)."""
+def summarize_answers(task: Task, scores: Tensor, answers: AnswerValues, resamples: int) -> Quality:
+    """Return what the answers to each of N items are worth, as ``prediction_quality`` does. scores:
+    (N,).
+    """
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
     sure, hits = answers.sure, answers.hits
 
     def resampled(statistic: Callable[[np.ndarray], float]) -> Estimate:
-        return Estimate.of(bootstrap(statistic, len(scores), resamples, lowest=0.0))
+        return Estimate.of(bootstrap_interval(statistic, len(scores), resamples, lowest=0.0))
 
     return Quality(
         score=Estimate.of(task.interval(scores)),
         nll=resampled(lambda chosen: float(losses[chosen].mean())),
         brier=resampled(lambda chosen: float(squares[chosen].mean())),
-        ece=resampled(lambda chosen: ece(sure[chosen].flatten(), hits[chosen].flatten())),
-        bins=reliability(sure.flatten(), hits.flatten()),
+        ece=resampled(
+            lambda chosen: calibration_error(sure[chosen].flatten(), hits[chosen].flatten())
+        ),
+        bins=reliability_bins(sure.flatten(), hits.flatten()),
     )
 
 
-def labels_of(labels: np.ndarray) -> Tensor:
+def split_labels(labels: np.ndarray) -> Tensor:
     """Labels of a split that is mapped into memory, as a tensor of their own."""
     return torch.from_numpy(np.array(labels))

@@ -21,7 +21,7 @@ class Quartiles(Config):
     high: float
 
 
-def quartiles(values: Sequence[float]) -> Quartiles:
+def timing_quartiles(values: Sequence[float]) -> Quartiles:
     """Median, lower and upper quartile (linear between neighbours); ValueError without values."""
     if len(values) == 0:
         raise ValueError("quartiles: no values")
@@ -59,14 +59,14 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
-def timed(
+def time_calls(
     run: Callable[[int], object], rounds: int, warm_up: int, device: torch.device
 ) -> list[float]:
     """Seconds of each of ``rounds`` calls ``run(number)``, after ``warm_up`` others.
 
     A call ends when the device is done.
     """
-    found = []
+    durations = []
     for number in range(warm_up + rounds):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -74,5 +74,5 @@ def timed(
         run(number)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return found[warm_up:]
+        durations.append(time.perf_counter() - start)
+    return durations[warm_up:]

@@ -14,31 +14,31 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.sources.phantom import Phantom
-from moecore.measure.base import Parts, Subject, kept
+from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute
 from moecore.measure.probes.generalisation import (
     Generalisation,
-    Generalised,
-    Sizes,
-    generalised,
-    on_grid,
+    GeneralisationResult,
+    ProbeSizes,
+    is_on_other_grid,
+    measure_generalisation,
 )
 from moecore.measure.probes.people import (
     PEOPLE,
     Ageing,
     People,
     Rescan,
-    aged,
-    repeated,
-    scanned_again,
-    sessions_again,
+    age_subjects,
+    compare_sessions,
+    rescan_people,
+    session_pairs,
 )
 from moecore.measure.probes.tissues import (
-    Order,
     TissueErrors,
+    TissueOrder,
     VolumeErrors,
-    errors_of,
-    order_of,
-    summed,
+    order_tissues,
+    summarize_errors,
+    volume_errors,
 )
 from moecore.tasks.errors import median_mae
 
@@ -100,21 +100,21 @@ class CohortChecks(Config):
 
 
 class Result(Config):
-    """What was checked; ``reasons`` says why a part is None."""
+    """What was checked; ``missing_part_reasons`` says why a part is None."""
 
     simulated: bool
     n_test: int
     median_mae: float  # of answering every test volume with the median age of the training split
     whole: TissueErrors
     isolated: dict[str, TissueErrors] | None
-    order: tuple[Order, ...] | None
+    order: tuple[TissueOrder, ...] | None
     ageing: Ageing | None
     rescan: Rescan | None
-    generalisation: Generalised | None
+    generalisation: GeneralisationResult | None
     reasons: dict[str, str]
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: it needs a cohort of volumes with ages."""
     test = subject.data.test
     if subject.data.task.by_class(torch.from_numpy(test.labels)) is not None:
@@ -122,15 +122,17 @@ def applies(subject: Subject) -> str | None:
     return None
 
 
-def measure(subject: Subject, settings: CohortChecks, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: CohortChecks, parts: PartStore) -> Result:
     """The errors on each tissue alone, subjects aged and scanned again, and region experts."""
     data = subject.data
     errors = errors_by_tissue(subject, settings, parts)
     whose = data.test.people
-    tissues = {name: summed(found, settings.resamples, whose) for name, found in errors.items()}
+    tissues = {
+        name: summarize_errors(values, settings.resamples, whose) for name, values in errors.items()
+    }
     whole = tissues.pop("whole")
     people = simulated_people(data, settings.seed)
-    rescan = rescanned(subject, people, settings, whole.mae, parts)
+    rescan = measure_rescans(subject, people, settings, whole.mae, parts)
     train, test = (torch.from_numpy(split.labels) for split in (data.train, data.test))
     return Result(
         simulated=data.card["simulated"],
@@ -138,26 +140,27 @@ def measure(subject: Subject, settings: CohortChecks, parts: Parts) -> Result:
         median_mae=median_mae(train, test),
         whole=whole,
         isolated=tissues or None,
-        order=order_of(errors, settings.resamples, whose),
-        ageing=grown_older(subject, people, settings, parts),
+        order=order_tissues(errors, settings.resamples, whose),
+        ageing=measure_ageing(subject, people, settings, parts),
         rescan=rescan,
-        generalisation=region_experts(subject, settings, parts),
-        reasons=reasons(people, rescan, bool(tissues), settings.years) | untried(subject),
+        generalisation=measure_region_experts(subject, settings, parts),
+        reasons=missing_part_reasons(people, rescan, bool(tissues), settings.years)
+        | untried_reasons(subject),
     )
 
 
 def errors_by_tissue(
-    subject: Subject, settings: CohortChecks, parts: Parts
+    subject: MeasuredSubject, settings: CohortChecks, parts: PartStore
 ) -> dict[str, VolumeErrors]:
     """The errors on the whole volume and on each tissue alone, where the data has tissue maps."""
     places = {"whole": None}
     places |= {region: index for index, region in enumerate(subject.data.card["regions"])}
 
     def errors(place: int | None) -> VolumeErrors:
-        return errors_of(subject.model, subject.data, place, settings.batch, settings.probe)
+        return volume_errors(subject.model, subject.data, place, settings.batch, settings.probe)
 
     return {
-        name: kept(parts, name, VolumeErrors, lambda place=place: errors(place))
+        name: load_or_compute(parts, name, VolumeErrors, lambda place=place: errors(place))
         for name, place in places.items()
     }
 
@@ -170,8 +173,12 @@ def simulated_people(data: Prepared, seed: int) -> People | None:
     return People(Phantom.model_validate(settings), seed)
 
 
-def rescanned(
-    subject: Subject, people: People | None, settings: CohortChecks, mae: float, parts: Parts
+def measure_rescans(
+    subject: MeasuredSubject,
+    people: People | None,
+    settings: CohortChecks,
+    mae: float,
+    parts: PartStore,
 ) -> Rescan | None:
     """Simulated people scanned again, or the sessions of a real cohort; None without any."""
     model = subject.model
@@ -179,61 +186,67 @@ def rescanned(
     sizes = (settings.batch, settings.resamples)
     if people is not None:
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
-        return kept(
-            parts, "rescan", Rescan, lambda: scanned_again(model, people, mae, ages, *sizes)
+        return load_or_compute(
+            parts, "rescan", Rescan, lambda: rescan_people(model, people, mae, ages, *sizes)
         )
-    pairs = repeated(data.subjects("test"), settings.years)
+    pairs = session_pairs(data.subjects("test"), settings.years)
     if not pairs:
         return None
-    return kept(parts, "rescan", Rescan, lambda: sessions_again(model, data, pairs, mae, *sizes))
+    return load_or_compute(
+        parts, "rescan", Rescan, lambda: compare_sessions(model, data, pairs, mae, *sizes)
+    )
 
 
-def grown_older(
-    subject: Subject, people: People | None, settings: CohortChecks, parts: Parts
+def measure_ageing(
+    subject: MeasuredSubject, people: People | None, settings: CohortChecks, parts: PartStore
 ) -> Ageing | None:
     """Simulated subjects at every age; None for a real cohort."""
     if people is None:
         return None
     sizes = (settings.subjects, settings.ages, settings.batch)
-    return kept(parts, "ageing", Ageing, lambda: aged(subject.model, people, *sizes))
+    return load_or_compute(
+        parts, "ageing", Ageing, lambda: age_subjects(subject.model, people, *sizes)
+    )
 
 
-def region_experts(subject: Subject, settings: CohortChecks, parts: Parts) -> Generalised | None:
+def measure_region_experts(
+    subject: MeasuredSubject, settings: CohortChecks, parts: PartStore
+) -> GeneralisationResult | None:
     """Region experts where training did not show them the answer; None for a model without."""
     tissues = subject.regions
     if not tissues or not subject.data.card["regions"]:
         return None
     ages = (settings.ages[0], settings.ages[-1])
-    sizes = Sizes(settings.batch, settings.resamples)
+    sizes = ProbeSizes(settings.batch, settings.resamples)
     given = (settings.generalisation, ages, settings.seed, sizes)
-    return kept(
+    return load_or_compute(
         parts,
         f"generalisation of {', '.join(tissues)}",
-        Generalised,
-        lambda: generalised(subject.model, subject.data, tissues, *given),
+        GeneralisationResult,
+        lambda: measure_generalisation(subject.model, subject.data, tissues, *given),
     )
 
 
-def untried(subject: Subject) -> dict[str, str]:
+def untried_reasons(subject: MeasuredSubject) -> dict[str, str]:
     """Why region experts were not tried, or not on the other generator's volumes."""
     if not subject.regions:
         return {"generalisation": NO_REGIONS}
     if not subject.data.card["regions"]:
         return {"generalisation": NO_MAPS}
-    if not on_grid(subject.data):
+    if not is_on_other_grid(subject.data):
         return {"other generator": OTHER_GRID}
     return {}
 
 
-def reasons(
+def missing_part_reasons(
     people: People | None, rescan: Rescan | None, tissues: bool, years: float
 ) -> dict[str, str]:
     """Why parts are None."""
-    found = {}
+    missing = {}
     if people is None:
-        found["ageing"] = SIMULATED_ONLY
+        missing["ageing"] = SIMULATED_ONLY
     if rescan is None:
-        found["rescan"] = f"no test participant has two sessions within {years:g} years"
+        missing["rescan"] = f"no test participant has two sessions within {years:g} years"
     if not tissues:
-        found["isolated"] = NO_MAPS
-    return found
+        missing["isolated"] = NO_MAPS
+    return missing

@@ -13,8 +13,8 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import Parts, Subject, why_not_flat
-from moecore.nn.predict import predictions
+from moecore.measure.base import MeasuredSubject, PartStore, why_not_flat
+from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from moecore.tasks import AnyTask
 
@@ -67,7 +67,7 @@ class Corruptions(Config):
         return listed
 
 
-class Row(Config):
+class CorruptionRow(Config):
     """The error under one corruption at one severity, with its 95 % limits."""
 
     name: str
@@ -89,15 +89,15 @@ class Result(Config):
     mean_low: float | None  # over the images: one picture's corruptions belong together
     mean_high: float | None
     by_corruption: dict[str, float]  # mean over the severities
-    corruptions: tuple[Row, ...]
+    corruptions: tuple[CorruptionRow, ...]
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: it needs flat images that a model gets right or wrong."""
     return why_not_flat(subject, "share")
 
 
-def measure(subject: Subject, settings: Corruptions, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: Corruptions, parts: PartStore) -> Result:
     """The errors on the clean images and under each corruption."""
     test = subject.data.test
     task = subject.data.task
@@ -106,12 +106,12 @@ def measure(subject: Subject, settings: Corruptions, parts: Parts) -> Result:
     labels = subject.model.targets(torch.from_numpy(test.labels[where]))
 
     def hits_on(pixels: np.ndarray) -> Tensor:
-        prediction, _ = predictions(subject.model, pixels, settings.batch, routing=False)
+        prediction, _ = predict_in_batches(subject.model, pixels, settings.batch, routing=False)
         return task.scores(prediction, labels)
 
-    clean = row_of("clean", 0, hits_on(images))
-    rows, wrong = under_corruptions(hits_on, images, where, task, settings, parts)
-    errors = by_corruption(rows)
+    clean = corruption_row("clean", 0, hits_on(images))
+    rows, wrong = corruption_rows(hits_on, images, where, task, settings, parts)
+    errors = errors_by_corruption(rows)
     mean = bootstrap_mean(wrong)
     return Result(
         images=len(labels),
@@ -126,14 +126,14 @@ def measure(subject: Subject, settings: Corruptions, parts: Parts) -> Result:
     )
 
 
-def under_corruptions(
+def corruption_rows(
     hits_on: Callable[[np.ndarray], Tensor],
     images: np.ndarray,
     where: np.ndarray,
     task: AnyTask,
     settings: Corruptions,
-    parts: Parts,
-) -> tuple[tuple[Row, ...], np.ndarray]:
+    parts: PartStore,
+) -> tuple[tuple[CorruptionRow, ...], np.ndarray]:
     """One row a corruption and severity, and each image's share of errors over all of them, (N,).
 
     hits_on: images (N, C, H, W) to bool (N,), which are right; where: the images' places in the
@@ -145,24 +145,26 @@ def under_corruptions(
         for severity in sorted(settings.severities):
 
             def packed_hits(name: str = name, severity: int = severity) -> str | list[float]:
-                return task.packed(
+                return task.encode_scores(
                     hits_on(corrupt_images(images, name, severity, settings.seed, where))
                 )
 
-            hits = task.unpacked(parts(f"{name} {severity}", packed_hits), len(images))
-            rows.append(row_of(name, severity, hits))
+            hits = task.decode_scores(parts(f"{name} {severity}", packed_hits), len(images))
+            rows.append(corruption_row(name, severity, hits))
             wrong.append(~hits.numpy())
     return tuple(rows), np.mean(wrong, axis=0)
 
 
-def row_of(name: str, severity: int, hits: Tensor) -> Row:
+def corruption_row(name: str, severity: int, hits: Tensor) -> CorruptionRow:
     """The error of N images, with its 95 % limits; hits: bool (N,)."""
     error, low, high = wilson(int((~hits).sum()), len(hits))
     right = int(hits.sum())
-    return Row(name=name, severity=severity, correct=right, error=error, low=low, high=high)
+    return CorruptionRow(
+        name=name, severity=severity, correct=right, error=error, low=low, high=high
+    )
 
 
-def by_corruption(rows: tuple[Row, ...]) -> dict[str, float]:
+def errors_by_corruption(rows: tuple[CorruptionRow, ...]) -> dict[str, float]:
     """Mean error over the severities of each corruption."""
     names = dict.fromkeys(row.name for row in rows)
     return {name: float(np.mean([row.error for row in rows if row.name == name])) for name in names}

@@ -8,19 +8,19 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import Parts, Subject
-from moecore.measure.clock import Quartiles, quartiles
+from moecore.measure.base import MeasuredSubject, PartStore
+from moecore.measure.clock import Quartiles, timing_quartiles
 from moecore.measure.passes import (
     Images,
-    Share,
+    RoutingCost,
     flops_per_image,
     peak_memory,
-    plain_times,
-    watched_times,
+    routing_times,
+    unwatched_times,
 )
-from moecore.measure.routing_metrics.sweeps import Experts, with_experts
+from moecore.measure.routing_metrics.sweeps import Experts, copy_with_k
 from moecore.nn.backbones.model import parameter_counts
-from moecore.nn.predict import batches
+from moecore.nn.predict import image_batches
 from moecore.training.runtime import device_name
 
 
@@ -82,23 +82,23 @@ class Result(Config):
     threads: int
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Every model costs something."""
     return None
 
 
-def measure(subject: Subject, settings: Cost, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: Cost, parts: PartStore) -> Result:
     """Counts and timings on images of the test split; seconds, so that nothing is kept of them."""
     test = subject.data.test.images
     images = np.array(test[evenly_spaced_indices(len(test), settings.images)])
-    one = in_turn(images, 1, subject.device)
-    many = in_turn(images, settings.batch, subject.device)
+    one = cyclic_batches(images, 1, subject.device)
+    many = cyclic_batches(images, settings.batch, subject.device)
     flops = flops_per_image(subject.model, one(0))
     memory, counted = peak_memory(subject.model, many(0))
-    latency = milliseconds(plain_times(subject.model, one, settings.rounds))
-    whole = milliseconds(plain_times(subject.model, many, settings.rounds))
-    alone = watched_times(subject.model, one, settings.rounds)
-    together = watched_times(subject.model, many, settings.rounds)
+    latency = quartiles_ms(unwatched_times(subject.model, one, settings.rounds))
+    whole = quartiles_ms(unwatched_times(subject.model, many, settings.rounds))
+    alone = routing_times(subject.model, one, settings.rounds)
+    together = routing_times(subject.model, many, settings.rounds)
     return Result(
         **parameter_counts(subject.model),
         flops_per_image=flops.whole,
@@ -120,40 +120,40 @@ def measure(subject: Subject, settings: Cost, parts: Parts) -> Result:
     )
 
 
-def times_by_k(subject: Subject, many: Images, settings: Cost) -> tuple[KTime, ...]:
+def times_by_k(subject: MeasuredSubject, many: Images, settings: Cost) -> tuple[KTime, ...]:
     """The time of a batch with each k of the settings; of a dense model none."""
     if subject.model.moe is None:
         return ()
     rows = []
     for k in settings.k:
-        model = with_experts(subject.model, k)
+        model = copy_with_k(subject.model, k)
         if model is not None:
-            times = milliseconds(plain_times(model, many, settings.rounds))
+            times = quartiles_ms(unwatched_times(model, many, settings.rounds))
             rows.append(KTime(k=k, batch_ms=times))
     return tuple(rows)
 
 
-def in_turn(images: np.ndarray, batch: int, device: str) -> Images:
+def cyclic_batches(images: np.ndarray, batch: int, device: str) -> Images:
     """Pass number n gets images n·batch, n·batch + 1, …, from the start again after the last.
 
     images: uint8 (N, C, H, W), or volumes float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in
     [0, 1].
     """
-    pixels = torch.cat(list(batches(images, batch, device)))
+    pixels = torch.cat(list(image_batches(images, batch, device)))
     return lambda number: pixels[
         torch.arange(number * batch, (number + 1) * batch, device=device) % len(pixels)
     ]
 
 
-def milliseconds(seconds: Sequence[float]) -> Quartiles:
-    return quartiles([1000 * value for value in seconds])
+def quartiles_ms(seconds: Sequence[float]) -> Quartiles:
+    return timing_quartiles([1000 * value for value in seconds])
 
 
-def routing_ms(passes: Sequence[Share]) -> float:
+def routing_ms(passes: Sequence[RoutingCost]) -> float:
     """Median milliseconds of the routing in a pass."""
-    return milliseconds([one.routing for one in passes]).median
+    return quartiles_ms([one.routing for one in passes]).median
 
 
-def routing_share(passes: Sequence[Share]) -> float:
+def routing_share(passes: Sequence[RoutingCost]) -> float:
     """The routing's median share of a pass."""
-    return quartiles([one.routing / one.whole for one in passes]).median
+    return timing_quartiles([one.routing / one.whole for one in passes]).median

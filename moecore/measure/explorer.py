@@ -13,16 +13,16 @@ from moecore.attacks.target import Target
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import Parts, Subject, kept
+from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute
 from moecore.measure.exploring.expert_gallery import Gallery, LayerExperts, layer_experts
-from moecore.measure.exploring.overlays import Picture, picture
+from moecore.measure.exploring.overlays import EncodedPicture, encode_picture
 from moecore.measure.exploring.watched import IMAGES, VOLUMES, explored_places
 from moecore.measure.routing_metrics import sweeps
-from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolved
-from moecore.measure.routing_metrics.sweeps import Variant
+from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolve_augmentation
+from moecore.measure.routing_metrics.sweeps import ChangedImages
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
-from moecore.nn.traces import Trace, finest, trace
+from moecore.nn.predict import predict_in_batches
+from moecore.nn.traces import Trace, finest_layout, trace_images
 from moecore.tasks import AnyTask
 
 BATCH = 64  # images a forward pass
@@ -65,12 +65,12 @@ class Explorer(Config):
     seed: int = Field(0, ge=0, description="Of noise, attack and views; the same for every method.")
 
 
-class Shown(Config):
+class ShownVariant(Config):
     """The images, changed in one way."""
 
     kind: sweeps.Kind
     label: str
-    picture: Picture | None  # None: of volumes only the clean ones are kept
+    picture: EncodedPicture | None  # None: of volumes only the clean ones are kept
     origins: str | None  # packed uint16 (N, P): the clean image's patch, 65535 for none
     trace: Trace
 
@@ -88,91 +88,95 @@ class Result(Config):
     images: tuple[int, ...]  # their places in the test split
     labels: tuple[tuple[float, ...], ...]  # their classes, or the real target
     layers: tuple[LayerExperts, ...]
-    shown: tuple[Shown, ...]  # clean first
+    shown: tuple[ShownVariant, ...]  # clean first
 
 
-class Part(Config):
+class ExplorerPart(Config):
     """A part that is kept over a kill."""
 
-    shown: tuple[Shown, ...]
+    shown: tuple[ShownVariant, ...]
 
 
-class Experts(Config):
+class ExplorerExperts(Config):
     """The same of the experts."""
 
     layers: tuple[LayerExperts, ...]
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: a dense model has no experts."""
     if subject.model.moe is None:
         return "a dense model has no experts, so there is nothing to see"
     return None
 
 
-def measure(subject: Subject, settings: Explorer, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: Explorer, parts: PartStore) -> Result:
     """Everything that the page shows of one model."""
     model = subject.model
     data = subject.data
-    layout = finest(model.layouts)
+    layout = finest_layout(model.layouts)
     places = explored_places(data, settings.images)
     images = np.array(data.test.images[places])
     labels = torch.from_numpy(np.array(data.test.labels[places]))
     labels = model.targets(labels)
-    target = Target(model, data.task.among(labels), images, labels, BATCH, settings.seed)
+    target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, settings.seed)
     volumes = images.ndim == 5
-    asked = [resolved(one, volumes, "explorer") for one in settings.augmentations]
-    clean = target.clean()
+    asked = [resolve_augmentation(one, volumes, "explorer") for one in settings.augmentations]
+    clean = target.clean_images()
 
-    changed: dict[str, Callable[[], Iterable[Variant]]] = {
-        "clean": lambda: [Variant("clean", "clean", clean)],
-        "noise": lambda: sweeps.with_noise(clean, places, settings.sigmas, settings.seed),
-        "attack": lambda: sweeps.attacked(target, settings.attack, settings.epsilons),
-        "augmentations": lambda: sweeps.augmented(images, asked, layout, settings.seed),
+    changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
+        "clean": lambda: [ChangedImages("clean", "clean", clean)],
+        "noise": lambda: sweeps.noise_variants(clean, places, settings.sigmas, settings.seed),
+        "attack": lambda: sweeps.attack_variants(target, settings.attack, settings.epsilons),
+        "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, settings.seed),
     }
 
-    def part(name: str) -> Part:
-        return Part(shown=[shown(model, data.task, variant) for variant in changed[name]()])
+    def part(name: str) -> ExplorerPart:
+        return ExplorerPart(
+            shown=[show_variant(model, data.task, variant) for variant in changed[name]()]
+        )
 
-    def experts() -> Experts:
+    def experts() -> ExplorerExperts:
         chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
         gallery = Gallery(chosen, data.test, data.task)
-        return Experts(layers=layer_experts(model, gallery, settings.favourites))
+        return ExplorerExperts(layers=layer_experts(model, gallery, settings.favourites))
 
-    seen = [kept(parts, name, Part, lambda name=name: part(name)) for name in changed]
+    seen = [
+        load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name)) for name in changed
+    ]
     return Result(
         special=layout.special,
         grid=layout.grid,
         images=places,
-        labels=labels_of(labels, data.task),
-        layers=kept(parts, "experts", Experts, experts).layers,
+        labels=shown_labels(labels, data.task),
+        layers=load_or_compute(parts, "experts", ExplorerExperts, experts).layers,
         shown=[one for part in seen for one in part.shown],
     )
 
 
-def shown(model: Model, task: AnyTask, variant: Variant) -> Shown:
+def show_variant(model: Model, task: AnyTask, variant: ChangedImages) -> ShownVariant:
     """Return what the model does with the images."""
-    prediction, records = predictions(model, variant.pixels, BATCH)
+    prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = None
     if variant.origins is not None:
         places = encode_arrays(variant.origins.numpy().astype(np.uint16))
-    return Shown(
+    return ShownVariant(
         kind=variant.kind,
         label=variant.label,
-        picture=picture_of(variant),
+        picture=variant_picture(variant),
         origins=places,
-        trace=trace(prediction, records, task, model.layouts),
+        trace=trace_images(prediction, records, task, model.layouts),
     )
 
 
-def picture_of(variant: Variant) -> Picture | None:
+def variant_picture(variant: ChangedImages) -> EncodedPicture | None:
     """The images as they are shown."""
     if variant.pixels.ndim == 5 and variant.kind != "clean":
         return None
-    return picture(variant.pixels)
+    return encode_picture(variant.pixels)
 
 
-def labels_of(labels: torch.Tensor, task: AnyTask) -> list[list[float]]:
+def shown_labels(labels: torch.Tensor, task: AnyTask) -> list[list[float]]:
     """The classes of each image (N,), or its real target; nothing of captions."""
     if labels.ndim == 3:
         return [[] for _ in labels]

@@ -16,10 +16,10 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.measure.base import Parts, Subject, kept, why_not_flat
+from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute, why_not_flat
 from moecore.measure.probes.linear_probe import read_by_head
-from moecore.statistics.crossed import kept_items
-from moecore.statistics.intervals import over_seeds
+from moecore.statistics.crossed import encode_items
+from moecore.statistics.intervals import mean_over_seeds
 
 EXPONENTS = tuple(range(-10, 20))  # λ = 2^i, V-MoE's
 BIAS = 100.0  # of the column appended to the features, V-MoE's: its weight is hardly penalised
@@ -54,7 +54,7 @@ class Shots(Config):
     leaky_low: float | None
     leaky_high: float | None
     leaky_exponent: int
-    # The score of each test image, mean over the draws, as ``kept_items`` packs them: what claims
+    # The score of each test image, mean over the draws, as ``encode_items`` packs them: what claims
     # are judged by. The draws are the same for every model.
     items: str | None = None
 
@@ -75,24 +75,25 @@ class Result(Config):
     skipped: tuple[TooFew, ...]
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: it needs flat images of one class each."""
     return why_not_flat(subject, "shots")
 
 
-def measure(subject: Subject, settings: FewShot, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: FewShot, parts: PartStore) -> Result:
     """Scores on the test split for every number of images that the smallest class has."""
     train, test = subject.data.train, subject.data.test
-    least, name = smallest(subject)
+    least, name = smallest_class(subject)
     fits = sorted({shots for shots in settings.shots if shots <= least})
     wanted = [
-        drawn(subject, max(fits, default=0), settings.seed, draw) for draw in range(settings.draws)
+        draw_shots(subject, max(fits, default=0), settings.seed, draw)
+        for draw in range(settings.draws)
     ]
     used = np.unique(np.concatenate([one.flatten() for one in wanted]))
-    tested = features(subject, np.asarray(test.images), settings.batch)
+    tested = head_features(subject, np.asarray(test.images), settings.batch)
     few = tested[:0]
     if fits:
-        few = features(subject, np.asarray(train.images[used]), settings.batch)
+        few = head_features(subject, np.asarray(train.images[used]), settings.batch)
 
     def row(shots: int) -> Shots:
         draws = []
@@ -100,12 +101,12 @@ def measure(subject: Subject, settings: FewShot, parts: Parts) -> Result:
             chosen = one[:, :shots].flatten()
             own = few[np.searchsorted(used, chosen)]
             draws.append(fit_draw(subject, tested, own, train.labels[chosen]))
-        return shots_of(shots, draws)
+        return summarize_draws(shots, draws)
 
     return Result(
         test_images=len(test.images),
         features=tested.shape[1],
-        rows=[kept(parts, f"{n} shots", Shots, lambda n=n: row(n)) for n in fits],
+        rows=[load_or_compute(parts, f"{n} shots", Shots, lambda n=n: row(n)) for n in fits],
         skipped=[
             TooFew(shots=n, why=f"the smallest class, {name}, has {least} training images")
             for n in sorted(set(settings.shots) - set(fits))
@@ -113,13 +114,13 @@ def measure(subject: Subject, settings: FewShot, parts: Parts) -> Result:
     )
 
 
-def smallest(subject: Subject) -> tuple[int, str]:
+def smallest_class(subject: MeasuredSubject) -> tuple[int, str]:
     """The fewest training images of a class, and its name."""
     task = subject.data.task
     return min(zip(task.counts(np.array(subject.data.train.labels)), task.classes, strict=True))
 
 
-def drawn(subject: Subject, shots: int, seed: int, draw: int) -> np.ndarray:
+def draw_shots(subject: MeasuredSubject, shots: int, seed: int, draw: int) -> np.ndarray:
     """Places in the training split of ``shots`` images of each class, (K, shots), class by class.
 
     Each class is permuted and its first images are taken: fewer shots are a part of more, and all
@@ -135,7 +136,7 @@ def drawn(subject: Subject, shots: int, seed: int, draw: int) -> np.ndarray:
     return np.stack([generator.permutation(one)[:shots] for one in places])
 
 
-def features(subject: Subject, images: np.ndarray, batch: int) -> Tensor:
+def head_features(subject: MeasuredSubject, images: np.ndarray, batch: int) -> Tensor:
     """Return the features that the model's head reads of each image, (N, D) fp64."""
     return torch.from_numpy(read_by_head(subject.model, images, batch)[1])
 
@@ -148,7 +149,9 @@ class DrawScores(NamedTuple):
     items: Tensor  # (M,) fp64, each test image's score under that one
 
 
-def fit_draw(subject: Subject, tested: Tensor, few: Tensor, labels: np.ndarray) -> DrawScores:
+def fit_draw(
+    subject: MeasuredSubject, tested: Tensor, few: Tensor, labels: np.ndarray
+) -> DrawScores:
     """Return the scores on the test split of ridges that are fitted to a few images.
 
     tested: features (M, D) of the test split; few: features (N, D); labels: (N,).
@@ -158,7 +161,7 @@ def fit_draw(subject: Subject, tested: Tensor, few: Tensor, labels: np.ndarray) 
     task = subject.data.task
     mean = few.mean(dim=0)
     scale = few.std(dim=0, correction=0) + LEAST
-    given = with_bias((few - mean) / scale), targets_of(torch.from_numpy(labels), task.outputs)
+    given = append_bias((few - mean) / scale), class_targets(torch.from_numpy(labels), task.outputs)
     chosen = choose_exponent(*given)
     ridges = {
         exponent: Ridge(2.0**exponent, fit_intercept=False).fit(*given) for exponent in EXPONENTS
@@ -167,7 +170,7 @@ def fit_draw(subject: Subject, tested: Tensor, few: Tensor, labels: np.ndarray) 
     items = []
     known = torch.from_numpy(np.array(subject.data.test.labels))
     for part, own in zip(tested.split(CHUNK), known.split(CHUNK), strict=True):
-        ready = with_bias((part - mean) / scale)
+        ready = append_bias((part - mean) / scale)
         for place, (exponent, ridge) in enumerate(ridges.items()):
             scores = task.scores(torch.from_numpy(ridge.predict(ready)), own).double()
             right[place] += scores.sum()
@@ -176,12 +179,12 @@ def fit_draw(subject: Subject, tested: Tensor, few: Tensor, labels: np.ndarray) 
     return DrawScores(right / len(known), chosen, torch.cat(items))
 
 
-def with_bias(features: Tensor) -> Tensor:
+def append_bias(features: Tensor) -> Tensor:
     """Features (N, D) and a column of BIAS."""
     return torch.nn.functional.pad(features, (0, 1), value=BIAS)
 
 
-def targets_of(labels: Tensor, classes: int) -> Tensor:
+def class_targets(labels: Tensor, classes: int) -> Tensor:
     """1 for the class of an image and −1 for the others; (N, K) fp64."""
     return 2 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
 
@@ -199,14 +202,14 @@ def choose_exponent(features: Tensor, targets: Tensor) -> int:
     return int(np.log2(RidgeCV(penalties, fit_intercept=False).fit(features, targets).alpha_))
 
 
-def shots_of(shots: int, draws: Sequence[DrawScores]) -> Shots:
+def summarize_draws(shots: int, draws: Sequence[DrawScores]) -> Shots:
     """The row of several draws."""
     every = torch.stack([draw.scores for draw in draws])  # (draws, 30)
     own = [float(draw.scores[EXPONENTS.index(draw.chosen)]) for draw in draws]
     means = every.mean(dim=0).tolist()
     leaky = max(reversed(range(len(EXPONENTS))), key=means.__getitem__)
-    mean = over_seeds(own)
-    best = over_seeds(every[:, leaky].tolist())
+    mean = mean_over_seeds(own)
+    best = mean_over_seeds(every[:, leaky].tolist())
     return Shots(
         shots=shots,
         score=mean.value,
@@ -218,5 +221,5 @@ def shots_of(shots: int, draws: Sequence[DrawScores]) -> Shots:
         leaky_low=best.low,
         leaky_high=best.high,
         leaky_exponent=EXPONENTS[leaky],
-        items=kept_items(torch.stack([draw.items for draw in draws]).mean(dim=0).numpy()),
+        items=encode_items(torch.stack([draw.items for draw in draws]).mean(dim=0).numpy()),
     )

@@ -13,15 +13,15 @@ from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.transforms import TRANSFORMS, draw_affines, transform_images
-from moecore.measure.base import Number, Parts, Subject, kept, why_not_flat
-from moecore.measure.routing_metrics.expert_use import agreement
-from moecore.measure.routing_metrics.imed import class_maps, imed_between, mean_imed
+from moecore.measure.base import MeasuredSubject, Number, PartStore, load_or_compute, why_not_flat
+from moecore.measure.routing_metrics.expert_use import expert_agreement
+from moecore.measure.routing_metrics.imed import imed_between, mean_class_maps, mean_imed
 from moecore.nn.backbones.model import Model
 from moecore.nn.experts.base import map_shape
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers import Router
-from moecore.statistics.crossed import kept_items
-from moecore.statistics.intervals import Interval, bootstrap, bootstrap_mean
+from moecore.statistics.crossed import encode_items
+from moecore.statistics.intervals import Interval, bootstrap_interval, bootstrap_mean
 
 NOTES = {  # by kind of router: where the distances do not tell what decides
     "hash": "a fixed hash chooses, so that neighbours on the map mean nothing; "
@@ -43,7 +43,7 @@ class Invariance(Config):
     seed: int = Field(0, ge=0, description="Draws the movements, the same for every model.")
 
 
-class Moved(Config):
+class MovedRow(Config):
     """How far a moved image's routing lies from the image's: IMED and its square, 95 % limits."""
 
     name: str  # "rotation 5"
@@ -58,7 +58,7 @@ class Moved(Config):
     normalised_low: float | None
     normalised_high: float | None
     agreement: float  # share of tokens with the same most probable expert; mean over layers
-    items: str | None = None  # d of each image, as ``kept_items`` packs them
+    items: str | None = None  # d of each image, as ``encode_items`` packs them
 
 
 class Result(Config):
@@ -66,7 +66,7 @@ class Result(Config):
 
     images: int
     between: float | None  # mean IMED between different images, unmoved; None of one image
-    transforms: tuple[Moved, ...]
+    transforms: tuple[MovedRow, ...]
     d: dict[str, float]
     d2: dict[str, float]
     grid: tuple[int, int]  # rows and columns of experts that IMED's distances lie on
@@ -77,69 +77,69 @@ class Result(Config):
     note: str | None = None  # how the distances are to be read where the probs do not decide
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: it needs flat images with classes, and a routing that could move."""
     if subject.model.moe is None:
         return "a dense model has no routing that could move"
     return why_not_flat(subject, "class_maps")
 
 
-def measure(subject: Subject, settings: Invariance, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: Invariance, parts: PartStore) -> Result:
     """IMED of every image and its moved self under each transform, and the classes' maps."""
     test = subject.data.test
     task = subject.data.task
     where = evenly_spaced_indices(len(test.labels), settings.images)
     images = test.images[where]
-    _, clean = predictions(subject.model, images, settings.batch)
+    _, clean = predict_in_batches(subject.model, images, settings.batch)
     affines = {
         name: draw_affines(name, len(images), images.shape[-2:], settings.seed)
         for name in TRANSFORMS
     }
-    probs = probs_of(clean)
+    probs = probs_by_layer(clean)
     between = imed_between(probs, settings.seed) if len(images) > 1 else None
-    moves = distances(subject.model, images, probs, affines, settings.batch, parts, between)
+    moves = moved_distances(subject.model, images, probs, affines, settings.batch, parts, between)
     marked = task.by_class(torch.from_numpy(test.labels[where]))
     if marked is None:
         raise ValueError("labels are not classes; ask `applies` first")
     rows, classes = marked
-    maps = maps_of(clean, rows, classes, len(task.classes))
+    maps = maps_by_class(clean, rows, classes, len(task.classes))
     return Result(
         images=len(images),
         between=None if between is None else float(between.mean()),
         transforms=moves,
-        d={key_of(row.name): row.d for row in moves},
-        d2={key_of(row.name): row.d2 for row in moves},
+        d={transform_key(row.name): row.d for row in moves},
+        d2={transform_key(row.name): row.d2 for row in moves},
         grid=map_shape(maps.shape[-1]),
         classes=task.classes,
         class_maps=maps.tolist(),
-        affines=stored(affines),
-        note=note_of(subject.model.experts_and_router.router),
+        affines=encode_affines(affines),
+        note=distance_note(subject.model.experts_and_router.router),
     )
 
 
-def distances(
+def moved_distances(
     model: Model,
     images: np.ndarray,
     clean: tuple[Tensor, ...],
     affines: Mapping[str, Tensor],
     batch: int,
-    parts: Parts,
+    parts: PartStore,
     between: Tensor | None = None,
-) -> tuple[Moved, ...]:
+) -> tuple[MovedRow, ...]:
     """One row a transform: the mean distance of the routing from ``clean``, probs by layer.
 
     between: (N,), each image's distance from another one; None where there is no other.
     """
 
-    def row(name: str) -> Moved:
-        _, records = predictions(model, moved(images, affines[name], batch), batch)
-        after = probs_of(records)
+    def row(name: str) -> MovedRow:
+        _, records = predict_in_batches(model, move_images(images, affines[name], batch), batch)
+        after = probs_by_layer(records)
         lengths, squares = (values.numpy() for values in mean_imed(clean, after))
         d = bootstrap_mean(lengths)
         d2 = bootstrap_mean(squares)
-        share = None if between is None else normalised(lengths, between.numpy())
-        same = [agreement(u, v) for u, v in zip(clean, after, strict=True)]
-        return Moved(
+        share = None if between is None else normalised_imed(lengths, between.numpy())
+        same = [expert_agreement(u, v) for u, v in zip(clean, after, strict=True)]
+        return MovedRow(
             name=name,
             d=d.value,
             d_low=d.low,
@@ -151,13 +151,15 @@ def distances(
             normalised_low=share.low if share else None,
             normalised_high=share.high if share else None,
             agreement=sum(same) / len(same),
-            items=kept_items(lengths),
+            items=encode_items(lengths),
         )
 
-    return tuple(kept(parts, name, Moved, lambda name=name: row(name)) for name in affines)
+    return tuple(
+        load_or_compute(parts, name, MovedRow, lambda name=name: row(name)) for name in affines
+    )
 
 
-def normalised(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
+def normalised_imed(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
     """Mean IMED under a transform over the mean IMED between different images, both (N,).
 
     0: nothing moved; 1: a moved image is routed as another image would be. Flat probs make both
@@ -171,10 +173,10 @@ def normalised(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
     def ratio(chosen: np.ndarray) -> float:
         return float(lengths[chosen].mean() / max(between[chosen].mean(), np.finfo(float).tiny))
 
-    return bootstrap(ratio, len(lengths), lowest=0.0)
+    return bootstrap_interval(ratio, len(lengths), lowest=0.0)
 
 
-def moved(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
+def move_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
     """Images uint8 (N, C, H, W) under affines (N, 3, 3); on the CPU, alike on every device."""
     chunks = (slice(start, start + batch) for start in range(0, len(images), batch))
     return torch.cat(
@@ -182,29 +184,31 @@ def moved(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
     )
 
 
-def probs_of(records: tuple[RoutingRecord, ...]) -> tuple[Tensor, ...]:
+def probs_by_layer(records: tuple[RoutingRecord, ...]) -> tuple[Tensor, ...]:
     return tuple(layer.probs for layer in records)
 
 
-def maps_of(
+def maps_by_class(
     records: tuple[RoutingRecord, ...], rows: Tensor, classes: Tensor, number: int
 ) -> Tensor:
-    """``class_maps`` of images that stand once for each of their classes; rows, classes: (M,)."""
+    """``mean_class_maps`` of images that stand once for each of their classes; rows, classes:
+    (M,).
+    """
     chosen = tuple(RoutingRecord(*(field[rows] for field in record)) for record in records)
-    return class_maps(chosen, classes, number)
+    return mean_class_maps(chosen, classes, number)
 
 
-def key_of(name: str) -> str:
+def transform_key(name: str) -> str:
     """A transform's name in a table of metrics: "translation (0, 0.1)" → translation_0_0_1."""
     return re.sub(r"\W+", "_", name).strip("_")
 
 
-def note_of(router: Router) -> str | None:
+def distance_note(router: Router) -> str | None:
     """Return how the distances of such a router are to be read; None where its probs decide."""
     return NOTES.get(router.kind)
 
 
-def stored(affines: Mapping[str, Tensor]) -> dict[str, str]:
+def encode_affines(affines: Mapping[str, Tensor]) -> dict[str, str]:
     """The first two rows of every affine, fp64 (N, 2, 3) little-endian, as base64."""
     return {
         name: base64.b64encode(drawn[:, :2].numpy().astype("<f8").tobytes()).decode()

@@ -11,9 +11,9 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import Config
 from moecore.measure.base import Estimate
-from moecore.measure.theory.drawn_parts import Targets, drawn_parts
+from moecore.measure.theory.drawn_parts import Targets, draw_expert_data
 from moecore.measure.theory.linear_experts import Theorem1, Theorem2, theorem_1, theorem_2
-from moecore.statistics.intervals import over_seeds
+from moecore.statistics.intervals import mean_over_seeds
 
 
 class LinearExperts(Config):
@@ -63,7 +63,7 @@ class LinearExperts(Config):
         return self
 
 
-class Drawn(Config):
+class DrawnData(Config):
     """Which data was drawn."""
 
     targets: Targets
@@ -71,7 +71,7 @@ class Drawn(Config):
     angle: float  # degrees
 
 
-class FirstRow(Drawn):
+class Theorem1Row(DrawnData):
     """Theorem 1 over seeds."""
 
     ratio: Estimate  # the experts' Lipschitz constant over the dense model's
@@ -82,7 +82,7 @@ class FirstRow(Drawn):
     literal_violations: int  # of the theorem as printed
 
 
-class SecondRow(Drawn):
+class Theorem2Row(DrawnData):
     """Theorem 2 over seeds."""
 
     promises: int  # draws in which the theorem promises something
@@ -103,14 +103,20 @@ class Result(Config):
     literal_violations: int
     theorem_2_promises: int
     theorem_2_violations: int
-    theorem_1: tuple[FirstRow, ...]
-    theorem_2: tuple[SecondRow, ...]
+    theorem_1: tuple[Theorem1Row, ...]
+    theorem_2: tuple[Theorem2Row, ...]
 
 
 def measure(settings: LinearExperts) -> Result:
     """Both theorems on every draw."""
-    first = tuple(bounded(drawn, firsts(settings, drawn)) for drawn in combinations(settings))
-    second = tuple(promised(drawn, seconds(settings, drawn)) for drawn in combinations(settings))
+    first = tuple(
+        summarize_theorem_1(drawn, evaluate_theorem_1(settings, drawn))
+        for drawn in setting_combinations(settings)
+    )
+    second = tuple(
+        summarize_theorem_2(drawn, evaluate_theorem_2(settings, drawn))
+        for drawn in setting_combinations(settings)
+    )
     return Result(
         draws=len(first) * len(settings.seeds),
         ratio_at_90=ratio_at_90(first),
@@ -124,61 +130,63 @@ def measure(settings: LinearExperts) -> Result:
     )
 
 
-def combinations(settings: LinearExperts) -> Iterator[Drawn]:
+def setting_combinations(settings: LinearExperts) -> Iterator[DrawnData]:
     for targets, experts, angle in product(settings.targets, settings.experts, settings.angles):
-        yield Drawn(targets=targets, experts=experts, angle=angle)
+        yield DrawnData(targets=targets, experts=experts, angle=angle)
 
 
-def firsts(settings: LinearExperts, drawn: Drawn) -> list[Theorem1]:
+def evaluate_theorem_1(settings: LinearExperts, drawn: DrawnData) -> list[Theorem1]:
     """Evaluate theorem 1 on one draw per seed."""
     sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
-    found = []
+    theorems = []
     for seed in settings.seeds:
-        parts, _ = drawn_parts(drawn.experts, drawn.angle, drawn.targets, seed, **sizes)
-        found.append(theorem_1(parts))
-    return found
+        parts, _ = draw_expert_data(drawn.experts, drawn.angle, drawn.targets, seed, **sizes)
+        theorems.append(theorem_1(parts))
+    return theorems
 
 
-def seconds(settings: LinearExperts, drawn: Drawn) -> list[Theorem2]:
+def evaluate_theorem_2(settings: LinearExperts, drawn: DrawnData) -> list[Theorem2]:
     """Evaluate theorem 2 on one draw per seed of the same subspaces, with a floor and noise."""
     sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
     unclean = {"floor": settings.floor, "noise": settings.noise}
     return [
-        theorem_2(*drawn_parts(drawn.experts, drawn.angle, drawn.targets, seed, **sizes, **unclean))
+        theorem_2(
+            *draw_expert_data(drawn.experts, drawn.angle, drawn.targets, seed, **sizes, **unclean)
+        )
         for seed in settings.seeds
     ]
 
 
-def bounded(drawn: Drawn, found: Sequence[Theorem1]) -> FirstRow:
+def summarize_theorem_1(drawn: DrawnData, theorems: Sequence[Theorem1]) -> Theorem1Row:
     """Theorem 1 over seeds, and how often it fails."""
-    tightness = [one.right / one.dense**2 if one.dense else 0.0 for one in found]
-    return FirstRow(
+    tightness = [one.right / one.dense**2 if one.dense else 0.0 for one in theorems]
+    return Theorem1Row(
         **drawn.model_dump(),
-        ratio=Estimate.of(over_seeds([one.ratio for one in found])),
-        tightness=Estimate.of(over_seeds(tightness)),
-        epsilon_1=max(one.epsilon_1 for one in found),
-        epsilon_2=max(one.epsilon_2 for one in found),
-        violations=sum(not one.holds for one in found),
-        literal_violations=sum(not one.literal_holds for one in found),
+        ratio=Estimate.of(mean_over_seeds([one.ratio for one in theorems])),
+        tightness=Estimate.of(mean_over_seeds(tightness)),
+        epsilon_1=max(one.epsilon_1 for one in theorems),
+        epsilon_2=max(one.epsilon_2 for one in theorems),
+        violations=sum(not one.holds for one in theorems),
+        literal_violations=sum(not one.literal_holds for one in theorems),
     )
 
 
-def promised(drawn: Drawn, found: Sequence[Theorem2]) -> SecondRow:
+def summarize_theorem_2(drawn: DrawnData, theorems: Sequence[Theorem2]) -> Theorem2Row:
     """Theorem 2 over seeds: in how many draws it promises something, and how often it fails."""
-    gammas = [one.gamma for one in found if one.gamma is not None]
-    simple = [one.simple for one in found if one.simple is not None]
-    return SecondRow(
+    gammas = [one.gamma for one in theorems if one.gamma is not None]
+    simple = [one.simple for one in theorems if one.simple is not None]
+    return Theorem2Row(
         **drawn.model_dump(),
         promises=len(gammas),
         gamma=max(gammas, default=None),
         corollary_promises=len(simple),
         corollary_gamma=max(simple, default=None),
-        ratio_squared=Estimate.of(over_seeds([one.ratio_squared for one in found])),
-        violations=sum(not one.holds for one in found),
+        ratio_squared=Estimate.of(mean_over_seeds([one.ratio_squared for one in theorems])),
+        violations=sum(not one.holds for one in theorems),
     )
 
 
-def ratio_at_90(rows: Sequence[FirstRow]) -> dict[str, float]:
+def ratio_at_90(rows: Sequence[Theorem1Row]) -> dict[str, float]:
     """At 90°: the ratio for each E, shared targets before the others."""
     ratios: dict[str, float] = {}
     for row in rows:
@@ -187,7 +195,7 @@ def ratio_at_90(rows: Sequence[FirstRow]) -> dict[str, float]:
     return ratios
 
 
-def error_at_90(rows: Sequence[FirstRow]) -> float | None:
+def error_at_90(rows: Sequence[Theorem1Row]) -> float | None:
     """Return how far any ratio at 90° is from 1/√E; None where 90° was not drawn."""
     errors = [abs(row.ratio.value * row.experts**0.5 - 1) for row in rows if row.angle == 90]
     return max(errors, default=None)

@@ -5,8 +5,14 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import Estimate, Parts, Subject, kept, why_not_flat
-from moecore.measure.theory.lemma import Lemma, LemmaLayer, LemmaPoints, LemmaSummary, lemma
+from moecore.measure.base import Estimate, MeasuredSubject, PartStore, load_or_compute, why_not_flat
+from moecore.measure.theory.lemma import (
+    Lemma,
+    LemmaLayer,
+    LemmaPoints,
+    LemmaSummary,
+    evaluate_lemma,
+)
 from moecore.measure.theory.slopes import Slopes, slopes_at
 from moecore.statistics.intervals import wilson
 
@@ -70,12 +76,12 @@ class Result(Estimates):
     lemma_terms: tuple[LemmaPoints, ...] = ()
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: it needs flat images of one class each, whose margins can change."""
     return why_not_flat(subject, "decision")
 
 
-def measure(subject: Subject, settings: Lipschitz, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: Lipschitz, parts: PartStore) -> Result:
     """The slopes at images of the test split, and the lemma at their tokens."""
     test = subject.data.test
     where = evenly_spaced_indices(len(test.labels), settings.images)
@@ -84,31 +90,31 @@ def measure(subject: Subject, settings: Lipschitz, parts: Parts) -> Result:
 
     def estimates() -> Estimates:
         sizes = (settings.batch, settings.radius, settings.steps, settings.halvings)
-        return summarised(slopes_at(subject.model, images, labels, *sizes), settings)
+        return summarize_slopes(slopes_at(subject.model, images, labels, *sizes), settings)
 
     def tokens() -> Lemma:
         chosen = (settings.lemma_tokens, settings.batch, settings.seed)
-        return lemma(subject.model, images, *chosen, subject.device)
+        return evaluate_lemma(subject.model, images, *chosen, subject.device)
 
-    found = kept(parts, "slopes", Estimates, estimates)
-    lemma1 = kept(parts, "lemma", Lemma, tokens)
-    return Result(images=len(labels), **found.model_dump(), **lemma1.model_dump())
+    slopes = load_or_compute(parts, "slopes", Estimates, estimates)
+    lemma1 = load_or_compute(parts, "lemma", Lemma, tokens)
+    return Result(images=len(labels), **slopes.model_dump(), **lemma1.model_dump())
 
 
-def summarised(found: Slopes, settings: Lipschitz) -> Estimates:
+def summarize_slopes(slopes: Slopes, settings: Lipschitz) -> Estimates:
     """Means with intervals and maxima over images."""
-    crossed = int(found.crossed.sum())
+    crossed = int(slopes.crossed.sum())
     return Estimates(
-        local_mean=Estimate.of_mean(found.local, is_share=False),
-        local_max=float(found.local.max()),
-        margin_mean=Estimate.of_mean(found.margin, is_share=False),
-        margin_max=float(found.margin.max()),
-        reached_mean=Estimate.of_mean(found.reached, is_share=False),
-        reached_max=float(found.reached.max()),
-        lower_bound=float(found.lower_bound.max()),
-        lower_bound_mean=Estimate.of_mean(found.lower_bound, is_share=False),
-        at_boundary=Estimate.of(wilson(crossed, len(found.crossed))),
-        jump_max=float(found.jump.max()),
+        local_mean=Estimate.of_mean(slopes.local, is_share=False),
+        local_max=float(slopes.local.max()),
+        margin_mean=Estimate.of_mean(slopes.margin, is_share=False),
+        margin_max=float(slopes.margin.max()),
+        reached_mean=Estimate.of_mean(slopes.reached, is_share=False),
+        reached_max=float(slopes.reached.max()),
+        lower_bound=float(slopes.lower_bound.max()),
+        lower_bound_mean=Estimate.of_mean(slopes.lower_bound, is_share=False),
+        at_boundary=Estimate.of(wilson(crossed, len(slopes.crossed))),
+        jump_max=float(slopes.jump.max()),
         radius=settings.radius,
         resolution=settings.radius / 2**settings.halvings,
     )

@@ -18,8 +18,8 @@ from moecore.data.corruptions.draws import add_noise
 from moecore.measure.base import Estimate
 from moecore.measure.routing_metrics.expert_use import iou_by_image
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
-from moecore.statistics.crossed import kept_items
+from moecore.nn.predict import predict_in_batches
+from moecore.statistics.crossed import encode_items
 
 
 class RampSteps(NamedTuple):
@@ -87,7 +87,7 @@ class Ramp(Config):
     threshold: float  # above which a step is a jump
     class_changes: Estimate
     jumps_mean: Estimate
-    jumps_items: str | None = None  # of each image, as ``kept_items`` packs them
+    jumps_items: str | None = None  # of each image, as ``encode_items`` packs them
     total_variation: Estimate
     largest_step: Estimate
     mean_probability: tuple[float, ...]
@@ -102,18 +102,18 @@ def ramp_probs(
 
     images: uint8 (N, C, H, W); drawn: (N, C, H, W), the directions.
     """
-    found = []
+    chunks = []
     for start in range(0, len(images), CHUNK):
         chunk = slice(start, start + CHUNK)
         pixels = torch.stack(
             [add_noise(images[chunk], drawn[chunk], sigma) for sigma in sigmas], dim=1
         )
-        logits, _ = predictions(model, pixels.flatten(0, 1), batch, routing=False)
-        found.append(logits.double().softmax(-1).unflatten(0, pixels.shape[:2]))
-    return torch.cat(found)
+        logits, _ = predict_in_batches(model, pixels.flatten(0, 1), batch, routing=False)
+        chunks.append(logits.double().softmax(-1).unflatten(0, pixels.shape[:2]))
+    return torch.cat(chunks)
 
 
-def ramp(
+def summarize_ramps(
     probs: Tensor,
     labels: Tensor,
     where: np.ndarray,
@@ -142,7 +142,7 @@ def ramp(
         threshold=threshold,
         class_changes=Estimate.of_mean(steps.class_changes, is_share=False),
         jumps_mean=Estimate.of_mean(steps.jumps, is_share=False),
-        jumps_items=kept_items(steps.jumps.double().numpy()),
+        jumps_items=encode_items(steps.jumps.double().numpy()),
         total_variation=Estimate.of_mean(steps.total_variation, is_share=False),
         largest_step=Estimate.of_mean(steps.largest_step),
         mean_probability=true.mean(0).tolist(),

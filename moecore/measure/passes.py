@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moecore.measure.clock import Clock, timed
+from moecore.measure.clock import Clock, time_calls
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoELayer
-from moecore.nn.predict import device_of, evaluating
+from moecore.nn.predict import eval_mode, model_device
 from moecore.training.guide import Guide
-from moecore.training.live_bytes import counted_as, measure_peak
+from moecore.training.live_bytes import measure_peak, peak_counting_method
 
 WARM_UP = 3  # passes before those that are timed
 
@@ -26,7 +26,7 @@ WARM_UP = 3  # passes before those that are timed
 Images = Callable[[int], Tensor]
 
 
-class Share(NamedTuple):
+class RoutingCost(NamedTuple):
     """Of all of a computation, and of the routing within it."""
 
     whole: float
@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A part of a forward pass: where it starts and ends, as ``watched`` was told to look."""
+    """A part of a forward pass: where it starts and ends, as ``record_spans`` was told to look."""
 
     part: str  # "layer", "experts" or "teacher"
     start: Any
@@ -42,7 +42,7 @@ class Span(NamedTuple):
     padding: float  # share of the experts' rows that no token needs
 
 
-def flops_per_image(model: nn.Module, images: Tensor) -> Share:
+def flops_per_image(model: nn.Module, images: Tensor) -> RoutingCost:
     """FLOPs per image in evaluation mode; a multiplication and an addition count as two.
 
     images: (B, C, H, W) in [0, 1], on the model's device. Counted are products of matrices,
@@ -53,41 +53,47 @@ def flops_per_image(model: nn.Module, images: Tensor) -> Share:
     register_flop_formulas()
     counter = FlopCounterMode(display=False)
     with (
-        evaluating(model),
+        eval_mode(model),
         torch.no_grad(),
         counter,
-        watched(model, counter.get_total_flops) as spans,
+        record_spans(model, counter.get_total_flops) as spans,
     ):
         model(images)
     padding = sum(
         (span.end - span.start) * span.padding for span in spans if span.part == "experts"
     )
-    routing = routing_of(spans, lambda start, end: end - start)
-    return Share((counter.get_total_flops() - padding) / len(images), routing / len(images))
+    routing = routing_length(spans, lambda start, end: end - start)
+    return RoutingCost((counter.get_total_flops() - padding) / len(images), routing / len(images))
 
 
-def watched_times(model: nn.Module, images: Images, rounds: int, warm_up: int = 3) -> list[Share]:
+def routing_times(
+    model: nn.Module, images: Images, rounds: int, warm_up: int = 3
+) -> list[RoutingCost]:
     """Seconds of ``rounds`` forward passes and of the routing in them, after ``warm_up`` others."""
-    device = device_of(model)
-    found = []
+    device = model_device(model)
+    times = []
     clock = Clock(device)
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         for number in range(warm_up + rounds):
             pixels = images(number)
             clock.wait()
-            with watched(model, clock.mark) as spans:
+            with record_spans(model, clock.mark) as spans:
                 start = clock.mark()
                 model(pixels)
                 end = clock.mark()
             clock.wait()
-            found.append(Share(clock.seconds(start, end), routing_of(spans, clock.seconds)))
-    return found[warm_up:]
+            times.append(
+                RoutingCost(clock.seconds(start, end), routing_length(spans, clock.seconds))
+            )
+    return times[warm_up:]
 
 
-def plain_times(model: nn.Module, images: Images, rounds: int) -> list[float]:
+def unwatched_times(model: nn.Module, images: Images, rounds: int) -> list[float]:
     """Return seconds of ``rounds`` forward passes, nothing watched, after WARM_UP others."""
-    with evaluating(model), torch.no_grad():
-        return timed(lambda number: model(images(number)), rounds, WARM_UP, device_of(model))
+    with eval_mode(model), torch.no_grad():
+        return time_calls(
+            lambda number: model(images(number)), rounds, WARM_UP, model_device(model)
+        )
 
 
 def peak_memory(model: nn.Module, images: Tensor) -> tuple[int, str]:
@@ -96,20 +102,20 @@ def peak_memory(model: nn.Module, images: Tensor) -> tuple[int, str]:
     images: (B, C, H, W).  Weights are included.
     """
     held = (*model.parameters(), *model.buffers(), images)
-    device = device_of(model)
-    with evaluating(model), torch.no_grad(), measure_peak(held, device) as peak:
+    device = model_device(model)
+    with eval_mode(model), torch.no_grad(), measure_peak(held, device) as peak:
         model(images)
-    return peak.size, counted_as(device)
+    return peak.size, peak_counting_method(device)
 
 
-def routing_of(spans: list[Span], length: Callable[[Any, Any], float]) -> float:
+def routing_length(spans: list[Span], length: Callable[[Any, Any], float]) -> float:
     """All of the MoE layers but their experts, and the teacher where there is one."""
     sign = {"layer": 1, "experts": -1, "teacher": 1}
     return sum(sign[span.part] * length(span.start, span.end) for span in spans)
 
 
 @contextmanager
-def watched(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[Span]]:
+def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[Span]]:
     """The spans of every MoE layer, its experts, and a teacher, in forward passes within.
 
     ``mark`` is read at both ends of each.
@@ -118,20 +124,22 @@ def watched(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[Span]]:
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, Guide):
-                _watch(stack, module, "teacher", mark, spans, {})
+                _record_module(stack, module, "teacher", mark, spans, {})
             if isinstance(module, MoELayer):
                 seen: dict[str, float] = {}
                 stack.callback(
                     module.router.register_forward_hook(
-                        lambda _, __, output, seen=seen: seen.update(padding=padding_of(output[0]))
+                        lambda _, __, output, seen=seen: seen.update(
+                            padding=padding_share(output[0])
+                        )
                     ).remove
                 )
-                _watch(stack, module, "layer", mark, spans, {})
-                _watch(stack, module.experts, "experts", mark, spans, seen)
+                _record_module(stack, module, "layer", mark, spans, {})
+                _record_module(stack, module.experts, "experts", mark, spans, seen)
         yield spans
 
 
-def _watch(
+def _record_module(
     stack: ExitStack,
     module: nn.Module,
     part: str,
@@ -149,7 +157,7 @@ def _watch(
     )
 
 
-def padding_of(plan: Any) -> float:
+def padding_share(plan: Any) -> float:
     """Share of a plan's rows that only pad (see ``moecore.nn.dispatch.padding``).
 
     Other plans than a SparsePlan have none.

@@ -15,15 +15,20 @@ from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
-from moecore.measure.base import Estimate, Parts, Subject
-from moecore.measure.exploring.overlays import Overlays, overlays
-from moecore.measure.exploring.words import towers_in, words_read
+from moecore.measure.base import Estimate, MeasuredSubject, PartStore
+from moecore.measure.exploring.overlays import Overlays, overlay_experts
+from moecore.measure.exploring.words import experts_by_word, find_two_towers
 from moecore.nn.backbones.two_towers import TEXTS
-from moecore.nn.predict import evaluating, joined, predictions
-from moecore.statistics.crossed import kept_items
+from moecore.nn.predict import concat_records, eval_mode, predict_in_batches
+from moecore.statistics.crossed import encode_items
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.image_text import NONE, ImageText
-from moecore.tasks.recall import absent, hit_share, image_to_text, text_to_image
+from moecore.tasks.recall import (
+    hit_share,
+    image_to_text_recall,
+    missing_caption_mask,
+    text_to_image_recall,
+)
 
 WORDS = 60  # that a page shows: the most frequent
 ONE = torch.tensor([1])  # image is right for a caption
@@ -46,10 +51,10 @@ class Recall(Config):
     k: int
     recall: Estimate  # mean over images, and its 95 % limits over images
     chance: float
-    items: str | None = None  # one value an image, as ``kept_items`` packs them
+    items: str | None = None  # one value an image, as ``encode_items`` packs them
 
 
-class Word(Config):
+class CaptionWord(Config):
     """One word of the captions and its experts, as shares of its occurrences."""
 
     word: str
@@ -64,7 +69,7 @@ class TextLayer(Config):
     token_entropy: float  # nats
     same_expert: float  # two occurrences of one word have one first expert
     same_expert_chance: float  # any two words
-    words: tuple[Word, ...]
+    words: tuple[CaptionWord, ...]
 
 
 Read = tuple[tuple[str, int], ...]  # words and their first expert, −1 for none
@@ -83,60 +88,60 @@ class Result(Config):
     captions_read: tuple[tuple[Read, ...], ...] = ()  # the first caption of each, layer by layer
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: it needs captions."""
     if isinstance(subject.data.task, ImageText):
         return None
     return "the images have no captions"
 
 
-def measure(subject: Subject, settings: Retrieval, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: Retrieval, parts: PartStore) -> Result:
     """R@k both ways among the test images, and the routing of their captions."""
     test = subject.data.test
     number = len(test.labels) if settings.images is None else settings.images
     images = test.images[:number]
     labels = torch.from_numpy(test.labels[:number].copy())
-    sides, _ = predictions(subject.model, images, settings.batch, routing=False)
+    sides, _ = predict_in_batches(subject.model, images, settings.batch, routing=False)
     texts = subject.model.targets(labels)
-    own = (~absent(texts)).sum(dim=1)  # captions of each image
+    own = (~missing_caption_mask(texts)).sum(dim=1)  # captions of each image
     captions = int(own.sum())
     at = tuple(sorted(set(settings.at)))
     return Result(
         images=len(labels),
         captions=captions,
-        text_to_image=recall_rows(text_to_image(sides, texts, at), at, len(labels), ONE),
-        image_to_text=recall_rows(image_to_text(sides, texts, at), at, captions, own),
+        text_to_image=recall_rows(text_to_image_recall(sides, texts, at), at, len(labels), ONE),
+        image_to_text=recall_rows(image_to_text_recall(sides, texts, at), at, captions, own),
         scale=float(sides[:, :-1].norm(dim=1).mean()),
         layers=text_layers(subject, labels),
-        **pictured(subject, images, labels, settings),
+        **captioned_pictures(subject, images, labels, settings),
     )
 
 
-def pictured(
-    subject: Subject, images: np.ndarray, labels: Tensor, settings: Retrieval
+def captioned_pictures(
+    subject: MeasuredSubject, images: np.ndarray, labels: Tensor, settings: Retrieval
 ) -> dict[str, Any]:
     """A few images and a caption of each, with the experts of patches and words."""
     where = evenly_spaced_indices(len(images), settings.pictures)
-    towers = towers_in(subject.model)
+    towers = find_two_towers(subject.model)
     if not len(where) or towers is None:
         return {}
     few = images[where]
     records: tuple[RoutingRecord, ...] = ()
     if subject.model.moe is not None:
-        _, records = predictions(subject.model, few, settings.batch, prediction=False)
+        _, records = predict_in_batches(subject.model, few, settings.batch, prediction=False)
     tokenizer = load_tokenizer(subject.data.folder, towers.text.task)
     tokens = labels[where, 0]
-    read = words_read(towers, tokens, tokenizer, most=1)
+    read = experts_by_word(towers, tokens, tokenizer, most=1)
     if towers.config.text.moe is None:
-        there = towers.text.spoken(tokens)
+        there = towers.text.caption_mask(tokens)
         read = [
             [[(tokenizer.word(token), []) for token in row[mask].tolist()]]
             for row, mask in zip(tokens, there, strict=True)
         ]
     return {
-        "overlays": overlays(few, records),
+        "overlays": overlay_experts(few, records),
         "captions_read": [
-            [[(word, found[0] if found else -1) for word, found in layer] for layer in caption]
+            [[(word, ranked[0] if ranked else -1) for word, ranked in layer] for layer in caption]
             for caption in read
         ],
     }
@@ -153,38 +158,38 @@ def recall_rows(hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor) ->
             k=k,
             recall=Estimate.of_mean(values),
             chance=by_chance,
-            items=kept_items(values.numpy()),
+            items=encode_items(values.numpy()),
         )
         for k, by_chance, values in zip(at, chance, hits.unbind(1), strict=True)
     ]
 
 
-def text_layers(subject: Subject, labels: Tensor) -> list[TextLayer]:
+def text_layers(subject: MeasuredSubject, labels: Tensor) -> list[TextLayer]:
     """Return which experts read which words, in every MoE layer of the text tower."""
-    model = towers_in(subject.model)
+    model = find_two_towers(subject.model)
     assert model is not None
     if model.config.text.moe is None:
         return []
     captions = labels.flatten(0, 1)
     captions = captions[captions[:, 0] != NONE]
     records, words = [], []
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         for part in captions.split(TEXTS):
             part = part.to(subject.device)
-            _, found = model.text(part)
-            records.append(tuple(turned(record) for record in found))
-            words.append(part[model.text.spoken(part)].cpu())
+            _, batch_records = model.text(part)
+            records.append(tuple(transpose_record(record) for record in batch_records))
+            words.append(part[model.text.caption_mask(part)].cpu())
     spoken = torch.cat(words).long()
     tokenizer = load_tokenizer(subject.data.folder, model.text.task)
-    return [layer_of(record, spoken, tokenizer) for record in joined(records)]
+    return [text_layer(record, spoken, tokenizer) for record in concat_records(records)]
 
 
-def turned(record: RoutingRecord) -> RoutingRecord:
+def transpose_record(record: RoutingRecord) -> RoutingRecord:
     """Fields (1, n, E) as (n, 1, E) on the CPU, so that batches can follow one another."""
     return RoutingRecord(*(field.cpu().transpose(0, 1) for field in record))
 
 
-def layer_of(record: RoutingRecord, words: Tensor, tokenizer: Tokenizer) -> TextLayer:
+def text_layer(record: RoutingRecord, words: Tensor, tokenizer: Tokenizer) -> TextLayer:
     """The table of one layer; record: fields (n, 1, E), words: (n,) int64."""
     experts = record.probs.shape[-1]
     first = record.probs[:, 0].argmax(dim=-1)
@@ -197,10 +202,10 @@ def layer_of(record: RoutingRecord, words: Tensor, tokenizer: Tokenizer) -> Text
     return TextLayer(
         load_cv2=float(squared_cv(record.chosen.double().sum(dim=(0, 1)))),
         token_entropy=float(torch.special.entr(probs).sum(dim=-1).mean()),
-        same_expert=alike(table),
-        same_expert_chance=alike(overall[None]),
+        same_expert=same_expert_rate(table),
+        same_expert_chance=same_expert_rate(overall[None]),
         words=[
-            Word(
+            CaptionWord(
                 word=tokenizer.word(word),
                 count=int(counts[word]),
                 experts=[round(value, 4) for value in (table[word] / counts[word]).tolist()],
@@ -211,7 +216,7 @@ def layer_of(record: RoutingRecord, words: Tensor, tokenizer: Tokenizer) -> Text
     )
 
 
-def alike(table: Tensor) -> float:
+def same_expert_rate(table: Tensor) -> float:
     """Share of the pairs of two occurrences in one row of (rows, E) counts that have one expert;
     1 where no row has two.
     """

@@ -12,30 +12,30 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from moecore.attacks import Attack
-from moecore.attacks.target import Precision, Target, drawn_places
+from moecore.attacks.target import Precision, Target, draw_places
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
-from moecore.measure.base import Parts, Skipped, Subject, kept
+from moecore.measure.base import MeasuredSubject, PartStore, Skipped, load_or_compute
 from moecore.measure.routing_metrics.expert_use import (
     change_of_choice,
     change_of_processing,
     iou_by_image,
 )
-from moecore.measure.under_attack.audit import Audit, audit
+from moecore.measure.under_attack.audit import Audit, run_audit
 from moecore.measure.under_attack.curves import (
-    Attacked,
+    AttackedGallery,
+    AttackRow,
+    AuditLine,
+    AuditLines,
     Curve,
-    Left,
-    Line,
-    Lines,
-    Row,
-    pictured,
-    run_of,
-    several,
+    LeftScores,
+    attack_gallery,
+    measured_curves,
+    repeated_people,
     worst_case,
 )
-from moecore.statistics.crossed import kept_items
+from moecore.statistics.crossed import encode_items
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
@@ -102,15 +102,17 @@ class Result(Config):
     clean_score: float
     score_at_largest_epsilon: dict[str, float] = Field(description="by attack")
     attacks: dict[str, Curve | Skipped] = Field(description="by attack: a row an epsilon")
-    worst_case: tuple[Left, ...] = Field(description="over all attacks, a row an epsilon")
-    audit: tuple[Line, ...]
-    attacked: Attacked | None = None  # of volumes, without an attack or a wanted picture: none
+    worst_case: tuple[LeftScores, ...] = Field(description="over all attacks, a row an epsilon")
+    audit: tuple[AuditLine, ...]
+    attacked: AttackedGallery | None = (
+        None  # of volumes, without an attack or a wanted picture: none
+    )
     people: tuple[int, ...] | None = Field(
         default=None, description="whose image each is, where people have several"
     )
 
 
-class Clean(NamedTuple):
+class CleanAnswers(NamedTuple):
     """What a model says of the clean images."""
 
     prediction: Tensor  # (N, K)
@@ -118,57 +120,62 @@ class Clean(NamedTuple):
     scores: Tensor  # (N,)
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Every model can be attacked."""
     return None
 
 
-def measure(subject: Subject, settings: Robustness, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: Robustness, parts: PartStore) -> Result:
     """Every attack at every epsilon, a part each, the worst case over them, and the audit.
 
     Raises UserError for settings that make no sense for the task, and for a model that is not
     deterministic in evaluation mode.
     """
     task = subject.data.task
-    refuse(settings, task)
-    target = target_of(subject, settings)
+    check_attacks(settings, task)
+    target = build_target(subject, settings)
     labels = target.labels
-    prediction, routing = target.scored(target.images)
-    clean = Clean(prediction, routing, task.scores(prediction, labels))
+    prediction, routing = target.predict_images(target.images)
+    clean = CleanAnswers(prediction, routing, task.scores(prediction, labels))
     if settings.survivors:
         target = target._replace(only=clean.scores)
     # Epsilon 0 shows that the model is deterministic, and where the curves begin.
     epsilons = sorted({0.0, *settings.epsilons})
     curves = {
-        attack.name: curve_of(attack, target, clean, epsilons, parts) for attack in settings.attacks
+        attack.name: attack_curve(attack, target, clean, epsilons, parts)
+        for attack in settings.attacks
     }
-    lines = kept(
+    lines = load_or_compute(
         parts,
         "audit",
-        Lines,
-        lambda: Lines(lines=audit(target, settings.audit, epsilons[-1], curves, settings.attacks)),
+        AuditLines,
+        lambda: AuditLines(
+            lines=run_audit(target, settings.audit, epsilons[-1], curves, settings.attacks)
+        ),
     ).lines
     return Result(
         task=task,
         images=len(labels),
         clean_score=float(clean.scores.double().mean()),
-        score_at_largest_epsilon={name: rows[-1].score for name, rows in run_of(curves).items()},
+        score_at_largest_epsilon={
+            name: rows[-1].score for name, rows in measured_curves(curves).items()
+        },
         attacks=curves,
         worst_case=worst_case(curves, task, len(labels), target.people),
         audit=lines,
-        attacked=pictured(target, settings.attacks, settings.pictures, curves),
-        people=several(target.people),
+        attacked=attack_gallery(target, settings.attacks, settings.pictures, curves),
+        people=repeated_people(target.people),
     )
 
 
-def target_of(subject: Subject, settings: Robustness) -> Target:
+def build_target(subject: MeasuredSubject, settings: Robustness) -> Target:
     """The model and the drawn test images, with whose each is."""
     test = subject.data.test
-    places = drawn_places(len(test.labels), settings.images, settings.seed)
+    places = draw_places(len(test.labels), settings.images, settings.seed)
     labels = subject.model.targets(torch.from_numpy(test.labels[places]))
     return Target(
         subject.model,
-        subject.data.task.among(labels),
+        subject.data.task.with_gallery(labels),
         test.images[places],
         labels,
         settings.batch,
@@ -178,7 +185,7 @@ def target_of(subject: Subject, settings: Robustness) -> Target:
     )
 
 
-def refuse(settings: Robustness, task: Task) -> None:
+def check_attacks(settings: Robustness, task: Task) -> None:
     """Raise UserError for what has no meaning with such labels, before anything is computed."""
     if settings.survivors and (reason := task.needs_classes("share")):
         raise UserError(f"robustness.survivors: found true, but {reason}; allowed: false")
@@ -188,40 +195,42 @@ def refuse(settings: Robustness, task: Task) -> None:
             raise UserError(f"robustness.attacks[{number}]: {reason}; allowed: {allowed}")
 
 
-def curve_of(
-    attack: Attack, target: Target, clean: Clean, epsilons: list[float], parts: Parts
+def attack_curve(
+    attack: Attack, target: Target, clean: CleanAnswers, epsilons: list[float], parts: PartStore
 ) -> Curve | Skipped:
     """One row an epsilon; or why this model has nothing for the attack."""
     if reason := attack.does_not_apply(target.model, target.task):
         return Skipped(skipped=reason)
 
-    def row(epsilon: float) -> Row:
+    def row(epsilon: float) -> AttackRow:
         name = f"{attack.name} at {epsilon}"
-        return kept(parts, name, Row, lambda: row_of(attack, target, clean, epsilon))
+        return load_or_compute(
+            parts, name, AttackRow, lambda: attack_row(attack, target, clean, epsilon)
+        )
 
     return tuple(row(epsilon) for epsilon in epsilons)
 
 
-def row_of(attack: Attack, target: Target, clean: Clean, epsilon: float) -> Row:
+def attack_row(attack: Attack, target: Target, clean: CleanAnswers, epsilon: float) -> AttackRow:
     """Return what is left at an epsilon.
 
     Raises UserError where epsilon 0 does not reproduce the clean predictions.
     """
     adversarial = target.attacked(attack, epsilon)
-    prediction, routing = target.scored(adversarial)
+    prediction, routing = target.predict_images(adversarial)
     if epsilon == 0 and not torch.equal(prediction, clean.prediction):
         raise UserError(
             f"robustness: {attack.name} at epsilon 0 changes predictions; the model is not "
             "deterministic in evaluation mode"
         )
     task = target.task
-    unchanged = (adversarial == target.clean()).flatten(1).all(1)
+    unchanged = (adversarial == target.clean_images()).flatten(1).all(1)
     # Where only some images were attacked, the others' routing would count as unmoved.
     moved = target.only is None
-    return Row.of(
+    return AttackRow.of(
         epsilon,
         task,
-        task.worst(clean.scores, task.scores(prediction, target.labels)),
+        task.worse_scores(clean.scores, task.scores(prediction, target.labels)),
         target.people,
         loss=float(task.test_loss(prediction, target.labels).mean()),
         unchanged_images=float(unchanged.double().mean()),
@@ -243,6 +252,6 @@ def change_items(
     chosen = [1 - iou_by_image(a.chosen, b.chosen) for a, b in layers]
     processed = [1 - iou_by_image(a.combine != 0, b.combine != 0) for a, b in layers]
     return {
-        name: kept_items(torch.stack(changes).mean(dim=0).numpy(), people)
+        name: encode_items(torch.stack(changes).mean(dim=0).numpy(), people)
         for name, changes in (("routing_change", chosen), ("processing_change", processed))
     }

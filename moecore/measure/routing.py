@@ -15,31 +15,36 @@ from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import Crop, ViewSettings
-from moecore.measure.base import Parts, Subject, kept
+from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute
 from moecore.measure.exploring.overlays import (
-    Corresponding,
+    MatchedCrops,
     Overlays,
-    corresponding,
+    match_crops,
     spread_overlays,
 )
-from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolved, two_views
-from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
+from moecore.measure.routing_metrics.augmentations import (
+    Augmentation,
+    Preset,
+    resolve_augmentation,
+    two_views,
+)
+from moecore.measure.routing_metrics.expert_use import agreement_by_image, expert_agreement
 from moecore.measure.routing_metrics.layer_use import LayerUse, Use, layer_use, use_by_image
 from moecore.measure.routing_metrics.matching import (
     AugmentedRow,
     Chance,
     Matching,
     augmented_row,
-    chance,
+    chance_matching,
     layer_matching,
     matches_by_image,
     packed_means,
 )
-from moecore.measure.routing_metrics.sweeps import Sample, Sweep, Sweeps, sweep
+from moecore.measure.routing_metrics.sweeps import Sweep, Sweeps, SweepSample, run_sweeps
 from moecore.nn.backbones.model import Model
 from moecore.nn.correspondence import layer_pairs, match_tokens
-from moecore.nn.predict import predictions
-from moecore.nn.traces import finest
+from moecore.nn.predict import predict_in_batches
+from moecore.nn.traces import finest_layout
 from moecore.training.guide import teacher_probs
 
 PRESETS: tuple[Preset, ...] = (
@@ -92,7 +97,7 @@ class Routing(Config):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        names = [resolved(asked).name for asked in self.augmentations]
+        names = [resolve_augmentation(asked).name for asked in self.augmentations]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             again = ", ".join(twice)
             raise ValueError(
@@ -118,7 +123,7 @@ class Result(Use, Matching):
     teacher_agreement: float | None = None
     layers: tuple[RoutingLayer, ...]
     overlays: Overlays
-    corresponding: Corresponding | None = None  # of volumes and single patches none
+    corresponding: MatchedCrops | None = None  # of volumes and single patches none
     chance: Chance
     augmentations: tuple[AugmentedRow, ...]
     sweeps: Sweep
@@ -127,53 +132,56 @@ class Result(Use, Matching):
 MEANS = (*Use.model_fields, *Matching.model_fields, "teacher_agreement")
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: a dense model has no router."""
     return "a dense model has no routing" if subject.model.moe is None else None
 
 
-def measure(subject: Subject, settings: Routing, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: Routing, parts: PartStore) -> Result:
     """Everything about the routing of images of the test split."""
     model = subject.model
     test = subject.data.test
     where = evenly_spaced_indices(len(test.images), settings.images)
     images = test.images[where]
     labels = test.labels[where]
-    _, records = predictions(model, images, settings.batch, prediction=False)
+    _, records = predict_in_batches(model, images, settings.batch, prediction=False)
     people = test.people_at(where)
-    layers, by_image = layers_of(subject, records, images, settings)
+    layers, by_image = routing_layers(subject, records, images, settings)
 
     def tried() -> Sweep:
         few = evenly_spaced_indices(len(images), settings.sweeps.images)
         whose = None if people is None else people[few]
         known = subject.model.targets(torch.from_numpy(labels[few]))
-        sample = Sample(images[few], known, subject.data.task, whose)
-        return sweep(model, sample, settings.sweeps, settings.batch)
+        sample = SweepSample(images[few], known, subject.data.task, whose)
+        return run_sweeps(model, sample, settings.sweeps, settings.batch)
 
     moe = model.experts_and_router
     pictured = 0 if images.ndim == TEXT else settings.overlays
     return Result(
         images=len(images),
         items=packed_means(by_image, people),
-        **means(layers),
+        **layer_means(layers),
         layers=layers,
         overlays=spread_overlays(images, records, pictured, model.layout),
-        corresponding=corresponding(images[:CROPPED], finest(model.layouts), settings.seed),
-        chance=chance(moe.experts.number, getattr(moe.router, "k", None)),
-        augmentations=augmented(model, images, settings, parts, people),
-        sweeps=kept(parts, "sweeps", Sweep, tried),
+        corresponding=match_crops(images[:CROPPED], finest_layout(model.layouts), settings.seed),
+        chance=chance_matching(moe.experts.number, getattr(moe.router, "k", None)),
+        augmentations=augmented_rows(model, images, settings, parts, people),
+        sweeps=load_or_compute(parts, "sweeps", Sweep, tried),
     )
 
 
-def layers_of(
-    subject: Subject, records: tuple[RoutingRecord, ...], images: np.ndarray, settings: Routing
+def routing_layers(
+    subject: MeasuredSubject,
+    records: tuple[RoutingRecord, ...],
+    images: np.ndarray,
+    settings: Routing,
 ) -> tuple[list[RoutingLayer], list[dict[str, Tensor]]]:
     """Each MoE layer's use of its experts, its matches, and its agreement with the teacher.
 
     And the same metrics as one value an image, (N,), of each layer.
     """
     router = subject.model.experts_and_router.router
-    matches = matchings(subject.model, images, settings)
+    matches = view_matchings(subject.model, images, settings)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
     layers = []
     by_image = []
@@ -185,7 +193,7 @@ def layers_of(
         layer = RoutingLayer(**use.model_dump(), **shared)
         if teacher:
             theirs = match_tokens(teacher[place], record.probs.shape)
-            same = agreement(record.probs, theirs)
+            same = expert_agreement(record.probs, theirs)
             layer = layer.model_copy(update={"teacher_agreement": same})
             items["teacher_agreement"] = agreement_by_image(record.probs, theirs)
         layers.append(layer)
@@ -193,7 +201,7 @@ def layers_of(
     return layers, by_image
 
 
-def matchings(
+def view_matchings(
     model: Model, images: np.ndarray, settings: Routing
 ) -> Sequence[tuple[Matching, dict[str, Tensor]]]:
     """Return how often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4).
@@ -205,7 +213,7 @@ def matchings(
         return [(Matching(), {})] * layers
     asked = Augmentation(name="views", views=settings.views)
     views = two_views(images, asked, settings.seed)
-    _, records = predictions(model, views.images, settings.batch)
+    _, records = predict_in_batches(model, views.images, settings.batch)
     paired = layer_pairs(views.affines, model.layouts, special=False)
     return [
         (layer_matching(record, *pairs), matches_by_image(record, *pairs))
@@ -213,11 +221,11 @@ def matchings(
     ]
 
 
-def augmented(
+def augmented_rows(
     model: Model,
     images: np.ndarray,
     settings: Routing,
-    parts: Parts,
+    parts: PartStore,
     people: np.ndarray | None = None,
 ) -> tuple[AugmentedRow, ...]:
     """The matches under each augmentation; its draws do not depend on the others in the list."""
@@ -231,14 +239,14 @@ def augmented(
 
     if images.ndim == TEXT:
         return ()
-    chosen = [resolved(preset, images.ndim == 5) for preset in settings.augmentations]
+    chosen = [resolve_augmentation(preset, images.ndim == 5) for preset in settings.augmentations]
     return tuple(
-        kept(parts, f"views {asked.name}", AugmentedRow, lambda asked=asked: row(asked))
+        load_or_compute(parts, f"views {asked.name}", AugmentedRow, lambda asked=asked: row(asked))
         for asked in chosen
     )
 
 
-def means(layers: list[RoutingLayer]) -> dict[str, Any]:
+def layer_means(layers: list[RoutingLayer]) -> dict[str, Any]:
     """Means over the MoE layers; None where a layer has no value."""
     columns = {name: [getattr(layer, name) for layer in layers] for name in MEANS}
     return {

@@ -60,7 +60,7 @@ class Sizes(Config):
         return self
 
 
-class Row(Config):
+class SizeRow(Config):
     """What one model came to; None where it cannot be built here."""
 
     name: str
@@ -76,36 +76,36 @@ class Row(Config):
 class Result(Config):
     """One row a model, in the order of the settings."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SizeRow, ...]
 
 
 def measure(settings: Sizes) -> Result:
     """Every model. Raises UserError where its sizes do not fit together."""
-    return Result(rows=tuple(counted(one) for one in settings.models))
+    return Result(rows=tuple(count_sized_model(one) for one in settings.models))
 
 
-def counted(one: Sized) -> Row:
+def count_sized_model(one: Sized) -> SizeRow:
     """The counts of one model; a teacher routes in training only, so its routers are not active."""
     told = {"name": one.name, "reported": one.reported, "needs": one.needs, "why": one.why}
     if one.model is None:
-        return Row(**told)
-    model = built(one)
-    found = parameter_counts(model)
+        return SizeRow(**told)
+    model = build_on_meta(one)
+    counts = parameter_counts(model)
     layers = 0
     if model.moe is not None:
         layers = len(model.moe.indices(one.model.depth))
-        found["parameters"] += one.teacher_width * model.moe.experts.number * layers
+        counts["parameters"] += one.teacher_width * model.moe.experts.number * layers
     pixels = torch.empty(1, model.image.channels, *model.image.shape, device="meta")
     flops = flops_per_image(model, pixels)
-    return Row(
+    return SizeRow(
         **told,
-        **found,
+        **counts,
         flops_per_image=flops.whole,
         routing_flops_per_layer=flops.routing / layers if layers else None,
     )
 
 
-def built(one: Sized) -> BackboneModel:
+def build_on_meta(one: Sized) -> BackboneModel:
     """The model on the meta device, for colour images."""
     assert one.model is not None
     image = ImageSpec(

@@ -12,13 +12,13 @@ from moecore.core.records import RoutingRecord
 from moecore.data.corruptions.digital import to_uint8
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import Estimate, Parts, Subject, kept, why_not_flat
-from moecore.measure.exploring.overlays import Overlays, overlays
-from moecore.measure.noise_ramp import Ramp, changes_by_image, ramp, ramp_probs
-from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
+from moecore.measure.base import Estimate, MeasuredSubject, PartStore, load_or_compute, why_not_flat
+from moecore.measure.exploring.overlays import Overlays, overlay_experts
+from moecore.measure.noise_ramp import Ramp, changes_by_image, ramp_probs, summarize_ramps
+from moecore.measure.routing_metrics.expert_use import agreement_by_image, expert_agreement
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
-from moecore.statistics.crossed import kept_items
+from moecore.nn.predict import predict_in_batches
+from moecore.statistics.crossed import encode_items
 from moecore.tasks import AnyTask
 
 Sigma = Annotated[float, Field(gt=0, le=1)]
@@ -71,7 +71,7 @@ class NoiseRow(Config):
     selection_high: tuple[float | None, ...]
     agreement: float | None  # share of tokens with the same best expert; mean over layers
     agreement_by_layer: tuple[float, ...]
-    # Of score, selection_change and agreement one number an image, as ``kept_items`` packs them.
+    # Of score, selection_change and agreement one number an image, as ``encode_items`` packs them.
     items: dict[str, str] = {}
 
 
@@ -90,12 +90,12 @@ class Result(Config):
     overlays: tuple[NoisyOverlays, ...]  # clean first; none for a dense model
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: it needs flat images of one class each, whose probability is followed."""
     return why_not_flat(subject, "decision")
 
 
-def measure(subject: Subject, settings: Stability, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: Stability, parts: PartStore) -> Result:
     """Both kinds of noise, and pictures of the first."""
     model = subject.model
     test = subject.data.test
@@ -103,7 +103,7 @@ def measure(subject: Subject, settings: Stability, parts: Parts) -> Result:
     images = test.images[where]
     labels = model.targets(torch.from_numpy(test.labels[where]))
     drawn = noise_directions(where, images.shape[1:], settings.seed)
-    _, clean = predictions(model, images, settings.batch)
+    _, clean = predict_in_batches(model, images, settings.batch)
 
     def noisy(sigma: float) -> NoiseRow:
         pixels = add_noise(images, drawn, sigma)
@@ -112,21 +112,21 @@ def measure(subject: Subject, settings: Stability, parts: Parts) -> Result:
     def along() -> Ramp:
         sigmas = (settings.sigma_max * np.arange(settings.steps + 1) / settings.steps).tolist()
         probs = ramp_probs(model, images, drawn, sigmas, settings.batch)
-        return ramp(probs, labels, where, sigmas, settings.jump, few)
+        return summarize_ramps(probs, labels, where, sigmas, settings.jump, few)
 
     if settings.overlays:
         few = evenly_spaced_indices(len(labels), settings.overlays)
     else:
         few = np.array([], int)
     noise = tuple(
-        kept(parts, f"noise {sigma}", NoiseRow, lambda sigma=sigma: noisy(sigma))
+        load_or_compute(parts, f"noise {sigma}", NoiseRow, lambda sigma=sigma: noisy(sigma))
         for sigma in sorted(settings.sigmas)
     )
     return Result(
         images=len(labels),
         noise=noise,
-        ramp=kept(parts, "ramp", Ramp, along),
-        overlays=shown_under_noise(model, images[few], drawn[few], settings) if len(few) else (),
+        ramp=load_or_compute(parts, "ramp", Ramp, along),
+        overlays=noisy_overlays(model, images[few], drawn[few], settings) if len(few) else (),
     )
 
 
@@ -140,12 +140,12 @@ def noise_row(
     batch: int,
 ) -> NoiseRow:
     """The score on images with noise, and per MoE layer how far the choice of experts moved."""
-    prediction, noisy = predictions(model, pixels, batch)
+    prediction, noisy = predict_in_batches(model, pixels, batch)
     hits = task.scores(prediction, labels)
     score = task.interval(hits)
     moved = changes_by_image(clean, noisy)
     changes = [Estimate.of_mean(layer) for layer in moved]
-    same = [agreement(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
+    same = [expert_agreement(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
     return NoiseRow(
         sigma=sigma,
         score=score.value,
@@ -157,34 +157,34 @@ def noise_row(
         selection_high=[change.high for change in changes],
         agreement=float(np.mean(same)) if same else None,
         agreement_by_layer=same,
-        items=items_of(hits, moved, clean, noisy),
+        items=noise_items(hits, moved, clean, noisy),
     )
 
 
-def items_of(
+def noise_items(
     scores: Tensor,
     moved: list[Tensor],
     clean: tuple[RoutingRecord, ...],
     noisy: tuple[RoutingRecord, ...],
 ) -> dict[str, str]:
     """Scores (N,), and means over the MoE layers of what each image's routing does, packed."""
-    found = {"score": scores.double()}
+    columns = {"score": scores.double()}
     if moved:
         same = [agreement_by_image(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
-        found["selection_change"] = torch.stack(moved).mean(dim=0)
-        found["agreement"] = torch.stack(same).mean(dim=0)
-    return {name: kept_items(values.numpy()) for name, values in found.items()}
+        columns["selection_change"] = torch.stack(moved).mean(dim=0)
+        columns["agreement"] = torch.stack(same).mean(dim=0)
+    return {name: encode_items(values.numpy()) for name, values in columns.items()}
 
 
-def shown_under_noise(
+def noisy_overlays(
     model: Model, images: np.ndarray, drawn: Tensor, settings: Stability
 ) -> tuple[NoisyOverlays, ...]:
     """The images with their patches' experts, clean first; () for a dense model."""
     rows = []
     for sigma in (0.0, *sorted(settings.sigmas)):
         pixels = add_noise(images, drawn, sigma)
-        _, records = predictions(model, pixels, settings.batch)
+        _, records = predict_in_batches(model, pixels, settings.batch)
         if records:
-            shown = overlays(to_uint8(pixels.numpy()), records)
+            shown = overlay_experts(to_uint8(pixels.numpy()), records)
             rows.append(NoisyOverlays(sigma=sigma, **shown.model_dump()))
     return tuple(rows)

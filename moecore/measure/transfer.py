@@ -16,12 +16,12 @@ from torch import Tensor
 
 from moecore.attacks import Attack
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.target import Precision, Target, drawn_places
+from moecore.attacks.target import Precision, Target, draw_places
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Parts, kept
-from moecore.measure.under_attack.curves import Line, no_better, not_judged
+from moecore.measure.base import PartStore, load_or_compute
+from moecore.measure.under_attack.curves import AuditLine, is_no_better, unevaluated_line
 from moecore.nn.backbones.model import Model
 from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
@@ -53,7 +53,7 @@ class Scores(Config):
     scores: str | tuple[float, ...] = Field(description="one an image, as the task packs them")
 
 
-class Cell(Config):
+class TransferCell(Config):
     """Images made on the model of one method, scored by the model of another, or by itself."""
 
     made_on: str
@@ -74,11 +74,11 @@ class Result(Config):
     images: int
     methods: tuple[str, ...] = Field(description="whose models are attacked and score")
     skipped: dict[str, str] = Field(description="methods on whose model no image is made, and why")
-    cells: tuple[Cell, ...]
-    reading: Line
+    cells: tuple[TransferCell, ...]
+    reading: AuditLine
 
 
-class Made(NamedTuple):
+class TransferTargets(NamedTuple):
     """The models on the same images, and the images that were attacked on each."""
 
     targets: Mapping[str, Target]
@@ -86,7 +86,7 @@ class Made(NamedTuple):
 
 
 def measure(
-    models: Mapping[str, Model], data: Prepared, settings: Transfer, parts: Parts
+    models: Mapping[str, Model], data: Prepared, settings: Transfer, parts: PartStore
 ) -> Result:
     """Every pair of models by the names of their methods, a part each.
 
@@ -96,17 +96,17 @@ def measure(
     if reason := settings.attack.refuses(task):
         allowed = "fgsm, pgd or apgd with objective task, balance or routing_change"
         raise UserError(f"transfer.attack: {reason}; allowed: {allowed}")
-    made = prepared(models, data, settings)
+    made = prepare_transfer(models, data, settings)
     reasons = {name: settings.attack.does_not_apply(models[name], task) for name in models}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     left = {
-        (source, target): left_of(made, source, target, parts)
+        (source, target): transferred_scores(made, source, target, parts)
         for source in models
         if source not in skipped
         for target in models
     }
     people = next(iter(made.targets.values())).people
-    cells = cells_of(task, left, people)
+    cells = transfer_cells(task, left, people)
     return Result(
         task=task,
         attack=settings.attack.name,
@@ -115,20 +115,22 @@ def measure(
         methods=tuple(models),
         skipped=skipped,
         cells=cells,
-        reading=reading(task, cells),
+        reading=compare_with_direct(task, cells),
     )
 
 
-def prepared(models: Mapping[str, Model], data: Prepared, settings: Transfer) -> Made:
+def prepare_transfer(
+    models: Mapping[str, Model], data: Prepared, settings: Transfer
+) -> TransferTargets:
     """The targets; an attack is made when its images are first asked for."""
     test = data.test
-    places = drawn_places(len(test.labels), settings.images, settings.seed)
+    places = draw_places(len(test.labels), settings.images, settings.seed)
     images = test.images[places]
     labels = torch.from_numpy(test.labels[places])
     targets = {
         name: Target(
             model,
-            data.task.among(model.targets(labels)),
+            data.task.with_gallery(model.targets(labels)),
             images,
             model.targets(labels),
             settings.batch,
@@ -144,26 +146,26 @@ def prepared(models: Mapping[str, Model], data: Prepared, settings: Transfer) ->
     def attacked(name: str) -> Tensor:
         return targets[name].attacked(settings.attack, settings.epsilon)
 
-    return Made(targets, attacked)
+    return TransferTargets(targets, attacked)
 
 
-def left_of(made: Made, source: str, target: str, parts: Parts) -> Tensor:
+def transferred_scores(made: TransferTargets, source: str, target: str, parts: PartStore) -> Tensor:
     """Return what images made on ``source`` leave of the scores of ``target``; (N,)."""
     task = made.targets[target].task
 
     def compute() -> Scores:
-        left = made.targets[target].worst(made.images(source))
-        return Scores(scores=task.packed(left))
+        left = made.targets[target].worse_scores(made.images(source))
+        return Scores(scores=task.encode_scores(left))
 
-    found = kept(parts, f"{source} on {target}", Scores, compute).scores
-    return task.unpacked(
-        found if isinstance(found, str) else list(found), len(made.targets[target].labels)
+    scores = load_or_compute(parts, f"{source} on {target}", Scores, compute).scores
+    return task.decode_scores(
+        scores if isinstance(scores, str) else list(scores), len(made.targets[target].labels)
     )
 
 
-def cells_of(
+def transfer_cells(
     task: Task, left: Mapping[tuple[str, str], Tensor], people: np.ndarray | None = None
-) -> tuple[Cell, ...]:
+) -> tuple[TransferCell, ...]:
     """left: (source, target) → scores (N,); people: (N,), whose image each is, or None."""
     foreign = sum(source != target and (target, target) in left for source, target in left)
     # Bonferroni: of many pairs one in twenty would lie beyond a single interval by chance alone.
@@ -176,7 +178,7 @@ def cells_of(
         return Estimate.of(task.difference(scores, direct, level, people))
 
     return tuple(
-        Cell(
+        TransferCell(
             made_on=source,
             scored_by=target,
             score=Estimate.of(task.interval(scores, people)),
@@ -186,7 +188,7 @@ def cells_of(
     )
 
 
-def reading(task: Task, cells: tuple[Cell, ...]) -> Line:
+def compare_with_direct(task: Task, cells: tuple[TransferCell, ...]) -> AuditLine:
     """No attack from another model does more harm than the direct one, by more than chance."""
     foreign = {
         f"from {cell.made_on} on {cell.scored_by}": cell.difference
@@ -194,18 +196,18 @@ def reading(task: Task, cells: tuple[Cell, ...]) -> Line:
         if cell.made_on != cell.scored_by and cell.difference is not None
     }
     if not foreign:
-        return not_judged("transfer", "there is no second model that can be attacked")
-    stronger = [pair for pair, found in foreign.items() if beyond_chance(task, found)]
+        return unevaluated_line("transfer", "there is no second model that can be attacked")
+    stronger = [pair for pair, difference in foreign.items() if is_beyond_chance(task, difference)]
     text = f"{len(stronger)} of {len(foreign)} transferred attacks do more harm than the direct one"
     if stronger:
         text = f"{text}: {', '.join(stronger)}"
-    return Line(name="transfer", holds=not stronger, text=text)
+    return AuditLine(name="transfer", holds=not stronger, text=text)
 
 
-def beyond_chance(task: Task, difference: Estimate) -> bool:
+def is_beyond_chance(task: Task, difference: Estimate) -> bool:
     """Return whether the whole interval of (transferred − direct) is on the side of the worse
     scores.
     """
     limit = difference.high if task.score.better == "higher" else difference.low
     value = difference.value if limit is None else limit
-    return value != 0 and no_better(task, value, 0.0)
+    return value != 0 and is_no_better(task, value, 0.0)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.nn.backbones.language_model import LanguageTransformer
-from moecore.nn.predict import batches, device_of, evaluating, words_at_once
+from moecore.nn.predict import eval_mode, image_batches, model_device, words_at_once
 
 FITTED = 2**14  # tokens of the validation text that the temperature, one number, is fitted to
 
 
-class Tokens(NamedTuple):
+class FinalTokens(NamedTuple):
     """Final tokens (N, M, d) of blocks, on the model's device, and the words after them (N, M)."""
 
     model: LanguageTransformer
@@ -42,25 +42,25 @@ class Tokens(NamedTuple):
             total += float((mean - chosen).double().sum())
         return total / self.labels.numel()
 
-    def answers(self, *temperatures: float) -> list["Answers"]:
+    def answers(self, *temperatures: float) -> list["AnswerValues"]:
         """Return what the logits over each temperature are worth."""
-        found: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
+        by_temperature: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
         for logits, right in self.parts():
-            for each, temperature in zip(found, temperatures, strict=True):
+            for each, temperature in zip(by_temperature, temperatures, strict=True):
                 scaled = (logits / temperature).log_softmax(dim=1)
                 own = scaled.gather(1, right[:, None])[:, 0]
                 best, place = scaled.max(dim=1)
                 squares = scaled.exp_().square().sum(dim=1) - 2 * own.exp() + 1
                 each.append((-own, squares, best.exp(), place == right))
-        return [self._joined(each) for each in found]
+        return [self._concat_answers(each) for each in by_temperature]
 
-    def _joined(self, parts: list[tuple[Tensor, ...]]) -> "Answers":
+    def _concat_answers(self, parts: list[tuple[Tensor, ...]]) -> "AnswerValues":
         every = [torch.cat(one).cpu().view(self.labels.shape) for one in zip(*parts, strict=True)]
         nats, squares, sure, hits = every
-        return Answers(nats.double(), squares.double(), sure.double(), hits)
+        return AnswerValues(nats.double(), squares.double(), sure.double(), hits)
 
 
-class Answers(NamedTuple):
+class AnswerValues(NamedTuple):
     """Of every token, (N, M); of an image, (N,)."""
 
     nats: Tensor
@@ -69,18 +69,18 @@ class Answers(NamedTuple):
     hits: Tensor  # bool, whether that is the right word
 
 
-def tokens_of(
+def final_tokens(
     model: LanguageTransformer, split: Split, batch: int, most: int | None = None
-) -> Tokens:
+) -> FinalTokens:
     """The final tokens of a split, in evaluation mode and fp32; of blocks evenly spread over it
     with ``most`` tokens together.
     """
     block = split.labels.shape[1]
     where = evenly_spaced_indices(len(split.labels), most and max(1, most // block))
-    device = device_of(model)
-    found = []
-    with evaluating(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        for words in batches(np.array(split.images[where]), batch, device):
-            found.append(model.encode(words)[0].float())
+    device = model_device(model)
+    chunks = []
+    with eval_mode(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        for words in image_batches(np.array(split.images[where]), batch, device):
+            chunks.append(model.encode(words)[0].float())
     labels = torch.from_numpy(np.array(split.labels[where])).long().to(device)
-    return Tokens(model, torch.cat(found), labels)
+    return FinalTokens(model, torch.cat(chunks), labels)

@@ -18,11 +18,11 @@ from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import END, UNKNOWN, block_windows, read_vocabulary
-from moecore.measure.base import Estimate, Parts, Subject, kept
+from moecore.measure.base import Estimate, MeasuredSubject, PartStore, load_or_compute
 from moecore.measure.noise_ramp import changes_by_image
 from moecore.measure.routing_metrics.expert_use import agreement_by_image
-from moecore.nn.predict import blocks_read
-from moecore.statistics.crossed import kept_items
+from moecore.nn.predict import read_text_blocks
+from moecore.statistics.crossed import encode_items
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -44,7 +44,7 @@ class WordSwaps(Config):
     seed: int = Field(0, ge=0, description="Of the words; every method sees the same.")
 
 
-class Swapped(Config):
+class SwapRow(Config):
     """The text with so many words swapped; lists have a value per MoE layer, none for a dense
     model.
     """
@@ -65,15 +65,15 @@ class Result(Config):
     candidates: int  # words of the text that may be swapped
     nats: Estimate
     perplexity: float
-    rows: tuple[Swapped, ...]
+    rows: tuple[SwapRow, ...]
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: it needs a text."""
     return None if subject.data.task.long else "the data is no text, and words are swapped"
 
 
-def measure(subject: Subject, settings: WordSwaps, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: WordSwaps, parts: PartStore) -> Result:
     """Nats and routing of the test text, clean and with words swapped."""
     test = subject.data.test
     where = evenly_spaced_indices(len(test.labels), settings.images)
@@ -81,33 +81,33 @@ def measure(subject: Subject, settings: WordSwaps, parts: Parts) -> Result:
     tokens = np.array(subject.data.tokens("test"))
     vocabulary = read_vocabulary(subject.data.folder, subject.data.task.outputs)
     unknown = vocabulary.index(UNKNOWN)
-    places = candidates(tokens, vocabulary)
+    places = swappable_places(tokens, vocabulary)
     order = np.random.default_rng(settings.seed).permutation(places)
-    clean, routed = blocks_read(subject.model, np.array(test.images[where]), labels)
+    clean, routed = read_text_blocks(subject.model, np.array(test.images[where]), labels)
 
-    def row(share: float) -> Swapped:
+    def row(share: float) -> SwapRow:
         chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
         other = tokens.copy()
         other[chosen] = unknown
         context, block = test.images.shape[1] - 1, test.images.shape[2]
         images = np.array(block_windows(other, block, context)[0][where])
-        nats, records = blocks_read(subject.model, images, labels)
-        return swapped(share, len(chosen), nats, nats - clean, routed, records)
+        nats, records = read_text_blocks(subject.model, images, labels)
+        return swap_row(share, len(chosen), nats, nats - clean, routed, records)
 
-    found = Estimate.of_mean(clean, is_share=False)
+    clean_nats = Estimate.of_mean(clean, is_share=False)
     return Result(
         blocks=len(where),
         candidates=len(places),
-        nats=found,
-        perplexity=float(np.exp(found.value)),
+        nats=clean_nats,
+        perplexity=float(np.exp(clean_nats.value)),
         rows=[
-            kept(parts, f"share {share}", Swapped, lambda share=share: row(share))
+            load_or_compute(parts, f"share {share}", SwapRow, lambda share=share: row(share))
             for share in sorted(settings.shares)
         ],
     )
 
 
-def candidates(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
+def swappable_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
     """Places of the words of a text (n,) that may be swapped, in their order: no stop words
     (scikit-learn's English list), no punctuation, not what is unknown anyway.
     """
@@ -120,14 +120,14 @@ def candidates(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
     return np.flatnonzero(may[tokens])
 
 
-def swapped(
+def swap_row(
     share: float,
     words: int,
     nats: Tensor,
     lost: Tensor,
     clean: tuple[RoutingRecord, ...],
     other: tuple[RoutingRecord, ...],
-) -> Swapped:
+) -> SwapRow:
     """The row of a share. nats, lost: (N,) fp64; clean, other: a record a layer."""
     items = {"nats": nats, "lost": lost}
     moved = changes_by_image(clean, other)
@@ -137,13 +137,13 @@ def swapped(
         alike = torch.stack([agreement_by_image(a.probs, b.probs) for a, b in pairs])
         same = float(alike.mean())
         items["selection_change"] = torch.stack(moved).mean(dim=0)
-    found = Estimate.of_mean(nats, is_share=False)
-    return Swapped(
+    mean_nats = Estimate.of_mean(nats, is_share=False)
+    return SwapRow(
         share=share,
         words=words,
-        nats=found,
-        perplexity=float(np.exp(found.value)),
+        nats=mean_nats,
+        perplexity=float(np.exp(mean_nats.value)),
         selection_change=[Estimate.of_mean(layer) for layer in moved],
         agreement=same,
-        items={name: kept_items(values.numpy()) for name, values in items.items()},
+        items={name: encode_items(values.numpy()) for name, values in items.items()},
     )

@@ -22,13 +22,13 @@ from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.measure.base import Estimate, Parts, Subject
-from moecore.nn.predict import predictions
-from moecore.statistics.crossed import kept_items
+from moecore.measure.base import Estimate, MeasuredSubject, PartStore
+from moecore.nn.predict import predict_in_batches
+from moecore.statistics.crossed import encode_items
 from moecore.statistics.intervals import mean_share
 from moecore.tasks.classification import BEST
 from moecore.tasks.image_text import ImageText
-from moecore.tasks.recall import cosines
+from moecore.tasks.recall import cosine_matrix
 
 Labelled = Annotated[
     FashionMnist | Digits | ImageFolder | Cifar | Imagenet, Field(discriminator="kind")
@@ -82,17 +82,17 @@ class Result(Config):
     top5: Estimate | None  # None for five classes at most
     chance: float
     rows: tuple[ClassRow, ...]
-    items: str | None = None  # 1 or 0 an image, as ``kept_items`` packs them
+    items: str | None = None  # 1 or 0 an image, as ``encode_items`` packs them
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """Why not, in words: it needs captions."""
     if isinstance(subject.data.task, ImageText):
         return None
     return "the images have no captions, so there is no text tower to ask"
 
 
-def measure(subject: Subject, settings: ZeroShot, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: ZeroShot, parts: PartStore) -> Result:
     """Accuracy of the class whose prompts lie nearest. Raises UserError for images of other
     channels, and as many names as there are no classes.
     """
@@ -102,19 +102,19 @@ def measure(subject: Subject, settings: ZeroShot, parts: Parts) -> Result:
         sized.prepare(Path(folder))
         data = Prepared.open(folder)
         if data.card["channels"] != image.channels:
-            found = f"images of {data.card['channels']} channels"
-            raise UserError(f"zero_shot.source: found {found}; allowed: {image.channels}")
+            problem = f"images of {data.card['channels']} channels"
+            raise UserError(f"zero_shot.source: found {problem}; allowed: {image.channels}")
         where = evenly_spaced_indices(len(data.test.labels), settings.images)
         images = np.asarray(data.test.images[where])
         labels = torch.from_numpy(np.array(data.test.labels[where]))
         names = settings.names or data.task.classes
         about = data.card["name"]
     if len(names) != data.task.outputs:
-        found = f"found {len(names)} names"
-        raise UserError(f"zero_shot.names: {found}; allowed: {data.task.outputs}, one a class")
+        problem = f"found {len(names)} names"
+        raise UserError(f"zero_shot.names: {problem}; allowed: {data.task.outputs}, one a class")
     classes, unknown = class_sides(subject, names, settings.templates)
-    sides, _ = predictions(subject.model, images, settings.batch, routing=False)
-    order = cosines(sides, classes).argsort(dim=1, descending=True, stable=True)
+    sides, _ = predict_in_batches(subject.model, images, settings.batch, routing=False)
+    order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
     right = order[:, 0] == labels
     among = (order[:, :BEST] == labels[:, None]).any(dim=1)
     return Result(
@@ -133,12 +133,12 @@ def measure(subject: Subject, settings: ZeroShot, parts: Parts) -> Result:
             )
             for number, name in enumerate(names)
         ],
-        items=kept_items(right.double().numpy()),
+        items=encode_items(right.double().numpy()),
     )
 
 
 def class_sides(
-    subject: Subject, names: tuple[str, ...], templates: tuple[str, ...]
+    subject: MeasuredSubject, names: tuple[str, ...], templates: tuple[str, ...]
 ) -> tuple[Tensor, list[int]]:
     """The text side (K, w + 3) of each class, the mean of its prompts' unit vectors, and how many
     of its words are unknown.

@@ -21,7 +21,7 @@ TIE = 1e-5
 FLAT = 1e-6  # |det| relative to ‖linear part‖^D below which an affine counts as singular
 
 
-class Partners(NamedTuple):
+class PatchPartners(NamedTuple):
     """For each patch of image 1, the view of higher resolution, its nearest patch in image 2, the
     other view.
     """
@@ -41,7 +41,7 @@ class TokenPairs(NamedTuple):
     found: Tensor  # (B, T') bool
 
 
-def partners(affines_1: Tensor, affines_2: Tensor, layout: Layout) -> Partners:
+def match_patches(affines_1: Tensor, affines_2: Tensor, layout: Layout) -> PatchPartners:
     """Each patch centre of image 1 goes through R₂ · R₁⁻¹ to the nearest patch centre of image 2,
     or to none outside it.
 
@@ -53,7 +53,7 @@ def partners(affines_1: Tensor, affines_2: Tensor, layout: Layout) -> Partners:
     """
     ours = affines_1.double()
     theirs = affines_2.double()
-    _same_axes(ours, theirs, layout)
+    _check_axes(ours, theirs, layout)
     areas = _expansion(ours, 1), _expansion(theirs, 2)
     swapped = areas[1] > areas[0] * (1 + TIE)
     turn = swapped[:, None, None]
@@ -61,23 +61,23 @@ def partners(affines_1: Tensor, affines_2: Tensor, layout: Layout) -> Partners:
     coarse = torch.where(turn, ours, theirs)
     # inv_ex: plain inv would make the host wait for the device
     move = coarse @ torch.linalg.inv_ex(fine).inverse
-    places = _centres(layout, ours.device) @ move[:, :-1, :-1].mT + move[:, None, :-1, -1]
-    index, found = _nearest(places, layout)
-    return Partners(index, found, swapped)
+    places = _patch_centres(layout, ours.device) @ move[:, :-1, :-1].mT + move[:, None, :-1, -1]
+    index, inside = _nearest_patches(places, layout)
+    return PatchPartners(index, inside, swapped)
 
 
-def origins(affines: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def patch_origins(affines: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """The patch of the original image in which each patch centre of a view lies.
 
     affines: (B, D+1, D+1), original to view.  Returns (B, P) int64, 0 where there is none, and
     (B, P) bool, whether there is one.  Raises UserError where an affine cannot be undone.
     """
     views = affines.double()
-    _same_axes(views, views, layout)
+    _check_axes(views, views, layout)
     _expansion(views, 1)
     back = torch.linalg.inv_ex(views).inverse
-    places = _centres(layout, views.device) @ back[:, :-1, :-1].mT + back[:, None, :-1, -1]
-    return _nearest(places, layout)
+    places = _patch_centres(layout, views.device) @ back[:, :-1, :-1].mT + back[:, None, :-1, -1]
+    return _nearest_patches(places, layout)
 
 
 def token_pairs(affines: Tensor, layout: Layout, special: bool) -> TokenPairs:
@@ -91,7 +91,7 @@ def token_pairs(affines: Tensor, layout: Layout, special: bool) -> TokenPairs:
             "even number"
         )
     count = len(affines) // 2
-    index, found, swapped = partners(affines[:count], affines[count:], layout)
+    index, inside, swapped = match_patches(affines[:count], affines[count:], layout)
     patches = torch.arange(index.shape[1], device=index.device)
     number = layout.special if special else 0
     special_tokens = torch.arange(number, device=index.device).expand(count, -1)
@@ -104,7 +104,7 @@ def token_pairs(affines: Tensor, layout: Layout, special: bool) -> TokenPairs:
     first = torch.cat([own_patches, special_tokens], dim=1) + start_1
     second = torch.cat([layout.special + index, special_tokens], dim=1) + start_2
     always = torch.ones_like(special_tokens, dtype=torch.bool)
-    return TokenPairs(first, second, torch.cat([found, always], dim=1))
+    return TokenPairs(first, second, torch.cat([inside, always], dim=1))
 
 
 def layer_pairs(
@@ -113,14 +113,14 @@ def layer_pairs(
     """``token_pairs`` and the layout of each of the layers; computed once for layers that are
     alike.
     """
-    found: dict[Layout, TokenPairs] = {}
+    pairs_by_layout: dict[Layout, TokenPairs] = {}
     for layout in layouts:
-        if layout not in found:
-            found[layout] = token_pairs(affines, layout, special)
-    return [(found[layout], layout) for layout in layouts]
+        if layout not in pairs_by_layout:
+            pairs_by_layout[layout] = token_pairs(affines, layout, special)
+    return [(pairs_by_layout[layout], layout) for layout in layouts]
 
 
-def sides(values: Tensor, pairs: TokenPairs, layout: Layout) -> tuple[Tensor, Tensor]:
+def paired_values(values: Tensor, pairs: TokenPairs, layout: Layout) -> tuple[Tensor, Tensor]:
     """Both sides of each pair, 2 × (B, T', E), of values (2B, T, E).
 
     Raises UserError where the values do not fit the layout.
@@ -157,7 +157,7 @@ def match_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
     )
 
 
-def _same_axes(ours: Tensor, theirs: Tensor, layout: Layout) -> None:
+def _check_axes(ours: Tensor, theirs: Tensor, layout: Layout) -> None:
     side = len(layout.grid) + 1
     if ours.shape != theirs.shape or ours.shape[1:] != (side, side):
         raise UserError(
@@ -177,32 +177,34 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
         assert_on_device(sound.all(), "correspondence: an affine is singular")
     elif not sound.all():
         image = int((~sound).nonzero()[0])
-        found = f"the affine of view {view} of image {image} is singular: {affines[image].tolist()}"
-        raise UserError(f"correspondence: {found}; allowed: maps that can be undone")
+        problem = (
+            f"the affine of view {view} of image {image} is singular: {affines[image].tolist()}"
+        )
+        raise UserError(f"correspondence: {problem}; allowed: maps that can be undone")
     return expansion
 
 
-def _sides(layout: Layout) -> list[float]:
+def _patch_sides(layout: Layout) -> list[float]:
     return [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
 
 
-def _centres(layout: Layout, device: torch.device) -> Tensor:
+def _patch_centres(layout: Layout, device: torch.device) -> Tensor:
     """Patch centres (P, D) in pixels, last axis fastest."""
     axes = [
         (torch.arange(patches, device=device, dtype=torch.float64) + 0.5) * side
-        for patches, side in zip(layout.grid, _sides(layout), strict=True)
+        for patches, side in zip(layout.grid, _patch_sides(layout), strict=True)
     ]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
 
 
-def _nearest(places: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _nearest_patches(places: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """The patch (B, P) in which each place (B, P, D) lies, whose centre is the nearest on a regular
     grid, and whether it lies in any.
     """
     index = torch.zeros((), dtype=torch.int64, device=places.device)
-    found = torch.ones((), dtype=torch.bool, device=places.device)
-    for axis, (patches, side) in enumerate(zip(layout.grid, _sides(layout), strict=True)):
+    inside = torch.ones((), dtype=torch.bool, device=places.device)
+    for axis, (patches, side) in enumerate(zip(layout.grid, _patch_sides(layout), strict=True)):
         place = places[..., axis]
-        found = (place >= 0) & (place < layout.size[axis]) & found
+        inside = (place >= 0) & (place < layout.size[axis]) & inside
         index = index * patches + (place / side).floor().clamp(0, patches - 1).long()
-    return torch.where(found, index, 0), found
+    return torch.where(inside, index, 0), inside

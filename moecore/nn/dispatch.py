@@ -15,7 +15,7 @@ from torch.autograd import Function
 from moecore.nn.kernels.grouped import rows_at_once, to_autocast
 
 
-class Pairs(NamedTuple):
+class RowPairs(NamedTuple):
     """Which pair of token and choice each row stands for: order (R,), of B · T · k; shape
     (B, T, k).
     """
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     values: Tensor
     offsets: Tensor
     projected: bool = False
-    pairs: Pairs | None = None  # None: rows are no pairs
+    pairs: RowPairs | None = None  # None: rows are no pairs
 
 
 class SparsePlan(NamedTuple):
@@ -44,7 +44,7 @@ class SparsePlan(NamedTuple):
     A pair beyond the capacity keeps its row with weight 0: the expert computes it and
     nobody reads it. So on a GPU the number of rows never depends on the data (no wait for the
     device, no tail that grouped_mm would leave uninitialised). On a CPU every expert's rows are
-    padded (see ``rounded``) with the first token; these too are computed and never read.
+    padded (see ``round_row_counts``) with the first token; these too are computed and never read.
     """
 
     order: Tensor  # (R,) the pair token·k + choice of each row; 0 for padding
@@ -63,14 +63,14 @@ class SparsePlan(NamedTuple):
         None where all are.
         """
         # stable: within an expert the tokens keep their order, so sums do not depend on the sort
-        by_expert, pairs = torch.sort(_sortable(experts.flatten(), number), stable=True)
+        by_expert, pairs = torch.sort(_sort_keys(experts.flatten(), number), stable=True)
         numbers = torch.arange(number, dtype=by_expert.dtype, device=experts.device)
         ends = torch.searchsorted(by_expert, numbers, right=True)
         places = torch.arange(len(pairs), device=experts.device)
         order, offsets = pairs, ends
         if places.is_cpu and not torch.compiler.is_compiling():
             sizes = ends.diff(prepend=ends.new_zeros(1))
-            offsets = rounded(sizes).cumsum(0)
+            offsets = round_row_counts(sizes).cumsum(0)
             # how far padding before an expert shifts its rows
             moved = torch.cat([ends.new_zeros(1), (offsets - ends)[:-1]])
             places = places + moved.index_select(0, by_expert)
@@ -88,18 +88,18 @@ class SparsePlan(NamedTuple):
         Under autocast the rows have its dtype: to round N tokens is cheaper than to round R rows.
         """
         flat = to_autocast(tokens).flatten(0, 1)
-        values = _Gather.apply(flat, self.tokens, self.rows, self.weights.shape[-1])
-        return Rows(values, self.offsets, pairs=Pairs(self.order, tuple(self.weights.shape)))
+        values = _GatherTokens.apply(flat, self.tokens, self.rows, self.weights.shape[-1])
+        return Rows(values, self.offsets, pairs=RowPairs(self.order, tuple(self.weights.shape)))
 
     def combine(self, rows: Tensor) -> Tensor:
         """Rows (R, d) to tokens (B, T, d) in the rows' dtype; the weighted sum over choices is
         taken in the weights' (fp32).
         """
-        tokens = _Combine.apply(rows, self.weights.flatten(0, 1), self.tokens, self.rows)
+        tokens = _WeightedSum.apply(rows, self.weights.flatten(0, 1), self.tokens, self.rows)
         return tokens.view(*self.weights.shape[:2], rows.shape[-1])
 
 
-def rounded(sizes: Tensor) -> Tensor:
+def round_row_counts(sizes: Tensor) -> Tensor:
     """Numbers of rows on a CPU, int64, each rounded up to one of few.
 
     oneDNN compiles a kernel for every new number of rows (0.6 to 0.9 ms, against 0.03 to 0.1 ms for
@@ -112,7 +112,7 @@ def rounded(sizes: Tensor) -> Tensor:
     return (sizes + step - 1).div(step, rounding_mode="floor").mul(step)
 
 
-class _Gather(Function):
+class _GatherTokens(Function):
     """tokens (N, d) -> rows (R, d); the gradient of a token is the sum over its k rows."""
 
     @staticmethod
@@ -132,7 +132,7 @@ class _Gather(Function):
         return reduce(torch.add, parts), None, None, None
 
 
-class _Combine(Function):
+class _WeightedSum(Function):
     """rows (R, d), weights (N, k) -> tokens (N, d); both gradients start from the tokens' gradient
     gathered to the rows.
     """
@@ -163,18 +163,18 @@ class _Combine(Function):
             gathered = grad.index_select(0, tokens).to(weights.dtype)
             scaled.append((gathered * scale).to(values.dtype))
             products.append((gathered * part).sum(dim=-1))
-        to_weights = whole(products).index_select(0, rows).view_as(weights)
-        return whole(scaled), to_weights, None, None
+        to_weights = cat_or_single(products).index_select(0, rows).view_as(weights)
+        return cat_or_single(scaled), to_weights, None, None
 
 
-def whole(pieces: list[Tensor]) -> Tensor:
+def cat_or_single(pieces: list[Tensor]) -> Tensor:
     """The pieces one after the other; a single one as it is, without a copy."""
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces)
 
 
-def _sortable(experts: Tensor, number: int) -> Tensor:
+def _sort_keys(experts: Tensor, number: int) -> Tensor:
     """The ids in as few bytes as hold them on CUDA, where each byte of a key is one more pass of
     the sort; elsewhere as they are.
     """

@@ -8,8 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 # Random draws, which nobody sees of a model without values
-IN_PLACE = (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_)
-NEW = (torch.randn, torch.rand)
+IN_PLACE_DRAWS = (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_)
+NEW_DRAWS = (torch.randn, torch.rand)
 
 
 @contextmanager
@@ -29,9 +29,9 @@ class _NoDraws(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         named = dict(kwargs or {})
-        if func in IN_PLACE or getattr(func, "__module__", "") == torch.nn.init.__name__:
+        if func in IN_PLACE_DRAWS or getattr(func, "__module__", "") == torch.nn.init.__name__:
             return args[0] if args else named["tensor"]
-        if func in NEW:
+        if func in NEW_DRAWS:
             named.pop("generator", None)
             return torch.empty(*args, **named)
         return func(*args, **named)

@@ -27,7 +27,7 @@ STREAMS = 32  # read together where one text is
 VOXELS = 2**24  # of a batch of volumes: 64 of 64³, 64 MiB in fp32
 
 
-def predictions(
+def predict_in_batches(
     model: nn.Module, images, batch: int, routing: bool = True, prediction: bool = True
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Logits and routing records of a model over all images, in evaluation mode, in fp32.
@@ -46,8 +46,8 @@ def predictions(
     logits = []
     records = []
     batch = whole_groups(model, batch)
-    with evaluating(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
-        for pixels in batches(images, batch, device_of(model)):
+    with eval_mode(model), torch.no_grad(), torch.autocast(model_device(model).type, enabled=False):
+        for pixels in image_batches(images, batch, model_device(model)):
             if prediction:
                 output = model(pixels)
                 logits.append(output.prediction.float().cpu())
@@ -57,25 +57,29 @@ def predictions(
                 kept = model.routing_of(pixels)
             kept = kept if routing else ()
             records.append(tuple(RoutingRecord(*(f.cpu() for f in record)) for record in kept))
-    return torch.cat(logits) if prediction else torch.empty(0), joined(records)
+    return torch.cat(logits) if prediction else torch.empty(0), concat_records(records)
 
 
-def scores_of_blocks(model: Model, images, labels: Tensor) -> Tensor:
+def text_block_scores(model: Model, images, labels: Tensor) -> Tensor:
     """Mean nats per word of each block of a text, (N,) fp64, in evaluation mode, in fp32; of
     predictions that are not kept. images: (N, C, M), labels (N, M), of a split.
     """
-    return torch.cat([scores for scores, _ in _block_by_block(model, images, labels)])
+    return torch.cat([scores for scores, _ in _iterate_blocks(model, images, labels)])
 
 
-def blocks_read(model: Model, images, labels: Tensor) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-    """Return ``scores_of_blocks``, and one record of fields (N, T, E) per MoE layer, on the CPU."""
-    read = list(_block_by_block(model, images, labels))
+def read_text_blocks(
+    model: Model, images, labels: Tensor
+) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+    """Return ``text_block_scores``, and one record of fields (N, T, E) per MoE layer, on the
+    CPU.
+    """
+    read = list(_iterate_blocks(model, images, labels))
     records = [tuple(RoutingRecord(*(f.cpu() for f in layer)) for layer in own) for _, own in read]
-    return torch.cat([scores for scores, _ in read]), joined(records)
+    return torch.cat([scores for scores, _ in read]), concat_records(records)
 
 
 @torch.no_grad()
-def perplexity(
+def text_perplexity(
     model: LanguageTransformer, tokens: Tensor, streams: int, whole: bool = True
 ) -> float:
     """exp of the mean nats of the next tokens of a text (n,), in evaluation mode, in fp32.
@@ -91,22 +95,24 @@ def perplexity(
         least = block
     if length <= least:
         most = len(tokens) // (block + 1)
-        found = f"the text has {len(tokens):,} words, and {streams} streams read it"
-        raise UserError(f"perplexity: {found}; allowed: 1 to {most} streams of a block of {block}")
+        problem = f"the text has {len(tokens):,} words, and {streams} streams read it"
+        raise UserError(
+            f"perplexity: {problem}; allowed: 1 to {most} streams of a block of {block}"
+        )
     known = length - 1 if not whole else (length - 1) // block * block  # words with one after them
     number = math.ceil(known / block)
-    text = tokens[: streams * length].view(streams, length).long().to(device_of(model))
+    text = tokens[: streams * length].view(streams, length).long().to(model_device(model))
     words, right = (
         pad(text[:, start : start + known], (0, number * block - known), value=-1).view(
             streams, number, block
         )
         for start in (0, 1)
     )
-    parts = max(1, min(number, STREAMS // streams)) if coupled(model) == 1 else 1
+    parts = max(1, min(number, STREAMS // streams)) if coupled_images(model) == 1 else 1
     size, lead = math.ceil(number / parts), model.reach if parts > 1 else 0
-    states = model.nothing(streams * parts, text.device)
+    states = model.initial_states(streams * parts, text.device)
     total, count = 0.0, 0
-    with evaluating(model):
+    with eval_mode(model):
         for place in range(-lead, size):
             at = torch.arange(parts, device=text.device) * size + place
             there = ((at >= 0) & (at < number))[:, None]
@@ -114,12 +120,12 @@ def perplexity(
             (final, _, _), states = model.read(own, states, before=max(0, -place))
             labels = right[:, at.clamp(0, number - 1)].where(there, -1).flatten(0, 1)
             if place >= 0:
-                nats = _nats(model, final[labels >= 0], labels[labels >= 0])
+                nats = _word_nats(model, final[labels >= 0], labels[labels >= 0])
                 total, count = total + float(nats.sum()), count + len(nats)
     return math.exp(total / count)
 
 
-def _nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
+def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
     """Of each word that follows the final tokens (n, d): (n,) fp64. Few logits are there at a time,
     so that they stay in the cache: five times as fast.
     """
@@ -138,22 +144,22 @@ def words_at_once(outputs: int, device: torch.device) -> int:
     return max(LEAST, logits // outputs)
 
 
-def _block_by_block(
+def _iterate_blocks(
     model: Model, images, labels: Tensor
 ) -> Iterator[tuple[Tensor, tuple[RoutingRecord, ...]]]:
     assert isinstance(model, LanguageTransformer)
     size = max(1, TOKENS // math.prod(images.shape[1:]))
-    with evaluating(model), torch.no_grad(), torch.autocast(device_of(model).type, enabled=False):
+    with eval_mode(model), torch.no_grad(), torch.autocast(model_device(model).type, enabled=False):
         for words, right in zip(
-            batches(images, size, device_of(model)), labels.split(size), strict=True
+            image_batches(images, size, model_device(model)), labels.split(size), strict=True
         ):
             tokens, records, _ = model.encode(words)
             own = right.long().to(words.device)
-            nats = _nats(model, tokens.flatten(0, 1), own.flatten())
+            nats = _word_nats(model, tokens.flatten(0, 1), own.flatten())
             yield nats.view(own.shape).mean(dim=1).cpu(), records
 
 
-def batches(images, size: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+def image_batches(images, size: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
     """Images in order, at most ``size`` at a time, as fp32 in [0, 1] on ``device``; uint8 is
     divided by 255.
 
@@ -179,16 +185,16 @@ def whole_groups(model: nn.Module, batch: int) -> int:
 
     So that the same images meet, whatever the batch.
     """
-    group = coupled(model)
+    group = coupled_images(model)
     return max(1, batch // group) * group
 
 
-def coupled(model: nn.Module) -> int:
+def coupled_images(model: nn.Module) -> int:
     """Images whose predictions depend on each other in evaluation mode; 1 where none do."""
     return math.lcm(*(getattr(module, "coupled", 1) for module in model.modules()))
 
 
-def joined(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...]:
+def concat_records(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...]:
     """Records of consecutive batches as the records of all images, layer by layer."""
     return tuple(
         RoutingRecord(*(torch.cat(field) for field in zip(*layer, strict=True)))
@@ -196,18 +202,18 @@ def joined(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...
     )
 
 
-def device_of(model: nn.Module) -> torch.device:
+def model_device(model: nn.Module) -> torch.device:
     """Return where the model's parameters lie (the CPU where it has none)."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; afterwards every module's own mode and the global random state are as
     before.
     """
     modes = [(module, module.training) for module in model.modules()]
-    device = device_of(model)
+    device = model_device(model)
     forked = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=forked):
         model.eval()

@@ -14,7 +14,7 @@ from moecore.core.encoded_arrays import encode_arrays
 from moecore.core.records import Layout, RoutingRecord
 from moecore.tasks.base import Task
 
-KEPT = 8  # experts of a token: all of eight, the first eight of more
+EXPERTS_PER_TOKEN = 8  # experts of a token: all of eight, the first eight of more
 ANSWERS = 3  # classes of an image
 BYTE = 255  # experts that a byte can number; one value means that none processed the token
 CHOSEN = 128  # the highest bit of a mark
@@ -26,10 +26,10 @@ class Trace(Config):
 
     answers: tuple[tuple[int, ...], ...]  # of each image, the best first: places in task.answers
     values: tuple[tuple[float, ...], ...]  # their probabilities; of a real target the prediction
-    layers: tuple[str, ...]  # of each MoE layer what ``packed_record`` says
+    layers: tuple[str, ...]  # of each MoE layer what ``encode_record`` says
 
 
-def trace(
+def trace_images(
     prediction: Tensor,
     records: tuple[RoutingRecord, ...],
     task: Task,
@@ -37,31 +37,32 @@ def trace(
 ) -> Trace:
     """prediction: (N, K); records: fields (N, T, E), of the same images; all on the CPU.
 
-    layouts: where the tokens of each layer lie, if they may differ; then as ``on_one_grid`` says.
+    layouts: where the tokens of each layer lie, if they may differ; then as ``spread_to_one_grid``
+    says.
     """
-    answers, values = answered(prediction, task)
+    answers, values = best_answers(prediction, task)
     if layouts:
-        records = on_one_grid(records, layouts)
+        records = spread_to_one_grid(records, layouts)
     return Trace(
         answers=answers.tolist(),
         values=[[round(value, 4) for value in row] for row in values.tolist()],
-        layers=[packed_record(record) for record in records],
+        layers=[encode_record(record) for record in records],
     )
 
 
-def on_one_grid(
+def spread_to_one_grid(
     records: tuple[RoutingRecord, ...], layouts: Sequence[Layout]
 ) -> tuple[RoutingRecord, ...]:
     """The records of layers that lie as ``layouts`` say, all with the tokens of the finest: a
     coarser layer's token stands at each patch that it covers.
     """
-    fine = finest(layouts)
+    fine = finest_layout(layouts)
     return tuple(
         spread_tokens(record, layout, fine) for record, layout in zip(records, layouts, strict=True)
     )
 
 
-def finest(layouts: Sequence[Layout]) -> Layout:
+def finest_layout(layouts: Sequence[Layout]) -> Layout:
     """Return the layout with the most patches."""
     return max(layouts, key=lambda layout: torch.Size(layout.grid).numel())
 
@@ -71,11 +72,11 @@ def spread_tokens(record: RoutingRecord, layout: Layout, fine: Layout) -> Routin
     if layout == fine:
         return record
     special = torch.arange(layout.special)
-    places = torch.cat([special, layout.special + covering(layout, fine)])
+    places = torch.cat([special, layout.special + covering_patches(layout, fine)])
     return RoutingRecord(*(field[:, places] for field in record))
 
 
-def covering(layout: Layout, fine: Layout) -> Tensor:
+def covering_patches(layout: Layout, fine: Layout) -> Tensor:
     """The patch of ``layout`` in which the middle of each patch of ``fine`` lies, (P,) int64."""
     index = torch.zeros(1, dtype=torch.int64)
     for axis, (length, own) in enumerate(zip(fine.grid, layout.grid, strict=True)):
@@ -85,7 +86,7 @@ def covering(layout: Layout, fine: Layout) -> Tensor:
     return index
 
 
-def answered(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+def best_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     """Places in ``task.answers`` and their values, (N, A) each, the best of A first.
 
     Probabilities by softmax, or by the sigmoid where an image may have several classes; of a real
@@ -102,7 +103,7 @@ def answered(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     return answers, values
 
 
-def packed_record(record: RoutingRecord) -> str:
+def encode_record(record: RoutingRecord) -> str:
     """Return the first ``min(E, KEPT)`` experts of every token as text (``encode_arrays``).
 
     Three arrays: (N, T) the expert with the largest combine weight, the highest number of its type
@@ -115,7 +116,7 @@ def packed_record(record: RoutingRecord) -> str:
     chosen = record.chosen.numpy()
     experts = probs.shape[-1]
     numbers = np.uint8 if experts <= BYTE else np.uint16
-    order = np.lexsort((-probs, ~chosen, -combine), axis=-1)[..., :KEPT]
+    order = np.lexsort((-probs, ~chosen, -combine), axis=-1)[..., :EXPERTS_PER_TOKEN]
     none = np.iinfo(numbers).max
     best = np.where(combine.max(axis=-1) > 0, combine.argmax(axis=-1), none)
     shares = np.rint(np.take_along_axis(probs, order, axis=-1).clip(0, 1) * SURE)

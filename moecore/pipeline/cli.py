@@ -11,14 +11,14 @@ from typer.core import TyperGroup
 
 from moecore.core.files import UserError, explain_full_disk, write_json
 
-Params = Annotated[Path, typer.Argument(help="the params.yaml")]
-Jobs = Annotated[
+ParamsFile = Annotated[Path, typer.Argument(help="the params.yaml")]
+JobCount = Annotated[
     int | None,
     typer.Option(
         min=1, help="stages at a time; left out: the number of GPUs, else of cores, at most 4"
     ),
 ]
-Sets = Annotated[
+SetValues = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -27,10 +27,14 @@ Sets = Annotated[
         help="write a value into params.yaml first, such as -S pretrain.epochs=3; may be repeated",
     ),
 ]
-Folder = Annotated[Path, typer.Argument(help="the study's folder, such as pipelines/prc")]
-HERE = Path("params.yaml")
-QUICK = Path("pipelines/quick")
-ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+StudyFolder = Annotated[Path, typer.Argument(help="the study's folder, such as pipelines/prc")]
+PARAMS_FILE = Path("params.yaml")
+QUICK_STUDY = Path("pipelines/quick")
+PASS_ON_ARGUMENTS = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
 
 
 class _Group(TyperGroup):
@@ -50,16 +54,16 @@ class _Group(TyperGroup):
             raise typer.Exit(1) from None
 
 
-def check(params: Params = HERE) -> None:
+def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate the whole of params.yaml; every problem with file, line, column and key."""
-    from moecore.run.stage import metrics_named
+    from moecore.run.stage import unmeasured_metrics
     from moecore.study.checking.preflight import describe_check
 
-    typer.echo(describe_check(params, also=metrics_named))
+    typer.echo(describe_check(params, also=unmeasured_metrics))
     _say_changed_raw_data(params)
 
 
-def plan(
+def plan_command(
     scale: Annotated[
         bool, typer.Option("--scale", help="what pretraining needs on 1, 8 and 64 GPUs, on paper")
     ] = False,
@@ -72,47 +76,49 @@ def plan(
     if not scale:
         from moecore.pipeline.plan import print_plan
 
-        _say_changed_raw_data(HERE)
+        _say_changed_raw_data(PARAMS_FILE)
         print_plan()
         return
-    from moecore.pipeline.scale import Peaks, scale_table
+    from moecore.pipeline.scale import GpuPeaks, scale_table
     from moecore.study.reading.document import load_yaml
     from moecore.study.reading.params import validate_whole
     from moecore.study.reading.study import Study
 
-    study = validate_whole(Study, load_yaml(str(HERE)))
-    for line in scale_table(study, Peaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)):
+    study = validate_whole(Study, load_yaml(str(PARAMS_FILE)))
+    for line in scale_table(
+        study, GpuPeaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)
+    ):
         typer.echo(line)
 
 
-def run(jobs: Jobs = None, sets: Sets = None) -> None:
+def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
     from moecore.pipeline.drivers import hold_project
     from moecore.pipeline.parallel import run_pipeline
-    from moecore.run.stage import metrics_named
+    from moecore.run.stage import unmeasured_metrics
     from moecore.study.checking.preflight import check_study
 
     with hold_project():  # who is refused has written nothing
         if sets:
             from moecore.study.writing.assignments import write_assignments
 
-            for line in write_assignments(HERE, sets) or ["nothing changes"]:
-                typer.echo(f"{HERE}: {line}")
-        check_study(also=metrics_named)
-        _say_changed_raw_data(HERE)
+            for line in write_assignments(PARAMS_FILE, sets) or ["nothing changes"]:
+                typer.echo(f"{PARAMS_FILE}: {line}")
+        check_study(also=unmeasured_metrics)
+        _say_changed_raw_data(PARAMS_FILE)
         run_pipeline(jobs)
 
 
-def quick(jobs: Jobs = None) -> None:
+def quick_command(jobs: JobCount = None) -> None:
     """A first look in less than a minute: two methods on small digits, through to the page."""
     from moecore.report.tables.summary import main as summary
 
-    study_run(QUICK, jobs)
+    study_run(QUICK_STUDY, jobs)
     summary()
-    typer.echo(f"Page: {QUICK / 'reports/index.html'}")
+    typer.echo(f"Page: {QUICK_STUDY / 'reports/index.html'}")
 
 
-def ui(
+def ui_command(
     port: Annotated[int, typer.Option(min=1, max=65535, help="on 127.0.0.1")] = 5000,
 ) -> None:
     """Serve MLflow's pages, importing what is on disk all the while."""
@@ -121,21 +127,21 @@ def ui(
     raise typer.Exit(serve_ui(port))
 
 
-def sync() -> None:
+def sync_command() -> None:
     """Import all runs into MLflow."""
     from moecore.tracking.sync import sync_runs
 
     typer.echo(sync_runs())
 
 
-def predict(context: typer.Context) -> None:
+def predict_command(context: typer.Context) -> None:
     """Predict what pictures or volumes show, with a trained model; `--help` says how."""
     # The rooms lie below the stages and cannot import them.
     command = [sys.executable, "-m", "stages.predict", *context.args]
     os.execv(sys.executable, command)
 
 
-def schema() -> None:
+def schema_command() -> None:
     """Write params.schema.json, from which editors complete and document every key."""
     from moecore.core.sources import ROOT
     from moecore.study.checking.validate import params_schema
@@ -173,7 +179,7 @@ def study_new(name: Annotated[str, typer.Argument(help="small letters, digits an
 
 
 def study_preset(
-    folder: Folder,
+    folder: StudyFolder,
     names: Annotated[list[str] | None, typer.Argument(help="presets, in this order")] = None,
 ) -> None:
     """Write a study's params.yaml with presets; without names: list them."""
@@ -184,12 +190,12 @@ def study_preset(
         typer.echo(line)
 
 
-def study_run(folder: Folder, jobs: Jobs = None, sets: Sets = None) -> None:
+def study_run(folder: StudyFolder, jobs: JobCount = None, sets: SetValues = None) -> None:
     """Check a study and run all of it that is not up to date."""
     if not (folder / "params.yaml").is_file():
         raise UserError(f"{folder}: found no params.yaml; write it: moecore study write {folder}")
     os.chdir(folder)
-    run(jobs, sets)
+    run_command(jobs, sets)
 
 
 def _say_changed_raw_data(params: Path) -> None:
@@ -199,11 +205,11 @@ def _say_changed_raw_data(params: Path) -> None:
         typer.echo(line)
 
 
-def _claims() -> None:
+def _claims_group() -> None:
     """A group, though it has one command."""
 
 
-def _app() -> typer.Typer:
+def _build_app() -> typer.Typer:
     options: dict[str, Any] = {
         "cls": _Group,
         "no_args_is_help": True,
@@ -211,22 +217,30 @@ def _app() -> typer.Typer:
         "pretty_exceptions_enable": False,  # a bug shows Python's own traceback
         "rich_markup_mode": None,
     }
-    whole = typer.Typer(help="Sparse vision mixture-of-experts models.", **options)
-    for command in (check, plan, run, quick, ui, sync, schema):
-        whole.command(command.__name__.removesuffix("_command"))(command)
-    whole.command("predict", context_settings=ANYTHING)(predict)
+    program = typer.Typer(help="Sparse vision mixture-of-experts models.", **options)
+    for command in (
+        check_command,
+        plan_command,
+        run_command,
+        quick_command,
+        ui_command,
+        sync_command,
+        schema_command,
+    ):
+        program.command(command.__name__.removesuffix("_command"))(command)
+    program.command("predict", context_settings=PASS_ON_ARGUMENTS)(predict_command)
     study = typer.Typer(help="The studies under pipelines/.", **options)
     for command in (study_write, study_new, study_preset, study_run):
         study.command(command.__name__.removeprefix("study_"))(command)
-    whole.add_typer(study, name="study")
+    program.add_typer(study, name="study")
     claims = typer.Typer(help="The papers' claims, over all studies.", **options)
-    claims.callback()(_claims)
+    claims.callback()(_claims_group)
     claims.command("write")(claims_write)
-    whole.add_typer(claims, name="claims")
-    return whole
+    program.add_typer(claims, name="claims")
+    return program
 
 
-app = _app()
+app = _build_app()
 
 if __name__ == "__main__":
     app()

@@ -29,9 +29,9 @@ DECIDING = (  # the rooms whose code decides a result; an edit of the others rer
     "measure",
     "brain",
 )
-PASSED = "run"  # decides none either, but what it imports does: the training loop, for one
-TABLES = (*FAMILIES, "measure")  # which of their parts a stage uses stands in params.yaml
-UNDER = {  # the family of a part at this key, where two families have a kind of that name
+PASSED_THROUGH = "run"  # decides none either, but what it imports does: the training loop, for one
+PART_TABLES = (*FAMILIES, "measure")  # which of their parts a stage uses stands in params.yaml
+FAMILY_AT_KEY = {  # the family of a part at this key, where two families have a kind of that name
     "router": "routers",
     "calibrator": "calibrators",
     "model": "backbones",
@@ -39,7 +39,9 @@ UNDER = {  # the family of a part at this key, where two families have a kind of
 }
 
 
-def closure(path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING) -> set[Path]:
+def import_closure(
+    path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING
+) -> set[Path]:
     """Return the files of ``rooms`` that importing ``path`` reaches, itself too, below ``root``.
 
     Files of ``run`` are left out, those of ``rooms`` that they import are not.
@@ -55,9 +57,11 @@ def closure(path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDI
         if file not in reached:
             reached.add(file)
             waiting.extend(
-                file for file in _imports(file, root) if _room(file) in (*rooms, "stages", PASSED)
+                file
+                for file in _imported_files(file, root)
+                if _room(file) in (*rooms, "stages", PASSED_THROUGH)
             )
-    reached = {file for file in reached if _room(file) != PASSED}
+    reached = {file for file in reached if _room(file) != PASSED_THROUGH}
     return reached.union(
         *(_data_files(folder, root) for folder in {file.parent for file in reached})
     )
@@ -70,16 +74,16 @@ def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
     name. A ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
     """
     if isinstance(section, dict):
-        found = set().union(*(part_files(value, root, str(key)) for key, value in section.items()))
-        for file in _candidates(section.get("kind"), under, root):
-            found |= closure(file, root)
-        return found
+        files = set().union(*(part_files(value, root, str(key)) for key, value in section.items()))
+        for file in _kind_files(section.get("kind"), under, root):
+            files |= import_closure(file, root)
+        return files
     if isinstance(section, list):
         return set().union(*(part_files(value, root, under) for value in section))
     return set()
 
 
-def fingerprint(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
+def hash_files(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
     """Return path → sha256 of each file, sorted by path.
 
     Raises UserError for a file that is gone, or is no Python though it is named so.
@@ -104,44 +108,44 @@ def _room(file: Path) -> str:
 @cache
 def _data_files(folder: Path, root: Path) -> frozenset[Path]:
     """Return a package's files that are no Python, also in subfolders that hold no module."""
-    found: set[Path] = set()
+    data_files: set[Path] = set()
     for path in (root / folder).iterdir() if folder.parts[0] == "moecore" else ():
         if path.name == "__pycache__" or path.name.startswith("."):
             continue
         if path.is_file() and path.suffix != ".py":
-            found.add(path.relative_to(root))
+            data_files.add(path.relative_to(root))
         elif path.is_dir() and not any(path.rglob("*.py")):
-            found |= {file.relative_to(root) for file in path.rglob("*") if file.is_file()}
-    return frozenset(found)
+            data_files |= {file.relative_to(root) for file in path.rglob("*") if file.is_file()}
+    return frozenset(data_files)
 
 
-def _candidates(kind: Any, under: str, root: Path) -> list[Path]:
+def _kind_files(kind: Any, under: str, root: Path) -> list[Path]:
     if not isinstance(kind, str):
         return []
     files = [Path("moecore", family, f"{kind}.py") for family in FAMILIES]
     there = [file for file in files if (root / file).is_file()]
-    named = [file for file in there if file.parent.name == UNDER.get(under, under)]
+    named = [file for file in there if file.parent.name == FAMILY_AT_KEY.get(under, under)]
     return named or there
 
 
 @cache
-def _imports(file: Path, root: Path) -> tuple[Path, ...]:
+def _imported_files(file: Path, root: Path) -> tuple[Path, ...]:
     """The local files that one file imports; of a table only those whose names it takes from it."""
     if file.suffix != ".py":
         return ()
-    found: list[Path] = []
+    files: list[Path] = []
     for package, name in _read_source(file, root).imports:
-        if package.removeprefix("moecore/") in TABLES:
-            found += _from_table(Path(package), name, root)
-        found += _modules(package, name, root)
-    return tuple(dict.fromkeys(found))
+        if package.removeprefix("moecore/") in PART_TABLES:
+            files += _from_table(Path(package), name, root)
+        files += _module_files(package, name, root)
+    return tuple(dict.fromkeys(files))
 
 
-def _modules(package: str, name: str, root: Path) -> Iterator[Path]:
+def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
     """The files of ``package``, of those above it, and of ``package/name`` where it is a module."""
     words = [*package.split("/"), name] if name else package.split("/")
     for count in range(1, len(words) + 1):
-        if file := _file("/".join(words[:count]), root):
+        if file := _module_file("/".join(words[:count]), root):
             yield file
 
 
@@ -150,9 +154,9 @@ def _from_table(package: Path, name: str, root: Path) -> list[Path]:
     init = package / "__init__.py"
     if not (root / init).is_file():
         return []
-    lines = [node for node in _tree(init, root).body if isinstance(node, ast.ImportFrom)]
+    lines = [node for node in _parse_file(init, root).body if isinstance(node, ast.ImportFrom)]
     sources = [line.module for line in lines if any(alias.name == name for alias in line.names)]
-    files = [_file(module.replace(".", "/"), root) for module in sources if module]
+    files = [_module_file(module.replace(".", "/"), root) for module in sources if module]
     return [file for file in files if file]
 
 
@@ -164,11 +168,11 @@ class _Source(NamedTuple):
 @cache
 def _read_source(file: Path, root: Path) -> _Source:
     """Return what is needed of a file; its tree itself would slow the garbage collector."""
-    tree = _tree(file, root)
-    return _Source(tuple(_names(tree, file)), hash_syntax(tree))
+    tree = _parse_file(file, root)
+    return _Source(tuple(_local_imports(tree, file)), hash_syntax(tree))
 
 
-def _tree(file: Path, root: Path) -> ast.Module:
+def _parse_file(file: Path, root: Path) -> ast.Module:
     try:
         return ast.parse((root / file).read_text(encoding="utf-8"), str(file))
     except FileNotFoundError:
@@ -177,30 +181,30 @@ def _tree(file: Path, root: Path) -> ast.Module:
         raise UserError(f"{file}:{error.lineno}: not valid Python: {error.msg}") from None
 
 
-def _names(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
+def _local_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
     """Everything local that is imported, as (path of the module, name taken from it or nothing)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found = [(alias.name, "") for alias in node.names]
+            imports = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = file.parent.parts[: len(file.parent.parts) - node.level + 1]
             words = [*(above if node.level else ()), *([node.module] if node.module else [])]
-            found = [(".".join(words), alias.name) for alias in node.names]
+            imports = [(".".join(words), alias.name) for alias in node.names]
         else:
             continue
-        for module, name in found:
+        for module, name in imports:
             if module.split(".")[0] in ("moecore", "stages"):
                 yield module.replace(".", "/"), name
 
 
 @cache
-def _file(name: str, root: Path) -> Path | None:
+def _module_file(name: str, root: Path) -> Path | None:
     """The file of a module, or None for what is no module, a table, or a package without code."""
     path = Path(name)
     if (root / path).with_suffix(".py").is_file():
         return path.with_suffix(".py")
     package = path / "__init__.py"
-    if name.removeprefix("moecore/") in TABLES or not (root / package).is_file():
+    if name.removeprefix("moecore/") in PART_TABLES or not (root / package).is_file():
         return None
-    body = _tree(package, root).body
+    body = _parse_file(package, root).body
     return package if any(not isinstance(node, ast.Expr) for node in body) else None

@@ -14,7 +14,7 @@ from typing import Any
 
 from moecore.core.files import whole_folder, write_json
 from moecore.core.sources import CODE, ROOT
-from moecore.pipeline.closures import DECIDING, closure, fingerprint, part_files
+from moecore.pipeline.closures import DECIDING, hash_files, import_closure, part_files
 from moecore.study.reading.document import Document, load_yaml
 
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
@@ -25,7 +25,7 @@ def code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str
 
     Raises UserError where a file is no Python, or run.methods names what is not under methods.
     """
-    return {name: fingerprint(files, root) for name, files in _files(document, root)}
+    return {name: hash_files(files, root) for name, files in _files_by_name(document, root)}
 
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
@@ -36,12 +36,15 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
             write_json(temporary / name, hashes)
 
 
-def _files(document: Document, root: Path) -> Iterator[tuple[str, set[Path]]]:
+def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Path]]]:
     params = document.data
-    tasks = _tasks(params.get("data"), root)
+    tasks = _task_files(params.get("data"), root)
     for script in sorted((root / "stages").glob("[a-z]*.py")):
         rooms = (*DECIDING, "report") if script.stem == COMPARE else DECIDING
-        yield f"stages/{script.stem}.json", closure(script.relative_to(root), root, rooms) | tasks
+        yield (
+            f"stages/{script.stem}.json",
+            import_closure(script.relative_to(root), root, rooms) | tasks,
+        )
     for method in document.get(("run", "methods")):
         parts = part_files(document.get(("methods", method)), root, "methods")
         model = part_files(params.get("model"), root, "model")
@@ -57,9 +60,9 @@ def _files(document: Document, root: Path) -> Iterator[tuple[str, set[Path]]]:
         yield f"sections/{key}.json", parts
         measurement = Path("moecore/measure", f"{key}.py")
         if (root / measurement).is_file():
-            yield f"measure/{key}.json", closure(measurement, root) | parts
+            yield f"measure/{key}.json", import_closure(measurement, root) | parts
 
 
-def _tasks(data: Any, root: Path) -> set[Path]:
+def _task_files(data: Any, root: Path) -> set[Path]:
     """The tasks that the data may have: its sources import them. Every script may use them."""
     return {file for file in part_files(data, root, "data") if file.parts[1] == "tasks"}

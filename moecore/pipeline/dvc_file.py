@@ -32,9 +32,9 @@ CONFIG = """\
 [cache]
     dir = {cache}
 """
-CODE = "code"
-LAST = ("compare", "numbers")
-LARGE = 500  # stages
+CODE_STAGE = "code"
+LAST_STAGES = ("compare", "numbers")
+LARGE_STUDY = 500  # stages
 
 
 def write_project(study: Path, stages: Sequence[str] | None = None, root: Path = ROOT) -> None:
@@ -43,7 +43,7 @@ def write_project(study: Path, stages: Sequence[str] | None = None, root: Path =
     stages: as in the overlay, or None for all of the root's dvc.yaml.
     """
     cache = os.path.relpath(root / ".dvc/cache", study / ".dvc")
-    run = _read(study / "params.yaml").get("run", {})
+    run = _read_yaml(study / "params.yaml").get("run", {})
     texts = pipeline_texts(choose_stages(stages, root), run)
     for file in study.glob("steps/*/dvc.yaml"):
         if file.relative_to(study).as_posix() not in texts:
@@ -58,14 +58,14 @@ def pipeline_texts(stages: Mapping[str, Any], run: Mapping[str, Any]) -> dict[st
 
     run: the section of its params.yaml.
     """
-    if count_stages(stages, run) <= LARGE:
-        return {"dvc.yaml": HEAD + _text({"stages": dict(stages)})}
-    apart = [name for name, stage in stages.items() if "method" in stage.get("matrix", {})]
-    rest = {name: stage for name, stage in stages.items() if name not in apart}
-    texts = {"dvc.yaml": HEAD + _text({"stages": rest})}
-    for name in apart:
+    if count_stages(stages, run) <= LARGE_STUDY:
+        return {"dvc.yaml": HEAD + _dump_yaml({"stages": dict(stages)})}
+    per_method = [name for name, stage in stages.items() if "method" in stage.get("matrix", {})]
+    rest = {name: stage for name, stage in stages.items() if name not in per_method}
+    texts = {"dvc.yaml": HEAD + _dump_yaml({"stages": rest})}
+    for name in per_method:
         stage = {name: {"wdir": "../..", **stages[name]}}
-        texts[f"steps/{name}/dvc.yaml"] = HEAD + _text(
+        texts[f"steps/{name}/dvc.yaml"] = HEAD + _dump_yaml(
             {"vars": ["../../params.yaml"], "stages": stage}
         )
     return texts
@@ -82,30 +82,32 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
     return total
 
 
-def study_dvc(stages: Sequence[str] | None = None, root: Path = ROOT) -> str:
+def study_dvc_text(stages: Sequence[str] | None = None, root: Path = ROOT) -> str:
     """Return the text of a study's one dvc.yaml."""
-    return HEAD + _text({"stages": choose_stages(stages, root)})
+    return HEAD + _dump_yaml({"stages": choose_stages(stages, root)})
 
 
 def choose_stages(stages: Sequence[str] | None = None, root: Path = ROOT) -> dict[str, Any]:
     """Return the stages of a study. Raises UserError for a stage that is defined nowhere."""
-    main = _read(root / "dvc.yaml")["stages"]
-    more = _read(root / "pipelines/stages.yaml")
+    main = _read_yaml(root / "dvc.yaml")["stages"]
+    more = _read_yaml(root / "pipelines/stages.yaml")
     defined = {**more["stages"], **main}
     names = list(main if stages is None else stages)
     if unknown := [name for name in names if name not in defined]:
         raise UserError(f"stages: found {unknown[0]!r}; allowed: {', '.join(defined)}")
-    chosen = {name: copy.deepcopy(defined[name]) for name in (*names, *LAST) if name != CODE}
+    chosen = {
+        name: copy.deepcopy(defined[name]) for name in (*names, *LAST_STAGES) if name != CODE_STAGE
+    }
     for name in chosen:
         for fed, path in more["feeds"].get(name, {}).items():
             if fed in chosen:
                 chosen[fed]["deps"].append(path)
     for stage in chosen.values():
-        stage.get("do", stage)["deps"] = _written(_paths(stage, "deps"), chosen.values())
-    return {CODE: _code(main[CODE]), **chosen}
+        stage.get("do", stage)["deps"] = _without_unwritten(_paths(stage, "deps"), chosen.values())
+    return {CODE_STAGE: _code_stage(main[CODE_STAGE]), **chosen}
 
 
-def _code(stage: Mapping[str, Any]) -> dict[str, Any]:
+def _code_stage(stage: Mapping[str, Any]) -> dict[str, Any]:
     """The stage ``code`` of a study: it always runs.
 
     The code lies outside of the study's DVC project, where nothing ignores its bytecode.
@@ -114,14 +116,18 @@ def _code(stage: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "always_changed": True}
 
 
-def _written(deps: Iterable[str], stages: Iterable[Mapping[str, Any]]) -> list[str]:
+def _without_unwritten(deps: Iterable[str], stages: Iterable[Mapping[str, Any]]) -> list[str]:
     """``deps`` without artifacts that no stage writes, such as the teacher where there is none."""
-    heads = {_head(path) for stage in stages for path in _paths(stage, "outs")} | {str(CODES)}
-    made = [path for path in deps if _head(path) in heads or "$" in _head(path)]
-    return [path for path in deps if path in made or not path.startswith("artifacts/")]
+    heads = {_artifact_folder(path) for stage in stages for path in _paths(stage, "outs")} | {
+        str(CODES)
+    }
+    existing = [
+        path for path in deps if _artifact_folder(path) in heads or "$" in _artifact_folder(path)
+    ]
+    return [path for path in deps if path in existing or not path.startswith("artifacts/")]
 
 
-def _head(path: str) -> str:
+def _artifact_folder(path: str) -> str:
     return "/".join(path.split("/")[:2])
 
 
@@ -131,12 +137,12 @@ def _paths(stage: Mapping[str, Any], key: str) -> list[str]:
     return [entry if isinstance(entry, str) else next(iter(entry)) for entry in entries]
 
 
-def _read(path: Path) -> Any:
+def _read_yaml(path: Path) -> Any:
     with open(path, encoding="utf-8") as file:
         return YAML(typ="safe", pure=True).load(file)
 
 
-def _text(value: Any) -> str:
+def _dump_yaml(value: Any) -> str:
     writer = YAML(typ="safe", pure=True)
     writer.default_flow_style = False
     writer.sort_base_mapping_type_on_output = False

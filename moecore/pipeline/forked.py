@@ -35,7 +35,7 @@ CLIENT = Path(__file__).with_name("client.py")
 Stages = Mapping[str, Callable[..., None]]
 
 
-class Server(NamedTuple):
+class StageServer(NamedTuple):
     """The socket of a server, and a folder with the command ``python`` that asks it."""
 
     socket: Path
@@ -47,13 +47,13 @@ class Server(NamedTuple):
         return {"PATH": path, SOCKET: str(self.socket)}
 
 
-def start_server(wait: float = 60.0) -> Server:
+def start_server(wait: float = 60.0) -> StageServer:
     """Start one that ends with this process; it listens within ``wait`` seconds.
 
     Raises RuntimeError where it does not.
     """
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
-    server = Server(folder / "socket", folder / "bin")
+    server = StageServer(folder / "socket", folder / "bin")
     server.commands.mkdir()
     command = server.commands / "python"
     words = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable])
@@ -91,11 +91,11 @@ def serve_stages(path: str, stages: Stages) -> None:
         while True:
             line, _ = listening.accept()
             if os.fork() == 0:
-                _answer(line, stages)
+                _serve_request(line, stages)
             line.close()
 
 
-def _answer(line: socket.socket, stages: Stages) -> None:
+def _serve_request(line: socket.socket, stages: Stages) -> None:
     """Fork the stage; end it where the client is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
@@ -106,7 +106,7 @@ def _answer(line: socket.socket, stages: Stages) -> None:
     pid = os.fork()
     if not pid:
         line.close()
-        _stage(stages, folder, words, environment, descriptors)
+        _run_forked(stages, folder, words, environment, descriptors)
     with suppress(ConnectionError):  # where the client is gone by now, ``select`` says so
         line.sendall(f"{pid}\n".encode())
     ended = os.pidfd_open(pid)
@@ -119,7 +119,7 @@ def _answer(line: socket.socket, stages: Stages) -> None:
         os._exit(0)
 
 
-def _stage(
+def _run_forked(
     stages: Stages,
     folder: str,
     words: list[str],

@@ -23,25 +23,25 @@ from moecore.pipeline.places import (
     add_server,
     choose_places,
     default_jobs,
+    drop_thread_limits,
     job_environments,
     merge_places,
-    without_thread_limits,
 )
 from moecore.pipeline.plan import plan_stages, query_dvc, stages_changed_by_code
 
 # DVC's words where two processes meet at a path
-SHARED = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
+PATH_IS_BUSY = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
 ADVICE = ("To track the changes", "\tgit add", "To enable auto", "\tdvc config", "Use `dvc push`")
 # DVC's words on a full disk: its error's number, and of a copy to its cache both files
-FULL = re.compile(r"ERROR: .*\[Errno (27|28|122)\][^']*(?:'(.+)' -> '(.+)')?")
+DISK_IS_FULL = re.compile(r"ERROR: .*\[Errno (27|28|122)\][^']*(?:'(.+)' -> '(.+)')?")
 TRIES = 5
 # On all cores: everything waits for the code, the data and a single teacher; `cost` measures time
-ALONE = ("code", "prepare", "teacher", "cost", "measure@cost")
+EXCLUSIVE_STAGES = ("code", "prepare", "teacher", "cost", "measure@cost")
 # Guided methods of a seed wait for the first two; the third looks at all models in one process
-FIRST = ("teacher", "teacher_router", "transfer")
+EARLY_KINDS = ("teacher", "teacher_router", "transfer")
 
 
-class Job(NamedTuple):
+class DvcJob(NamedTuple):
     """Stages that one process runs one after the other."""
 
     stages: tuple[str, ...]
@@ -53,7 +53,7 @@ class Job(NamedTuple):
 
 def next_job(
     above: Mapping[str, Collection[str]], done: Collection[str], taken: Collection[str]
-) -> Job | None:
+) -> DvcJob | None:
     """The stages that a free process should run now, or None where it has to wait.
 
     above: the direct ancestors of every stage, each after its ancestors; taken: stages that run,
@@ -63,56 +63,60 @@ def next_job(
     Stages that want the machine for themselves come when nothing else runs, as one job.
     """
     ready = [stage for stage in above if stage not in taken and set(above[stage]) <= set(done)]
-    alone = [stage for stage in ready if _alone(stage, above)]
-    if len(alone) == len(ready):
-        return Job(tuple(alone)) if ready and set(taken) == set(done) else None
-    shared = [stage for stage in ready if stage not in alone]
-    first = [stage for stage in shared if _kind(stage) in FIRST]
+    exclusive = [stage for stage in ready if _is_exclusive(stage, above)]
+    if len(exclusive) == len(ready):
+        return DvcJob(tuple(exclusive)) if ready and set(taken) == set(done) else None
+    shared = [stage for stage in ready if stage not in exclusive]
+    first = [stage for stage in shared if _stage_kind(stage) in EARLY_KINDS]
     if first:
-        return Job(tuple(stage for stage in first if _seed(stage) == _seed(first[0])))
+        return DvcJob(
+            tuple(stage for stage in first if _stage_seed(stage) == _stage_seed(first[0]))
+        )
     chosen = shared[:1]
     for stage in above:
-        alike = _work(stage) == _work(chosen[0]) is not None and not _alone(stage, above)
-        if alike and stage not in (*chosen, *taken) and set(above[stage]) <= {*done, *chosen}:
+        same_work = _model_work(stage) == _model_work(chosen[0]) is not None and not _is_exclusive(
+            stage, above
+        )
+        if same_work and stage not in (*chosen, *taken) and set(above[stage]) <= {*done, *chosen}:
             chosen.append(stage)
-    return Job(tuple(chosen))
+    return DvcJob(tuple(chosen))
 
 
-def _kind(stage: str) -> str:
+def _stage_kind(stage: str) -> str:
     return stage.partition("@")[0]
 
 
-def _alone(stage: str, above: Collection[str]) -> bool:
+def _is_exclusive(stage: str, above: Collection[str]) -> bool:
     """Return whether a stage of those in ``above`` wants the machine for itself; of several
     teachers none does, as each seed has its own.
     """
-    if _kind(stage) == "teacher":
-        return sum(_kind(other) == "teacher" for other in above) == 1
-    return stage.split("-")[0] in ALONE or _kind(stage) in ALONE
+    if _stage_kind(stage) == "teacher":
+        return sum(_stage_kind(other) == "teacher" for other in above) == 1
+    return stage.split("-")[0] in EXCLUSIVE_STAGES or _stage_kind(stage) in EXCLUSIVE_STAGES
 
 
-def _seed(stage: str) -> str:
+def _stage_seed(stage: str) -> str:
     """The last word of a stage's item: ``0`` of ``teacher@0`` and ``teacher_router@tgr-0``."""
     return stage.partition("@")[2].split("-")[-1]
 
 
-class Work(NamedTuple):
+class ModelWork(NamedTuple):
     """Work on one method and seed: both trainings, or the measurements of one phase."""
 
     model: str  # vmoe-0
     phase: str  # "" for the trainings
 
 
-def _work(stage: str) -> Work | None:
+def _model_work(stage: str) -> ModelWork | None:
     """None for a stage of no single method and seed.
 
     ``pretrain@vmoe-0`` and ``finetune@vmoe-0`` train; ``calibrate@pretrain-vmoe-0`` and
     ``measure@cost-finetune-vmoe-0`` look at what was trained.
     """
     *_, phase, method, seed = ["", "", *stage.partition("@")[2].split("-")]
-    if not (method and seed.isdigit()) or _kind(stage) == "transfer":
+    if not (method and seed.isdigit()) or _stage_kind(stage) == "transfer":
         return None
-    return Work(f"{method}-{seed}", phase)
+    return ModelWork(f"{method}-{seed}", phase)
 
 
 def list_pending_stages() -> dict[str, set[str]]:
@@ -126,7 +130,7 @@ def list_pending_stages() -> dict[str, set[str]]:
 
 
 def describe_full_disk(match: re.Match[str]) -> str:
-    """Return what DVC says of a full disk (``FULL``) in our words; remove what it left."""
+    """Return what DVC says of a full disk (``DISK_IS_FULL``) in our words; remove what it left."""
     number, source, target = match.groups()
     path = Path(".dvc")
     if target is not None:
@@ -141,12 +145,12 @@ def describe_full_disk(match: re.Match[str]) -> str:
 
 def dvc_target(stage: str) -> str:
     """Return how DVC calls a stage: with its file, where that is not ./dvc.yaml."""
-    file = Path("steps", _kind(stage), "dvc.yaml")
+    file = Path("steps", _stage_kind(stage), "dvc.yaml")
     return f"{file}:{stage}" if file.is_file() else stage
 
 
 def run_job(
-    job: Job, environment: Mapping[str, str], started: list[subprocess.Popen], ending: Event
+    job: DvcJob, environment: Mapping[str, str], started: list[subprocess.Popen], ending: Event
 ) -> int:
     """DVC's exit code for the stages of a job; its output is passed on line by line.
 
@@ -167,17 +171,17 @@ def run_job(
         started.append(process)
         if ending.is_set():  # in between
             process.terminate()
-        met = False
-        refused = False
+        is_busy = False
+        is_reported = False
         for line in process.stdout or ():
-            met = met or bool(SHARED.search(line))
-            if match := FULL.match(line):
-                line = "" if refused else f"{describe_full_disk(match)}\n"
-                refused = True
+            is_busy = is_busy or bool(PATH_IS_BUSY.search(line))
+            if match := DISK_IS_FULL.match(line):
+                line = "" if is_reported else f"{describe_full_disk(match)}\n"
+                is_reported = True
             if line.strip() and not line.startswith(ADVICE):
                 print(line, end="", flush=True)
         code = process.wait()
-        if code == 0 or not met:
+        if code == 0 or not is_busy:
             break
     return code
 
@@ -192,7 +196,7 @@ def run_stages(
     done: set[str] = set()
     taken: set[str] = set()
     free = list(environments)
-    running: dict[Future, tuple[Job, list[Mapping[str, str]]]] = {}
+    running: dict[Future, tuple[DvcJob, list[Mapping[str, str]]]] = {}
     started: list[subprocess.Popen] = []
     ending = Event()
     failed = False
@@ -207,8 +211,8 @@ def run_stages(
                     for place in places:
                         free.remove(place)
                     given = merge_places(places)
-                    if _alone(job.stages[0], above):
-                        given = without_thread_limits(given)
+                    if _is_exclusive(job.stages[0], above):
+                        given = drop_thread_limits(given)
                     running[pool.submit(run_job, job, given, started, ending)] = (job, places)
                 if not running:
                     return [stage for stage in above if stage not in done]
@@ -236,8 +240,8 @@ def run_pipeline(jobs: int | None = None) -> None:
         print("Nothing to do: everything is up to date.")
         return
     jobs = jobs or default_jobs()
-    left = run_stages(stages, add_server(job_environments(jobs)), jobs)
-    if left:
-        named = ", ".join(left[:5]) + (" …" if left[5:] else "")
-        undone = f"{len(left)} of {len(stages)} stages are not done: {named}"
+    unfinished = run_stages(stages, add_server(job_environments(jobs)), jobs)
+    if unfinished:
+        named = ", ".join(unfinished[:5]) + (" …" if unfinished[5:] else "")
+        undone = f"{len(unfinished)} of {len(stages)} stages are not done: {named}"
         raise UserError(f"{undone}; the error is printed above")

@@ -9,8 +9,11 @@ from moecore.core.operating_system import available_cores
 from moecore.pipeline.client import SOCKET
 from moecore.run.launch import CLUSTER, read_cluster
 
-CARDS = "CUDA_VISIBLE_DEVICES"
-THREADS = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: of BLAS under numpy and scipy
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+THREAD_VARIABLES = (
+    "MOECORE_THREADS",
+    "OMP_NUM_THREADS",
+)  # the second: of BLAS under numpy and scipy
 
 
 def job_environments(jobs: int) -> list[dict[str, str]]:
@@ -21,16 +24,16 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
     elsewhere = CLUSTER in os.environ
     if elsewhere and read_cluster(os.environ[CLUSTER]).gives_gpus:
         return [{} for _ in range(jobs)]
-    if given := list_cards():
-        places = max(jobs, most_gpus(given))
-        return [{CARDS: given[place % len(given)]} for place in range(places)]
+    if given := list_gpus():
+        places = max(jobs, largest_gpu_request(given))
+        return [{VISIBLE_GPUS: given[place % len(given)]} for place in range(places)]
     if elsewhere:
         return [{} for _ in range(jobs)]
     threads = str(max(1, available_cores() // jobs))
-    return [dict.fromkeys(THREADS, threads) for _ in range(jobs)]
+    return [dict.fromkeys(THREAD_VARIABLES, threads) for _ in range(jobs)]
 
 
-def most_gpus(given: Sequence[str]) -> int:
+def largest_gpu_request(given: Sequence[str]) -> int:
     """Return how many GPUs the stage wants that wants most; 1 without a cluster file.
 
     Raises UserError where that is more than there are.
@@ -60,34 +63,34 @@ def choose_places(
     """
     if not free:
         return None
-    by_card = {place[CARDS]: place for place in reversed(free) if CARDS in place}
-    if not by_card:
+    by_gpu = {place[VISIBLE_GPUS]: place for place in reversed(free) if VISIBLE_GPUS in place}
+    if not by_gpu:
         return [free[-1]]
     wanted = count_gpus(stages)
-    return list(by_card.values())[:wanted] if len(by_card) >= wanted else None
+    return list(by_gpu.values())[:wanted] if len(by_gpu) >= wanted else None
 
 
 def merge_places(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """The environment of a job that has all of these places."""
     environment = dict(places[0])
-    if CARDS in environment:
-        environment[CARDS] = ",".join(place[CARDS] for place in places)
+    if VISIBLE_GPUS in environment:
+        environment[VISIBLE_GPUS] = ",".join(place[VISIBLE_GPUS] for place in places)
     return environment
 
 
-def list_cards() -> list[str]:
+def list_gpus() -> list[str]:
     """The GPUs of this machine that may be used, as CUDA_VISIBLE_DEVICES has them."""
     import torch
 
     count = torch.cuda.device_count()
-    given = os.environ.get(CARDS)
+    given = os.environ.get(VISIBLE_GPUS)
     if given is None:
         return [str(card) for card in range(count)]
     return [card.strip() for card in given.split(",")][:count]
 
 
-def without_thread_limits(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in THREADS}
+def drop_thread_limits(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in THREAD_VARIABLES}
 
 
 def add_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, explain_full_disk, read_json
 from moecore.core.sources import CODE, ROOT
 from moecore.pipeline.code_hashes import code_files
-from moecore.run.history_file import NAME, locked, read_lines
-from moecore.run.progress import clock
+from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
+from moecore.run.progress import format_duration
 from moecore.study.reading.document import load_yaml
 
 HASHING = "code"  # the stage that hashes the code; it takes a second
 ALWAYS = "always changed"  # DVC's words for it in a study
 
 
-class Planned(NamedTuple):
+class PlannedStage(NamedTuple):
     """A stage that would run.
 
     seconds: the last time, or the mean of its siblings, or None where none has ever run.
@@ -51,11 +51,11 @@ def query_dvc() -> Pipeline:
         with explain_full_disk(Path(".dvc")), Repo() as repo:
             status = repo.status()
             edges = [
-                (_name(before.addressing), _name(after.addressing))
+                (_stage_name(before.addressing), _stage_name(after.addressing))
                 for after, before in repo.index.graph.edges
             ]
     except DvcException as error:
-        locked()
+        read_dvc_locks()
         raise UserError(f"dvc: {error}") from None
     return Pipeline(status, edges)
 
@@ -64,7 +64,7 @@ def plan_stages(
     pipeline: Pipeline,
     seconds: Mapping[str, float],
     by_code: Mapping[str, tuple[str, ...]] | None = None,
-) -> list[Planned]:
+) -> list[PlannedStage]:
     """The stages that would run, in a possible order: those that changed, and all downstream.
 
     seconds: of past runs by stage. by_code: stages that other hashes of code will mark as changed,
@@ -72,7 +72,9 @@ def plan_stages(
     What DVC's run cache restores instead of running cannot be known beforehand.
     """
     status, edges = pipeline
-    reasons = {_name(stage): tuple(_reasons(entries)) for stage, entries in status.items()}
+    reasons = {
+        _stage_name(stage): tuple(_describe_reasons(entries)) for stage, entries in status.items()
+    }
     reasons = {stage: words for stage, words in reasons.items() if words}
     for stage, words in (by_code or {}).items():
         reasons[stage] = (*reasons.get(stage, ()), *words)
@@ -82,9 +84,9 @@ def plan_stages(
         if by_code is not None:
             above = [before for before in above if before != HASHING]
         if stage not in reasons and above:
-            reasons[stage] = (f"after {_short(above)}",)
+            reasons[stage] = (f"after {_shorten_names(above)}",)
         if stage in reasons:
-            planned.append(Planned(stage, reasons[stage], _estimate(stage, seconds)))
+            planned.append(PlannedStage(stage, reasons[stage], _estimate_seconds(stage, seconds)))
     return planned
 
 
@@ -100,11 +102,11 @@ def stages_changed_by_code(
     if any(entry != ALWAYS and set(entry) != {"changed deps"} for entry in entries):
         return None
     params = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
-    edited = _edited(params, root) if entries else {}
+    edited = _edited_hash_files(params, root) if entries else {}
     edited_by_stage = {}
-    for stage, ran in locked().items():
+    for stage, ran in read_dvc_locks().items():
         paths = [Path(dep["path"]) for dep in ran.get("deps", ())]
-        sources = [edited[file] for file in edited if any(_holds(path, file) for path in paths)]
+        sources = [edited[file] for file in edited if any(_is_within(path, file) for path in paths)]
         if sources:
             edited_by_stage[stage] = tuple(
                 dict.fromkeys(name for names in sources for name in names)
@@ -112,19 +114,19 @@ def stages_changed_by_code(
     return edited_by_stage
 
 
-def _edited(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
+def _edited_hash_files(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
     """The files of hashes that will change, with the source files that differ."""
     edits = {}
     for name, hashes in code_files(load_yaml(str(params)), root).items():
         file = CODE / name
-        before = _hashes(file) if file.exists() else {}
+        before = _read_hashes(file) if file.exists() else {}
         differing = {path for path, _ in before.items() ^ hashes.items()}
         if differing:
             edits[file] = tuple(f"{path} edited" for path in sorted(differing))
     return edits
 
 
-def _hashes(file: Path) -> dict[str, str]:
+def _read_hashes(file: Path) -> dict[str, str]:
     """Source file → its hash. Raises UserError where ``file`` holds something else."""
     hashes = read_json(file)
     if not isinstance(hashes, dict) or not all(isinstance(one, str) for one in hashes.values()):
@@ -133,16 +135,16 @@ def _hashes(file: Path) -> dict[str, str]:
     return hashes
 
 
-def _holds(path: Path, file: Path) -> bool:
+def _is_within(path: Path, file: Path) -> bool:
     return path == file or path in file.parents
 
 
-def _name(addressing: str) -> str:
+def _stage_name(addressing: str) -> str:
     """A stage without the path of its dvc.yaml."""
     return addressing.split(":")[-1]
 
 
-def _reasons(entries: list) -> list[str]:
+def _describe_reasons(entries: list) -> list[str]:
     """DVC's entries in words.
 
     Such as ``{"changed deps": {"params.yaml": {"pretrain.epochs": "modified"}}}``, or a mere
@@ -152,11 +154,15 @@ def _reasons(entries: list) -> list[str]:
     for entry in entries:
         changes_by_kind = entry if isinstance(entry, dict) else {str(entry): None}
         for what, changes in changes_by_kind.items():
-            words += _changes(what, changes) if isinstance(changes, dict) and changes else [what]
+            words += (
+                _describe_changes(what, changes)
+                if isinstance(changes, dict) and changes
+                else [what]
+            )
     return list(dict.fromkeys(words))
 
 
-def _changes(what: str, changes: Mapping[str, Any]) -> Iterator[str]:
+def _describe_changes(what: str, changes: Mapping[str, Any]) -> Iterator[str]:
     kind = what.removeprefix("changed ").rstrip("s")
     for path, change in changes.items():
         if isinstance(change, dict):
@@ -177,30 +183,30 @@ def sort_stages(stages: Iterable[str], edges: list[tuple[str, str]]) -> list[str
     return order
 
 
-def _estimate(stage: str, seconds: Mapping[str, float]) -> float | None:
+def _estimate_seconds(stage: str, seconds: Mapping[str, float]) -> float | None:
     kind = stage.split("@")[0]
     siblings = [value for name, value in seconds.items() if name.split("@")[0] == kind]
     return seconds.get(stage, fmean(siblings) if siblings else None)
 
 
-def _short(stages: list[str]) -> str:
+def _shorten_names(stages: list[str]) -> str:
     return ", ".join(stages[:2]) + (f" and {len(stages) - 2} more" if len(stages) > 2 else "")
 
 
 def past_seconds(folder: Path = Path("artifacts/history")) -> dict[str, float]:
     """Seconds of the finished runs by DVC stage, or by the name that DVC would give them."""
     seconds = {}
-    for file in sorted(folder.rglob(NAME)):
+    for file in sorted(folder.rglob(HISTORY_FILE)):
         lines = read_lines(file.parent)
         if len(lines) > 1 and lines[-1].get("status") == "FINISHED":
-            seconds[_stage_of(lines[0])] = lines[-1]["seconds"]
+            seconds[_dvc_stage(lines[0])] = lines[-1]["seconds"]
     return seconds
 
 
-def _stage_of(header: Mapping[str, Any]) -> str:
+def _dvc_stage(header: Mapping[str, Any]) -> str:
     """The DVC stage of a run, by the header of its history."""
     if header["dvc_stage"]:
-        return _name(header["dvc_stage"])
+        return _stage_name(header["dvc_stage"])
     item = [str(header[key]) for key in ("phase", "method", "seed") if header[key] is not None]
     return f"{header['stage']}@{'-'.join(item)}" if item else header["stage"]
 
@@ -215,18 +221,18 @@ def print_plan() -> None:
         return
     width = max(len(item.stage) for item in heavy)
     for item in heavy:
-        last = "?" if item.seconds is None else clock(item.seconds)
-        print(f"{item.stage:<{width}}  {last:>8}  {_shown(item.reasons)}")
-    print(_total(heavy))
+        last = "?" if item.seconds is None else format_duration(item.seconds)
+        print(f"{item.stage:<{width}}  {last:>8}  {_join_reasons(item.reasons)}")
+    print(_total_line(heavy))
 
 
-def _shown(reasons: tuple[str, ...]) -> str:
+def _join_reasons(reasons: tuple[str, ...]) -> str:
     more = f" (+{len(reasons) - 2})" if len(reasons) > 2 else ""
     return "; ".join(reasons[:2]) + more
 
 
-def _total(planned: list[Planned]) -> str:
-    seconds = clock(sum(item.seconds or 0 for item in planned))
+def _total_line(planned: list[PlannedStage]) -> str:
+    seconds = format_duration(sum(item.seconds or 0 for item in planned))
     unknown = sum(item.seconds is None for item in planned)
     rest = f" and {unknown} of unknown length" if unknown else ""
     return f"{len(planned)} stages, about {seconds}{rest}"

@@ -26,11 +26,11 @@ from moecore.study.checking.model_rules import image_spec
 from moecore.study.reading.study import Study
 from moecore.training.live_bytes import LiveBytes
 
-SIZES = (1, 8, 64)
-MACHINE = 8  # GPUs that share fast links
+GPU_COUNTS = (1, 8, 64)
+GPUS_PER_MACHINE = 8  # GPUs that share fast links
 
 
-class Peaks(NamedTuple):
+class GpuPeaks(NamedTuple):
     """Peaks of one GPU; the defaults are an H100's data sheet, half of its dense bf16 peak."""
 
     flops: float = 495e12  # per second
@@ -39,7 +39,7 @@ class Peaks(NamedTuple):
     network: float = 50e9  # bytes per second of each GPU between machines
 
 
-class Model(NamedTuple):
+class ModelCost(NamedTuple):
     """One method's model, counted."""
 
     parameters: int
@@ -50,7 +50,7 @@ class Model(NamedTuple):
     sent: float = 0.0  # numbers that one image's tokens bring to experts, over all layers
 
 
-class Step(NamedTuple):
+class StepEstimate(NamedTuple):
     """One rank's part of a step."""
 
     ranks: int
@@ -60,21 +60,21 @@ class Step(NamedTuple):
     seconds: float
 
 
-def count_model(model: BackboneModel, views: int = 1) -> Model:
+def count_model(model: BackboneModel, views: int = 1) -> ModelCost:
     """A model on the meta device, with so many views of each image."""
     image = model.image
     one, two = (torch.empty(n, image.channels, *image.shape, device="meta") for n in (1, 2))
     counts = parameter_counts(model)
-    kept = _kept(model, two) - _kept(model, one)
+    kept = _kept_bytes(model, two) - _kept_bytes(model, one)
     flops = flops_per_image(model, one).whole
     size = counts["parameters"], counts["active_parameters"]
     layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
     experts = sum(one.numel() for layer in layers for one in layer.experts.parameters())
-    sent = _sent(model, layers, one)
-    return Model(*size, views * flops, views * kept, experts, views * sent)
+    sent = _routed_numbers(model, layers, one)
+    return ModelCost(*size, views * flops, views * kept, experts, views * sent)
 
 
-def _sent(model: BackboneModel, layers: Sequence[MoELayer], image: torch.Tensor) -> int:
+def _routed_numbers(model: BackboneModel, layers: Sequence[MoELayer], image: torch.Tensor) -> int:
     """Numbers in the rows that the experts of all layers get of an image."""
     sizes = []
     hooks = [
@@ -89,43 +89,43 @@ def _sent(model: BackboneModel, layers: Sequence[MoELayer], image: torch.Tensor)
     return sum(sizes)
 
 
-def _kept(model: BackboneModel, images: torch.Tensor) -> int:
+def _kept_bytes(model: BackboneModel, images: torch.Tensor) -> int:
     """Bytes that a forward pass in training holds at its end."""
     model.train()
     with LiveBytes() as live:
         output = model(images)
-        held = live.now
+        held_bytes = live.now
     del output
-    return held
+    return held_bytes
 
 
 def estimate_step(
-    model: Model, batch: int, ranks: int, shard: int, peaks: Peaks, expert_parallel: int = 1
-) -> Step:
+    model: ModelCost, batch: int, ranks: int, shard: int, peaks: GpuPeaks, expert_parallel: int = 1
+) -> StepEstimate:
     """A step of ``batch`` images on so many ranks."""
     images = batch // ranks
     shard = min(shard, ranks)
-    apart = min(expert_parallel, ranks)
-    whole = 4 * model.parameters if ranks > 1 else 0
-    memory = 16 * model.parameters / shard + whole + images * model.kept
-    gradients = _ring(model.parameters - model.experts, ranks)
-    gradients += _ring(model.experts / apart, ranks // apart)
-    rows = 4 * 2 * images * model.sent * (apart - 1) / apart
+    expert_ranks = min(expert_parallel, ranks)
+    whole_weights = 4 * model.parameters if ranks > 1 else 0
+    memory = 16 * model.parameters / shard + whole_weights + images * model.kept
+    gradients = _ring_bytes(model.parameters - model.experts, ranks)
+    gradients += _ring_bytes(model.experts / expert_ranks, ranks // expert_ranks)
+    rows = 4 * 2 * images * model.sent * (expert_ranks - 1) / expert_ranks
     forward = images * model.flops / peaks.flops
-    speed = peaks.links if ranks <= MACHINE else peaks.network
+    speed = peaks.links if ranks <= GPUS_PER_MACHINE else peaks.network
     open_traffic = max(0.0, gradients / speed - 2 * forward)
-    open_traffic += rows / (peaks.links if apart <= MACHINE else peaks.network)
+    open_traffic += rows / (peaks.links if expert_ranks <= GPUS_PER_MACHINE else peaks.network)
     optimizer = 28 * model.parameters / shard / peaks.memory
     seconds = 3 * forward + optimizer + open_traffic
-    return Step(ranks, images, memory, gradients + rows, seconds)
+    return StepEstimate(ranks, images, memory, gradients + rows, seconds)
 
 
-def _ring(parameters: float, ranks: int) -> float:
+def _ring_bytes(parameters: float, ranks: int) -> float:
     """Bytes that a rank sends to sum fp32 gradients over so many."""
     return 2 * (ranks - 1) / ranks * 4 * parameters
 
 
-def scale_table(study: Study, peaks: Peaks) -> Iterator[str]:
+def scale_table(study: Study, peaks: GpuPeaks) -> Iterator[str]:
     """Lines of a Markdown table: every method of run.methods at SIZES. Raises UserError where a
     model cannot be built.
     """
@@ -138,9 +138,9 @@ def scale_table(study: Study, peaks: Peaks) -> Iterator[str]:
     for name in study.run.methods:
         method = study.methods[name]
         with on_meta_device():
-            model = method.sized(study.model).build(image_spec(preview), method.moe)
+            model = method.merge_model_settings(study.model).build(image_spec(preview), method.moe)
             model_counts = count_model(model, method.views)
-        for ranks in SIZES:
+        for ranks in GPU_COUNTS:
             batch = study.pretrain.batch
             if batch % ranks:
                 yield f"| {name} | | | {ranks} | batch {batch} does not divide | | | |"

@@ -10,15 +10,15 @@ from moecore.pipeline.dvc_file import write_project
 from moecore.study.reading.overlay import OVERLAY, load_presets, resolve_overlay
 from moecore.study.writing.write_params import write_params
 
-HERE = Path()  # the working folder
-NAME = re.compile(r"[a-z][a-z0-9_]*")
-BEGUN = """\
+WORKING_FOLDER = Path()  # the working folder
+STUDY_NAME = re.compile(r"[a-z][a-z0-9_]*")
+NEW_OVERLAY = """\
 # What this study asks. All that is not said here is as in ../../params.yaml.
 run: {methods: [dense, vmoe], seeds: [0, 1, 2], phases: [pretrain]}
 teacher: {kind: no_teacher}  # leave this out where a method needs one: each seed has its own
 stages: [prepare, teacher, teacher_router, pretrain, measure, compare]
 """
-README = """\
+NEW_README = """\
 # {name}: the question, in a line
 
 The paper's numbers beside ours, what it cost, and:
@@ -29,7 +29,7 @@ moecore study run pipelines/{name}
 """
 
 
-def list_studies(root: Path = HERE) -> list[Path]:
+def list_studies(root: Path = WORKING_FOLDER) -> list[Path]:
     """The folders of all studies."""
     return [path.parent for path in sorted((root / "pipelines").glob(f"*/{OVERLAY}"))]
 
@@ -52,15 +52,15 @@ def write_study(folder: Path, presets: Sequence[str] = ()) -> list[str]:
     return changed
 
 
-def begin_study(name: str, root: Path = HERE) -> Path:
+def begin_study(name: str, root: Path = WORKING_FOLDER) -> Path:
     """Begin the study ``name``; returns its overlay. Raises UserError for a name that is taken."""
     folder = root / "pipelines" / name
-    if not NAME.fullmatch(name):
+    if not STUDY_NAME.fullmatch(name):
         allowed = "small letters, digits and _, beginning with a letter"
         raise UserError(f"found the name {name!r}; allowed: {allowed}")
     if folder.exists():
         raise UserError(f"{folder}: is there already; take another name")
-    for file, text in {OVERLAY: BEGUN, "README.md": README.format(name=name)}.items():
+    for file, text in {OVERLAY: NEW_OVERLAY, "README.md": NEW_README.format(name=name)}.items():
         write_whole(folder / file, text)
     write_study(folder)
     return folder / OVERLAY

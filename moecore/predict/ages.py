@@ -22,14 +22,14 @@ from moecore.brain.reference import (
     out_of_range_flags,
     unknown_site_flags,
 )
-from moecore.core.config import read_as
-from moecore.core.files import UserError, checksum, read_json
+from moecore.core.config import read_settings
+from moecore.core.files import UserError, file_checksum, read_json
 from moecore.core.records import RoutingRecord
 from moecore.measure.calibrators.linear import FittedLinear
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.predict.volumes import NewVolume, find_volumes, prepare_volumes
 from moecore.training.artifacts import load_model
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 
 
 class Calibration(NamedTuple):
@@ -67,8 +67,8 @@ def predict_ages(
         count = f"none of {len(new_volumes)} volumes can be used"
         raise UserError("\n".join([*(why for _, why in left_out), count]))
     usable = np.stack([volume for volume in volumes if volume is not None])
-    model = load_model(model_folder).to(tune().device)
-    said, routing = predictions(model, usable, batch)
+    model = load_model(model_folder).to(tune_runtime().device)
+    said, routing = predict_in_batches(model, usable, batch)
     rows = new_age_rows(used, usable, said[:, 0].double().numpy(), calibration)
     write_predictions(out, rows, [(one.subject, why) for one, why in left_out])
     return NewAges(rows, used, usable, routing, left_out)
@@ -112,7 +112,7 @@ def load_calibration(folder: Path, model_folder: Path) -> Calibration:
             "usual; the stage `calibrate` writes it, --calibrator names another folder"
         )
     reference = _reference(folder / "reference.json")
-    digest = checksum(model_folder / "model.safetensors")
+    digest = file_checksum(model_folder / "model.safetensors")
     if digest != reference.predictor_sha256:
         raise UserError(
             f"{folder}: made for the model {reference.predictor_sha256[:12]}…, this one is "
@@ -121,7 +121,7 @@ def load_calibration(folder: Path, model_folder: Path) -> Calibration:
     path = folder / "calibrator.json"
     if not path.exists():
         return Calibration(reference, None)
-    return Calibration(reference, read_as(path, FittedLinear, "a fitted linear calibrator"))
+    return Calibration(reference, read_settings(path, FittedLinear, "a fitted linear calibrator"))
 
 
 def _reference(path: Path) -> Reference:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from moecore.core.files import UserError, whole_text
 from moecore.core.plain import spreadsheet_cell
-from moecore.data.text.tokenizers import Encoded, Tokenizer, load_tokenizer
-from moecore.measure.exploring.words import words_read
+from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
+from moecore.measure.exploring.words import experts_by_word
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.predict.page import Spoken
 from moecore.predict.pictures import Predicted, Reading, Row
-from moecore.tasks.recall import cosines, similarities
+from moecore.tasks.recall import cosine_matrix, similarity_matrix
 
 MOST = 10_000  # texts: each is a column of the table
 LONGEST = 80  # letters of a text below a picture
@@ -31,7 +31,7 @@ class Texts(NamedTuple):
 
     texts: list[str]
     tokenizer: Tokenizer
-    encoded: list[Encoded]
+    encoded: list[EncodedCaption]
     sides: Tensor  # (T, d + 3)
 
 
@@ -61,8 +61,8 @@ def compare_captions(texts: Texts, pairs: str) -> Reading:
     """
 
     def row(name: str, side: Tensor) -> Row:
-        near = cosines(side[None], texts.sides)[0]
-        logits = similarities(side[None].double(), texts.sides.double())[0]
+        near = cosine_matrix(side[None], texts.sides)[0]
+        logits = similarity_matrix(side[None].double(), texts.sides.double())[0]
         shares = logits.sigmoid() if pairs == "sigmoid" else logits.softmax(dim=0)
         best = int(near.argmax())
         return Row(name, texts.texts[best], float(shares[best]), tuple(near.tolist()))
@@ -114,7 +114,7 @@ def texts_with_experts(
 ) -> list[Spoken]:
     """Each text with the experts of its words, and its best pictures."""
     tokens = torch.tensor([one.tokens for one in texts.encoded], dtype=torch.int32)
-    read = words_read(model, tokens, texts.tokenizer)
+    read = experts_by_word(model, tokens, texts.tokenizer)
     return [
         Spoken(
             text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], describe_unread(one)
@@ -123,7 +123,7 @@ def texts_with_experts(
     ]
 
 
-def describe_unread(encoded: Encoded) -> str:
+def describe_unread(encoded: EncodedCaption) -> str:
     """What of a text the model does not read, in words."""
     words = []
     if encoded.unknown:

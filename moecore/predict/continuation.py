@@ -17,13 +17,13 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, read_json, write_whole
 from moecore.core.records import RoutingRecord
 from moecore.core.streams import generator_for
-from moecore.data.text.words import UNKNOWN, Reading, read_vocabulary, split_words
+from moecore.data.text.words import UNKNOWN, ReadingStyle, read_vocabulary, split_words
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.predict.pictures import experts_of
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.templating import template_environment
 from moecore.training.artifacts import load_model
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 
 MOST = 2  # experts of a word that are shown
 
@@ -40,7 +40,7 @@ class Sampling(NamedTuple):
 class Known(Config):
     """``text.json`` of a model: how a text becomes words."""
 
-    reading: Reading
+    reading: ReadingStyle
 
 
 class Word(NamedTuple):
@@ -97,7 +97,9 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
         result = f"{folder}: found a model of images"
         raise UserError(f"{result}; --prompt takes one of text, and others take FOLDER")
     vocabulary = read_vocabulary(folder, model.image.outputs)
-    result = generate(model.to(tune().device), vocabulary, text_of(prompt, folder), sampling)
+    result = generate(
+        model.to(tune_runtime().device), vocabulary, text_of(prompt, folder), sampling
+    )
     write_whole(out, render_continuation(str(folder), result, experts_in(model)))
     return result
 
@@ -140,7 +142,7 @@ def generate(
     device = model.positions.device
     drawing = generator_for(sampling.seed)
     tokens = torch.tensor([numbers.get(word, numbers[UNKNOWN]) for word in words], device=device)
-    states = model.nothing(1, device)
+    states = model.initial_states(1, device)
     shown: list[Word] = []
     ahead = torch.empty(0)
     for part in tokens.split(model.image.shape[0]):

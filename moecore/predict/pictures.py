@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.config import read_as
+from moecore.core.config import read_settings
 from moecore.core.files import UserError, whole_text
-from moecore.core.inside import inside
+from moecore.core.inside import path_inside
 from moecore.core.plain import spreadsheet_cell
-from moecore.data.files.decode import BACKGROUND, MODES, Unreadable, decode_image
+from moecore.data.files.decode import BACKGROUND, MODES, UnreadableImage, decode_image
 from moecore.measure.calibrators.temperature import FittedTemperature
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.predict.ages import calibrator_folder
 from moecore.predict.page import SHOWN, Shown, flat_tile
-from moecore.run.progress import progress
+from moecore.run.progress import progress_bar
 from moecore.training.artifacts import load_card
 
 
@@ -100,7 +100,7 @@ def predict_pictures(
         )
     rows: list[Row] = []
     shown: list[Shown] = []
-    with progress(f"predict {model_folder}", len(files)) as bar:
+    with progress_bar(f"predict {model_folder}", len(files)) as bar:
         for part, pixels, reasons in _decoded(folder, files, spec, batch):
             names = [as_text(path.relative_to(folder)) for path in part]
             said = _said(model, [one for one in pixels if one is not None], batch)
@@ -158,8 +158,8 @@ def _decoded(
 
     def read(path: Path) -> tuple[np.ndarray | None, str]:
         try:
-            return decode_image(inside(folder, path), spec.shape[0], spec.channels), ""
-        except (Unreadable, UserError) as error:
+            return decode_image(path_inside(folder, path), spec.shape[0], spec.channels), ""
+        except (UnreadableImage, UserError) as error:
             return None, str(error)
 
     with ThreadPoolExecutor() as pool:
@@ -183,7 +183,7 @@ def _said(
     """The output (K,) for each picture, and its experts in every layer, see ``experts_of``."""
     if not pictures:
         return
-    outputs, records = predictions(model, np.stack(pictures), batch)
+    outputs, records = predict_in_batches(model, np.stack(pictures), batch)
     layers = [
         experts_of(record.combine, layout.special, layout.grid)
         for record, layout in zip(records, model.layouts, strict=True)
@@ -216,5 +216,5 @@ def _calibrator(
                 f"{path}: no such file; --calibrator is a folder that `calibrate` wrote"
             )
         return None, f"probabilities are not calibrated: there is no {path}"
-    fitted = read_as(path, FittedTemperature, "a fitted temperature")
+    fitted = read_settings(path, FittedTemperature, "a fitted temperature")
     return fitted, f"probabilities are calibrated: temperature {fitted.temperature:.4g} of {path}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError, write_whole
-from moecore.measure.exploring.words import towers_in
+from moecore.measure.exploring.words import find_two_towers
 from moecore.nn.backbones.model import Model
 from moecore.predict.ages import NewAges, predict_ages
 from moecore.predict.captions import (
@@ -40,7 +40,7 @@ from moecore.predict.pictures import (
 )
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import ModelCard, load_card, load_model
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 
 NEEDED = ("model.json", "model.safetensors")
 TRAINED = "artifacts/{pretrain,finetune,adversarial}/<method>/<seed>"
@@ -116,7 +116,7 @@ def check_texts(given: Given) -> None:
 
 
 def _pictures(given: Given, files: Sequence[Path]) -> PredictedPage:
-    model = load_model(given.model).to(tune().device)
+    model = load_model(given.model).to(tune_runtime().device)
     if given.texts is not None:
         return _matched(given, given.texts, files, model)
     reading = read_classes(given.model, given.calibrator)
@@ -126,7 +126,7 @@ def _pictures(given: Given, files: Sequence[Path]) -> PredictedPage:
 
 
 def _matched(given: Given, path: Path, files: Sequence[Path], model: Model) -> PredictedPage:
-    towers = towers_in(model)
+    towers = find_two_towers(model)
     assert towers is not None, "check_texts has looked at its task"
     texts = read_texts(path, towers, given.model)
     reading = compare_captions(texts, towers.config.pairs)

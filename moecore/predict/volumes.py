@@ -12,7 +12,7 @@ import numpy as np
 
 from moecore.brain.reference import Reference
 from moecore.core.files import UserError
-from moecore.core.inside import inside
+from moecore.core.inside import path_inside
 from moecore.data.volumes.bids_table import read_tsv
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.volumes import read_volume
@@ -75,7 +75,7 @@ def prepare_volumes(
     for one in new_volumes:
         try:
             for path in filter(None, (one.path, one.mask)):
-                inside(one.root, path)
+                path_inside(one.root, path)
             volumes.append(read_volume(one.path, grid, one.mask))
             reasons.append("")
         except UserError as error:
@@ -126,7 +126,7 @@ def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
 
 def _participants(path: Path) -> Participants:
     """Age, sex, site as in predictions.csv; {} where there is no such file."""
-    if not inside(path.parent, path).exists():
+    if not path_inside(path.parent, path).exists():
         return {}
     columns, rows = read_tsv(path)
     if rows and "participant_id" not in columns:

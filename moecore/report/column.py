@@ -61,7 +61,9 @@ class Ahead(NamedTuple):
         model = self.study.model
         methods = [self.study.methods[name] for name in self.study.run.methods]
         having = [method for method in methods if model is not None and method.moe is not None]
-        numbers = [len(method.moe.indices(method.sized(model).depth)) for method in having]
+        numbers = [
+            len(method.moe.indices(method.merge_model_settings(model).depth)) for method in having
+        ]
         return range(1, 1 + max(numbers, default=0))
 
 

@@ -8,10 +8,10 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from moecore.brain.measured_ages import Result as Ages
+from moecore.brain.measured_ages import AgeResult as Ages
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.sizes import Result as Sizes
-from moecore.measure.under_attack.curves import run_of
+from moecore.measure.under_attack.curves import measured_curves
 from moecore.report.claims.claims_table import claims_markdown
 from moecore.report.claims.evaluation import Evaluated
 from moecore.report.figures.training_figures import training_curves
@@ -86,7 +86,7 @@ NUMBERS = ("mae", "corr", "slope", "intercept")
 
 def training_csv(results: Results) -> str:
     """Every logged point of every training: phase, method, seed, step, epoch, losses and scores."""
-    words = dict.fromkeys(phase.task.logged for phase in results.phases.values())
+    words = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
     scores = [f"{split}_{word}" for word in words for split in ("train", "validation")]
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
@@ -98,14 +98,14 @@ def training_csv(results: Results) -> str:
 
 def robustness_csv(results: Results) -> str:
     """Every attack of every model: phase, method, seed, attack, epsilon, score with its limits."""
-    scores = dict.fromkeys(phase.task.logged for phase in results.phases.values())
+    scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
         result = model.of(Robustness)
-        for name, curve in (run_of(result.attacks) if result else {}).items():
+        for name, curve in (measured_curves(result.attacks) if result else {}).items():
             for row in curve:
                 values = row.model_dump(include={"epsilon", "low", "high"})
-                yield values | {"attack": name, phase.task.logged: row.score}
+                yield values | {"attack": name, phase.task.history_name: row.score}
 
     return _csv(results, ("attack", "epsilon", *scores, "low", "high"), rows)
 

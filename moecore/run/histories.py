@@ -10,7 +10,7 @@ import psutil
 
 from moecore.core.files import UserError
 from moecore.core.sources import list_pipeline_files
-from moecore.run.history_file import NAME, Growing, item, locked
+from moecore.run.history_file import HISTORY_FILE, GrowingHistory, execution_path, read_dvc_locks
 from moecore.study.reading.document import parse_yaml
 
 PLACES = ("artifacts/history", ".state")  # published histories, and those of runs under way
@@ -29,7 +29,7 @@ class History(NamedTuple):
     @property
     def item(self) -> str:
         """Its path in artifacts/history, and that of its result in artifacts/measured."""
-        return item(*(self.header[name] for name in ("stage", "phase", "method", "seed")))
+        return execution_path(*(self.header[name] for name in ("stage", "phase", "method", "seed")))
 
     @property
     def has_ended(self) -> bool:
@@ -67,20 +67,20 @@ def history_folders(study: Path) -> list[Path]:
         for folder, inner, files in os.walk(study / place):
             # what is being written, or being removed, is not there
             inner[:] = sorted(n for n in inner if not n.endswith((".part", ".removed")))
-            if NAME in files:
+            if HISTORY_FILE in files:
                 inner.clear()
                 folders.append(Path(folder))
     return folders
 
 
-def read_histories(study: Path, readers: dict[Path, Growing]) -> dict[str, History]:
+def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str, History]:
     """Return by uid the history that says most: a resumed run's published one may be older.
 
     readers: what was read before, folder by folder; it is filled.
     """
     newest: dict[str, History] = {}
     for folder in history_folders(study):
-        lines = readers.setdefault(folder, Growing(folder)).read()
+        lines = readers.setdefault(folder, GrowingHistory(folder)).read()
         if lines and "uid" in lines[0]:
             known = newest.setdefault(lines[0]["uid"], History(folder, lines))
             if lines[-1]["t"] > known.lines[-1]["t"]:
@@ -100,7 +100,7 @@ def locked_folders(study: Path) -> frozenset[str] | None:
 
 @cache
 def _read_lock(study: Path, written: int) -> frozenset[str]:
-    outs = [out for stage in locked(study).values() for out in stage.get("outs", ())]
+    outs = [out for stage in read_dvc_locks(study).values() for out in stage.get("outs", ())]
     return frozenset(out["path"] for out in outs)
 
 

@@ -23,26 +23,28 @@ from moecore.core.files import (
     write_sealed,
     write_whole,
 )
-from moecore.core.plain import plain
+from moecore.core.plain import to_jsonable
 from moecore.run.history_file import (
-    NAME,
+    HISTORY_FILE,
     append_line,
-    before,
-    encode,
-    flatten,
-    item,
+    encode_line,
+    execution_path,
+    flatten_keys,
+    json_number,
+    lines_before_step,
+    logged_points,
+    nested_numbers,
     new_header,
-    number,
-    points,
     read_lines,
-    scalars,
-    seconds,
+    spent_seconds,
 )
 from moecore.run.inputs import hash_inputs, refuse_changed_inputs, refuse_changed_params
 
 
 class Run:
-    """The record that a stage reports to, made by ``record``; ``folder``: its growing history."""
+    """The record that a stage reports to, made by ``record_run``; ``folder``: its growing
+    history.
+    """
 
     def __init__(self, folder: Path, path: str, header: dict, earlier: list[dict]) -> None:
         self.folder = folder
@@ -68,7 +70,7 @@ class Run:
         Raises ValueError where a name was already logged at this step or a later one.
         """
         if self._earlier:
-            kept = before(self._earlier, step)
+            kept = lines_before_step(self._earlier, step)
             self._earlier = []
             self._rewrite([*kept, *self._lines])
         twice = [name for name in values if self._last.get(name, -1) >= step]
@@ -77,30 +79,32 @@ class Run:
             last = self._last[twice[0]]
             raise ValueError(f"step {step} of {names} is not after step {last}, which is logged")
         self._last |= dict.fromkeys(values, step)
-        self._write(step=int(step), values={name: number(value) for name, value in values.items()})
+        self._write(
+            step=int(step), values={name: json_number(value) for name, value in values.items()}
+        )
 
     def result(self, result: Config) -> None:
         """Write the result to artifacts/measured/<stage>/…json (not-finite numbers as null).
 
         The history keeps the numbers outside of lists, which MLflow shows.
         """
-        values = plain(result)
+        values = to_jsonable(result)
         write_sealed(self.measured, values)
-        self._write(summary=flatten(scalars(values)))
+        self._write(summary=flatten_keys(nested_numbers(values)))
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rows as tables/<name>.json, beside the history."""
         file = f"tables/{name}.json"
-        write_json(self.folder / file, plain(rows))
+        write_json(self.folder / file, to_jsonable(rows))
         self._write(file=file)
 
     def tag(self, name: str, value: Any) -> None:
         """A property of this execution, such as the device."""
-        self._write(tags={name: plain(value)})
+        self._write(tags={name: to_jsonable(value)})
 
     def dataset(self, card: Mapping[str, Any]) -> None:
         """The card of the prepared data that the run reads."""
-        self._write(dataset=plain(card))
+        self._write(dataset=to_jsonable(card))
 
     def model(self, folder: str | Path) -> None:
         """The folder of the trained model; MLflow gets a copy with its signature."""
@@ -108,7 +112,7 @@ class Run:
 
     def end(self, status: str, error: str | None = None) -> None:
         """The last line: FINISHED, FAILED or KILLED, and the seconds spent."""
-        spent = seconds([*read_lines(self.folder), {"t": time.time()}])
+        spent = spent_seconds([*read_lines(self.folder), {"t": time.time()}])
         if error is None:
             self._write(status=status, seconds=spent)
         else:
@@ -117,15 +121,15 @@ class Run:
     def _write(self, **line: Any) -> None:
         line = {"t": round(time.time(), 3), **line}
         self._lines.append(line)
-        append_line(self.folder / NAME, encode(line))
+        append_line(self.folder / HISTORY_FILE, encode_line(line))
 
     def _rewrite(self, lines: list[dict]) -> None:
-        self._last = {name: step for step, _, values in points(lines) for name in values}
-        write_whole(self.folder / NAME, "".join(map(encode, lines)))
+        self._last = {name: step for step, _, values in logged_points(lines) for name in values}
+        write_whole(self.folder / HISTORY_FILE, "".join(map(encode_line, lines)))
 
 
 @contextmanager
-def record(
+def record_run(
     stage: str,
     params: Config | None = None,
     *,
@@ -145,7 +149,7 @@ def record(
     are others than when the stage began.
     """
     hashes = hash_inputs(inputs)
-    path = item(stage, phase, method, seed)
+    path = execution_path(stage, phase, method, seed)
     published = Path("artifacts/history", path)
     folder = (work or Path(".state/runs", path)) / "history"
     earlier = []
@@ -166,13 +170,13 @@ def record(
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         try:
             run.end("KILLED" if interrupted else "FAILED", f"{type(error).__name__}: {error}")
-            _publish(folder, published)
+            _publish_history(folder, published)
         except FullDisk as disk:
             if not isinstance(error, FullDisk):  # of one full disk, one line tells
                 print(disk, file=sys.stderr)
         raise
     run.end("FINISHED")
-    _publish(folder, published)
+    _publish_history(folder, published)
     if work is None:  # a given folder is removed by its owner, together with the checkpoint
         shutil.rmtree(folder)
 
@@ -182,18 +186,18 @@ def read_earlier_lines(folder: Path, work: Path) -> list[dict]:
     its head is lost. What is missing beside a checkpoint is said, and the training goes on.
     """
     lines = read_lines(folder)
-    path = folder / NAME
+    path = folder / HISTORY_FILE
     if lines and "uid" not in lines[0]:
         lines = []
     written = path.read_bytes().count(b"\n") if path.is_file() else 0
-    begun = any(work.glob("checkpoint.safetensors")) or any(work.glob("sharded.json"))
-    if begun and len(lines) < max(1, written):
+    has_checkpoint = any(work.glob("checkpoint.safetensors")) or any(work.glob("sharded.json"))
+    if has_checkpoint and len(lines) < max(1, written):
         damage = f"{written - len(lines)} of {written} lines are damaged" if written else "is gone"
         words = "the training goes on from its checkpoint, with what is left of its curve"
         print(f"{path}: {damage}; {words}", file=sys.stderr)
     return lines
 
 
-def _publish(folder: Path, published: Path) -> None:
+def _publish_history(folder: Path, published: Path) -> None:
     with whole_folder(published) as temporary:
         shutil.copytree(folder, temporary, dirs_exist_ok=True)

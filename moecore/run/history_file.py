@@ -23,26 +23,28 @@ import yaml
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, explain_full_disk
-from moecore.core.plain import plain
+from moecore.core.plain import to_jsonable
 from moecore.core.sources import list_pipeline_files
 
-SOURCES = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
+SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
 
 
 def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]:
-    """The header of a new execution, with an id of its own; ``item``: phase, method and seed."""
+    """The header of a new execution, with an id of its own; ``execution_path``: phase, method and
+    seed.
+    """
     settings = {}
     if params is not None:
-        settings = plain(params)
+        settings = to_jsonable(params)
     canonical = json.dumps([stage, item, settings], sort_keys=True)
     return {
         "uid": uuid.uuid4().hex,
         "stage": stage,
         "dvc_stage": os.environ.get("DVC_STAGE"),
         **item,
-        "params": flatten(settings),
+        "params": flatten_keys(settings),
         "params_hash": hashlib.sha256(canonical.encode()).hexdigest()[:16],
-        **_code(),
+        **_code_state(),
         "command": " ".join(sys.argv),
         "host": platform.node(),
         "pid": os.getpid(),
@@ -51,21 +53,21 @@ def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]
     }
 
 
-def item(stage: str, phase: str | None, method: str | None, seed: int | None) -> str:
+def execution_path(stage: str, phase: str | None, method: str | None, seed: int | None) -> str:
     """Return the path of an execution in artifacts/history and artifacts/measured."""
     return "/".join(str(part) for part in (stage, phase, method, seed) if part is not None)
 
 
-def _code() -> dict[str, Any]:
+def _code_state() -> dict[str, Any]:
     """The commit, and whether sources or settings differ from it; null outside a repository."""
-    commit = _git("rev-parse", "HEAD")
-    status = _git("status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
+    commit = _run_git("rev-parse", "HEAD")
+    status = _run_git("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
     if commit is None or status is None:
         return {"commit": None, "dirty": None}
     return {"commit": commit, "dirty": status != ""}
 
 
-def _git(*words: str) -> str | None:
+def _run_git(*words: str) -> str | None:
     """Return what git prints; None where it is missing, too slow, or there is no repository."""
     try:
         done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=10)
@@ -76,7 +78,7 @@ def _git(*words: str) -> str | None:
     return done.stdout.strip()
 
 
-NAME = "history.jsonl"
+HISTORY_FILE = "history.jsonl"
 
 
 def append_line(path: Path, line: str, sync: bool = False) -> None:
@@ -87,13 +89,13 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
     content = line.encode()
     try:
         with explain_full_disk(path), open(path, "ab", buffering=0) as file:
-            _whole_line(file, content, sync)
+            _write_whole_line(file, content, sync)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UserError(f"{path}: could not be written, {reason}") from error
 
 
-def _whole_line(file: FileIO, content: bytes, sync: bool) -> None:
+def _write_whole_line(file: FileIO, content: bytes, sync: bool) -> None:
     before = file.tell()
     left = memoryview(content)
     try:
@@ -124,11 +126,11 @@ def _is_timed(line: Any) -> bool:
     return isinstance(line, dict) and isinstance(line.get("t"), (int, float))
 
 
-class Growing:
+class GrowingHistory:
     """A history that is read while it grows: every ``read`` takes from the disk what is new."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.path = Path(folder, NAME)
+        self.path = Path(folder, HISTORY_FILE)
         self._forget()
 
     def read(self) -> list[dict]:
@@ -166,10 +168,10 @@ class Growing:
 
 def read_lines(folder: str | Path) -> list[dict]:
     """The complete lines of a folder's history, oldest first; empty where there is none."""
-    return Growing(folder).read()
+    return GrowingHistory(folder).read()
 
 
-def before(lines: list[dict], step: int) -> list[dict]:
+def lines_before_step(lines: list[dict], step: int) -> list[dict]:
     """Return the lines up to the first point of ``step`` or later: what a resumed run keeps."""
     for index, line in enumerate(lines):
         if line.get("step", -1) >= step or "status" in line:
@@ -177,7 +179,7 @@ def before(lines: list[dict], step: int) -> list[dict]:
     return lines
 
 
-def seconds(lines: list[dict]) -> float:
+def spent_seconds(lines: list[dict]) -> float:
     """Return the seconds spent, without the time between a kill and the resume."""
     total = 0.0
     begun = None
@@ -194,12 +196,12 @@ def seconds(lines: list[dict]) -> float:
     return round(total, 3)
 
 
-def encode(line: Mapping[str, Any]) -> str:
+def encode_line(line: Mapping[str, Any]) -> str:
     """Return a line of the file."""
     return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, float]]]:
+def logged_points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, float]]]:
     """Yield (step, time, values) of every logged point; not-finite numbers as such."""
     for line in lines:
         if "values" in line:
@@ -207,13 +209,13 @@ def points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, float]]]:
             yield line["step"], line["t"], values
 
 
-def number(value: Any) -> float | str:
+def json_number(value: Any) -> float | str:
     """Return a float as JSON has it: ``nan`` and ``inf`` as text."""
     value = float(value)
     return value if math.isfinite(value) else str(value)
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as dotted keys.
 
     A list of mappings counts from 0, a list of plain values stays one value.
@@ -225,22 +227,22 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, inner in value.items():
         name = f"{prefix}.{key}" if prefix else str(key)
-        flat |= flatten(inner, name)
+        flat |= flatten_keys(inner, name)
     return flat
 
 
-def scalars(value: Mapping[str, Any]) -> dict[str, Any]:
+def nested_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested mappings without lists and texts: the numbers that a table of metrics shows."""
     kept = {}
     for name, inner in value.items():
         if isinstance(inner, Mapping):
-            inner = scalars(inner)
+            inner = nested_numbers(inner)
         if isinstance(inner, (int, float, dict)) and inner != {}:
             kept[name] = inner
     return kept
 
 
-def locked(folder: Path = Path()) -> dict[str, dict[str, Any]]:
+def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
     """Return the stages of a project's lock files as they last ran; none without one.
 
     Raises UserError for a lock that is not as DVC writes it.

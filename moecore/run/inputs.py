@@ -12,8 +12,8 @@ from typing import Any
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.plain import plain
-from moecore.run.history_file import flatten
+from moecore.core.plain import to_jsonable
+from moecore.run.history_file import flatten_keys
 from moecore.study.reading.document import Document, load_yaml
 from moecore.study.reading.params import params_keys, read_params
 
@@ -36,13 +36,13 @@ def refuse_changed_params(params: Config, **item: object) -> None:
     now = read_params(type(params), None, **item)
     for field, template in params_keys(type(params)).items():
         key = template.format(**item)
-        before = flatten(plain(getattr(params, field)), key)
-        _refuse_changed_values(before, flatten(plain(getattr(now, field)), key))
+        before = flatten_keys(to_jsonable(getattr(params, field)), key)
+        _refuse_changed_values(before, flatten_keys(to_jsonable(getattr(now, field)), key))
 
 
 def refuse_changed_document(before: Document) -> None:
     """Raise UserError, naming the key, where the file of ``before`` holds other values now."""
-    _refuse_changed_values(flatten(before.data), flatten(load_yaml(before.path).data))
+    _refuse_changed_values(flatten_keys(before.data), flatten_keys(load_yaml(before.path).data))
 
 
 def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

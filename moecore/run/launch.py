@@ -28,13 +28,17 @@ from moecore.study.reading.document import Document, load_yaml
 from moecore.study.reading.params import validate_whole
 
 CLUSTER = "MOECORE_CLUSTER"
-TRAINING = ("teacher", "pretrain", "finetune", "adversarial")
-FINAL = (0, 1, 2)  # exit codes that a second try would not change: done, an error, wrong words
+TRAINING_STAGES = ("teacher", "pretrain", "finetune", "adversarial")
+FINAL_CODES = (
+    0,
+    1,
+    2,
+)  # exit codes that a second try would not change: done, an error, wrong words
 # Of SLURM's variables, what a job of its own is to know: all others tell of the job around it
-OWN = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS")
+KEPT_SLURM_VARIABLES = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS")
 
 
-class Needs(Config):
+class StageNeeds(Config):
     """Needs of one stage, for the launcher to read."""
 
     nodes: int = Field(1, ge=1, description="machines")
@@ -45,7 +49,7 @@ class Needs(Config):
     time: str = Field("1:00:00", description="limit, as the launcher writes it")
 
 
-class Some(Config):
+class PartialNeeds(Config):
     """Needs of which what is left out is as in ``default``."""
 
     nodes: int | None = Field(None, ge=1)
@@ -64,18 +68,18 @@ class Cluster(Config):
         "{time}, {stage} and {tasks} are filled in; with {tasks} it starts so many processes, each "
         "with SLURM_PROCID or RANK"
     )
-    default: Needs = Needs()
-    stages: dict[str, Some] = Field({}, description="by the stage's name in dvc.yaml")
+    default: StageNeeds = StageNeeds()
+    stages: dict[str, PartialNeeds] = Field({}, description="by the stage's name in dvc.yaml")
     tries: int = Field(3, ge=1, description="starts of a stage that is preempted or out of time")
     steps: bool = Field(
         False, description="stages are steps of the job of SLURM that `moecore run` is in, not jobs"
     )
 
-    def needs(self, stage: str) -> Needs:
+    def needs(self, stage: str) -> StageNeeds:
         """Return what the stage gets; one process where it does not train."""
-        own = self.stages.get(stage, Some()).model_dump(exclude_none=True)
+        own = self.stages.get(stage, PartialNeeds()).model_dump(exclude_none=True)
         needs = self.default.model_copy(update=own)
-        if stage in TRAINING:
+        if stage in TRAINING_STAGES:
             return needs
         return needs.model_copy(update={"nodes": 1, "ranks": 1})
 
@@ -96,28 +100,28 @@ class Cluster(Config):
         return {name for _, name, _, _ in string.Formatter().parse(self.launch) if name is not None}
 
 
-KEYS = tuple(Needs.model_fields)
-FIELDS = {*KEYS, "stage", "tasks"}  # of ``launch``
+NEED_KEYS = tuple(StageNeeds.model_fields)
+LAUNCH_FIELDS = {*NEED_KEYS, "stage", "tasks"}  # of ``launch``
 
 
 def read_cluster(path: str) -> Cluster:
     """The file; raises UserError with file, line and what is allowed, a line for each mistake."""
     document = load_yaml(path)
     cluster = validate_whole(Cluster, document)
-    if wrong := [*_of_launch(cluster, document), *_of_stages(cluster, document)]:
+    if wrong := [*_launch_problems(cluster, document), *_stage_problems(cluster, document)]:
         raise UserError("\n".join(wrong))
     return cluster
 
 
-def _of_launch(cluster: Cluster, document: Document) -> Iterator[str]:
+def _launch_problems(cluster: Cluster, document: Document) -> Iterator[str]:
     """Yield what is wrong with the launcher's words."""
     place = f"{document.place(['launch'])}: launch"
     try:
         words = shlex.split(cluster.launch)
-        if unknown := cluster.fields - FIELDS:
-            yield f"{place}: found {{{min(unknown)}}}; allowed: {', '.join(sorted(FIELDS))}"
+        if unknown := cluster.fields - LAUNCH_FIELDS:
+            yield f"{place}: found {{{min(unknown)}}}; allowed: {', '.join(sorted(LAUNCH_FIELDS))}"
             return
-        cluster.launch.format(**dict.fromkeys(FIELDS, 1))
+        cluster.launch.format(**dict.fromkeys(LAUNCH_FIELDS, 1))
     except ValueError as error:
         yield f"{place}: found {cluster.launch!r} ({error}); allowed: words as a shell reads them"
         return
@@ -127,20 +131,22 @@ def _of_launch(cluster: Cluster, document: Document) -> Iterator[str]:
         yield f"{place}: found {words[0]}, which is no command here; install it"
 
 
-def _of_stages(cluster: Cluster, document: Document) -> Iterator[str]:
+def _stage_problems(cluster: Cluster, document: Document) -> Iterator[str]:
     """Yield what is wrong with the stages' needs."""
-    known = stages_known()
+    known = list_stage_names()
     for stage in ("default", *cluster.stages):
         keys = ["default"] if stage == "default" else ["stages", stage]
         needs = cluster.default if stage == "default" else cluster.needs(stage)
-        places = {key: f"{document.place([*keys, key])}: {'.'.join([*keys, key])}" for key in KEYS}
+        places = {
+            key: f"{document.place([*keys, key])}: {'.'.join([*keys, key])}" for key in NEED_KEYS
+        }
         if stage not in ("default", *known):
             allowed = f"no stage; allowed: {', '.join(known)}"
             yield f"{document.place(keys)}: stages.{stage}: {allowed}"
-        elif stage not in ("default", *TRAINING):
+        elif stage not in ("default", *TRAINING_STAGES):
             for key in ("nodes", "ranks"):
                 if (number := getattr(cluster.stages[stage], key) or 1) > 1:
-                    why = f"as it does not train ({', '.join(TRAINING)} do)"
+                    why = f"as it does not train ({', '.join(TRAINING_STAGES)} do)"
                     yield f"{places[key]}: found {number}; allowed: 1, {why}"
         if needs.nodes > 1 and "tasks" not in cluster.fields:
             mend = "name {tasks} in launch, as `srun --nodes={nodes} --ntasks={tasks}` does"
@@ -150,14 +156,14 @@ def _of_stages(cluster: Cluster, document: Document) -> Iterator[str]:
             yield f"{places['gpus']}: {own}; allowed: one a rank, or 0"
 
 
-def stages_known() -> list[str]:
+def list_stage_names() -> list[str]:
     """The stages' names: of their scripts, and of those that are a part of one."""
     folders = getattr(find_spec("stages"), "submodule_search_locations", None) or []
     scripts = {path.stem for folder in folders for path in Path(folder).glob("[a-z]*.py")}
     return sorted({*scripts, "adversarial", "routing"} - {"server"})
 
 
-def stage_of(words: Sequence[str]) -> str:
+def stage_name(words: Sequence[str]) -> str:
     """The stage's name in dvc.yaml, of the words after ``python``."""
     name = words[1].removeprefix("stages.")
     if name == "finetune" and len(words) > 2:
@@ -167,11 +173,11 @@ def stage_of(words: Sequence[str]) -> str:
 
 def launch_command(cluster: Cluster, words: Sequence[str]) -> list[str]:
     """Return what starts ``python WORDS`` with the launcher."""
-    stage = stage_of(words)
+    stage = stage_name(words)
     needs = cluster.needs(stage)
     tasks = needs.nodes * needs.ranks
-    given = needs.model_dump() | {"stage": stage, "tasks": tasks}
-    prefix = shlex.split(cluster.launch.format(**given))
+    values = needs.model_dump() | {"stage": stage, "tasks": tasks}
+    prefix = shlex.split(cluster.launch.format(**values))
     python = [sys.executable]
     if needs.ranks > 1 and "tasks" not in cluster.fields:
         python += ["-m", "moecore.run.local_ranks", str(needs.ranks)]
@@ -197,12 +203,12 @@ def hand_over_stage() -> None:
     except UserError as error:
         print(f"{CLUSTER}: {error}", file=sys.stderr)
         sys.exit(1)
-    sys.exit(run_launched(cluster, words))
+    sys.exit(run_with_launcher(cluster, words))
 
 
-def run_launched(cluster: Cluster, words: Sequence[str]) -> int:
+def run_with_launcher(cluster: Cluster, words: Sequence[str]) -> int:
     """The exit code of the stage, started again where it was ended from outside."""
-    needs = cluster.needs(stage_of(words))
+    needs = cluster.needs(stage_name(words))
     code = 0
     for left in reversed(range(cluster.tries)):
         folder = Path(".state/meetings").resolve()
@@ -210,7 +216,7 @@ def run_launched(cluster: Cluster, words: Sequence[str]) -> int:
         meeting = folder / uuid.uuid4().hex
         process = subprocess.Popen(
             launch_command(cluster, words),
-            env=environment_of(cluster, needs, meeting),
+            env=launch_environment(cluster, needs, meeting),
             stdin=subprocess.DEVNULL,
             preexec_fn=set_parent_death_signal,
         )
@@ -226,15 +232,15 @@ def run_launched(cluster: Cluster, words: Sequence[str]) -> int:
                 left_over.unlink()
         code = code if code >= 0 else 128 - code
         code = 1 if failed and code else code  # not of those that ended because one had failed
-        if code in FINAL:
+        if code in FINAL_CODES:
             break
         again = f"it is started again, {left} more times at most" if left else "given up"
-        said = f"ended from outside (exit code {code}); {again}"
-        print(f"{' '.join(words[1:]).removeprefix('stages.')}: {said}", file=sys.stderr)
+        reason = f"ended from outside (exit code {code}); {again}"
+        print(f"{' '.join(words[1:]).removeprefix('stages.')}: {reason}", file=sys.stderr)
     return code
 
 
-def environment_of(cluster: Cluster, needs: Needs, meeting: Path) -> dict[str, str]:
+def launch_environment(cluster: Cluster, needs: StageNeeds, meeting: Path) -> dict[str, str]:
     """Return what a launched process is told: where its ranks meet, and nothing of the job of SLURM
     that this process may be in, where `srun` would start a step of that job, and a rank be counted
     among its tasks.
@@ -244,7 +250,7 @@ def environment_of(cluster: Cluster, needs: Needs, meeting: Path) -> dict[str, s
         environment = {
             name: value
             for name, value in environment.items()
-            if name in OWN or not name.startswith(("SLURM_", "SLURMD_"))
+            if name in KEPT_SLURM_VARIABLES or not name.startswith(("SLURM_", "SLURMD_"))
         }
     # srun leaves the other tasks running where one fails, unless it is told
     environment.setdefault("SLURM_KILL_BAD_EXIT", "1")

@@ -11,9 +11,9 @@ from moecore.study.reading.claims_section import Claim, Comparison
 from moecore.study.reading.overlay import OVERLAY, resolve_overlay
 from moecore.study.reading.run_section import Selection
 
-KEPT = Path("reports/compare.json")  # in git
-PART = Path("reports/compare.part.json")  # not in git
-PASSED_ON = Path("artifacts/compare.json")  # DVC's stage `numbers` copies it to KEPT
+COMMITTED_NUMBERS = Path("reports/compare.json")  # in git
+PARTIAL_NUMBERS = Path("reports/compare.part.json")  # not in git
+DVC_NUMBERS = Path("artifacts/compare.json")  # DVC's stage `numbers` copies it to KEPT
 
 AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 
@@ -36,14 +36,14 @@ def list_left_out(params: Path, run: Selection) -> list[str]:
 
 
 def split_waiting(
-    asked: Iterable[AnyComparison], run: Selection
+    comparisons: Iterable[AnyComparison], run: Selection
 ) -> tuple[list[AnyComparison], list[AnyComparison]]:
     """Return the claims and questions that ``run`` can answer, and those that wait: for a method or
     a phase, and claims for a second seed.
     """
     ready: list[AnyComparison] = []
     waiting: list[AnyComparison] = []
-    for one in asked:
+    for one in comparisons:
         known = {one.method, one.against} <= set(run.methods) and one.phase in run.phases
         enough = len(run.seeds) > 1 or not isinstance(one, Claim)
         (ready if known and enough else waiting).append(one)
@@ -65,8 +65,8 @@ def write_numbers(numbers: Mapping[str, Any], left_out: Sequence[str]) -> Path:
     """Write what ``compare`` found; of a part beside the numbers of the whole, which stay as they
     are. Return the file.
     """
-    target = PART if left_out and KEPT.is_file() else KEPT
+    target = PARTIAL_NUMBERS if left_out and COMMITTED_NUMBERS.is_file() else COMMITTED_NUMBERS
     write_json(target, numbers)
-    with whole_file(PASSED_ON) as temporary:
-        shutil.copyfile(KEPT, temporary)
+    with whole_file(DVC_NUMBERS) as temporary:
+        shutil.copyfile(COMMITTED_NUMBERS, temporary)
     return target

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-EVERY = 10.0  # seconds between two lines in a log
+SECONDS_BETWEEN_LINES = 10.0  # seconds between two lines in a log
 
 
-class Lines:
-    """Plain lines, at most one every ``EVERY`` seconds, and one at the end."""
+class ProgressLines:
+    """Plain lines, at most one every ``SECONDS_BETWEEN_LINES`` seconds, and one at the end."""
 
     def __init__(self, title: str, total: int) -> None:
         self.title = title
@@ -30,9 +30,9 @@ class Lines:
         left = ""
         if step > self.first:
             seconds_a_step = (now - self.begun) / (step - self.first)
-            left = f", {clock((self.total - step) * seconds_a_step)} left"
-        self.last = f"{self.title}: {done}{left}{shown(values)}"
-        if now - self.printed >= EVERY:
+            left = f", {format_duration((self.total - step) * seconds_a_step)} left"
+        self.last = f"{self.title}: {done}{left}{format_values(values)}"
+        if now - self.printed >= SECONDS_BETWEEN_LINES:
             self.flush(now)
 
     def flush(self, now: float) -> None:
@@ -41,7 +41,7 @@ class Lines:
         self.printed, self.last = now, ""
 
 
-class Bar:
+class ProgressBar:
     """A rich progress bar on standard error."""
 
     def __init__(self, progress: Any, title: str, total: int) -> None:
@@ -50,14 +50,14 @@ class Bar:
 
     def update(self, step: int, **values: float) -> None:
         """``step`` of the total is done; ``values`` are shown beside it."""
-        self.progress.update(self.task, completed=step, values=shown(values).lstrip(", "))
+        self.progress.update(self.task, completed=step, values=format_values(values).lstrip(", "))
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Bar | Lines]:
+def progress_bar(title: str, total: int) -> Iterator[ProgressBar | ProgressLines]:
     """``with progress("pretrain vmoe seed 0", steps) as bar: bar.update(step, loss=…)``."""
     if not sys.stderr.isatty():
-        lines = Lines(title, total)
+        lines = ProgressLines(title, total)
         try:
             yield lines
         finally:
@@ -81,15 +81,15 @@ def progress(title: str, total: int) -> Iterator[Bar | Lines]:
         TextColumn("{task.fields[values]}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        yield Bar(bar, title, total)
+        yield ProgressBar(bar, title, total)
 
 
-def shown(values: dict[str, float]) -> str:
+def format_values(values: dict[str, float]) -> str:
     """Return ``, loss 0.1234, validation accuracy 0.5``."""
     return "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in values.items())
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

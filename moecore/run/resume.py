@@ -12,13 +12,13 @@ from typing import Any
 from moecore.core.config import Config
 from moecore.core.files import UserError, is_whole, sealed_object, write_whole
 from moecore.core.sources import CODE
-from moecore.run.history import Run, record
+from moecore.run.history import Run, record_run
 from moecore.run.history_file import append_line, whole_lines
 from moecore.run.inputs import hash_inputs
 from moecore.run.locks import hold_lock
 from moecore.study.reading.params import params_keys
 
-KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, beside `stages`
+CODE_KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, beside `stages`
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def work_folder(
     ``code`` found it, so what was begun with other settings, data or code is never continued.
     Raises UserError where another process holds the folder, or the stage ``code`` has not run.
     """
-    key = _key(params, [*inputs, *code_of(item, params, script)])
+    key = _work_key(params, [*inputs, *stage_code_files(item, params, script)])
     home = Path(".state") / item
     busy = f"{home}: another process is at work on {item}; wait for it, or end it, and start again"
     with hold_lock(home / "lock", lambda: busy):
@@ -39,10 +39,10 @@ def work_folder(
         work.mkdir(exist_ok=True)
         yield work
         for old in [path for path in home.iterdir() if path.is_dir()]:
-            _remove(old)
+            _remove_folder(old)
 
 
-def code_of(item: str, params: Config, script: str | Path) -> list[Path]:
+def stage_code_files(item: str, params: Config, script: str | Path) -> list[Path]:
     """Return the files of artifacts/code/ that a stage depends on.
 
     They are those of its script, and of all methods, measurements and sections that item and params
@@ -53,23 +53,23 @@ def code_of(item: str, params: Config, script: str | Path) -> list[Path]:
         raise UserError(f"{hashes}: no such file; run `python -m stages.code`, which writes it")
     sections = [key.split(".")[0] for key in params_keys(type(params)).values()]
     names = dict.fromkeys([*item.split("/"), *sections])
-    named = [CODE / kind / f"{name}.json" for name in names for kind in KINDS]
+    named = [CODE / kind / f"{name}.json" for name in names for kind in CODE_KINDS]
     return [hashes, *(file for file in named if file.is_file())]
 
 
-def _key(params: Config, inputs: Sequence[str | Path]) -> str:
+def _work_key(params: Config, inputs: Sequence[str | Path]) -> str:
     text = json.dumps([params.model_dump(mode="json"), hash_inputs(inputs)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _remove(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     """Rename first: a kill in the middle leaves no half of a folder, which would be continued."""
     doomed = folder.with_name(f".{folder.name}.{os.getpid()}.removed")
     os.replace(folder, doomed)
     shutil.rmtree(doomed)
 
 
-class Kept:
+class KeptParts:
     """Parts by key in ``folder``/kept.jsonl, which lives as long as the work folder (resume.py).
 
     From the first line on that is torn or damaged they are computed again.
@@ -103,18 +103,18 @@ class Kept:
 
 
 @contextmanager
-def resumable(
+def record_resumable(
     stage: str, params: Config, script: str | Path, phase: str, method: str, seed: int
-) -> Iterator[tuple[Run, Kept]]:
-    """``record`` for a measuring stage, with the parts of a killed one.
+) -> Iterator[tuple[Run, KeptParts]]:
+    """``record_run`` for a measuring stage, with the parts of a killed one.
 
     They are taken up where model, data, settings and code are the same.
     """
     item = f"{stage}/{phase}/{method}/{seed}"
     inputs = [Path("artifacts/data") / phase, Path("artifacts") / phase / method / str(seed)]
-    files = [*inputs, *code_of(item, params, script)]
+    files = [*inputs, *stage_code_files(item, params, script)]
     with (
         work_folder(item, params, inputs, script) as work,
-        record(stage, params, phase=phase, method=method, seed=seed, inputs=files) as run,
+        record_run(stage, params, phase=phase, method=method, seed=seed, inputs=files) as run,
     ):
-        yield run, Kept(work)
+        yield run, KeptParts(work)

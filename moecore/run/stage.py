@@ -12,11 +12,11 @@ from typing import Any
 from moecore.core.files import UserError, explain_full_disk
 from moecore.core.operating_system import set_parent_death_signal
 
-ENDED = 143  # the exit code of what was ended from outside
+ENDED_CODE = 143  # the exit code of what was ended from outside
 MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
-FAILED = ".failed"  # after the name of the file where ranks met: one of them has an error
+FAILED_SUFFIX = ".failed"  # after the name of the file where ranks met: one of them has an error
 # gloo's and NCCL's words
-GONE = (
+CONNECTION_LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -36,48 +36,48 @@ def run_stage(
     stage is one process.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    values = _converted(function, words)
+    values = _convert_words(function, words)
     end_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     try:
         if not trains:
-            refuse_ranks()
+            refuse_several_ranks()
         with explain_full_disk():
             function(**values)
     except UserError as error:
         several = "\n" in str(error)
         where = "" if several else f"{' '.join([function.__name__, *words])}: "
-        _has_failed()
-        say_once(f"{where}{error}")
+        _mark_failed()
+        print_error_once(f"{where}{error}")
         _exit(1)
     except Exception as error:
         if not is_other_rank_gone(error):
-            _has_failed()
+            _mark_failed()
             raise
-        told = "another rank has ended; what was trained is in the checkpoint"
-        say_once(f"{' '.join([function.__name__, *words])}: {told}")
-        _exit(ENDED)
+        reason = "another rank has ended; what was trained is in the checkpoint"
+        print_error_once(f"{' '.join([function.__name__, *words])}: {reason}")
+        _exit(ENDED_CODE)
 
 
 def is_other_rank_gone(error: BaseException) -> bool:
     """Return whether an error of one of several ranks says that another has ended."""
-    if not several_ranks() or not isinstance(error, RuntimeError):
+    if not has_several_ranks() or not isinstance(error, RuntimeError):
         return False
     of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return of_torch or any(said in str(error) for said in GONE)
+    return of_torch or any(said in str(error) for said in CONNECTION_LOST)
 
 
-def _has_failed() -> None:
+def _mark_failed() -> None:
     """Let the launcher know that this rank ends with an error, which another start would meet
     again: the others end too, but as if from outside, and no launcher tells which came first.
     """
-    if several_ranks() and MEETING in os.environ:
-        Path(os.environ[MEETING] + FAILED).touch()
+    if has_several_ranks() and MEETING in os.environ:
+        Path(os.environ[MEETING] + FAILED_SUFFIX).touch()
 
 
 def has_failed(meeting: str | Path) -> bool:
     """Return whether a rank that met in this file has ended with an error."""
-    return Path(f"{meeting}{FAILED}").exists()
+    return Path(f"{meeting}{FAILED_SUFFIX}").exists()
 
 
 def _exit(code: int) -> None:
@@ -87,14 +87,14 @@ def _exit(code: int) -> None:
     who has left, and aborts where its file has gone in between, which would hide the code.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not several_ranks():
+    if not has_several_ranks():
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def refuse_ranks() -> None:
+def refuse_several_ranks() -> None:
     """Raise UserError where a launcher started several processes of a stage that is one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
@@ -102,22 +102,22 @@ def refuse_ranks() -> None:
         raise UserError(f"found {size} ranks; allowed of this stage: 1 ({shared})")
 
 
-def several_ranks() -> bool:
+def has_several_ranks() -> bool:
     """Return whether a launcher started several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def say_once(text: str) -> None:
+def print_error_once(text: str) -> None:
     """Print to stderr what is wrong: once, where several ranks end at the same."""
-    if several_ranks() and "RANK" in os.environ:
+    if has_several_ranks() and "RANK" in os.environ:
         from moecore.core import ranks  # imports torch
 
-        ranks.say_once(text)
+        ranks.print_failure_once(text)
     else:
         print(text, file=sys.stderr)
 
 
-def metrics_named(study: Any, stages: Sequence[str]) -> Iterable[tuple[tuple, str]]:
+def unmeasured_metrics(study: Any, stages: Sequence[str]) -> Iterable[tuple[tuple, str]]:
     """Metrics that claims and questions name and no measurement of the study has."""
     from moecore.report.tables.comparison import (
         unknown_metrics,  # imports what draws: only where it is asked
@@ -133,33 +133,35 @@ def end_with_parent() -> None:
     parent = os.getppid()
     set_parent_death_signal()
     if os.getppid() != parent:  # it died in between
-        sys.exit(ENDED)
+        sys.exit(ENDED_CODE)
 
 
 def _terminate(*_: Any) -> None:
-    sys.exit(ENDED)
+    sys.exit(ENDED_CODE)
 
 
-def _converted(function: Callable[..., None], words: list[str]) -> dict[str, Any]:
+def _convert_words(function: Callable[..., None], words: list[str]) -> dict[str, Any]:
     names = list(inspect.signature(function).parameters)
     types = typing.get_type_hints(function)
     main = function.__module__ == "__main__"
     module = f"stages.{function.__name__}" if main else function.__module__
     usage = " ".join(["usage: python -m", module, *map(str.upper, names)])
     if len(words) != len(names):
-        _refuse(f"{usage} ({len(words)} given)")
+        _exit_with_usage(f"{usage} ({len(words)} given)")
     values: dict[str, Any] = {}
     for name, word in zip(names, words, strict=True):
         choices = typing.get_args(types.get(name))
         if choices and word not in choices:
-            _refuse(f"{usage}: {name.upper()}: found {word!r}; allowed: {', '.join(choices)}")
+            _exit_with_usage(
+                f"{usage}: {name.upper()}: found {word!r}; allowed: {', '.join(choices)}"
+            )
         try:
             values[name] = int(word) if types.get(name) is int else word
         except ValueError:
-            _refuse(f"{usage}: {name.upper()}: found {word!r}; allowed: an integer")
+            _exit_with_usage(f"{usage}: {name.upper()}: found {word!r}; allowed: an integer")
     return values
 
 
-def _refuse(message: str) -> None:
+def _exit_with_usage(message: str) -> None:
     print(message, file=sys.stderr)
     sys.exit(2)

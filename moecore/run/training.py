@@ -9,18 +9,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moecore.core.config import Config
-from moecore.core.ranks import join, joined, only_first, ranks, refuse_unlike, same_text
-from moecore.core.sources import own_code
+from moecore.core.ranks import (
+    broadcast_text,
+    check_equal_across_ranks,
+    current_ranks,
+    exit_other_ranks,
+    has_process_group,
+    join_ranks,
+)
+from moecore.core.sources import source_hash
 from moecore.data.prepared import Prepared
-from moecore.run.history import Run, record
-from moecore.run.history_file import points, read_lines, seconds
-from moecore.run.progress import progress
-from moecore.run.resume import code_of, work_folder
+from moecore.run.history import Run, record_run
+from moecore.run.history_file import logged_points, read_lines, spent_seconds
+from moecore.run.progress import progress_bar
+from moecore.run.resume import stage_code_files, work_folder
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import Job
-from moecore.training.loop import Metrics, fit, total_steps
-from moecore.training.outcome import Log
-from moecore.training.runtime import tune
+from moecore.training.job import TrainingJob
+from moecore.training.loop import Metrics, total_steps, train_job
+from moecore.training.outcome import TrainingLog
+from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
 from moecore.training.speed import trace_file
 
@@ -33,11 +40,11 @@ class TrainingRun:
         self.recorded = run
         self.work = work
         self.title = title
-        self.runtime = tune(work=work)
+        self.runtime = tune_runtime(work=work)
 
     def train(
         self,
-        job: Job,
+        job: TrainingJob,
         settings: Training,
         seed: int,
         each_epoch: Callable[[int], None] | None = None,
@@ -50,20 +57,20 @@ class TrainingRun:
         checkpoint counts as done is never looked at again.
         """
         checkpoint = Checkpoint(self.work)
-        training = fit(job, settings, seed, self.runtime, checkpoint, trace_file(self.title))
+        training = train_job(job, settings, seed, self.runtime, checkpoint, trace_file(self.title))
         if self.recorded is None:
             deque(training, maxlen=0)
-            only_first()
+            exit_other_ranks()
         for name, value in self.runtime._asdict().items():
             self.run.tag(f"runtime.{name}", value)
-        self.run.tag("runtime.ranks", ranks().size)
-        with progress(self.title, total_steps(job, settings)) as bar:
+        self.run.tag("runtime.ranks", current_ranks().size)
+        with progress_bar(self.title, total_steps(job, settings)) as bar:
             for metrics in training:
                 self.run.log(metrics.step, metrics.values | {"epoch": metrics.epoch})
                 if each_epoch is not None and metrics.epoch == int(metrics.epoch):
                     each_epoch(int(metrics.epoch))
-                bar.update(metrics.step, **_shown(metrics))
-        only_first()
+                bar.update(metrics.step, **_bar_values(metrics))
+        exit_other_ranks()
 
     @property
     def run(self) -> Run:
@@ -71,10 +78,12 @@ class TrainingRun:
         assert self.recorded is not None, "only the first rank writes"
         return self.recorded
 
-    def log(self) -> Log:
+    def log(self) -> TrainingLog:
         """All points, also those of before a kill."""
         lines = read_lines(self.run.folder)
-        return Log([(step, values) for step, _, values in points(lines)], seconds(lines))
+        return TrainingLog(
+            [(step, values) for step, _, values in logged_points(lines)], spent_seconds(lines)
+        )
 
 
 @contextmanager
@@ -96,45 +105,47 @@ def training_run(
     item = [str(word) for word in (method, seed) if word is not None]
     name = "/".join([stage, *item])
     if trains:
-        join()
+        join_ranks()
     elif os.environ.get("RANK", "0") != "0":
         sys.exit(0)
-    refuse_unlike("params", json.dumps([name, params.model_dump(mode="json")], sort_keys=True))
-    refuse_unlike("data", (data.folder / "card.json").read_text(encoding="utf-8"))
-    refuse_unlike("sources", own_code() if joined() else "")
-    if not ranks().first:
-        yield TrainingRun(None, Path(same_text("")), name.replace("/", " "))
+    check_equal_across_ranks(
+        "params", json.dumps([name, params.model_dump(mode="json")], sort_keys=True)
+    )
+    check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
+    check_equal_across_ranks("sources", source_hash() if has_process_group() else "")
+    if not current_ranks().first:
+        yield TrainingRun(None, Path(broadcast_text("")), name.replace("/", " "))
         return
     files = [data.folder, *inputs]
     with (
         work_folder(name, params, files, script) as work,
-        record(
+        record_run(
             stage,
             params,
             work=work,
             method=method,
             seed=seed,
-            inputs=[*files, *code_of(name, params, script)],
+            inputs=[*files, *stage_code_files(name, params, script)],
         ) as run,
     ):
         run.dataset(data.card)
-        same_text(str(work.resolve()))
+        broadcast_text(str(work.resolve()))
         yield TrainingRun(run, work, name.replace("/", " "))
 
 
-def followed(
+def log_points(
     points: Iterable[tuple[int, dict[str, float]]], steps: int, title: str, run: Run
 ) -> dict[str, float]:
     """Show and log (step, values) as they come; return the last values."""
     values: dict[str, float] = {}
-    with progress(title, steps) as bar:
+    with progress_bar(title, steps) as bar:
         for step, values in points:
             run.log(step, values)
             bar.update(step, **values)
     return values
 
 
-def _shown(metrics: Metrics) -> dict[str, float]:
+def _bar_values(metrics: Metrics) -> dict[str, float]:
     """The loss and the scores."""
     scores = ("train_", "validation_")
     return {

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 
 from moecore.core.encoded_arrays import encode_values
-from moecore.statistics.intervals import Interval, images_of
+from moecore.statistics.intervals import Interval, indices_by_person
 
 LEVEL = 0.95
 POWER = 0.8
@@ -22,7 +22,7 @@ ITEMS = "items"
 SEEDS = "seeds"
 
 
-class Source(NamedTuple):
+class VarianceSource(NamedTuple):
     """One choice that the mean difference depends on."""
 
     variance: float  # of the mean, by this choice
@@ -33,7 +33,7 @@ class Difference(NamedTuple):
     """A mean difference and where its variance comes from: seeds, items, both, or () for none."""
 
     value: float
-    sources: tuple[Source, ...]
+    sources: tuple[VarianceSource, ...]
     kind: str  # BOTH, ITEMS, SEEDS; "" without an interval
     seeds: int
     items: int  # 0 where the values have none
@@ -47,7 +47,7 @@ class Difference(NamedTuple):
         """
         if not self.sources:
             return None
-        return self._reach((1 - level) / 2)
+        return self._half_width((1 - level) / 2)
 
     def interval(self, level: float = LEVEL) -> Interval:
         """The mean with its limits; without limits where nothing says how it varies."""
@@ -72,7 +72,7 @@ class Difference(NamedTuple):
         from scipy.optimize import root_scalar  # slow to import
 
         def gap(log_tail: float) -> float:
-            return self._reach(math.exp(log_tail)) - distance
+            return self._half_width(math.exp(log_tail)) - distance
 
         # Both sources together reach the distance at a smaller t than either does alone.
         alone = [
@@ -85,7 +85,7 @@ class Difference(NamedTuple):
             log_tail = root_scalar(gap, bracket=(log_tail, math.log(0.5)), xtol=1e-15).root
         return 2 * math.exp(log_tail)
 
-    def _reach(self, tail: float) -> float:
+    def _half_width(self, tail: float) -> float:
         """Half the width of the interval that leaves ``tail`` on either side."""
         squares = [
             source.variance * float(stdtrit(source.freedom, tail)) ** 2
@@ -110,7 +110,7 @@ class Difference(NamedTuple):
         return None if reach is None or more is None else reach + more
 
 
-def by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarray:
+def values_by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarray:
     """Return one value per person, whose mean is that of the values (N,) of all images.
 
     v + (n_p / mean n)·(mean of the person's − v) of a person with n_p images: the mean over images
@@ -118,25 +118,25 @@ def by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarray:
     each is, or None. The values themselves where nobody has several.
     """
     values = np.asarray(values, np.float64)
-    images = images_of(people)
+    images = indices_by_person(people)
     if images is None:
         return values
     sums = np.array([(values[places] - values.mean()).sum() for places in images])
     return values.mean() + sums * len(images) / len(values)
 
 
-def kept_items(values: np.ndarray, people: np.ndarray | None = None) -> str:
-    """Values (N,) of images as a result keeps them: one an item, see ``by_person``."""
-    return encode_values(by_person(values, people))
+def encode_items(values: np.ndarray, people: np.ndarray | None = None) -> str:
+    """Values (N,) of images as a result keeps them: one an item, see ``values_by_person``."""
+    return encode_values(values_by_person(values, people))
 
 
-def of_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+def linearize_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """Return values (N,) of images, whose mean is r = Σ above / Σ below: r + (a − r·b)/mean b."""
     ratio = above.sum() / below.sum()
     return ratio + (above - ratio * below) / below.mean()
 
 
-def crossed(differences: np.ndarray) -> Difference:
+def crossed_difference(differences: np.ndarray) -> Difference:
     """The mean of D (S, n), over seeds and items.
 
     One seed: over items alone, given that seed. Items that are all alike, such as a model that is
@@ -154,14 +154,14 @@ def crossed(differences: np.ndarray) -> Difference:
     of_items = values.mean(axis=0)
     if np.ptp(values) == 0:
         return Difference(value, (), "", seeds, items)
-    by_items = Source(float(of_items.var(ddof=1)) / items, items - 1)
+    by_items = VarianceSource(float(of_items.var(ddof=1)) / items, items - 1)
     if seeds == 1:
         return Difference(value, (by_items,), ITEMS, seeds, items)
-    by_seeds = Source(float(values.mean(axis=1).var(ddof=1)) / seeds, seeds - 1)
+    by_seeds = VarianceSource(float(values.mean(axis=1).var(ddof=1)) / seeds, seeds - 1)
     return Difference(value, (by_seeds, by_items), BOTH, seeds, items)
 
 
-def paired_seeds(differences: Sequence[float]) -> Difference:
+def paired_seed_difference(differences: Sequence[float]) -> Difference:
     """Return the mean of one difference per seed, of what has no items: times, sizes.
 
     One seed has no interval. Raises ValueError where there is no difference.
@@ -174,5 +174,5 @@ def paired_seeds(differences: Sequence[float]) -> Difference:
         return Difference(value, (), "", 1, 0)
     spread = math.fsum((one - value) ** 2 for one in differences) / (len(values) - 1)
     return Difference(
-        value, (Source(spread / len(values), len(values) - 1),), SEEDS, len(values), 0
+        value, (VarianceSource(spread / len(values), len(values) - 1),), SEEDS, len(values), 0
     )

@@ -38,7 +38,7 @@ def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
     return Interval(successes / count, limits.low, limits.high)
 
 
-def over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
+def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
     """Mean over seeds with the interval of Student's t (n − 1 degrees of freedom); one seed gives
     no limits.
 
@@ -54,7 +54,7 @@ def over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def bootstrap(
+def bootstrap_interval(
     statistic: Callable[[np.ndarray], float],
     count: int,
     resamples: int = 1000,
@@ -79,7 +79,7 @@ def bootstrap(
         raise ValueError("bootstrap: no images")
     generator = np.random.default_rng(seed)
     value = float(statistic(np.arange(count)))
-    images = images_of(people)
+    images = indices_by_person(people)
     if images is None:
         drawn = [statistic(generator.integers(0, count, count)) for _ in range(resamples)]
     else:
@@ -90,10 +90,10 @@ def bootstrap(
             )
             for _ in range(resamples)
         ]
-    return reflected(value, drawn, level, lowest, highest)
+    return reflected_interval(value, drawn, level, lowest, highest)
 
 
-def images_of(people: np.ndarray | None) -> list[np.ndarray] | None:
+def indices_by_person(people: np.ndarray | None) -> list[np.ndarray] | None:
     """The places of each person's images; None where nobody has several, or nothing is known."""
     if people is None:
         return None
@@ -112,7 +112,7 @@ def bootstrap_mean(
     people: np.ndarray | None = None,
 ) -> Interval:
     """Return the mean of one value per image, (N,), with its bootstrap interval."""
-    return bootstrap(
+    return bootstrap_interval(
         lambda chosen: float(values[chosen].mean()),
         len(values),
         resamples,
@@ -128,12 +128,12 @@ def mean_share(shares: np.ndarray, people: np.ndarray | None = None) -> Interval
     Wilson's where all are 0 or 1; the bootstrap else, and over people who have several images.
     """
     shares = np.asarray(shares, np.float64)
-    if images_of(people) is None and np.isin(shares, (0, 1)).all():
+    if indices_by_person(people) is None and np.isin(shares, (0, 1)).all():
         return wilson(int(shares.sum()), len(shares))
     return bootstrap_mean(shares, highest=1.0, people=people)
 
 
-def reflected(
+def reflected_interval(
     value: float,
     drawn: Sequence[float],
     level: float = 0.95,

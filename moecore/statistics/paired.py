@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.statistics.intervals import Interval, bootstrap, wilson
+from moecore.statistics.intervals import Interval, bootstrap_interval, wilson
 
 
-class Pairs(NamedTuple):
+class PairedHits(NamedTuple):
     """How many images both models get right, only the first, only the second, and neither."""
 
     both: int
@@ -22,7 +22,7 @@ class Pairs(NamedTuple):
     neither: int
 
 
-def pairs(first: np.ndarray, second: np.ndarray) -> Pairs:
+def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
     """The 2 × 2 table of two models' hits (N,) bool on the same images.
 
     Raises ValueError unless both have the same N ≥ 1.
@@ -36,7 +36,7 @@ def pairs(first: np.ndarray, second: np.ndarray) -> Pairs:
         )
     both = int((first & second).sum())
     either = int((first | second).sum())
-    return Pairs(both, int(first.sum()) - both, int(second.sum()) - both, len(first) - either)
+    return PairedHits(both, int(first.sum()) - both, int(second.sum()) - both, len(first) - either)
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
@@ -53,7 +53,7 @@ def mcnemar(first_only: int, second_only: int) -> float:
     return float(binomtest(first_only, first_only + second_only).pvalue)
 
 
-def paired_difference(found: Pairs, level: float = 0.95) -> Interval:
+def paired_difference(table: PairedHits, level: float = 0.95) -> Interval:
     """Share of the first model minus that of the second, with the interval of Newcombe (1998,
     Statistics in Medicine 17, method 10).
 
@@ -61,13 +61,13 @@ def paired_difference(found: Pairs, level: float = 0.95) -> Interval:
     small counts and for shares of 0 and 1. Its φ has the continuity correction where it is
     positive, and is 0 where a margin is empty.
     """
-    both, first_only, second_only, _ = found
-    count = sum(found)
-    first = _distances(both + first_only, count, level)
-    second = _distances(both + second_only, count, level)
-    correlation = _correlation(found)
-    below = _combined(first[0], second[1], correlation)
-    above = _combined(first[1], second[0], correlation)
+    both, first_only, second_only, _ = table
+    count = sum(table)
+    first = _wilson_distances(both + first_only, count, level)
+    second = _wilson_distances(both + second_only, count, level)
+    correlation = _hit_correlation(table)
+    below = _combine_distances(first[0], second[1], correlation)
+    above = _combine_distances(first[1], second[0], correlation)
     difference = (first_only - second_only) / count
     return Interval(difference, max(-1.0, difference - below), min(1.0, difference + above))
 
@@ -93,7 +93,7 @@ def paired_bootstrap(
             "are needed"
         )
     change = first - second
-    return bootstrap(
+    return bootstrap_interval(
         lambda chosen: float(change[chosen].mean()),
         len(change),
         resamples,
@@ -117,16 +117,16 @@ def holm(values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _distances(successes: int, count: int, level: float) -> tuple[float, float]:
+def _wilson_distances(successes: int, count: int, level: float) -> tuple[float, float]:
     """How far Wilson's limits lie below and above a share."""
     value, low, high = wilson(successes, count, level)
     assert low is not None and high is not None  # Wilson's interval always has both
     return value - low, high - value
 
 
-def _correlation(found: Pairs) -> float:
+def _hit_correlation(table: PairedHits) -> float:
     """φ of the 2 × 2 table with Newcombe's continuity correction."""
-    both, first_only, second_only, neither = found
+    both, first_only, second_only, neither = table
     margins = (
         (both + first_only)
         * (second_only + neither)
@@ -138,9 +138,9 @@ def _correlation(found: Pairs) -> float:
     excess = both * neither - first_only * second_only
     if excess > 0:
         # Newcombe's continuity correction, which may not turn the sign
-        excess = max(excess - sum(found) / 2, 0.0)
+        excess = max(excess - sum(table) / 2, 0.0)
     return excess / math.sqrt(margins)
 
 
-def _combined(one: float, other: float, correlation: float) -> float:
+def _combine_distances(one: float, other: float, correlation: float) -> float:
     return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))

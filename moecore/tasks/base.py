@@ -79,7 +79,7 @@ class Task(Config, ABC):
         return False
 
     @property
-    def logged(self) -> str:
+    def history_name(self) -> str:
         """Return how the mean score is called in a history: train_…, validation_…."""
         return self.score.name
 
@@ -109,7 +109,7 @@ class Task(Config, ABC):
         Mixed labels (B, K) where they make sense.
         """
 
-    def among(self, labels: Tensor) -> Self:
+    def with_gallery(self, labels: Tensor) -> Self:
         """Return the task whose attacks compare with all of ``labels`` (N, …), not with those of a
         batch; itself where an item stands for itself.
         """
@@ -155,7 +155,7 @@ class Task(Config, ABC):
         mean = mean_share if self.score.form == "share" else bootstrap_mean
         return mean(scores.double().numpy(), people=people)
 
-    def worst(self, one: Tensor, other: Tensor) -> Tensor:
+    def worse_scores(self, one: Tensor, other: Tensor) -> Tensor:
         """Return the worse of two scores of each image: what an adversary who may choose leaves."""
         return (torch.minimum if self.score.better == "higher" else torch.maximum)(one, other)
 
@@ -173,7 +173,7 @@ class Task(Config, ABC):
         return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
 
     @abstractmethod
-    def guess(self, labels: Tensor) -> float:
+    def baseline_score(self, labels: Tensor) -> float:
         """Return the mean score of the best answer that does not look at the image."""
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
@@ -182,11 +182,11 @@ class Task(Config, ABC):
         """
         return Details()
 
-    def packed(self, scores: Tensor) -> str | list[float]:
+    def encode_scores(self, scores: Tensor) -> str | list[float]:
         """Return scores (N,) as a result keeps them."""
         return scores.double().tolist()
 
-    def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
+    def decode_scores(self, kept: str | Sequence[float], images: int) -> Tensor:
         """Return the scores (N,) of ``packed``."""
         if isinstance(kept, str) or len(kept) != images:
             raise ValueError(f"{images} numbers are needed, one per item")
@@ -203,7 +203,7 @@ class Task(Config, ABC):
         return []
 
     @abstractmethod
-    def stored(self, images: int) -> tuple[tuple[int, ...], type]:
+    def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
         """Return shape and dtype of the labels of a split of ``images`` images, as a file has."""
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Classification metrics of logits against labels; all sums are in fp64.
 
-logits: (N, K) before the softmax; labels: (N,) in 0 … K−1. N images, K classes. ``correct`` and
-``nll`` also take the labels (N, K) of images with several classes each, of 0 and 1.
+logits: (N, K) before the softmax; labels: (N,) in 0 … K−1. N images, K classes. ``top1_hits`` and
+``class_nll`` also take the labels (N, K) of images with several classes each, of 0 and 1.
 """
 
 import torch
@@ -12,7 +12,7 @@ from moecore.core.config import Config
 BINS = 15  # equal widths, as in Guo et al. (2017)
 
 
-class Bins(Config):
+class ReliabilityBins(Config):
     """A reliability diagram by columns, one entry a bin (low, high].
 
     Means are None where a bin has no predictions.
@@ -25,17 +25,17 @@ class Bins(Config):
     accuracy: tuple[float | None, ...]
 
 
-def correct(logits: Tensor, labels: Tensor) -> Tensor:
+def top1_hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return whether the largest logit is the label's, or of one of labels (N, K); (N,) bool."""
     if labels.ndim == 2:
-        return precise(logits, labels)
+        return label_set_hits(logits, labels)
     return logits.argmax(dim=1) == labels
 
 
-def within(logits: Tensor, labels: Tensor, best: int) -> Tensor:
+def topk_hits(logits: Tensor, labels: Tensor, best: int) -> Tensor:
     """Return whether the label is among the ``best`` classes of the largest logits; (N,) bool.
 
-    Of equal logits the lower class comes first, as in ``correct``.
+    Of equal logits the lower class comes first, as in ``top1_hits``.
     """
     own = logits.gather(1, labels[:, None].long())
     classes = torch.arange(logits.shape[1], device=logits.device)
@@ -43,12 +43,12 @@ def within(logits: Tensor, labels: Tensor, best: int) -> Tensor:
     return before.sum(dim=1) < best
 
 
-def confidence(logits: Tensor) -> Tensor:
+def class_confidence(logits: Tensor) -> Tensor:
     """The largest probability of each image; (N,) fp64 in (0, 1]."""
     return logits.double().softmax(dim=1).amax(dim=1)
 
 
-def nll(logits: Tensor, labels: Tensor) -> Tensor:
+def class_nll(logits: Tensor, labels: Tensor) -> Tensor:
     """Negative log-likelihood of each image in nats; (N,) fp64. Its mean is the NLL.
 
     Under labels (N, K), of the sigmoids, summed over classes.
@@ -58,7 +58,7 @@ def nll(logits: Tensor, labels: Tensor) -> Tensor:
     return -logits.double().log_softmax(dim=1).gather(1, labels[:, None].long())[:, 0]
 
 
-def brier(logits: Tensor, labels: Tensor) -> Tensor:
+def brier_scores(logits: Tensor, labels: Tensor) -> Tensor:
     """Squared distance of the probabilities from the one-hot label, (N,) fp64 in [0, 2].
 
     Summed over classes (Brier, 1950).
@@ -67,12 +67,12 @@ def brier(logits: Tensor, labels: Tensor) -> Tensor:
     return (probs - torch.nn.functional.one_hot(labels.long(), logits.shape[1])).square().sum(dim=1)
 
 
-def reliability(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Bins:
+def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> ReliabilityBins:
     """Mean confidence and accuracy in bins of equal width.
 
     confidences: (N,) in [0, 1]; hits: (N,) bool.
     """
-    where = _bin(confidences, bins)
+    where = _bin_index(confidences, bins)
     count = torch.bincount(where, minlength=bins).tolist()
 
     def means(values: Tensor) -> list[float | None]:
@@ -82,7 +82,7 @@ def reliability(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Bins:
         ]
 
     edges = [i / bins for i in range(bins + 1)]
-    return Bins(
+    return ReliabilityBins(
         low=edges[:-1],
         high=edges[1:],
         count=count,
@@ -91,29 +91,29 @@ def reliability(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Bins:
     )
 
 
-def ece(confidences: Tensor, hits: Tensor, bins: int = BINS) -> float:
+def calibration_error(confidences: Tensor, hits: Tensor, bins: int = BINS) -> float:
     """Expected calibration error: mean over images of |accuracy − confidence| of the image's bin.
 
     Source: Guo et al. (2017), eq. 3.
     """
     excess = hits.double() - confidences.double()
-    gap = torch.bincount(_bin(confidences, bins), weights=excess, minlength=bins)
+    gap = torch.bincount(_bin_index(confidences, bins), weights=excess, minlength=bins)
     return float(gap.abs().sum() / len(confidences))
 
 
-def confusion(logits: Tensor, labels: Tensor) -> Tensor:
+def confusion_counts(logits: Tensor, labels: Tensor) -> Tensor:
     """Counts by (true class, predicted class); (K, K) int64."""
     classes = logits.shape[1]
     pairs = labels.long() * classes + logits.argmax(dim=1)
     return torch.bincount(pairs, minlength=classes**2).reshape(classes, classes)
 
 
-def _bin(confidences: Tensor, bins: int) -> Tensor:
+def _bin_index(confidences: Tensor, bins: int) -> Tensor:
     """Index of the bin (low, high] of each confidence; 0 belongs to the first."""
     return (confidences.double() * bins).ceil().long().sub(1).clamp(0, bins - 1)
 
 
-def precise(logits: Tensor, labels: Tensor) -> Tensor:
+def label_set_hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return whether the class with the largest logit is among the image's labels; (N,) bool.
 
     Its mean is precision at 1 (adversarial-moe, eq. 18).
@@ -123,7 +123,7 @@ def precise(logits: Tensor, labels: Tensor) -> Tensor:
 
 def false_discovery_rate(logits: Tensor, labels: Tensor) -> float:
     """1 − precision at 1 (adversarial-moe, appendix); with one label per image, the error rate."""
-    return 1 - float(precise(logits, labels).double().mean())
+    return 1 - float(label_set_hits(logits, labels).double().mean())
 
 
 def sigmoid_nll(logits: Tensor, labels: Tensor) -> Tensor:

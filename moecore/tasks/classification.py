@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
-from moecore.statistics.intervals import Estimate, Interval, images_of
-from moecore.statistics.paired import paired_bootstrap, paired_difference, pairs
+from moecore.statistics.intervals import Estimate, Interval, indices_by_person
+from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_difference
 from moecore.tasks.base import Details, Reduction, Score, Task
-from moecore.tasks.class_scores import confusion, correct, nll, within
+from moecore.tasks.class_scores import class_nll, confusion_counts, top1_hits, topk_hits
 
 BEST = 5  # answers of which one has to be right in ``top5``
 
@@ -38,7 +38,7 @@ class Classification(Task):
         return Score("accuracy", "accuracy", "", "share", "higher")
 
     @property
-    def logged(self) -> str:
+    def history_name(self) -> str:
         return "accuracy"
 
     def loss(
@@ -62,26 +62,26 @@ class Classification(Task):
             return cross_entropy(prediction, labels.long(), reduction="none")
         if labels.shape != prediction.shape or not labels.is_floating_point():
             needed = "classes (B,) or one share per class (B, K) are needed"
-            found = f"labels are {labels.dtype} {tuple(labels.shape)}"
-            raise ValueError(f"attack: {found}; {needed}")
+            problem = f"labels are {labels.dtype} {tuple(labels.shape)}"
+            raise ValueError(f"attack: {problem}; {needed}")
         return cross_entropy(prediction, labels.to(prediction.dtype), reduction="none")
 
     def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        return nll(prediction, labels)
+        return class_nll(prediction, labels)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """Return whether each image is right; (N,) bool."""
-        return correct(prediction, labels)
+        return top1_hits(prediction, labels)
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
         """Acc@5; None for five classes at most, where every answer would be right."""
         if self.outputs <= BEST:
             return None
-        return within(prediction, labels, BEST)
+        return topk_hits(prediction, labels, BEST)
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         classes = labels.argmax(dim=-1) if labels.is_floating_point() else labels
-        right = correct(prediction, classes)
+        right = top1_hits(prediction, classes)
         if learned is None:
             return right.sum()
         return right[learned].double().mean() * len(labels)
@@ -99,11 +99,11 @@ class Classification(Task):
         """Return the difference of two shares, paired (Newcombe, 1998), or over people who have
         several images by the bootstrap.
         """
-        if images_of(people) is not None:
+        if indices_by_person(people) is not None:
             return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
-        return paired_difference(pairs(one.numpy(), other.numpy()), level)
+        return paired_difference(count_paired_hits(one.numpy(), other.numpy()), level)
 
-    def guess(self, labels: Tensor) -> float:
+    def baseline_score(self, labels: Tensor) -> float:
         """Chance: one in K."""
         return 1 / self.outputs
 
@@ -114,14 +114,14 @@ class Classification(Task):
         return Details(
             test_correct=right,
             test_top5=None if among is None else Estimate.of(self.interval(among)),
-            confusion=confusion(prediction, labels).tolist(),
+            confusion=confusion_counts(prediction, labels).tolist(),
         )
 
-    def packed(self, scores: Tensor) -> str:
+    def encode_scores(self, scores: Tensor) -> str:
         """Base64 of numpy.packbits, the first image in the highest bit."""
         return base64.b64encode(np.packbits(scores.numpy()).tobytes()).decode()
 
-    def unpacked(self, kept: str | Sequence[float], images: int) -> Tensor:
+    def decode_scores(self, kept: str | Sequence[float], images: int) -> Tensor:
         if not isinstance(kept, str):
             raise ValueError("scores of classes are kept as base64")
         bits = np.frombuffer(base64.b64decode(kept), np.uint8)
@@ -134,7 +134,7 @@ class Classification(Task):
         """Return how many images have each class; −1 is no class."""
         return np.bincount(labels[labels >= 0], minlength=self.outputs).tolist()
 
-    def stored(self, images: int) -> tuple[tuple[int, ...], type]:
+    def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
         return (images,), np.int64
 
     def check(self, labels: np.ndarray, what: str) -> None:
@@ -143,8 +143,8 @@ class Classification(Task):
             allowed = "allowed: (images,) in every split"
             raise UserError(f"{what} have the shape {labels.shape}; {allowed}")
         if len(labels) and not 0 <= labels.min() <= labels.max() < self.outputs:
-            found = f"run from {labels.min()} to {labels.max()}"
-            raise UserError(f"{what} {found}; allowed: 0 to {self.outputs - 1}")
+            problem = f"run from {labels.min()} to {labels.max()}"
+            raise UserError(f"{what} {problem}; allowed: 0 to {self.outputs - 1}")
 
     @classmethod
     def needs_classes(cls, what: str) -> str | None:

@@ -29,10 +29,10 @@ def absolute_error(prediction: Tensor, labels: Tensor) -> Tensor:
 
     Raises UserError for shapes that do not fit, for no images and for numbers that are not finite.
     """
-    return _errors(prediction, labels).abs()
+    return _signed_errors(prediction, labels).abs()
 
 
-def mae(prediction: Tensor, labels: Tensor) -> float:
+def mean_error_size(prediction: Tensor, labels: Tensor) -> float:
     """Mean absolute error. Raises UserError as ``absolute_error`` does."""
     return float(absolute_error(prediction, labels).mean())
 
@@ -43,13 +43,13 @@ def age_fit(prediction: Tensor, labels: Tensor) -> AgeFit:
     A constant error has correlation 0. Raises UserError where the labels do not vary (a slope is
     then not defined), and as ``absolute_error`` does. Source: ERMoE, supplement §5.
     """
-    errors = _errors(prediction, labels)
+    errors = _signed_errors(prediction, labels)
     labels = labels.double()
     centred = labels - labels.mean()
     spread = centred.square().sum()
     if len(labels) < 2 or spread <= (LEAST * labels.abs().max()) ** 2:
-        found = f"all {len(labels)} labels are {float(labels[0]):g}"
-        raise UserError(f"regression: {found}; a slope needs labels that differ")
+        problem = f"all {len(labels)} labels are {float(labels[0]):g}"
+        raise UserError(f"regression: {problem}; a slope needs labels that differ")
     off = errors - errors.mean()
     excess = float((centred * off).sum() / spread)  # slope of the error on y; of ŷ it is one more
     length = off.square().sum()
@@ -68,19 +68,19 @@ def median_mae(train_labels: Tensor, test_labels: Tensor) -> float:
     if len(train_labels) == 0:
         raise UserError("regression: no training labels, so no median")
     median = train_labels.double().quantile(0.5)
-    return mae(median.expand(len(test_labels)), test_labels)
+    return mean_error_size(median.expand(len(test_labels)), test_labels)
 
 
-def _errors(prediction: Tensor, labels: Tensor) -> Tensor:
+def _signed_errors(prediction: Tensor, labels: Tensor) -> Tensor:
     """ŷ − y, (N,) fp64."""
     fits = prediction.shape in (labels.shape, (len(labels), 1))
     if labels.ndim != 1 or not fits or len(labels) == 0:
-        found = f"predictions {tuple(prediction.shape)} and labels {tuple(labels.shape)}"
+        problem = f"predictions {tuple(prediction.shape)} and labels {tuple(labels.shape)}"
         needed = "(images, 1) or (images,), and (images,), at least one image"
-        raise UserError(f"regression: {found}; needed: {needed}")
+        raise UserError(f"regression: {problem}; needed: {needed}")
     errors = prediction.double().reshape(-1) - labels.double()
     wrong = (~errors.isfinite()).nonzero()
     if len(wrong):
-        found = "a prediction or a label that is not a finite number"
-        raise UserError(f"regression: image {int(wrong[0])} has {found}")
+        problem = "a prediction or a label that is not a finite number"
+        raise UserError(f"regression: image {int(wrong[0])} has {problem}")
     return errors

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from moecore.core.files import UserError
-from moecore.core.ranks import joined, ranks, rows_of_all, total_over_ranks
+from moecore.core.ranks import all_gather_rows, current_ranks, has_process_group, total_over_ranks
 from moecore.core.streams import Draws
 from moecore.tasks.base import Reduction, Score, Task
-from moecore.tasks.recall import MARKS, absent, text_to_image
+from moecore.tasks.recall import MARKS, missing_caption_mask, text_to_image_recall
 
 NONE = -1  # every token of a caption that is not there
 WORDS = "captions are no classes"
@@ -81,32 +81,39 @@ class ImageText(Task):
         counts. One and the same caption of two images is no wrong answer to either. In training the
         whole batch of all ranks is compared, with gradient.
         """
-        self._fit(prediction, labels)
-        turns = [self._turn(prediction.float(), one.float()) for one in labels.unbind(1)]
+        self._check_shapes(prediction, labels)
+        turns = [
+            self._one_caption_loss(prediction.float(), one.float()) for one in labels.unbind(1)
+        ]
         each = torch.stack(turns).nanmean(dim=0)
         return each.mean() if reduction == "mean" else each
 
-    def _turn(self, images: Tensor, texts: Tensor) -> Tensor:
+    def _one_caption_loss(self, images: Tensor, texts: Tensor) -> Tensor:
         """The loss of each image with one caption of each, (B,); NaN where one has none."""
         first, every_image, every_text = 0, images, texts
-        if joined() and images.requires_grad:
-            every_image, every_text = gathered(images), gathered(texts)
-            first = ranks().rank * len(images)
+        if has_process_group() and images.requires_grad:
+            every_image, every_text = (
+                all_gather_with_gradient(images),
+                all_gather_with_gradient(texts),
+            )
+            first = current_ranks().rank * len(images)
         own = torch.arange(first, first + len(images), device=images.device)
         same = (texts[:, None, -MARKS:] == every_text[None, :, -MARKS:]).all(dim=-1)
         same[torch.arange(len(own), device=own.device), own] = False
-        hidden = same | absent(every_text)
+        hidden = same | missing_caption_mask(every_text)
         by_image = images @ every_text[:, :-MARKS].T
         by_text = texts[:, :-MARKS] @ every_image.T
         if self.pairs == "sigmoid":
             sign = torch.full_like(by_image, -1.0)
             sign[torch.arange(len(own), device=own.device), own] = 1.0
-            found = -logsigmoid(sign * by_image).masked_fill(hidden, 0.0).sum(dim=1)
+            losses = -logsigmoid(sign * by_image).masked_fill(hidden, 0.0).sum(dim=1)
         else:
-            found = (crossed(by_image, own, hidden) + crossed(by_text, own, hidden)) / 2
-        return found.masked_fill(absent(texts), float("nan"))
+            losses = (
+                row_cross_entropy(by_image, own, hidden) + row_cross_entropy(by_text, own, hidden)
+            ) / 2
+        return losses.masked_fill(missing_caption_mask(texts), float("nan"))
 
-    def among(self, labels: Tensor) -> Self:
+    def with_gallery(self, labels: Tensor) -> Self:
         """Return a copy whose attacks compare with all of these text sides (N, C, d + 3)."""
         task = self.model_copy()
         task._gallery = labels
@@ -116,13 +123,15 @@ class ImageText(Task):
         """−log of the share that an image's own captions have among those of all images that are
         attacked (``among``), else of the batch: (B,). labels: text sides (B, C, d + 3).
         """
-        self._fit(prediction, labels)
+        self._check_shapes(prediction, labels)
         gallery = labels if self._gallery is None else self._gallery
         texts = gallery.flatten(0, 1).to(prediction)
-        every = (prediction @ texts[:, :-MARKS].T).masked_fill(absent(texts), -torch.inf)
+        every = (prediction @ texts[:, :-MARKS].T).masked_fill(
+            missing_caption_mask(texts), -torch.inf
+        )
         texts = labels.to(prediction)
         own = (prediction[:, None] * texts[:, :, :-MARKS]).sum(dim=-1)
-        own = own.masked_fill(absent(texts), -torch.inf)
+        own = own.masked_fill(missing_caption_mask(texts), -torch.inf)
         return every.logsumexp(dim=1) - own.logsumexp(dim=1)
 
     def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
@@ -131,20 +140,20 @@ class ImageText(Task):
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """Share of an image's captions that find it first among all images, (N,) fp64."""
-        return text_to_image(prediction, labels, (1,))[:, 0]
+        return text_to_image_recall(prediction, labels, (1,))[:, 0]
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         """Return how many captions find their image first in the batch, of all ranks."""
-        every = rows_of_all(prediction.float())
+        every = all_gather_rows(prediction.float())
         logits = every @ labels[:, 0, :-MARKS].float().T
         own = torch.arange(logits.shape[1], device=logits.device)
-        return (logits.argmax(dim=0) == own + ranks().rank * len(own)).sum()
+        return (logits.argmax(dim=0) == own + current_ranks().rank * len(own)).sum()
 
-    def guess(self, labels: Tensor) -> float:
+    def baseline_score(self, labels: Tensor) -> float:
         """Chance: one image of all."""
         return 1 / max(1, len(labels))
 
-    def stored(self, images: int) -> tuple[tuple[int, ...], type]:
+    def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
         return (images, self.captions, self.context), np.int32
 
     def check(self, labels: np.ndarray, what: str) -> None:
@@ -158,8 +167,8 @@ class ImageText(Task):
             raise UserError(f"{what}: image {image} has no caption; allowed: one at least")
         captions = labels[there]
         if len(captions) and not 0 <= captions.min() <= captions.max() < self.words:
-            found = f"run from {captions.min()} to {captions.max()}"
-            raise UserError(f"{what} {found}; allowed: 0 to {self.words - 1}")
+            problem = f"run from {captions.min()} to {captions.max()}"
+            raise UserError(f"{what} {problem}; allowed: 0 to {self.words - 1}")
         if not (captions == self.end).any(axis=1).all():
             raise UserError(f"{what}: a caption does not end; allowed: token {self.end} in each")
 
@@ -171,22 +180,22 @@ class ImageText(Task):
             return "a mixed image has no caption of its own"
         return WORDS
 
-    def _fit(self, prediction: Tensor, labels: Tensor) -> None:
+    def _check_shapes(self, prediction: Tensor, labels: Tensor) -> None:
         wanted = (len(prediction), prediction.shape[1] + MARKS)
         if labels.ndim != 3 or (len(labels), labels.shape[2]) != wanted:
-            found = f"predictions {tuple(prediction.shape)} and labels {tuple(labels.shape)}"
-            raise ValueError(f"image_text: {found}; (B, d + 1) and (B, C, d + 3) are needed")
+            problem = f"predictions {tuple(prediction.shape)} and labels {tuple(labels.shape)}"
+            raise ValueError(f"image_text: {problem}; (B, d + 1) and (B, C, d + 3) are needed")
 
 
-def gathered(own: Tensor) -> Tensor:
+def all_gather_with_gradient(own: Tensor) -> Tensor:
     """The rows (B, …) of all ranks, of which this one has (b, …), with gradient."""
-    here = ranks()
+    here = current_ranks()
     before = own.new_zeros(here.rank * len(own), *own.shape[1:])
     after = own.new_zeros((here.size - here.rank - 1) * len(own), *own.shape[1:])
     return total_over_ranks(torch.cat([before, own, after]))
 
 
-def crossed(logits: Tensor, own: Tensor, hidden: Tensor) -> Tensor:
+def row_cross_entropy(logits: Tensor, own: Tensor, hidden: Tensor) -> Tensor:
     """Cross-entropy of each row with the column ``own`` (b,); ``hidden`` ones do not count."""
     logits = logits.masked_fill(hidden, -torch.inf)
     return logits.logsumexp(dim=1) - logits.gather(1, own[:, None])[:, 0]

@@ -39,8 +39,8 @@ class MultiLabel(Classification):
         UserError for label smoothing.
         """
         if label_smoothing:
-            found = f"label_smoothing: found {label_smoothing}"
-            raise UserError(f"{found}, but {self.needs_classes('label_smoothing')}; allowed: 0")
+            problem = f"label_smoothing: found {label_smoothing}"
+            raise UserError(f"{problem}, but {self.needs_classes('label_smoothing')}; allowed: 0")
         logits = prediction.float()
         wanted = labels.float()
         if reduction == "none":
@@ -53,8 +53,8 @@ class MultiLabel(Classification):
         Raises ValueError for labels that are no sets.
         """
         if labels.shape != prediction.shape or labels.is_floating_point():
-            found = f"labels are {labels.dtype} {tuple(labels.shape)}"
-            raise ValueError(f"attack: {found}; 0 or 1 per class (B, K) is needed")
+            problem = f"labels are {labels.dtype} {tuple(labels.shape)}"
+            raise ValueError(f"attack: {problem}; 0 or 1 per class (B, K) is needed")
         wanted = labels.to(prediction.dtype)
         return binary_cross_entropy_with_logits(prediction, wanted, reduction="none").sum(dim=1)
 
@@ -62,7 +62,7 @@ class MultiLabel(Classification):
         """Not defined: with several labels it is not one of them that has to be among five."""
         return None
 
-    def guess(self, labels: Tensor) -> float:
+    def baseline_score(self, labels: Tensor) -> float:
         """Share of the labels among all classes: precision at 1 of a class drawn evenly."""
         return float(labels.double().mean())
 
@@ -79,7 +79,7 @@ class MultiLabel(Classification):
     def counts(self, labels: np.ndarray) -> list[int]:
         return labels.sum(axis=0, dtype=np.int64).tolist()
 
-    def stored(self, images: int) -> tuple[tuple[int, ...], type]:
+    def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
         return (images, self.outputs), np.uint8
 
     def check(self, labels: np.ndarray, what: str) -> None:

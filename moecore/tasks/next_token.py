@@ -53,7 +53,7 @@ class NextToken(Task):
         """Softmax cross-entropy, mean over tokens; (B,) means of blocks with ``reduction``
         "none".
         """
-        self._fit(prediction, labels)
+        self._check_shapes(prediction, labels)
         if reduction == "mean" and prediction.device.type == "cpu":
             given = prediction.flatten(0, 1), labels.flatten().long(), label_smoothing
             if torch.is_grad_enabled() and prediction.requires_grad:
@@ -77,9 +77,9 @@ class NextToken(Task):
 
     def token_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """Nats of each token of predictions (…, V): fp64, computed in fp32."""
-        self._fit(prediction, labels)
+        self._check_shapes(prediction, labels)
         logits, right = prediction.flatten(0, -2), labels.flatten().long()
-        parts = zip(_few(logits), _few(right, logits), strict=True)
+        parts = zip(_split_by_logits(logits), _split_by_logits(right, logits), strict=True)
         each = [cross_entropy(some.float(), own, reduction="none") for some, own in parts]
         return torch.cat(each).double().view(labels.shape)
 
@@ -90,21 +90,21 @@ class NextToken(Task):
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         return self.loss(prediction, labels) * len(labels)
 
-    def guess(self, labels: Tensor) -> float:
+    def baseline_score(self, labels: Tensor) -> float:
         """Nats a token of the labels' own frequencies: the entropy of their words."""
         counts = torch.bincount(labels.flatten().long()).double()
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * shares.log()).sum())
 
-    def stored(self, images: int) -> tuple[tuple[int, ...], type]:
+    def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
         """Text is stored as tokens; this is what a split shows of it."""
         return (images,), np.int32
 
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError unless the labels are words, 0 … V−1."""
         if len(labels) and not 0 <= labels.min() <= labels.max() < self.words:
-            found = f"run from {labels.min()} to {labels.max()}"
-            raise UserError(f"{what} {found}; allowed: 0 to {self.words - 1}")
+            problem = f"run from {labels.min()} to {labels.max()}"
+            raise UserError(f"{what} {problem}; allowed: 0 to {self.words - 1}")
 
     @classmethod
     def needs_classes(cls, what: str) -> str | None:
@@ -116,10 +116,10 @@ class NextToken(Task):
             return "an answer is a word at every token, no class of a picture"
         return "the labels are the words of a text"
 
-    def _fit(self, prediction: Tensor, labels: Tensor) -> None:
+    def _check_shapes(self, prediction: Tensor, labels: Tensor) -> None:
         if prediction.shape != (*labels.shape, self.words):
-            found = f"predictions {tuple(prediction.shape)} and labels {tuple(labels.shape)}"
-            raise ValueError(f"next_token: {found}; (N, M, {self.words}) and (N, M) are needed")
+            problem = f"predictions {tuple(prediction.shape)} and labels {tuple(labels.shape)}"
+            raise ValueError(f"next_token: {problem}; (N, M, {self.words}) and (N, M) are needed")
 
 
 class _MeanCrossEntropy(torch.autograd.Function):
@@ -139,8 +139,10 @@ class _MeanCrossEntropy(torch.autograd.Function):
         """The mean; its gradient is written into ``gradient`` (n, V), if given."""
         total = torch.zeros((), dtype=torch.float64)
         each = smoothing / logits.shape[1]
-        outs = _few(logits if gradient is None else gradient)
-        for some, right, out in zip(_few(logits), _few(labels, logits), outs, strict=True):
+        outs = _split_by_logits(logits if gradient is None else gradient)
+        for some, right, out in zip(
+            _split_by_logits(logits), _split_by_logits(labels, logits), outs, strict=True
+        ):
             full = some.float()
             share = torch.softmax(full, dim=1)
             # the largest share is 1 / Σ exp(logit − the largest logit): no second exponential
@@ -163,7 +165,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
         return gradient if float(grad) == 1 else gradient * grad, None, None
 
 
-def _few(values: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
+def _split_by_logits(values: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
     """Rows of ``values`` that go with LOGITS logits each, which are ``values`` unless given."""
     words = (values if logits is None else logits).shape[-1]
     return values.split(max(LEAST, LOGITS // words))

@@ -12,24 +12,24 @@ CHUNK = 2**24  # numbers of a similarity matrix at a time
 MARKS = 2  # numbers behind an embedding that tell captions apart
 
 
-def absent(texts: Tensor) -> Tensor:
+def missing_caption_mask(texts: Tensor) -> Tensor:
     """Return which text sides (…, d + 3) stand for no caption: bool (…)."""
     return texts[..., -MARKS - 1] == 0
 
 
-def cosines(images: Tensor, texts: Tensor) -> Tensor:
+def cosine_matrix(images: Tensor, texts: Tensor) -> Tensor:
     """fp64 (N, n) of image sides (N, d + 1) and text sides (n, d + 3)."""
     left = torch.nn.functional.normalize(images[:, :-1].double(), dim=1)
     right = torch.nn.functional.normalize(texts[:, : -MARKS - 1].double(), dim=1)
     return left @ right.T
 
 
-def similarities(images: Tensor, texts: Tensor) -> Tensor:
+def similarity_matrix(images: Tensor, texts: Tensor) -> Tensor:
     """(N, n) of image sides (N, d + 1) and text sides (n, d + 3): scale · cosine + bias."""
     return images @ texts[:, :-MARKS].T
 
 
-def text_to_image(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
+def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
     """R@k of the captions (N, C, d + 3) of each image among all images (N, d + 1): (N, k) fp64,
     means over an image's captions.
 
@@ -37,13 +37,13 @@ def text_to_image(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
     """
     number, captions = texts.shape[:2]
     flat = texts.flatten(0, 1)
-    there = ~absent(flat)
+    there = ~missing_caption_mask(flat)
     owner = torch.arange(number, device=flat.device).repeat_interleave(captions)
     rows = []
     for part, who in zip(
         flat.split(max(1, CHUNK // number)), owner.split(max(1, CHUNK // number)), strict=True
     ):
-        said = cosines(images, part)  # (N, n)
+        said = cosine_matrix(images, part)  # (N, n)
         right = said.gather(0, who[None])[0]
         above = (said > right + TIE).sum(dim=0)
         level = ((said - right).abs() <= TIE).sum(dim=0) - 1
@@ -52,17 +52,18 @@ def text_to_image(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
     return each.sum(dim=1) / there.view(number, captions).sum(dim=1, keepdim=True)
 
 
-def image_to_text(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
+def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
     """R@k of each image (N, d + 1) among all captions (N, C, d + 3): (N, k) fp64; any of its
-    captions counts. Ties as in ``text_to_image``, of all own captions that are as near as the best.
+    captions counts. Ties as in ``text_to_image_recall``, of all own captions that are as near as
+    the best.
     """
     number, captions = texts.shape[:2]
     flat = texts.flatten(0, 1)
-    there = ~absent(flat)
+    there = ~missing_caption_mask(flat)
     size = max(1, CHUNK // len(flat))
     hits = []
     for first in range(0, number, size):
-        said = cosines(images[first : first + size], flat).masked_fill(~there, -2.0)
+        said = cosine_matrix(images[first : first + size], flat).masked_fill(~there, -2.0)
         rows = torch.arange(len(said), device=said.device)
         own = torch.zeros_like(said, dtype=torch.bool)
         for caption in range(captions):

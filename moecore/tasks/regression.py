@@ -61,8 +61,8 @@ class Regression(Task):
         Raises UserError for label smoothing, and for predictions that are not (B, 1).
         """
         if label_smoothing:
-            found = f"label_smoothing: found {label_smoothing}"
-            raise UserError(f"{found}, but {self.needs_classes('label_smoothing')}; allowed: 0")
+            problem = f"label_smoothing: found {label_smoothing}"
+            raise UserError(f"{problem}, but {self.needs_classes('label_smoothing')}; allowed: 0")
         if prediction.shape != (len(labels), 1):
             raise UserError(
                 f"the model predicts {tuple(prediction.shape)} for {len(labels)} real labels; "
@@ -95,7 +95,7 @@ class Regression(Task):
             errors = errors[learned]
         return errors.mean() * len(labels)
 
-    def guess(self, labels: Tensor) -> float:
+    def baseline_score(self, labels: Tensor) -> float:
         """The mean absolute error of the labels' own median (the mean of the two middle ones)."""
         known = labels.double()
         return float((known - known.quantile(0.5)).abs().mean())
@@ -110,7 +110,7 @@ class Regression(Task):
             test_intercept=fit["intercept"],
         )
 
-    def stored(self, images: int) -> tuple[tuple[int, ...], type]:
+    def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
         return (images,), np.float32
 
     def check(self, labels: np.ndarray, what: str) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moecore.run.history_file import points
+from moecore.run.history_file import logged_points
 
 PHASES = ("pretrain", "finetune", "adversarial")  # in the order of training
 TRAININGS = ("teacher", *PHASES)
@@ -27,7 +27,7 @@ def curve_points(lines: list[dict]) -> list[Point]:
     """Return the points that a history logged."""
     return [
         (mlflow_safe_name(curve_name(name)), value, int(t * 1000), step)
-        for step, t, values in points(lines)
+        for step, t, values in logged_points(lines)
         for name, value in values.items()
     ]
 

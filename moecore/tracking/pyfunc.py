@@ -23,7 +23,7 @@ class Classifier(PythonModel):
         # without type hints: MLflow would derive a signature from them
         import torch
 
-        from moecore.tasks.recall import similarities
+        from moecore.tasks.recall import similarity_matrix
 
         given = dict(model_input) if isinstance(model_input, dict) else {"images": model_input}
         captions = given.pop("captions", None)
@@ -31,7 +31,9 @@ class Classifier(PythonModel):
         with torch.inference_mode():
             scores: Any = self.model(torch.as_tensor(inputs)).prediction.float()
             if captions is not None:
-                scores = similarities(scores, self.model.targets(torch.as_tensor(captions))[:, 0])
+                scores = similarity_matrix(
+                    scores, self.model.targets(torch.as_tensor(captions))[:, 0]
+                )
             return scores.numpy()
 
 

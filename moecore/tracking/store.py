@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from filelock import FileLock
 
 from moecore.core.files import UserError
-from moecore.core.roots import repository
+from moecore.core.roots import repository_folder
 
 SQLITE = "sqlite:///"
 BUSY_SECONDS = 10.0  # for another program that writes to the sqlite file
@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 def repository_root() -> Path:
     """Return the repository: of DVC inside a stage, else git's root, else the current folder."""
-    if root := repository():
+    if root := repository_folder():
         return root
     here = Path().resolve()
     return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)

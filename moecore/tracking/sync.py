@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError
-from moecore.core.inside import inside
+from moecore.core.inside import path_inside
 from moecore.run import histories as records
 from moecore.run.histories import History
-from moecore.run.history_file import Growing
+from moecore.run.history_file import GrowingHistory
 from moecore.tracking import model as models
 from moecore.tracking import store
 from moecore.tracking.generations import DENSE, FAMILY, SHARED, Generation, group_generations
@@ -48,7 +48,7 @@ class Importer:
     """Imports the main pipeline and every study, again and again."""
 
     def __init__(self) -> None:
-        self.readers: dict[Path, Growing] = {}
+        self.readers: dict[Path, GrowingHistory] = {}
         self.sent: dict[str, int] = {}  # by a run's id: lines of its history that were sent
 
     def import_all(self) -> Counter[str]:
@@ -201,13 +201,13 @@ class StudyImport:
         if "file" in line:
             # A stage that ends moves its history: from the working folder to the published one.
             places = (history.folder, self.study / "artifacts/history" / history.item)
-            files = [inside(place, line["file"]) for place in places]
+            files = [path_inside(place, line["file"]) for place in places]
             for file in [file for file in files if file.is_file()][:1]:
                 self.client.log_artifact(run.id, str(file), line["file"].split("/")[0])
 
     def _send_model(self, history: History, run: StoredRun, parent: StoredRun | None) -> None:
         for folder in [line["model"] for line in history.lines if "model" in line][-1:]:
-            place, experiment = inside(self.study, folder), self.experiment.experiment_id
+            place, experiment = path_inside(self.study, folder), self.experiment.experiment_id
             try:
                 # Of a method's parent, whose row shows it under the name of the stage.
                 stage = history.header["stage"]

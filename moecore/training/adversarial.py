@@ -11,11 +11,11 @@ from torch import Generator, Tensor
 
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
-from moecore.core.ranks import ranks
+from moecore.core.ranks import current_ranks
 from moecore.core.records import Batch
 from moecore.core.streams import RowsOfBatch
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import evaluating
+from moecore.nn.predict import eval_mode
 from moecore.tasks.base import Task
 
 
@@ -53,7 +53,7 @@ class Adversarial(Config):
         own: Generator | list[Generator] = generator
         if self.form == "strong":  # the other form draws nothing
             own = own_generators(generator, batch.images)
-        with evaluating(model):  # the attack itself turns autocast off
+        with eval_mode(model):  # the attack itself turns autocast off
             labels = model.targets(batch.labels).to(batch.images.device)
             images = attack(model, task, batch.images, labels, self.epsilon, own)
         return batch._replace(images=images)
@@ -63,7 +63,7 @@ def own_generators(generator: Generator, images: Tensor) -> Generator | list[Gen
     """Return what draws the random start of each of ``images`` (views · b, …), this rank's part of
     a batch: as it would be drawn with the whole of it.
     """
-    here = ranks()
+    here = current_ranks()
     if here.size == 1:
         return generator
     states = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moecore.core.config import Config, read_as
+from moecore.core.config import Config, read_settings
 from moecore.core.files import UserError, write_json, write_sealed, write_whole
 from moecore.core.records import Feature
 from moecore.core.tensors import read_tensors, write_tensors
@@ -48,7 +48,7 @@ class GuideCard(Config):
     learns: bool = False
 
 
-def card_of(model: Model) -> ModelCard:
+def make_model_card(model: Model) -> ModelCard:
     """The card of a model that was built by a backbone."""
     return ModelCard(
         backbone=model.config, image=model.image, moe=model.moe, guided=isinstance(model, Guided)
@@ -60,7 +60,7 @@ def save_model(folder: str | Path, model: Model) -> None:
     cannot route without it into ``guide/``.
     """
     folder = Path(folder)
-    card = card_of(model)
+    card = make_model_card(model)
     if isinstance(model, Guided):
         save_guide(folder / GUIDE, model.guide)
         model = model.model
@@ -92,7 +92,7 @@ def load_card(folder: str | Path) -> ModelCard:
             f"load_model(model_folder({str(folder)!r})) with "
             "model_folder from moecore.tracking.model"
         )
-    return read_as(Path(folder) / "model.json", ModelCard, "the settings of a model")
+    return read_settings(Path(folder) / "model.json", ModelCard, "the settings of a model")
 
 
 def load_model(folder: str | Path) -> Model:
@@ -117,9 +117,9 @@ def load_unguided(folder: str | Path) -> BackboneModel:
     # The first weights are drawn, and then replaced: the caller's draws stay what they were.
     with torch.random.fork_rng(devices=[]):
         with on_meta_device():  # settings of another size are refused before they take memory
-            fill(card.build(), weights, path, assign=True)
+            load_weights(card.build(), weights, path, assign=True)
         model = card.build()
-    fill(model, weights, path)
+    load_weights(model, weights, path)
     return model.eval()
 
 
@@ -137,7 +137,7 @@ def load_for_images(
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
     model = _built(folder, card, image, moe)
     try:
-        weights = model.moved(weights, card.backbone, card.image, interpolation)
+        weights = model.adapt_weights(weights, card.backbone, card.image, interpolation)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from error
     if card.image.answers != image.answers:
@@ -155,16 +155,16 @@ def load_for_images(
 def _built(folder: str | Path, card: ModelCard, image: ImageSpec, moe: MoE | None) -> BackboneModel:
     """The untrained model for other images; raises UserError where they cannot be the model's."""
     if card.image.channels != image.channels:
-        found = f"trained on {card.image.channels} channels, the new images have {image.channels}"
-        raise UserError(f"{folder}: {found}; choose data with the same channels")
+        problem = f"trained on {card.image.channels} channels, the new images have {image.channels}"
+        raise UserError(f"{folder}: {problem}; choose data with the same channels")
     model = card.backbone.trained_on(card.image).build(image, moe)
     if not model.moves:
-        found = f"a model of kind {card.backbone.kind} works at one image size only"
-        raise UserError(f"{folder}: {found}; fine-tune a vit or a swin")
+        problem = f"a model of kind {card.backbone.kind} works at one image size only"
+        raise UserError(f"{folder}: {problem}; fine-tune a vit or a swin")
     axes = len(card.image.shape)
     if axes != len(image.shape):
-        found = f"trained on images of {axes} axes, the new ones have {len(image.shape)}"
-        raise UserError(f"{folder}: {found}; choose data with as many axes")
+        problem = f"trained on images of {axes} axes, the new ones have {len(image.shape)}"
+        raise UserError(f"{folder}: {problem}; choose data with as many axes")
     return model
 
 
@@ -219,7 +219,7 @@ def load_guide(folder: str | Path, size: Size | None = None) -> Guide | None:
 
 def read_guide(folder: Path) -> GuideCard:
     """Return what is said of the guide in ``folder``; raises UserError that names its file."""
-    return read_as(folder / "guide.json", GuideCard, "the settings of a guide")
+    return read_settings(folder / "guide.json", GuideCard, "the settings of a guide")
 
 
 def _load_guide(folder: Path, settings: GuideCard, size: Size | None = None) -> Guide:
@@ -230,20 +230,20 @@ def _load_guide(folder: Path, settings: GuideCard, size: Size | None = None) -> 
     guide = Guide(teacher, settings.blocks, settings.experts, settings.features, settings.learns)
     if guide.blocks:
         path = folder / "routers.safetensors"
-        fill(guide.routers, read_tensors(path)[0], path)
+        load_weights(guide.routers, read_tensors(path)[0], path)
     return guide.eval()
 
 
-def fill(
+def load_weights(
     module: nn.Module, weights: Mapping[str, Tensor], path: Path, assign: bool = False
 ) -> None:
     """Give a module its weights; raises UserError that names their file where they do not fit."""
     try:
         module.load_state_dict(dict(weights), assign=assign)
     except RuntimeError as error:
-        found = " ".join(str(error).split("\n")[1].split())
+        reason = " ".join(str(error).split("\n")[1].split())
         again = "run the stage that writes it again"
-        raise UserError(f"{path}: not the weights of this model ({found}); {again}") from error
+        raise UserError(f"{path}: not the weights of this model ({reason}); {again}") from error
 
 
 def guide_folder(method: str, seed: int) -> Path:

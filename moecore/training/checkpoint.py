@@ -24,20 +24,20 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from moecore.core.files import UserError, checksum, read_json, whole_file, write_sealed
-from moecore.core.ranks import ranks, refuse_unlike, same_text
+from moecore.core.files import UserError, file_checksum, read_json, whole_file, write_sealed
+from moecore.core.ranks import broadcast_text, check_equal_across_ranks, current_ranks
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.training.sharded_state import (
     at_least_1d,
-    is_spread,
-    own_part,
-    parameters_of,
+    collect_state,
+    is_sharded,
+    local_shard,
+    optimizer_parameters,
     read_sharded,
     restore_optimizer,
     shard_like,
     short_error,
     state_mismatch,
-    state_of,
     to_full_tensor,
 )
 
@@ -68,17 +68,17 @@ class Checkpoint:
         be written.
         """
         self.wait()
-        tensors = state_of(model, optimizer)
-        if any(is_spread(value) for value in tensors.values()):
-            self._start(self._sharded(step, tensors, note))
+        tensors = collect_state(model, optimizer)
+        if any(is_sharded(value) for value in tensors.values()):
+            self._start_writing(self._shard_writer(step, tensors, note))
             return
-        if not ranks().first:
+        if not current_ranks().first:
             return
         copied = {
             name: to_full_tensor(value).detach().cpu().clone() for name, value in tensors.items()
         }
         about = {"step": str(step), "note": json.dumps(note)}
-        self._start(lambda: self._replace(copied, about))
+        self._start_writing(lambda: self._replace(copied, about))
 
     def wait(self) -> None:
         """Until what ``save`` began is written. Raises UserError where it could not be."""
@@ -97,13 +97,13 @@ class Checkpoint:
         UserError where that is no better, or not there (files are written atomically: only a
         failing disk damages them), and where ranks do not find the same.
         """
-        there = state_of(model, optimizer)
+        there = collect_state(model, optimizer)
         names = (self.pointer, self.path, self.before)
-        refuse_unlike("checkpoints", str([name.name for name in names if name.exists()]))
-        if not (readers := self._readers(model, optimizer)):
+        check_equal_across_ranks("checkpoints", str([name.name for name in names if name.exists()]))
+        if not (readers := self._checkpoint_readers(model, optimizer)):
             return 0, {}
-        tensors, found = first_whole(readers)
-        refuse_unlike("checkpoints", str(found["step"]))
+        tensors, position = read_first_undamaged(readers)
+        check_equal_across_ranks("checkpoints", str(position["step"]))
         weights = {name: value for name, value in tensors.items() if name.startswith("model.")}
         model.load_state_dict(
             {
@@ -112,7 +112,7 @@ class Checkpoint:
             }
         )
         restore_optimizer(optimizer, tensors)
-        return found["step"], found["note"]
+        return position["step"], position["note"]
 
     def _replace(self, tensors: Tensors, about: dict[str, str]) -> None:
         """Keep the last as the one before, and write the new one in its place."""
@@ -127,20 +127,25 @@ class Checkpoint:
                     shutil.copyfile(self.path, spare)
         write_tensors(self.path, tensors, about)
 
-    def _readers(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Reader]:
+    def _checkpoint_readers(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[Reader]:
         """Return what reads each checkpoint that is there, the last one first."""
         if not self.pointer.exists():
             files = [path for path in (self.path, self.before) if path.exists()]
-            return [_fitting(path, partial(read_tensors, path), model, optimizer) for path in files]
+            return [
+                _matching_reader(path, partial(read_tensors, path), model, optimizer)
+                for path in files
+            ]
 
         def sharded(about: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
             # all ranks read the one that the first finds whole: they read it together
-            whole = same_text(self._damage(about) if ranks().first else "")
+            whole = broadcast_text(self._find_damage(about) if current_ranks().first else "")
             if whole:
                 raise UserError(whole)
             return read_sharded(self.folder / about["folder"], of), about
 
-        parameters = parameters_of(optimizer)
+        parameters = optimizer_parameters(optimizer)
         state = model.state_dict()
 
         def of(name: str) -> Tensor:
@@ -152,19 +157,21 @@ class Checkpoint:
         last = read_json(self.pointer, sealed=True)
         each = [last] if last["before"] is None else [last, last["before"]]
         return [
-            _fitting(self.folder / about["folder"], partial(sharded, about), model, optimizer)
+            _matching_reader(
+                self.folder / about["folder"], partial(sharded, about), model, optimizer
+            )
             for about in each
         ]
 
-    def _damage(self, about: dict[str, Any]) -> str:
+    def _find_damage(self, about: dict[str, Any]) -> str:
         """Return what is wrong with the files of a sharded checkpoint; "" where nothing is."""
         folder = self.folder / about["folder"]
         for name, digest in about["files"].items():
-            if not (folder / name).is_file() or checksum(folder / name) != digest:
+            if not (folder / name).is_file() or file_checksum(folder / name) != digest:
                 return f"{folder / name}: damaged, or not there; {AGAIN}"
         return ""
 
-    def _start(self, write: Callable[[], None]) -> None:
+    def _start_writing(self, write: Callable[[], None]) -> None:
         def kept() -> None:
             try:
                 write()
@@ -174,7 +181,7 @@ class Checkpoint:
         self._writing = Thread(target=kept, name="checkpoint")
         self._writing.start()
 
-    def _sharded(self, step: int, tensors: Tensors, note: dict) -> Callable[[], None]:
+    def _shard_writer(self, step: int, tensors: Tensors, note: dict) -> Callable[[], None]:
         """Return what writes the shards of all ranks, and then the pointer to them."""
         from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
         from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
@@ -190,7 +197,7 @@ class Checkpoint:
         def write() -> None:
             writer = HuggingFaceStorageWriter(str(target), save_distributed=True)
             try:
-                if ranks().first:  # a killed process's part: all shards in it would be read
+                if current_ranks().first:  # a killed process's part: all shards in it would be read
                     shutil.rmtree(target, ignore_errors=True)
                 distributed.barrier(self._group)
                 save(copied, storage_writer=writer, process_group=self._group)
@@ -199,15 +206,15 @@ class Checkpoint:
                 why = short_error(error)
                 if "Errno" not in why and "os error" not in why:  # no file's, so another rank's end
                     raise RuntimeError(f"{target}: could not be written ({why})") from error
-                size = sum(own_part(value).nbytes for value in copied.values())
+                size = sum(local_shard(value).nbytes for value in copied.values())
                 free = shutil.disk_usage(self.folder).free
                 takes = f"could not be written ({why}): it takes {size:,} bytes a rank"
                 raise UserError(f"{target}: {takes}; {free:,} are free; {UNTOUCHED}") from error
-            if not ranks().first:
+            if not current_ranks().first:
                 return
             last = read_json(self.pointer, sealed=True) if self.pointer.exists() else None
             about = {"folder": target.name, "step": str(step), "note": json.dumps(note)}
-            about |= {"files": {file.name: checksum(file) for file in target.iterdir()}}
+            about |= {"files": {file.name: file_checksum(file) for file in target.iterdir()}}
             kept = None if last is None else last | {"before": None}
             write_sealed(self.pointer, about | {"before": kept})
             for old in self.folder.glob("sharded-*"):
@@ -217,7 +224,7 @@ class Checkpoint:
         return write
 
 
-def first_whole(readers: Sequence[Reader]) -> tuple[Tensors, dict[str, Any]]:
+def read_first_undamaged(readers: Sequence[Reader]) -> tuple[Tensors, dict[str, Any]]:
     """Return what the first reader reads that meets no damage; report the damaged ones. Raise the
     last one's UserError.
     """
@@ -225,12 +232,12 @@ def first_whole(readers: Sequence[Reader]) -> tuple[Tensors, dict[str, Any]]:
         try:
             return read()
         except UserError as error:
-            if ranks().first:
+            if current_ranks().first:
                 print(f"{error}. The checkpoint before it is taken", file=sys.stderr)
     return readers[-1]()
 
 
-def _fitting(
+def _matching_reader(
     path: Path, read: Reader, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Reader:
     """Return what reads a checkpoint, its step and note as they were before they were text; its

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 from moecore.core.files import UserError
 from moecore.core.records import Feature, Guidance, Layout, ModelOutput
 from moecore.nn.backbones.model import BackboneModel, Model
-from moecore.nn.predict import batches
+from moecore.nn.predict import image_batches
 from moecore.training.method import Method
 
 
@@ -108,8 +108,8 @@ def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
     if model.moe is None or not needs_teacher(model):
         return model
     if guide is None:
-        found = f"router.kind {model.moe.router.kind} asks a teacher, and there is none"
-        raise UserError(f"{found}; set a teacher: section other than no_teacher")
+        problem = f"router.kind {model.moe.router.kind} asks a teacher, and there is none"
+        raise UserError(f"{problem}; set a teacher: section other than no_teacher")
     return Guided(model, guide)
 
 
@@ -124,15 +124,15 @@ def aligned_blocks(
     """
     if len(ours) != len(theirs):
         return (-1,) * len(student)
-    found = []
+    blocks = []
     for index in student:
         stage = 0
         while index >= sum(ours[: stage + 1]):
             stage += 1
         within = index - sum(ours[:stage])
         place = round((within + 1) * theirs[stage] / ours[stage]) - 1
-        found.append(-1 if place < 0 else sum(theirs[:stage]) + place)
-    return tuple(found)
+        blocks.append(-1 if place < 0 else sum(theirs[:stage]) + place)
+    return tuple(blocks)
 
 
 def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...]) -> Guide:
@@ -148,8 +148,8 @@ def teacher_probs(guide: Guide | None, images: np.ndarray, batch: int, device: s
     """The teacher's router on the images, (N, T, E) per MoE layer; [] where there is none."""
     if guide is None or not guide.blocks:
         return []
-    found = [
+    chunks = [
         tuple(probs.cpu() for probs in guide.to(device)(pixels).probs)
-        for pixels in batches(images, batch, device)
+        for pixels in image_batches(images, batch, device)
     ]
-    return [torch.cat(layer) for layer in zip(*found, strict=True)]
+    return [torch.cat(layer) for layer in zip(*chunks, strict=True)]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moecore.core.ranks import ranks
+from moecore.core.ranks import current_ranks
 from moecore.core.records import Batch
 from moecore.core.streams import ATTACK, PERMUTED, VIEWS, Draws, generator_for
 from moecore.data.loader import Loaded, batch_indices, steps_per_epoch, to_device
@@ -28,7 +28,7 @@ from moecore.training.settings import Training
 from moecore.training.tissue_isolation import Isolation
 
 
-class Job(NamedTuple):
+class TrainingJob(NamedTuple):
     """A model and what it learns from."""
 
     model: BackboneModel
@@ -68,7 +68,7 @@ class Job(NamedTuple):
         return nn.ModuleDict(learners)
 
 
-def job_for(
+def build_training_job(
     model: BackboneModel,
     data: Prepared,
     objective: Objective,
@@ -78,7 +78,7 @@ def job_for(
     views: int = 1,
     isolation: Isolation | None = None,
     permuted: int | None = None,
-) -> Job:
+) -> TrainingJob:
     """The training of ``model`` on prepared data, on ``device``.
 
     subset: indices of the training images that are used. permuted: the seed of a null control,
@@ -99,16 +99,16 @@ def job_for(
     else:
         learned = to_device(train, device)
     validation = to_device(data.validation, device)
-    return Job(model, learned, validation, objective, guide, views, isolation)
+    return TrainingJob(model, learned, validation, objective, guide, views, isolation)
 
 
-def training_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
+def training_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Batch:
     """The augmented batch of a step: a function of (seed, step) alone.
 
     With mixing the labels are (B, K) shares, else as the data set has them. Two views of each image
     are never mixed with other images: a patch would lose its partner (PRC, §IV).
     """
-    rows = ranks().rows(settings.batch)
+    rows = current_ranks().rows(settings.batch)
     if isinstance(job.train, Stream):
         words, following, anew = job.train.take(settings.batch, seed, step, rows)
         return Batch(words, following, torch.empty(0), anew=anew)
@@ -129,7 +129,7 @@ def training_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
     return job.isolation.marked(batch, made.region, made.epoch, job.model.layout)
 
 
-class Rendered(NamedTuple):
+class BatchViews(NamedTuple):
     """Views of some images of a step's batch; the first views of all come before the second."""
 
     images: Tensor
@@ -141,11 +141,11 @@ class Rendered(NamedTuple):
 
 
 def make_batch_views(
-    job: Job, settings: Training, seed: int, step: int, places: Tensor | None
-) -> Rendered:
+    job: TrainingJob, settings: Training, seed: int, step: int, places: Tensor | None
+) -> BatchViews:
     """The views of the images at ``places`` of the batch; None for all of them."""
     draws = Draws(generator_for(seed, step, VIEWS), settings.batch, places)
-    indices = draws.wanted(batch_indices(len(job.train.labels), settings.batch, seed, step))
+    indices = draws.select_rows(batch_indices(len(job.train.labels), settings.batch, seed, step))
     assert not isinstance(job.train, Stream)
     images, labels = job.train.take(indices)
     labels = job.task.drawn(labels, draws)
@@ -159,10 +159,12 @@ def make_batch_views(
     if job.views > 1:
         views = torch.cat([images for images, _ in made])
         affines = torch.cat([affines for _, affines in made])
-    return Rendered(views, affines, torch.cat([labels] * job.views), region, epoch, draws)
+    return BatchViews(views, affines, torch.cat([labels] * job.views), region, epoch, draws)
 
 
-def apply_adversarial(job: Job, settings: Training, seed: int, step: int, batch: Batch) -> Batch:
+def apply_adversarial(
+    job: TrainingJob, settings: Training, seed: int, step: int, batch: Batch
+) -> Batch:
     """Return the batch that a step learns from: attacked where training is adversarial.
 
     The attack's draws are functions of (seed, step).
@@ -173,7 +175,7 @@ def apply_adversarial(job: Job, settings: Training, seed: int, step: int, batch:
     return settings.adversarial.attacked(model, job.task, batch, generator_for(seed, step, ATTACK))
 
 
-class Ahead:
+class BatchPrefetcher:
     """``make(step)`` for ``steps`` in their order, made by a thread while the device computes.
 
     Beside a GPU it copies and draws on a stream of its own, so that neither waits for the model.

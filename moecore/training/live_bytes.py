@@ -78,7 +78,7 @@ def measure_peak(held: Iterable[Tensor], device: torch.device) -> Iterator[Peak]
     peak.size = live.peak
 
 
-def counted_as(device: torch.device) -> str:
+def peak_counting_method(device: torch.device) -> str:
     """Return how ``measure_peak`` counts on a device."""
     return "CUDA allocator" if device.type == "cuda" else "live tensors"
 

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.ranks import joined, ranks, same_text
+from moecore.core.ranks import broadcast_text, current_ranks, has_process_group
 from moecore.core.records import Batch, Guidance, ModelOutput, Step
 from moecore.core.streams import NOISE, RowsOfBatch, generator_for
 from moecore.data.loader import Loaded
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions, scores_of_blocks
+from moecore.nn.predict import predict_in_batches, text_block_scores
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import attach_required_guide
-from moecore.training.job import Ahead, Job, apply_adversarial, training_batch
+from moecore.training.job import BatchPrefetcher, TrainingJob, apply_adversarial, training_batch
 from moecore.training.live_bytes import live_training_tensors
 from moecore.training.meter import WEIGHED, Meter, check_predictions, collect_metrics
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
-from moecore.training.speed import CompiledBlocks, part, profile_steps
+from moecore.training.speed import CompiledBlocks, profile_steps, trace_section
 
 if TYPE_CHECKING:
     from moecore.training.spread import Spread
@@ -47,8 +47,8 @@ class Metrics(NamedTuple):
     values: dict[str, float]
 
 
-def fit(
-    job: Job,
+def train_job(
+    job: TrainingJob,
     settings: Training,
     seed: int,
     runtime: Runtime,
@@ -65,16 +65,16 @@ def fit(
     trace: where a trace of a few steps is written, if anywhere.
     Raises UserError at a non-finite loss.
     """
-    spread = over_ranks(job, settings, runtime.device)
+    spread = spread_over_ranks(job, settings, runtime.device)
     whole, job = job, job if spread is None else spread.job
     optimizer = build_optimizer(job.model, settings, job.routers)
     per_epoch = job.updates(settings)
     steps = total_steps(job, settings)
     saved, note = checkpoint.load(job.learners, optimizer) if checkpoint else (0, {})
-    precision = precision_of(note, settings, runtime)
+    precision = agreed_precision(note, settings, runtime)
     dtype = getattr(torch, precision)
-    meter = Meter(torch.device(runtime.device), f"train_{job.task.logged}")
-    batch_of = batches(job, settings, seed, range(saved, steps), runtime.device)
+    meter = Meter(torch.device(runtime.device), f"train_{job.task.history_name}")
+    batch_of = batch_maker(job, settings, seed, range(saved, steps), runtime.device)
     blocks = CompiledBlocks([job.model, job.guide], runtime.compile, steps - saved)
     for step in profile_steps(range(saved, steps), trace, runtime.device):
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
@@ -93,8 +93,10 @@ def fit(
         if after % settings.log_every and after % per_epoch:
             continue
         values = collect_metrics(meter, job.model, after, rate, _last_checkpoint(checkpoint, saved))
-        if after % per_epoch == 0 and ranks().first:
-            values |= validate(attach_required_guide(whole.model, job.guide), job.validation)
+        if after % per_epoch == 0 and current_ranks().first:
+            values |= validation_metrics(
+                attach_required_guide(whole.model, job.guide), job.validation
+            )
         yield Metrics(after, steps, after / per_epoch, values)
         if checkpoint and after - saved >= settings.checkpoint_every and after < steps:
             checkpoint.save(after, job.learners, optimizer, {"dtype": precision})
@@ -104,13 +106,13 @@ def fit(
         checkpoint.wait()
 
 
-def over_ranks(job: Job, settings: Training, device: str) -> "Spread | None":
+def spread_over_ranks(job: TrainingJob, settings: Training, device: str) -> "Spread | None":
     """The training's part on this rank; None where there is one process.
 
     Puts the model on the device. Raises UserError for what the ranks cannot share.
     """
     job.model.to(device)
-    if joined():
+    if has_process_group():
         from moecore.training.spread import Spread  # half a second, for several ranks only
 
         return Spread(job, settings, device)
@@ -121,29 +123,29 @@ def over_ranks(job: Job, settings: Training, device: str) -> "Spread | None":
     return None
 
 
-def precision_of(note: dict, settings: Training, runtime: Runtime) -> str:
+def agreed_precision(note: dict, settings: Training, runtime: Runtime) -> str:
     """The name of the autocast dtype, the first rank's. A resumed run keeps the one it began with,
     whatever a new probe would say.
     """
     probed = str(runtime.dtype(settings.precision)).removeprefix("torch.")
-    return same_text(note.get("dtype", probed))
+    return broadcast_text(note.get("dtype", probed))
 
 
-def batches(
-    job: Job, settings: Training, seed: int, steps: range, device: str
+def batch_maker(
+    job: TrainingJob, settings: Training, seed: int, steps: range, device: str
 ) -> Callable[[int], Batch]:
     """Return what makes the batch of a step; beside a GPU, with a thread that is ahead of it."""
     make = partial(training_batch, job, settings, seed)
-    made = make if device == "cpu" else Ahead(make, steps)
+    made = make if device == "cpu" else BatchPrefetcher(make, steps)
 
     def batch_of(step: int) -> Batch:
-        with part("batch"):
+        with trace_section("batch"):
             return apply_adversarial(job, settings, seed, step, made(step))
 
     return batch_of
 
 
-def total_steps(job: Job, settings: Training) -> int:
+def total_steps(job: TrainingJob, settings: Training) -> int:
     """Steps of the whole training; the incomplete batch at the end of an epoch is dropped."""
     return settings.epochs * job.updates(settings)
 
@@ -164,7 +166,7 @@ def end_epoch(model: nn.Module, spread: "Spread | None" = None) -> None:
 
 
 def train_step(
-    job: Job,
+    job: TrainingJob,
     settings: Training,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
@@ -181,22 +183,22 @@ def train_step(
     job.model.train()
     RowsOfBatch.views = batch.views
     if batch.anew:
-        job.model.begin()
+        job.model.begin_streams()
     for group in optimizer.param_groups:
         group["lr"] = rate
     with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype != torch.float32):
-        with part("teacher"):
+        with trace_section("teacher"):
             guidance = job.guide(batch.images) if job.guide is not None else None
-        with part("forward"):
+        with trace_section("forward"):
             output, batch = forward_with_targets(job, batch, guidance, progress)
-    with part("losses"):
+    with trace_section("losses"):
         seen = Step(batch, output, job.model, guidance, progress)
         terms = job.objective.terms(seen)
         loss = job.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)
-    with part("backward"):
+    with trace_section("backward"):
         loss.backward()
-    with part("optimizer"):
+    with trace_section("optimizer"):
         if spread is not None:
             spread.step(optimizer, settings.clip)
         else:
@@ -212,7 +214,7 @@ def train_step(
 
 
 def forward_with_targets(
-    job: Job, batch: Batch, guidance: Guidance | None, progress: float
+    job: TrainingJob, batch: Batch, guidance: Guidance | None, progress: float
 ) -> tuple[ModelOutput, Batch]:
     """Return what the model says, and the batch with what the task compares it with."""
     read = job.model.beside(batch.labels)
@@ -222,18 +224,18 @@ def forward_with_targets(
     return output, batch._replace(labels=output.target)
 
 
-def validate(model: Model, split: Loaded) -> dict[str, float]:
+def validation_metrics(model: Model, split: Loaded) -> dict[str, float]:
     """Mean score and mean loss on a split, in fp32 and evaluation mode."""
     labels = split.labels.cpu()
     task = model.image.task
     if task.long:
-        mean = float(scores_of_blocks(model, split.images, labels).mean())
-        return {f"validation_{task.logged}": mean, "validation_loss": mean}
-    prediction, _ = predictions(model, split.images, batch=500, routing=False)
+        mean = float(text_block_scores(model, split.images, labels).mean())
+        return {f"validation_{task.history_name}": mean, "validation_loss": mean}
+    prediction, _ = predict_in_batches(model, split.images, batch=500, routing=False)
     check_predictions(prediction, "validation")
     labels = model.targets(labels)
     return {
-        f"validation_{task.logged}": task.mean_score(prediction, labels),
+        f"validation_{task.history_name}": task.mean_score(prediction, labels),
         "validation_loss": float(task.loss(prediction, labels)),
     }
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from moecore.core.files import UserError
-from moecore.core.ranks import joined, of_all_ranks, ranks
+from moecore.core.ranks import current_ranks, has_process_group, holds_on_all_ranks
 from moecore.training.live_bytes import measure_peak
-from moecore.training.sharded_state import own_part
+from moecore.training.sharded_state import local_shard
 
 MEMORY = "memory_mb"  # of one step, among the values of the first logged point
 WEIGHED = 1  # the step, from 0, whose memory is taken: the first after the optimizer has its state
@@ -58,16 +58,16 @@ class Meter:
 
     def take(self, last_good: str) -> dict[str, float]:
         """The means since the last point. Raises UserError where a loss was not finite."""
-        size = ranks().size
+        size = current_ranks().size
         # Read at once: the device is waited for a single time.
-        bad = self._bad()
+        bad = self._first_bad_step()
         *summed, first_bad = torch.stack([*self.sums.values(), bad]).tolist()
         sums = dict(zip(self.sums, summed, strict=True))
         score = sums.pop("score")
         means = {name: value / self.count / size for name, value in sums.items()}
         if first_bad < NEVER:
-            found = f"the loss is not finite since step {int(first_bad)} ({_shown(means)})"
-            raise UserError(f"{found}; {last_good}. Lower the learning rate or a weight")
+            problem = f"the loss is not finite since step {int(first_bad)} ({_format_means(means)})"
+            raise UserError(f"{problem}; {last_good}. Lower the learning rate or a weight")
         seconds = time.perf_counter() - self.begun
         images = self.images * size
         rate = images / seconds
@@ -77,10 +77,10 @@ class Meter:
             self.memory_bytes = None
         return values
 
-    def _bad(self) -> Tensor:
+    def _first_bad_step(self) -> Tensor:
         """The first bad step of any rank, fp64; the sums become those of all ranks."""
         bad = self.first_bad.double()
-        if not joined():
+        if not has_process_group():
             return bad
         summed = torch.stack(list(self.sums.values()))
         distributed.all_reduce(summed)
@@ -98,10 +98,10 @@ def collect_metrics(
     such weights, and they must not become a checkpoint.
     """
     values = meter.take(last_good) | {"learning_rate": rate}
-    sums = torch.stack([own_part(parameter.detach()).sum() for parameter in model.parameters()])
-    if not of_all_ranks(sums.isfinite().all()):
-        found = f"the weights are not finite after step {step} ({_shown(values)})"
-        raise UserError(f"{found}; {last_good}. Lower the learning rate or a weight")
+    sums = torch.stack([local_shard(parameter.detach()).sum() for parameter in model.parameters()])
+    if not holds_on_all_ranks(sums.isfinite().all()):
+        problem = f"the weights are not finite after step {step} ({_format_means(values)})"
+        raise UserError(f"{problem}; {last_good}. Lower the learning rate or a weight")
     return values
 
 
@@ -109,10 +109,10 @@ def check_predictions(prediction: Tensor, split: str) -> None:
     """Raise UserError where predictions (N, …) are not finite, which no score would show."""
     bad = int((~prediction.isfinite()).flatten(1).any(dim=1).sum())
     if bad:
-        found = f"{bad} of {len(prediction)} predictions of the {split} split are not finite"
-        raise UserError(f"{found}. Lower the learning rate or a weight")
+        problem = f"{bad} of {len(prediction)} predictions of the {split} split are not finite"
+        raise UserError(f"{problem}. Lower the learning rate or a weight")
 
 
-def _shown(means: dict[str, float]) -> str:
+def _format_means(means: dict[str, float]) -> str:
     listed = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
     return f"means since the last logged point: {listed}"

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from moecore.core.config import AnySettings, Config, changed
+from moecore.core.config import AnySettings, Config, replace_and_validate
 from moecore.core.records import Feature
 from moecore.nn.backbones import Backbone
 from moecore.nn.experts import Experts
@@ -98,8 +98,8 @@ class Method(Config):
     @model_validator(mode="after")
     def _noise_of_copies(self) -> "Method":
         if self.upcycle_noise and not self.upcycle:
-            found = f"upcycle_noise is {self.upcycle_noise}, but upcycle is false"
-            raise ValueError(f"{found}; allowed: 0, or upcycle: true")
+            problem = f"upcycle_noise is {self.upcycle_noise}, but upcycle is false"
+            raise ValueError(f"{problem}; allowed: 0, or upcycle: true")
         return self
 
     @model_validator(mode="after")
@@ -135,17 +135,17 @@ class Method(Config):
         free = range(len(self.regions.experts), number)
         return (*self.regions.experts, *(f"free_{index}" for index in free))
 
-    def sized(self, model: AnySettings) -> AnySettings:
+    def merge_model_settings(self, model: AnySettings) -> AnySettings:
         """The section ``model`` with this method's own settings in it.
 
         Raises UserError, naming the key, where it does not take them.
         """
-        sized = changed("model", model, self.model, Backbone)
+        sized = replace_and_validate("model", model, self.model, Backbone)
         return sized if self.text is None else apply_text_part(self.text, sized)
 
-    def pretrained(self, settings: AnySettings) -> AnySettings:
+    def merge_pretrain_settings(self, settings: AnySettings) -> AnySettings:
         """The section ``pretrain``, likewise."""
-        return changed("pretrain", settings, self.pretrain)
+        return replace_and_validate("pretrain", settings, self.pretrain)
 
     @property
     def moe(self) -> MoE | None:
@@ -181,14 +181,14 @@ class Method(Config):
         """The regularizers, with joint training the loss of the teacher's routers, and that of
         region experts.
         """
-        found: list[Regularizer] = list(self.regularizers)
+        losses: list[Regularizer] = list(self.regularizers)
         if self.joint:
             router = self.teacher_router
-            found.append(TeacherRouterLoss(balance=router.load, entropy=router.entropy))
+            losses.append(TeacherRouterLoss(balance=router.load, entropy=router.entropy))
         regions = self.regions
         if regions is not None and self.isolates and regions.weight:
-            found.append(RegionRouting(weight=regions.weight, temperature=regions.temperature))
-        return tuple(found)
+            losses.append(RegionRouting(weight=regions.weight, temperature=regions.temperature))
+        return tuple(losses)
 
     @property
     def text_losses(self) -> tuple[Regularizer, ...]:
@@ -218,7 +218,7 @@ class Method(Config):
             guided = self.guided_finetuning
         kept = tuple(loss for loss in self.regularizers if guided or "guidance" not in loss.needs)
         share = self.distillation if guided and same_classes else 0.0
-        router = None if self.router is None else self.router.finetuned()
+        router = None if self.router is None else self.router.for_finetuning()
         if router is not None and k is not None:
             router = router.with_k(k)
         return self.model_copy(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
-from moecore.core.ranks import joined, total_over_ranks
+from moecore.core.ranks import has_process_group, total_over_ranks
 from moecore.core.records import Step
 from moecore.training.regularizers import Regularizer
 
@@ -34,7 +34,7 @@ class Objective(NamedTuple):
             prediction = prediction[step.batch.learned]
             labels = labels[step.batch.learned]
         task = step.model.image.task
-        if step.batch.learned is not None and joined():
+        if step.batch.learned is not None and has_process_group():
             # Ranks have unequally many images that teach the task.
             losses = task.loss(prediction, labels, self.label_smoothing, reduction="none")
             summed = torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])
@@ -86,6 +86,6 @@ def hard_distillation(step: Step) -> Tensor:
     student = step.output.heads[-1]
     teacher = step.guidance.prediction
     if student.shape != teacher.shape:
-        found = f"the teacher knows {teacher.shape[-1]} classes, the student {student.shape[-1]}"
-        raise UserError(f"distillation: {found}; they must be the same, or distillation 0")
+        problem = f"the teacher knows {teacher.shape[-1]} classes, the student {student.shape[-1]}"
+        raise UserError(f"distillation: {problem}; they must be the same, or distillation 0")
     return cross_entropy(student.float(), teacher.argmax(dim=-1))

@@ -10,13 +10,13 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.backbones.model import Model, parameter_counts
-from moecore.nn.predict import device_of, perplexity, predictions, scores_of_blocks
+from moecore.nn.predict import model_device, predict_in_batches, text_block_scores, text_perplexity
 from moecore.nn.traces import Trace
-from moecore.statistics.crossed import kept_items
+from moecore.statistics.crossed import encode_items
 from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Details
-from moecore.training.live_bytes import counted_as
+from moecore.training.live_bytes import peak_counting_method
 from moecore.training.meter import MEMORY, check_predictions
 from moecore.training.settings import Training
 
@@ -32,14 +32,14 @@ class RegionRow(Config):
     share: dict[str, float]  # of the tokens, for each expert
 
 
-class Probed(Config):
+class ProbedEpoch(Config):
     """The rows of all tissues after one epoch."""
 
     epoch: int
     rows: tuple[RegionRow, ...]
 
 
-class Watched(Config):
+class WatchedEpoch(Config):
     """A few test images after one epoch, for pages that show single images."""
 
     epoch: int
@@ -58,10 +58,10 @@ class Settling(Config):
     agreement_with_final_by_layer: tuple[Agreement, ...] = ()
     agreement_consecutive_by_layer: tuple[Agreement, ...] = ()
     class_maps: dict[str, tuple[tuple[Map, ...], ...]] = {}  # epoch → class, layer, expert
-    region_routing: tuple[Probed, ...] = ()  # of data with tissue maps
-    watched: tuple[Watched, ...] = ()  # after some of the epochs
+    region_routing: tuple[ProbedEpoch, ...] = ()  # of data with tissue maps
+    watched: tuple[WatchedEpoch, ...] = ()  # after some of the epochs
     routing_agreement_before_after: Agreement = ()  # fine-tuning, for each layer, on test images
-    # Of some of these values one number an item, mean over layers, as ``kept_items`` packs them:
+    # Of some of these values one number an item, mean over layers, as ``encode_items`` packs them:
     # with_final_quarter, with_final_half, consecutive_quarter, …_half, …_last, before_after.
     agreement_items: dict[str, str] = {}
 
@@ -71,7 +71,7 @@ class Outcome(Details, Settling):
 
     task: AnyTask
     test_score: Estimate
-    test_items: str | None = None  # one score an item, as ``kept_items`` packs them
+    test_items: str | None = None  # one score an item, as ``encode_items`` packs them
     validation_score: Estimate
     test_loss: float  # of a real target in deviations of the training labels, as in training
     test_count: int  # images
@@ -98,20 +98,22 @@ class RouterFit(Config):
     entropy: float
 
 
-class Log(NamedTuple):
+class TrainingLog(NamedTuple):
     """What was logged of a training, over all its resumptions."""
 
     points: Sequence[tuple[int, dict[str, float]]]  # step, values
     seconds: float
 
 
-def outcome(model: Model, data: Prepared, settings: Training, log: Log) -> Outcome:
+def summarize_training(
+    model: Model, data: Prepared, settings: Training, log: TrainingLog
+) -> Outcome:
     """Return what is reported of a model trained with ``settings``.
 
     Raises UserError where predictions are no numbers.
     """
     task = model.image.task
-    test = of_text(model, data, settings) if task.long else of_images(model, data)
+    test = evaluate_text(model, data, settings) if task.long else evaluate_images(model, data)
     score = test.scores
     parameters = parameter_counts(model)
     rate = float(np.median([values["images_per_second"] for _, values in log.points]))
@@ -122,7 +124,7 @@ def outcome(model: Model, data: Prepared, settings: Training, log: Log) -> Outco
         active_parameters=parameters["active_parameters"],
         task=task,
         test_score=Estimate.of(task.interval(score, data.test.people)),
-        test_items=kept_items(score.double().numpy(), data.test.people),
+        test_items=encode_items(score.double().numpy(), data.test.people),
         validation_score=Estimate.of(task.interval(test.validation, data.validation.people)),
         test_loss=test.loss,
         test_count=len(score),
@@ -131,14 +133,14 @@ def outcome(model: Model, data: Prepared, settings: Training, log: Log) -> Outco
         seconds=log.seconds,
         training_step_ms=1000 * settings.batch / rate,
         training_memory_mb=max(memory, default=None),
-        memory_counted_as=counted_as(device_of(model)) if memory else None,
+        memory_counted_as=peak_counting_method(model_device(model)) if memory else None,
         curve=[
             {"step": step, "train_loss": values["task"], **values} for step, values in log.points
         ],
     )
 
 
-class Evaluated(NamedTuple):
+class SplitScores(NamedTuple):
     """What a model does on data: scores (N,) of the test and the validation split, and the mean
     loss of the test split, in the unit of the training.
     """
@@ -149,36 +151,38 @@ class Evaluated(NamedTuple):
     details: Details
 
 
-def of_images(model: Model, data: Prepared) -> Evaluated:
+def evaluate_images(model: Model, data: Prepared) -> SplitScores:
     """Evaluate predictions that fit into memory."""
     task = model.image.task
-    prediction, labels = _predicted(model, data.test)
+    prediction, labels = _predict_split(model, data.test)
     check_predictions(prediction, "test")
     # A loss is reported in the unit of the training, which a target's deviation sets.
     _, deviation = task.head
-    return Evaluated(
+    return SplitScores(
         task.scores(prediction, labels),
-        task.scores(*_predicted(model, data.validation)),
+        task.scores(*_predict_split(model, data.validation)),
         float(task.test_loss(prediction, labels).mean()) / deviation,
-        task.details(prediction, labels, _labels(data.train)),
+        task.details(prediction, labels, _label_tensor(data.train)),
     )
 
 
-def of_text(model: Model, data: Prepared, settings: Training) -> Evaluated:
+def evaluate_text(model: Model, data: Prepared, settings: Training) -> SplitScores:
     """Evaluate text: blocks are scored one by one, and perplexity is that of whole streams."""
-    scores = scores_of_blocks(model, data.test.images, _labels(data.test))
-    validation = scores_of_blocks(model, data.validation.images, _labels(data.validation))
+    scores = text_block_scores(model, data.test.images, _label_tensor(data.test))
+    validation = text_block_scores(model, data.validation.images, _label_tensor(data.validation))
     tokens = torch.from_numpy(np.array(data.tokens("test")))
     assert isinstance(model, LanguageTransformer)
-    printed = perplexity(model, tokens, settings.batch)
-    every = perplexity(model, tokens, 1, whole=False)
-    return Evaluated(scores, validation, float(scores.mean()), Details(ppl=printed, ppl_all=every))
+    printed = text_perplexity(model, tokens, settings.batch)
+    every = text_perplexity(model, tokens, 1, whole=False)
+    return SplitScores(
+        scores, validation, float(scores.mean()), Details(ppl=printed, ppl_all=every)
+    )
 
 
-def _predicted(model: Model, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
-    prediction, _ = predictions(model, split.images, batch=500, routing=False)
-    return prediction, model.targets(_labels(split))
+def _predict_split(model: Model, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+    prediction, _ = predict_in_batches(model, split.images, batch=500, routing=False)
+    return prediction, model.targets(_label_tensor(split))
 
 
-def _labels(split: Split) -> torch.Tensor:
+def _label_tensor(split: Split) -> torch.Tensor:
     return torch.from_numpy(np.array(split.labels))

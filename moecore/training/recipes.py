@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from moecore.core.files import UserError
-from moecore.core.streams import seed_of
+from moecore.core.streams import derived_seed
 from moecore.data.loader import few_shot_indices
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
@@ -18,18 +18,18 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel, Model
 from moecore.training.artifacts import load_for_images, load_guide
 from moecore.training.guide import Guide, attach_required_guide, build_guide
-from moecore.training.job import Job, job_for
+from moecore.training.job import TrainingJob, build_training_job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Finetuning, Training
-from moecore.training.tissue_isolation import isolation
-from moecore.training.upcycle import continuing, upcycle
+from moecore.training.tissue_isolation import build_isolation
+from moecore.training.upcycle import inherit_position_windows, upcycle_model
 
 
-class Recipe(NamedTuple):
+class TrainingRecipe(NamedTuple):
     """A training that may begin, and the model as it is used: alone, or with its teacher."""
 
-    job: Job
+    job: TrainingJob
     model: Model
 
 
@@ -37,8 +37,8 @@ def build_unfitted_guide(
     method: Method, backbone: Backbone, teacher: BackboneModel, seed: int, device: str
 ) -> Guide:
     """The teacher of ``seed`` with routers, not fitted yet, for ``method``."""
-    torch.manual_seed(seed_of("teacher_router", seed))
-    return build_guide(teacher, method, method.sized(backbone).stages).to(device)
+    torch.manual_seed(derived_seed("teacher_router", seed))
+    return build_guide(teacher, method, method.merge_model_settings(backbone).stages).to(device)
 
 
 def stream_length(data: Prepared, batch: int) -> int | None:
@@ -51,13 +51,13 @@ def stream_length(data: Prepared, batch: int) -> int | None:
         return None
     words, block = len(data.tokens("test")), data.card["size"][0]
     if words // batch <= block:
-        found = f"batch is {batch}, and the text has {words:,} test tokens"
+        problem = f"batch is {batch}, and the text has {words:,} test tokens"
         most = words // (block + 1)
-        raise UserError(f"{found}; allowed: 1 to {most} streams of a block of {block}")
+        raise UserError(f"{problem}; allowed: 1 to {most} streams of a block of {block}")
     return len(data.tokens("train")) // batch
 
 
-def pretraining(
+def build_pretraining(
     method: Method,
     backbone: Backbone,
     settings: Training,
@@ -65,34 +65,34 @@ def pretraining(
     guide: Path,
     seed: int,
     device: str,
-) -> Recipe:
+) -> TrainingRecipe:
     """``method`` from scratch, guided by the teacher in the folder ``guide`` where it has one."""
     image = ImageSpec.from_card(data.card)
-    sized = method.sized(backbone)
+    sized = method.merge_model_settings(backbone)
     teacher = load_guide(guide)
     if method.upcycle:
         if teacher is None:
             raise UserError(f"{guide}: holds no teacher; run `dvc repro teacher_router`")
-        sized = continuing(sized, image, teacher.teacher)
+        sized = inherit_position_windows(sized, image, teacher.teacher)
     torch.manual_seed(seed)  # only now: to load a teacher draws numbers
     model = sized.build(image, method.moe)
     model.remember(settings.batch, stream_length(data, settings.batch))
     if method.upcycle and teacher is not None:
-        upcycle(model, teacher.teacher, method.upcycle_noise)
-    job = job_for(
+        upcycle_model(model, teacher.teacher, method.upcycle_noise)
+    job = build_training_job(
         model,
         data,
         Objective(method.losses, settings.label_smoothing, method.distillation, method.text_losses),
         device,
         guide=teacher if method.guided else None,
         views=method.views,
-        isolation=isolation(method, data),
+        isolation=build_isolation(method, data),
         permuted=seed if method.permuted else None,
     )
-    return Recipe(job, attach_required_guide(model, job.guide))
+    return TrainingRecipe(job, attach_required_guide(model, job.guide))
 
 
-def finetuning(
+def build_finetuning(
     method: Method,
     settings: Finetuning,
     data: Prepared,
@@ -100,7 +100,7 @@ def finetuning(
     guide: Path,
     seed: int,
     device: str,
-) -> Recipe:
+) -> TrainingRecipe:
     """The model in the folder ``start`` goes on with other data.
 
     Raises UserError where data and model do not fit.
@@ -119,5 +119,7 @@ def finetuning(
         learned.losses, settings.label_smoothing, learned.distillation, learned.text_losses
     )
     kept = teacher if learned.guided else None
-    job = job_for(model, data, objective, device, guide=kept, subset=subset, views=learned.views)
-    return Recipe(job, attach_required_guide(model, job.guide).to(device))
+    job = build_training_job(
+        model, data, objective, device, guide=kept, subset=subset, views=learned.views
+    )
+    return TrainingRecipe(job, attach_required_guide(model, job.guide).to(device))

@@ -19,12 +19,13 @@ import torch
 
 from moecore.core.files import UserError, read_json, write_json, write_sealed
 from moecore.core.operating_system import available_cores
-from moecore.core.ranks import ranks
+from moecore.core.ranks import current_ranks
 from moecore.data.workers import requested_threads
-from moecore.training.speed import Compile, compile_asked
+from moecore.training.speed import Compile, requested_compile
 
 # oneDNN keeps a compiled product of every shape that it met, about 0.6 MB each. Rounded as they are
-# (``nn.dispatch.rounded``), the rows of 32 experts come in some hundred shapes, and with 128 kept a
+# (``nn.dispatch.round_row_counts``), the rows of 32 experts come in some hundred shapes, and with
+# 128 kept a
 # step of a small Swin took 1.9 times as long: each was compiled anew.
 KEPT_PRODUCTS = "1024"
 
@@ -50,11 +51,11 @@ class Runtime(NamedTuple):
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-def tune(device: str | None = None, work: Path | None = None) -> Runtime:
+def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime:
     """Set allocator, threads and matmul precision for this process and probe bf16.
 
     Device: env MOECORE_DEVICE, else CUDA, else CPU. Whether blocks are compiled: see
-    ``compile_asked``. work: the folder of a stage that may be resumed; see ``kept_threads``.
+    ``requested_compile``. work: the folder of a stage that may be resumed; see ``resumed_threads``.
     Raises UserError where the environment names no device or no number of threads.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT_PRODUCTS)  # before any product
@@ -63,7 +64,7 @@ def tune(device: str | None = None, work: Path | None = None) -> Runtime:
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
     threads = requested_threads() or max(1, cores // sharing)
     if work is not None:
-        threads = kept_threads(work, threads)
+        threads = resumed_threads(work, threads)
         if threads > cores:
             slower = f"that it began with, on {cores}: slower, with the same bits"
             print(f"{work}: continues with the {threads} threads {slower}", file=sys.stderr)
@@ -72,7 +73,7 @@ def tune(device: str | None = None, work: Path | None = None) -> Runtime:
     precision, error = _matmul_precision(device)
     name = device_name(device)
     speedup = _remembered_speedup(device, name)
-    compiled = compile_asked(device)
+    compiled = requested_compile(device)
     return Runtime(device, name, threads, allocator, precision, error, speedup, compiled)
 
 
@@ -88,7 +89,7 @@ def _requested_device() -> str:
     return device
 
 
-def kept_threads(work: Path, threads: int) -> int:
+def resumed_threads(work: Path, threads: int) -> int:
     """Return the number of threads that the stage of ``work`` began with; ``threads`` at its start.
 
     Another number splits sums in other places, so a resumed stage would end with other bits.
@@ -96,7 +97,7 @@ def kept_threads(work: Path, threads: int) -> int:
     path = work / "threads.json"
     if path.exists():
         return read_json(path, sealed=True)["threads"]
-    if ranks().first:
+    if current_ranks().first:
         write_sealed(path, {"threads": threads})
     return threads
 
@@ -171,12 +172,12 @@ def _bf16_speedup(device: str) -> float:
     right = torch.ones(512, 512)
     low = left.bfloat16()
     low_right = right.bfloat16()
-    speedup = _shortest(lambda: left @ right) / _shortest(lambda: low @ low_right)
+    speedup = _shortest_call(lambda: left @ right) / _shortest_call(lambda: low @ low_right)
     torch.set_num_threads(threads)
     return speedup
 
 
-def _shortest(call: Callable[[], object], repeats: int = 40, budget: float = 0.2) -> float:
+def _shortest_call(call: Callable[[], object], repeats: int = 40, budget: float = 0.2) -> float:
     """The shortest of ``repeats`` calls, or of as many as fit into ``budget`` seconds.
 
     A processor without bf16 emulates it: there one call takes half a second, and settles it.

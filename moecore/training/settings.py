@@ -56,7 +56,7 @@ Optimizer = Annotated[Adam | Adamw | Sgd, Field(discriminator="kind")]
 DECAY = 0.05
 
 
-def _decay(given: Mapping[str, Any]) -> float:
+def _default_decay(given: Mapping[str, Any]) -> float:
     """The weight decay where none is written, after the fields above it: AdamW's, or none."""
     optimizer = given.get("optimizer")
     return 0.0 if optimizer is not None and not optimizer.decays else DECAY
@@ -72,7 +72,7 @@ class Training(Config):
     warmup_epochs: float = Field(default=1.0, ge=0)
     optimizer: Optimizer = Field(default=Adamw(), description="adamw, adam or sgd")
     weight_decay: float = Field(
-        default_factory=_decay,
+        default_factory=_default_decay,
         ge=0,
         description="on matrices; not on biases, norms, tokens and positions; adamw only",
         json_schema_extra={"default": DECAY},
@@ -119,8 +119,8 @@ class Training(Config):
     def _decays(cls, decay: float, info: ValidationInfo) -> float:
         optimizer = info.data.get("optimizer")
         if decay and optimizer is not None and not optimizer.decays:
-            found = f"found {decay:g} with optimizer.kind {optimizer.kind}, which has no decay"
-            raise ValueError(f"{found}; allowed: 0, or optimizer: {{kind: adamw}}")
+            problem = f"found {decay:g} with optimizer.kind {optimizer.kind}, which has no decay"
+            raise ValueError(f"{problem}; allowed: 0, or optimizer: {{kind: adamw}}")
         return decay
 
 

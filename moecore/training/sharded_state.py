@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from moecore.core.files import UserError
 
 
-def is_spread(value: Tensor) -> bool:
+def is_sharded(value: Tensor) -> bool:
     """Return whether no rank holds all of it."""
     mesh = getattr(value, "device_mesh", None)
     return mesh is not None and mesh.size(mesh.ndim - 1) > 1
 
 
-def own_part(values: Tensor) -> Tensor:
+def local_shard(values: Tensor) -> Tensor:
     """Return what this rank holds of a parameter that is sharded; all of one that is not."""
     to_local = getattr(values, "to_local", None)
     return values if to_local is None else to_local()
@@ -39,7 +39,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(value.to(target.device), mesh, placements)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights as ``model.<name>`` and the optimizer's state as ``optimizer.<number>.<field>``."""
     state = optimizer.state_dict()["state"]
     return {f"model.{name}": value for name, value in model.state_dict().items()} | {
@@ -49,22 +49,22 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     }
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All parameters that it changes, in the order of its state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Take up the optimizer's state of ``state_of``."""
+    """Take up the optimizer's state of ``collect_state``."""
     whole = optimizer.state_dict()
-    parameters = parameters_of(optimizer)
+    parameters = optimizer_parameters(optimizer)
     for name, value in tensors.items():
         if name.startswith("optimizer."):
             _, index, field = name.split(".")
             of = parameters[int(index)].detach()
             if field == "step":
                 value = value.reshape(())
-            elif not is_spread(value):
+            elif not is_sharded(value):
                 value = shard_like(value, of)
             whole["state"].setdefault(int(index), {})[field] = value
     optimizer.load_state_dict(whole)
@@ -73,9 +73,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 def state_mismatch(
     tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> str:
-    """Why the tensors are not what ``state_of`` made of such a model; "" where they are."""
+    """Why the tensors are not what ``collect_state`` made of such a model; "" where they are."""
     wanted = {f"model.{name}": value for name, value in model.state_dict().items()}
-    parameters = parameters_of(optimizer)
+    parameters = optimizer_parameters(optimizer)
     for name, value in tensors.items():
         if name in wanted:
             of = wanted[name]
@@ -84,9 +84,9 @@ def state_mismatch(
             if numbered is None or int(numbered[1]) >= len(parameters):
                 return f"{name} is not of this model"
             of = torch.zeros(()) if numbered[2] == "step" else parameters[int(numbered[1])]
-        found, shape = (tuple(at_least_1d(one).shape) for one in (value, of))
-        if found != shape:
-            return f"{name} has shape {found}, the model's {shape}"
+        saved_shape, shape = (tuple(at_least_1d(one).shape) for one in (value, of))
+        if saved_shape != shape:
+            return f"{name} has shape {saved_shape}, the model's {shape}"
     lacking = next((name for name in wanted if name not in tensors), None)
     return "" if lacking is None else f"{lacking} is missing"
 
@@ -102,22 +102,22 @@ def read_sharded(folder: Path, of: Callable[[str], Tensor]) -> dict[str, Tensor]
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
-        found = {}
+        tensors = {}
         about = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
         for name, value in about.items():
             own = at_least_1d(of(name))
             assert isinstance(value, TensorStorageMetadata)  # the files hold nothing else
             if value.size == own.shape:
-                found[name] = torch.zeros_like(own)
+                tensors[name] = torch.zeros_like(own)
             else:
-                found[name] = torch.zeros(value.size, dtype=value.properties.dtype)
-        load(found, storage_reader=HuggingFaceStorageReader(str(folder)))
+                tensors[name] = torch.zeros(value.size, dtype=value.properties.dtype)
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     except (Exception, CheckpointException) as error:
         again = "delete it and start the stage again"
         raise UserError(
             f"{folder}: no readable checkpoint ({short_error(error)}); {again}"
         ) from error
-    return found
+    return tensors
 
 
 def short_error(error: BaseException) -> str:

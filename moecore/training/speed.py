@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moecore.core.files import UserError
-from moecore.core.ranks import ranks
+from moecore.core.ranks import current_ranks
 from moecore.core.torch_internals import compiler_error
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoELayer
@@ -30,7 +30,7 @@ TRACED = 4  # steps
 Compile = Literal["off", "tried", "required"]
 
 
-def compile_asked(device: str) -> Compile:
+def requested_compile(device: str) -> Compile:
     """Return whether blocks are compiled: $MOECORE_COMPILE, one of auto (the default), true, false.
 
     auto tries it on CUDA, in trainings of at least ``LONG`` steps: compiling takes up to a minute.
@@ -80,10 +80,12 @@ class CompiledBlocks:
         if backend is not None:
             how = {"backend": backend}
         every = [module for model in models if model is not None for module in model.modules()]
-        self.blocks = [module for module in every if isinstance(module, Block) and whole(module)]
+        self.blocks = [
+            module for module in every if isinstance(module, Block) and is_on_one_rank(module)
+        ]
         for block in self.blocks:
             compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, **how)
-            self.ready.append(self._guarded(compiled, block.forward))
+            self.ready.append(self._with_fallback(compiled, block.forward))
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -98,7 +100,7 @@ class CompiledBlocks:
             for block in blocks:
                 del block.forward
 
-    def _guarded(self, compiled: Callable, plain: Callable) -> Callable:
+    def _with_fallback(self, compiled: Callable, plain: Callable) -> Callable:
         refused = compiler_error()
 
         def forward(*inputs: Any) -> Any:
@@ -121,12 +123,12 @@ class CompiledBlocks:
         self.blocks = []
 
 
-def whole(block: Block) -> bool:
+def is_on_one_rank(block: Block) -> bool:
     """Return whether all that the block computes with is on this rank."""
     return not isinstance(block.mlp, MoELayer) or block.mlp.parted is None
 
 
-def part(name: str) -> AbstractContextManager:
+def trace_section(name: str) -> AbstractContextManager:
     """A part of a step, under this name in a trace."""
     return record_function(name)
 
@@ -136,7 +138,7 @@ def trace_file(title: str) -> Path | None:
     rank.
     """
     folder = os.environ.get(TRACE)
-    if not folder or not ranks().first:
+    if not folder or not current_ranks().first:
         return None
     return Path(folder) / f"{title.replace(' ', '_')}.json.gz"
 
@@ -158,7 +160,7 @@ def profile_steps(steps: range, path: Path | None, device: str) -> Iterator[int]
     yield from range(steps.start, begin)
     with profile(activities=activities, record_shapes=True) as profiler:
         for step in range(begin, end):
-            with part(f"step {step}"):
+            with trace_section(f"step {step}"):
                 yield step
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))

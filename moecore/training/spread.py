@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moecore.core.files import UserError
-from moecore.core.ranks import ranks
-from moecore.nn.kernels.expert_parallel import PartedExperts
+from moecore.core.ranks import current_ranks
+from moecore.nn.kernels.expert_parallel import ShardedExperts
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.language_block import LanguageBlock
 from moecore.nn.layers.moe import MoELayer
-from moecore.training.job import Job
+from moecore.training.job import TrainingJob
 from moecore.training.settings import Training
 from moecore.training.sharded_state import shard_like, to_full_tensor
 
@@ -33,17 +33,17 @@ FEW = 8  # up to so many shards parameters stay whole between forward and backwa
 class Spread:
     """A job's training on this rank and all others."""
 
-    def __init__(self, job: Job, settings: Training, device: str) -> None:
+    def __init__(self, job: TrainingJob, settings: Training, device: str) -> None:
         """``job.model`` on every rank is the same, and stays whole.
 
         Raises UserError where the ranks do not divide into so many shards, or images that share a
         capacity would be of several ranks.
         """
         self.whole = job
-        refuse_split_groups(job.model, settings.batch)
+        check_rank_batches(job.model, settings.batch)
         shard = settings.shard
-        refuse_parted(job.model, settings)
-        mesh = mesh_of(shard, device)
+        check_expert_parallel(job.model, settings)
+        mesh = build_mesh(shard, device)
         model = copy.deepcopy(job.model)
         apart = shard_experts(model, mesh) if settings.expert_parallel > 1 else set()
         for module in model.modules():
@@ -75,11 +75,11 @@ class Spread:
         sharded = [parameter for parameter in having if isinstance(parameter, DTensor)]
         others = [parameter for parameter in having if not isinstance(parameter, DTensor)]
         for parameter in others:
-            distributed.all_reduce(gradient(parameter))
-            gradient(parameter).div_(ranks().size)
+            distributed.all_reduce(required_gradient(parameter))
+            required_gradient(parameter).div_(current_ranks().size)
         if clip is not None:
             kinds = [kind for kind in (sharded, others) if kind]
-            grads = [[gradient(parameter) for parameter in kind] for kind in kinds]
+            grads = [[required_gradient(parameter) for parameter in kind] for kind in kinds]
             norms = [to_full_tensor(get_total_norm(kind, foreach=True)) for kind in grads]
             total = torch.linalg.vector_norm(torch.stack(norms))
             for kind in kinds:
@@ -87,15 +87,15 @@ class Spread:
         optimizer.step()
 
 
-def gradient(parameter: Tensor) -> Tensor:
+def required_gradient(parameter: Tensor) -> Tensor:
     """Return the parameter's gradient, asserted to exist."""
     assert parameter.grad is not None
     return parameter.grad
 
 
-def mesh_of(shard: int, device: str) -> DeviceMesh:
+def build_mesh(shard: int, device: str) -> DeviceMesh:
     """The mesh (replicate, shard) of all ranks."""
-    size = ranks().size
+    size = current_ranks().size
     if size % shard:
         allowed = ", ".join(str(one) for one in range(1, size + 1) if size % one == 0)
         raise UserError(f"shard is {shard}, and there are {size} ranks; allowed: {allowed}")
@@ -106,7 +106,7 @@ def mesh_of(shard: int, device: str) -> DeviceMesh:
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Spread the experts of all layers over ``mesh``, whole experts on a rank; their parameters."""
-    found = set()
+    sharded = set()
     for layer in model.modules():
         if not isinstance(layer, MoELayer):
             continue
@@ -114,41 +114,41 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
         for name, parameter in list(experts.named_parameters(recurse=False)):
             spread = distribute_tensor(parameter.detach(), mesh, [Replicate(), Shard(0)])
             setattr(experts, name, nn.Parameter(spread, parameter.requires_grad))
-        found |= set(experts.parameters())
-        layer.parted = PartedExperts(experts, mesh)
-    return found
+        sharded |= set(experts.parameters())
+        layer.parted = ShardedExperts(experts, mesh)
+    return sharded
 
 
-def refuse_parted(model: nn.Module, settings: Training) -> None:
+def check_expert_parallel(model: nn.Module, settings: Training) -> None:
     """Raise UserError where experts cannot be spread as asked."""
     number = settings.expert_parallel
     if number == 1:
         return
     if number != settings.shard:
-        found = f"expert_parallel is {number}, and shard is {settings.shard}"
-        raise UserError(f"{found}; allowed: 1, or both the same")
+        problem = f"expert_parallel is {number}, and shard is {settings.shard}"
+        raise UserError(f"{problem}; allowed: 1, or both the same")
     for layer in model.modules():
         experts = len(next(layer.experts.parameters())) if isinstance(layer, MoELayer) else 0
         if experts % number:
-            found = f"expert_parallel is {number}, and a layer has {experts} experts"
-            raise UserError(f"{found}; allowed: 1, or a divisor of these")
+            problem = f"expert_parallel is {number}, and a layer has {experts} experts"
+            raise UserError(f"{problem}; allowed: 1, or a divisor of these")
         dropout = getattr(getattr(layer, "experts", None), "dropout", 0)
         if dropout:
-            found = f"expert_parallel is {number}, and experts.dropout {dropout}"
-            raise UserError(f"{found}; allowed: 1, or experts without dropout")
+            problem = f"expert_parallel is {number}, and experts.dropout {dropout}"
+            raise UserError(f"{problem}; allowed: 1, or experts without dropout")
 
 
-def refuse_split_groups(model: nn.Module, batch: int) -> None:
+def check_rank_batches(model: nn.Module, batch: int) -> None:
     """Raise UserError where ranks would have unequally many images, or images that share a capacity
     would be of several ranks.
     """
-    ranks().rows(batch)
-    size = ranks().size
+    current_ranks().rows(batch)
+    size = current_ranks().size
     for module in model.modules():
         group = getattr(getattr(module, "config", None), "group_size", None)
         limited = getattr(getattr(module, "config", None), "capacity_factor", None)
         if group is not None and limited is not None and (batch // size) % group:
-            found = f"group_size is {group}, and each of {size} ranks has {batch // size} images"
+            problem = f"group_size is {group}, and each of {size} ranks has {batch // size} images"
             raise UserError(
-                f"{found}; allowed: a divisor of these, or a batch that {group} divides"
+                f"{problem}; allowed: a divisor of these, or a batch that {group} divides"
             )

@@ -34,13 +34,13 @@ class TextPart(Config):
             raise ValueError("text has both `router` and `experts`, or neither (a dense tower)")
         for regularizer in self.regularizers:
             if lacking := sorted(regularizer.needs - {"routing", "load"}):
-                found = f"{regularizer.kind} needs {', '.join(lacking)}"
-                raise ValueError(f"text.regularizers: {found}, which captions do not have")
+                problem = f"{regularizer.kind} needs {', '.join(lacking)}"
+                raise ValueError(f"text.regularizers: {problem}, which captions do not have")
         if self.regularizers and self.router is None:
             raise ValueError("text.regularizers: a dense text tower routes nothing; leave them out")
         return self
 
-    def given_to(self, tower: TextTower) -> TextTower:
+    def configure_tower(self, tower: TextTower) -> TextTower:
         """The tower with these experts, and frozen as said here."""
         moe = None
         if self.router is not None and self.experts is not None:
@@ -54,4 +54,4 @@ def apply_text_part(part: TextPart, model: AnySettings) -> AnySettings:
     if not isinstance(tower, TextTower):
         allowed = "leave it out, or model.kind: two_towers"
         raise UserError(f"text: the model has no text tower; allowed: {allowed}")
-    return model.model_copy(update={"text": part.given_to(tower)})
+    return model.model_copy(update={"text": part.configure_tower(tower)})

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import adaptive_max_pool3d
 
 from moecore.core.files import UserError
-from moecore.core.ranks import joined
+from moecore.core.ranks import has_process_group
 from moecore.core.records import Batch, Layout
 from moecore.core.streams import Draws
 from moecore.data.prepared import Prepared
@@ -54,16 +54,16 @@ class Isolation(NamedTuple):
             share = self.share if epoch >= self.alone.stop else 0.0
             left = torch.rand(draws.whole, generator=draws.generator)
             region = region.where((left < share) & (left < left.max()), WHOLE)
-        region = draws.wanted(region)
+        region = draws.select_rows(region)
         kept = (region != WHOLE).nonzero()[:, 0]
         if not len(kept):
             return volumes, region
         chosen = np.array(self.channels)[region[kept].numpy()]
         masks = torch.from_numpy(np.array(self.masks[indices[kept].numpy(), chosen]))
-        found = volumes.clone()
+        changed = volumes.clone()
         where = to_device_async(kept, volumes.device)
-        found[where] = isolate(volumes[where], to_device_async(masks, volumes.device))
-        return found, region
+        changed[where] = isolate_tissue(volumes[where], to_device_async(masks, volumes.device))
+        return changed, region
 
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: Layout) -> Batch:
         """The batch with what its isolated views teach; region: (B,) as ``isolated`` gave it, for
@@ -74,7 +74,7 @@ class Isolation(NamedTuple):
         trainings stayed at the median age.
         """
         # Of ranks one may have none where another has some, and all must compute the same terms.
-        if not joined() and bool((region == WHOLE).all()):
+        if not has_process_group() and bool((region == WHOLE).all()):
             return batch
         batch = batch._replace(belongs=self.belongs(batch.images, region, layout))
         if epoch in self.alone:
@@ -93,7 +93,9 @@ class Isolation(NamedTuple):
         return torch.where(held, to_device_async(region, views.device)[:, None], WHOLE)
 
 
-def isolation(method: Method, data: Prepared, subset: np.ndarray | None = None) -> Isolation | None:
+def build_isolation(
+    method: Method, data: Prepared, subset: np.ndarray | None = None
+) -> Isolation | None:
     """Return what ``method`` isolates of the training split (of its volumes ``subset``, if given);
     None where it learns from whole volumes only.
 
@@ -115,12 +117,12 @@ def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
     there = tuple(card.get("regions", ()))
     if lacking := [name for name in names if name not in there]:
         maps = f"maps of {', '.join(there)}" if there else "no tissue maps"
-        found = f"found {', '.join(lacking)}, but these data have {maps}"
-        raise UserError(f"regions.experts: {found}; choose other data, or leave out regions")
+        problem = f"found {', '.join(lacking)}, but these data have {maps}"
+        raise UserError(f"regions.experts: {problem}; choose other data, or leave out regions")
     return tuple(there.index(name) for name in names)
 
 
-def isolate(volumes: Tensor, share: Tensor) -> Tensor:
+def isolate_tissue(volumes: Tensor, share: Tensor) -> Tensor:
     """Volumes (B, C, D, H, W) in [0, 1] times the share (B, D, H, W) of a tissue, uint8 0 … 255 for
     0 … 1, in the volumes' dtype.
     """

@@ -19,7 +19,7 @@ from moecore.nn.layers.moe import MoELayer
 Settings = TypeVar("Settings")
 
 
-def continuing(config: Settings, image: ImageSpec, dense: BackboneModel) -> Settings:
+def inherit_position_windows(config: Settings, image: ImageSpec, dense: BackboneModel) -> Settings:
     """The settings ``config`` of a model for ``image`` that starts from ``dense``: its continuous
     position bias goes on counting in the windows that it was learned for, unless ``config`` says
     which those are.
@@ -38,7 +38,7 @@ def continuing(config: Settings, image: ImageSpec, dense: BackboneModel) -> Sett
 
 
 @torch.no_grad()
-def upcycle(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> BackboneModel:
+def upcycle_model(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> BackboneModel:
     """Copy the weights of ``dense`` into ``model``, in place: shared layers as they are, each dense
     MLP into all experts of its block.
 
@@ -50,31 +50,31 @@ def upcycle(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> B
     MLPs.
     """
     if dense.config.kind != model.config.kind:
-        found = f"the teacher is a {dense.config.kind}, the model a {model.config.kind}"
-        raise UserError(f"upcycle: {found}; allowed: both of one kind")
-    _same_positions(model, dense)
+        problem = f"the teacher is a {dense.config.kind}, the model a {model.config.kind}"
+        raise UserError(f"upcycle: {problem}; allowed: both of one kind")
+    _check_positions(model, dense)
     weights = dict(dense.state_dict())
     own = model.state_dict()
     if dense.image.answers != model.image.answers:
         weights = {name: value for name, value in weights.items() if not name.startswith("head")}
-    weights = model.moved(weights, dense.config, dense.image)
-    weights |= model.renormalised(weights, dense.image)
+    weights = model.adapt_weights(weights, dense.config, dense.image)
+    weights |= model.renormalise_weights(weights, dense.image)
     replaced = dict(dense.named_modules())
     for name, layer in model.named_modules():
         if isinstance(layer, MoELayer):
-            _same_activation(layer.experts, replaced.get(name), name)
+            _check_activation(layer.experts, replaced.get(name), name)
             _fill_experts(layer.experts, weights, f"{name}.", noise)
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:
             here = tuple(own[name].shape) if name in own else "absent"
-            found = f"{tuple(value.shape)} in the teacher, {here} in the model"
+            problem = f"{tuple(value.shape)} in the teacher, {here} in the model"
             needed = "the teacher must have the model's patch, width, depth, heads and pooling"
-            raise UserError(f"upcycle: {name} is {found}; {needed}")
+            raise UserError(f"upcycle: {name} is {problem}; {needed}")
         own[name].copy_(value)
     return model
 
 
-def _same_positions(model: BackboneModel, dense: BackboneModel) -> None:
+def _check_positions(model: BackboneModel, dense: BackboneModel) -> None:
     """Raise UserError where a continuous position bias would count in other windows than those
     that it was learned for: what it counts in is no weight, so nothing else would say so.
     """
@@ -83,17 +83,21 @@ def _same_positions(model: BackboneModel, dense: BackboneModel) -> None:
     here = model.config.trained_on(model.image).pretrained_windows
     there = dense.config.trained_on(dense.image).pretrained_windows
     if here != there:
-        found = f"the teacher's positions were learned for windows of {there}, the model has {here}"
-        raise UserError(f"upcycle: {found}; set model.pretrained_windows to the teacher's, or null")
+        problem = (
+            f"the teacher's positions were learned for windows of {there}, the model has {here}"
+        )
+        raise UserError(
+            f"upcycle: {problem}; set model.pretrained_windows to the teacher's, or null"
+        )
 
 
-def _same_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) -> None:
+def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) -> None:
     """Raise UserError where a dense MLP has another activation than the experts made of it."""
     there = "quick_gelu" if getattr(mlp, "quick", False) else "gelu"
     here = getattr(experts, "activation", there)
     if here != there:
-        found = f"the teacher's MLP at {name} has {there}, the experts have {here}"
-        raise UserError(f"upcycle: {found}; set experts.activation: {there}")
+        problem = f"the teacher's MLP at {name} has {there}, the experts have {here}"
+        raise UserError(f"upcycle: {problem}; set experts.activation: {there}")
 
 
 def _fill_experts(
@@ -106,10 +110,10 @@ def _fill_experts(
     up = weights.pop(f"{prefix}fc1.weight", None)
     _, width, hidden = experts.up.shape
     if up is None or up.shape != (hidden, width):
-        found = "no dense MLP"
+        held = "no dense MLP"
         if up is not None:
-            found = f"an MLP of hidden width {up.shape[0]} and width {up.shape[1]}"
-        there = f"the teacher has {found} at {prefix[:-1]}"
+            held = f"an MLP of hidden width {up.shape[0]} and width {up.shape[1]}"
+        there = f"the teacher has {held} at {prefix[:-1]}"
         here = f"the experts are {hidden} and {width} wide"
         raise UserError(f"upcycle: {there}, {here}; set experts.hidden_ratio to its mlp_ratio")
     up_bias = weights.pop(f"{prefix}fc1.bias")

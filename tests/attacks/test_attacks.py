@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.base import generators, uniform
+from moecore.attacks.base import image_generators, uniform_noise
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import frozen_parameters, image_gradient
 from moecore.attacks.pgd import Pgd
@@ -30,7 +30,7 @@ def case(images: int = 5, seed: int = 0, side: int = 4) -> tuple[torch.Tensor, t
 
 
 def run(attack, model, images, labels, epsilon, seed=0, task=CLASSES):
-    return attack(model, task, images, labels, epsilon, generators(seed, range(len(images))))
+    return attack(model, task, images, labels, epsilon, image_generators(seed, range(len(images))))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_pgd_follows_the_formula(form, length):
     images, labels = case(2)
     model, start = Curved(16), 0.0
     if form == "strong":
-        start = 0.1 * uniform(images, generators(0, range(2)), "pgd")
+        start = 0.1 * uniform_noise(images, image_generators(0, range(2)), "pgd")
     current = (images + start).clamp(0, 1)
     for _ in range(3):
         step = length * 0.1 / 3 * image_gradient(model, CLASSES, current, labels).sign()
@@ -108,7 +108,7 @@ def test_an_image_is_attacked_alike_in_any_batch_and_order(attack):
     images, labels = case(6)
     model = Smooth()
     whole = run(attack, model, images, labels, 0.1)
-    order, drawn = [4, 2, 0, 5, 1, 3], generators(0, [4, 2, 0, 5, 1, 3])
+    order, drawn = [4, 2, 0, 5, 1, 3], image_generators(0, [4, 2, 0, 5, 1, 3])
     parts = [
         attack(
             model,
@@ -150,7 +150,7 @@ def test_a_random_start_is_drawn_by_the_generator(attack):
     with pytest.raises(ValueError, match="generator"):
         attack(model, CLASSES, images, labels, 0.1)
     with pytest.raises(ValueError, match="2 generators for 6 images"):
-        attack(model, CLASSES, images, labels, 0.1, generators(0, range(2)))
+        attack(model, CLASSES, images, labels, 0.1, image_generators(0, range(2)))
 
 
 @pytest.mark.parametrize("attack", ALL, ids=named)

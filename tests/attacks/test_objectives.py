@@ -12,11 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyautoattack.autopgd_base import APGDAttack
 
-from moecore.attacks.apgd import Apgd, checkpoints, climb, random_start
-from moecore.attacks.base import generators
+from moecore.attacks.apgd import Apgd, ascend_objective, random_start, step_checkpoints
+from moecore.attacks.base import image_generators
 from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.gradient import SlopeOf
-from moecore.attacks.objectives import balance, dlr, goal_of, routing_change
+from moecore.attacks.gradient import ModelGradient
+from moecore.attacks.objectives import (
+    dlr_loss,
+    make_objective,
+    routing_change,
+    summed_balance_losses,
+)
 from moecore.attacks.pgd import Pgd
 from moecore.core.records import ModelOutput, RoutingRecord
 from moecore.measure.routing_metrics.expert_use import change_of_choice
@@ -40,7 +45,7 @@ def test_dlr_by_hand():
     # Right class on top: −(4 − 2) / (4 − 1). Wrong: −(2 − 4) / (4 − 1). The third largest of four
     # counts, not the last.
     logits = torch.tensor([[4.0, 2.0, 1.0, -9.0]] * 2)
-    assert dlr(logits, torch.tensor([0, 1])).tolist() == pytest.approx([-2 / 3, 2 / 3])
+    assert dlr_loss(logits, torch.tensor([0, 1])).tolist() == pytest.approx([-2 / 3, 2 / 3])
 
 
 @settings(max_examples=40, deadline=None)
@@ -48,9 +53,11 @@ def test_dlr_by_hand():
 def test_dlr_does_not_change_under_shift_and_scale(seed, shift, scale):
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     labels = torch.arange(6) % 5
-    assert torch.allclose(dlr(logits, labels), dlr(scale * logits + shift, labels), atol=1e-8)
+    assert torch.allclose(
+        dlr_loss(logits, labels), dlr_loss(scale * logits + shift, labels), atol=1e-8
+    )
     wrong = logits.argmax(dim=1) != labels
-    assert ((dlr(logits, labels) > 0) == wrong).all()
+    assert ((dlr_loss(logits, labels) > 0) == wrong).all()
 
 
 def test_balance_by_hand():
@@ -59,9 +66,9 @@ def test_balance_by_hand():
     layer = record(
         torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
     )
-    assert float(balance((layer,))) == pytest.approx(1.25)
-    assert float(balance((layer, layer))) == pytest.approx(2.5)
-    assert balance(()) == 0
+    assert float(summed_balance_losses((layer,))) == pytest.approx(1.25)
+    assert float(summed_balance_losses((layer, layer))) == pytest.approx(2.5)
+    assert summed_balance_losses(()) == 0
 
 
 @pytest.mark.parametrize("images", [3, 7])
@@ -71,13 +78,13 @@ def test_the_balance_losses_count_as_often_as_there_are_images(images):
     leaf = pixels.clone().requires_grad_()
     output = model(leaf)
     # a mean, as training has it
-    paper = torch.nn.functional.cross_entropy(output.prediction, labels) + 0.3 * balance(
-        output.routing
-    )
+    paper = torch.nn.functional.cross_entropy(
+        output.prediction, labels
+    ) + 0.3 * summed_balance_losses(output.routing)
     (expected,) = torch.autograd.grad(paper, leaf)
-    values, gradient = SlopeOf(model, goal_of("balance", 0.3, model, CLASSES, pixels, labels))(
-        pixels
-    )
+    values, gradient = ModelGradient(
+        model, make_objective("balance", 0.3, model, CLASSES, pixels, labels)
+    )(pixels)
     assert torch.allclose(gradient, images * expected, rtol=1e-4, atol=1e-6)
     assert float(values.mean()) == pytest.approx(float(paper.detach()), rel=1e-5)
     (plain,) = torch.autograd.grad(
@@ -109,7 +116,10 @@ def test_balance_makes_the_load_less_equal_than_cross_entropy_alone():
         run(attack, model, images, labels, 0.2)
         for attack in (Pgd(steps=10), Pgd(steps=10, objective="balance", weight=5))
     )
-    assert balance(model(both).routing) > balance(model(plain).routing) + 0.01
+    assert (
+        summed_balance_losses(model(both).routing)
+        > summed_balance_losses(model(plain).routing) + 0.01
+    )
 
 
 def test_balance_of_a_dense_model_is_plain_cross_entropy():
@@ -193,7 +203,7 @@ class Convolution(Smooth):
 @pytest.mark.parametrize("steps", [7, 100])
 def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
     images, labels = case(12, seed=4)
-    start = random_start(images, 0.1, generators(0, range(12)), "test")
+    start = random_start(images, 0.1, image_generators(0, range(12)), "test")
     quiet = logging.getLogger("quiet")
     theirs = APGDAttack(
         lambda x: model(x).prediction,
@@ -205,10 +215,12 @@ def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
     )
     theirs.init_hyperparam(images)
     best, _, values, _ = theirs.attack_single_run(images, labels, x_init=start)
-    ours = climb(
-        SlopeOf(
+    ours = ascend_objective(
+        ModelGradient(
             model,
-            goal_of({"ce": "cross_entropy"}.get(loss, loss), 0, model, CLASSES, images, labels),
+            make_objective(
+                {"ce": "cross_entropy"}.get(loss, loss), 0, model, CLASSES, images, labels
+            ),
         ),
         images,
         start,
@@ -223,17 +235,17 @@ def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
 def test_checkpoints_by_hand():
     # The paper's p: 0, 0.22, then each interval 0.03 shorter than the last but at least 0.06, of N
     # = 100 steps.
-    assert list(checkpoints(100)) == [22, 41, 57, 70, 80, 87, 93, 99]
+    assert list(step_checkpoints(100)) == [22, 41, 57, 70, 80, 87, 93, 99]
     # N = 10: lengths max(int(2.2), 1) = 2, then 1, 1, …
-    assert list(checkpoints(10)) == [2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert list(checkpoints(1)) == [1]
+    assert list(step_checkpoints(10)) == [2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert list(step_checkpoints(1)) == [1]
 
 
 def test_step_sizes_are_two_epsilon_halved_and_change_at_checkpoints_only():
     images, labels = case(16, seed=1)
     model, epsilon = Curved(16), 0.15
-    found = climb(
-        SlopeOf(model, lambda output: CLASSES.attack_loss(output.prediction, labels)),
+    found = ascend_objective(
+        ModelGradient(model, lambda output: CLASSES.attack_loss(output.prediction, labels)),
         images,
         images,
         epsilon,
@@ -244,7 +256,7 @@ def test_step_sizes_are_two_epsilon_halved_and_change_at_checkpoints_only():
     changed = (found.sizes[1:] != found.sizes[:-1]).any(dim=1).nonzero()[
         :, 0
     ] + 1  # step i + 1 is the first with the new size
-    assert set(changed.tolist()) <= set(checkpoints(100)) and len(changed) >= 3
+    assert set(changed.tolist()) <= set(step_checkpoints(100)) and len(changed) >= 3
     assert (halvings[1:] - halvings[:-1]).min() >= 0 and (halvings[1:] - halvings[:-1]).max() == 1
 
 
@@ -257,8 +269,8 @@ def test_a_halved_step_starts_from_the_best_image():
         asked.append(float(pixels))
         return -(pixels - 0.53).abs().sum(dim=(1, 2, 3)), -(pixels - 0.53).sign()
 
-    found = climb(at, images, images, 0.1, 20)  # checkpoints after 4, 8, 11, …; first 4
-    first = next(checkpoints(20))
+    found = ascend_objective(at, images, images, 0.1, 20)  # checkpoints after 4, 8, 11, …; first 4
+    first = next(step_checkpoints(20))
     best = max(asked[: first + 1], key=lambda x: -abs(x - 0.53))
     assert found.sizes[first, 0] == pytest.approx(0.1) and found.sizes[
         first - 1, 0
@@ -273,8 +285,8 @@ def test_a_halved_step_starts_from_the_best_image():
 def test_returns_the_best_image_of_all():
     images, labels = case(10, seed=2)
     model = Curved(16)
-    at = SlopeOf(model, lambda output: CLASSES.attack_loss(output.prediction, labels))
-    found = climb(at, images, images, 0.3, 15)
+    at = ModelGradient(model, lambda output: CLASSES.attack_loss(output.prediction, labels))
+    found = ascend_objective(at, images, images, 0.3, 15)
     assert torch.allclose(at(found.images)[0], found.values, atol=1e-5)
     assert torch.equal(found.values, torch.maximum(found.history.max(dim=0).values, at(images)[0]))
 
@@ -293,7 +305,7 @@ def test_reaches_a_higher_loss_than_pgd_on_average():
 
 def test_the_start_lies_on_the_edge_of_the_ball():
     images = torch.full((5, 1, 4, 4), 0.5)
-    start = random_start(images, 0.1, generators(0, range(5)), "test")
+    start = random_start(images, 0.1, image_generators(0, range(5)), "test")
     assert torch.allclose(
         (start - images).abs().amax(dim=(1, 2, 3)), torch.full((5,), 0.1), atol=1e-6
     )

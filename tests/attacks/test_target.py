@@ -9,9 +9,9 @@ from moecore.attacks.apgd import Apgd
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import image_gradient
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.target import Target, drawn_places, rounded
+from moecore.attacks.target import Target, bfloat16_model, draw_places
 from moecore.core.records import ModelOutput
-from moecore.nn.predict import coupled, predictions, whole_groups
+from moecore.nn.predict import coupled_images, predict_in_batches, whole_groups
 from tests.attacks.models import CLASSES, SETS, YEARS, Smooth, vit
 from tests.attacks.test_attacks import case, named
 from tests.attacks.test_attacks import run as attacked
@@ -33,7 +33,10 @@ def target(batch: int = 5, images: int = 13, **changes) -> Target:
 @pytest.mark.parametrize("attack", ATTACKS, ids=named)
 def test_the_batch_plays_no_part(attack):
     found = target(5).attacked(attack, 0.1)
-    assert found.shape == (13, 1, 4, 4) and (found != target().clean()).flatten(1).any(dim=1).all()
+    assert (
+        found.shape == (13, 1, 4, 4)
+        and (found != target().clean_images()).flatten(1).any(dim=1).all()
+    )
     for batch in (1, 13, 100):
         assert torch.allclose(found, target(batch).attacked(attack, 0.1), atol=1e-6)
 
@@ -48,8 +51,8 @@ def test_some_images_are_attacked_as_among_all(attack):
         assert torch.equal(some, whole)
         return
     assert torch.allclose(some[only], whole[only], atol=1e-6)
-    assert torch.equal(some[~only], target().clean()[~only])
-    assert torch.equal(target(only=only & False).attacked(attack, 0.1), target().clean())
+    assert torch.equal(some[~only], target().clean_images()[~only])
+    assert torch.equal(target(only=only & False).attacked(attack, 0.1), target().clean_images())
 
 
 def test_the_seed_draws_the_starts():
@@ -63,7 +66,7 @@ def test_bytes_are_divided_by_255():
     pixels = (torch.rand(6, 1, 4, 4) * 255).to(torch.uint8)
     given = target(images=6)._replace(images=pixels.numpy())
     assert torch.equal(given.attacked(Fgsm(), 0.0), pixels.float() / 255) and torch.equal(
-        given.clean(), pixels.float() / 255
+        given.clean_images(), pixels.float() / 255
     )
 
 
@@ -79,33 +82,35 @@ def test_bf16_rounds_the_attack_and_not_the_score():
     attacked = half.attacked(Pgd(steps=2), 0.05)
     assert set(dtypes) == {torch.bfloat16} and attacked.dtype == torch.float32
     dtypes.clear()
-    assert half.scored(attacked)[0].dtype == torch.float32 and set(dtypes) == {torch.float32}
+    assert half.predict_images(attacked)[0].dtype == torch.float32 and set(dtypes) == {
+        torch.float32
+    }
     hook.remove()
     assert (
         (attacked - images).abs().max() <= 0.05 + 1e-6
         and (attacked != images).any()
         and model.training
     )
-    assert torch.equal(half.scored(attacked)[0], full.scored(attacked)[0])
+    assert torch.equal(half.predict_images(attacked)[0], full.predict_images(attacked)[0])
     with torch.no_grad():
-        assert rounded(model.eval())(images).prediction.dtype == torch.float32
+        assert bfloat16_model(model.eval())(images).prediction.dtype == torch.float32
 
 
 def test_a_subset_is_drawn_once_in_order():
-    some = drawn_places(20, 8, seed=3)
+    some = draw_places(20, 8, seed=3)
     assert len(set(some)) == 8 and (np.diff(some) > 0).all()
-    assert drawn_places(20, 8, 4).tolist() != some.tolist() and len(drawn_places(20, 99, 0)) == 20
+    assert draw_places(20, 8, 4).tolist() != some.tolist() and len(draw_places(20, 99, 0)) == 20
 
 
 def test_a_score_is_the_tasks_and_the_clean_image_lies_in_every_ball():
     given = target(images=6)
-    right = given.scored(given.images)[0].argmax(1) == given.labels
+    right = given.predict_images(given.images)[0].argmax(1) == given.labels
     assert torch.equal(given.scores(given.images), right)
-    labels = given.scored(given.images)[0].argmax(1)
+    labels = given.predict_images(given.images)[0].argmax(1)
     attacked = given._replace(labels=labels).attacked(Pgd(steps=5), 0.3)
     broken = given._replace(labels=labels).scores(attacked)
-    assert torch.equal(given._replace(labels=labels).worst(attacked), broken)
-    assert not given._replace(labels=(labels + 1) % 4).worst(attacked).any()
+    assert torch.equal(given._replace(labels=labels).worse_scores(attacked), broken)
+    assert not given._replace(labels=(labels + 1) % 4).worse_scores(attacked).any()
 
 
 def test_an_attack_says_itself_what_it_does_not_apply_to():
@@ -126,10 +131,10 @@ def test_images_that_share_a_capacity_meet_in_whole_groups_whatever_the_batch():
     pixels = pixels.repeat_interleave(2, -1).repeat_interleave(2, -2)  # 8 × 8
     router = {"kind": "noisy_top_k", "k": 1, "eval_capacity_factor": 0.5, "group_size": 4}
     model = vit(router)
-    assert coupled(model) == 4
+    assert coupled_images(model) == 4
     assert [whole_groups(model, batch) for batch in (1, 4, 7, 9)] == [4, 4, 4, 8]
-    said = [predictions(model, pixels, batch, routing=False)[0] for batch in (1, 7, 100)]
-    alone = predictions(model, pixels[3:4], 1, routing=False)[0]
+    said = [predict_in_batches(model, pixels, batch, routing=False)[0] for batch in (1, 7, 100)]
+    alone = predict_in_batches(model, pixels[3:4], 1, routing=False)[0]
     assert all(torch.allclose(said[0], other, atol=1e-6) for other in said[1:])
     assert not torch.allclose(said[0][3:4], alone)  # images of a group matter to each other
     attack = Pgd(steps=2)

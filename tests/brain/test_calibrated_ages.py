@@ -18,10 +18,10 @@ from moecore.brain.age_errors import (
     measure_group_errors,
     weighted_age_statistics,
 )
-from moecore.brain.ages import Ages, Fit, fit_age_line
+from moecore.brain.ages import Ages, LineFit, fit_age_line
 from moecore.brain.calibrated_ages import write_calibration
 from moecore.brain.conformal import conformal_radius, first_volumes
-from moecore.brain.measured_ages import Result, measure_ages
+from moecore.brain.measured_ages import AgeResult, measure_ages
 from moecore.brain.prediction_table import (
     COLUMNS,
     correct_ages,
@@ -116,7 +116,7 @@ def test_what_stands_beside_the_table(found, ages):
         found.calibration_groups == {"F": 20, "M": 19, "pooled": 1}
         and list(found.calibration_groups)[-1] == "pooled"
     )
-    assert Result.model_validate_json(found.model_dump_json()) == found
+    assert AgeResult.model_validate_json(found.model_dump_json()) == found
 
 
 def test_the_interval(found, ages, line):
@@ -276,7 +276,7 @@ def test_too_few_validation_participants_have_no_interval(ages, line, tmp_path):
     )
     found = measure_ages(few, line, "train", 100)
     assert found.interval.radius is None and found.interval.coverage is None
-    write_calibration(tmp_path / "out", few, Fit(line.fitted, None, 60), found, "x")
+    write_calibration(tmp_path / "out", few, LineFit(line.fitted, None, 60), found, "x")
     assert (
         read_predictions(tmp_path / "out/predictions.csv")[-1]["interval_low"] == ""
         and "too few" in (tmp_path / "out/MODEL_CARD.md").read_text()

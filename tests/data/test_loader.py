@@ -20,8 +20,8 @@ from moecore.core.streams import (
     PERMUTED,
     VIEWS,
     Who,
+    derived_seed,
     generator_for,
-    seed_of,
 )
 from moecore.data.loader import (
     OnDevice,
@@ -186,10 +186,10 @@ def test_no_two_streams_coincide():
     for seed in SEEDS:
         found |= of_training(seed)
         for who in WHO:
-            own = of_training(seed_of(who, seed))
+            own = of_training(derived_seed(who, seed))
             found |= {(who, seed, *words): value for words, value in own.items()}
             # two views of images in parts of 100, as routing and explorer draw them
-            drawn_from = seed_of(who, seed)
+            drawn_from = derived_seed(who, seed)
             found |= {
                 (who, seed, start, 0): drawn(drawn_from, start, 0) for start in (0, 100)
             }  # the second view, (start, 1), is there already
@@ -199,8 +199,10 @@ def test_no_two_streams_coincide():
 def test_no_two_streams_of_numpy_coincide():
     purposes = (0, 1, 2, FEW_SHOT, PERMUTED, 5, 6)
     words: list[int | list[int]] = [[seed, purpose] for seed in SEEDS for purpose in purposes]
-    words += [seed_of(who, seed) for who in WHO for seed in SEEDS]
-    words += [[seed_of("mixed_regions", seed), index] for seed in SEEDS for index in range(1, 9)]
+    words += [derived_seed(who, seed) for who in WHO for seed in SEEDS]
+    words += [
+        [derived_seed("mixed_regions", seed), index] for seed in SEEDS for index in range(1, 9)
+    ]
     first = {int(np.random.default_rng(word).integers(2**62)) for word in words}
     assert len(first) == len(words)
 

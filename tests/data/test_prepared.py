@@ -27,7 +27,7 @@ from moecore.data.sources.mosaic import Mosaic
 from moecore.data.sources.phantom import Phantom
 from moecore.data.splits import SplitSettings
 from moecore.data.workers import map_in_threads, one_blas_thread
-from moecore.data.writer import DatasetInfo, Part, write_prepared
+from moecore.data.writer import DatasetInfo, SplitPart, write_prepared
 from moecore.tasks.classification import Classification
 from tests.data.making import cohort, image_classes
 
@@ -42,7 +42,7 @@ LABELS = np.arange(10) % 2
 
 
 def parts(**changed):
-    whole = Part(LABELS, [IMAGES[:7], IMAGES[7:]])
+    whole = SplitPart(LABELS, [IMAGES[:7], IMAGES[7:]])
     return {"train": whole, "validation": whole, "test": whole} | changed
 
 
@@ -69,7 +69,9 @@ def test_card_and_arrays(tmp_path):
 
 def test_a_finished_array_is_taken_over(tmp_path):
     np.save(tmp_path / "decoded.npy", IMAGES)
-    write_prepared(tmp_path / "out", FACTS, parts(train=Part(LABELS, tmp_path / "decoded.npy")))
+    write_prepared(
+        tmp_path / "out", FACTS, parts(train=SplitPart(LABELS, tmp_path / "decoded.npy"))
+    )
     assert not (tmp_path / "decoded.npy").exists() and np.array_equal(
         Prepared.open(tmp_path / "out").train.images, IMAGES
     )

@@ -13,7 +13,7 @@ from moecore.core.records import ModelOutput
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic
 from moecore.data.sources.digits import Digits
-from moecore.measure.base import Subject
+from moecore.measure.base import MeasuredSubject
 from moecore.measure.explorer import Explorer
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
@@ -43,7 +43,7 @@ def built(backbone: Backbone, moe: MoE | None, data: Prepared, factor: float) ->
     return model.eval()
 
 
-def measured_twice(measurement, subject: Subject, settings) -> object:
+def measured_twice(measurement, subject: MeasuredSubject, settings) -> object:
     """The result, the same again from the parts that were kept, drawing no random number."""
     kept = {}
     computed = []
@@ -217,21 +217,21 @@ def images(classes: int = 3, size: int = 12, channels: int = 1, number: int = 50
     return Prepared(card, split, split, split)
 
 
-def subject(data: Prepared, layers: MoE | None, patch: int = 4, seed: int = 0) -> Subject:
+def subject(data: Prepared, layers: MoE | None, patch: int = 4, seed: int = 0) -> MeasuredSubject:
     """An untrained model of two blocks whose routers are sure."""
     torch.manual_seed(seed)
     backbone = Vit(patch=patch, width=16, depth=2, heads=2)
     model = backbone.build(ImageSpec.from_card(data.card), layers)
-    return Subject(surer(model).eval(), data)
+    return MeasuredSubject(surer(model).eval(), data)
 
 
-def volumes(folder: Path, seed: int = 0) -> Subject:
+def volumes(folder: Path, seed: int = 0) -> MeasuredSubject:
     """A model of age on volumes of 16³ voxels, in cubes of 4³."""
     data = write_cohort(folder)
     torch.manual_seed(seed)
     backbone = Vit3d(patch=4, width=16, depth=2, heads=2, mlp_ratio=1)
     model = backbone.build(ImageSpec.from_card(data.card), moe())
-    return Subject(surer(model).eval(), data)
+    return MeasuredSubject(surer(model).eval(), data)
 
 
 def surer(model: torch.nn.Module) -> torch.nn.Module:
@@ -242,7 +242,7 @@ def surer(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def captioned(folder: Path) -> Subject:
+def captioned(folder: Path) -> MeasuredSubject:
     """Two towers, untrained but sure, and 30 test mosaics of digits with five captions each."""
     folder.mkdir(parents=True, exist_ok=True)
     source = {"kind": "digits", "size": 8}
@@ -255,4 +255,4 @@ def captioned(folder: Path) -> Subject:
         joint=8,
     )
     model = towers.build(ImageSpec.from_card(data.card), moe())
-    return Subject(surer(model).eval(), data)
+    return MeasuredSubject(surer(model).eval(), data)

@@ -12,27 +12,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from moecore.core.config import read_as
+from moecore.core.config import read_settings
 from moecore.core.files import UserError
 from moecore.measure import cohort_checks
-from moecore.measure.base import Subject, at_once, read_result
+from moecore.measure.base import MeasuredSubject, compute_without_cache, read_result
 from moecore.measure.calibration import (
     Calibrate,
-    Files,
+    CalibrationFiles,
     Result,
-    calibrate,
-    labels_of,
-    quality,
-    refuse,
+    calibrate_temperature,
+    check_calibrator,
+    prediction_quality,
+    split_labels,
 )
-from moecore.measure.calibrators.linear import FittedLinear, Line, Linear
+from moecore.measure.calibrators.linear import FittedLine, FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import wilson
-from moecore.tasks.class_scores import brier, confidence, ece, nll, reliability
+from moecore.tasks.class_scores import (
+    brier_scores,
+    calibration_error,
+    class_confidence,
+    class_nll,
+    reliability_bins,
+)
 from moecore.tasks.classification import Classification
 from stages import calibrate as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
@@ -52,15 +58,17 @@ def made(tmp_path_factory):
     """The model, its data, what was measured, and the folder of all."""
     folder = tmp_path_factory.mktemp("calibration")
     data = write_digits(folder)
-    subject = Subject(trained(data, None), data)
-    files = Files("x", folder, folder, folder / "out")
-    return subject, calibrate(subject, SETTINGS, files), folder
+    subject = MeasuredSubject(trained(data, None), data)
+    files = CalibrationFiles("x", folder, folder, folder / "out")
+    return subject, calibrate_temperature(subject, SETTINGS, files), folder
 
 
 def test_quality_by_hand():
     # Four images, two classes: sure by 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
     logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.6, 0.4]]).double().log()
-    found = quality(Classification(classes=("a", "b")), logits, torch.tensor([0, 1, 1, 0]), 100)
+    found = prediction_quality(
+        Classification(classes=("a", "b")), logits, torch.tensor([0, 1, 1, 0]), 100
+    )
     assert (found.score.value, found.score.low, found.score.high) == wilson(3, 4)
     assert found.brier.value == pytest.approx((0.02 + 1.62 + 0.32 + 0.32) / 4)
     assert found.ece.value == pytest.approx(0.4)
@@ -71,19 +79,19 @@ def test_quality_by_hand():
 
 def test_the_test_split_before_and_after(made):
     subject, found, folder = made
-    fitted = read_as(folder / "out/calibrator.json", FittedTemperature, "a calibrator")
+    fitted = read_settings(folder / "out/calibrator.json", FittedTemperature, "a calibrator")
     assert (found.temperature, found.at_limit) == (fitted.temperature, fitted.at_limit)
     test = subject.data.test
-    labels = labels_of(test.labels)
-    logits, _ = predictions(subject.model, test.images, 16, routing=False)
+    labels = split_labels(test.labels)
+    logits, _ = predict_in_batches(subject.model, test.images, 16, routing=False)
     for when, said in ((found.before, logits), (found.after, fitted.apply(logits))):
         hits = said.argmax(1) == labels
-        assert when.nll.value == pytest.approx(float(nll(said, labels).mean()))
-        assert when.brier.value == pytest.approx(float(brier(said, labels).mean()))
-        assert when.ece.value == pytest.approx(ece(confidence(said), hits))
-        assert when.bins == reliability(confidence(said), hits)
+        assert when.nll.value == pytest.approx(float(class_nll(said, labels).mean()))
+        assert when.brier.value == pytest.approx(float(brier_scores(said, labels).mean()))
+        assert when.ece.value == pytest.approx(calibration_error(class_confidence(said), hits))
+        assert when.bins == reliability_bins(class_confidence(said), hits)
     assert found.before.score == found.after.score
-    hits = CLASSES.unpacked(found.scores, len(labels))
+    hits = CLASSES.decode_scores(found.scores, len(labels))
     assert torch.equal(hits, logits.argmax(1) == labels)
     assert (found.validation_images, found.test_images) == (len(subject.data.validation.labels), 60)
 
@@ -98,7 +106,7 @@ def test_the_test_split_before_and_after(made):
 )
 def test_a_calibrator_of_another_task_is_refused(kind, task, says):
     with pytest.raises(UserError, match=f"calibrate.*{says}"):
-        refuse(Calibrate(calibrator={"kind": kind}), task, "pretrain")
+        check_calibrator(Calibrate(calibrator={"kind": kind}), task, "pretrain")
 
 
 def test_the_stage_writes_what_was_measured(tmp_path, monkeypatch):
@@ -108,11 +116,11 @@ def test_the_stage_writes_what_was_measured(tmp_path, monkeypatch):
     path = tmp_path / "artifacts/measured/calibrate/pretrain/dense/0.json"
     found = read_result(path, Result, "calibrate")
     path = tmp_path / "artifacts/calibrate/pretrain/dense/0/calibrator.json"
-    written = read_as(path, FittedTemperature, "a calibrator")
+    written = read_settings(path, FittedTemperature, "a calibrator")
     assert written.temperature == found.temperature
     path.write_text(path.read_text().replace(f"{found.temperature}", "9.25"))
     with pytest.raises(UserError, match="calibrator.json: damaged, its content is not what was"):
-        read_as(path, FittedTemperature, "a calibrator")
+        read_settings(path, FittedTemperature, "a calibrator")
 
 
 def settings(**changes) -> CohortChecks:
@@ -121,10 +129,10 @@ def settings(**changes) -> CohortChecks:
 
 
 @pytest.fixture(scope="module")
-def subject(cohort) -> Subject:
+def subject(cohort) -> MeasuredSubject:
     torch.manual_seed(0)
     backbone = Vit3d(patch=8, width=8, depth=1, heads=1, mlp_ratio=1)
-    return Subject(backbone.build(ImageSpec.from_card(cohort.card)).eval(), cohort)
+    return MeasuredSubject(backbone.build(ImageSpec.from_card(cohort.card)).eval(), cohort)
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +153,13 @@ def test_a_real_cohort(found):
 
 
 def test_the_batch_plays_no_part(subject, found):
-    again = cohort_checks.measure(subject, settings(batch=5), at_once)
+    again = cohort_checks.measure(subject, settings(batch=5), compute_without_cache)
     for region, row in found.isolated.items():
         assert again.isolated[region].mae == pytest.approx(row.mae, rel=1e-5)
 
 
 def test_sessions_that_are_too_far_apart_are_no_rescan(subject):
-    reasons = cohort_checks.measure(subject, settings(years=1e-6), at_once).reasons
+    reasons = cohort_checks.measure(subject, settings(years=1e-6), compute_without_cache).reasons
     assert "no test participant has two sessions" in reasons["rescan"]
 
 
@@ -218,7 +226,7 @@ def test_table_s1_second_row_follows_from_its_first():
     # and 4.221.
     line = FittedLinear(
         fit_on="train",
-        pooled=Line(intercept=5.08, slope=0.935, n=100),
+        pooled=FittedLine(intercept=5.08, slope=0.935, n=100),
         groups={},
         predictor_sha256=HASH,
     )

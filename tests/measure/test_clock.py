@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from moecore.measure import cost
-from moecore.measure.base import Subject, at_once
-from moecore.measure.clock import Quartiles, quartiles, timed
+from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.clock import Quartiles, time_calls, timing_quartiles
 from moecore.measure.cost import Cost
 from moecore.measure.passes import (
     flops_per_image,
-    padding_of,
+    padding_share,
     peak_memory,
-    plain_times,
-    watched,
-    watched_times,
+    record_spans,
+    routing_times,
+    unwatched_times,
 )
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit import Vit
@@ -43,16 +43,16 @@ def layer(router: dict = TOP2, experts: dict = MLP) -> MoELayer:
 
 
 def test_median_and_quartiles():
-    assert quartiles([5, 1, 4, 2, 3]) == Quartiles(median=3, low=2, high=4)
-    assert quartiles([1, 3]) == Quartiles(median=2, low=1.5, high=2.5)
-    assert quartiles([7]) == Quartiles(median=7, low=7, high=7)
+    assert timing_quartiles([5, 1, 4, 2, 3]) == Quartiles(median=3, low=2, high=4)
+    assert timing_quartiles([1, 3]) == Quartiles(median=2, low=1.5, high=2.5)
+    assert timing_quartiles([7]) == Quartiles(median=7, low=7, high=7)
     with pytest.raises(ValueError, match="no values"):
-        quartiles([])
+        timing_quartiles([])
 
 
 def test_warm_up_is_run_and_not_counted():
     seen = []
-    found = timed(seen.append, rounds=3, warm_up=2, device=CPU)
+    found = time_calls(seen.append, rounds=3, warm_up=2, device=CPU)
     assert seen == [0, 1, 2, 3, 4] and len(found) == 3 and min(found) >= 0
 
 
@@ -123,7 +123,7 @@ def test_padding_is_taken_off():
     assert (
         isinstance(plan, SparsePlan)
         and len(plan.order) > 514
-        and padding_of(plan) == 1 - 514 / len(plan.order)
+        and padding_share(plan) == 1 - 514 / len(plan.order)
     )
     whole, routing = flops_per_image(moe, tokens)
     assert routing == 2 * 257 * 16 * 4 and whole == pytest.approx(
@@ -162,9 +162,9 @@ def test_times_have_their_parts_and_leave_the_model_alone():
         {name: value.clone() for name, value in moe.state_dict().items()},
         torch.get_rng_state(),
     )
-    found = watched_times(moe, lambda number: tokens, rounds=4, warm_up=1)
+    found = routing_times(moe, lambda number: tokens, rounds=4, warm_up=1)
     assert len(found) == 4 and all(0 < part.routing < part.whole for part in found)
-    assert len(plain_times(moe, lambda number: tokens, rounds=2)) == 2
+    assert len(unwatched_times(moe, lambda number: tokens, rounds=2)) == 2
     assert moe.training and moe.router.training and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in moe.state_dict().items())
     assert all(parameter.grad is None for parameter in moe.parameters())
@@ -174,7 +174,7 @@ def test_times_have_their_parts_and_leave_the_model_alone():
 def test_spans_are_read_at_both_ends():
     ticks = iter(range(100))
     moe = layer().eval()
-    with watched(moe, lambda: next(ticks)) as spans:
+    with record_spans(moe, lambda: next(ticks)) as spans:
         moe(torch.randn(1, 5, 16))
     assert [(span.part, span.start, span.end) for span in spans] == [
         ("experts", 1, 2),
@@ -189,7 +189,7 @@ def results(tmp_path_factory):
     found = {}
     for name, moe in {"vmoe": top_k_mlps(k=2), "dense": None}.items():
         model = built(Vit(patch=6, width=16, depth=2, heads=2), moe, data, 1)
-        found[name] = cost.measure(Subject(model, data), settings, at_once)
+        found[name] = cost.measure(MeasuredSubject(model, data), settings, compute_without_cache)
     return found
 
 
@@ -226,7 +226,7 @@ def test_counts_of_the_routed_model(results):
 
 def test_the_passes_go_through_the_images_in_turn():
     images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1).numpy() * 51
-    source = cost.in_turn(images, 3, "cpu")
+    source = cost.cyclic_batches(images, 3, "cpu")
     assert [(source(number).flatten() * 5).round().int().tolist() for number in range(3)] == [
         [0, 1, 2],
         [3, 4, 0],

@@ -20,16 +20,23 @@ from moecore.core.records import RoutingRecord
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
 from moecore.measure import corruptions
-from moecore.measure.base import Subject, at_once, read_result
+from moecore.measure.base import MeasuredSubject, compute_without_cache, read_result
 from moecore.measure.corruptions import Corruptions, mean_corruption_error
 from moecore.measure.noise_ramp import changes_by_image, ramp_steps, true_probability
 from moecore.measure.routing_metrics.expert_use import change_of_choice
-from moecore.measure.transfer import Result, Transfer, beyond_chance, cells_of, measure, reading
+from moecore.measure.transfer import (
+    Result,
+    Transfer,
+    compare_with_direct,
+    is_beyond_chance,
+    measure,
+    transfer_cells,
+)
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate, bootstrap_mean, wilson
-from moecore.statistics.paired import paired_difference, pairs
+from moecore.statistics.paired import count_paired_hits, paired_difference
 from moecore.tasks.classification import Classification
 from stages import transfer as stage
 from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit
@@ -64,7 +71,7 @@ def models(data):
 @pytest.fixture(scope="module")
 def results(data, models):
     return {
-        name: measured_twice(corruptions.measure, Subject(model, data), SETTINGS)
+        name: measured_twice(corruptions.measure, MeasuredSubject(model, data), SETTINGS)
         for name, model in models.items()
     }
 
@@ -98,26 +105,26 @@ def test_errors_are_those_of_the_images_at_their_places_in_the_split(data, model
     found = results[name]
     for row in found.corruptions:
         whole = corrupt_images(test.images, row.name, row.severity, 5, range(60))
-        predicted = predictions(models[name], whole[where], 40)[0].argmax(1).numpy()
+        predicted = predict_in_batches(models[name], whole[where], 40)[0].argmax(1).numpy()
         assert row.correct == (predicted == test.labels[where]).sum()
-    clean = predictions(models[name], test.images[where], 40)[0].argmax(1).numpy()
+    clean = predict_in_batches(models[name], test.images[where], 40)[0].argmax(1).numpy()
     assert found.clean_error == pytest.approx((clean != test.labels[where]).mean())
 
 
 def test_images_of_one_picture_belong_together():
     """Of 20 pictures one is always wrong, in 30 rows: limits of 20 images, not of 600."""
     images = np.arange(20, dtype=np.uint8)[:, None, None, None] * np.ones((1, 1, 8, 8), np.uint8)
-    rows, wrong = corruptions.under_corruptions(
+    rows, wrong = corruptions.corruption_rows(
         lambda pixels: torch.arange(len(pixels)) != 3,
         images,
         np.arange(20),
         Classification(classes=("a", "b")),
         Corruptions(severities=(1, 2)),
-        at_once,
+        compute_without_cache,
     )
     assert len(rows) == 30
     assert wrong.tolist() == [float(i == 3) for i in range(20)]
-    assert list(corruptions.by_corruption(rows)) == list(CORRUPTIONS)
+    assert list(corruptions.errors_by_corruption(rows)) == list(CORRUPTIONS)
     mean = bootstrap_mean(wrong)
     assert mean.value == pytest.approx(0.05)
     assert mean.high - mean.low >= 0.1
@@ -239,7 +246,7 @@ def test_every_cell_by_hand():
     plain = Smooth()
     models = {"plain": plain, "other": Smooth(seed=1)}
     data = data_of(plain)
-    found = measure(models, data, TRANSFER, at_once)
+    found = measure(models, data, TRANSFER, compute_without_cache)
     assert [(cell.made_on, cell.scored_by) for cell in found.cells] == [
         ("plain", "plain"),
         ("plain", "other"),
@@ -252,8 +259,8 @@ def test_every_cell_by_hand():
     }
     for cell in found.cells:
         attacked = targets[cell.made_on].attacked(PGD, 0.1)
-        left = targets[cell.scored_by].worst(attacked)
-        direct = targets[cell.scored_by].worst(targets[cell.scored_by].attacked(PGD, 0.1))
+        left = targets[cell.scored_by].worse_scores(attacked)
+        direct = targets[cell.scored_by].worse_scores(targets[cell.scored_by].attacked(PGD, 0.1))
         assert cell.score == Estimate.of(CLASSES.interval(left))
         assert cell.difference.value == pytest.approx(
             float(left.double().mean() - direct.double().mean())
@@ -263,17 +270,19 @@ def test_every_cell_by_hand():
 
 def test_a_hidden_gradient_shows():
     models = {"plain": Smooth(), "blind": Blind(Smooth())}
-    found = measure(models, data_of(Smooth()), TRANSFER, at_once)
+    found = measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
     assert found.reading.holds is False
     assert found.reading.text == (
         "1 of 2 transferred attacks do more harm than the direct one: from plain on blind"
     )
-    honest = measure(models | {"blind": Smooth(seed=1)}, data_of(Smooth()), TRANSFER, at_once)
+    honest = measure(
+        models | {"blind": Smooth(seed=1)}, data_of(Smooth()), TRANSFER, compute_without_cache
+    )
     assert honest.reading.holds is True and honest.reading.text.startswith("0 of 2")
 
 
 def test_one_model_alone_says_nothing():
-    found = measure({"plain": Smooth()}, data_of(Smooth()), TRANSFER, at_once)
+    found = measure({"plain": Smooth()}, data_of(Smooth()), TRANSFER, compute_without_cache)
     assert len(found.cells) == 1 and found.cells[0].difference.value == 0
     assert found.reading.holds is None and "no second model" in found.reading.text
 
@@ -281,22 +290,24 @@ def test_one_model_alone_says_nothing():
 def test_more_pairs_need_wider_intervals():
     # Of four images the transferred attack breaks three that the direct one leaves.
     one, none = hits(0, 0, 0, 1), hits(1, 1, 1, 1)
-    two = cells_of(CLASSES, {("a", "a"): none, ("b", "b"): none, ("a", "b"): one, ("b", "a"): one})
+    two = transfer_cells(
+        CLASSES, {("a", "a"): none, ("b", "b"): none, ("a", "b"): one, ("b", "a"): one}
+    )
     level = 1 - 0.05 / 2
-    expected = paired_difference(pairs(one.numpy(), none.numpy()), level)
+    expected = paired_difference(count_paired_hits(one.numpy(), none.numpy()), level)
     assert two[2].difference == Estimate.of(expected) and two[2].difference.value == -0.75
-    alone = cells_of(CLASSES, {("b", "b"): none, ("a", "b"): one})
+    alone = transfer_cells(CLASSES, {("b", "b"): none, ("a", "b"): one})
     assert alone[1].difference.high < two[2].difference.high
 
 
 def test_what_is_beyond_chance():
-    assert beyond_chance(CLASSES, Estimate(value=-0.3, low=-0.5, high=-0.1))
-    assert not beyond_chance(CLASSES, Estimate(value=-0.3, low=-0.7, high=0.1))
-    assert not beyond_chance(CLASSES, Estimate(value=0.3, low=0.1, high=0.5))
-    assert beyond_chance(YEARS, Estimate(value=2.0, low=1.0, high=3.0))
-    assert not beyond_chance(YEARS, Estimate(value=-2.0, low=-3.0, high=-1.0))
-    assert not beyond_chance(YEARS, Estimate(value=0.0, low=0.0, high=0.0))
-    assert reading(CLASSES, ()).holds is None
+    assert is_beyond_chance(CLASSES, Estimate(value=-0.3, low=-0.5, high=-0.1))
+    assert not is_beyond_chance(CLASSES, Estimate(value=-0.3, low=-0.7, high=0.1))
+    assert not is_beyond_chance(CLASSES, Estimate(value=0.3, low=0.1, high=0.5))
+    assert is_beyond_chance(YEARS, Estimate(value=2.0, low=1.0, high=3.0))
+    assert not is_beyond_chance(YEARS, Estimate(value=-2.0, low=-3.0, high=-1.0))
+    assert not is_beyond_chance(YEARS, Estimate(value=0.0, low=0.0, high=0.0))
+    assert compare_with_direct(CLASSES, ()).holds is None
 
 
 def test_a_model_without_routing_lends_no_attack_on_it():
@@ -305,7 +316,7 @@ def test_a_model_without_routing_lends_no_attack_on_it():
     split = Split(images, np.arange(6) % 4)
     data = Prepared({"task": CLASSES.model_dump(mode="json")}, split, split, split)
     settings = TRANSFER.model_copy(update={"attack": Fgsm(objective="routing_change")})
-    found = measure(models, data, settings, at_once)
+    found = measure(models, data, settings, compute_without_cache)
     assert list(found.skipped) == ["dense"] and "no MoE layer" in found.skipped["dense"]
     (direct, foreign) = found.cells
     assert direct.difference.value == 0 and foreign.scored_by == "dense"
@@ -315,7 +326,7 @@ def test_a_model_without_routing_lends_no_attack_on_it():
 def test_an_attack_that_makes_no_sense_is_refused():
     settings = Transfer(attack={"kind": "pgd", "objective": "dlr"})
     with pytest.raises(UserError, match=r"transfer.attack: .* needs one label .*; allowed: fgsm"):
-        measure({"plain": Smooth()}, data_of(Smooth(), SETS), settings, at_once)
+        measure({"plain": Smooth()}, data_of(Smooth(), SETS), settings, compute_without_cache)
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +349,7 @@ def test_a_killed_stage_makes_only_what_is_left(run, monkeypatch, capsys):
     assert "transferred attacks do more harm" in capsys.readouterr().err
     made = []
     attacked = Target.attacked
-    worst = Target.worst
+    worst = Target.worse_scores
 
     def counted(*given):
         made.append(given)
@@ -350,9 +361,9 @@ def test_a_killed_stage_makes_only_what_is_left(run, monkeypatch, capsys):
         return worst(target, images)
 
     monkeypatch.setattr(Target, "attacked", counted)
-    monkeypatch.setattr(Target, "worst", stopped)
+    monkeypatch.setattr(Target, "worse_scores", stopped)
     with pytest.raises(KeyboardInterrupt):
         run_stage(run, monkeypatch)
-    monkeypatch.setattr(Target, "worst", worst)
+    monkeypatch.setattr(Target, "worse_scores", worst)
     assert run_stage(run, monkeypatch) == whole
     assert len(made) == 3, "the first model's pairs were kept"

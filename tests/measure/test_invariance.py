@@ -13,13 +13,13 @@ from moecore.core.encoded_arrays import decode_values
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.transforms import TRANSFORMS, draw_affines
 from moecore.measure import invariance
-from moecore.measure.base import Subject, at_once
-from moecore.measure.invariance import NOTES, Invariance, note_of
+from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.invariance import NOTES, Invariance, distance_note
 from moecore.measure.routing_metrics.imed import (
     imed_between,
+    imed_matrix,
+    imed_partners,
     mean_imed,
-    metric,
-    partners,
     squared_imed,
 )
 from moecore.nn.backbones.image import ImageSpec
@@ -27,7 +27,7 @@ from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.base import map_shape
 from moecore.nn.layers.moe import MoE
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.hash import Hash
 from tests.measure.subjects import built, measured_twice
 from tests.routed import KINDS, METHODS, tiny
@@ -52,7 +52,7 @@ def vit(data):
 def results(data, vit):
     single = built(*MODELS["single"], data, 5)
     return {
-        name: measured_twice(invariance.measure, Subject(model, data), SETTINGS)
+        name: measured_twice(invariance.measure, MeasuredSubject(model, data), SETTINGS)
         for name, model in {"single": single, "vit": vit}.items()
     }
 
@@ -87,11 +87,13 @@ def test_both_models_saw_the_same_draws_and_they_are_kept(results):
 
 
 def test_the_identity_moves_nothing(vit, images):
-    _, clean = predictions(vit, images, 16)
+    _, clean = predict_in_batches(vit, images, 16)
     still = {"still": torch.eye(3, dtype=torch.float64).expand(40, 3, 3)}
-    probs = invariance.probs_of(clean)
+    probs = invariance.probs_by_layer(clean)
     between = imed_between(probs, 5)
-    (row,) = invariance.distances(vit, images, probs, still, 16, at_once, between)
+    (row,) = invariance.moved_distances(
+        vit, images, probs, still, 16, compute_without_cache, between
+    )
     assert row.name == "still"
     assert row.agreement == 1
     assert set(row.model_dump(exclude={"name", "agreement", "items"}).values()) == {0.0}
@@ -99,10 +101,12 @@ def test_the_identity_moves_nothing(vit, images):
 
 
 def test_a_distance_is_held_against_that_between_different_images(results, vit, images):
-    _, clean = predictions(vit, images, 40)
-    pairs = partners(40, 5).tolist()
+    _, clean = predict_in_batches(vit, images, 40)
+    pairs = imed_partners(40, 5).tolist()
     one_by_one = [
-        float(mean_imed(*(tuple(p[[i]] for p in invariance.probs_of(clean)) for i in pair))[0])
+        float(
+            mean_imed(*(tuple(p[[i]] for p in invariance.probs_by_layer(clean)) for i in pair))[0]
+        )
         for pair in enumerate(pairs)
     ]
     found = results["vit"]
@@ -113,9 +117,9 @@ def test_a_distance_is_held_against_that_between_different_images(results, vit, 
 
 
 def test_agreement_is_that_of_the_first_experts_at_the_same_place(results, vit, images):
-    _, before = predictions(vit, images, 40)
+    _, before = predict_in_batches(vit, images, 40)
     drawn = draw_affines("shear 15", 40, (12, 12), 5)
-    _, after = predictions(vit, invariance.moved(images, drawn, 40), 40)
+    _, after = predict_in_batches(vit, invariance.move_images(images, drawn, 40), 40)
     same = [
         (a.probs.argmax(-1) == b.probs.argmax(-1)).double().mean()
         for a, b in zip(before, after, strict=True)
@@ -128,22 +132,27 @@ def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images
     # A router whose probs are all moved ten times closer to even ones.
     d = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     between = 2 * d[::-1].copy()
-    sure, flat = invariance.normalised(d, between), invariance.normalised(d / 10, between / 10)
+    sure, flat = (
+        invariance.normalised_imed(d, between),
+        invariance.normalised_imed(d / 10, between / 10),
+    )
     assert flat.value == pytest.approx(sure.value)
-    assert invariance.normalised(d, np.zeros(40)) is None
+    assert invariance.normalised_imed(d, np.zeros(40)) is None
 
 
 def test_one_image_has_no_other(data, vit):
-    found = invariance.measure(Subject(vit, data), Invariance(images=1, seed=5), at_once)
+    found = invariance.measure(
+        MeasuredSubject(vit, data), Invariance(images=1, seed=5), compute_without_cache
+    )
     assert found.between is None
     assert {row.normalised for row in found.transforms} == {None}
 
 
 def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(results, vit, images):
-    _, before = predictions(vit, images, 40)
+    _, before = predict_in_batches(vit, images, 40)
     drawn = draw_affines("translation (0.1, 0.1)", 40, (12, 12), 5)
-    _, after = predictions(vit, invariance.moved(images, drawn, 7), 40)
-    d, d2 = mean_imed(invariance.probs_of(before), invariance.probs_of(after))
+    _, after = predict_in_batches(vit, invariance.move_images(images, drawn, 7), 40)
+    d, d2 = mean_imed(invariance.probs_by_layer(before), invariance.probs_by_layer(after))
     found = results["vit"]
     assert found.d["translation_0_1_0_1"] == pytest.approx(float(d.mean()), rel=1e-4)
     assert found.d2["translation_0_1_0_1"] == pytest.approx(float(d2.mean()), rel=1e-4)
@@ -151,9 +160,9 @@ def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(res
 
 @pytest.mark.parametrize("name", KINDS)
 def test_it_runs_for_the_layer_of_every_method(data, name):
-    subject = Subject(tiny(name, ImageSpec.from_card(data.card)), data)
+    subject = MeasuredSubject(tiny(name, ImageSpec.from_card(data.card)), data)
     assert invariance.applies(subject) is None
-    found = invariance.measure(subject, SETTINGS, at_once)
+    found = invariance.measure(subject, SETTINGS, compute_without_cache)
     assert [row.name for row in found.transforms] == list(TRANSFORMS)
     assert np.array(found.class_maps).shape == (10, 2, 8)
     for row in found.transforms:
@@ -169,22 +178,22 @@ def test_it_runs_for_the_layer_of_every_method(data, name):
 def test_a_hash_of_the_position_never_moves(vit, images):
     moe = vit.moe.model_copy(update={"router": Hash(k=2, by="position")})
     fixed = vit.config.build(vit.image, moe)
-    clean = invariance.probs_of(predictions(fixed, images, 40)[1])
+    clean = invariance.probs_by_layer(predict_in_batches(fixed, images, 40)[1])
     drawn = {"rotation 15": draw_affines("rotation 15", 40, (12, 12), 5)}
-    (row,) = invariance.distances(fixed, images, clean, drawn, 40, at_once)
+    (row,) = invariance.moved_distances(fixed, images, clean, drawn, 40, compute_without_cache)
     assert row.d_high == 0
-    assert "never moves" in note_of(moe.router)
+    assert "never moves" in distance_note(moe.router)
 
 
 def test_a_note_stands_only_where_the_probs_do_not_decide():
-    assert note_of(METHODS["hash_moe"].router) == NOTES["hash"]
+    assert distance_note(METHODS["hash_moe"].router) == NOTES["hash"]
     for name in ("vmoe", "teacher_routed"):
-        assert note_of(METHODS[name].router) is None
+        assert distance_note(METHODS[name].router) is None
 
 
 def test_a_class_without_images_has_no_map(data, vit):
     few = Invariance(images=2, seed=5)
-    maps = invariance.measure(Subject(vit, data), few, at_once).class_maps
+    maps = invariance.measure(MeasuredSubject(vit, data), few, compute_without_cache).class_maps
     assert {len(set(layer)) > 1 for of_class in maps for layer in of_class} == {True, False}
     assert (None,) * 6 in [of_class[0] for of_class in maps]
 
@@ -244,9 +253,9 @@ def test_the_metric_is_positive_definite():
     # a row of points has eigenvalues of at least 1 + 2 Σ_k (−1)^k exp(−k²/2) = 0.0362 (its symbol
     # at π); the grid is the product of two
     least = 1 + 2 * sum((-1) ** k * math.exp(-k * k / 2) for k in range(1, 30))
-    values = torch.linalg.eigvalsh(metric(20, 20))
+    values = torch.linalg.eigvalsh(imed_matrix(20, 20))
     assert float(values[0]) >= least**2 / (2 * math.pi) and float(values[0]) > 2e-4
-    assert torch.equal(metric(3, 4), metric(3, 4).T)
+    assert torch.equal(imed_matrix(3, 4), imed_matrix(3, 4).T)
 
 
 def test_means_over_tokens_and_layers_by_hand():
@@ -271,14 +280,14 @@ def test_each_image_has_its_own_distance_and_the_same_routing_has_none():
 
 @given(st.integers(2, 60), st.integers(0, 10**6))
 def test_partners_are_other_images_each_once_and_on_one_circle(images, seed):
-    found = partners(images, seed).tolist()
+    found = imed_partners(images, seed).tolist()
     assert sorted(found) == list(range(images))
     place, seen = 0, []
     for _ in range(images):
         place = found[place]
         seen.append(place)
     assert sorted(seen) == list(range(images)) and seen[-1] == 0
-    assert found == partners(images, seed).tolist()
+    assert found == imed_partners(images, seed).tolist()
 
 
 def test_two_images_are_compared_with_each_other():
@@ -286,4 +295,4 @@ def test_two_images_are_compared_with_each_other():
     adjacent = math.sqrt((1 - math.exp(-0.5)) / math.pi)
     assert imed_between((probs,), 0).tolist() == pytest.approx([adjacent, adjacent])
     with pytest.raises(ValueError, match="two are needed"):
-        partners(1, 0)
+        imed_partners(1, 0)

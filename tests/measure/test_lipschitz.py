@@ -15,27 +15,27 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moecore.core.records import ModelOutput, RoutingRecord
-from moecore.core.streams import seed_of
+from moecore.core.streams import derived_seed
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import lipschitz
-from moecore.measure.base import Subject
-from moecore.measure.lipschitz import Lipschitz, summarised
-from moecore.measure.theory.lemma import lemma_terms, tokens_of
+from moecore.measure.base import MeasuredSubject
+from moecore.measure.lipschitz import Lipschitz, summarize_slopes
+from moecore.measure.theory.lemma import layer_tokens, lemma_terms_by_layer
 from moecore.measure.theory.slopes import (
-    Pair,
-    ascended,
-    halved,
-    in_ball,
+    ImagePair,
+    ascend_slope,
+    bisect_pair,
+    largest_singular_value,
     margin_slope,
+    project_to_l2_ball,
     slopes_at,
-    strongest,
 )
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.smooth import Lemma1, lemma_1, row_jacobians, smooth
-from moecore.nn.predict import batches
+from moecore.nn.layers.smooth import Lemma1, lemma_1, row_jacobians, smooth_output
+from moecore.nn.predict import image_batches
 from moecore.tasks.classification import Classification
 from tests.measure.subjects import built, measured_twice
 
@@ -75,7 +75,7 @@ def models(data):
 @pytest.fixture(scope="module")
 def results(data, models):
     return {
-        name: measured_twice(lipschitz.measure, Subject(model, data), SETTINGS)
+        name: measured_twice(lipschitz.measure, MeasuredSubject(model, data), SETTINGS)
         for name, model in models.items()
     }
 
@@ -143,11 +143,11 @@ def test_the_result_does_not_depend_on_the_batch(data, models, images, results):
     labels = torch.from_numpy(data.test.labels[evenly_spaced_indices(60, 6)])
     found = results["vmoe"]
     for batch in (1, 6):
-        again = summarised(slopes_at(model, images, labels, batch, 0.3, 2, 3), SETTINGS)
+        again = summarize_slopes(slopes_at(model, images, labels, batch, 0.3, 2, 3), SETTINGS)
         assert again.local_mean.value == pytest.approx(found.local_mean.value, rel=1e-9)
         assert again.margin_max == pytest.approx(found.margin_max, rel=1e-9)
         assert again.lower_bound == pytest.approx(found.lower_bound, rel=1e-6)
-        terms = lemma_terms(model, images, 5, batch, 5, "cpu")
+        terms = lemma_terms_by_layer(model, images, 5, batch, 5, "cpu")
         assert [float(each.router.mean()) for each in terms] == pytest.approx(
             [layer.router.value for layer in found.layers], rel=1e-4
         )
@@ -155,23 +155,23 @@ def test_the_result_does_not_depend_on_the_batch(data, models, images, results):
 
 def test_the_tokens_are_what_the_layers_get(models, images):
     model = models["vmoe"]
-    found = tokens_of(model, images, 7, 4, 2, "cpu")
+    found = layer_tokens(model, images, 7, 4, 2, "cpu")
     seen = []
     hooks = [
         block.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
         for block in model.blocks
     ]
     with torch.no_grad():
-        model(next(batches(images, 6)))
+        model(next(image_batches(images, 6)))
     for hook in hooks:
         hook.remove()
     chosen = np.sort(
-        np.random.default_rng(seed_of("measured_tokens", 2)).permutation(len(seen[0]))[:7]
+        np.random.default_rng(derived_seed("measured_tokens", 2)).permutation(len(seen[0]))[:7]
     )
     for tokens, whole in zip(found, seen, strict=True):
         assert tokens.shape == (7, 16)
         torch.testing.assert_close(tokens, whole[chosen], rtol=1e-4, atol=1e-5)
-    other = tokens_of(model, images, 7, 4, 3, "cpu")
+    other = layer_tokens(model, images, 7, 4, 3, "cpu")
     assert not torch.equal(found[0], other[0])
 
 
@@ -241,7 +241,7 @@ def test_the_margin_of_a_linear_model_by_hand():
 
 def test_the_strongest_direction_by_hand():
     # [[3, 0], [0, 4]]: the second pixel, by 4; zeros have no direction
-    value, direction = strongest(
+    value, direction = largest_singular_value(
         torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]]], dtype=torch.float64)
     )
     assert value.tolist() == [4, 0] and direction.abs().tolist() == [[0, 1], [0, 0]]
@@ -253,7 +253,7 @@ def test_the_strongest_direction_is_the_svds(seed, classes, pixels):
     jacobian = torch.randn(
         2, classes, pixels, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
-    value, direction = strongest(jacobian)
+    value, direction = largest_singular_value(jacobian)
     torch.testing.assert_close(value, torch.linalg.svdvals(jacobian)[:, 0], rtol=1e-7, atol=1e-10)
     torch.testing.assert_close(
         (jacobian @ direction.unsqueeze(-1)).squeeze(-1).norm(dim=1), value, rtol=1e-6, atol=1e-9
@@ -282,11 +282,13 @@ def test_the_ball_by_hand():
     )
     # (3, 4) is drawn to length 1: (0.6, 0.8) away, then cut at 1; (0.1, 0) stays; (0, 0.9) is
     # inside the ball but above 1
-    found = in_ball(points, centre, 1.0).view(3, 2)
+    found = project_to_l2_ball(points, centre, 1.0).view(3, 2)
     torch.testing.assert_close(
         found, torch.tensor([[1.0, 1.0], [0.6, 0.5], [0.5, 1.0]], dtype=torch.float64)
     )
-    assert in_ball(points[:1], centre, 0.25).view(2).tolist() == pytest.approx([0.65, 0.7])
+    assert project_to_l2_ball(points[:1], centre, 0.25).view(2).tolist() == pytest.approx(
+        [0.65, 0.7]
+    )
 
 
 @settings(deadline=None)
@@ -294,7 +296,7 @@ def test_the_ball_by_hand():
 def test_the_ball_is_never_left(seed, radius):
     generator = torch.Generator().manual_seed(seed)
     centre = torch.rand(5, 1, 3, 3, generator=generator, dtype=torch.float64)
-    found = in_ball(
+    found = project_to_l2_ball(
         centre + torch.randn(centre.shape, generator=generator, dtype=torch.float64), centre, radius
     )
     assert (
@@ -358,7 +360,9 @@ def test_the_jump_is_the_change_between_ends_that_choose_differently():
         model = Function(
             lambda x: torch.cat([x, -x], 1), lambda x, border=border: x[:, 0] > border
         ).double()
-        pair, crossed, jump = halved(model, Pair(*ends, torch.zeros(1, dtype=torch.float64)), 0)
+        pair, crossed, jump = bisect_pair(
+            model, ImagePair(*ends, torch.zeros(1, dtype=torch.float64)), 0
+        )
         assert float(pair.ratio) == pytest.approx(math.sqrt(2)) and bool(crossed) == crosses
         assert float(jump) == pytest.approx(0.2 * math.sqrt(2) if crosses else 0)
 
@@ -373,8 +377,8 @@ def test_halving_never_lowers_the_ratio(seed):
     direction = torch.nn.functional.normalize(
         torch.randn(3, 4, generator=generator, dtype=torch.float64)
     ).view_as(images)
-    pair = ascended(model.double(), images, direction, 0.3, 3)
-    ratios = [halved(model, pair, number)[0].ratio for number in (0, 1, 4, 9)]
+    pair = ascend_slope(model.double(), images, direction, 0.3, 3)
+    ratios = [bisect_pair(model, pair, number)[0].ratio for number in (0, 1, 4, 9)]
     torch.testing.assert_close(ratios[0], pair.ratio)
     assert all((after >= before * (1 - 1e-12)).all() for before, after in pairwise(ratios))
     assert ((pair.first - images).flatten(1).norm(dim=1) <= 0.3 + 1e-9).all() and (
@@ -549,7 +553,8 @@ def test_the_smooth_layer_is_the_sparse_one_with_all_experts():
     )
     tokens = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     torch.testing.assert_close(
-        smooth(layer.router, layer.experts, tokens.flatten(0, 1)).view_as(tokens), layer(tokens)[0]
+        smooth_output(layer.router, layer.experts, tokens.flatten(0, 1)).view_as(tokens),
+        layer(tokens)[0],
     )
 
 

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.core.streams import seed_of
+from moecore.core.streams import derived_seed
 from moecore.measure import robustness as module
-from moecore.measure.base import Skipped, Subject, at_once, read_result
-from moecore.measure.robustness import Result, Robustness, measure, refuse, target_of
+from moecore.measure.base import MeasuredSubject, Skipped, compute_without_cache, read_result
+from moecore.measure.robustness import Result, Robustness, build_target, check_attacks, measure
 from moecore.measure.transfer import Transfer
 from moecore.measure.transfer import measure as measure_transfer
-from moecore.measure.under_attack.curves import run_of, unpacked, worst_case
-from moecore.nn.predict import predictions
+from moecore.measure.under_attack.curves import measured_curves, unpack_scores, worst_case
+from moecore.nn.predict import predict_in_batches
 from stages import robustness as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import (
@@ -59,22 +59,25 @@ def subjects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("robustness")
     data = write_digits(folder)
     models = write_models(folder, data)
-    return folder, {name: Subject(model, data) for name, model in models.items()}
+    return folder, {name: MeasuredSubject(model, data) for name, model in models.items()}
 
 
 @pytest.fixture(scope="module")
 def results(subjects) -> dict[str, Result]:
-    return {name: measure(subject, SETTINGS, at_once) for name, subject in subjects[1].items()}
+    return {
+        name: measure(subject, SETTINGS, compute_without_cache)
+        for name, subject in subjects[1].items()
+    }
 
 
 def test_a_few_images_are_shown_under_the_strongest_attack(results, subjects):
     for name, found in results.items():
         shown = found.attacked
-        last = {one: rows[-1] for one, rows in run_of(found.attacks).items()}
+        last = {one: rows[-1] for one, rows in measured_curves(found.attacks).items()}
         assert last[shown.attack].score == min(row.score for row in last.values())
         assert [row.epsilon for row in shown.rows] == [0, 0.05, 0.2]
         clean, *moved = (row.pictures.array().astype(float) / 255 for row in shown.rows)
-        images = target_of(subjects[1][name], SETTINGS).images
+        images = build_target(subjects[1][name], SETTINGS).images
         assert np.array_equal(clean * 255, images[[0, 12, 24]])
         for pictures, epsilon in zip(moved, (0.05, 0.2), strict=True):
             assert 0 < np.abs(pictures - clean).max() <= epsilon + 1 / 255
@@ -84,11 +87,11 @@ def test_a_few_images_are_shown_under_the_strongest_attack(results, subjects):
 def test_every_attack_has_its_curve(results, name):
     found = results[name]
     assert found.images == 25 and list(found.attacks) == NAMES and 0.3 < found.clean_score <= 1
-    for rows in run_of(found.attacks).values():
+    for rows in measured_curves(found.attacks).values():
         assert [row.epsilon for row in rows] == [0, 0.05, 0.2]
         assert rows[0].score == found.clean_score and rows[0].unchanged_images == 1
         for row in rows:
-            assert row.score == int(unpacked(found.task, row, 25).sum()) / 25
+            assert row.score == int(unpack_scores(found.task, row, 25).sum()) / 25
             assert row.low <= row.score <= row.high and row.score <= found.clean_score
             layers = 2 if name == "vit" else 0
             assert len(row.routing_change) == len(row.processing_change) == layers
@@ -100,9 +103,9 @@ def test_the_worst_case_is_over_all_attacks(results):
     found = results["vit"]
     for index, row in enumerate(found.worst_case):
         hits = torch.stack(
-            [unpacked(found.task, rows[index], 25) for rows in found.attacks.values()]
+            [unpack_scores(found.task, rows[index], 25) for rows in found.attacks.values()]
         )
-        assert torch.equal(unpacked(found.task, row, 25), hits.all(dim=0))
+        assert torch.equal(unpack_scores(found.task, row, 25), hits.all(dim=0))
         assert row.score <= hits.double().mean(dim=1).min() + 1e-9
         assert row.epsilon == [0, 0.05, 0.2][index] and row.low <= row.score <= row.high
 
@@ -133,14 +136,16 @@ def test_the_audit_says_why_it_could_not_judge(results):
 
 
 def test_the_batch_plays_no_part(subjects, results):
-    found = measure(subjects[1]["vit"], SETTINGS.model_copy(update={"batch": 7}), at_once)
+    found = measure(
+        subjects[1]["vit"], SETTINGS.model_copy(update={"batch": 7}), compute_without_cache
+    )
     for name, rows in results["vit"].attacks.items():
         assert [row.scores for row in found.attacks[name]] == [row.scores for row in rows]
 
 
 def test_survivors_alone_have_the_same_accuracy_and_no_routing(subjects, results):
     only = SETTINGS.model_copy(update={"survivors": True})
-    found = measure(subjects[1]["vit"], only, at_once)
+    found = measure(subjects[1]["vit"], only, compute_without_cache)
     assert found.worst_case == results["vit"].worst_case and found.clean_score < 1
     for name, rows in results["vit"].attacks.items():
         assert [row.scores for row in found.attacks[name]] == [row.scores for row in rows]
@@ -153,13 +158,13 @@ def test_what_makes_no_sense_for_the_labels_is_refused():
     def settings(*attacks, **changes):
         return Robustness(epsilons=(0.1,), attacks=attacks, **changes)
 
-    refuse(settings(pgd, dlr, survivors=True), CLASSES)
-    refuse(settings(pgd, survivors=True), SETS)
+    check_attacks(settings(pgd, dlr, survivors=True), CLASSES)
+    check_attacks(settings(pgd, survivors=True), SETS)
     for task in (YEARS, SETS):
         with pytest.raises(UserError, match=r"attacks\[1\]: pgd with objective dlr needs"):
-            refuse(settings(pgd, dlr), task)
+            check_attacks(settings(pgd, dlr), task)
     with pytest.raises(UserError, match="survivors: found true"):
-        refuse(settings(pgd, survivors=True), YEARS)
+        check_attacks(settings(pgd, survivors=True), YEARS)
 
 
 def run_stage(subjects, patch, capsys, **changes) -> Result:
@@ -177,7 +182,7 @@ def test_a_killed_stage_attacks_only_what_is_left(subjects, results, monkeypatch
     With other settings nothing is taken over.
     """
     rows = []
-    row_of = module.row_of
+    row_of = module.attack_row
 
     def stopped(attack, target, clean, epsilon):
         rows.append(epsilon)
@@ -185,7 +190,7 @@ def test_a_killed_stage_attacks_only_what_is_left(subjects, results, monkeypatch
             raise KeyboardInterrupt
         return row_of(attack, target, clean, epsilon)
 
-    monkeypatch.setattr(module, "row_of", stopped)
+    monkeypatch.setattr(module, "attack_row", stopped)
     with pytest.raises(KeyboardInterrupt):
         run_stage(subjects, monkeypatch, capsys)
     assert run_stage(subjects, monkeypatch, capsys) == results["vit"]
@@ -212,20 +217,24 @@ AGE_MODELS = {"dense": None, "moe": top_k_mlps()}
 
 
 @pytest.fixture(scope="module")
-def aged(tmp_path_factory) -> dict[str, Subject]:
+def aged(tmp_path_factory) -> dict[str, MeasuredSubject]:
     data = write_cohort(tmp_path_factory.mktemp("ages") / "data")
-    return {name: Subject(train_on_ages(data, moe), data) for name, moe in AGE_MODELS.items()}
+    return {
+        name: MeasuredSubject(train_on_ages(data, moe), data) for name, moe in AGE_MODELS.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def aged_results(aged) -> dict[str, Result]:
-    return {name: measure(subject, ON_AGES, at_once) for name, subject in aged.items()}
+    return {
+        name: measure(subject, ON_AGES, compute_without_cache) for name, subject in aged.items()
+    }
 
 
 @pytest.mark.parametrize("name", list(AGE_MODELS))
 def test_errors_under_attack(aged_results, name):
     found = aged_results[name]
-    curves = run_of(found.attacks)
+    curves = measured_curves(found.attacks)
     for rows in curves.values():
         assert [row.epsilon for row in rows] == [0, 0.02, 0.1]
         assert rows[0].score == pytest.approx(found.clean_score) and rows[0].unchanged_images == 1
@@ -247,10 +256,10 @@ def test_errors_under_attack(aged_results, name):
 
 def test_the_clean_error_is_the_models(aged, aged_results):
     subject = aged["dense"]
-    drawn = np.random.default_rng(seed_of("attacked_images", 0))
+    drawn = np.random.default_rng(derived_seed("attacked_images", 0))
     where = np.sort(drawn.permutation(40)[:10])
     test = subject.data.test
-    said = predictions(subject.model, test.images[where], 5)[0][:, 0].numpy()
+    said = predict_in_batches(subject.model, test.images[where], 5)[0][:, 0].numpy()
     errors = np.abs(said - test.labels[where])
     rows = aged_results["dense"].attacks["fgsm-inside"]
     assert rows[0].scores == pytest.approx(errors.tolist(), abs=1e-4)
@@ -259,7 +268,7 @@ def test_the_clean_error_is_the_models(aged, aged_results):
 def test_attacks_transfer_between_models_of_ages(aged):
     models = {name: subject.model for name, subject in aged.items()}
     settings = Transfer(images=10, epsilon=0.1, attack={"kind": "pgd", "steps": 4})
-    found = measure_transfer(models, aged["dense"].data, settings, at_once)
+    found = measure_transfer(models, aged["dense"].data, settings, compute_without_cache)
     direct = {cell.scored_by: cell for cell in found.cells if cell.made_on == cell.scored_by}
     for cell in found.cells:
         worse = direct[cell.scored_by].score.value

@@ -6,22 +6,22 @@ import torch
 
 from moecore.core.encoded_arrays import decode_values
 from moecore.core.records import Layout, RoutingRecord
-from moecore.core.streams import generator_for, seed_of
+from moecore.core.streams import derived_seed, generator_for
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import make_views
 from moecore.measure import routing
-from moecore.measure.base import Subject, at_once
+from moecore.measure.base import MeasuredSubject, compute_without_cache
 from moecore.measure.exploring.overlays import (
     CROPS,
-    corresponding,
-    grid_of,
+    expert_grid,
+    match_crops,
 )
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.augmentations import two_views
 from moecore.measure.routing_metrics.consistency import match_ratios
 from moecore.measure.routing_metrics.layer_use import layer_use, use_by_image
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from tests.measure.subjects import measured_twice
 from tests.nn.test_correspondence import paired
 from tests.routed import tiny
@@ -56,7 +56,7 @@ def images(data):
 def results(data, models):
     found = {}
     for name, model in models.items():
-        subject = Subject(model, data, getattr(model, "guide", None))
+        subject = MeasuredSubject(model, data, getattr(model, "guide", None))
         found[name] = measured_twice(routing.measure, subject, SETTINGS)
     return found
 
@@ -125,12 +125,12 @@ def test_means_are_over_the_layers(results):
 
 def test_the_matches_of_the_views_by_hand(models, images, results):
     model, pixels = models["vmoe"], torch.from_numpy(np.array(images))
-    drawn = seed_of("measured_views", 4)
+    drawn = derived_seed("measured_views", 4)
     views = [
         make_views(pixels, SETTINGS.views, generator_for(drawn, 0, number)) for number in (0, 1)
     ]
     pixels, affines = (torch.cat(both) for both in zip(*views, strict=True))
-    _, records = predictions(model, pixels, 80)
+    _, records = predict_in_batches(model, pixels, 80)
     for record, layer in zip(records, results["vmoe"].layers, strict=True):
         ratios = match_ratios(*paired(record.probs, affines, model.layout, False))
         matches = [layer.match_top1, layer.match_top2_ordered, layer.match_top2_sets]
@@ -139,7 +139,7 @@ def test_the_matches_of_the_views_by_hand(models, images, results):
 
 def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, results):
     where = evenly_spaced_indices(60, 40)[evenly_spaced_indices(40, 20)]
-    logits, records = predictions(models["ermoe"], data.test.images[where], 20)
+    logits, records = predict_in_batches(models["ermoe"], data.test.images[where], 20)
     labels = torch.from_numpy(data.test.labels[where])
     found = results["ermoe"].sweeps
     for own in (found.k[1], found.threshold[1]):
@@ -153,13 +153,13 @@ def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, resu
 
 def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
     settings = Routing(augmentations=("flip",), augmentation_images=15, seed=4, batch=8)
-    (alone,) = routing.augmented(models["vmoe"], images, settings, at_once)
+    (alone,) = routing.augmented_rows(models["vmoe"], images, settings, compute_without_cache)
     assert alone.draws == results["vmoe"].augmentations[1].draws
     assert alone.match_top1 == pytest.approx(results["vmoe"].augmentations[1].match_top1)
 
 
 def test_processed_and_chosen_experts_are_told_apart():
-    record = predictions(
+    record = predict_in_batches(
         tiny("vmoe"),
         np.zeros((2, 1, 8, 8), np.uint8) + np.arange(64, dtype=np.uint8).reshape(8, 8),
         2,
@@ -177,9 +177,9 @@ def test_processed_and_chosen_experts_are_told_apart():
 
 def test_two_crops_and_their_corresponding_patches(images):
     layout = Layout(1, (4, 4), (12, 12))
-    found = corresponding(images[:8], layout, 3)
-    assert found == corresponding(images[:8], layout, 3)
-    first, second = (grid_of(rows).flatten().tolist() for rows in found.numbers)
+    found = match_crops(images[:8], layout, 3)
+    assert found == match_crops(images[:8], layout, 3)
+    first, second = (expert_grid(rows).flatten().tolist() for rows in found.numbers)
     assert found.views.shape == (2, 1, 12, 12)
     shared = {number for number in first if number >= 0}
     assert shared and shared == {number for number in second if number >= 0}
@@ -194,8 +194,8 @@ def test_two_crops_and_their_corresponding_patches(images):
         )
     ]
     assert len(shown) == 1
-    assert corresponding(images, Layout(0, (1, 1), (12, 12)), 3) is None
-    assert corresponding(images[..., None], Layout(0, (2, 2, 1), (12, 12, 1)), 3) is None
+    assert match_crops(images, Layout(0, (1, 1), (12, 12)), 3) is None
+    assert match_crops(images[..., None], Layout(0, (2, 2, 1), (12, 12, 1)), 3) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -222,7 +222,7 @@ def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
 @pytest.mark.parametrize("name", ["vmoe", "ermoe"])
 def test_items_tell_what_leaving_an_image_out_does(models, images, name):
     """A value that is no mean over images: n·f − (n − 1)·f without it (Tukey's pseudo-value)."""
-    _, records = predictions(models[name], images, 40)
+    _, records = predict_in_batches(models[name], images, 40)
     router = models[name].experts_and_router.router
     asked = (getattr(router, "threshold", None), router.k)
     for record in records:

@@ -15,16 +15,16 @@ from moecore.core.records import ModelOutput
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import explorer, stability
-from moecore.measure.base import Subject, at_once
-from moecore.measure.exploring.overlays import grid_of
+from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.exploring.watched import explored_places
-from moecore.measure.noise_ramp import Ramp, ramp, ramp_probs
+from moecore.measure.noise_ramp import Ramp, ramp_probs, summarize_ramps
 from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
-from moecore.measure.routing_metrics.expert_use import agreement, change_of_choice
+from moecore.measure.routing_metrics.expert_use import change_of_choice, expert_agreement
 from moecore.measure.stability import Stability
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from tests.measure.subjects import (
     FEW,
     MOVED,
@@ -76,7 +76,7 @@ def ramp_of(model: nn.Module, number: int = 1) -> Ramp:
     sigmas = [0.01 * i for i in range(31)]
     probs = ramp_probs(model, images, torch.ones(number, 1, 8, 8), sigmas, 7)
     labels = torch.zeros(number, dtype=torch.int64)
-    return ramp(probs, labels, np.arange(number), sigmas, 0.1, range(number))
+    return summarize_ramps(probs, labels, np.arange(number), sigmas, 0.1, range(number))
 
 
 @pytest.mark.parametrize("thresholds", [(0.455,), (0.455, 0.535), (0.455, 0.535, 0.615)])
@@ -125,7 +125,9 @@ def results(data, models):
     """The same models twice, measured in other batches."""
     return {
         (name, batch): measured_twice(
-            stability.measure, Subject(model, data), SETTINGS.model_copy(update={"batch": batch})
+            stability.measure,
+            MeasuredSubject(model, data),
+            SETTINGS.model_copy(update={"batch": batch}),
         )
         for name, model in models.items()
         for batch in (256, 7)
@@ -163,12 +165,12 @@ def test_a_dense_model_has_a_ramp_and_no_routing(results):
 def test_routing_values_are_those_of_the_records(data, models, results):
     where = evenly_spaced_indices(60, 30)
     images = data.test.images[where]
-    _, clean = predictions(models["vit"], images, 30)
+    _, clean = predict_in_batches(models["vit"], images, 30)
     pixels = add_noise(images, noise_directions(where, (1, 12, 12), 5), 0.05)
-    _, noisy = predictions(models["vit"], pixels, 30)
+    _, noisy = predict_in_batches(models["vit"], pixels, 30)
     row = results["vit", 256].noise[0]
     assert row.selection_change == pytest.approx(change_of_choice(clean, noisy))
-    same = [agreement(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
+    same = [expert_agreement(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
     assert row.agreement_by_layer == pytest.approx(same) and row.agreement == pytest.approx(
         sum(same) / 2
     )
@@ -212,7 +214,7 @@ def test_every_method_saw_the_same_noisy_images(data, results):
         clean.shape == noisy.shape == (3, 1, 12, 12)
         and 10 < np.abs(clean.astype(int) - noisy).mean() < 60
     )
-    assert len(vit[0].grids) == 2 and grid_of(vit[0].grids[0][0]).shape == (3, 3)
+    assert len(vit[0].grids) == 2 and expert_grid(vit[0].grids[0][0]).shape == (3, 3)
     assert np.array_equal(clean, data.test.images[[0, 28, 59]])
 
 
@@ -252,7 +254,7 @@ def test_the_clean_images_are_those_of_the_records(model, found):
     clean = found.shown[0]
     pixels = np.frombuffer(decode_arrays(clean.picture.pixels), np.uint8)
     assert np.array_equal(pixels.reshape(clean.picture.shape), model.data.test.images[where])
-    prediction, records = predictions(model.model, model.data.test.images[where], 5)
+    prediction, records = predict_in_batches(model.model, model.data.test.images[where], 5)
     probs = prediction.softmax(-1)
     for image in range(5):
         assert clean.trace.answers[image][0] == int(probs[image].argmax())
@@ -287,7 +289,7 @@ def test_noise_and_attacks_are_those_of_the_other_measurements(model, found):
     target = Target(model.model, model.data.task, clean, labels, 3)
     attacked = target.attacked(FEW.attack, 0.1)
     for label, pixels in (("σ = 0.5", noisy), ("ε = 25.5/255", attacked)):
-        _, records = predictions(model.model, pixels, 5)
+        _, records = predict_in_batches(model.model, pixels, 5)
         for text, record in zip(by_label[label].trace.layers, records, strict=True):
             check_layer(text, record)
     kinds = [one.kind for one in found.shown]
@@ -321,7 +323,7 @@ def test_patches_of_moved_images_know_where_they_were(model, found):
 def test_load_classes_and_favourites_by_slow_counts(model, found):
     test = model.data.test
     where = np.unique(np.linspace(0, 49, 40).astype(int))
-    _, records = predictions(model.model, test.images[where], 50)
+    _, records = predict_in_batches(model.model, test.images[where], 50)
     for layer, record in zip(found.layers, records, strict=True):
         choices = record.chosen.sum(dim=(0, 1))
         for expert, use in enumerate(layer.experts):
@@ -365,8 +367,8 @@ def test_a_crop_shows_the_patch_in_its_middle(model, found):
 
 def test_four_hundred_experts_keep_the_first_eight():
     model = subject(images(), moe(400))
-    found = explorer.measure(model, FEW, at_once)
-    _, records = predictions(model.model, model.data.test.images[list(found.images)], 5)
+    found = explorer.measure(model, FEW, compute_without_cache)
+    _, records = predict_in_batches(model.model, model.data.test.images[list(found.images)], 5)
     for text, record in zip(found.shown[0].trace.layers, records, strict=True):
         best, ranked, marks = arrays(text, 5, 10, 400)
         assert np.array_equal(best, record.combine.argmax(-1).numpy())
@@ -380,14 +382,14 @@ def test_four_hundred_experts_keep_the_first_eight():
 
 
 def test_a_thousand_classes_keep_the_largest():
-    found = explorer.measure(subject(images(1000), moe()), FEW, at_once)
+    found = explorer.measure(subject(images(1000), moe()), FEW, compute_without_cache)
     assert all(len(row) == 3 for row in found.shown[0].trace.answers)
     assert all(len(use.classes) <= 5 for layer in found.layers for use in layer.experts)
 
 
 def test_large_images_are_shown_smaller():
     data = images(size=200, channels=3, number=6)
-    found = explorer.measure(subject(data, moe(), patch=50), FEW, at_once)
+    found = explorer.measure(subject(data, moe(), patch=50), FEW, compute_without_cache)
     assert found.shown[0].picture.shape == (5, 3, 96, 96)
     assert found.layers[0].crops.shape[1:] == (3, 24, 24)
     pixels = np.frombuffer(decode_arrays(found.shown[0].picture.pixels), np.uint8)
@@ -403,7 +405,7 @@ def test_volumes(tmp_path):
     assert [one.picture for one in found.shown[1:]] == [None] * 6
     ages = model.data.test.labels[list(found.images)]
     assert found.labels == tuple((float(age),) for age in ages)
-    prediction, _ = predictions(model.model, model.data.test.images[list(found.images)], 6)
+    prediction, _ = predict_in_batches(model.model, model.data.test.images[list(found.images)], 6)
     assert found.shown[0].trace.values == tuple(
         (pytest.approx(float(value), abs=1e-3),) for value in prediction
     )
@@ -413,4 +415,4 @@ def test_volumes(tmp_path):
 
 def test_volumes_refuse_what_is_for_flat_images(tmp_path):
     with pytest.raises(UserError, match="explorer.augmentations: found brightness"):
-        explorer.measure(volumes(tmp_path), FEW, at_once)
+        explorer.measure(volumes(tmp_path), FEW, compute_without_cache)

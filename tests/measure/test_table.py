@@ -11,28 +11,28 @@ import torch
 
 from moecore.core.encoded_arrays import decode_values
 from moecore.core.files import UserError, write_json
-from moecore.core.plain import plain
+from moecore.core.plain import to_jsonable
 from moecore.core.records import Layout, RoutingRecord
 from moecore.core.sources import ROOT
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import Affine, ViewSettings
 from moecore.measure import MEASUREMENTS, routing
-from moecore.measure.base import Skipped, Subject, at_once, read_result
-from moecore.measure.exploring.overlays import grid_of, mid_slices
+from moecore.measure.base import MeasuredSubject, Skipped, compute_without_cache, read_result
+from moecore.measure.exploring.overlays import expert_grid, mid_slices
 from moecore.measure.passes import flops_per_image
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.augmentations import (
     Augmentation,
     two_views,
 )
-from moecore.measure.sizes import Result, Row, Sized, counted, measure
-from moecore.measure.sizes import built as built_sizes
+from moecore.measure.sizes import Result, Sized, SizeRow, count_sized_model, measure
+from moecore.measure.sizes import build_on_meta as built_sizes
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.model import parameter_counts
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.report.measured import Results
 from moecore.report.measures import sizes
 from moecore.report.page.html import render_report
@@ -75,25 +75,29 @@ OF = {
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory) -> dict[str, Subject]:
+def subjects(tmp_path_factory) -> dict[str, MeasuredSubject]:
     data = digits(tmp_path_factory.mktemp("digits"))
     model = built(Vit(patch=6, width=16, depth=1, heads=2), top_k_mlps(blocks=(0,)), data, 3)
     return {
-        "flat": Subject(model, data),
+        "flat": MeasuredSubject(model, data),
         "volumes": volumes(tmp_path_factory.mktemp("cohort")),
         "text": words(tmp_path_factory.mktemp("text")),
         "captions": captioned(tmp_path_factory.mktemp("mosaics")),
     }
 
 
-def volumes(folder) -> Subject:
+def volumes(folder) -> MeasuredSubject:
     cohort = write_cohort(folder, simulated=False)
-    return Subject(built(Vit3d(patch=8, width=8, depth=1, heads=1), None, cohort, 1), cohort)
+    return MeasuredSubject(
+        built(Vit3d(patch=8, width=8, depth=1, heads=1), None, cohort, 1), cohort
+    )
 
 
-def words(folder) -> Subject:
+def words(folder) -> MeasuredSubject:
     data = text(folder / "words")
-    return Subject(built(LanguageModel(width=8, depth=1, heads=1, span=6), None, data, 1), data)
+    return MeasuredSubject(
+        built(LanguageModel(width=8, depth=1, heads=1, span=6), None, data, 1), data
+    )
 
 
 @pytest.mark.parametrize("what", MEASUREMENTS)
@@ -102,9 +106,9 @@ def test_results_are_read_back_as_they_were_written(what, subjects, tmp_path):
     subject = subjects[OF.get(what, "flat")]
     assert measurement.applies(subject) is None
     settings = measurement.settings.model_validate(SMALL[what])
-    result = measurement.measure(subject, settings, at_once)
+    result = measurement.measure(subject, settings, compute_without_cache)
     assert type(result) is measurement.result
-    write_json(tmp_path / "0.json", plain(result))
+    write_json(tmp_path / "0.json", to_jsonable(result))
     assert read_result(tmp_path / "0.json", measurement.result, what) == result
 
 
@@ -121,14 +125,14 @@ def test_a_result_of_other_code_is_refused(tmp_path):
 
 
 def test_why_something_was_skipped_is_read_back(tmp_path):
-    write_json(tmp_path / "0.json", plain(Skipped(skipped="no routing")))
+    write_json(tmp_path / "0.json", to_jsonable(Skipped(skipped="no routing")))
     found = read_result(tmp_path / "0.json", routing.Result, "routing")
     assert found == Skipped(skipped="no routing")
 
 
 def test_a_dense_model_is_skipped_where_routing_is_measured(subjects):
     data = subjects["flat"].data
-    dense = Subject(built(SingleLayer(), None, data, 1), data)
+    dense = MeasuredSubject(built(SingleLayer(), None, data, 1), data)
     skipped = {what for what, found in MEASUREMENTS.items() if found.applies(dense)}
     assert skipped == {"routing", "invariance", "explorer", *OF}
 
@@ -146,9 +150,9 @@ ROUTING = Routing.model_validate(
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory) -> Subject:
+def subject(tmp_path_factory) -> MeasuredSubject:
     data = write_cohort(tmp_path_factory.mktemp("volumes"))
-    return Subject(train_on_ages(data, top_k_mlps()), data)
+    return MeasuredSubject(train_on_ages(data, top_k_mlps()), data)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +182,7 @@ def test_routing_of_volumes(found):
 def test_the_sweeps_own_setting_has_the_models_error(subject, found):
     where = evenly_spaced_indices(40, 12)[evenly_spaced_indices(12, 8)]
     test = subject.data.test
-    predicted = predictions(subject.model, test.images[where], 5)[0][:, 0].numpy()
+    predicted = predict_in_batches(subject.model, test.images[where], 5)[0][:, 0].numpy()
     errors = np.abs(predicted - test.labels[where])
     (own,) = [row for row in found.sweeps.k if row.own]
     assert own.k == 1
@@ -204,7 +208,7 @@ def test_mid_slices_by_hand():
     assert found.images()[0, 0].tolist() == [[51, 153, 255, 0], [0, 102, 204, 0]], (
         "anterior up, right to the right"
     )
-    assert grid_of(found.grids[0][0]).tolist() == [[4, 2]]
+    assert expert_grid(found.grids[0][0]).tolist() == [[4, 2]]
     special = combine.clone()
     special[0, 0] = 9  # the class token's expert is not shown
     assert mid_slices(volume, (RoutingRecord(*[special] * 5),), layout) == found
@@ -254,7 +258,7 @@ def paper_sizes() -> Result:
     return measure(read_params(Params, str(STUDY / "params.yaml")).sizes)
 
 
-def row(paper_sizes: Result, name: str) -> Row:
+def row(paper_sizes: Result, name: str) -> SizeRow:
     (one,) = [row for row in paper_sizes.rows if row.name == name]
     return one
 
@@ -266,7 +270,7 @@ def test_without_memory_the_counts_are_those_of_a_real_model(name):
     assert all(parameter.is_meta for parameter in made.parameters())
     torch.manual_seed(0)
     real = one.model.build(made.image, one.method.moe)
-    counts = counted(one)
+    counts = count_sized_model(one)
     assert parameter_counts(real) == {
         "parameters": counts.parameters,
         "active_parameters": counts.active_parameters,
@@ -279,7 +283,9 @@ def test_without_memory_the_counts_are_those_of_a_real_model(name):
 
 def test_a_teachers_routers_are_counted_but_not_active():
     alone, guided = (
-        counted(Sized(name="one", model=SMALL_VIT, method=EXPERTS, size=32, teacher_width=width))
+        count_sized_model(
+            Sized(name="one", model=SMALL_VIT, method=EXPERTS, size=32, teacher_width=width)
+        )
         for width in (0, 48)
     )
     assert guided.parameters - alone.parameters == 2 * 8 * 48  # layers · experts · width
@@ -345,4 +351,4 @@ def test_a_study_that_trains_nothing_has_a_page_and_numbers(paper_sizes):
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(UserError, match="model.heads"):
-        counted(Sized(name="one", model=SMALL_VIT | {"heads": 3}))
+        count_sized_model(Sized(name="one", model=SMALL_VIT | {"heads": 3}))

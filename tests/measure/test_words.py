@@ -23,22 +23,22 @@ from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps, zero_shot
-from moecore.measure.base import Subject, at_once
-from moecore.measure.calibration import Calibrate, Files, calibrate
+from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_temperature
 from moecore.measure.calibrators.temperature import Temperature, nll_slope
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
-from moecore.measure.word_confidence import tokens_of
+from moecore.measure.word_confidence import final_tokens
 from moecore.measure.word_swaps import WordSwaps
 from moecore.measure.zero_shot import ZeroShot
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoE
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.report.column import decode_items
 from moecore.report.measures.zero_shot import COLUMNS
 from moecore.tasks import next_token
-from moecore.tasks.class_scores import brier, confidence, correct
+from moecore.tasks.class_scores import brier_scores, class_confidence, top1_hits
 from moecore.tasks.next_token import NextToken
 from tests.data.making import image_classes
 from tests.measure.subjects import (
@@ -67,16 +67,16 @@ def text(folder, lines=60):
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory) -> Subject:
+def subject(tmp_path_factory) -> MeasuredSubject:
     data = text(tmp_path_factory.mktemp("text") / "words")
     backbone = LanguageModel(width=8, depth=2, heads=2, span=6)
-    return Subject(built(backbone, MOE, data, 1.5), data)
+    return MeasuredSubject(built(backbone, MOE, data, 1.5), data)
 
 
 def test_stop_words_and_punctuation_are_spared(subject):
     vocabulary = read_vocabulary(subject.data.folder, 12)
     tokens = subject.data.tokens("test")
-    may = {vocabulary[number] for number in tokens[word_swaps.candidates(tokens, vocabulary)]}
+    may = {vocabulary[number] for number in tokens[word_swaps.swappable_places(tokens, vocabulary)]}
     assert may == {"tensor", "matrix", "vector", "value", "12", "returns"}
 
 
@@ -86,7 +86,7 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
     data, model = subject.data, subject.model
     tokens = np.array(data.tokens("test"))
     vocabulary = read_vocabulary(data.folder, 12)
-    places = np.random.default_rng(3).permutation(word_swaps.candidates(tokens, vocabulary))
+    places = np.random.default_rng(3).permutation(word_swaps.swappable_places(tokens, vocabulary))
     words = int((tokens != vocabulary.index("<eos>")).sum())
     assert words == 540 and [row.words for row in found.rows] == [54, 216]
     swapped = tokens.copy()
@@ -97,7 +97,9 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
         both = [padded[None, 6 * block : 6 * block + 12].reshape(1, 2, 6)]
         clean = np.concatenate([np.full(6, -1), tokens])[None, 6 * block : 6 * block + 12]
         both.append(clean.reshape(1, 2, 6))
-        (said, routing), (_, before) = (predictions(model, one.astype(np.int32), 1) for one in both)
+        (said, routing), (_, before) = (
+            predict_in_batches(model, one.astype(np.int32), 1) for one in both
+        )
         right = torch.from_numpy(tokens[6 * block + 1 : 6 * block + 7]).long()
         nats.append(torch.nn.functional.cross_entropy(said[0].double(), right))
         layers = []
@@ -119,16 +121,18 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
 
 def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
     monkeypatch.setattr(word_confidence, "words_at_once", lambda *_: 17)
-    known = tokens_of(subject.model, subject.data.test, 5)
-    logits, _ = predictions(subject.model, subject.data.test.images, 5, routing=False)
+    known = final_tokens(subject.model, subject.data.test, 5)
+    logits, _ = predict_in_batches(subject.model, subject.data.test.images, 5, routing=False)
     logits, labels = logits.flatten(0, 1), known.labels.flatten()
     _, found = known.answers(1.0, 0.7)
     scaled = logits / 0.7
     expected = torch.nn.functional.cross_entropy(scaled.double(), labels, reduction="none")
     torch.testing.assert_close(found.nats.flatten(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.squares.flatten(), brier(scaled, labels), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.sure.flatten(), confidence(scaled), rtol=1e-5, atol=1e-6)
-    assert torch.equal(found.hits.flatten(), correct(scaled, labels))
+    torch.testing.assert_close(
+        found.squares.flatten(), brier_scores(scaled, labels), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(found.sure.flatten(), class_confidence(scaled), rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.hits.flatten(), top1_hits(scaled, labels))
     for beta in (0.3, 2.0):
         expected = nll_slope(logits.double(), labels, beta)
         assert known.nll_slope(beta) == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -136,10 +140,10 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
 
 def test_the_temperature_of_a_text(subject, tmp_path):
     settings = Calibrate(calibrator=Temperature(), resamples=100)
-    files = Files("pretrain/smoe/0", tmp_path, tmp_path, tmp_path)
-    found = calibrate(subject, settings, files)
+    files = CalibrationFiles("pretrain/smoe/0", tmp_path, tmp_path, tmp_path)
+    found = calibrate_temperature(subject, settings, files)
     data = subject.data
-    logits, _ = predictions(subject.model, data.validation.images, 64, routing=False)
+    logits, _ = predict_in_batches(subject.model, data.validation.images, 64, routing=False)
     labels = torch.from_numpy(np.array(data.validation.labels)).long()
     exact = Temperature().fit(logits.flatten(0, 1), labels.flatten())
     assert found.temperature == pytest.approx(exact.temperature, rel=1e-4)
@@ -154,7 +158,9 @@ def test_the_temperature_of_a_text(subject, tmp_path):
 
 def test_the_routing_of_a_text_is_measured(subject):
     """All that asks for no picture and no second view."""
-    found = routing.measure(subject, routing.Routing(images=40, sweeps={"k": [1, 2]}), at_once)
+    found = routing.measure(
+        subject, routing.Routing(images=40, sweeps={"k": [1, 2]}), compute_without_cache
+    )
     assert found.images == 40 and len(found.layers) == 2
     assert found.overlays.shape == (0, 2, 1, 6) and found.augmentations == ()
     assert 0 < found.entropy <= 1 and [row.k for row in found.sweeps.k] == [1, 2]
@@ -201,13 +207,13 @@ def test_the_gradient_is_that_of_torchs_cross_entropy(dtype, smoothing, monkeypa
 def test_the_guess_is_the_entropy_of_the_words():
     labels = torch.tensor([[0, 0, 1, 2]])
     wanted = 0.5 * math.log(2) + 2 * 0.25 * math.log(4)
-    assert math.isclose(TASK.guess(labels), wanted)
+    assert math.isclose(TASK.baseline_score(labels), wanted)
 
 
 def test_scores_are_kept_and_read_back():
     prediction, labels = made()
     scores = TASK.scores(prediction, labels)
-    assert torch.equal(TASK.unpacked(TASK.packed(scores), 3), scores)
+    assert torch.equal(TASK.decode_scores(TASK.encode_scores(scores), 3), scores)
     interval = TASK.interval(scores)
     assert interval.low < interval.value < interval.high
 
@@ -223,7 +229,7 @@ def drawn_set(seed: int, images: int, width: int, classes: int = 3):
     noise = torch.randn(images, width, generator=generator, dtype=torch.float64)
     found = 0.5 * centres[labels] + noise
     found = (found - found.mean(0)) / (found.std(0, correction=0) + LEAST)
-    return few_shot.with_bias(found), few_shot.targets_of(labels, classes)
+    return few_shot.append_bias(found), few_shot.class_targets(labels, classes)
 
 
 def refitted(x: torch.Tensor, y: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -252,7 +258,7 @@ def test_of_equal_errors_the_largest_penalty_is_taken():
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory):
     data = write_digits(tmp_path_factory.mktemp("few"))
-    return {name: Subject(trained(data, moe), data) for name, moe in MODELS.items()}
+    return {name: MeasuredSubject(trained(data, moe), data) for name, moe in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -320,19 +326,23 @@ def test_the_choice_on_the_test_split_is_no_worse_than_one_penalty_for_all_draws
 
 
 def test_draws_are_the_same_for_all_and_nested(subjects):
-    sets = [few_shot.drawn(subject, 4, 2, 1) for subject in subjects.values()]
+    sets = [few_shot.draw_shots(subject, 4, 2, 1) for subject in subjects.values()]
     assert np.array_equal(*sets)
     labels = subjects["vit"].data.train.labels
     assert (labels[sets[0]] == np.arange(10)[:, None]).all()
     assert len(np.unique(sets[0])) == 40
-    assert np.array_equal(few_shot.drawn(subjects["vit"], 2, 2, 1), sets[0][:, :2])
-    assert not np.array_equal(few_shot.drawn(subjects["vit"], 4, 2, 0), sets[0])
+    assert np.array_equal(few_shot.draw_shots(subjects["vit"], 2, 2, 1), sets[0][:, :2])
+    assert not np.array_equal(few_shot.draw_shots(subjects["vit"], 4, 2, 0), sets[0])
 
 
 def test_the_batch_changes_nothing_and_one_draw_has_no_interval(subjects, results):
-    other = few_shot.measure(subjects["vit"], SETTINGS.model_copy(update={"batch": 7}), at_once)
+    other = few_shot.measure(
+        subjects["vit"], SETTINGS.model_copy(update={"batch": 7}), compute_without_cache
+    )
     assert [row.scores for row in other.rows] == [row.scores for row in results["vit"].rows]
-    (row,) = few_shot.measure(subjects["vit"], FewShot(shots=(2,), draws=1), at_once).rows
+    (row,) = few_shot.measure(
+        subjects["vit"], FewShot(shots=(2,), draws=1), compute_without_cache
+    ).rows
     assert row.low is row.high is None and row.score == row.scores[0]
 
 
@@ -347,7 +357,9 @@ def mosaics(tmp_path_factory):
 
 @torch.no_grad()
 def test_the_chance_of_retrieval(mosaics):
-    recall = retrieval.measure(mosaics, retrieval.Retrieval(pictures=0, at=(1, 5, 30)), at_once)
+    recall = retrieval.measure(
+        mosaics, retrieval.Retrieval(pictures=0, at=(1, 5, 30)), compute_without_cache
+    )
     assert (recall.images, recall.captions) == (30, 150)
     assert [row.chance for row in recall.text_to_image] == [1 / 30, 5 / 30, 1]
     any_own = [1 - math.comb(145, k) / math.comb(150, k) for k in (1, 5, 30)]
@@ -356,7 +368,7 @@ def test_the_chance_of_retrieval(mosaics):
 
 def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     settings = ZeroShot(source=DIGITS, templates=TEMPLATES)
-    found = zero_shot.measure(mosaics, settings, at_once)
+    found = zero_shot.measure(mosaics, settings, compute_without_cache)
     model, task = mosaics.model, mosaics.data.task
     Digits(size=model.image.shape[0], test_limit=40).prepare(tmp_path)
     test = Prepared.open(tmp_path).test
@@ -391,9 +403,11 @@ def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
 def test_other_words_for_the_classes(mosaics):
     digits = tuple(str(number) for number in range(10))
     source = Digits(test_limit=40)
-    plain = zero_shot.measure(mosaics, ZeroShot(source=source, templates=("{}",)), at_once)
+    plain = zero_shot.measure(
+        mosaics, ZeroShot(source=source, templates=("{}",)), compute_without_cache
+    )
     turned = ZeroShot(source=source, templates=("{}",), names=digits[::-1])
-    found = zero_shot.measure(mosaics, turned, at_once)
+    found = zero_shot.measure(mosaics, turned, compute_without_cache)
     assert [row.name for row in found.rows] == list(digits[::-1])
     assert [row.images for row in found.rows] == [row.images for row in plain.rows]
     assert found.items != plain.items
@@ -402,17 +416,17 @@ def test_other_words_for_the_classes(mosaics):
 def test_few_classes_have_no_five_nearest(mosaics, tmp_path):
     image_classes(tmp_path, {"0": 10, "1": 10}, size=(12, 12), mode="L")
     source = {"kind": "image_folder", "root": str(tmp_path), "size": 8, "channels": 1}
-    found = zero_shot.measure(mosaics, ZeroShot(source=source), at_once)
+    found = zero_shot.measure(mosaics, ZeroShot(source=source), compute_without_cache)
     assert found.top5 is None and found.chance == 0.5
 
 
 def test_what_is_refused(mosaics, tmp_path):
     with pytest.raises(UserError, match="found 3 names; allowed: 10"):
         settings = ZeroShot(source=DIGITS, names=("one", "two", "three"))
-        zero_shot.measure(mosaics, settings, at_once)
+        zero_shot.measure(mosaics, settings, compute_without_cache)
     image_classes(tmp_path, {"0": 10, "1": 10}, size=(12, 12))
     coloured = {"kind": "image_folder", "root": str(tmp_path), "size": 8}
     with pytest.raises(UserError, match="found images of 3 channels; allowed: 1"):
-        zero_shot.measure(mosaics, ZeroShot(source=coloured), at_once)
+        zero_shot.measure(mosaics, ZeroShot(source=coloured), compute_without_cache)
     with pytest.raises(ValidationError, match="allowed: one {}"):
         ZeroShot(source=DIGITS, templates=("{} and {}",))

@@ -14,7 +14,7 @@ from moecore.core.records import Layout
 from moecore.core.streams import generator_for
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views import Affine, Crop, ViewSettings, make_views
-from moecore.nn.correspondence import match_tokens, partners, sides, token_pairs
+from moecore.nn.correspondence import match_patches, match_tokens, paired_values, token_pairs
 
 SQUARE = Layout(special=1, grid=(2, 3), size=(8, 12))  # patches of 4 × 4: 0 1 2 / 3 4 5
 
@@ -25,7 +25,7 @@ def affine(rows=1.0, columns=1.0, down=0.0, right=0.0):
 
 def partners_of(first, second, layout=SQUARE):
     """One image's partners as a list, None where there is none."""
-    index, found, _ = partners(first, second, layout)
+    index, found, _ = match_patches(first, second, layout)
     return [
         place if there else None
         for place, there in zip(index[0].tolist(), found[0].tolist(), strict=True)
@@ -35,7 +35,7 @@ def partners_of(first, second, layout=SQUARE):
 def paired(values, affines, layout, special):
     """Both sides of each pair (B, T', E), and whether it was found (B, T')."""
     pairs = token_pairs(affines, layout, special)
-    return *sides(values, pairs, layout), pairs.found
+    return *paired_values(values, pairs, layout), pairs.found
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_view_of_higher_resolution_is_image_1():
     # The second view enlarges the top left quarter twice: its centres (2, 6 | 2, 6, 10) are
     # original (1, 3 | 1, 3, 5), which the first view has in row 0 of patches, columns 0, 0 and 1.
     zoomed = affine(rows=2, columns=2)
-    index, found, swapped = partners(
+    index, found, swapped = match_patches(
         torch.cat([affine(), zoomed, affine()]), torch.cat([zoomed, affine(), affine()]), SQUARE
     )
     assert swapped.tolist() == [True, False, False] and found.all()  # a tie keeps the order
@@ -77,7 +77,7 @@ def test_the_view_of_higher_resolution_is_image_1():
 def test_a_mirror_does_not_lower_the_resolution():
     # det −2 against det 1: the absolute value counts. Centres 2, 6, 10 of the mirrored, twice wider
     # view → (24 − c)/2 = 11, 9, 7.
-    index, found, swapped = partners(affine(), affine(columns=-2, right=24), SQUARE)
+    index, found, swapped = match_patches(affine(), affine(columns=-2, right=24), SQUARE)
     assert swapped.item() and found.all() and index.tolist() == [[2, 2, 1, 5, 5, 4]]
 
 
@@ -85,10 +85,10 @@ def test_resolutions_that_differ_by_rounding_are_ties():
     turned = torch.tensor(
         [[[math.cos(1), -math.sin(1), 5], [math.sin(1), math.cos(1), -3], [0, 0, 1]]]
     )
-    assert not partners(
+    assert not match_patches(
         affine(), turned * torch.tensor([1 + 1e-6, 1 + 1e-6, 1])[:, None], SQUARE
     ).swapped.item()
-    assert not partners(turned, affine(), SQUARE).swapped.item()
+    assert not match_patches(turned, affine(), SQUARE).swapped.item()
 
 
 def by_brute_force(first, second, layout):
@@ -126,7 +126,7 @@ def test_any_affine_in_any_dimension_agrees_with_brute_force(layout, seed):
         2, 3, axes, axes, generator=generator, dtype=torch.float64
     )
     both[:, :, :-1, -1] += 3 * torch.randn(2, 3, axes, generator=generator, dtype=torch.float64)
-    index, found, swapped = partners(both[0], both[1], layout)
+    index, found, swapped = match_patches(both[0], both[1], layout)
     for image in range(3):
         expected, turned = by_brute_force(both[0, image], both[1, image], layout)
         assert bool(swapped[image]) == turned
@@ -134,7 +134,7 @@ def test_any_affine_in_any_dimension_agrees_with_brute_force(layout, seed):
             place if there else None
             for place, there in zip(index[image].tolist(), found[image].tolist(), strict=True)
         ] == expected
-    again = partners(both[1], both[0], layout)  # the views change places: the same pairs
+    again = match_patches(both[1], both[0], layout)  # the views change places: the same pairs
     assert (
         torch.equal(again.index, index)
         and torch.equal(again.found, found)
@@ -177,7 +177,7 @@ def test_partners_show_the_same_place(settings):
     # patches wholly inside the original image
     within = found & (one[..., 2] > 254.9) & (two[..., 2] > 254.9)
     apart = (one - two)[..., :2] / 8  # original pixels
-    pairs = partners(views.affines[:count], views.affines[count:], layout)
+    pairs = match_patches(views.affines[:count], views.affines[count:], layout)
     coarse = torch.where(
         pairs.swapped[:, None, None], views.affines[:count], views.affines[count:]
     )[:, :2, :2].float()
@@ -239,7 +239,7 @@ def test_an_affine_that_cannot_be_undone_is_refused(broken, view):
     whole = torch.cat([affine(), affine()])
     broken = torch.cat([affine(), broken])
     with pytest.raises(UserError, match=f"view {view} of image 1 is singular"):
-        partners(*((broken, whole) if view == 1 else (whole, broken)), SQUARE)
+        match_patches(*((broken, whole) if view == 1 else (whole, broken)), SQUARE)
 
 
 def test_very_small_and_very_large_images_are_not_singular():

@@ -6,17 +6,17 @@ from functools import partial
 import pytest
 import torch
 
-from moecore.attacks.apgd import climb
-from moecore.attacks.gradient import SlopeOf, frozen_parameters
+from moecore.attacks.apgd import ascend_objective
+from moecore.attacks.gradient import ModelGradient, frozen_parameters
 from moecore.attacks.pgd import Pgd
 from moecore.data.loader import OnDevice, OnDisk
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import grouped_linear
-from moecore.nn.layers.block import attend
+from moecore.nn.layers.block import softmax_attention
 from moecore.training.guide import attach_required_guide, build_guide
-from moecore.training.job import Ahead, Job, training_batch
-from moecore.training.loop import fit, train_step
+from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
+from moecore.training.loop import train_job, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
 from moecore.training.speed import CompiledBlocks
@@ -30,7 +30,7 @@ pytestmark = [
 CUDA = CPU._replace(device="cuda")
 
 
-def made(method: Method) -> Job:
+def made(method: Method) -> TrainingJob:
     torch.manual_seed(0)
     if method.guided:
         guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
@@ -73,7 +73,7 @@ def no_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def on_cuda(method: Method) -> Job:
+def on_cuda(method: Method) -> TrainingJob:
     given = made(method)
     split = given.train._replace(images=given.train.images.cuda(), labels=given.train.labels.cuda())
     guide = given.guide and given.guide.cuda()
@@ -124,19 +124,19 @@ def test_evaluation_and_attacks_in_fp32_never_wait_inside(name):
     model = attach_required_guide(given.model, given.guide).cuda().eval()
     images = torch.rand(6, 1, 8, 8, device="cuda")
     labels = torch.arange(6, device="cuda") % 2
-    at = SlopeOf(model, lambda output: given.task.attack_loss(output.prediction, labels))
+    at = ModelGradient(model, lambda output: given.task.attack_loss(output.prediction, labels))
 
     def attacked() -> None:
         with torch.no_grad():
             model(images)
         with frozen_parameters(model):
-            Pgd(steps=3).perturbed(at, images, 0.03, None)
-            climb(at, images, images, 0.03, 4)
+            Pgd(steps=3).perturb_images(at, images, 0.03, None)
+            ascend_objective(at, images, images, 0.03, 4)
 
     attacked()  # may load libraries
     with no_waits():
         attacked()
-    at.refuse()
+    at.check_finite()
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
@@ -176,7 +176,7 @@ def test_batches_made_on_a_stream_of_their_own_are_the_same():
     for train in (OnDevice(job.train.images.cuda(), labels), OnDisk(numpy_of(job), labels)):
         held = job._replace(train=train)
         make = partial(training_batch, held, SETTINGS, 3)
-        ahead = Ahead(make, range(20))
+        ahead = BatchPrefetcher(make, range(20))
         for step in range(20):
             ours = ahead(step)
             torch.rand(2000, 2000, device="cuda").inverse()  # something to overlap with
@@ -185,19 +185,19 @@ def test_batches_made_on_a_stream_of_their_own_are_the_same():
             assert torch.equal(ours.labels.cpu(), theirs.labels)
 
 
-def numpy_of(job: Job):
+def numpy_of(job: TrainingJob):
     """Its images as they lie on disk."""
     return job.train.images.numpy()
 
 
 def test_training_on_the_gpu_learns():
-    found = list(fit(made(METHODS["vmoe"]), SETTINGS, 0, CUDA))
+    found = list(train_job(made(METHODS["vmoe"]), SETTINGS, 0, CUDA))
     assert found[-1].values["validation_accuracy"] == 1.0
 
 
 @pytest.mark.parametrize("length", [1, 16, 77])
 def test_fused_causal_attention_is_the_plain_one(length):
     query, key, value = torch.randn(3, 2, 4, length, 16)
-    plain = attend(query, key, value, causal=True)
-    fused = attend(query.cuda(), key.cuda(), value.cuda(), causal=True).cpu()
+    plain = softmax_attention(query, key, value, causal=True)
+    fused = softmax_attention(query.cuda(), key.cuda(), value.cuda(), causal=True).cpu()
     torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from moecore.measure.routing_metrics.augmentations import PRESETS, two_views
 from moecore.measure.routing_metrics.imed import mean_imed
-from moecore.measure.routing_metrics.layer_use import OnMap, layer_use
+from moecore.measure.routing_metrics.layer_use import MapShares, layer_use
 from moecore.measure.routing_metrics.matching import augmented_row
-from moecore.measure.routing_metrics.sweeps import Sample, Sweeps, sweep
-from moecore.nn.dispatch import SparsePlan, rounded
-from moecore.nn.predict import predictions
+from moecore.measure.routing_metrics.sweeps import Sweeps, SweepSample, run_sweeps
+from moecore.nn.dispatch import SparsePlan, round_row_counts
+from moecore.nn.predict import predict_in_batches
 from moecore.tasks.classification import Classification
 from tests.routed import KINDS, METHODS, relabelled, tiny
 
@@ -43,13 +43,13 @@ def test_rounded_by_hand():
     # Four numbers to an octave: exact up to 8, then every 2nd, 4th, 8th ... 64th, 128th.
     sizes = [0, 1, 7, 8, 9, 15, 17, 33, 64, 65, 129, 1000, 1025, 4095, 4096, 4097, 99999]
     found = [0, 1, 7, 8, 10, 16, 20, 40, 64, 80, 160, 1024, 1088, 4096, 4096, 4224, 100096]
-    assert rounded(torch.tensor(sizes)).tolist() == found
+    assert round_row_counts(torch.tensor(sizes)).tolist() == found
 
 
 def test_padded_rows_are_never_read_and_get_no_gradient():
     plan, experts, weights = plan_of(batch=4, tokens=80, k=2, number=4)
     sizes = torch.bincount(experts.flatten(), minlength=4)
-    assert plan.offsets.tolist() == rounded(sizes).cumsum(0).tolist()
+    assert plan.offsets.tolist() == round_row_counts(sizes).cumsum(0).tolist()
     assert len(plan.order) == plan.offsets[-1] > 640
     values = torch.randn(len(plan.order), 3, requires_grad=True)
     read = torch.zeros(len(plan.order), dtype=torch.bool).index_fill_(0, plan.rows, True)
@@ -95,7 +95,7 @@ def test_there_and_back(batch, tokens, number, data):
         mine = (experts.flatten(0, 1) == expert).any(dim=-1)
         number = int(mine.sum())
         assert torch.equal(rows.values[start : start + number], flat[mine])
-        assert end == start + rounded(torch.tensor(number))
+        assert end == start + round_row_counts(torch.tensor(number))
         start = end
     assert start == len(rows.values)
     # Experts that return their input give each token the sum of its weights times itself.
@@ -170,14 +170,14 @@ def numbers(values: dict) -> dict:
 
 def everything(model) -> dict:
     router = model.moe.router
-    _, records = predictions(model, IMAGES, 10)
+    _, records = predict_in_batches(model, IMAGES, 10)
     threshold, k = getattr(router, "threshold", None), getattr(router, "k", None)
-    sample = Sample(IMAGES, LABELS, Classification(classes=("a", "b")))
+    sample = SweepSample(IMAGES, LABELS, Classification(classes=("a", "b")))
     # Where experts lie on the map is what relabelling changes.
     uses = [layer_use(record, threshold, k) for record in records]
-    found = {"layers": [use.model_dump(exclude=set(OnMap.model_fields)) for use in uses]}
+    found = {"layers": [use.model_dump(exclude=set(MapShares.model_fields)) for use in uses]}
     views = augmented_row("affine", model, two_views(IMAGES, PRESETS["affine"], 0), 20)
-    swept = sweep(model, sample, Sweeps(k=(1, 3), threshold=(0.2, 0.6)), 10)
+    swept = run_sweeps(model, sample, Sweeps(k=(1, 3), threshold=(0.2, 0.6)), 10)
     return found | {"views": views.model_dump()} | swept.model_dump()
 
 
@@ -185,8 +185,8 @@ def everything(model) -> dict:
 def test_no_metric_changes(name):
     ours = tiny(name)
     theirs = relabelled(name, ORDER)
-    logits, first = predictions(ours, IMAGES, 10)
-    others, second = predictions(theirs, IMAGES, 10)
+    logits, first = predict_in_batches(ours, IMAGES, 10)
+    others, second = predict_in_batches(theirs, IMAGES, 10)
     torch.testing.assert_close(logits, others, atol=1e-4, rtol=1e-4)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a.chosen[..., ORDER], b.chosen) and (
@@ -207,7 +207,7 @@ def test_imed_does():
     distances = []
     for model in (tiny("vmoe"), relabelled("vmoe", ORDER)):
         before, after = (
-            tuple(record.probs for record in predictions(model, images, 10)[1])
+            tuple(record.probs for record in predict_in_batches(model, images, 10)[1])
             for images in (IMAGES, moved)
         )
         distances.append(float(mean_imed(before, after)[0].mean()))

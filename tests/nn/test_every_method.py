@@ -14,11 +14,11 @@ from moecore.data.prepared import Split
 from moecore.data.views.views import Affine, ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
-from moecore.training.job import Job
-from moecore.training.loop import fit
+from moecore.training.job import TrainingJob
+from moecore.training.loop import train_job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
@@ -36,7 +36,7 @@ def trained(method: Method):
     else:
         guide = None
     made = task(method, guide=guide)
-    values = [metrics.values for metrics in fit(made, SHIFTED, 0, CPU)]
+    values = [metrics.values for metrics in train_job(made, SHIFTED, 0, CPU)]
     return attach_required_guide(made.model, made.guide), values
 
 
@@ -47,12 +47,12 @@ def test_it_trains_is_saved_and_predicts_the_same_in_any_batch(tmp_path, name):
     save_model(tmp_path, model)
     images = torch.rand(7, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     loaded = load_model(tmp_path)
-    expected, records = predictions(model, images, batch=7)
+    expected, records = predict_in_batches(model, images, batch=7)
     assert len(records) == (2 if METHODS[name].moe else 0)
     for record in records:
         check_record(record)
     for batch in (1, 3, 7):
-        logits, again = predictions(loaded, images, batch=batch)
+        logits, again = predict_in_batches(loaded, images, batch=batch)
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
         for ours, theirs in zip(again, records, strict=True):
             assert torch.equal(ours.chosen, theirs.chosen)
@@ -94,7 +94,7 @@ def trained_on_volumes(method: Method):
     else:
         guide = None
     model = MODEL.build(VOLUMES, method.moe)
-    task = Job(
+    task = TrainingJob(
         model,
         to_device(VOLUME_TRAIN, "cpu"),
         to_device(VOLUME_VALIDATION, "cpu"),
@@ -102,7 +102,7 @@ def trained_on_volumes(method: Method):
         guide,
         method.views,
     )
-    values = [metrics.values for metrics in fit(task, SETTINGS, 0, CPU)]
+    values = [metrics.values for metrics in train_job(task, SETTINGS, 0, CPU)]
     return attach_required_guide(model, guide), values
 
 
@@ -116,8 +116,8 @@ def test_it_trains_on_volumes_and_predicts_years(tmp_path, name):
     )
     assert 0 < values[-1]["validation_mae"] < 60
     save_model(tmp_path, model)
-    expected, records = predictions(model, VOLUME_VALIDATION.images, batch=6)
-    ages, again = predictions(load_model(tmp_path), VOLUME_VALIDATION.images, batch=4)
+    expected, records = predict_in_batches(model, VOLUME_VALIDATION.images, batch=6)
+    ages, again = predict_in_batches(load_model(tmp_path), VOLUME_VALIDATION.images, batch=4)
     assert ages.shape == (6, 1)
     torch.testing.assert_close(ages, expected, atol=1e-4, rtol=1e-4)
     assert len(records) == (2 if ON_VOLUMES[name].moe else 0)
@@ -166,10 +166,10 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (11, 1, 4, 4), dtype=np.uint8
 
 
 def test_does_not_depend_on_the_batch_size():
-    whole, records = predictions(Small(), IMAGES, 100)
+    whole, records = predict_in_batches(Small(), IMAGES, 100)
     assert whole.shape == (11, 3) and len(records) == 2 and records[0].probs.shape == (11, 4, 5)
     for batch in (1, 4, 11):
-        logits, parts = predictions(Small(), IMAGES, batch)
+        logits, parts = predict_in_batches(Small(), IMAGES, batch)
         assert torch.allclose(logits, whole, atol=1e-6)
         for layer, other in zip(parts, records, strict=True):
             assert torch.equal(layer.chosen, other.chosen) and torch.allclose(
@@ -179,8 +179,8 @@ def test_does_not_depend_on_the_batch_size():
 
 def test_bytes_and_pixels_in_zero_to_one_are_the_same():
     assert torch.equal(
-        predictions(Small(), IMAGES, 4)[0],
-        predictions(Small(), torch.from_numpy(IMAGES).float() / 255, 4)[0],
+        predict_in_batches(Small(), IMAGES, 4)[0],
+        predict_in_batches(Small(), torch.from_numpy(IMAGES).float() / 255, 4)[0],
     )
 
 
@@ -189,17 +189,17 @@ def test_leaves_modes_and_random_state_as_they_were():
     state = None
     model.frozen.eval()
     state = torch.get_rng_state()
-    logits, _ = predictions(model, IMAGES, 4)
+    logits, _ = predict_in_batches(model, IMAGES, 4)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training and model.dropout.training and not model.frozen.training
-    assert not logits.requires_grad and torch.equal(logits, predictions(model, IMAGES, 4)[0])
+    assert not logits.requires_grad and torch.equal(logits, predict_in_batches(model, IMAGES, 4)[0])
 
 
 def test_is_fp32_under_autocast_and_keeps_no_records_when_told():
     with torch.autocast("cpu", torch.bfloat16):
-        logits, records = predictions(Small(), IMAGES, 4, routing=False)
+        logits, records = predict_in_batches(Small(), IMAGES, 4, routing=False)
     assert (
         logits.dtype == torch.float32
         and records == ()
-        and torch.equal(logits, predictions(Small(), IMAGES, 4)[0])
+        and torch.equal(logits, predict_in_batches(Small(), IMAGES, 4)[0])
     )

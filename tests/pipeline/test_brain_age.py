@@ -21,11 +21,11 @@ from stages import robustness as robustness_stage
 from tests.project import ROOT
 
 RESULTS = {
-    "calibrate": measured_ages.Result,
+    "calibrate": measured_ages.AgeResult,
     "robustness": robustness.Result,
     "routing": routing.Result,
     "cohort_checks": cohort_checks.Result,
-    "out_of_fold": brain_out_of_fold.Result,
+    "out_of_fold": brain_out_of_fold.OutOfFoldResult,
 }
 STUDY = ROOT / "pipelines/brain_age"
 METHODS = ("dense", "ermoe", "ermoe_permuted")

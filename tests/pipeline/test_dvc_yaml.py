@@ -23,20 +23,20 @@ from moecore.nn.backbones.vit import Vit
 from moecore.pipeline.code_hashes import code_files
 from moecore.pipeline.dvc_file import (
     CONFIG,
-    LARGE,
+    LARGE_STUDY,
     choose_stages,
     count_stages,
     pipeline_texts,
 )
 from moecore.pipeline.plan import (
     Pipeline,
-    Planned,
+    PlannedStage,
     plan_stages,
     print_plan,
     query_dvc,
     stages_changed_by_code,
 )
-from moecore.pipeline.scale import Model, Peaks, estimate_step, scale_table
+from moecore.pipeline.scale import GpuPeaks, ModelCost, estimate_step, scale_table
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.reading.overlay import resolve_overlay
 from moecore.study.reading.params import params_keys, validate_whole
@@ -180,7 +180,7 @@ def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind():
         run = load_yaml(str(study / "params.yaml")).data["run"]
         for file in list_pipeline_files(study):
             stages = load_yaml(str(file)).data["stages"]
-            assert len(stages) == 1 or count_stages(stages, run) <= LARGE, file
+            assert len(stages) == 1 or count_stages(stages, run) <= LARGE_STUDY, file
 
 
 @pytest.mark.parametrize("path", [ROOT, *STUDIES], ids=lambda path: path.name)
@@ -207,9 +207,9 @@ def test_changes_flow_downstream_in_order():
         "other": [{"changed command": None}, "always changed"],
     }
     assert plan_stages(Pipeline(status, EDGES), {"train@b": 4.0, "compare": 1.0}) == [
-        Planned("other", ("changed command", "always changed"), None),
-        Planned("train@a", ("methods.a.k modified",), 4.0),
-        Planned("compare", ("after train@a",), 1.0),
+        PlannedStage("other", ("changed command", "always changed"), None),
+        PlannedStage("train@a", ("methods.a.k modified",), 4.0),
+        PlannedStage("compare", ("after train@a",), 1.0),
     ]
 
 
@@ -305,8 +305,8 @@ def test_files_that_a_kill_of_dvc_left_empty_are_named(monkeypatch, tmp_path):
 
 
 def test_a_step_on_paper_by_hand():
-    model = Model(parameters=1000, active=500, flops=2e6, kept=100.0)
-    peaks = Peaks(flops=1e9, memory=1e6, links=1e6, network=1e3)
+    model = ModelCost(parameters=1000, active=500, flops=2e6, kept=100.0)
+    peaks = GpuPeaks(flops=1e9, memory=1e6, links=1e6, network=1e3)
     # 8 images: 3 · 8 · 2e6 / 1e9 s of products, 28 · 1000 / 1e6 s of AdamW; nothing is sent.
     assert estimate_step(model, 8, 1, 1, peaks) == (
         1,
@@ -335,7 +335,7 @@ def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text(project.PARAMS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     study = validate_whole(Study, load_yaml("params.yaml"))
-    rows = [line.split(" | ") for line in scale_table(study, Peaks())]
+    rows = [line.split(" | ") for line in scale_table(study, GpuPeaks())]
     assert [row[0].strip("| ") for row in rows[2:]] == [
         name for name in ("dense", "vmoe", "tgr") for _ in (1, 8, 64)
     ]

@@ -57,7 +57,7 @@ def test_sizes_are_those_of_table_10(folder, names, depth, width, span, millions
     for name in study.run.methods:
         method = study.methods[name]
         with torch.device("meta"):
-            made = method.sized(model).build(image, method.moe)
+            made = method.merge_model_settings(model).build(image, method.moe)
         found = parameter_counts(made)["parameters"]
         assert found / 1e6 == pytest.approx(millions, abs=0.05)
         # embedding, head with bias, one position table, and blocks of attention, three norms, a

@@ -15,9 +15,16 @@ from threading import Event
 import pytest
 
 from moecore.core.files import whole_folder, write_json
-from moecore.pipeline.parallel import FULL, Job, describe_full_disk, next_job, run_job, run_stages
+from moecore.pipeline.parallel import (
+    DISK_IS_FULL,
+    DvcJob,
+    describe_full_disk,
+    next_job,
+    run_job,
+    run_stages,
+)
 from moecore.pipeline.plan import query_dvc
-from moecore.run.history_file import locked
+from moecore.run.history_file import read_dvc_locks
 from stages import server as stages_server
 from tests import forked
 from tests.project import COMMAND, PARAMS, ROOT, Project
@@ -48,32 +55,32 @@ BEGUN = {"code", "prepare@pretrain", "teacher@0", "teacher_router@vmoe-0", "teac
 
 
 def test_what_all_wait_for_comes_first():
-    assert next_job(ABOVE, set(), set()) == Job(("code",))
+    assert next_job(ABOVE, set(), set()) == DvcJob(("code",))
     assert next_job(ABOVE, set(), {"code"}) is None, "nothing is ready"
-    assert next_job(ABOVE, {"code"}, {"code"}) == Job(("prepare@pretrain",))
+    assert next_job(ABOVE, {"code"}, {"code"}) == DvcJob(("prepare@pretrain",))
     done = {"code", "prepare@pretrain"}
-    assert next_job(ABOVE, done, done) == Job(("teacher@0",))
+    assert next_job(ABOVE, done, done) == DvcJob(("teacher@0",))
     done = {*done, "teacher@0"}
-    assert next_job(ABOVE, done, done) == Job(("teacher_router@vmoe-0", "teacher_router@prc-0"))
+    assert next_job(ABOVE, done, done) == DvcJob(("teacher_router@vmoe-0", "teacher_router@prc-0"))
 
 
 def test_trainings_come_first_and_a_models_measurements_go_together():
     done = set(BEGUN)
     first = next_job(ABOVE, done, done)
-    assert first == Job(("pretrain@vmoe-0", "finetune@vmoe-0"))
+    assert first == DvcJob(("pretrain@vmoe-0", "finetune@vmoe-0"))
     second = next_job(ABOVE, done, done | set(first.stages))
-    assert second == Job(("pretrain@prc-0",))
+    assert second == DvcJob(("pretrain@prc-0",))
     assert next_job(ABOVE, done, done | {*first.stages, *second.stages}) is None
     done |= set(first.stages)
     third = next_job(ABOVE, done, done | set(second.stages))
-    assert third == Job(("calibrate@pretrain-vmoe-0", "measure@invariance-pretrain-vmoe-0"))
+    assert third == DvcJob(("calibrate@pretrain-vmoe-0", "measure@invariance-pretrain-vmoe-0"))
     done |= {*second.stages, *third.stages}
-    assert next_job(ABOVE, done, done) == Job(("transfer@pretrain-0",)), "one long process"
+    assert next_job(ABOVE, done, done) == DvcJob(("transfer@pretrain-0",)), "one long process"
     done |= {"transfer@pretrain-0"}
     for stage in ("measure@invariance-finetune-vmoe-0", "measure@invariance-pretrain-prc-0"):
-        assert next_job(ABOVE, done, done) == Job((stage,)), "of another phase or method"
+        assert next_job(ABOVE, done, done) == DvcJob((stage,)), "of another phase or method"
         done.add(stage)
-    assert next_job(ABOVE, done, done) == Job(("compare",))
+    assert next_job(ABOVE, done, done) == DvcJob(("compare",))
 
 
 def test_each_seed_has_a_teacher_and_several_are_trained_at_once():
@@ -83,10 +90,10 @@ def test_each_seed_has_a_teacher_and_several_are_trained_at_once():
             above[f"teacher_router@{method}-{seed}"] = {f"teacher@{seed}"}
             above[f"pretrain@{method}-{seed}"] = {f"teacher_router@{method}-{seed}"}
     first = next_job(above, set(), set())
-    assert first == Job(("teacher@0",))
-    assert next_job(above, set(), {"teacher@0"}) == Job(("teacher@1",))
+    assert first == DvcJob(("teacher@0",))
+    assert next_job(above, set(), {"teacher@0"}) == DvcJob(("teacher@1",))
     teachers = {"teacher@0", "teacher@1"}
-    routers = Job(("teacher_router@vmoe-0", "teacher_router@tgr-0"))
+    routers = DvcJob(("teacher_router@vmoe-0", "teacher_router@tgr-0"))
     assert next_job(above, teachers, teachers) == routers, "those of one seed"
     assert next_job(above, {"teacher@0"}, teachers) == routers, "while the other teacher learns"
 
@@ -132,14 +139,14 @@ def test_what_is_timed_runs_alone_and_last():
         "measure@cost-pretrain-b-0": {"pretrain@b-0"},
         "routing@pretrain-b-0": {"pretrain@b-0"},
     }
-    assert next_job(above, set(), set()) == Job(("pretrain@a-0",))
+    assert next_job(above, set(), set()) == DvcJob(("pretrain@a-0",))
     done = {"pretrain@a-0"}
-    assert next_job(above, done, done) == Job(("pretrain@b-0",))
+    assert next_job(above, done, done) == DvcJob(("pretrain@b-0",))
     both = {"pretrain@a-0", "pretrain@b-0"}
-    assert next_job(above, both, both) == Job(("routing@pretrain-b-0",))
+    assert next_job(above, both, both) == DvcJob(("routing@pretrain-b-0",))
     taken = both | {"routing@pretrain-b-0"}
     assert next_job(above, both, taken) is None, "something else runs"
-    timed = Job(("measure@cost-pretrain-a-0", "measure@cost-pretrain-b-0"))
+    timed = DvcJob(("measure@cost-pretrain-a-0", "measure@cost-pretrain-b-0"))
     assert next_job(above, taken, taken) == timed
 
 
@@ -295,7 +302,7 @@ def test_dvc_on_a_full_disk_ends_as_one_line_and_leaves_nothing_in_its_cache(tmp
     left = tmp_path / ".dvc/cache/files/md5/6e/.Q2GkGN2NON2mTBdojAsNMQ.tmp"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"x" * 100)
-    match = FULL.match(
+    match = DISK_IS_FULL.match(
         "ERROR: failed to transfer '6e69fa34a6cccccacbbd13947e8c2350' - [Errno 28] No space left "
         f"on device: '{output}' -> '{left}'\n"
     )
@@ -303,7 +310,7 @@ def test_dvc_on_a_full_disk_ends_as_one_line_and_leaves_nothing_in_its_cache(tmp
     place = "DVC: .dvc/cache/files/md5/6e/b.bin: could not be written"
     assert re.match(f"{place}, {said}", describe_full_disk(match))
     assert not left.exists()
-    assert not FULL.match("ERROR: failed to reproduce 'b': exited with 1\n")
+    assert not DISK_IS_FULL.match("ERROR: failed to reproduce 'b': exited with 1\n")
 
 
 APART = """\
@@ -329,9 +336,9 @@ def test_a_large_studys_stages_run_from_files_of_their_own(tmp_path, monkeypatch
     Project.at(tmp_path).with_dvc()
     pipeline = query_dvc()
     assert set(pipeline.edges) == {("train@a", "all"), ("train@b", "all")}
-    assert run_job(Job(("train@a", "train@b")), {}, [], Event()) == 0
-    assert run_job(Job(("all",)), {}, [], Event()) == 0
-    assert set(locked()) == {"train@a", "train@b", "all"}
+    assert run_job(DvcJob(("train@a", "train@b")), {}, [], Event()) == 0
+    assert run_job(DvcJob(("all",)), {}, [], Event()) == 0
+    assert set(read_dvc_locks()) == {"train@a", "train@b", "all"}
     assert Path("all").read_text() == "a\nb\n"
     assert not query_dvc().status
 
@@ -352,7 +359,7 @@ def test_a_job_whose_disk_is_full_indeed_is_done_once_there_is_room(disk, monkey
     (disk.folder / "dvc.yaml").write_text(STAGE)
     (disk.folder / "b.in").write_text("1")
     project.with_dvc()
-    job = Job(("b",))
+    job = DvcJob(("b",))
     assert run_job(job, {}, [], Event()) == 0
     lock = (disk.folder / "dvc.lock").read_bytes()
     (disk.folder / "b.in").write_text("2")

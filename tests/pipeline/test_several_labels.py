@@ -7,7 +7,7 @@ import pytest
 
 from moecore.data.prepared import Prepared
 from moecore.measure.base import read_result
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.code_hashes import write_code
 from moecore.study.checking.validate import cross_checks
 from moecore.study.reading.document import parse_yaml
@@ -72,7 +72,7 @@ def test_pretraining_reports_precision_at_1(folder, method):
     found = measured(folder, "pretrain", method)
     data = Prepared.open(folder / "artifacts/data/pretrain")
     model = load_model(folder / f"artifacts/pretrain/{method}/0")
-    best = predictions(model, data.test.images, 70)[0].argmax(1).numpy()
+    best = predict_in_batches(model, data.test.images, 70)[0].argmax(1).numpy()
     hits = [int(data.test.labels[image, best[image]]) for image in range(150)]
     assert found.task == MultiLabel(classes=tuple("0123456789"))
     assert found.test_correct == sum(hits)
@@ -95,7 +95,7 @@ def test_class_maps_count_an_image_for_each_of_its_labels(folder):
         Prepared.open(folder / "artifacts/data/pretrain"),
         load_model(folder / "artifacts/pretrain/vmoe/0"),
     )
-    probs = predictions(model, data.validation.images, 100)[1][0].probs.mean(1).numpy()
+    probs = predict_in_batches(model, data.validation.images, 100)[1][0].probs.mean(1).numpy()
     expected = [probs[data.validation.labels[:, digit] == 1].mean(0) for digit in range(10)]
     np.testing.assert_allclose(maps[:, 0], expected, atol=1e-4)
 

@@ -22,7 +22,7 @@ import pytest
 
 from moecore.core.files import SEAL
 from moecore.core.tensors import read_tensors
-from moecore.run.history_file import locked, points, read_lines
+from moecore.run.history_file import logged_points, read_dvc_locks, read_lines
 from moecore.tracking.stored_run import UID
 from tests import forked
 from tests.project import COMMAND, Project
@@ -201,7 +201,7 @@ def stages_of(project: Project) -> dict[str, tuple[tuple[str, ...], list[str]]]:
             tuple(entry["cmd"].removeprefix("python -m stages.").split()),
             [out["path"] for out in entry["outs"]],
         )
-        for name, entry in locked(project.folder).items()
+        for name, entry in read_dvc_locks(project.folder).items()
         if entry["cmd"].startswith("python -m stages.")
     }
 
@@ -306,7 +306,7 @@ def test_an_import_killed_at_random_knows_every_run_once(finished, server, tmp_p
     ids = {run.data.tags[UID]: run.info.run_id for run in known}
     for history in histories:
         expected = [
-            (step, values["loss"]) for step, _, values in points(history) if "loss" in values
+            (step, values["loss"]) for step, _, values in logged_points(history) if "loss" in values
         ]
         found = client.get_metric_history(ids[history[0]["uid"]], "loss/total")
         assert [(point.step, point.value) for point in found] == expected

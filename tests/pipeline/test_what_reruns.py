@@ -21,10 +21,10 @@ import pytest
 from moecore.core.files import UserError, read_json
 from moecore.core.sources import CODE, ROOT
 from moecore.pipeline import closures
-from moecore.pipeline.closures import closure, fingerprint, part_files
+from moecore.pipeline.closures import hash_files, import_closure, part_files
 from moecore.pipeline.code_hashes import code_files
 from moecore.pipeline.plan import HASHING
-from moecore.run.history_file import locked
+from moecore.run.history_file import read_dvc_locks
 from moecore.study.reading.document import load_yaml, parse_yaml
 from tests import forked
 from tests.project import Project, forget_files
@@ -65,7 +65,7 @@ def changed_stages(project: Project) -> set[str]:
     changed = [file for file in files if before[file] != hashes[file.relative_to(CODE).as_posix()]]
     return {
         stage
-        for stage, entry in locked(project.folder).items()
+        for stage, entry in read_dvc_locks(project.folder).items()
         for dep in entry.get("deps", ())
         if any(file.is_relative_to(dep["path"]) for file in changed)
     }
@@ -173,7 +173,7 @@ STAGES = (
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_needs_only_what_it_depends_on(finished, tmp_path, stage):
-    entry = locked(finished.folder)[stage]
+    entry = read_dvc_locks(finished.folder)[stage]
     for path in {"params.yaml", "dvc.yaml", *(entry["path"] for entry in entry["deps"])}:
         source, target = finished.folder / path, tmp_path / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ def used(finished, tmp_path_factory) -> dict[str, set[str]]:
     project = finished.copy(tmp_path_factory.mktemp("used") / "project")
     words = {
         name: entry["cmd"].removeprefix("python -m stages.").split()
-        for name, entry in locked(project.folder).items()
+        for name, entry in read_dvc_locks(project.folder).items()
         if entry["cmd"].startswith("python -m stages.") and name != HASHING
     }
     (project.folder / "used").mkdir()
@@ -250,7 +250,7 @@ def depends_on(project: Project) -> dict[str, set[str]]:
             if path.is_relative_to(project.folder / dep["path"])
             for file in files
         }
-        for name, entry in locked(project.folder).items()
+        for name, entry in read_dvc_locks(project.folder).items()
     }
 
 
@@ -353,7 +353,7 @@ def names(files: set[Path]) -> set[str]:
 
 
 def test_closure_follows_modules_but_no_family(tree):
-    reached = names(closure("stages/train.py", tree))
+    reached = names(import_closure("stages/train.py", tree))
     assert reached == {
         "stages/train.py",
         "moecore/nn/layers/__init__.py",
@@ -366,9 +366,9 @@ def test_closure_follows_modules_but_no_family(tree):
 
 
 def test_only_the_rooms_that_decide_a_result_are_followed(tree):
-    assert names(closure("stages/compare.py", tree)) == {"stages/compare.py"}
+    assert names(import_closure("stages/compare.py", tree)) == {"stages/compare.py"}
     rooms = (*closures.DECIDING, "report")
-    assert names(closure("stages/compare.py", tree, rooms)) == {
+    assert names(import_closure("stages/compare.py", tree, rooms)) == {
         "stages/compare.py",
         "moecore/report/page/html.py",
         "moecore/report/templates/page.html",
@@ -377,7 +377,7 @@ def test_only_the_rooms_that_decide_a_result_are_followed(tree):
 
 
 def test_a_part_that_is_imported_from_its_table_is_followed(tree):
-    assert names(closure("stages/exact.py", tree)) == {
+    assert names(import_closure("stages/exact.py", tree)) == {
         "stages/exact.py",
         "moecore/tasks/numbers.py",
     }
@@ -404,7 +404,7 @@ def test_parts_bring_their_helpers(tree):
 def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
     def print_of() -> dict:
         forget_files()
-        return fingerprint(part_files({"router": {"kind": "top"}}, tree), tree)
+        return hash_files(part_files({"router": {"kind": "top"}}, tree), tree)
 
     before = print_of()
     (tree / "moecore/nn/routers/new.py").write_text("x = 1")
@@ -417,10 +417,10 @@ def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
 
 def test_broken_and_missing_files_are_named(tree):
     with pytest.raises(UserError, match=r"stages/none.py: no such file"):
-        closure("stages/none.py", tree)
+        import_closure("stages/none.py", tree)
     (tree / "stages/bad.py").write_text("x = (")
     with pytest.raises(UserError, match=r"stages/bad.py:1: not valid Python"):
-        closure("stages/bad.py", tree)
+        import_closure("stages/bad.py", tree)
 
 
 PARAMS = """\

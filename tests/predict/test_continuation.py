@@ -41,7 +41,7 @@ def test_the_likeliest_words_are_those_of_the_whole_text_read_anew(subject):
     for word in [one.word for one in found.words if not one.given]:
         # one block of all that there is, from an empty cache
         with torch.no_grad():
-            states = subject.model.nothing(1, torch.device("cpu"))
+            states = subject.model.initial_states(1, torch.device("cpu"))
             for start in range(0, len(tokens), 3):
                 part = torch.tensor([tokens[start : start + 3]])
                 (final, _, _), states = subject.model.read(part, states)

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from moecore.measure import explorer
-from moecore.measure.base import Subject, at_once
+from moecore.measure.base import MeasuredSubject, compute_without_cache
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.watched import explored_places
-from moecore.nn.predict import predictions
-from moecore.nn.traces import trace
+from moecore.nn.predict import predict_in_batches
+from moecore.nn.traces import trace_images
 from moecore.report.measured import Measured, Phase, Results
-from moecore.training.outcome import Outcome, Watched
+from moecore.training.outcome import Outcome, WatchedEpoch
 from tests.measure.subjects import FEW, images, moe, subject
 from tests.report.generated import trained
 
@@ -36,7 +36,7 @@ def results(phases: Mapping[str, Phase]) -> Results:
     return Results(phases)
 
 
-def alone(model: Subject, settings: Explorer = FEW) -> Results:
+def alone(model: MeasuredSubject, settings: Explorer = FEW) -> Results:
     """A study of one model."""
     return results({"pretrain": phase(model.data, {"vmoe": measured(model, settings)})})
 
@@ -46,9 +46,9 @@ def phase(data, models: Mapping[str, Measured], name: str = "pretrain") -> Phase
 
 
 def measured(
-    model: Subject, settings: Explorer = FEW, watched: tuple[Watched, ...] = ()
+    model: MeasuredSubject, settings: Explorer = FEW, watched: tuple[WatchedEpoch, ...] = ()
 ) -> Measured:
-    result = explorer.measure(model, settings, at_once)
+    result = explorer.measure(model, settings, compute_without_cache)
     outcome = trained(0, 0, True, "pretrain").model_copy(update={"watched": watched})
     return Measured({explorer.Result: result, Outcome: outcome})
 
@@ -58,8 +58,12 @@ def skipped() -> Measured:
     return Measured({Outcome: outcome}, (f"single images: {DENSE}",))
 
 
-def watched(model: Subject, epoch: int) -> Watched:
+def watched(model: MeasuredSubject, epoch: int) -> WatchedEpoch:
     """As the training keeps it."""
     places = explored_places(model.data, 32)
-    prediction, records = predictions(model.model, np.array(model.data.test.images[places]), 32)
-    return Watched(epoch=epoch, images=places, trace=trace(prediction, records, model.data.task))
+    prediction, records = predict_in_batches(
+        model.model, np.array(model.data.test.images[places]), 32
+    )
+    return WatchedEpoch(
+        epoch=epoch, images=places, trace=trace_images(prediction, records, model.data.task)
+    )

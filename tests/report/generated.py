@@ -12,7 +12,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import write_json
-from moecore.core.plain import plain
+from moecore.core.plain import to_jsonable
 from moecore.core.records import Layout, RoutingRecord
 from moecore.measure import (
     calibration,
@@ -26,22 +26,27 @@ from moecore.measure import (
     stability,
 )
 from moecore.measure.base import Estimate, Skipped
-from moecore.measure.exploring.overlays import Overlays, corresponding, overlays, picture
+from moecore.measure.exploring.overlays import (
+    Overlays,
+    encode_picture,
+    match_crops,
+    overlay_experts,
+)
 from moecore.measure.noise_ramp import Curve, Ramp
-from moecore.measure.routing_metrics.expert_use import confidence as router_confidence
 from moecore.measure.routing_metrics.expert_use import expert_counts, load_cv2, normalised_entropy
-from moecore.measure.under_attack.curves import Line, Row, worst_case
+from moecore.measure.routing_metrics.expert_use import routing_confidence as router_confidence
+from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
 from moecore.report.measured import Measured
-from moecore.statistics.intervals import bootstrap, wilson
+from moecore.statistics.intervals import bootstrap_interval, wilson
 from moecore.tasks.class_scores import (
-    brier,
-    confidence,
-    confusion,
-    correct,
-    ece,
-    nll,
-    reliability,
-    within,
+    brier_scores,
+    calibration_error,
+    class_confidence,
+    class_nll,
+    confusion_counts,
+    reliability_bins,
+    top1_hits,
+    topk_hits,
 )
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
@@ -76,7 +81,7 @@ def write_results(
 
 def write_result(root: Path, stage: str, where: Path, result: Config) -> None:
     """As ``run.result`` does."""
-    write_json(root / "artifacts/measured" / stage / where, plain(result))
+    write_json(root / "artifacts/measured" / stage / where, to_jsonable(result))
 
 
 def changed(model: Measured, result: Config) -> Measured:
@@ -119,7 +124,7 @@ def tested(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def trained(number: int, seed: int, routed: bool, phase: str) -> Outcome:
     """A dense model has nothing of the routing; only a fine-tuned one has it before and after."""
     logits, labels = tested(number, seed)
-    hits = correct(logits, labels)
+    hits = top1_hits(logits, labels)
     settled = settling(number, seed) if routed and phase == "pretrain" else {}
     if routed and phase == "finetune":
         settled["routing_agreement_before_after"] = (0.8, 0.7, 0.75)
@@ -128,16 +133,16 @@ def trained(number: int, seed: int, routed: bool, phase: str) -> Outcome:
         test_score=Estimate.of(TASK.interval(hits)),
         validation_score=estimate(0.8, 0.7, 0.9),
         test_correct=int(hits.sum()),
-        test_top5=Estimate.of(TASK.interval(within(logits, labels, 5))),
+        test_top5=Estimate.of(TASK.interval(topk_hits(logits, labels, 5))),
         test_count=600,
-        test_loss=float(nll(logits, labels).mean()),
+        test_loss=float(class_nll(logits, labels).mean()),
         images_per_second=2100.0 + seed,
         seconds=120.0 + 30 * number + seed,
         parameters=1_240_000,
         active_parameters=710_000 if routed else 1_240_000,
         epochs=10,
         curve=tuple(_point(epoch, number) for epoch in range(1, 11)),
-        confusion=confusion(logits, labels).tolist(),
+        confusion=confusion_counts(logits, labels).tolist(),
         **settled,
     )
 
@@ -336,28 +341,28 @@ def calibrated(generator: torch.Generator, number: int, seed: int) -> calibratio
         at_limit=False,
         validation_images=400,
         test_images=600,
-        scores=TASK.packed(correct(*tested(number, seed))),
-        top5=TASK.packed(within(*tested(number, seed), 5)),
+        scores=TASK.encode_scores(top1_hits(*tested(number, seed))),
+        top5=TASK.encode_scores(topk_hits(*tested(number, seed), 5)),
         before=quality(logits * 1.7, labels),
         after=quality(logits, labels),
     )
 
 
 def quality(scaled: torch.Tensor, labels: torch.Tensor) -> calibration.Quality:
-    sure = confidence(scaled)
-    hits = correct(scaled, labels)
-    losses = nll(scaled, labels).numpy()
-    squares = brier(scaled, labels).numpy()
+    sure = class_confidence(scaled)
+    hits = top1_hits(scaled, labels)
+    losses = class_nll(scaled, labels).numpy()
+    squares = brier_scores(scaled, labels).numpy()
 
     def resampled(statistic) -> Estimate:
-        return Estimate.of(bootstrap(statistic, 400, 50))
+        return Estimate.of(bootstrap_interval(statistic, 400, 50))
 
     return calibration.Quality(
         score=Estimate.of(wilson(int(hits.sum()), 400)),
         nll=resampled(lambda chosen: float(losses[chosen].mean())),
         brier=resampled(lambda chosen: float(squares[chosen].mean())),
-        ece=resampled(lambda chosen: ece(sure[chosen], hits[chosen])),
-        bins=reliability(sure, hits),
+        ece=resampled(lambda chosen: calibration_error(sure[chosen], hits[chosen])),
+        bins=reliability_bins(sure, hits),
     )
 
 
@@ -367,9 +372,9 @@ def attacked(number: int, seed: int, routed: bool) -> robustness.Result:
         "pgd-10": _rows(number, seed, routed, 1.0, 0),
     }
     lines = (
-        Line(name="deterministic model", holds=True, text="two passes agree bitwise"),
-        Line(name="PGD beats FGSM", holds=number != 1, text="mean loss 1.2 < 1.3"),
-        Line(name="transfer attack", holds=None, text="no second model"),
+        AuditLine(name="deterministic model", holds=True, text="two passes agree bitwise"),
+        AuditLine(name="PGD beats FGSM", holds=number != 1, text="mean loss 1.2 < 1.3"),
+        AuditLine(name="transfer attack", holds=None, text="no second model"),
     )
     return robustness.Result(
         task=TASK,
@@ -383,24 +388,26 @@ def attacked(number: int, seed: int, routed: bool) -> robustness.Result:
     )
 
 
-def pictured() -> robustness.Attacked:
+def pictured() -> robustness.AttackedGallery:
     """Three images with stripes that fade with the radius."""
     stripes = (torch.arange(28) % 4 / 3).expand(3, 1, 28, 28)
     rows = [
-        {"epsilon": epsilon, "pictures": picture(stripes * (1 - 10 * epsilon))}
+        {"epsilon": epsilon, "pictures": encode_picture(stripes * (1 - 10 * epsilon))}
         for epsilon in EPSILONS
     ]
-    return robustness.Attacked(attack="pgd-10", rows=rows)
+    return robustness.AttackedGallery(attack="pgd-10", rows=rows)
 
 
-def _rows(number: int, seed: int, routed: bool, strength: float, first: int) -> tuple[Row, ...]:
+def _rows(
+    number: int, seed: int, routed: bool, strength: float, first: int
+) -> tuple[AttackRow, ...]:
     made = []
     for epsilon in EPSILONS:
         right = int(200 * 0.9 / (1 + strength * max(1, 8 - number) * 10 * epsilon)) - seed
         hits = (torch.arange(200) - first) % 200 < right
         change = (0.5 * epsilon * 255 / 8,) * 3 if routed else ()
         made.append(
-            Row.of(
+            AttackRow.of(
                 epsilon,
                 TASK,
                 hits,
@@ -464,7 +471,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
         )
     images = np.random.default_rng(0).integers(0, 255, (4, 1, 28, 28), dtype=np.uint8)
     four = tuple(RoutingRecord(*(field[:4] for field in record[:5])) for record in records)
-    shown = overlays(images, four)
+    shown = overlay_experts(images, four)
     names = ("load_cv2", "entropy", *_matched(number, seed))
     means = {name: sum(layer[name] for layer in layers) / len(layers) for name in names}
     return routing.Result(
@@ -475,7 +482,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
         inner_cells=None,
         layers=layers,
         overlays=shown if isinstance(shown, Overlays) else Overlays(**shown),
-        corresponding=corresponding(images, Layout(1, (4, 4), (28, 28)), 0),
+        corresponding=match_crops(images, Layout(1, (4, 4), (28, 28)), 0),
         chance={"match_top1": 0.1, "match_top2_ordered": 0.1, "match_top2_sets": 0.1},
         augmentations=augmented(seed),
         sweeps=swept(number, seed),

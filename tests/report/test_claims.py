@@ -31,7 +31,14 @@ from moecore.report.page.html import render_report
 from moecore.report.tables.comparison import compare_methods, expected_metric_names
 from moecore.report.tables.cross_table import cross_table
 from moecore.report.tables.summary import claim_lines, headline_rows
-from moecore.statistics.crossed import BOTH, ITEMS, Difference, Source, crossed, kept_items
+from moecore.statistics.crossed import (
+    BOTH,
+    ITEMS,
+    Difference,
+    VarianceSource,
+    crossed_difference,
+    encode_items,
+)
 from moecore.study.checking.validate import check_params
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.overlay import load_stages
@@ -113,7 +120,7 @@ def test_direction_and_order_decide():
 
 def found(value: float, half: float | None) -> Difference:
     """A difference over very many items, whose 95 % interval has this half width."""
-    sources = () if half is None else (Source((half / 1.959964) ** 2, 10**7),)
+    sources = () if half is None else (VarianceSource((half / 1.959964) ** 2, 10**7),)
     return Difference(value, sources, ITEMS, 1, 10**7)
 
 
@@ -172,7 +179,7 @@ def with_items(values: list[np.ndarray]) -> dict[int, Measured]:
         seed: model_with_results(
             trained(0, 0, False, "pretrain"),
             ROUTED.model_copy(
-                update={"match_top1": one.mean(), "items": {"match_top1": kept_items(one)}}
+                update={"match_top1": one.mean(), "items": {"match_top1": encode_items(one)}}
             ),
         )
         for seed, one in enumerate(values)
@@ -190,7 +197,9 @@ def test_items_and_seeds_both_widen_the_interval():
     theirs = [0.3 * generator.standard_normal(60) for _ in range(3)]
     ours = [one + 0.5 * shared + 0.2 for one in theirs]  # the same gap in every seed
     found = evaluate_claims([claim()], of_items(ours, theirs))[0]
-    expected = crossed(np.stack([one - other for one, other in zip(ours, theirs, strict=True)]))
+    expected = crossed_difference(
+        np.stack([one - other for one, other in zip(ours, theirs, strict=True)])
+    )
     assert found.difference.kind == BOTH and found.difference.items == 60
     assert found.difference.interval() == pytest.approx(expected.interval(), abs=1e-3)
     # The seeds alone would leave no doubt.

@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from moecore.measure.explorer import Result as Explorer
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.report.page.explorer import explorer
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
@@ -54,7 +54,7 @@ def state(page: Page) -> dict[str, str]:
 
 def best(model, pixels, layer: int, image: int) -> list[str]:
     """The expert of every patch."""
-    _, records = predictions(model.model, pixels, 5)
+    _, records = predict_in_batches(model.model, pixels, 5)
     return [str(int(one)) for one in records[layer].combine[image, 1:].argmax(-1)]
 
 

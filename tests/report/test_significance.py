@@ -256,7 +256,7 @@ def test_a_mark_is_shown(tmp_path):
     before = render_report(shown).count('class="best"')
     phase = shown.phases["pretrain"]
     result = phase.models["vmoe"][0].of(Robustness)
-    all_right = {"score": 1.0, "scores": TASK.packed(all_true(200))}
+    all_right = {"score": 1.0, "scores": TASK.encode_scores(all_true(200))}
     rows = {
         name: (*found[:-1], found[-1].model_copy(update=all_right))
         for name, found in result.attacks.items()
@@ -288,7 +288,7 @@ def with_hits(found: Results, method: str, wrong: int) -> None:
     phase = found.phases["pretrain"]
     result = phase.models[method][0].of(Robustness)
     right = torch.arange(200) >= wrong
-    kept = {"score": 1 - wrong / 200, "low": 0.9, "high": 1.0, "scores": TASK.packed(right)}
+    kept = {"score": 1 - wrong / 200, "low": 0.9, "high": 1.0, "scores": TASK.encode_scores(right)}
     attacks = {
         name: tuple(row.model_copy(update=kept) for row in rows)
         for name, rows in result.attacks.items()

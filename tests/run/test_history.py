@@ -21,21 +21,21 @@ from moecore.core.config import Config
 from moecore.core.files import FullDisk, UserError, read_json
 from moecore.core.sources import ROOT
 from moecore.run import progress
-from moecore.run.history import record
+from moecore.run.history import record_run
 from moecore.run.history_file import (
-    NAME,
-    Growing,
+    HISTORY_FILE,
+    GrowingHistory,
     append_line,
-    before,
-    encode,
-    flatten,
-    points,
+    encode_line,
+    flatten_keys,
+    lines_before_step,
+    logged_points,
+    nested_numbers,
     read_lines,
-    scalars,
-    seconds,
+    spent_seconds,
 )
-from moecore.run.progress import clock
-from moecore.run.resume import Kept
+from moecore.run.progress import format_duration
+from moecore.run.resume import KeptParts
 
 
 class Params(Config):
@@ -52,11 +52,11 @@ def alone(tmp_path, monkeypatch):
 
 
 def recorded(**kwargs):
-    return record("pretrain", Params(), method="vmoe", seed=0, **kwargs)
+    return record_run("pretrain", Params(), method="vmoe", seed=0, **kwargs)
 
 
 def logged(lines: list[dict]) -> list[tuple[int, dict]]:
-    return [(step, values) for step, _, values in points(lines)]
+    return [(step, values) for step, _, values in logged_points(lines)]
 
 
 def test_a_finished_run(monkeypatch):
@@ -212,14 +212,14 @@ def test_the_stage_ends_when_its_parent_is_killed():
 
 @pytest.fixture
 def history(tmp_path):
-    return Growing(tmp_path)
+    return GrowingHistory(tmp_path)
 
 
-def write(history: Growing, *lines: dict) -> None:
-    history.path.write_text("".join(map(encode, lines)))
+def write(history: GrowingHistory, *lines: dict) -> None:
+    history.path.write_text("".join(map(encode_line, lines)))
 
 
-def append(history: Growing, text: str) -> None:
+def append(history: GrowingHistory, text: str) -> None:
     with open(history.path, "a") as handle:
         handle.write(text)
 
@@ -246,20 +246,20 @@ def test_a_history_cut_at_a_checkpoint_is_read_anew(history):
 
 def test_a_resumed_run_keeps_what_was_logged_before_its_first_step():
     lines = [{"uid": "a"}, {"step": 10}, {"tags": {}}, {"step": 20}]
-    assert before(lines, 20) == lines[:3]
-    assert before(lines, 30) == lines
+    assert lines_before_step(lines, 20) == lines[:3]
+    assert lines_before_step(lines, 30) == lines
 
 
 def test_the_time_between_kill_and_resume_does_not_count():
     # 0 to 2, then again 10 to 13
-    assert seconds([{"t": 0}, {"t": 2}, {"t": 10, "resumed": True}, {"t": 13}]) == 5.0
-    assert seconds([]) == 0.0
+    assert spent_seconds([{"t": 0}, {"t": 2}, {"t": 10, "resumed": True}, {"t": 13}]) == 5.0
+    assert spent_seconds([]) == 0.0
 
 
 def test_params_are_flat_and_the_scalars_of_a_result_are_its_numbers_outside_of_lists():
-    assert flatten({"a": {"b": [1, 2]}, "c": [{"d": None}]}) == {"a.b": [1, 2], "c.0.d": None}
+    assert flatten_keys({"a": {"b": [1, 2]}, "c": [{"d": None}]}) == {"a.b": [1, 2], "c.0.d": None}
     found = {"a": 1, "b": {"c": [1.0], "d": 0.5}, "e": {"f": "text"}, "g": None, "h": True}
-    assert scalars(found) == {"a": 1, "b": {"d": 0.5}, "h": True}
+    assert nested_numbers(found) == {"a": 1, "b": {"d": 0.5}, "h": True}
 
 
 def never():
@@ -267,26 +267,26 @@ def never():
 
 
 def test_a_part_is_made_once_and_the_first_time_gives_what_later_times_give(tmp_path):
-    first = Kept(tmp_path).part("a", lambda: {"pair": (1, 2), 3: None})
-    assert first == {"pair": [1, 2], "3": None} == Kept(tmp_path).part("a", never)
+    first = KeptParts(tmp_path).part("a", lambda: {"pair": (1, 2), 3: None})
+    assert first == {"pair": [1, 2], "3": None} == KeptParts(tmp_path).part("a", never)
 
 
 @given(value=st.floats(allow_nan=False))
 def test_floats_keep_their_bits(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("kept")
     assert (
-        repr(Kept(folder).part("a", lambda: value))
+        repr(KeptParts(folder).part("a", lambda: value))
         == repr(value)
-        == repr(Kept(folder).part("a", never))
+        == repr(KeptParts(folder).part("a", never))
     )
 
 
 def test_a_line_cut_off_by_a_kill_is_made_again(tmp_path):
-    kept = Kept(tmp_path)
+    kept = KeptParts(tmp_path)
     kept.part("a", lambda: [1.5])
     kept.part("b", lambda: [2.5])
     kept.path.write_bytes(kept.path.read_bytes()[:-5])
-    again = Kept(tmp_path)
+    again = KeptParts(tmp_path)
     assert again.part("a", never) == [1.5]
     assert again.part("b", lambda: [3.5]) == [3.5]
     assert [json.loads(line)["key"] for line in kept.path.read_text().splitlines()] == ["a", "b"]
@@ -301,7 +301,7 @@ def now(monkeypatch):
 
 
 def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(now, capsys):
-    with progress.progress("pretrain", 100) as bar:
+    with progress.progress_bar("pretrain", 100) as bar:
         bar.update(10)
         now["now"] = 5.0
         bar.update(20, loss=0.5)
@@ -317,8 +317,8 @@ def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(now, capsys):
 
 
 def test_clock():
-    assert clock(123) == "2:03"
-    assert clock(3723.4) == "1:02:03"
+    assert format_duration(123) == "2:03"
+    assert format_duration(3723.4) == "1:02:03"
 
 
 @pytest.mark.parametrize(
@@ -351,20 +351,20 @@ def test_a_torn_or_deleted_history_beside_a_checkpoint(spoil, kept, said, capsys
 
 @pytest.mark.parametrize("line", [b"null", b'{"t": "x"}', b"[" * 100_000])
 def test_a_line_that_is_no_object_with_a_time_ends_what_is_trusted(tmp_path, line):
-    whole = [encode({"t": 1.0, "step": step}).encode() for step in range(3)]
-    (tmp_path / NAME).write_bytes(whole[0] + line + b"\n" + whole[1])
+    whole = [encode_line({"t": 1.0, "step": step}).encode() for step in range(3)]
+    (tmp_path / HISTORY_FILE).write_bytes(whole[0] + line + b"\n" + whole[1])
     assert [one["step"] for one in read_lines(tmp_path)] == [0]
 
 
 def test_a_line_that_finds_no_room_leaves_nothing_that_hides_the_next(limited):
-    path = Path(NAME)
-    append_line(path, encode({"t": 1, "step": 1}))
+    path = Path(HISTORY_FILE)
+    append_line(path, encode_line({"t": 1, "step": 1}))
     before = path.read_bytes()
     with limited(len(before) + 10), pytest.raises(FullDisk) as error:
-        append_line(path, encode({"t": 2, "text": "x" * 100}))
-    assert str(error.value).startswith(f"{NAME}: could not be written, file too large; ")
+        append_line(path, encode_line({"t": 2, "text": "x" * 100}))
+    assert str(error.value).startswith(f"{HISTORY_FILE}: could not be written, file too large; ")
     assert path.read_bytes() == before
-    append_line(path, encode({"t": 3}), sync=True)
+    append_line(path, encode_line({"t": 3}), sync=True)
     assert [line["t"] for line in read_lines(Path())] == [1, 3]
 
 
@@ -384,7 +384,7 @@ def test_a_history_that_finds_no_room_to_be_published_leaves_the_earlier_one(mon
         patch.setattr(shutil, "copyfile", full)
         with pytest.raises(FullDisk) as error, recorded() as run:
             run.log(1, {"loss": 2.0})
-        said = f"{OUT}/{NAME}: could not be written, no space left on device; "
+        said = f"{OUT}/{HISTORY_FILE}: could not be written, no space left on device; "
         assert str(error.value).startswith(said)
         assert not capsys.readouterr().err, "of one full disk, one line tells"
         with pytest.raises(ZeroDivisionError), recorded() as run:
@@ -394,5 +394,5 @@ def test_a_history_that_finds_no_room_to_be_published_leaves_the_earlier_one(mon
     assert not list(Path().rglob("*.part"))
     with recorded() as run:
         run.log(1, {"loss": 2.0})
-    assert '"status": "FINISHED"' in (OUT / NAME).read_text()
+    assert '"status": "FINISHED"' in (OUT / HISTORY_FILE).read_text()
     assert files_below(OUT) != before

@@ -10,8 +10,8 @@ import pytest
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.pipeline.drivers import hold_project
-from moecore.run.history import record
-from moecore.run.history_file import locked, read_lines
+from moecore.run.history import record_run
+from moecore.run.history_file import read_dvc_locks, read_lines
 from moecore.run.inputs import refuse_changed_document
 from moecore.study.reading.document import load_yaml
 from tests.project import PARAMS, Project
@@ -50,14 +50,14 @@ def test_a_setting_edited_while_a_stage_runs_files_no_result_and_is_named(projec
     (line,) = [line for line in said.splitlines() if "learning_rate" in line]
     assert "params.yaml:35:" in line and ": pretrain.learning_rate: was 0.001" in line
     assert "is 0.002" in line
-    assert STAGE not in locked(project.folder)
+    assert STAGE not in read_dvc_locks(project.folder)
     assert checkpoints(project)
 
     project.edit(OTHER, f"{RATE}  # as before\n")
     assert project.repro(STAGE) == ["code", STAGE]
     history = read_lines(project.folder / "artifacts/history/pretrain/dense/0")
     assert any("resumed" in line for line in history)
-    ran_with = locked(project.folder)[STAGE]["params"]["params.yaml"]
+    ran_with = read_dvc_locks(project.folder)[STAGE]["params"]["params.yaml"]
     assert ran_with["pretrain"]["learning_rate"] == 0.001
     assert not checkpoints(project)
 
@@ -97,7 +97,7 @@ def test_what_is_compared_are_values(file, text, key):
     with contextlib.ExitStack() as stack:
         if key:
             stack.enter_context(pytest.raises(UserError, match=key))
-        with record("pretrain", Params(), method="vmoe", seed=0):
+        with record_run("pretrain", Params(), method="vmoe", seed=0):
             file.write_text(text)
     status = read_lines("artifacts/history/pretrain/vmoe/0")[-1]["status"]
     assert status == ("FAILED" if key else "FINISHED")
@@ -110,7 +110,7 @@ def test_an_artifact_that_is_another_at_the_end_is_named(file):
         data.write_text("1")
         said = f"{data}: was changed"
         with contextlib.nullcontext() if allowed else pytest.raises(UserError, match=said):
-            with record("calibrate", None, inputs=[data.parent]):
+            with record_run("calibrate", None, inputs=[data.parent]):
                 data.write_text(now)
 
 

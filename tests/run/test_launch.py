@@ -27,12 +27,12 @@ from moecore.core.tensors import read_tensors
 from moecore.pipeline import places
 from moecore.run.launch import (
     Cluster,
-    Needs,
-    environment_of,
+    StageNeeds,
     launch_command,
+    launch_environment,
     read_cluster,
-    run_launched,
-    stage_of,
+    run_with_launcher,
+    stage_name,
 )
 from moecore.run.local_ranks import rank_by_slurm, threads_by_slurm
 from tests.project import COMMAND, PARAMS, Project
@@ -186,14 +186,16 @@ def test_a_job_of_its_own_knows_nothing_of_the_job_around_it(monkeypatch):
     }
     for name, value in (around | {"SLURM_CONF": "/c", "SLURM_ACCOUNT": "lab"}).items():
         monkeypatch.setenv(name, value)
-    given = environment_of(Cluster(launch="srun"), Needs(), Path("/m"))
+    given = launch_environment(Cluster(launch="srun"), StageNeeds(), Path("/m"))
     kept = {name: value for name, value in given.items() if name.startswith("SLURM")}
     assert kept == {"SLURM_CONF": "/c", "SLURM_ACCOUNT": "lab", "SLURM_KILL_BAD_EXIT": "1"}
-    given = environment_of(Cluster(launch="srun", steps=True), Needs(ranks=2), Path("/m"))
+    given = launch_environment(Cluster(launch="srun", steps=True), StageNeeds(ranks=2), Path("/m"))
     assert around.items() <= given.items()
     assert (given["MOECORE_LAUNCHED"], given["MOECORE_MEETING"]) == ("2", "/m")
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert environment_of(Cluster(launch="srun"), Needs(), Path("/m"))["SLURM_NTASKS"] == "4"
+    assert (
+        launch_environment(Cluster(launch="srun"), StageNeeds(), Path("/m"))["SLURM_NTASKS"] == "4"
+    )
 
 
 def test_this_machines_own_launcher_inside_a_job(tmp_path, monkeypatch):
@@ -226,7 +228,7 @@ def test_what_is_started():
     words = ["-m", "stages.measure", "routing", "pretrain", "vmoe", "0"]
     assert launch_command(cluster, words) == ["env", "A=routing", "B=0", PYTHON, *words]
     words = ["-m", "stages.finetune", "adversarial", "vmoe", "0"]
-    assert stage_of(words) == "adversarial"
+    assert stage_name(words) == "adversarial"
     assert launch_command(cluster, words)[3:6] == [PYTHON, "-m", "moecore.run.local_ranks"]
     cluster = Cluster(launch=SRUN, stages={"pretrain": {"nodes": 2, "ranks": 4, "cores": 8}})
     words = ["-m", "stages.pretrain", "vmoe", "0"]
@@ -261,7 +263,7 @@ def test_only_what_is_ended_from_outside_is_started_again(tmp_path, monkeypatch,
         script.write_text(f"#!/bin/sh\necho x >> {marks}\nexit {code}\n")
         script.chmod(0o755)
         cluster = Cluster(launch=str(script), tries=3)
-        assert run_launched(cluster, ["-m", "stages.pretrain", "vmoe", "0"]) == ends
+        assert run_with_launcher(cluster, ["-m", "stages.pretrain", "vmoe", "0"]) == ends
         assert marks.read_text().count("x") == starts
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 3 and "started again, 2 more" in said[0] and "given up" in said[2]
@@ -274,7 +276,9 @@ def test_an_error_of_one_rank_is_not_tried_again(tmp_path, monkeypatch, capfd):
     script.write_text('#!/bin/sh\necho x >> marks\ntouch "$MOECORE_MEETING.failed"\nexit 143\n')
     script.chmod(0o755)
     assert (
-        run_launched(Cluster(launch=str(script), tries=3), ["-m", "stages.pretrain", "vmoe", "0"])
+        run_with_launcher(
+            Cluster(launch=str(script), tries=3), ["-m", "stages.pretrain", "vmoe", "0"]
+        )
         == 1
     )
     assert Path("marks").read_text() == "x\n"

@@ -9,9 +9,9 @@ import pytest
 from moecore.core.sources import ROOT
 from moecore.pipeline.studies import write_study
 from moecore.run.partial_run import (
-    KEPT,
-    PART,
-    PASSED_ON,
+    COMMITTED_NUMBERS,
+    DVC_NUMBERS,
+    PARTIAL_NUMBERS,
     describe_waiting,
     list_left_out,
     split_waiting,
@@ -63,9 +63,9 @@ def test_one_method_and_one_seed_wait_for_the_rest(study):
 
 def test_the_numbers_of_a_part_are_written_beside_those_of_the_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert write_numbers({"prc": 1}, ["vmoe"]) == KEPT, "there is nothing to keep yet"
-    assert write_numbers({"prc": 1, "vmoe": 2}, []) == KEPT
-    assert write_numbers({"prc": 3}, ["vmoe"]) == PART
-    assert json.loads(PART.read_text()) == {"prc": 3}
-    for path in (KEPT, PASSED_ON):
+    assert write_numbers({"prc": 1}, ["vmoe"]) == COMMITTED_NUMBERS, "there is nothing to keep yet"
+    assert write_numbers({"prc": 1, "vmoe": 2}, []) == COMMITTED_NUMBERS
+    assert write_numbers({"prc": 3}, ["vmoe"]) == PARTIAL_NUMBERS
+    assert json.loads(PARTIAL_NUMBERS.read_text()) == {"prc": 3}
+    for path in (COMMITTED_NUMBERS, DVC_NUMBERS):
         assert json.loads(path.read_text()) == {"prc": 1, "vmoe": 2}

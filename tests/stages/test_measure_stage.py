@@ -26,7 +26,7 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.calibrators.linear import Linear
 from moecore.nn.backbones.image import ImageSpec
 from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.dvc_file import study_dvc
+from moecore.pipeline.dvc_file import study_dvc_text
 from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.training.artifacts import save_model, save_no_guide
 from stages import out_of_fold as stage
@@ -137,7 +137,7 @@ DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', r
 @pytest.fixture(scope="module")
 def explored(tmp_path_factory) -> Project:
     explored = Project(tmp_path_factory.mktemp("explorer"), PARAMS)
-    text = study_dvc(["prepare", "teacher_router", "pretrain", "measure"])
+    text = study_dvc_text(["prepare", "teacher_router", "pretrain", "measure"])
     (explored.folder / "dvc.yaml").write_text(text, encoding="utf-8")
     explored.stage("prepare", "pretrain")
     for method in ("dense", "vmoe"):
@@ -211,7 +211,7 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
     trained = []
     asked = []
     job_without = brain.build_fold_job
-    predictions = brain.predictions
+    predictions = brain.predict_in_batches
 
     def without(recipe, opened, kept, *rest):
         trained.append(set(kept.tolist()))
@@ -222,7 +222,7 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
         return predictions(model, images, *rest, **words)
 
     monkeypatch.setattr(brain, "build_fold_job", without)
-    monkeypatch.setattr(brain, "predictions", spied)
+    monkeypatch.setattr(brain, "predict_in_batches", spied)
     stage.out_of_fold("dense", 0)
     path = tmp_path / "artifacts/out_of_fold/pretrain/dense/0/predictions.csv"
     rows = read_predictions(path)
@@ -236,7 +236,7 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
     (tmp_path / "w").write_bytes(b"")
     ages = Ages.of(data, leaning(data), tmp_path / "w")
     assert fit_age_line(ages, Linear(fit_on="out_of_fold", min_slope=1e-9), path).n == 12
-    result = read_result(tmp_path / RESULT, brain.Result, "out_of_fold")
+    result = read_result(tmp_path / RESULT, brain.OutOfFoldResult, "out_of_fold")
     predicted = np.array([float(row["predicted_age"]) for row in rows])
     assert (result.folds, result.n) == (3, 12)
     assert result.mae == pytest.approx(np.abs(predicted - data.train.labels).mean(), abs=1e-3)
@@ -257,7 +257,7 @@ def test_nothing_is_trained_where_the_calibration_needs_none(tmp_path, monkeypat
     assert [
         path.name for path in (tmp_path / "artifacts/out_of_fold/pretrain/dense/0").iterdir()
     ] == ["absent.json"]
-    result = read_result(tmp_path / RESULT, brain.Result, "out_of_fold")
+    result = read_result(tmp_path / RESULT, brain.OutOfFoldResult, "out_of_fold")
     assert isinstance(result, Skipped) and "other predictions" in result.skipped
 
 

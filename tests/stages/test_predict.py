@@ -20,7 +20,7 @@ from moecore.brain.ages import Ages, fit_age_line
 from moecore.brain.calibrated_ages import write_calibration
 from moecore.brain.measured_ages import measure_ages
 from moecore.brain.prediction_table import read_predictions
-from moecore.core.config import read_as
+from moecore.core.config import read_settings
 from moecore.core.files import UserError
 from moecore.core.plain import spreadsheet_cell
 from moecore.data.files.decode import decode_image
@@ -31,7 +31,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoE
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.predict.ages import calibrator_folder, load_calibration
 from moecore.predict.ages import predict_ages as predict
@@ -107,7 +107,9 @@ def test_a_bids_folder_with_ages(trained, tmp_path):
         ("sub-2", "ses-a", "new", "", "M"),
         ("sub-3", "ses-a", "new", "", ""),
     ]
-    fitted = read_as(calibrator_folder(target) / "calibrator.json", FittedLinear, "a calibrator")
+    fitted = read_settings(
+        calibrator_folder(target) / "calibrator.json", FittedLinear, "a calibrator"
+    )
     for row, group in zip(rows, ("F", "M", "pooled"), strict=True):
         raw = float(row["predicted_age"])
         assert (
@@ -139,7 +141,9 @@ def test_a_prediction_is_the_models_for_the_prepared_volume(trained, tmp_path):
     low, high = np.percentile(inside, (1, 99))
     made = np.zeros_like(image)
     made[image > 0] = 0.01 + 0.99 * np.clip((inside - low) / (high - low), 0, 1)
-    said = predictions(model.eval(), made[None, None].astype(np.float16), 1, routing=False)[0][0, 0]
+    said = predict_in_batches(model.eval(), made[None, None].astype(np.float16), 1, routing=False)[
+        0
+    ][0, 0]
     assert [row.participant_id for row in rows] == ["brighter", "one"]
     assert rows[1].predicted_age == pytest.approx(float(said), abs=1e-2)
     assert rows[0].predicted_age == pytest.approx(rows[1].predicted_age, abs=1e-2)

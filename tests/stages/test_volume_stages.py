@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecore.brain.measured_ages import Result
+from moecore.brain.measured_ages import AgeResult
 from moecore.brain.prediction_table import read_predictions
 from moecore.core import streams
-from moecore.core.config import read_as
+from moecore.core.config import read_settings
 from moecore.core.files import UserError
 from moecore.measure.base import read_result
 from moecore.measure.calibrators.linear import FittedLinear
-from moecore.measure.routing_metrics.epochs import Watch
+from moecore.measure.routing_metrics.epochs import EpochWatch
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.code_hashes import write_code
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.outcome import Outcome
@@ -106,7 +106,7 @@ def test_errors_are_in_years_with_limits(study):
 
 def test_the_saved_model_predicts_what_was_reported(study):
     model = load_model("artifacts/pretrain/ermoe_ba/0")
-    ages, _ = predictions(model, study.test.images, 5)
+    ages, _ = predict_in_batches(model, study.test.images, 5)
     assert ages.shape == (12, 1)
     error = (ages[:, 0] - torch.tensor(study.test.labels)).abs().mean()
     assert float(error) == pytest.approx(measured("ermoe_ba").test_score.value, rel=1e-5)
@@ -146,11 +146,13 @@ def test_a_method_keeps_its_teacher_in_fine_tuning_where_it_says_so(study):
 def test_a_seed_shares_no_stream_with_its_teacher(study, monkeypatch):
     """Of the same shape, trained on the same images, under the same number."""
     seeds: dict[str, set] = {}
-    digest, seeded = streams._digest, torch.manual_seed
+    digest, seeded = streams._hash_words, torch.manual_seed
 
     def run(stage, *item):
         said: set = set()
-        monkeypatch.setattr(streams, "_digest", lambda *words: said.add(words) or digest(*words))
+        monkeypatch.setattr(
+            streams, "_hash_words", lambda *words: said.add(words) or digest(*words)
+        )
         monkeypatch.setattr(torch, "manual_seed", lambda seed: said.add(seed) or seeded(seed))
         stage(*item)
         seeds[stage.__name__] = said
@@ -170,17 +172,17 @@ def test_a_seed_shares_no_stream_with_its_teacher(study, monkeypatch):
 def test_killed_after_an_epoch_it_goes_on_to_the_same_model(study, monkeypatch):
     expected = Path("artifacts/pretrain/ermoe_ba/0/model.safetensors").read_bytes()
     rows = measured("ermoe_ba").region_routing
-    look = Watch.look
+    look = EpochWatch.look
 
     def killed(self, epoch):
         if epoch == 3:
             raise KeyboardInterrupt
         look(self, epoch)
 
-    monkeypatch.setattr(Watch, "look", killed)
+    monkeypatch.setattr(EpochWatch, "look", killed)
     with pytest.raises(KeyboardInterrupt):
         pretrain("ermoe_ba", 0)
-    monkeypatch.setattr(Watch, "look", look)
+    monkeypatch.setattr(EpochWatch, "look", look)
     pretrain("ermoe_ba", 0)
     assert Path("artifacts/pretrain/ermoe_ba/0/model.safetensors").read_bytes() == expected
     assert measured("ermoe_ba").region_routing == rows
@@ -220,20 +222,20 @@ def results(tmp_path_factory):
 def test_it_predicts_years_and_writes_everything(results):
     folder, data = results
     rows = read_predictions(folder / "artifacts/calibrate/pretrain/dense/0/predictions.csv")
-    said = predictions(
+    said = predict_in_batches(
         load_model(folder / "artifacts/pretrain/dense/0"), data.test.images, 9, routing=False
     )[0][:, 0]
     assert [float(row["predicted_age"]) for row in rows[-9:]] == pytest.approx(
         said.tolist(), abs=1e-3
     )
-    fitted = read_as(
+    fitted = read_settings(
         (folder / "artifacts/calibrate/pretrain/dense/0/calibrator.json"),
         FittedLinear,
         "a calibrator",
     )
     assert fitted.pooled.n == 20
     path = folder / "artifacts/measured/calibrate/pretrain/dense/0.json"
-    found = read_result(path, Result, "calibrate")
+    found = read_result(path, AgeResult, "calibrate")
     assert (found.kind, found.n_test) == ("linear", 9)
     assert found.predictor_sha256 == fitted.predictor_sha256 and found.calibration == fitted
     assert len(found.points.age) == 9 and found.raw.mae.value > 0

@@ -18,28 +18,28 @@ from moecore.statistics.crossed import (
     BOTH,
     ITEMS,
     SEEDS,
-    by_person,
-    crossed,
-    kept_items,
-    of_ratio,
-    paired_seeds,
+    crossed_difference,
+    encode_items,
+    linearize_ratio,
+    paired_seed_difference,
+    values_by_person,
 )
 from moecore.statistics.intervals import (
     Estimate,
     Interval,
-    bootstrap,
+    bootstrap_interval,
     bootstrap_mean,
+    mean_over_seeds,
     mean_share,
-    over_seeds,
     wilson,
 )
 from moecore.statistics.paired import (
-    Pairs,
+    PairedHits,
+    count_paired_hits,
     holm,
     mcnemar,
     paired_bootstrap,
     paired_difference,
-    pairs,
 )
 from moecore.tasks.image_text import ImageText
 
@@ -68,19 +68,19 @@ def test_wilson_holds_its_share_inside_zero_and_one(case):
 
 def test_over_seeds_by_hand():
     # Mean 2, deviation 1, t(0.975, 2) = 4.3027: 2 ± 4.3027 / √3.
-    assert over_seeds([1, 2, 3]) == (
+    assert mean_over_seeds([1, 2, 3]) == (
         2,
         pytest.approx(2 - 2.4841, abs=1e-4),
         pytest.approx(2 + 2.4841, abs=1e-4),
     )
-    assert over_seeds([0.7]) == Interval(0.7)
+    assert mean_over_seeds([0.7]) == Interval(0.7)
     with pytest.raises(ValueError, match="no values"):
-        over_seeds([])
+        mean_over_seeds([])
 
 
 def test_bootstrap_of_a_mean_is_near_the_normal_interval():
     values = np.random.default_rng(1).normal(5, 2, 400)
-    found = bootstrap(lambda chosen: values[chosen].mean(), 400)
+    found = bootstrap_interval(lambda chosen: values[chosen].mean(), 400)
     half = 1.96 * values.std() / 20
     assert found == (
         pytest.approx(values.mean()),
@@ -89,8 +89,8 @@ def test_bootstrap_of_a_mean_is_near_the_normal_interval():
     )
     assert (
         found
-        == bootstrap(lambda chosen: values[chosen].mean(), 400)
-        != bootstrap(lambda chosen: values[chosen].mean(), 400, seed=1)
+        == bootstrap_interval(lambda chosen: values[chosen].mean(), 400)
+        != bootstrap_interval(lambda chosen: values[chosen].mean(), 400, seed=1)
     )
 
 
@@ -98,7 +98,7 @@ def test_bootstrap_reflects_a_biased_statistic():
     # |mean| of data around 0 is biased upward; so are its resamples, and the reflected interval
     # lies lower than their quantiles.
     values = np.random.default_rng(0).normal(0.01, 1, 200)
-    found = bootstrap(lambda chosen: abs(values[chosen].mean()), 200, lowest=0.0)
+    found = bootstrap_interval(lambda chosen: abs(values[chosen].mean()), 200, lowest=0.0)
     assert found.low == 0 and found.high <= 2 * found.value
 
 
@@ -108,7 +108,9 @@ COUNTS = st.integers(0, 40)
 def test_the_table_of_pairs():
     first = np.array([1, 1, 1, 0, 0, 1, 0], dtype=bool)
     second = np.array([1, 0, 0, 1, 0, 1, 0], dtype=bool)
-    assert pairs(first, second) == Pairs(both=2, first_only=2, second_only=1, neither=2)
+    assert count_paired_hits(first, second) == PairedHits(
+        both=2, first_only=2, second_only=1, neither=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,18 +150,20 @@ def test_newcombes_interval_by_hand_and_as_published():
     # Laake 2014): −0.286 (−0.507, −0.026) 1·12 − 1·7 = 5 is below 21 / 2, so φ = 0: Wilson
     # (0.0265, 0.2891) and (0.2075, 0.5912)
     # 0.2212 = √(0.0687² + 0.2103²), 0.2601 = √(0.1939² + 0.1734²)
-    assert paired_difference(Pairs(1, 1, 7, 12)) == pytest.approx(
+    assert paired_difference(PairedHits(1, 1, 7, 12)) == pytest.approx(
         (-6 / 21, -0.5069, -0.0256), abs=1e-4
     )
     # 20, 12, 2, 16: φ = (320 − 24 − 25) / √(32·18·22·28) = 0.4550; Wilson (0.5014, 0.7586) and
     # (0.3116, 0.5769) √(0.1386² + 0.1369² − 2·0.4550·0.1386·0.1369) = 0.1438,
     # √(0.1186² + 0.1284² − 2·0.4550·0.1186·0.1284) = 0.1292
-    assert paired_difference(Pairs(20, 12, 2, 16)) == pytest.approx((0.2, 0.0562, 0.3292), abs=1e-4)
+    assert paired_difference(PairedHits(20, 12, 2, 16)) == pytest.approx(
+        (0.2, 0.0562, 0.3292), abs=1e-4
+    )
 
 
 def test_a_negative_correlation_widens_the_interval():
     # 2, 10, 8, 0: φ = (0 − 80) / √(12·8·10·10) = −0.8165, without a correction
-    found = paired_difference(Pairs(2, 10, 8, 0))
+    found = paired_difference(PairedHits(2, 10, 8, 0))
     first = wilson(12, 20)
     second = wilson(10, 20)
     below = first.value - first.low
@@ -173,21 +177,25 @@ def test_a_negative_correlation_widens_the_interval():
 @given(st.tuples(COUNTS, COUNTS, COUNTS, COUNTS).filter(any))
 def test_the_interval_is_symmetric_and_holds_its_value(counts):
     both, first_only, second_only, neither = counts
-    value, low, high = paired_difference(Pairs(*counts))
+    value, low, high = paired_difference(PairedHits(*counts))
     assert -1 <= low <= value <= high <= 1 and value == pytest.approx(
         (first_only - second_only) / sum(counts)
     )
-    mirrored = paired_difference(Pairs(both, second_only, first_only, neither))
+    mirrored = paired_difference(PairedHits(both, second_only, first_only, neither))
     assert mirrored == pytest.approx((-value, -high, -low), abs=1e-12)
     # wrong for right, and so second for first
-    swapped = paired_difference(Pairs(neither, first_only, second_only, both))
+    swapped = paired_difference(PairedHits(neither, first_only, second_only, both))
     assert swapped == pytest.approx((value, low, high), abs=1e-12)
 
 
 def test_two_equal_models_do_not_differ():
     hits = np.arange(40) % 3 == 0
-    found = paired_difference(pairs(hits, hits))
-    assert found.value == 0 and found.low < 0 < found.high and mcnemar(*pairs(hits, hits)[1:3]) == 1
+    found = paired_difference(count_paired_hits(hits, hits))
+    assert (
+        found.value == 0
+        and found.low < 0 < found.high
+        and mcnemar(*count_paired_hits(hits, hits)[1:3]) == 1
+    )
     assert paired_bootstrap(hits, hits) == (0, 0, 0)
 
 
@@ -271,7 +279,7 @@ def test_limits_of_a_share_are_shares():
 def test_by_hand():
     # Seed means 0.25, 0.75: variance 0.125, A = 0.0625. Item means 0, 0, 1, 1: variance 1/3,
     # B = 1/12. t(1) = 12.7062, t(3) = 3.18245.
-    found = crossed(np.array([[0, 0, 0, 1], [0, 0, 2, 1.0]]))
+    found = crossed_difference(np.array([[0, 0, 0, 1], [0, 0, 2, 1.0]]))
     assert found.value == 0.5 and (found.kind, found.seeds, found.items) == (BOTH, 2, 4)
     half = math.sqrt(12.70620**2 * 0.0625 + 3.182446**2 / 12)
     assert found.half() == pytest.approx(half, rel=1e-5)
@@ -280,7 +288,7 @@ def test_by_hand():
 
 def test_one_seed_is_student_over_items():
     values = np.random.default_rng(0).standard_normal((1, 30)) + 0.3
-    found = crossed(values)
+    found = crossed_difference(values)
     expected = ttest_1samp(values[0], 0)
     assert found.kind == ITEMS and found.p == pytest.approx(expected.pvalue)
     limits = expected.confidence_interval(0.95)
@@ -288,55 +296,62 @@ def test_one_seed_is_student_over_items():
 
 
 def test_without_items_it_is_student_over_seeds():
-    found = paired_seeds([0.1, 0.2, 0.3])
-    assert found.kind == SEEDS and found.interval() == pytest.approx(over_seeds([0.1, 0.2, 0.3]))
+    found = paired_seed_difference([0.1, 0.2, 0.3])
+    assert found.kind == SEEDS and found.interval() == pytest.approx(
+        mean_over_seeds([0.1, 0.2, 0.3])
+    )
     assert found.p == pytest.approx(ttest_1samp([0.1, 0.2, 0.3], 0).pvalue)
-    alone = paired_seeds([0.1])
+    alone = paired_seed_difference([0.1])
     assert (alone.kind, alone.p, alone.smallest) == ("", None, None)
     assert alone.interval() == (0.1, None, None)
 
 
 def test_where_seeds_change_nothing_only_items_count():
     row = np.random.default_rng(1).standard_normal(50)
-    both = crossed(np.stack([row, row, row]))
-    assert both.half() == pytest.approx(crossed(row[None]).half())
+    both = crossed_difference(np.stack([row, row, row]))
+    assert both.half() == pytest.approx(crossed_difference(row[None]).half())
 
 
 @pytest.mark.parametrize("level", [0.5, 0.9, 0.95, 0.999])
 def test_p_and_interval_say_the_same(level):
     generator = np.random.default_rng(2)
-    found = crossed(generator.standard_normal((3, 40)) + generator.standard_normal((3, 1)))
+    found = crossed_difference(
+        generator.standard_normal((3, 40)) + generator.standard_normal((3, 1))
+    )
     assert found.p_at(found.half(level)) == pytest.approx(1 - level, rel=1e-6)
     assert found.p_at(0) == 1 and found.p_at(1e6) < 1e-9
 
 
 def test_what_never_varies():
-    same = crossed(np.zeros((3, 20)))
+    same = crossed_difference(np.zeros((3, 20)))
     assert (same.value, same.kind, same.interval().limits) == (0, "", None)
-    assert paired_seeds([2.0, 2.0]).p == 0 and paired_seeds([0.0, 0.0]).p == 1
+    assert paired_seed_difference([2.0, 2.0]).p == 0 and paired_seed_difference([0.0, 0.0]).p == 1
 
 
 def test_the_smallest_effect_is_seen_four_times_in_five():
     generator = np.random.default_rng(3)
-    effect = crossed(generator.standard_normal((1, 2000))).smallest
+    effect = crossed_difference(generator.standard_normal((1, 2000))).smallest
     assert effect == pytest.approx((1.9612 + 0.8418) / math.sqrt(2000), rel=0.05)
-    seen = [crossed(generator.standard_normal((1, 2000)) + effect).p < 0.05 for _ in range(400)]
+    seen = [
+        crossed_difference(generator.standard_normal((1, 2000)) + effect).p < 0.05
+        for _ in range(400)
+    ]
     assert 0.74 <= np.mean(seen) <= 0.87
 
 
 def test_a_person_with_several_images_is_one_item():
     values = np.array([1.0, 3, 2, 5])  # mean 2.75, of persons 2 + 1 + 1 images
-    items = by_person(values, np.array([7, 7, 3, 9]))
+    items = values_by_person(values, np.array([7, 7, 3, 9]))
     # v + (n_p / (4/3))·(mean_p − v): 3: 2.75 − 0.5625, 7: 2.75 − 1.125, 9: 2.75 + 1.6875
     assert items == pytest.approx([2.1875, 1.625, 4.4375]) and items.mean() == pytest.approx(2.75)
-    assert by_person(values, np.arange(4)).tolist() == values.tolist()
-    assert by_person(values, None).tolist() == values.tolist()
+    assert values_by_person(values, np.arange(4)).tolist() == values.tolist()
+    assert values_by_person(values, None).tolist() == values.tolist()
 
 
 def test_a_ratio_as_one_value_an_image():
     above = np.array([1.0, 0, 3])
     below = np.array([2.0, 0, 4])
-    items = of_ratio(above, below)
+    items = linearize_ratio(above, below)
     # r = 4/6, mean below 2: r + (1 − 4/3)/2, r, r + (3 − 8/3)/2
     assert items == pytest.approx([2 / 3 - 1 / 6, 2 / 3, 2 / 3 + 1 / 6])
 
@@ -344,9 +359,9 @@ def test_a_ratio_as_one_value_an_image():
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e5])
 def test_items_are_kept_to_three_digits_and_their_mean_exactly(scale):
     values = scale * np.random.default_rng(5).standard_normal(1000) + 3
-    found = decode_values(kept_items(values))
+    found = decode_values(encode_items(values))
     assert found.mean() == pytest.approx(values.mean(), rel=1e-12)
     assert np.abs(found - values).max() < 1e-3 * np.abs(values - values.mean()).max()
-    assert decode_values(kept_items(np.full(5, 0.25))).tolist() == [0.25] * 5
+    assert decode_values(encode_items(np.full(5, 0.25))).tolist() == [0.25] * 5
     with pytest.raises(ValueError):
         encode_values(np.array([1.0, np.inf]))

@@ -23,13 +23,13 @@ from moecore.core.sources import ROOT, list_pipeline_files
 from moecore.data.loader import to_device
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import on_meta_device
-from moecore.run.stage import metrics_named
+from moecore.run.stage import unmeasured_metrics
 from moecore.study.checking.data_rules import load_previews
 from moecore.study.checking.model_rules import image_spec
 from moecore.study.checking.preflight import check_study
 from moecore.study.reading.study import Study
 from moecore.training.guide import build_guide
-from moecore.training.job import Job, training_batch
+from moecore.training.job import TrainingJob, training_batch
 from moecore.training.loop import train_step
 from moecore.training.objective import Objective
 from moecore.training.optimizer import build_optimizer
@@ -107,7 +107,7 @@ def test_no_edit_of_a_file_gives_a_traceback(tmp_path_factory, study, draw, edit
         change(data, draw)
     path = written(tmp_path_factory.mktemp("edited"), data, home)
     try:
-        check_study(path, also=metrics_named)
+        check_study(path, also=unmeasured_metrics)
     except UserError as error:
         lines = str(error).split("\n")
         assert all(line.startswith(f"{path}") for line in lines), lines
@@ -154,7 +154,7 @@ def step(study: Study, name: str) -> None:
     method, training = study.methods[name], study.pretrain
     assert study.model is not None and training is not None
     image = image_spec(load_previews(study)["pretrain"])
-    backbone = method.sized(study.model)
+    backbone = method.merge_model_settings(study.model)
     with on_meta_device():
         small = backbone.build(image, method.moe)
     if sum(weight.numel() for weight in small.parameters()) > LARGE:
@@ -168,7 +168,7 @@ def step(study: Study, name: str) -> None:
     split = Split(pixels.astype(np.uint8), np.arange(8) % image.task.outputs)
     data = to_device(split, "cpu")
     objective = Objective(method.losses, training.label_smoothing, method.distillation)
-    job = Job(model, data, data, objective, guide, method.views)
+    job = TrainingJob(model, data, data, objective, guide, method.views)
     few = training.model_copy(update={"batch": 8})
     batch = training_batch(job, few, 0, 0)
     terms, _ = train_step(job, few, build_optimizer(model, few), batch, 1e-4, torch.float32, 0.5)

@@ -23,7 +23,7 @@ from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.reading.messages import spell_keys, truncate_lines
 from moecore.study.reading.overlay import merge_settings, resolve_overlay
 from moecore.study.reading.params import Key, params_keys, read_params, validate_keys
-from moecore.study.reading.study import MEASURED, SECTIONS, Study
+from moecore.study.reading.study import MEASURED_SECTIONS, SECTIONS, Study
 from tests.project import PARAMS as TEXT
 
 
@@ -296,7 +296,7 @@ def test_a_stage_reads_the_sections_that_the_table_names_with_the_types_of_the_w
 
 def test_every_section_is_known():
     named = {section for sections in SECTIONS.values() for section in sections}
-    assert named | set(MEASURED) == set(Study.model_fields)
+    assert named | set(MEASURED_SECTIONS) == set(Study.model_fields)
 
 
 def values(folder: Path, *presets: str) -> dict:

@@ -14,20 +14,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.statistics.paired import paired_bootstrap, paired_difference, pairs
+from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_difference
 from moecore.tasks.class_scores import (
-    brier,
-    confidence,
-    confusion,
-    correct,
-    ece,
-    nll,
-    reliability,
+    brier_scores,
+    calibration_error,
+    class_confidence,
+    class_nll,
+    confusion_counts,
+    reliability_bins,
     sigmoid_nll,
-    within,
+    top1_hits,
+    topk_hits,
 )
 from moecore.tasks.classification import Classification
-from moecore.tasks.errors import absolute_error, age_fit, mae, median_mae
+from moecore.tasks.errors import absolute_error, age_fit, mean_error_size, median_mae
 from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.regression import Regression
 
@@ -37,29 +37,35 @@ LABELS = torch.tensor([0, 1, 1, 0])
 
 
 def test_by_hand():
-    assert correct(LOGITS, LABELS).tolist() == [True, False, True, True]
-    assert confidence(LOGITS).tolist() == pytest.approx([0.9, 0.9, 0.6, 0.6])
+    assert top1_hits(LOGITS, LABELS).tolist() == [True, False, True, True]
+    assert class_confidence(LOGITS).tolist() == pytest.approx([0.9, 0.9, 0.6, 0.6])
     # Brier: 2·0.1², 2·0.9², 2·0.4², 2·0.4²
-    assert brier(LOGITS, LABELS).tolist() == pytest.approx([0.02, 1.62, 0.32, 0.32])
-    assert nll(LOGITS, LABELS).exp().tolist() == pytest.approx([1 / 0.9, 10, 1 / 0.6, 1 / 0.6])
-    assert confusion(LOGITS, LABELS).tolist() == [[2, 0], [1, 1]]
+    assert brier_scores(LOGITS, LABELS).tolist() == pytest.approx([0.02, 1.62, 0.32, 0.32])
+    assert class_nll(LOGITS, LABELS).exp().tolist() == pytest.approx(
+        [1 / 0.9, 10, 1 / 0.6, 1 / 0.6]
+    )
+    assert confusion_counts(LOGITS, LABELS).tolist() == [[2, 0], [1, 1]]
 
 
 def test_ece_and_bins_by_hand():
     # 0.9: accuracy 0.5, gap 0.4, weight 1/2. 0.6: accuracy 1, gap 0.4, weight 1/2.
-    assert ece(confidence(LOGITS), correct(LOGITS, LABELS)) == pytest.approx(0.4)
-    bins = reliability(confidence(LOGITS), correct(LOGITS, LABELS), bins=2)
+    assert calibration_error(class_confidence(LOGITS), top1_hits(LOGITS, LABELS)) == pytest.approx(
+        0.4
+    )
+    bins = reliability_bins(class_confidence(LOGITS), top1_hits(LOGITS, LABELS), bins=2)
     assert (
         bins.count == (0, 4)
         and bins.confidence == (None, pytest.approx(0.75))
         and bins.accuracy == (None, 0.75)
     )
     # In one bin the gaps +0.4 and −0.4 cancel but for |0.75 − 0.75| = 0: bins matter.
-    assert ece(confidence(LOGITS), correct(LOGITS, LABELS), bins=1) == pytest.approx(0)
+    assert calibration_error(
+        class_confidence(LOGITS), top1_hits(LOGITS, LABELS), bins=1
+    ) == pytest.approx(0)
 
 
 def test_the_edge_of_a_bin_belongs_to_the_lower_bin():
-    bins = reliability(
+    bins = reliability_bins(
         torch.tensor([0.5, 0.500001, 1.0, 0.0]), torch.ones(4, dtype=torch.bool), bins=2
     )
     assert bins.count == (2, 2)
@@ -71,12 +77,14 @@ def test_ece_is_what_the_bins_say(pairs):
         torch.tensor([p for p, _ in pairs], dtype=torch.double),
         torch.tensor([h for _, h in pairs]),
     )
-    bins = reliability(sure, hits)
+    bins = reliability_bins(sure, hits)
     filled = [i for i, count in enumerate(bins.count) if count]
     expected = sum(
         bins.count[i] * abs(bins.accuracy[i] - bins.confidence[i]) for i in filled
     ) / len(pairs)
-    assert sum(bins.count) == len(pairs) and ece(sure, hits) == pytest.approx(expected, abs=1e-12)
+    assert sum(bins.count) == len(pairs) and calibration_error(sure, hits) == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 # Four images, three classes; the best class is 0, 2, 1, 1.
@@ -86,8 +94,8 @@ LABEL_SETS = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 0], [1, 0, 1]], dtype=to
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float32])
 def test_correct_takes_both_forms_of_labels(dtype):
-    assert correct(SET_LOGITS, LABEL_SETS.to(dtype)).tolist() == [True, False, True, False]
-    assert correct(SET_LOGITS, torch.tensor([0, 1, 1, 1])).tolist() == [True, False, True, True]
+    assert top1_hits(SET_LOGITS, LABEL_SETS.to(dtype)).tolist() == [True, False, True, False]
+    assert top1_hits(SET_LOGITS, torch.tensor([0, 1, 1, 1])).tolist() == [True, False, True, True]
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.integers(0, 100))
@@ -97,8 +105,8 @@ def test_with_one_label_each_precision_at_1_is_accuracy(labels, seed):
         torch.tensor(labels),
     )
     assert torch.equal(
-        correct(logits, torch.nn.functional.one_hot(labels, 5).to(torch.uint8)),
-        correct(logits, labels),
+        top1_hits(logits, torch.nn.functional.one_hot(labels, 5).to(torch.uint8)),
+        top1_hits(logits, labels),
     )
 
 
@@ -111,7 +119,7 @@ def test_sigmoid_nll_by_hand():
         [2 * np.log(4 / 3), 2 * np.log(4), np.log(4 / 3) + np.log(4)]
     )
     assert torch.equal(
-        nll(logits, torch.tensor([[1, 0]] * 3, dtype=torch.uint8)),
+        class_nll(logits, torch.tensor([[1, 0]] * 3, dtype=torch.uint8)),
         sigmoid_nll(logits, torch.tensor([[1, 0]] * 3)),
     )
     assert torch.isfinite(sigmoid_nll(torch.tensor([[1e4, -1e4]]), torch.tensor([[0, 1]]))).all()
@@ -124,25 +132,25 @@ AGE = Regression(target="age")
 def test_hits_by_hand():
     # 1 0 1 0 0 0 0 0 | 1 and seven zeros: bytes 160 and 128.
     hits = torch.tensor([1, 0, 1, 0, 0, 0, 0, 0, 1]).bool()
-    assert base64.b64decode(TWO.packed(hits)) == bytes([160, 128])
+    assert base64.b64decode(TWO.encode_scores(hits)) == bytes([160, 128])
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_hits_come_back(hits):
-    assert TWO.unpacked(TWO.packed(torch.tensor(hits)), len(hits)).tolist() == hits
+    assert TWO.decode_scores(TWO.encode_scores(torch.tensor(hits)), len(hits)).tolist() == hits
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=10))
 def test_errors_come_back(errors):
     scores = torch.tensor(errors, dtype=torch.float64)
-    assert torch.equal(AGE.unpacked(AGE.packed(scores), len(errors)), scores)
+    assert torch.equal(AGE.decode_scores(AGE.encode_scores(scores), len(errors)), scores)
 
 
 def test_among_the_five_largest_by_hand():
     logits = torch.tensor([[6.0, 5, 4, 3, 2, 1, 0]] * 7)
-    assert within(logits, torch.arange(7), 5).tolist() == [True] * 5 + [False] * 2
+    assert topk_hits(logits, torch.arange(7), 5).tolist() == [True] * 5 + [False] * 2
     # Six equal logits: the lower classes come first.
-    assert within(torch.zeros(6, 6), torch.arange(6), 5).tolist() == [True] * 5 + [False]
+    assert topk_hits(torch.zeros(6, 6), torch.arange(6), 5).tolist() == [True] * 5 + [False]
 
 
 @given(st.integers(0, 10**6), st.integers(2, 9), st.integers(1, 9))
@@ -151,8 +159,8 @@ def test_among_the_best_is_as_sorting_says(seed, classes, best):
     logits = torch.randint(0, 4, (20, classes), generator=generator).float()  # with ties
     labels = torch.randint(0, classes, (20,), generator=generator)
     order = logits.sort(dim=1, descending=True, stable=True).indices[:, :best]
-    assert within(logits, labels, best).tolist() == (order == labels[:, None]).any(1).tolist()
-    first = within(logits, labels, 1)
+    assert topk_hits(logits, labels, best).tolist() == (order == labels[:, None]).any(1).tolist()
+    first = topk_hits(logits, labels, 1)
     assert torch.equal(first, order[:, 0] == labels)
 
 
@@ -177,8 +185,8 @@ def test_absolute_errors_by_hand():
     prediction = torch.tensor([[61.0], [68.0], [83.0]])
     found = absolute_error(prediction, AGES)
     assert found.dtype == torch.float64 and found.tolist() == [1.0, 2.0, 3.0]
-    assert mae(prediction, AGES) == 2.0
-    assert mae(prediction[:, 0], AGES) == 2.0  # (N,) too, and never an N × N table
+    assert mean_error_size(prediction, AGES) == 2.0
+    assert mean_error_size(prediction[:, 0], AGES) == 2.0  # (N,) too, and never an N × N table
 
 
 def test_the_fit_by_hand():
@@ -247,7 +255,7 @@ def test_differences_are_paired():
     # Shares: 3 of 4 against 1 of 4. Numbers: 3, 0, 3 against 1, 1, 1 is 1 more on average.
     one = torch.tensor([1, 1, 1, 0]).bool()
     other = torch.tensor([1, 0, 0, 0]).bool()
-    expected = paired_difference(pairs(one.numpy(), other.numpy()))
+    expected = paired_difference(count_paired_hits(one.numpy(), other.numpy()))
     assert TWO.difference(one, other) == expected and expected.value == 0.5
     errors = torch.tensor([3.0, 0.0, 3.0], dtype=torch.float64)
     ones = torch.ones(3, dtype=torch.float64)

@@ -17,7 +17,7 @@ from moecore.core.streams import Draws, generator_for
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.tasks.multi_label import MultiLabel
-from moecore.tasks.recall import hit_share, image_to_text, text_to_image
+from moecore.tasks.recall import hit_share, image_to_text_recall, text_to_image_recall
 from moecore.tasks.regression import Regression
 
 ONE = Classification(classes=("a", "b", "c"))
@@ -128,15 +128,18 @@ def test_the_worst_of_two():
     right = torch.tensor([True, True, False, False])
     other = torch.tensor([True, False, True, False])
     for task in (ONE, SETS):
-        assert task.worst(right, other).tolist() == [True, False, False, False]
-    assert AGE.worst(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 3.0])).tolist() == [2.0, 5.0]
+        assert task.worse_scores(right, other).tolist() == [True, False, False, False]
+    assert AGE.worse_scores(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 3.0])).tolist() == [
+        2.0,
+        5.0,
+    ]
 
 
 def test_a_guess_looks_at_no_image():
-    assert ONE.guess(CLASSES) == pytest.approx(1 / 3)
-    assert SETS.guess(LABELS) == pytest.approx(7 / 12)  # seven labels of twelve
+    assert ONE.baseline_score(CLASSES) == pytest.approx(1 / 3)
+    assert SETS.baseline_score(LABELS) == pytest.approx(7 / 12)  # seven labels of twelve
     # The median of 40, 50, 60 and 80 is 55: errors 15, 5, 5 and 25.
-    assert AGE.guess(AGES) == 12.5
+    assert AGE.baseline_score(AGES) == 12.5
 
 
 def test_details_by_hand():
@@ -285,13 +288,13 @@ def test_recall_by_hand():
     images = images_of(torch.eye(3))
     x, y, z = torch.eye(3)
     texts = texts_of(torch.stack([torch.stack([x, y]), torch.stack([z, z]), torch.stack([z, z])]))
-    found = text_to_image(images, texts, (1, 2, 3))
+    found = text_to_image_recall(images, texts, (1, 2, 3))
     # y is 0 from images 0 and 2, which are level behind 1: places 2 and 3, half of the orders hit
     assert found[0].tolist() == [0.5, 0.75, 1.0]
     # z finds image 2 first; image 1 is level with 0 behind it
     assert found[1].tolist() == [0.0, 0.5, 1.0]
     assert found[2].tolist() == [1.0, 1.0, 1.0]
-    back = image_to_text(images, texts, (1, 2, 5))
+    back = image_to_text_recall(images, texts, (1, 2, 5))
     assert back[0].tolist() == [1.0, 1.0, 1.0]
     assert back[2, 0] == 0.5  # its two captions z are level with the two of image 1
     # image 1: y of image 0 is above; its two z (0) are level with x and the two z of image 2
@@ -325,16 +328,16 @@ def test_recall_is_that_of_sorting(images, captions, seed):
         first = said.argsort(dim=0, descending=True)[:k]  # (k, captions)
         owner = torch.arange(images).repeat_interleave(captions)
         expected = (first == owner).any(dim=0).double().view(images, captions).mean(dim=1)
-        torch.testing.assert_close(text_to_image(sides, texts, (k,))[:, 0], expected)
+        torch.testing.assert_close(text_to_image_recall(sides, texts, (k,))[:, 0], expected)
         best = said.argsort(dim=1, descending=True)[:, :k]
         expected = (owner[best] == torch.arange(images)[:, None]).any(dim=1).double()
-        torch.testing.assert_close(image_to_text(sides, texts, (k,))[:, 0], expected)
+        torch.testing.assert_close(image_to_text_recall(sides, texts, (k,))[:, 0], expected)
 
 
 def test_an_attack_compares_with_the_captions_of_all_and_not_of_the_batch():
     images, texts = drawn(3, 5, captions=2)
     sides, texts = images_of(images), texts_of(texts)
-    bound = TASK.among(texts)
+    bound = TASK.with_gallery(texts)
     whole = bound.attack_loss(sides, texts)
     parts = [bound.attack_loss(sides[i : i + 1], texts[i : i + 1]) for i in range(5)]
     torch.testing.assert_close(torch.cat(parts), whole)

@@ -15,9 +15,9 @@ import torch
 from moecore.core.config import Config
 from moecore.core.sources import ROOT
 from moecore.measure.calibration import Quality, Result
-from moecore.run.history import record
+from moecore.run.history import record_run
 from moecore.statistics.intervals import Estimate
-from moecore.tasks.class_scores import reliability
+from moecore.tasks.class_scores import reliability_bins
 
 CARD = {"name": "toy", "files": {"a": "0123"}, "counts": {"train": {"x": 1}}, "source": "here"}
 CARD |= {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]}
@@ -44,7 +44,7 @@ class Study:
         self, seed: int = 0, steps: int = 3, method: str = "vmoe", stage: str = "pretrain"
     ) -> None:
         """A finished run of a training."""
-        with record(stage, Params(), method=method, seed=seed) as run:
+        with record_run(stage, Params(), method=method, seed=seed) as run:
             for step in range(1, steps + 1):
                 run.log(step, {"loss": 1 / step, "share@1": 0.5})
             run.tag("runtime.device", "cpu")
@@ -114,7 +114,7 @@ def only_run(study: Study) -> Any:
 def calibrate(ece: float = 0.5) -> None:
     """Write a measurement of the pretrained model, and the data card that its report reads."""
     some = Estimate(value=0.5, low=0.4, high=0.6)
-    bins = reliability(torch.tensor([0.9, 0.6]), torch.tensor([True, False]))
+    bins = reliability_bins(torch.tensor([0.9, 0.6]), torch.tensor([True, False]))
     before = Quality(score=some, nll=some, brier=some, ece=some, bins=bins)
     after = before.model_copy(update={"ece": some.model_copy(update={"value": ece})})
     words = {"kind": "temperature", "temperature": 2.0, "at_limit": False, "scores": ""}
@@ -122,7 +122,7 @@ def calibrate(ece: float = 0.5) -> None:
     result = Result(**words, **images, before=before, after=after)
     Path("artifacts/data/pretrain").mkdir(parents=True, exist_ok=True)
     Path("artifacts/data/pretrain/card.json").write_text(json.dumps(CARD))
-    with record("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:
+    with record_run("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:
         run.result(result)
 
 

@@ -14,11 +14,11 @@ from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
-from moecore.run.history import record
+from moecore.run.history import record_run
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
-from moecore.tasks.recall import similarities
+from moecore.tasks.recall import similarity_matrix
 from moecore.tracking import sync as module
 from moecore.tracking.model import model_folder, model_signature
 from moecore.tracking.sync import Importer
@@ -43,7 +43,7 @@ def image_spec(task, **changed) -> ImageSpec:
 
 def train(model) -> None:
     """A run that wrote this model."""
-    with record("pretrain", None, method="dense", seed=0) as run:
+    with record_run("pretrain", None, method="dense", seed=0) as run:
         save_model(FOLDER, model)
         run.model(FOLDER)
 
@@ -101,7 +101,7 @@ def test_two_towers_take_captions_too(study):
     assert "'captions': Tensor('int64', (-1, 4))" in signature
     with torch.inference_mode():
         sides = model(torch.from_numpy(images)).prediction
-        expected = similarities(sides, model.targets(torch.from_numpy(captions))[:, 0])
+        expected = similarity_matrix(sides, model.targets(torch.from_numpy(captions))[:, 0])
     numpy.testing.assert_allclose(scores, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
@@ -150,7 +150,7 @@ def test_a_model_is_logged_once_also_where_an_import_was_killed(study, monkeypat
 
 
 def test_a_model_that_cannot_be_read_is_left_out_in_words(study):
-    with record("pretrain", None, method="dense", seed=0) as run:
+    with record_run("pretrain", None, method="dense", seed=0) as run:
         run.model(FOLDER)
     Importer().import_all()
     said = only_run(study).data.tags["moecore.model"]

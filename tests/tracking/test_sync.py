@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moecore.core.files import UserError
-from moecore.run.history import record
+from moecore.run.history import record_run
 from moecore.tracking import sync as module
 from moecore.tracking.metric_names import stage_numbers
 from moecore.tracking.sync import Importer, sync_runs
@@ -81,7 +81,7 @@ def test_a_run_has_all_that_its_history_says(study):
 def test_stages_are_children_of_one_run_with_headline_numbers_and_curves_in_a_view(study):
     study.write()
     study.write(stage="finetune")
-    with record("prepare", None, phase="pretrain"):
+    with record_run("prepare", None, phase="pretrain"):
         pass
     calibrate()
     import_all()
@@ -113,7 +113,7 @@ def test_a_training_that_runs_again_shows_nothing_of_the_earlier_model(study):
     old = study.parent()
     time.sleep(0.01)
     importer = Importer()
-    with record("pretrain", None, method="vmoe", seed=0) as run:
+    with record_run("pretrain", None, method="vmoe", seed=0) as run:
         run.log(1, {"loss": 4.0})
         importer.import_all()
         new = study.parent()
@@ -135,7 +135,7 @@ def test_the_first_import_while_a_model_trains_again_shows_nothing_of_the_earlie
     study.write()
     calibrate()
     time.sleep(0.01)
-    with record("pretrain", None, method="vmoe", seed=0) as run:
+    with record_run("pretrain", None, method="vmoe", seed=0) as run:
         run.log(1, {"loss": 4.0})
         import_all()
         assert study.parent().data.metrics == {"loss/pretrain total": 4.0}
@@ -239,7 +239,7 @@ def test_a_run_whose_history_and_process_are_gone_is_ended(study, run_of):
 
 
 def test_a_failed_run_says_why(study):
-    with pytest.raises(UserError), record("pretrain", None, method="vmoe", seed=0):
+    with pytest.raises(UserError), record_run("pretrain", None, method="vmoe", seed=0):
         raise UserError("the loss is not finite")
     import_all()
     assert only_run(study).info.status == "FAILED"
@@ -336,7 +336,7 @@ def test_results_are_drawn(study):
 
 
 def test_a_result_of_other_code_is_left_out_in_words(study):
-    with record("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:
+    with record_run("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:
         run.result(Params())
     names, said = figures(study)
     assert names == [] and said.startswith("left out: ") and "pretrain/vmoe/0.json" in said

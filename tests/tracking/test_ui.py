@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from moecore.core.files import UserError
-from moecore.run.history import record
+from moecore.run.history import record_run
 from moecore.tracking import ui
 from tests.browser import opened
 from tests.tracking.conftest import calibrate
@@ -45,7 +45,7 @@ def test_the_first_view_has_metrics_data_source_and_live_runs(study, request):
         assert "2 runs added" in process.stdout.readline()
         address = process.stdout.readline().strip()
         assert address.startswith(f"http://{ui.HOST}:{port}/#/experiments/")
-        with record("pretrain", None, method="dense", seed=0) as run:
+        with record_run("pretrain", None, method="dense", seed=0) as run:
             run.log(1, {"loss": 1.0})
             wait_until(lambda: sum("dvc.current" in run.data.tags for run in study.parents()) == 2)
             assert study.parent("dense/0").info.status == "RUNNING"

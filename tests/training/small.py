@@ -12,8 +12,8 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import Job
-from moecore.training.loop import batches, fit
+from moecore.training.job import TrainingJob
+from moecore.training.loop import batch_maker, train_job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
@@ -40,10 +40,10 @@ def images(count: int, seed: int = 0) -> Split:
     return Split(pixels.astype(np.uint8), labels.astype(np.int64))
 
 
-def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IMAGE) -> Job:
+def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IMAGE) -> TrainingJob:
     torch.manual_seed(seed)
     model = Vit(patch=4, width=16, depth=4, heads=2).build(image, method.moe)
-    return Job(
+    return TrainingJob(
         model,
         to_device(images(50), "cpu"),
         to_device(images(20, 1), "cpu"),
@@ -53,14 +53,14 @@ def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IM
     )
 
 
-def step_batch(job: Job, settings: Training, seed: int, step: int) -> Batch:
+def step_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Batch:
     """What a step learns from, as the loop makes it."""
-    return batches(job, settings, seed, range(step, step + 1), "cpu")(step)
+    return batch_maker(job, settings, seed, range(step, step + 1), "cpu")(step)
 
 
-def stop_training(job: Job, settings: Training, folder: Path, points: int) -> None:
+def stop_training(job: TrainingJob, settings: Training, folder: Path, points: int) -> None:
     """Let a training log so many points, with checkpoints in ``folder``, and end."""
-    run = fit(job, settings, 0, CPU, Checkpoint(folder))
+    run = train_job(job, settings, 0, CPU, Checkpoint(folder))
     for _ in range(points):
         next(run)
     run.close()
@@ -74,7 +74,7 @@ def logged_points(metrics) -> list:
     ]
 
 
-def assert_same_weights(one: Job, other: Job) -> None:
+def assert_same_weights(one: TrainingJob, other: TrainingJob) -> None:
     for ours, theirs in zip(one.learners.parameters(), other.learners.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 

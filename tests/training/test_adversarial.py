@@ -11,13 +11,13 @@ from moecore.core.streams import generator_for
 from moecore.data.loader import to_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.predict import evaluating, predictions
+from moecore.nn.predict import eval_mode, predict_in_batches
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.adversarial import Adversarial
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import build_guide
-from moecore.training.job import Job, training_batch
-from moecore.training.loop import fit
+from moecore.training.job import TrainingJob, training_batch
+from moecore.training.loop import train_job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
@@ -128,20 +128,20 @@ def test_the_model_is_attacked_without_noise_and_without_autocast():
 @pytest.mark.parametrize("form", ["paper", "strong"])
 def test_epsilon_0_is_plain_training_bit_for_bit(form):
     plain, attacked = task(), task()
-    expected = logged_points(fit(plain, SETTINGS, 0, CPU))
+    expected = logged_points(train_job(plain, SETTINGS, 0, CPU))
     settings = under(Adversarial(epsilon=0, form=form))
-    assert logged_points(fit(attacked, settings, 0, CPU)) == expected
+    assert logged_points(train_job(attacked, settings, 0, CPU)) == expected
     assert_same_weights(plain, attacked)
-    assert logged_points(fit(task(), under(Adversarial(steps=2)), 0, CPU)) != expected
+    assert logged_points(train_job(task(), under(Adversarial(steps=2)), 0, CPU)) != expected
 
 
 def test_stopped_and_resumed_it_ends_bit_equal(tmp_path):
     settings, whole = under(Adversarial(steps=2, form="strong")), task()
-    expected = logged_points(fit(whole, settings, 0, CPU))
+    expected = logged_points(train_job(whole, settings, 0, CPU))
     stop_training(task(), settings, tmp_path, 3)
     resumed = task(seed=99)
     torch.rand(17)  # another process has another random state
-    again = logged_points(fit(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
+    again = logged_points(train_job(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
     assert again == expected[-len(again) :] and len(again) < len(expected)
     assert_same_weights(resumed, whole)
 
@@ -164,7 +164,7 @@ def test_the_random_start_is_a_function_of_seed_and_step():
         and (first - clean.images).abs().max() <= 8 / 255 + 1e-6
     )
     drawn = Pgd(steps=1, form="strong")
-    with evaluating(made := task().model):
+    with eval_mode(made := task().model):
         torch.testing.assert_close(
             first,
             drawn(made, IMAGE.task, clean.images, clean.labels, 8 / 255, generator_for(0, 3, 3)),
@@ -176,7 +176,7 @@ def test_both_views_are_attacked_and_training_goes_on():
     clean, found = training_batch(made, settings, 0, 0), step_batch(made, settings, 0, 0)
     moved = (found.images - clean.images).abs().flatten(1).amax(dim=1)
     assert len(moved) == 16 and (moved > 0.02).all() and torch.equal(found.affines, clean.affines)
-    assert list(fit(made, settings, 0, CPU))[-1].step == 12
+    assert list(train_job(made, settings, 0, CPU))[-1].step == 12
 
 
 def test_sets_of_classes_are_attacked_through_their_sigmoids():
@@ -207,7 +207,7 @@ def test_a_model_that_asks_its_teacher_is_attacked_together_with_it():
     made, settings = task(method, guide=guide), under(Adversarial(steps=2))
     found, clean = step_batch(made, settings, 0, 0), training_batch(made, settings, 0, 0)
     assert not torch.equal(found.images, clean.images) and not guide.teacher.training
-    assert list(fit(made, settings, 0, CPU))[-1].step == 12
+    assert list(train_job(made, settings, 0, CPU))[-1].step == 12
 
 
 def weak_and_robust(count: int, seed: int) -> Split:
@@ -251,11 +251,11 @@ def test_it_makes_a_model_robust():
         torch.manual_seed(0)
         model = Logistic()
         test = weak_and_robust(200, 1)
-        made = Job(
+        made = TrainingJob(
             model, to_device(weak_and_robust(400, 0), "cpu"), to_device(test, "cpu"), Objective()
         )
         list(
-            fit(
+            train_job(
                 made,
                 Training(epochs=12, batch=40, learning_rate=1e-2, adversarial=adversarial),
                 0,
@@ -263,12 +263,12 @@ def test_it_makes_a_model_robust():
             )
         )
         labels = torch.from_numpy(test.labels)
-        with evaluating(model):
+        with eval_mode(model):
             attacked = Pgd(steps=20)(
                 model, IMAGE.task, torch.from_numpy(test.images) / 255, labels, 0.08
             )
         accuracy[name] = [
-            float((predictions(model, found, 200)[0].argmax(1) == labels).float().mean())
+            float((predict_in_batches(model, found, 200)[0].argmax(1) == labels).float().mean())
             for found in (test.images, attacked)
         ]
     (plain, plain_attacked), (robust, robust_attacked) = accuracy["plain"], accuracy["adversarial"]

@@ -22,8 +22,8 @@ from moecore.tasks.multi_label import MultiLabel
 from moecore.training.artifacts import load_guide, load_model, save_guide, save_model, save_no_guide
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import Guided, aligned_blocks, attach_required_guide, build_guide
-from moecore.training.job import Job, training_batch
-from moecore.training.loop import fit, validate
+from moecore.training.job import TrainingJob, training_batch
+from moecore.training.loop import train_job, validation_metrics
 from moecore.training.method import Method, TeacherRouter
 from moecore.training.objective import Objective
 from moecore.training.settings import TeacherRouterFit, Training
@@ -84,7 +84,9 @@ def test_fitting_makes_it_confident_and_balanced_and_leaves_the_teacher_alone():
 
 def test_a_guided_student_comes_nearer_to_its_guide():
     made = task(TGR, guide=guide().requires_grad_(False))
-    terms = [one.values for one in fit(made, SETTINGS.model_copy(update={"epochs": 6}), 0, CPU)]
+    terms = [
+        one.values for one in train_job(made, SETTINGS.model_copy(update={"epochs": 6}), 0, CPU)
+    ]
     assert terms[-1]["router_kl"] < terms[0]["router_kl"]
 
 
@@ -108,7 +110,7 @@ def test_fitted_routers_stay_and_joint_ones_learn_while_the_teacher_never_does()
     for method, learns in ((TGR, False), (JOINT, True)):
         made = task(method, guide=guide(method=method))
         before = {name: value.clone() for name, value in made.guide.state_dict().items()}
-        terms = [metrics.values for metrics in fit(made, SETTINGS, 0, CPU)]
+        terms = [metrics.values for metrics in train_job(made, SETTINGS, 0, CPU)]
         moved = {
             name
             for name, value in made.guide.state_dict().items()
@@ -120,10 +122,10 @@ def test_fitted_routers_stay_and_joint_ones_learn_while_the_teacher_never_does()
 
 def test_joint_training_stopped_and_resumed_ends_bit_equal_in_student_and_teacher_router(tmp_path):
     whole = task(JOINT, guide=guide(method=JOINT))
-    list(fit(whole, SETTINGS, 0, CPU))
+    list(train_job(whole, SETTINGS, 0, CPU))
     stop_training(task(JOINT, guide=guide(method=JOINT)), SETTINGS, tmp_path, 2)
     resumed = task(JOINT, seed=9, guide=guide(method=JOINT))
-    list(fit(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+    list(train_job(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
     assert_same_weights(resumed, whole)
 
 
@@ -132,7 +134,7 @@ def test_a_student_routed_by_its_teacher_carries_it_along(tmp_path):
     with pytest.raises(UserError, match="teacher"):
         made.model(torch.rand(2, 1, 8, 8))
     before = made.guide.routers[0].detach().clone()
-    list(fit(made, SETTINGS, 0, CPU))
+    list(train_job(made, SETTINGS, 0, CPU))
     assert not torch.equal(
         made.guide.routers[0], before
     )  # the task and the balance reach the teacher's router
@@ -237,12 +239,12 @@ def cohort(count: int, seed: int) -> Split:
     return Split(np.stack([ball(age, seed + i)[0] for i, age in enumerate(ages)]), ages)
 
 
-def age_job(seed: int = 0, **settings) -> Job:
+def age_job(seed: int = 0, **settings) -> TrainingJob:
     torch.manual_seed(seed)
     model = Vit3d(
         patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled", **settings
     ).build(VOLUMES)
-    return Job(
+    return TrainingJob(
         model, to_device(cohort(32, 0), "cpu"), to_device(cohort(12, 100), "cpu"), Objective()
     )
 
@@ -258,14 +260,14 @@ def test_validation_is_in_years_and_its_loss_in_deviations():
     model = age_job().model
     model.head.weight.data.zero_()  # answers 55 always
     split = to_device(Split(cohort(2, 0).images, np.array([50.0, 70.0], np.float32)), "cpu")
-    assert validate(model, split) == pytest.approx(
+    assert validation_metrics(model, split) == pytest.approx(
         {"validation_mae": 10.0, "validation_loss": 0.5}
     )  # errors 5 and 15; deviation 20
 
 
 def test_it_learns_the_age_of_balls():
     settings = Training(epochs=16, batch=8, learning_rate=5e-3, log_every=4, warmup_epochs=1)
-    values = [metrics.values for metrics in fit(age_job(), settings, 0, CPU)]
+    values = [metrics.values for metrics in train_job(age_job(), settings, 0, CPU)]
     assert (
         values[-1]["validation_mae"] < 8 and values[0]["train_mae"] > 15
     )  # the median predictor's is 17.5
@@ -295,7 +297,8 @@ def several(method: Method = DENSE, seed: int = 0):
 def test_it_learns_both_labels_and_reports_precision_at_1():
     made = several()
     found = [
-        metrics.values for metrics in fit(made, SETTINGS.model_copy(update={"epochs": 30}), 0, CPU)
+        metrics.values
+        for metrics in train_job(made, SETTINGS.model_copy(update={"epochs": 30}), 0, CPU)
     ]
     assert (
         found[-1]["validation_accuracy"] > 0.9
@@ -312,7 +315,7 @@ def test_validation_is_precision_at_1_and_the_summed_loss():
     with torch.no_grad():
         made.model.head.weight.zero_()
         made.model.head.bias.copy_(torch.tensor([math.log(3), -math.log(3)]))  # always class 0
-    found = validate(made.model, made.validation)
+    found = validation_metrics(made.model, made.validation)
     # 20 images: labels (1,0) 7 times, (0,1) 7 times, (1,1) 6 times. Class 0 is right 13 times.
     assert found["validation_accuracy"] == pytest.approx(13 / 20)
     near, far = math.log(4 / 3), math.log(4)
@@ -324,10 +327,14 @@ def test_validation_is_precision_at_1_and_the_summed_loss():
 def test_what_has_no_meaning_for_label_sets_is_refused():
     mixed = Training.model_validate(SETTINGS.model_dump() | {"mix": {"mixup": 1.0}})
     with pytest.raises(UserError, match="several labels each; allowed: mix: null"):
-        list(fit(several(), mixed, 0, CPU))
+        list(train_job(several(), mixed, 0, CPU))
     with pytest.raises(UserError, match="label_smoothing: found 0.1"):
-        list(fit(several()._replace(objective=Objective(label_smoothing=0.1)), SETTINGS, 0, CPU))
+        list(
+            train_job(
+                several()._replace(objective=Objective(label_smoothing=0.1)), SETTINGS, 0, CPU
+            )
+        )
     with pytest.raises(UserError, match="distillation: these images have several labels each"):
         made = step([[1, 1]], [[[0.0, 1.0]]], teacher=[[0.0, 1.0]], image=SETS)
         Objective(distillation=0.5).terms(made)
-    assert list(fit(task(), mixed, 0, CPU))[-1].step == 12 and images(2).labels.ndim == 1
+    assert list(train_job(task(), mixed, 0, CPU))[-1].step == 12 and images(2).labels.ndim == 1

@@ -24,14 +24,14 @@ from moecore.training.artifacts import (
     save_model,
 )
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import Ahead, Job, job_for, training_batch
-from moecore.training.loop import fit, total_steps, validate
+from moecore.training.job import BatchPrefetcher, TrainingJob, build_training_job, training_batch
+from moecore.training.loop import total_steps, train_job, validation_metrics
 from moecore.training.meter import MEMORY
 from moecore.training.method import Method
 from moecore.training.objective import Objective
-from moecore.training.outcome import Log, outcome
+from moecore.training.outcome import TrainingLog, summarize_training
 from moecore.training.settings import Training
-from moecore.training.upcycle import upcycle
+from moecore.training.upcycle import upcycle_model
 from tests.measure.subjects import built, digits
 from tests.training.small import (
     CPU,
@@ -46,7 +46,7 @@ from tests.training.small import (
 
 
 def test_it_learns_and_reports_every_third_step_and_every_epoch():
-    found = list(fit(task(), SETTINGS, 0, CPU))
+    found = list(train_job(task(), SETTINGS, 0, CPU))
     # 50 images make 6 batches of 8 (the last 2 images are dropped), so 12 steps; logged at 3, 6
     # (epoch), 9, 12 (epoch)
     assert [metrics.step for metrics in found] == [3, 6, 9, 12] and found[-1].steps == total_steps(
@@ -63,24 +63,24 @@ def test_it_learns_and_reports_every_third_step_and_every_epoch():
 
 
 def test_a_seed_gives_the_same_run_and_another_another():
-    first, other = (logged_points(fit(task(), SETTINGS, seed, CPU)) for seed in (0, 1))
+    first, other = (logged_points(train_job(task(), SETTINGS, seed, CPU)) for seed in (0, 1))
     made = task()
     torch.rand(1000)  # global randomness before the run does not matter
-    assert first == logged_points(fit(made, SETTINGS, 0, CPU)) != other
+    assert first == logged_points(train_job(made, SETTINGS, 0, CPU)) != other
 
 
 @pytest.mark.parametrize(("stopped_after", "drop_path"), [(2, 0.0), (3, 0.3)])
 def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_path):
-    def dropping(seed: int = 0) -> Job:
+    def dropping(seed: int = 0) -> TrainingJob:
         torch.manual_seed(seed)
         vit = Vit(patch=4, width=16, depth=4, heads=2, drop_path=drop_path)
         return task()._replace(model=vit.build(IMAGE, VMOE.moe))
 
     whole = dropping()
-    expected = logged_points(fit(whole, SETTINGS, 0, CPU))
+    expected = logged_points(train_job(whole, SETTINGS, 0, CPU))
     stop_training(dropping(), SETTINGS, tmp_path, stopped_after)
     resumed = dropping(seed=99)  # other initial weights: all must come from the checkpoint
-    again = logged_points(fit(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+    again = logged_points(train_job(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
     assert again == expected[-len(again) :] and len(again) < len(expected)
     assert_same_weights(resumed, whole)
 
@@ -94,7 +94,7 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_pat
 )
 def test_what_is_not_finite_stops_the_run_with_step_terms_and_checkpoint(tmp_path, spoiled, said):
     made = task()
-    run = fit(made, SETTINGS, 0, CPU, Checkpoint(tmp_path))
+    run = train_job(made, SETTINGS, 0, CPU, Checkpoint(tmp_path))
     for _ in range(2):
         next(run)
     forward = made.model.forward
@@ -153,11 +153,11 @@ def test_without_drop_path_nothing_is_drawn_and_with_it_the_model_is_evaluated_w
 
 def test_the_memory_of_the_second_step_is_told_once_and_changes_no_bit(monkeypatch):
     weighed = task()
-    found = [metrics.values for metrics in fit(weighed, SETTINGS, 0, CPU)]
+    found = [metrics.values for metrics in train_job(weighed, SETTINGS, 0, CPU)]
     assert [MEMORY in values for values in found] == [True, False, False, False]
     monkeypatch.setattr("moecore.training.loop.WEIGHED", -1)
     plain = task()
-    assert not any(MEMORY in metrics.values for metrics in fit(plain, SETTINGS, 0, CPU))
+    assert not any(MEMORY in metrics.values for metrics in train_job(plain, SETTINGS, 0, CPU))
     assert_same_weights(weighed, plain)
 
 
@@ -167,7 +167,7 @@ def test_memory_of_a_small_batch_is_weights_gradients_and_states(optimizer, tens
     torch.manual_seed(0)
     model = Vit(patch=4, width=128, depth=2, heads=2).build(IMAGE)
     settings = Training(epochs=1, batch=1, learning_rate=1e-3, optimizer={"kind": optimizer})
-    (first, *_) = fit(task(Method())._replace(model=model), settings, 0, CPU)
+    (first, *_) = train_job(task(Method())._replace(model=model), settings, 0, CPU)
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert first.values[MEMORY] == pytest.approx(tensors * 4 * weights / 1e6, rel=0.03)
 
@@ -175,13 +175,15 @@ def test_memory_of_a_small_batch_is_weights_gradients_and_states(optimizer, tens
 def test_an_outcome_tells_what_a_step_costs(tmp_path):
     data = digits(tmp_path)
     model = built(Vit(patch=6, width=16, depth=2, heads=2), None, data, 1)
-    made = job_for(model, data, Objective(()), "cpu")
-    points = [(metrics.step, metrics.values) for metrics in fit(made, SETTINGS, 0, CPU)]
-    found = outcome(model.eval(), data, SETTINGS, Log(points, 3.0))
+    made = build_training_job(model, data, Objective(()), "cpu")
+    points = [(metrics.step, metrics.values) for metrics in train_job(made, SETTINGS, 0, CPU)]
+    found = summarize_training(model.eval(), data, SETTINGS, TrainingLog(points, 3.0))
     assert found.training_step_ms == pytest.approx(8000 / found.images_per_second)
     assert found.training_memory_mb == points[0][1][MEMORY]
     assert found.memory_counted_as == "live tensors"
-    resumed = outcome(model, data, SETTINGS, Log(points[1:], 3.0))  # told before the kill
+    resumed = summarize_training(
+        model, data, SETTINGS, TrainingLog(points[1:], 3.0)
+    )  # told before the kill
     assert (resumed.training_memory_mb, resumed.memory_counted_as) == (None, None)
 
 
@@ -193,12 +195,12 @@ def test_batches_that_a_thread_makes_early_are_the_same():
         asked.append(step)
         return training_batch(made, settings, 3, step)
 
-    ahead = Ahead(make, range(4, 9))
+    ahead = BatchPrefetcher(make, range(4, 9))
     for step in range(4, 9):
         ours, theirs = ahead(step), training_batch(made, settings, 3, step)
         assert torch.equal(ours.images, theirs.images) and torch.equal(ours.labels, theirs.labels)
     assert asked == [4, 5, 6, 7, 8], "each once, in order, none after the last"
-    failing = Ahead(lambda step: (1 // (step - 1),), range(3), depth=1)
+    failing = BatchPrefetcher(lambda step: (1 // (step - 1),), range(3), depth=1)
     assert failing(0) == (-1,)
     with pytest.raises(ZeroDivisionError):
         failing(1)
@@ -290,7 +292,7 @@ def test_a_model_whose_outputs_are_no_numbers_does_not_pass(monkeypatch):
         job.model.head.weight[0] = 3e38
     assert all(weight.isfinite().all() for weight in job.model.parameters())
     with pytest.raises(UserError, match="validation split are not finite"):
-        validate(job.model, job.validation)
+        validation_metrics(job.model, job.validation)
 
 
 def test_damaged_files_are_named(tmp_path, model):
@@ -324,14 +326,17 @@ def test_with_normalised_weights_the_function_starts_unchanged():
     dense, sparse = models()
     images = torch.rand(3, 1, 8, 8)
     torch.testing.assert_close(
-        upcycle(sparse, dense)(images).prediction, dense(images).prediction, atol=1e-5, rtol=1e-5
+        upcycle_model(sparse, dense)(images).prediction,
+        dense(images).prediction,
+        atol=1e-5,
+        rtol=1e-5,
     )
 
 
 def test_every_expert_is_the_dense_mlp_and_the_router_is_new():
     dense, sparse = models()
     router = sparse.blocks[1].mlp.router.weight.clone()
-    upcycle(sparse, dense)
+    upcycle_model(sparse, dense)
     experts = sparse.blocks[3].mlp.experts
     for expert in range(4):
         assert torch.equal(experts.up[expert], dense.blocks[3].mlp.fc1.weight.t()) and torch.equal(
@@ -346,7 +351,7 @@ def test_every_expert_is_the_dense_mlp_and_the_router_is_new():
 def test_noise_makes_the_experts_unlike_and_leaves_the_rest():
     dense, sparse = models()
     torch.manual_seed(3)
-    upcycle(sparse, dense, noise=0.1)
+    upcycle_model(sparse, dense, noise=0.1)
     experts = sparse.blocks[3].mlp.experts
     copied = dense.blocks[3].mlp.fc1.weight.t()
     changes = experts.up - copied
@@ -361,7 +366,7 @@ def test_other_classes_get_a_fresh_head_and_other_sizes_new_positions():
         image=IMAGE.model_copy(update={"task": Classification(classes=("a", "b", "c")), "size": 16})
     )
     head = sparse.head.weight.clone()
-    upcycle(sparse, dense)
+    upcycle_model(sparse, dense)
     assert torch.equal(sparse.head.weight, head) and torch.equal(sparse.cls_token, dense.cls_token)
 
 
@@ -372,7 +377,7 @@ def test_other_classes_get_a_fresh_head_and_other_sizes_new_positions():
 def test_what_cannot_be_upcycled_is_refused(settings, said):
     dense, sparse = models(**settings)
     with pytest.raises(UserError, match=said):
-        upcycle(sparse, dense)
+        upcycle_model(sparse, dense)
 
 
 def flip(path, bit: int) -> None:
@@ -383,14 +388,14 @@ def flip(path, bit: int) -> None:
 
 def test_a_flipped_bit_in_a_checkpoint_is_seen_and_the_one_before_taken(tmp_path, capsys):
     whole = task()
-    list(fit(whole, SETTINGS, 0, CPU))
+    list(train_job(whole, SETTINGS, 0, CPU))
     stop_training(task(), SETTINGS, tmp_path, 3)
     last, before = (tmp_path / f"{name}.safetensors" for name in ("checkpoint", "before"))
     steps = [int(read_tensors(path)[1]["step"]) for path in (last, before)]
     assert steps[0] - steps[1] == 3
     flip(last, 8 * (last.stat().st_size - 5))
     resumed = task(seed=99)
-    again = list(fit(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+    again = list(train_job(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
     said = capsys.readouterr().err
     assert said.startswith(f"{last}: damaged, its content is not what was written; delete it")
     assert said.endswith("The checkpoint before it is taken\n")
@@ -427,7 +432,7 @@ def test_two_damaged_checkpoints_stop_the_training(tmp_path):
         path = tmp_path / f"{name}.safetensors"
         flip(path, 8 * (path.stat().st_size - 5))
     with pytest.raises(UserError, match=r"before\.safetensors: damaged, its content is not what"):
-        next(fit(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+        next(train_job(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path)))
 
 
 @pytest.mark.parametrize("place", [0.0, 0.6])
@@ -441,8 +446,8 @@ def test_a_flipped_bit_in_a_model_is_seen(tmp_path, model, place):
 
 def test_a_checkpoint_on_a_full_disk_leaves_the_last_and_the_run_ends_bit_equal(tmp_path, limited):
     whole = task()
-    list(fit(whole, SETTINGS, 0, CPU))
-    run = fit(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path))
+    list(train_job(whole, SETTINGS, 0, CPU))
+    run = train_job(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path))
     for _ in range(2):
         next(run)
     last = tmp_path / "checkpoint.safetensors"
@@ -452,5 +457,5 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_last_and_the_run_ends_bit_equal(
     assert read_tensors(last)[1]["step"] == "3"
     assert not list(tmp_path.glob(".*"))
     resumed = task(seed=99)
-    list(fit(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+    list(train_job(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
     assert_same_weights(resumed, whole)

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecore.core.files import UserError
-from moecore.core.ranks import Ranks, join, leave
+from moecore.core.ranks import Ranks, join_ranks, leave_ranks
 from moecore.core.sources import ROOT
 from moecore.core.streams import Draws, generator_for
 from moecore.core.tensors import read_tensors
@@ -36,8 +36,8 @@ from moecore.nn.backbones.vit import Vit
 from moecore.study.reading.document import load_yaml
 from moecore.training.adversarial import Adversarial
 from moecore.training.guide import build_guide
-from moecore.training.job import Job
-from moecore.training.loop import fit
+from moecore.training.job import TrainingJob
+from moecore.training.loop import train_job
 from moecore.training.method import Method
 from moecore.training.settings import Training
 from moecore.training.sharded_state import to_full_tensor
@@ -97,7 +97,7 @@ FOUR = [
 TOGETHER = ("regions", "isolated", "text")  # five experts, and dropout in experts
 
 
-def made(method: Method) -> Job:
+def made(method: Method) -> TrainingJob:
     torch.manual_seed(0)
     guide = None
     if method.guided:
@@ -161,7 +161,7 @@ def told(name: str, parameter: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def computed(job: Job, settings: Training, epochs: int) -> dict:
+def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
     """The first gradient, all loss terms of the first step, and the weights after every epoch."""
     gradients = []
 
@@ -174,7 +174,7 @@ def computed(job: Job, settings: Training, epochs: int) -> dict:
     hook = register_optimizer_step_pre_hook(keep)
     points = []
     weights = []
-    for metrics in fit(job, settings, 0, CPU):
+    for metrics in train_job(job, settings, 0, CPU):
         points.append(metrics.values)
         if metrics.epoch == len(weights) + 1:
             weights.append(torch.cat([told(*one) for one in job.learners.named_parameters()]))
@@ -199,7 +199,7 @@ def main(target: str, *meshes: str) -> None:
         for name, job, settings in cases()
         if name in names[rank::size]
     }
-    join()
+    join_ranks()
     found: dict[str, dict] = {}
     for mesh in meshes:
         shard = int(mesh.removesuffix("e"))
@@ -213,7 +213,7 @@ def main(target: str, *meshes: str) -> None:
             if name in alone:
                 found[f"{name} {size // shard}×{mesh}"] = differences(both, alone[name])
     refused = refusals() if size == 2 else {}
-    leave()
+    leave_ranks()
     Path(f"{target}.{rank}").write_text(json.dumps({"found": found, "refused": refused}))
 
 
@@ -241,7 +241,7 @@ def refusals() -> dict[str, str]:
         "experts": {"shard": 3, "expert_parallel": 3},
     }.items():
         try:
-            next(fit(made(METHODS["capacity"]), SETTINGS.model_copy(update=settings), 0, CPU))
+            next(train_job(made(METHODS["capacity"]), SETTINGS.model_copy(update=settings), 0, CPU))
         except UserError as error:
             found[name] = str(error)
     return found

@@ -11,10 +11,10 @@ from moecore.core.files import UserError
 from moecore.study.reading.document import parse_yaml
 from moecore.study.reading.params import validate_keys
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.loop import fit
+from moecore.training.loop import train_job
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer, learning_rate
-from moecore.training.runtime import tune
+from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Finetuning, Training
 from tests.training.small import CPU, VMOE, assert_same_weights, stop_training, task
 from tests.training.small import SETTINGS as SMALL
@@ -54,7 +54,7 @@ def test_what_is_chosen_is_reported_and_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("MOECORE_DEVICE", "cpu")
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
-        runtime = tune()
+        runtime = tune_runtime()
         assert runtime.device == "cpu" and runtime.matmul_error < 1e-5 and runtime.bf16_speedup > 0
         assert (
             runtime.matmul_precision == torch.get_float32_matmul_precision()
@@ -68,10 +68,10 @@ def test_what_is_chosen_is_reported_and_remembered(tmp_path, monkeypatch):
         remembered = Path(".state/runtime.json")
         (machine,) = json.loads(remembered.read_text())
         remembered.write_text(json.dumps({machine: 9.0}))
-        assert tune().bf16_speedup == 9.0
+        assert tune_runtime().bf16_speedup == 9.0
         for damaged in ([], None, 3, {machine: "fast"}):
             remembered.write_text(json.dumps(damaged))
-            assert 0 < tune().bf16_speedup != 9.0, "measured anew"
+            assert 0 < tune_runtime().bf16_speedup != 9.0, "measured anew"
     finally:
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision(before[1])
@@ -87,7 +87,7 @@ def test_a_resumed_stage_keeps_its_threads_and_says_where_there_are_fewer_cores(
         for asked, cores, threads in (("3", {0, 1, 2, 3}, 3), ("1", {0, 1, 2}, 3), ("1", {0}, 3)):
             monkeypatch.setenv("MOECORE_THREADS", asked)
             monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
-            assert tune(work=tmp_path).threads == threads == torch.get_num_threads()
+            assert tune_runtime(work=tmp_path).threads == threads == torch.get_num_threads()
             said = capfd.readouterr().err
             assert ("3 threads" in said and "on 1:" in said) == (len(cores) < threads), said
     finally:
@@ -103,7 +103,7 @@ def test_an_odd_machine_setting_is_one_line(monkeypatch, name, value):
     monkeypatch.setenv("MOECORE_DEVICE", "cpu")
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^{name}: found '{value}'; allowed: .+$"):
-        tune()
+        tune_runtime()
 
 
 SETTINGS = Training(epochs=1, batch=1, learning_rate=1.0, final_learning_rate=0.2, weight_decay=0.3)
@@ -181,10 +181,10 @@ def test_each_optimizer_has_the_same_groups(optimizer, kind, decay):
 def test_each_learns_and_ends_bit_equal_after_a_kill(tmp_path, optimizer):
     settings = optimized(**optimizer)
     whole = task()
-    list(fit(whole, settings, 0, CPU))
+    list(train_job(whole, settings, 0, CPU))
     stop_training(task(), settings, tmp_path, 3)
     resumed = task(seed=99)
-    list(fit(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
+    list(train_job(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
     assert_same_weights(resumed, whole)
 
 

@@ -19,17 +19,17 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moecore.core.files import UserError
-from moecore.core.ranks import join, leave, ranks
+from moecore.core.ranks import current_ranks, join_ranks, leave_ranks
 from moecore.core.sources import ROOT
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.kernels import grouped
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoELayer
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.training import loop
 from moecore.training.guide import build_guide
-from moecore.training.job import Job
-from moecore.training.loop import fit, train_step
+from moecore.training.job import TrainingJob
+from moecore.training.loop import train_job, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
 from moecore.training.speed import (
@@ -37,8 +37,8 @@ from moecore.training.speed import (
     LONG,
     TRACE,
     CompiledBlocks,
-    compile_asked,
     profile_steps,
+    requested_compile,
     trace_file,
 )
 from tests.methods import METHODS, REPRESENTATIVE
@@ -58,7 +58,7 @@ CASES = {name: METHODS[name] for name in (*REPRESENTATIVE, "dense")} | {
 }
 
 
-def made(method: Method) -> Job:
+def made(method: Method) -> TrainingJob:
     torch.manual_seed(0)
     guide = None
     if method.guided:
@@ -66,7 +66,7 @@ def made(method: Method) -> Job:
     return task(method, guide=guide)
 
 
-def compiled(job: Job, how="required", steps=LONG, backend="eager") -> CompiledBlocks:
+def compiled(job: TrainingJob, how="required", steps=LONG, backend="eager") -> CompiledBlocks:
     """The job's blocks after a first step, which is not compiled."""
     torch._dynamo.reset()
     blocks = CompiledBlocks([job.model, job.guide], how, steps, backend)
@@ -74,7 +74,7 @@ def compiled(job: Job, how="required", steps=LONG, backend="eager") -> CompiledB
     return blocks
 
 
-def learned(job: Job, blocks: CompiledBlocks | None, step: int, dtype=torch.float32):
+def learned(job: TrainingJob, blocks: CompiledBlocks | None, step: int, dtype=torch.float32):
     """The loss terms and all gradients of a step, whose rate is 0."""
     optimizer = build_optimizer(job.model, SETTINGS, job.routers)
     batch = step_batch(job, SETTINGS, 0, step)
@@ -126,8 +126,8 @@ def test_only_a_step_is_compiled_and_names_stay():
     with blocks.inside():
         assert list(job.model.state_dict()) == names
         assert all("forward" in vars(block) for block in blocks.blocks)
-    predictions(copy.deepcopy(job.model), job.validation.images, batch=8)
-    predictions(job.model, job.validation.images, batch=8)
+    predict_in_batches(copy.deepcopy(job.model), job.validation.images, batch=8)
+    predict_in_batches(job.model, job.validation.images, batch=8)
     assert graphs.frame_count == 0 and list(job.model.state_dict()) == names
     assert not any("forward" in vars(block) for block in blocks.blocks)
 
@@ -173,17 +173,17 @@ def test_the_environment_decides(monkeypatch, word, device, expected):
     monkeypatch.delenv(COMPILE, raising=False)
     if word is not None:
         monkeypatch.setenv(COMPILE, word)
-    assert compile_asked(device) == expected
+    assert requested_compile(device) == expected
     monkeypatch.setenv(COMPILE, "1")
     with pytest.raises(UserError, match="found '1'; allowed: auto, true, false"):
-        compile_asked(device)
+        requested_compile(device)
 
 
 def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):
     monkeypatch.setenv(TRACE, str(tmp_path / "traces"))
     file = trace_file("pretrain vmoe 0")
-    plain = [metrics.values["loss"] for metrics in fit(task(), SETTINGS, 0, CPU)]
-    seen = [metrics.values["loss"] for metrics in fit(task(), SETTINGS, 0, CPU, trace=file)]
+    plain = [metrics.values["loss"] for metrics in train_job(task(), SETTINGS, 0, CPU)]
+    seen = [metrics.values["loss"] for metrics in train_job(task(), SETTINGS, 0, CPU, trace=file)]
     assert seen == plain
     assert file == tmp_path / "traces/pretrain_vmoe_0.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
@@ -208,7 +208,7 @@ def test_all_steps_come_whatever_is_traced(tmp_path, steps):
 
 def main(target: str) -> None:
     """What each of two ranks does, with data parallelism and with sharded parameters."""
-    join()
+    join_ranks()
     loop.CompiledBlocks = partial(CompiledBlocks, backend="aot_eager")
     apart = {}
     for name, shard in {"vmoe": 1, "ermoe": 2}.items():
@@ -216,13 +216,13 @@ def main(target: str) -> None:
         weights = []
         for compile in ("off", "required"):
             job = made(METHODS[name])
-            list(fit(job, settings, 0, CPU._replace(compile=compile)))
+            list(train_job(job, settings, 0, CPU._replace(compile=compile)))
             weights.append(torch.cat([each.flatten() for each in job.learners.parameters()]))
         apart[name] = float((weights[1] - weights[0]).abs().max())
-    if ranks().first:
+    if current_ranks().first:
         with open(target, "w", encoding="utf-8") as file:
             json.dump(apart, file)
-    leave()
+    leave_ranks()
 
 
 def test_two_ranks_compile_their_blocks_and_learn_the_same(tmp_path):

@@ -16,20 +16,20 @@ from moecore.data.prepared import Split
 from moecore.data.text.stream import Stream
 from moecore.data.text.words import block_windows
 from moecore.data.views.views import ViewSettings
-from moecore.measure.routing_metrics.regions import region_routing
+from moecore.measure.routing_metrics.regions import region_rows
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.predict import evaluating, perplexity, scores_of_blocks
+from moecore.nn.predict import eval_mode, text_block_scores, text_perplexity
 from moecore.tasks.next_token import NextToken
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import Job, training_batch
-from moecore.training.loop import fit
+from moecore.training.job import TrainingJob, training_batch
+from moecore.training.loop import train_job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
-from moecore.training.tissue_isolation import WHOLE, Isolation, isolation, region_channels
+from moecore.training.tissue_isolation import WHOLE, Isolation, build_isolation, region_channels
 from tests.training.small import CPU, assert_same_weights, stop_training
 from tests.volumes import VOLUMES, balls
 
@@ -68,8 +68,8 @@ def task(data, method=METHOD):
         VOLUMES, method.moe
     )
     splits = to_device(data.train, "cpu"), to_device(data.validation, "cpu")
-    return Job(
-        model, *splits, Objective(method.losses), None, method.views, isolation(method, data)
+    return TrainingJob(
+        model, *splits, Objective(method.losses), None, method.views, build_isolation(method, data)
     )
 
 
@@ -83,7 +83,7 @@ def assert_kept(data, kept, volumes, indices, region) -> None:
 
 
 def test_each_volume_keeps_one_tissue_in_turn(data):
-    made, indices = isolation(METHOD, data), torch.tensor([3, 5, 7, 9])
+    made, indices = build_isolation(METHOD, data), torch.tensor([3, 5, 7, 9])
     volumes = torch.tensor(data.train.images[indices.numpy()])
     for step in range(3):
         kept, region = made.isolated(volumes, indices, step, 1, torch.Generator())
@@ -97,7 +97,7 @@ def test_each_volume_keeps_one_tissue_in_turn(data):
 
 def test_the_order_of_the_experts_names_the_maps(data):
     method = of_regions(experts=("csf", "wm"))
-    assert isolation(method, data).channels == (2, 0)
+    assert build_isolation(method, data).channels == (2, 0)
     assert method.expert_names == ("csf", "wm", "free_2", "free_3", "free_4")
 
 
@@ -131,7 +131,7 @@ def test_it_ends_with_its_epochs(data):
 
 def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
     method = of_regions(isolated=0.25)
-    made, indices, counts = isolation(method, data), torch.arange(12), torch.zeros(4)
+    made, indices, counts = build_isolation(method, data), torch.arange(12), torch.zeros(4)
     volumes = torch.tensor(data.train.images[:12])
     for step in range(200):
         kept, region = made.isolated(volumes, indices, step, 2, torch.Generator().manual_seed(step))
@@ -148,10 +148,10 @@ def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
 
 def test_a_subset_has_its_own_maps(data):
     subset, whole = torch.tensor([4, 9, 2]), torch.tensor(data.train.images[[4, 9, 2]])
-    made = isolation(METHOD, data, subset.numpy())
+    made = build_isolation(METHOD, data, subset.numpy())
     found, same = (
         one.isolated(whole, indices, 0, 0, torch.Generator())
-        for one, indices in ((made, torch.arange(3)), (isolation(METHOD, data), subset))
+        for one, indices in ((made, torch.arange(3)), (build_isolation(METHOD, data), subset))
     )
     assert torch.equal(found[0], same[0])
 
@@ -182,7 +182,7 @@ def test_later_isolated_volumes_teach_the_routers_and_not_age(data):
 
 
 def test_every_batch_keeps_a_whole_volume_after_the_warm_start(data):
-    made = isolation(of_regions(isolated=0.99), data)
+    made = build_isolation(of_regions(isolated=0.99), data)
     volumes, indices = torch.zeros(2, 1, 16, 16, 16), torch.tensor([0, 1])
     for step in range(50):
         draws = torch.Generator().manual_seed(step)
@@ -198,11 +198,11 @@ def test_scores_find_their_tissue_more_than_the_random_control(data):
     before = model.blocks[1].mlp.router.target.clone()
     settings = SETTINGS.model_copy(update={"epochs": 16, "batch": 12, "learning_rate": 1e-2})
     made = task(data, method)._replace(model=model)
-    terms = [metrics.values["region_routing"] for metrics in fit(made, settings, 0, CPU)]
+    terms = [metrics.values["region_routing"] for metrics in train_job(made, settings, 0, CPU)]
     assert terms[-1] < terms[0] / 4 and not torch.equal(model.blocks[1].mlp.router.target, before)
     rows = {
         row.region: row
-        for row in region_routing(
+        for row in region_rows(
             model,
             data.validation.images,
             data.regions("validation"),
@@ -222,10 +222,10 @@ def test_scores_find_their_tissue_more_than_the_random_control(data):
 def test_the_loss_ends_with_the_isolated_volumes(data):
     values = {
         metrics.step: metrics.values["region_routing"]
-        for metrics in fit(task(data), SETTINGS, 0, CPU)
+        for metrics in train_job(task(data), SETTINGS, 0, CPU)
     }
     assert values[4] > 0 and values[8] > 0 and values[12] == 0
-    longer = fit(task(data, of_regions(isolated=0.5)), SETTINGS, 0, CPU)
+    longer = train_job(task(data, of_regions(isolated=0.5)), SETTINGS, 0, CPU)
     assert all(metrics.values["region_routing"] > 0 for metrics in longer)
 
 
@@ -251,7 +251,7 @@ def test_tissues_that_the_data_lack_are_named():
 
 def test_without_a_warm_start_there_is_no_term(data):
     plain = of_regions(warm_start_epochs=0)
-    assert isolation(plain, data) is None
+    assert build_isolation(plain, data) is None
     assert [loss.kind for loss in plain.losses] == ["orthogonality"]
     assert METHOD.model_copy(update={"regions": None}).expert_names[1] == "expert_1"
 
@@ -297,20 +297,20 @@ def counting(length: int, seed: int) -> torch.Tensor:
     return (steps.cumsum(0) % WORDS).int()
 
 
-def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> Job:
+def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> TrainingJob:
     torch.manual_seed(0)
     given = {"width": 8, "depth": 2, "heads": 2, "span": 4, "dropout": 0.1} | model
     made = LanguageModel(**given).build(SPEC, method.moe)
     made.remember(settings.batch)
     split = Split(*block_windows(counting(60, 1).numpy(), BLOCK, CONTEXT))
     train = Stream(counting(300, 0), BLOCK)
-    return Job(made, train, to_device(split, "cpu"), Objective(method.losses))
+    return TrainingJob(made, train, to_device(split, "cpu"), Objective(method.losses))
 
 
 def test_it_learns_what_follows():
     settings = TEXT_SETTINGS.model_copy(update={"epochs": 12})
     job = text(settings=settings)
-    values = [point.values for point in fit(job, settings, 0, CPU)]
+    values = [point.values for point in train_job(job, settings, 0, CPU)]
     ends = [one["validation_nats"] for one in values if "validation_nats" in one]
     assert len(ends) == 12 and ends[-1] < 0.6 * ends[0]
 
@@ -318,10 +318,10 @@ def test_it_learns_what_follows():
 @pytest.mark.parametrize("stop", [3, 9])
 def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path, stop):
     whole, again, kept = text(), text(), Checkpoint(tmp_path)
-    for _ in fit(whole, TEXT_SETTINGS, 0, CPU):
+    for _ in train_job(whole, TEXT_SETTINGS, 0, CPU):
         pass
     stop_training(text(), TEXT_SETTINGS, tmp_path, stop)
-    points = [point.step for point in fit(again, TEXT_SETTINGS, 0, CPU, kept)]
+    points = [point.step for point in train_job(again, TEXT_SETTINGS, 0, CPU, kept)]
     assert 1 < points[0] <= stop and points[-1] == 12
     assert_same_weights(again, whole)
     ends = again.model.state_dict()
@@ -332,15 +332,15 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path, stop):
 
 def test_what_is_saved_is_the_model_alone(tmp_path):
     job = text()
-    for _ in fit(job, TEXT_SETTINGS, 0, CPU):
+    for _ in train_job(job, TEXT_SETTINGS, 0, CPU):
         pass
     save_model(tmp_path, job.model)
     assert not any("memory" in name for name in read_tensors(tmp_path / "model.safetensors")[0])
     loaded = load_model(tmp_path)
     images, labels = (torch.tensor(part) for part in block_windows(counting(60, 1).numpy(), 4, 2))
-    with evaluating(job.model):
+    with eval_mode(job.model):
         torch.testing.assert_close(loaded(images).prediction, job.model(images).prediction)
-    assert scores_of_blocks(loaded, images, labels).shape == (14,)
+    assert text_block_scores(loaded, images, labels).shape == (14,)
 
 
 @torch.no_grad()
@@ -348,7 +348,7 @@ def test_perplexity_is_that_of_the_stream():
     job = text()
     tokens = counting(62, 2)
     model = job.model.eval()
-    states = model.nothing(1, tokens.device)
+    states = model.initial_states(1, tokens.device)
     nats = []
     for start in range(0, 61, 5):
         words = tokens[None, start : start + 5][:, : 61 - start]
@@ -357,9 +357,11 @@ def test_perplexity_is_that_of_the_stream():
         nats.append(model.image.task.token_loss(model.predict(final), following).flatten())
     every = torch.cat(nats)
     assert len(every) == 61
-    assert abs(perplexity(model, tokens, 1, whole=False) - float(every.mean().exp())) < 1e-4
-    assert abs(perplexity(model, tokens, 1) - float(every[:60].mean().exp())) < 1e-4
+    assert abs(text_perplexity(model, tokens, 1, whole=False) - float(every.mean().exp())) < 1e-4
+    assert abs(text_perplexity(model, tokens, 1) - float(every[:60].mean().exp())) < 1e-4
     two = torch.cat([tokens[:31], tokens[31:]]).view(2, 31)
-    apart = [perplexity(model, part, 1) for part in two]
+    apart = [text_perplexity(model, part, 1) for part in two]
     together = torch.tensor(apart).log().mean().exp()
-    assert abs(perplexity(model, tokens, 2) - float(together)) < 1e-4, "each from an empty cache"
+    assert abs(text_perplexity(model, tokens, 2) - float(together)) < 1e-4, (
+        "each from an empty cache"
+    )

@@ -63,9 +63,11 @@ def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generat
     quality = round(severity_share(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
-        return np.asarray(_through_file(colour, quality)).transpose(2, 0, 1) / 255
+        return np.asarray(_compress_jpeg(colour, quality)).transpose(2, 0, 1) / 255
     return (
-        np.stack([np.asarray(_through_file(channel, quality)) for channel in split_channels(image)])
+        np.stack(
+            [np.asarray(_compress_jpeg(channel, quality)) for channel in split_channels(image)]
+        )
         / 255
     )
 
@@ -80,7 +82,7 @@ def split_channels(image: np.ndarray) -> list[Image.Image]:
     return [Image.fromarray(channel) for channel in np.ascontiguousarray(to_uint8(image))]
 
 
-def _through_file(picture: Image.Image, quality: int) -> Image.Image:
+def _compress_jpeg(picture: Image.Image, quality: int) -> Image.Image:
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=quality)
     with Image.open(file) as stored:

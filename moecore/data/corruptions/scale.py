@@ -15,10 +15,12 @@ import numpy as np
 # sides in pixels to which the two sets of numbers belong
 SMALL = 32
 LARGE = 224
-Five = tuple[float, float, float, float, float]  # one value a severity, 1 to 5; all positive
+PerSeverity = tuple[float, float, float, float, float]  # one value a severity, 1 to 5; all positive
 
 
-def severity_share(image: np.ndarray, severity: int, small: Five, large: Five) -> float:
+def severity_share(
+    image: np.ndarray, severity: int, small: PerSeverity, large: PerSeverity
+) -> float:
     """A parameter without a unit of length, of an image (C, H, W)."""
     place = math.log(shorter_side(image) / SMALL) / math.log(LARGE / SMALL)
     low = small[severity - 1]
@@ -26,7 +28,9 @@ def severity_share(image: np.ndarray, severity: int, small: Five, large: Five) -
     return low * (high / low) ** min(max(place, 0.0), 1.0)
 
 
-def severity_length(image: np.ndarray, severity: int, small: Five, large: Five) -> float:
+def severity_length(
+    image: np.ndarray, severity: int, small: PerSeverity, large: PerSeverity
+) -> float:
     """A parameter in pixels, of an image (C, H, W)."""
     return severity_share(image, severity, small, large) * max(1.0, shorter_side(image) / LARGE)
 
@@ -42,10 +46,10 @@ def sample_bilinear(image: np.ndarray, rows: np.ndarray, columns: np.ndarray) ->
 
     Position 0 is the centre of the first pixel.
     """
-    return _along(_along(image, rows, -2), columns, -1)
+    return _interpolate_along(_interpolate_along(image, rows, -2), columns, -1)
 
 
-def _along(image: np.ndarray, where: np.ndarray, axis: int) -> np.ndarray:
+def _interpolate_along(image: np.ndarray, where: np.ndarray, axis: int) -> np.ndarray:
     where = np.clip(where, 0, image.shape[axis] - 1)
     low = np.minimum(where.astype(int), max(image.shape[axis] - 2, 0))
     if axis == -2:

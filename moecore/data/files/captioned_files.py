@@ -1,7 +1,7 @@
 """Image files with captions: what COCO's and Flickr30k's sources share.
 
-A source reads its annotations into ``Captions``; here files are found, splits drawn, captions made
-tokens and all of it written.
+A source reads its annotations into ``ImageCaptions``; here files are found, splits drawn, captions
+made tokens and all of it written.
 """
 
 import json
@@ -15,9 +15,9 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.inside import inside
+from moecore.core.inside import path_inside
 from moecore.core.roots import candidate_folders
-from moecore.data.files.decode_cache import DecodeCache, Files, decode_splits
+from moecore.data.files.decode_cache import DecodeCache, SplitFiles, decode_splits
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
 from moecore.data.text.captions import (
@@ -27,14 +27,19 @@ from moecore.data.text.captions import (
     write_captioned,
 )
 from moecore.data.text.tokenizers import AnyTokenizer, Tokenizer, WordSettings, WordTokenizer
-from moecore.data.writer import Part
+from moecore.data.writer import SplitPart
 from moecore.tasks.image_text import ImageText
 
-CARVED = 6  # a random stream of its own
-NAMED = {"train": "train", "restval": "train", "val": "validation", "test": "test"}  # Karpathy's
+SPLIT_STREAM = 6  # a random stream of its own
+SPLIT_NAMES = {
+    "train": "train",
+    "restval": "train",
+    "val": "validation",
+    "test": "test",
+}  # Karpathy's
 
 
-class Captions(NamedTuple):
+class ImageCaptions(NamedTuple):
     """One image: its file below the root, and its captions in their order."""
 
     file: str
@@ -69,7 +74,7 @@ class CaptionedFiles(Config):
     )
     seed: int = Field(0, ge=0, description="Draws splits and limits")
 
-    def read(self) -> dict[str, list[Captions]]:
+    def read(self) -> dict[str, list[ImageCaptions]]:
         """The images of each split, of all files named in the settings."""
         raise NotImplementedError
 
@@ -94,10 +99,10 @@ class CaptionedFiles(Config):
         for split, images in splits.items():
             captions = [one.captions for _, one in images]
             labels, counts[split] = tokenize_captions(captions, tokenizer, task)
-            files[split] = Files([path for path, _ in images], labels)
+            files[split] = SplitFiles([path for path, _ in images], labels)
         scratch = Path(folder) / ".decoded"
         kept = DecodeCache(scratch, self.size, self.channels)
-        parts: dict[str, Part] = decode_splits(kept, files, self.on_error)
+        parts: dict[str, SplitPart] = decode_splits(kept, files, self.on_error)
         card = write_captioned(folder, about, tokenizer, parts, counts)
         shutil.rmtree(scratch)
         return card
@@ -107,7 +112,7 @@ class CaptionedFiles(Config):
         roots = tuple(candidate_folders(self.root))
         unseen = self._task(WordTokenizer([]))  # a task with captions, though no file be there
         known = Preview(self.facts()[0], self.channels, self.size, unseen, seen=roots)
-        return known.completed(self._look)
+        return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
         splits = self._image_files()
@@ -120,7 +125,7 @@ class CaptionedFiles(Config):
             CaptionedDatasetInfo("", self.channels, self.size, "", "", self, self.sided), tokenizer
         )
 
-    def _image_files(self) -> dict[str, list[tuple[Path, Captions]]]:
+    def _image_files(self) -> dict[str, list[tuple[Path, ImageCaptions]]]:
         """The files of each split, and what is said of them, after the limits."""
         roots = candidate_folders(self.root)
         root = next((one for one in roots if one.is_dir()), None)
@@ -136,11 +141,11 @@ class CaptionedFiles(Config):
                 raise UserError(f"{root}: no image with captions in the split {split}")
             limit = limits.get(split)
             if limit is not None and limit < len(images):
-                random = np.random.default_rng([self.seed, CARVED + 1])
+                random = np.random.default_rng([self.seed, SPLIT_STREAM + 1])
                 images = [
                     images[place] for place in sorted(random.permutation(len(images))[:limit])
                 ]
-            chosen[split] = [(inside(root, one.file), one) for one in images]
+            chosen[split] = [(path_inside(root, one.file), one) for one in images]
         missing = [path for part in chosen.values() for path, _ in part if not path.is_file()]
         if missing:
             listed = ", ".join(repr(str(path))[1:-1] for path in missing[:3])
@@ -149,9 +154,11 @@ class CaptionedFiles(Config):
         return chosen
 
 
-def split_by_seed(images: list[Captions], settings: CaptionedFiles) -> dict[str, list[Captions]]:
+def split_by_seed(
+    images: list[ImageCaptions], settings: CaptionedFiles
+) -> dict[str, list[ImageCaptions]]:
     """Images whose split no file names, by the seed."""
-    random = np.random.default_rng([settings.seed, CARVED])
+    random = np.random.default_rng([settings.seed, SPLIT_STREAM])
     order = random.permutation(len(images)).tolist()
     test = max(1, round(settings.test * len(images)))
     validation = max(1, round(settings.validation * len(images)))
@@ -180,30 +187,30 @@ def read_annotations(path: Path) -> Any:
         raise UserError(f"{path}: not valid JSON: {error}") from None
 
 
-def read_karpathy_split(path: Path) -> dict[str, list[Captions]]:
+def read_karpathy_split(path: Path) -> dict[str, list[ImageCaptions]]:
     """The images of each split in a file of Karpathy & Fei-Fei's (dataset_coco.json,
     dataset_flickr30k.json). Raises UserError for files that are none.
     """
     content = read_annotations(path)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         raise UserError(f"{path}: found no list `images`; allowed: dataset_coco.json of Karpathy's")
-    splits: dict[str, list[Captions]] = {split: [] for split in SPLITS}
+    splits: dict[str, list[ImageCaptions]] = {split: [] for split in SPLITS}
     for number, image in enumerate(content["images"]):
         try:
-            split = NAMED[image["split"]]
+            split = SPLIT_NAMES[image["split"]]
             parts = (image.get("filepath", ""), image["filename"])
             said = tuple(sentence["raw"] for sentence in image["sentences"])
             if not all(isinstance(text, str) for text in (*parts, *said)):
                 raise TypeError("file name or caption, which is no text")
         except (KeyError, TypeError) as error:
             raise UserError(f"{path}: images[{number}]: lacks or has an odd {error}") from None
-        splits[split].append(Captions("/".join(part for part in parts if part), said))
+        splits[split].append(ImageCaptions("/".join(part for part in parts if part), said))
     for part in splits.values():
         check_captions(path, part)
     return splits
 
 
-def check_captions(path: Path, images: list[Captions]) -> None:
+def check_captions(path: Path, images: list[ImageCaptions]) -> None:
     """Raise UserError for an image without captions, with an empty one, or that is there twice."""
     seen: set[str] = set()
     for image in images:
@@ -215,16 +222,16 @@ def check_captions(path: Path, images: list[Captions]) -> None:
 
 
 def group_captions(
-    path: Path, files: Mapping[Any, str], said: Iterator[tuple[Any, str]]
-) -> list[Captions]:
+    path: Path, files: Mapping[Any, str], pairs: Iterator[tuple[Any, str]]
+) -> list[ImageCaptions]:
     """Images with their captions, in the images' order; files: image → file, said: (image,
     caption) in the file's order. Raises UserError for captions of unknown images.
     """
     captions: dict[Any, list[str]] = {image: [] for image in files}
-    for image, text in said:
+    for image, text in pairs:
         if image not in captions:
             raise UserError(f"{path}: found a caption of image {image!r}, which is not listed")
         captions[image].append(text)
-    images = [Captions(file, tuple(captions[image])) for image, file in files.items()]
+    images = [ImageCaptions(file, tuple(captions[image])) for image, file in files.items()]
     check_captions(path, images)
     return images

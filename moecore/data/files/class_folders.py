@@ -9,9 +9,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
-from moecore.core.inside import inside
+from moecore.core.inside import path_inside
 from moecore.data.files.decode import SUFFIXES, Packing
-from moecore.data.files.decode_cache import Files
+from moecore.data.files.decode_cache import SplitFiles
 from moecore.data.preview import class_counts
 from moecore.data.splits import SplitSettings
 
@@ -86,7 +86,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
     return names
 
 
-def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:
+def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> SplitFiles:
     """Sorted image files under ``folder/<class>/``, at any depth, with labels by position in
     ``classes``. A link to nothing is among them: it cannot be read, and nobody is told otherwise.
 
@@ -97,13 +97,13 @@ def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:
         lacking = set(classes) - set(names)
         unknown = set(names) - set(classes)
         raise UserError(
-            f"{folder}: class folders differ; lacking: {_names(lacking)}; unknown: "
-            f"{_names(unknown)}"
+            f"{folder}: class folders differ; lacking: {_join_names(lacking)}; unknown: "
+            f"{_join_names(unknown)}"
         )
     lists: list[list[Path]] = []
     empty: list[str] = []
     for name in classes:
-        lists.append(sorted(_images_below(root, inside(root, folder / name))))
+        lists.append(sorted(_images_below(root, path_inside(root, folder / name))))
         if not lists[-1]:
             empty.append(name)
     if empty:
@@ -112,22 +112,22 @@ def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> Files:
             f"{' '.join(sorted(SUFFIXES))}"
         )
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in lists])
-    return Files([path for paths in lists for path in paths], labels)
+    return SplitFiles([path for paths in lists for path in paths], labels)
 
 
 def _images_below(root: Path, folder: Path) -> Iterator[Path]:
     """Yield the image files at any depth; links to folders are not followed, those to files are."""
-    for entry in _entries(folder):
+    for entry in _walk_entries(folder):
         if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
             continue
         path = Path(entry.path)
         if entry.is_symlink():  # all above it are folders of their own
-            inside(root, path)
+            path_inside(root, path)
         if entry.is_file() or not path.exists():
             yield path
 
 
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+def _walk_entries(folder: Path) -> Iterator[os.DirEntry[str]]:
     """All that lies in a folder, at any depth; UserError where a folder cannot be listed."""
     left: list[str | Path] = [folder]
     while left:
@@ -144,12 +144,12 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
         left += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def select_files(files: Files, rows: np.ndarray) -> Files:
+def select_files(files: SplitFiles, rows: np.ndarray) -> SplitFiles:
     """The files at ``rows``, in that order."""
-    return Files([files.paths[row] for row in rows], files.labels[rows])
+    return SplitFiles([files.paths[row] for row in rows], files.labels[rows])
 
 
-def _names(names: set[str]) -> str:
+def _join_names(names: set[str]) -> str:
     shown = sorted(names)
     if not shown:
         return "none"
@@ -160,7 +160,7 @@ def _names(names: set[str]) -> str:
 
 
 def preview_folders(
-    name: str, root: Path, classes: Sequence[str], splits: Mapping[str, Files]
+    name: str, root: Path, classes: Sequence[str], splits: Mapping[str, SplitFiles]
 ) -> dict[str, Any]:
     """Return ``counts`` and ``seen`` of a Preview, from the files of each split below ``root``.
 

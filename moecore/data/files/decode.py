@@ -26,10 +26,10 @@ def resize_images(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
             # the same bytes: interpolating to the own size could round
             yield np.ascontiguousarray(chunk)
         else:
-            yield _bilinear(chunk, size)
+            yield _resize_bilinear(chunk, size)
 
 
-def _bilinear(images: np.ndarray, size: int) -> np.ndarray:
+def _resize_bilinear(images: np.ndarray, size: int) -> np.ndarray:
     pixels = torch.from_numpy(np.ascontiguousarray(images)).to(torch.float32)
     shrunk = F.interpolate(pixels, size=(size, size), mode="bilinear", antialias=True)
     return shrunk.round_().clamp_(0, 255).to(torch.uint8).numpy()
@@ -47,7 +47,7 @@ SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
 DEEP = ("I", "F")  # beginnings of the modes of 32 bits, whose range is not known
 
 
-class Unreadable(Exception):
+class UnreadableImage(Exception):
     """A file that is not a whole image of a kind that is supported; its text is the reason."""
 
 
@@ -60,8 +60,8 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
     never below twice ``size``. Of several pictures in a file the first is taken.
     Raises Unreadable on damaged and truncated files and on 32 bits per channel.
     """
-    with _reasons():
-        return centre_square(_opened(path, size, channels), size).transpose(2, 0, 1)
+    with _raise_unreadable():
+        return centre_square(_open_image(path, size, channels), size).transpose(2, 0, 1)
 
 
 class Packing(NamedTuple):
@@ -73,7 +73,7 @@ class Packing(NamedTuple):
     quality: int
 
 
-class Packed(NamedTuple):
+class PackedImage(NamedTuple):
     """A JPEG file, its height and width, and its pixels' histogram before compression, int64
     (C, 256).
     """
@@ -83,62 +83,62 @@ class Packed(NamedTuple):
     histogram: np.ndarray
 
 
-def pack_image(path: str | Path, packing: Packing) -> Packed:
+def pack_image(path: str | Path, packing: Packing) -> PackedImage:
     """Decode an image file as ``decode_image`` does and encode it as JPEG.
 
     Colours have half the resolution of brightness (4:2:0), as in cameras' files. Raises Unreadable
     as ``decode_image`` does.
     """
-    with _reasons():
-        image = _opened(path, packing.size, packing.channels)
+    with _raise_unreadable():
+        image = _open_image(path, packing.size, packing.channels)
         if packing.whole:
-            extent = _short_side(image.size, packing.size)
+            extent = _size_by_short_side(image.size, packing.size)
             small = image.resize(extent, Image.Resampling.BILINEAR)
         else:
             small = Image.fromarray(centre_square(image, packing.size).squeeze())
         file = io.BytesIO()
         small.save(file, "JPEG", quality=packing.quality, subsampling="4:2:0")
     histogram = np.array(small.histogram(), np.int64).reshape(packing.channels, 256)
-    return Packed(file.getvalue(), (small.height, small.width), histogram)
+    return PackedImage(file.getvalue(), (small.height, small.width), histogram)
 
 
 def unpack_image(content: bytes, channels: int) -> Image.Image:
     """The pixels of a JPEG file that ``pack_image`` made. Raises Unreadable where it is damaged."""
-    with _reasons():
+    with _raise_unreadable():
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
         image.load()
     if image.mode != MODES[channels]:
-        raise Unreadable(refused_mode(image.mode))
+        raise UnreadableImage(mode_refusal(image.mode))
     return image
 
 
-def _opened(path: str | Path, size: int, channels: int) -> Image.Image:
+def _open_image(path: str | Path, size: int, channels: int) -> Image.Image:
     with Image.open(path, formats=FORMATS) as image:
         image.draft(MODES[channels], (2 * size, 2 * size))
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # a copy of a large picture is a gigabyte
-        plain = _plain(image)
+        plain = _to_plain_mode(image)
         if plain.mode == MODES[channels]:
             return plain
         return plain.convert(MODES[channels])
 
 
 @contextmanager
-def _reasons() -> Iterator[None]:
+def _raise_unreadable() -> Iterator[None]:
     """All that PIL raises on bad content becomes Unreadable."""
     try:
         yield
     except UnidentifiedImageError as error:
         listed = ", ".join(FORMATS)
         why = f"cannot identify image file: not a picture, or damaged; allowed: {listed}"
-        raise Unreadable(why) from error
+        raise UnreadableImage(why) from error
     except (
         OSError,
         SyntaxError,
         ValueError,
         Image.DecompressionBombError,
     ) as error:
-        raise Unreadable(str(error) or type(error).__name__) from error
+        raise UnreadableImage(str(error) or type(error).__name__) from error
     except (
         # what PIL's readers of EXIF and of chunks let through where lengths and kinds are wrong
         struct.error,
@@ -150,22 +150,22 @@ def _reasons() -> Iterator[None]:
         EOFError,
     ) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Unreadable(f"its header or its EXIF is damaged ({why})") from error
+        raise UnreadableImage(f"its header or its EXIF is damaged ({why})") from error
 
 
-def refused_mode(mode: str) -> str:
+def mode_refusal(mode: str) -> str:
     """Return why images of a mode are not taken."""
     return f"has mode {mode}; allowed: 8 or 16 bits a channel"
 
 
-def _plain(image: Image.Image) -> Image.Image:
+def _to_plain_mode(image: Image.Image) -> Image.Image:
     """The image with 8 bits a channel and without transparency."""
     if image.mode in SIXTEEN:
         deep = np.asarray(image).astype(np.float32)
         return Image.fromarray(np.rint(deep * (255 / DEEPEST)).astype(np.uint8))
     if image.mode.startswith(DEEP):
         # PIL would clip them to 0 … 255 silently
-        raise Unreadable(refused_mode(image.mode))
+        raise UnreadableImage(mode_refusal(image.mode))
     if not image.has_transparency_data:
         return image
     clear = image.convert("RGBA")
@@ -186,7 +186,7 @@ def centre_square(image: Image.Image, size: int) -> np.ndarray:
     return np.asarray(small).reshape(size, size, -1)
 
 
-def _short_side(extent: tuple[int, int], size: int) -> tuple[int, int]:
+def _size_by_short_side(extent: tuple[int, int], size: int) -> tuple[int, int]:
     """Width and height with a short side of ``size`` and the same aspect, to the nearest pixel."""
     short = min(extent)
     width, height = (max(size, round(side * size / short)) for side in extent)

@@ -13,16 +13,22 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from moecore.core.files import UserError, read_json, write_sealed
-from moecore.data.files.decode import Packed, Packing, Unreadable, decode_image, pack_image
+from moecore.data.files.decode import (
+    PackedImage,
+    Packing,
+    UnreadableImage,
+    decode_image,
+    pack_image,
+)
 from moecore.data.npy import new_array, open_array
 from moecore.data.workers import thread_count
-from moecore.data.writer import JpegFile, Part
+from moecore.data.writer import JpegFile, SplitPart
 
 CHUNK = 1024
 Result = TypeVar("Result")
 
 
-class Files(NamedTuple):
+class SplitFiles(NamedTuple):
     """The image files of one split and their labels int64 (N,)."""
 
     paths: list[Path]
@@ -51,7 +57,9 @@ class DecodeCache(NamedTuple):
         state = self._resume(split, array, (shape, np.uint8), self._key(paths))
         out = new_array(array, np.uint8, shape, begun=state["done"] > 0)
         begun = range(state["done"], len(paths))
-        for rows, reasons in _chunks(begun, lambda row: self._fill(out, row, paths[row])):
+        for rows, reasons in _chunks_in_threads(
+            begun, lambda row: self._fill(out, row, paths[row])
+        ):
             state["failures"] |= {
                 str(row): reason for row, reason in zip(rows, reasons, strict=True) if reason
             }
@@ -78,8 +86,10 @@ class DecodeCache(NamedTuple):
             state.get("histogram", np.zeros((packing.channels, 256))), dtype=np.int64
         )
         begun = range(state["done"], len(paths))
-        _append(file, state["bytes"], b"")
-        for rows, packed in _chunks(begun, lambda row: _packed(paths[row], packing)):
+        _append_content(file, state["bytes"], b"")
+        for rows, packed in _chunks_in_threads(
+            begun, lambda row: _pack_or_reason(paths[row], packing)
+        ):
             contents = []
             for row, one in zip(rows, packed, strict=True):
                 if isinstance(one, str):
@@ -90,7 +100,7 @@ class DecodeCache(NamedTuple):
                 table[row] = (len(one.content), *one.extent)
                 histogram += one.histogram
             content = b"".join(contents)
-            state["bytes"] = _append(file, state["bytes"], content)
+            state["bytes"] = _append_content(file, state["bytes"], content)
             table.flush()
             state |= {"done": rows.stop, "histogram": histogram.tolist()}
             write_sealed(progress, state)
@@ -101,7 +111,7 @@ class DecodeCache(NamedTuple):
     def _fill(self, out: np.ndarray, row: int, path: Path) -> str | None:
         try:
             out[row] = decode_image(path, self.size, self.channels)
-        except Unreadable as error:
+        except UnreadableImage as error:
             return str(error)
         return None
 
@@ -123,12 +133,12 @@ class DecodeCache(NamedTuple):
         return state
 
     def _key(self, paths: list[Path]) -> str:
-        listing = "\n".join(f"{path} {_length(path)}" for path in paths)
+        listing = "\n".join(f"{path} {_file_length(path)}" for path in paths)
         text = f"{self.size} {self.channels}\n{listing}"
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-def _length(path: Path) -> int:
+def _file_length(path: Path) -> int:
     """Bytes of a file; -1 of a link to nothing, which decoding complains of."""
     try:
         return path.stat().st_size
@@ -136,7 +146,7 @@ def _length(path: Path) -> int:
         return -1
 
 
-def _append(file: Path, start: int, content: bytes) -> int:
+def _append_content(file: Path, start: int, content: bytes) -> int:
     """Write to the disk what comes after ``start`` bytes of a file, and return where it ends."""
     with open(file, "ab") as out:
         out.truncate(start)  # what a killed run wrote and never said
@@ -146,7 +156,9 @@ def _append(file: Path, start: int, content: bytes) -> int:
     return start + len(content)
 
 
-def _chunks(rows: range, work: Callable[[int], Result]) -> Iterator[tuple[range, Iterator[Result]]]:
+def _chunks_in_threads(
+    rows: range, work: Callable[[int], Result]
+) -> Iterator[tuple[range, Iterator[Result]]]:
     """Pieces of ``rows`` with what ``work`` makes of each, by several threads; the next piece is
     begun before one is handed out, so that it is worked on while that is written.
     """
@@ -163,19 +175,19 @@ def _chunks(rows: range, work: Callable[[int], Result]) -> Iterator[tuple[range,
         pool.shutdown(cancel_futures=True)
 
 
-def _packed(path: Path, packing: Packing) -> Packed | str:
+def _pack_or_reason(path: Path, packing: Packing) -> PackedImage | str:
     try:
         return pack_image(path, packing)
-    except Unreadable as error:
+    except UnreadableImage as error:
         return str(error)
 
 
 def decode_splits(
     cache: DecodeCache,
-    splits: Mapping[str, Files],
+    splits: Mapping[str, SplitFiles],
     on_error: Literal["stop", "skip"],
     packing: Packing | None = None,
-) -> dict[str, Part]:
+) -> dict[str, SplitPart]:
     """Decode every split; the parts take the cache's files over.
 
     packing: what the training images are stored as; None for arrays as those of the other splits.
@@ -198,20 +210,21 @@ def decode_splits(
         listed = "\n  ".join(bad)
         raise UserError(f"{count}; repair or remove them, or set `on_error: skip`:\n  {listed}")
     return {
-        split: _part(splits[split], array, reasons) for split, (array, reasons) in decoded.items()
+        split: _split_part(splits[split], array, reasons)
+        for split, (array, reasons) in decoded.items()
     }
 
 
-def _part(files: Files, images: Path | JpegFile, reasons: dict[int, str]) -> Part:
+def _split_part(files: SplitFiles, images: Path | JpegFile, reasons: dict[int, str]) -> SplitPart:
     if not reasons:
-        return Part(files.labels, images)
+        return SplitPart(files.labels, images)
     kept = np.setdiff1d(np.arange(len(files.paths)), list(reasons))
     if isinstance(images, JpegFile):
-        return Part(files.labels[kept], images)
-    return Part(files.labels[kept], _rows(images, kept))
+        return SplitPart(files.labels[kept], images)
+    return SplitPart(files.labels[kept], _stored_rows(images, kept))
 
 
-def _rows(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:
+def _stored_rows(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:
     images = np.load(array, mmap_mode="r", allow_pickle=False)
     for start in range(0, len(rows), CHUNK):
         yield images[rows[start : start + CHUNK]]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from moecore.core.files import UserError, checksum, whole_file
+from moecore.core.files import UserError, file_checksum, whole_file
 
 
 def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None:
     """Raise UserError where the file's digest differs from the published one."""
-    digest = checksum(path, algorithm)
+    digest = file_checksum(path, algorithm)
     if digest != expected:
         raise UserError(
             f"{source}: has {algorithm} {digest}; published: {expected}. Fetch it again"

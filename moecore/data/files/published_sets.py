@@ -8,13 +8,17 @@ import numpy as np
 from moecore.data.files.decode import resize_images
 from moecore.data.preview import class_counts
 from moecore.data.splits import SplitSettings, split_train, stratified_limit
-from moecore.data.writer import DatasetInfo, Part, write_prepared
+from moecore.data.writer import DatasetInfo, SplitPart, write_prepared
 
-Labelled = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and labels int64 (N,)
+LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and labels int64 (N,)
 
 
 def write_published_set(
-    folder: Path, info: DatasetInfo, settings: SplitSettings, train: Labelled, test: Labelled
+    folder: Path,
+    info: DatasetInfo,
+    settings: SplitSettings,
+    train: LabelledImages,
+    test: LabelledImages,
 ) -> dict[str, Any]:
     """Write the prepared layout of a set to ``folder`` and return its card."""
     rows = _split_rows(settings, train[1], test[1])
@@ -22,7 +26,7 @@ def write_published_set(
     parts = {}
     for split, (images, labels) in sets.items():
         chosen = rows[split]
-        parts[split] = Part(labels[chosen], resize_images(images[chosen], info.size))
+        parts[split] = SplitPart(labels[chosen], resize_images(images[chosen], info.size))
     return write_prepared(folder, info, parts)
 
 

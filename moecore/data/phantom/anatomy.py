@@ -37,7 +37,7 @@ ROUNDS = 4  # of sharing out what capped voxels could not give
 ENOUGH = 0.5  # voxels: 0.0135 mL; what is left over is smaller than that
 
 
-class Targets(NamedTuple):
+class TargetVolumes(NamedTuple):
     """The volumes that a brain is made to have: shares of the head."""
 
     grey: float
@@ -128,7 +128,7 @@ class Anatomy(NamedTuple):
         } | _volumes(tissue, targets, head_ml)
         return Brain(tissue.brightness, np.stack([tissue.white, tissue.grey, tissue.fluid]), truth)
 
-    def targets(self, base: Template, brain_age: float, sex: str) -> Targets:
+    def targets(self, base: Template, brain_age: float, sex: str) -> TargetVolumes:
         """The volumes of this person at a brain age, as shares of the head."""
         varies = PRESETS[self.preset]
         atrophy, boundary = self.tissue
@@ -136,7 +136,7 @@ class Anatomy(NamedTuple):
         moved = white * varies.boundary * boundary
         lost = 1 + varies.atrophy * atrophy
         men = VENTRICLES_OF_MEN if sex == "M" else 1.0
-        return Targets(
+        return TargetVolumes(
             grey * grey_share(brain_age) * lost - moved,
             white * white_share(brain_age) * lost + moved,
             ventricles
@@ -147,7 +147,7 @@ class Anatomy(NamedTuple):
         )
 
 
-def _volumes(tissue: Tissue, targets: Targets, head_ml: float) -> dict[str, float]:
+def _volumes(tissue: Tissue, targets: TargetVolumes, head_ml: float) -> dict[str, float]:
     maps = {
         "gm": tissue.grey,
         "wm": tissue.white,
@@ -169,7 +169,7 @@ def _volumes(tissue: Tissue, targets: Targets, head_ml: float) -> dict[str, floa
 
 
 def fit_tissue(
-    placement: Placement, targets: Targets, thinning: np.ndarray, spots: np.ndarray
+    placement: Placement, targets: TargetVolumes, thinning: np.ndarray, spots: np.ndarray
 ) -> Tissue:
     """Move tissue across its boundaries until grey and white matter have their shares of the head.
 
@@ -181,7 +181,7 @@ def fit_tissue(
     fluid = placement.fluid
     head = float((grey + white + fluid + placement.ventricles).sum(dtype=np.float64))
     to_grey = move_tissue(
-        white, grey, _total(white) - targets.white * head, _blurred(grey), _blurred(white)
+        white, grey, _total(white) - targets.white * head, _blur_volume(grey), _blur_volume(white)
     )
     white = white - to_grey
     grey_between = grey + to_grey
@@ -189,8 +189,8 @@ def fit_tissue(
         grey_between,
         fluid,
         _total(grey_between) - targets.grey * head,
-        _blurred(fluid) * thinning,
-        _blurred(grey_between),
+        _blur_volume(fluid) * thinning,
+        _blur_volume(grey_between),
     )
     grey = grey_between - to_fluid
     fluid = fluid + to_fluid
@@ -241,5 +241,5 @@ def _total(values: np.ndarray) -> float:
     return float(values.sum(dtype=np.float64))
 
 
-def _blurred(values: np.ndarray) -> np.ndarray:
+def _blur_volume(values: np.ndarray) -> np.ndarray:
     return ndimage.uniform_filter(values, 3)

@@ -43,7 +43,7 @@ def write_bids(folder: Path, phantom: Phantom) -> None:
     visits = phantom.visits()
     first = {visit.subject.participant_id: visit.subject for visit in reversed(visits)}
     columns = ("participant_id", "age", "sex", "site")
-    _table(
+    _write_table(
         folder / "participants.tsv",
         columns,
         [[getattr(first[who], name) for name in columns] for who in sorted(first)],
@@ -52,14 +52,14 @@ def write_bids(folder: Path, phantom: Phantom) -> None:
         for who in first:
             own = [v.subject for v in visits if v.subject.participant_id == who]
             rows = [[subject.session_id, subject.age] for subject in own]
-            _table(folder / who / f"{who}_sessions.tsv", ("session_id", "age"), rows)
-    _describe(folder, phantom)
+            _write_table(folder / who / f"{who}_sessions.tsv", ("session_id", "age"), rows)
+    _write_description(folder, phantom)
     write_whole(folder / "README", README)
     for _ in map_in_threads(partial(_write_visit, folder, phantom.preset), visits):
         pass
 
 
-def _describe(folder: Path, phantom: Phantom) -> None:
+def _write_description(folder: Path, phantom: Phantom) -> None:
     """BIDS wants a dataset_description.json."""
     made = {
         "Name": "moecore phantom",
@@ -78,7 +78,7 @@ def _describe(folder: Path, phantom: Phantom) -> None:
     )
 
 
-def _table(path: Path, columns: tuple[str, ...], rows: list[list]) -> None:
+def _write_table(path: Path, columns: tuple[str, ...], rows: list[list]) -> None:
     with whole_text(path) as handle:
         table = csv.writer(handle, delimiter="\t", lineterminator="\n")
         table.writerow(columns)
@@ -122,8 +122,8 @@ def main() -> None:
     try:
         write_bids(folder, Phantom(**arguments))
     except ValidationError as error:
-        told = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        parser.error("; ".join(told))
+        reason = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        parser.error("; ".join(reason))
     except UserError as error:
         parser.error(str(error))
 

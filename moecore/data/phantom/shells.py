@@ -14,7 +14,7 @@ from moecore.data.phantom.fields import SIDE, VOXEL_MM, grid_points, scan_brain
 from moecore.data.phantom.numbers import FLUID, GREY, WHITE
 from moecore.data.phantom.template import Template, complete_template, level_set
 from moecore.data.volumes.grids import BRAIN
-from moecore.data.volumes.volumes import Stored, to_stored
+from moecore.data.volumes.volumes import StoredVolume, to_stored
 from moecore.data.workers import one_blas_thread
 
 # Semi-axes along right, anterior, superior
@@ -39,7 +39,7 @@ SITES = 8
 _STREAM = 5  # of the seed; the first generator's streams have 1 to 3
 
 
-def simulate_shell_scan(age: float, sex: str, seed: int) -> Stored:
+def simulate_shell_scan(age: float, sex: str, seed: int) -> StoredVolume:
     """A scan of person ``seed`` at an age in years, as a woman (F) or a man (M).
 
     As ``prepare`` stores the first generator's: image float16 (1, D, H, W) in [0, 1], regions uint8

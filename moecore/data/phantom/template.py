@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import ndimage
 
-from moecore.core.files import UserError, checksum
+from moecore.core.files import UserError, file_checksum
 from moecore.data.phantom.fields import SIDE, VOXEL_ML, VOXEL_MM, grid_points
 
 FILE = Path(__file__).parent / "mni152" / "mni152_64.npz"
@@ -49,7 +49,7 @@ def load_template() -> Template:
 
     Raises UserError where its file is missing or not the one this code is for.
     """
-    if not FILE.is_file() or checksum(FILE) != SHA256:
+    if not FILE.is_file() or file_checksum(FILE) != SHA256:
         raise UserError(
             f"{FILE}: missing, or not the template of this version; reinstall, or make it with "
             "tools/build_template.py"

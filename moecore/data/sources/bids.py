@@ -12,7 +12,7 @@ from moecore.core.files import UserError
 from moecore.core.roots import candidate_folders
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
-from moecore.data.volumes.bids_table import Problem, Table, read_table
+from moecore.data.volumes.bids_table import CohortTable, SubjectProblem, read_table
 from moecore.data.volumes.cohort_splits import (
     CohortSplits,
     age_preview,
@@ -21,21 +21,22 @@ from moecore.data.volumes.cohort_splits import (
     split_cohort,
 )
 from moecore.data.volumes.grids import Grid
-from moecore.data.volumes.subjects import Subject, find_only_file
+from moecore.data.volumes.subjects import VolumeSubject, find_only_file
 from moecore.data.volumes.volume_cache import VolumeCache
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
-from moecore.data.volumes.volumes import REGIONS, Stored, SubjectFiles, read_subject
+from moecore.data.volumes.volumes import REGIONS, StoredVolume, SubjectFiles, read_subject
 from moecore.data.workers import map_in_threads
 
-PLACE = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for sub-01 \
-or sub-01_ses-1, * for anything"""
+PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for
+sub-01 \ or sub-01_ses-1, * for anything"""
 
 
 class Maps(Config):
     """Where the probability maps of the three tissues lie."""
 
     wm: str = Field(
-        "{folder}/anat/{prefix}*_label-WM_probseg.nii*", description=f"White matter: {PLACE}"
+        "{folder}/anat/{prefix}*_label-WM_probseg.nii*",
+        description=f"White matter: {PATTERN_WORDS}",
     )
     gm: str = Field("{folder}/anat/{prefix}*_label-GM_probseg.nii*", description="Grey matter")
     csf: str = Field("{folder}/anat/{prefix}*_label-CSF_probseg.nii*", description="Fluid")
@@ -44,16 +45,18 @@ class Maps(Config):
 class Dseg(Config):
     """One map with a number for each tissue."""
 
-    pattern: str = Field("{folder}/anat/{prefix}*_dseg.nii*", description=f"The label map: {PLACE}")
+    pattern: str = Field(
+        "{folder}/anat/{prefix}*_dseg.nii*", description=f"The label map: {PATTERN_WORDS}"
+    )
     wm: tuple[int, ...] = Field((2,), min_length=1, description="Numbers of white matter")
     gm: tuple[int, ...] = Field((1,), min_length=1, description="Numbers of grey matter")
     csf: tuple[int, ...] = Field((3,), min_length=1, description="Numbers of fluid")
 
 
-class Ready(NamedTuple):
+class CachedSubject(NamedTuple):
     """One subject whose volumes are in the cache, or who has problems."""
 
-    subject: Subject
+    subject: VolumeSubject
     key: str
     problems: list[str]
 
@@ -68,7 +71,9 @@ class Bids(CohortSplits, Grid):
 
     kind: Literal["bids"] = "bids"
     root: str = Field(description="Folder with participants.tsv; derivatives may lie below it")
-    t1: str = Field("{folder}/anat/{prefix}*_T1w.nii*", description=f"The T1w volume: {PLACE}")
+    t1: str = Field(
+        "{folder}/anat/{prefix}*_T1w.nii*", description=f"The T1w volume: {PATTERN_WORDS}"
+    )
     mask: str | None = Field(
         None,
         description=(
@@ -123,8 +128,8 @@ class Bids(CohortSplits, Grid):
         cache = self._cache()
         ready = list(map_in_threads(partial(self._read, root, cache), table.subjects))
         cache.remember()
-        ready = _without_copies(ready)
-        unread = [Problem(*row.subject[:2], why) for row in ready for why in row.problems]
+        ready = _refuse_copies(ready)
+        unread = [SubjectProblem(*row.subject[:2], why) for row in ready for why in row.problems]
         problems = table.problems + unread
         if problems and self.on_error == "stop":
             raise UserError(list_problems(root, problems))
@@ -134,7 +139,7 @@ class Bids(CohortSplits, Grid):
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; tables are read and files are sought."""
         known = age_preview(self.name, self.size, self._regions(), *candidate_folders(self.root))
-        return known.completed(self._look)
+        return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
         root = self._root()
@@ -148,9 +153,9 @@ class Bids(CohortSplits, Grid):
         self,
         folder: Path,
         cache: VolumeCache,
-        table: Table,
-        ready: list[Ready],
-        problems: list[Problem],
+        table: CohortTable,
+        ready: list[CachedSubject],
+        problems: list[SubjectProblem],
     ) -> dict[str, Any]:
         known = {row.subject.participant_id for row in ready}
         asked = {who: split for who, split in table.splits.items() if who in known}
@@ -172,22 +177,22 @@ class Bids(CohortSplits, Grid):
         for split in SPLITS:
             part = [ready[row] for row in rows[split]]
             # a generator of its own: the volumes of a split are loaded one by one, when written
-            parts[split] = VolumePart([row.subject for row in part], _loaded(cache, part))
+            parts[split] = VolumePart([row.subject for row in part], _load_subjects(cache, part))
         return write_volumes(folder, facts, parts)
 
-    def _read(self, root: Path, cache: VolumeCache, subject: Subject) -> Ready:
+    def _read(self, root: Path, cache: VolumeCache, subject: VolumeSubject) -> CachedSubject:
         files, problems = self.files(root, subject)
         if files is None:
-            return Ready(subject, "", problems)
+            return CachedSubject(subject, "", problems)
         key = cache.key(files)
         if cache.load(key) is None:
             labels = {name: getattr(self.dseg, name) for name in REGIONS} if self.dseg else None
             made, problems = read_subject(files, self, labels)
             if made is not None:
                 cache.save(key, made)
-        return Ready(subject, key, problems)
+        return CachedSubject(subject, key, problems)
 
-    def files(self, root: Path, subject: Subject) -> tuple[SubjectFiles | None, list[str]]:
+    def files(self, root: Path, subject: VolumeSubject) -> tuple[SubjectFiles | None, list[str]]:
         """The subject's files below ``root``, or None and a line for each that is missing or not
         the only one.
         """
@@ -225,9 +230,9 @@ class Bids(CohortSplits, Grid):
         )
 
 
-def _without_copies(ready: list[Ready]) -> list[Ready]:
+def _refuse_copies(ready: list[CachedSubject]) -> list[CachedSubject]:
     """Volumes with the content of another one are problems: in another split they were a leak."""
-    first: dict[str, Subject] = {}
+    first: dict[str, VolumeSubject] = {}
     checked = []
     for row in ready:
         if row.problems or (other := first.setdefault(row.key, row.subject)) is row.subject:
@@ -241,7 +246,7 @@ def _without_copies(ready: list[Ready]) -> list[Ready]:
     return checked
 
 
-def _loaded(cache: VolumeCache, part: list[Ready]) -> Iterator[Stored]:
+def _load_subjects(cache: VolumeCache, part: list[CachedSubject]) -> Iterator[StoredVolume]:
     for row in part:
         kept = cache.load(row.key)
         if kept is None:

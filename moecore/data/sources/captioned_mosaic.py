@@ -19,8 +19,8 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.mosaic import compose_mosaics
 from moecore.data.text.captions import (
-    Captioned,
     CaptionedDatasetInfo,
+    CaptionedSplit,
     encode_captions,
     write_captioned,
 )
@@ -84,7 +84,7 @@ class CaptionedMosaic(Config):
         names = source.task.classes
         layouts = draw_layouts(len(names), self)
         parts = {
-            split: Captioned(
+            split: CaptionedSplit(
                 [layout_captions([names[one] for one in row])[: self.captions] for row in rows],
                 self._images(getattr(source, split), rows, SPLITS.index(split)),
             )

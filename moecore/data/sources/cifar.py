@@ -79,12 +79,12 @@ class Cifar(SplitSettings):
         known = Preview(
             f"CIFAR-{self.classes}", 3, self.size, task, seen=tuple(candidate_folders(self.root))
         )
-        return known.completed(self._look)
+        return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
         chosen = SETS[self.classes]
         roots = candidate_folders(self.root)
-        place = self._there(roots)
+        place = self._find_present(roots)
         if place is None and not self.download:
             raise UserError(self._absent(roots))
         note = None if place else f"prepare will download it into {roots[0]}"
@@ -95,13 +95,13 @@ class Cifar(SplitSettings):
     def _find(self) -> Path:
         """The folder with all .bin files, or the archive."""
         roots = candidate_folders(self.root)
-        if place := self._there(roots):
+        if place := self._find_present(roots):
             return place
         if self.download:
             return fetch_archive(SETS[self.classes], roots[0])
         raise UserError(self._absent(roots))
 
-    def _there(self, roots: list[Path]) -> Path | None:
+    def _find_present(self, roots: list[Path]) -> Path | None:
         chosen = SETS[self.classes]
         for root in roots:
             for folder in (root, root / chosen.folder):

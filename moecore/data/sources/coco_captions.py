@@ -10,7 +10,7 @@ from moecore.core.files import UserError
 from moecore.core.roots import find_raw_file
 from moecore.data.files.captioned_files import (
     CaptionedFiles,
-    Captions,
+    ImageCaptions,
     group_captions,
     read_annotations,
     read_karpathy_split,
@@ -40,7 +40,7 @@ class CocoCaptions(CaptionedFiles):
         """Name, licence and source."""
         return "COCO captions", "CC BY 4.0; images: Flickr's terms", "https://cocodataset.org"
 
-    def read(self) -> dict[str, list[Captions]]:
+    def read(self) -> dict[str, list[ImageCaptions]]:
         """The images of each split. Raises UserError for files that are none of COCO's."""
         if (self.karpathy is None) == (not self.annotations):
             raise UserError("coco_captions: give `annotations` or `karpathy`, one of them")
@@ -49,21 +49,23 @@ class CocoCaptions(CaptionedFiles):
         if len(self.folders) != len(self.annotations):
             given = f"{len(self.annotations)} annotations and {len(self.folders)} folders"
             raise UserError(f"coco_captions: found {given}; allowed: as many")
-        images: list[Captions] = []
+        images: list[ImageCaptions] = []
         for name, folder in zip(self.annotations, self.folders, strict=True):
             images += read_coco(find_raw_file(name), folder)
         return split_by_seed(images, self)
 
 
-def read_coco(path: Path, folder: str) -> list[Captions]:
+def read_coco(path: Path, folder: str) -> list[ImageCaptions]:
     """The images of one annotation file, in its order; their files lie in ``folder``."""
     content = read_annotations(path)
     try:
         numbers = [image["id"] for image in content["images"]]
         files = {
-            image["id"]: f"{folder}/{_text(image, 'file_name')}" for image in content["images"]
+            image["id"]: f"{folder}/{_text_at(image, 'file_name')}" for image in content["images"]
         }
-        said = [(one["image_id"], _text(one, "caption").strip()) for one in content["annotations"]]
+        said = [
+            (one["image_id"], _text_at(one, "caption").strip()) for one in content["annotations"]
+        ]
         hash(tuple(image for image, _ in said))  # a TypeError where one is a list
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: no captions of COCO's: lacks or has an odd {error}") from None
@@ -73,7 +75,7 @@ def read_coco(path: Path, folder: str) -> list[Captions]:
     return group_captions(path, files, iter(said))
 
 
-def _text(entry: Any, key: str) -> str:
+def _text_at(entry: Any, key: str) -> str:
     """``entry[key]``. Raises KeyError where there is none, TypeError where it is no text."""
     if not isinstance(entry[key], str):
         raise TypeError(f"{key}, {entry[key]!r:.40}, which is no text")

@@ -11,7 +11,7 @@ from pydantic import Field
 from moecore.data.files.decode import resize_images
 from moecore.data.preview import Preview, class_counts
 from moecore.data.splits import SplitSettings, split_train, stratified_limit, stratified_split
-from moecore.data.writer import DatasetInfo, Part, write_prepared
+from moecore.data.writer import DatasetInfo, SplitPart, write_prepared
 from moecore.tasks.classification import Classification
 
 TASK = Classification(classes=tuple("0123456789"))
@@ -52,14 +52,14 @@ class Digits(SplitSettings):
             folder,
             facts,
             {
-                name: Part(labels[part], resize_images(images[part], self.size))
+                name: SplitPart(labels[part], resize_images(images[part], self.size))
                 for name, part in parts.items()
             },
         )
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; the numbers of each class are known."""
-        return Preview("Digits", 1, self.size, TASK).completed(self._known)
+        return Preview("Digits", 1, self.size, TASK).complete_with(self._known)
 
     def _known(self) -> dict[str, Any]:
         labels = np.repeat(np.arange(10), IMAGES)

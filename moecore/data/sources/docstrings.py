@@ -16,7 +16,7 @@ from moecore.core.files import UserError
 from moecore.data.preview import Preview
 from moecore.data.text.words import (
     SPLITS,
-    Reading,
+    ReadingStyle,
     TextSettings,
     build_vocabulary,
     lower_words,
@@ -48,7 +48,7 @@ class Docstrings(TextSettings):
     are ``<unk>``.
     """
 
-    reading: ClassVar[Reading] = "prose"
+    reading: ClassVar[ReadingStyle] = "prose"
 
     kind: Literal["docstrings"] = "docstrings"
     packages: tuple[str, ...] = Field(
@@ -87,7 +87,7 @@ class Docstrings(TextSettings):
         """Return what ``prepare`` would write; how many words there are is not known before."""
         task = NextToken(words=2)
         known = Preview("Docstrings", self.context + 1, self.size, task)
-        return known.completed(self._look)
+        return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
         for name in self.packages:

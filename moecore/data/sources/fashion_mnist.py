@@ -74,7 +74,9 @@ class FashionMnist(SplitSettings):
             "https://github.com/zalandoresearch/fashion-mnist",
             self,
         )
-        return write_published_set(folder, info, self, _read(root, "train"), _read(root, "t10k"))
+        return write_published_set(
+            folder, info, self, _read_part(root, "train"), _read_part(root, "t10k")
+        )
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; no file is read."""
@@ -82,61 +84,63 @@ class FashionMnist(SplitSettings):
         known = Preview(
             "Fashion-MNIST", 1, self.size, task, seen=tuple(candidate_folders(self.root))
         )
-        return known.completed(self._look)
+        return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
         roots = candidate_folders(self.root)
-        root = self._there(roots)
+        root = self._find_present(roots)
         if root is None and not self.download:
-            raise UserError(_absent(roots))
+            raise UserError(_absent_words(roots))
         note = None if root else f"prepare will download it into {roots[0]}"
         counts = count_published_set("Fashion-MNIST", CLASSES, self, 60_000, 10_000)
         return {"counts": counts, "note": note}
 
-    def _there(self, roots: list[Path]) -> Path | None:
+    def _find_present(self, roots: list[Path]) -> Path | None:
         """The first folder with all four files."""
-        return next((root for root in roots if all(_path(root, name) for name in SHA256)), None)
+        return next(
+            (root for root in roots if all(_find_file(root, name) for name in SHA256)), None
+        )
 
     def _find(self) -> Path:
         roots = candidate_folders(self.root)
-        if root := self._there(roots):
+        if root := self._find_present(roots):
             return root
         if not self.download:
-            raise UserError(_absent(roots))
+            raise UserError(_absent_words(roots))
         for name in SHA256:
-            if not _path(roots[0], name):
+            if not _find_file(roots[0], name):
                 download_file(f"{URL}{name}.gz", roots[0] / f"{name}.gz", partial(_accept, name))
         return roots[0]
 
 
-def _read(root: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
-    images = _content(root, f"{part}-images-idx3-ubyte")
-    labels = _content(root, f"{part}-labels-idx1-ubyte")
+def _read_part(root: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    images = _read_content(root, f"{part}-images-idx3-ubyte")
+    labels = _read_content(root, f"{part}-labels-idx1-ubyte")
     return images[:, None], labels.astype(np.int64)
 
 
-def _check(path: Path, name: str) -> np.ndarray:
+def _check_file(path: Path, name: str) -> np.ndarray:
     return read_idx(path, 3 if "images" in name else 1, SHA256[name])
 
 
 def _accept(name: str, path: Path) -> None:
     """Raise UserError where a downloaded file is not the published one."""
-    _check(path, name)
+    _check_file(path, name)
 
 
-def _content(root: Path, name: str) -> np.ndarray:
-    path = _path(root, name)
+def _read_content(root: Path, name: str) -> np.ndarray:
+    path = _find_file(root, name)
     if path is None:
-        raise UserError(_absent([root]))
-    return _check(path, name)
+        raise UserError(_absent_words([root]))
+    return _check_file(path, name)
 
 
-def _path(root: Path, name: str) -> Path | None:
+def _find_file(root: Path, name: str) -> Path | None:
     return next((path for path in (root / name, root / f"{name}.gz") if path.is_file()), None)
 
 
-def _absent(roots: list[Path]) -> str:
-    lists = {root: [name for name in SHA256 if not _path(root, name)] for root in roots}
+def _absent_words(roots: list[Path]) -> str:
+    lists = {root: [name for name in SHA256 if not _find_file(root, name)] for root in roots}
     lacking = "; ".join(
         f"{root} lacks {'all four files' if len(names) == 4 else ', '.join(names)}"
         for root, names in lists.items()

@@ -10,7 +10,7 @@ from moecore.core.files import UserError
 from moecore.core.roots import find_raw_file
 from moecore.data.files.captioned_files import (
     CaptionedFiles,
-    Captions,
+    ImageCaptions,
     group_captions,
     read_karpathy_split,
     read_text_file,
@@ -34,7 +34,7 @@ class Flickr30k(CaptionedFiles):
         source = "https://shannon.cs.illinois.edu/DenotationGraph"
         return "Flickr30k", "Flickr's terms, for research and education", source
 
-    def read(self) -> dict[str, list[Captions]]:
+    def read(self) -> dict[str, list[ImageCaptions]]:
         """The images of each split. Raises UserError for files that are none of Flickr30k's."""
         if (self.karpathy is None) == (self.captions_file is None):
             raise UserError("flickr30k: give `captions_file` or `karpathy`, one of them")

@@ -15,7 +15,7 @@ from moecore.data.files.class_folders import (
     preview_folders,
     select_files,
 )
-from moecore.data.files.decode_cache import DecodeCache, Files, decode_splits
+from moecore.data.files.decode_cache import DecodeCache, SplitFiles, decode_splits
 from moecore.data.preview import Preview
 from moecore.data.splits import split_train, stratified_limit, stratified_split
 from moecore.data.writer import DatasetInfo, write_prepared
@@ -80,7 +80,7 @@ class ImageFolder(ImageStoreSettings):
         """Return what ``prepare`` would write; files are counted."""
         roots = tuple(candidate_folders(self.root))
         known = Preview(self._name(roots[0]), self.channels, self.size, None, seen=roots)
-        return known.completed(self._look)
+        return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
         root = self._root()
@@ -100,7 +100,7 @@ class ImageFolder(ImageStoreSettings):
             "class folders"
         )
 
-    def _splits(self, root: Path) -> tuple[tuple[str, ...], dict[str, Files]]:
+    def _splits(self, root: Path) -> tuple[tuple[str, ...], dict[str, SplitFiles]]:
         if (root / "train").is_dir():
             train = root / "train"
         else:

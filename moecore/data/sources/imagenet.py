@@ -16,7 +16,7 @@ from moecore.data.files.class_folders import (
     preview_folders,
     select_files,
 )
-from moecore.data.files.decode_cache import DecodeCache, Files, decode_splits
+from moecore.data.files.decode_cache import DecodeCache, SplitFiles, decode_splits
 from moecore.data.preview import Preview
 from moecore.data.splits import split_train, stratified_limit
 from moecore.data.writer import DatasetInfo, write_prepared
@@ -85,7 +85,7 @@ class Imagenet(ImageStoreSettings):
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; files are counted."""
         known = Preview("ImageNet", 3, self.size, None, seen=tuple(candidate_folders(self.root)))
-        return known.completed(self._look)
+        return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
         root = self._root()
@@ -94,7 +94,7 @@ class Imagenet(ImageStoreSettings):
         known = {"task": Classification(classes=classes), "short_side": self.short_side}
         return known | preview_folders("ImageNet", root, classes, splits)
 
-    def _splits(self, root: Path, classes: tuple[str, ...]) -> dict[str, Files]:
+    def _splits(self, root: Path, classes: tuple[str, ...]) -> dict[str, SplitFiles]:
         train = list_images(root, root / "train", classes)
         test = list_images(root, root / "val", classes)
         kept, carved = split_train(train.labels, self)

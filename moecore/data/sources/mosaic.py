@@ -16,7 +16,7 @@ from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.preview import Preview
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
-from moecore.data.writer import DatasetInfo, Part, write_prepared
+from moecore.data.writer import DatasetInfo, SplitPart, write_prepared
 from moecore.tasks.multi_label import MultiLabel
 
 # the random streams below 4 are those of the splits and of few_shot
@@ -80,14 +80,14 @@ class Mosaic(Config):
         )
         if source.problem:
             return known
-        return known.completed(lambda: self._enough(source.images))
+        return known.complete_with(lambda: self._enough(source.images))
 
     def _enough(self, images: dict[str, int]) -> dict[str, Any]:
         for split in SPLITS:
             _check_cells(images[split], self.grid**2, split)
         return {}
 
-    def _part(self, split: Split, name: str, classes: int) -> Part:
+    def _part(self, split: Split, name: str, classes: int) -> SplitPart:
         cells = draw_cells(
             len(split.labels),
             getattr(self, name),
@@ -95,7 +95,7 @@ class Mosaic(Config):
             [self.seed, STREAM + SPLITS.index(name)],
             name,
         )
-        return Part(
+        return SplitPart(
             multi_hot_labels(split.labels[cells], classes),
             _chunks(np.asarray(split.images), cells, self.grid),
         )

@@ -16,16 +16,16 @@ from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
 from moecore.data.volumes.cohort_splits import CohortSplits, age_preview, split_cohort
 from moecore.data.volumes.grids import BRAIN
-from moecore.data.volumes.subjects import Subject
+from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
-from moecore.data.volumes.volumes import REGIONS, Stored, to_stored
+from moecore.data.volumes.volumes import REGIONS, StoredVolume, to_stored
 from moecore.data.workers import map_in_threads, one_blas_thread
 
 MOST = 1_000_000  # subjects of one cohort: the seeds of two cohorts never meet
 LICENCE = "simulated from the MNI152 maps (see moecore/data/phantom/mni152/NOTICE.md)"
 
 
-class Simulated(NamedTuple):
+class SimulatedScan(NamedTuple):
     """One simulated scan: float32 volume (D, H, W) with a background of 0, regions (3, D, H, W) of
     wm, gm, csf, and what is known of the person.
     """
@@ -43,7 +43,7 @@ class Simulated(NamedTuple):
 class Visit(NamedTuple):
     """One scan of a cohort: the row it gets, and what ``Phantom.draw`` makes it from."""
 
-    subject: Subject
+    subject: VolumeSubject
     seed: int
     scan: int
     site: int
@@ -58,7 +58,7 @@ def simulate_scan(
     site: int = 0,
     preset: Preset = "demo",
     delta: float | None = None,
-) -> Simulated:
+) -> SimulatedScan:
     """Simulate a T1-weighted, skull-stripped scan of a person (``seed``) at an age in years, as a
     woman (F) or a man (M).
 
@@ -70,7 +70,7 @@ def simulate_scan(
     with one_blas_thread():  # else two voxels in a hundred volumes depend on the number of cores
         brain = Anatomy.draw(seed, preset).at(age, sex, delta)
         mask = brain.regions.sum(axis=0) > BRAIN
-        return Simulated(
+        return SimulatedScan(
             scan_brain(brain.brightness, mask, seed, scan, site), brain.regions, brain.truth
         )
 
@@ -135,13 +135,13 @@ class Phantom(CohortSplits):
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; nothing is simulated."""
         name = f"Simulated ageing cohort (phantom, {self.preset})"
-        return age_preview(name, (SIDE,) * 3, REGIONS).completed(self._known)
+        return age_preview(name, (SIDE,) * 3, REGIONS).complete_with(self._known)
 
     def _known(self) -> dict[str, Any]:
         rows = split_cohort([visit.subject for visit in self.visits()], self)
         return {"counts": {split: (len(part),) for split, part in rows.items()}}
 
-    def draw(self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0) -> Stored:
+    def draw(self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0) -> StoredVolume:
         """A scan exactly as ``prepare`` stores it: image float16 (1, D, H, W) in [0, 1], regions
         uint8 (3, D, H, W), share × 255.
 
@@ -175,7 +175,7 @@ class Phantom(CohortSplits):
                 session = f"ses-{scan + 1}"
             else:
                 session = ""
-            row = Subject(
+            row = VolumeSubject(
                 f"sub-{number + 1:04}",
                 session,
                 round(age + scan * self.session_years, 2),
@@ -187,9 +187,9 @@ class Phantom(CohortSplits):
 
     def _part(self, visits: list[Visit]) -> VolumePart:
         return VolumePart(
-            [visit.subject for visit in visits], map_in_threads(partial(_drawn, self), visits)
+            [visit.subject for visit in visits], map_in_threads(partial(_draw_visit, self), visits)
         )
 
 
-def _drawn(phantom: Phantom, visit: Visit) -> Stored:
+def _draw_visit(phantom: Phantom, visit: Visit) -> StoredVolume:
     return phantom.draw(visit.subject.age, visit.subject.sex, visit.seed, visit.scan, visit.site)

@@ -11,19 +11,19 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError, checksum
+from moecore.core.files import UserError, file_checksum
 from moecore.core.roots import candidate_folders
 from moecore.data.preview import Preview
-from moecore.data.text.words import END, SPLITS, UNKNOWN, Reading, TextSettings, write_text
+from moecore.data.text.words import END, SPLITS, UNKNOWN, ReadingStyle, TextSettings, write_text
 from moecore.tasks.next_token import NextToken
 
-FILES = {
+SPLIT_FILES = {
     "train": ("wiki.train.tokens", "train.txt"),
     "validation": ("wiki.valid.tokens", "valid.txt"),
     "test": ("wiki.test.tokens", "test.txt"),
 }
 # words of the vocabulary, tokens of the training split
-KNOWN = {"wikitext-103": (267_735, 103_227_021)}
+PRINTED_COUNTS = {"wikitext-103": (267_735, 103_227_021)}
 
 
 class Wikitext(TextSettings):
@@ -31,7 +31,7 @@ class Wikitext(TextSettings):
     apart by blanks.
     """
 
-    reading: ClassVar[Reading] = "blanks"
+    reading: ClassVar[ReadingStyle] = "blanks"
 
     kind: Literal["wikitext"] = "wikitext"
     root: str = Field(description="folder with the three files")
@@ -47,12 +47,12 @@ class Wikitext(TextSettings):
         files = self._files()
         numbers: dict[str, int] = {}
         tokens = {split: read_tokens(files[split], numbers) for split in SPLITS}
-        if self.name in KNOWN:
-            self._as_printed(len(numbers), len(tokens["train"]))
+        if self.name in PRINTED_COUNTS:
+            self._check_printed(len(numbers), len(tokens["train"]))
         vocabulary = list(numbers)
         if UNKNOWN not in numbers:
             vocabulary.append(UNKNOWN)
-        sources = {path.name: checksum(path) for path in files.values()}
+        sources = {path.name: file_checksum(path) for path in files.values()}
         about = {
             "name": self.name,
             "licence": self.licence,
@@ -63,12 +63,12 @@ class Wikitext(TextSettings):
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; words are counted only then."""
-        words = KNOWN.get(self.name, (2, 0))[0]
+        words = PRINTED_COUNTS.get(self.name, (2, 0))[0]
         task = NextToken(words=words)
         known = Preview(
             self.name, self.context + 1, self.size, task, seen=tuple(candidate_folders(self.root))
         )
-        return known.completed(self._look)
+        return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
         return {"seen": tuple(self._files().values())}
@@ -77,7 +77,7 @@ class Wikitext(TextSettings):
         for root in candidate_folders(self.root):
             paths = {
                 split: next((root / name for name in names if (root / name).is_file()), None)
-                for split, names in FILES.items()
+                for split, names in SPLIT_FILES.items()
             }
             if all(paths.values()):
                 return {split: path for split, path in paths.items() if path is not None}
@@ -85,8 +85,8 @@ class Wikitext(TextSettings):
         allowed = "a folder with wiki.{train,valid,test}.tokens or {train,valid,test}.txt"
         raise UserError(f"root: found {tried}, where a file is missing; allowed: {allowed}")
 
-    def _as_printed(self, words: int, tokens: int) -> None:
-        wanted, long = KNOWN[self.name]
+    def _check_printed(self, words: int, tokens: int) -> None:
+        wanted, long = PRINTED_COUNTS[self.name]
         if (words, tokens) != (wanted, long):
             counted = f"found {words:,} words and {tokens:,} training tokens"
             allowed = f"allowed with name {self.name}: {wanted:,} and {long:,}"

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.core.files import checksum, write_sealed
-from moecore.data.text.tokenizers import Encoded, Tokenizer
-from moecore.data.writer import DatasetInfo, Part, write_prepared
+from moecore.core.files import file_checksum, write_sealed
+from moecore.data.text.tokenizers import EncodedCaption, Tokenizer
+from moecore.data.writer import DatasetInfo, SplitPart, write_prepared
 from moecore.tasks.image_text import NONE, ImageText
 
 
-class Captioned(NamedTuple):
+class CaptionedSplit(NamedTuple):
     """One split: its captions, image by image, and the images in the same order (see Part)."""
 
     captions: Sequence[Sequence[str]]
@@ -49,14 +49,14 @@ def caption_task(about: CaptionedDatasetInfo, tokenizer: Tokenizer) -> ImageText
 
 
 def encode_captions(
-    parts: Mapping[str, Captioned], about: CaptionedDatasetInfo, tokenizer: Tokenizer
-) -> tuple[dict[str, Part], dict[str, dict[str, int]]]:
+    parts: Mapping[str, CaptionedSplit], about: CaptionedDatasetInfo, tokenizer: Tokenizer
+) -> tuple[dict[str, SplitPart], dict[str, dict[str, int]]]:
     """Every split with its captions as tokens, and the counts of ``tokenize_captions``."""
     task = caption_task(about, tokenizer)
     written, counts = {}, {}
     for split, part in parts.items():
         labels, counts[split] = tokenize_captions(part.captions, tokenizer, task)
-        written[split] = Part(labels, part.images)
+        written[split] = SplitPart(labels, part.images)
     return written, counts
 
 
@@ -64,7 +64,7 @@ def write_captioned(
     folder: Path,
     about: CaptionedDatasetInfo,
     tokenizer: Tokenizer,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, SplitPart],
     counts: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
     """Write the prepared layout to ``folder`` and return its card."""
@@ -80,7 +80,7 @@ def write_captioned(
     card = write_prepared(folder, facts, parts)
     name = tokenizer.write(folder)
     card["counts"] = dict(counts)
-    card["files"][name] = checksum(folder / name)
+    card["files"][name] = file_checksum(folder / name)
     write_sealed(folder / "card.json", card)
     return card
 
@@ -93,7 +93,7 @@ def tokenize_captions(
     """
     tokens = np.full((len(captions), task.captions, task.context), NONE, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
-    known: dict[str, Encoded] = {}
+    known: dict[str, EncodedCaption] = {}
     for image, texts in enumerate(captions):
         for place, text in enumerate(texts[: task.captions]):
             if text not in known:

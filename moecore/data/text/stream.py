@@ -10,7 +10,7 @@ from moecore.core.files import UserError
 from moecore.core.streams import generator_for
 
 
-class Reading(NamedTuple):
+class StreamReading(NamedTuple):
     """What a step reads of every stream: M tokens from ``place`` on; ``anew`` where the streams
     begin again, so that nothing is remembered.
     """
@@ -67,19 +67,19 @@ def count_blocks(length: int, block: int, first: int) -> int:
     return (length - 1 - first) // block
 
 
-def reading_at_step(length: int, block: int, seed: int, step: int) -> Reading:
+def reading_at_step(length: int, block: int, seed: int, step: int) -> StreamReading:
     """Return what step ``step`` reads."""
     number = 0
     while True:
-        first, count = _pass(length, block, seed, number)
+        first, count = _reading_pass(length, block, seed, number)
         if step < count:
-            return Reading(first + step * block, step == 0)
+            return StreamReading(first + step * block, step == 0)
         step -= count
         number += 1
 
 
 @lru_cache(maxsize=4096)
-def _pass(length: int, block: int, seed: int, number: int) -> tuple[int, int]:
+def _reading_pass(length: int, block: int, seed: int, number: int) -> tuple[int, int]:
     """First token and number of blocks of a reading of all streams."""
     first = 0
     if number:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, write_whole
+from moecore.core.files import UserError, file_checksum, write_whole
 from moecore.core.roots import find_raw_file
 from moecore.data.text.words import lower_words
 from moecore.tasks.image_text import ImageText
@@ -25,7 +25,7 @@ OURS, THEIRS = "vocabulary.txt", "tokenizer.json"
 CLIP = ("<|startoftext|>", "<|endoftext|>")
 
 
-class Encoded(NamedTuple):
+class EncodedCaption(NamedTuple):
     """A caption as tokens (M,), and what was lost of it."""
 
     tokens: list[int]
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
     @property
     def digest(self) -> str: ...
 
-    def encode(self, text: str, context: int) -> Encoded:
+    def encode(self, text: str, context: int) -> EncodedCaption:
         """START, the words, END, PAD; a caption that is too long is cut before END."""
         ...
 
@@ -76,10 +76,10 @@ class WordTokenizer:
     def digest(self) -> str:
         return hashlib.sha256(self._text().encode()).hexdigest()
 
-    def encode(self, text: str, context: int) -> Encoded:
+    def encode(self, text: str, context: int) -> EncodedCaption:
         numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
         tokens, cut = pad_tokens(numbers, context, SPECIAL.index(START), self.end)
-        return Encoded(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
+        return EncodedCaption(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
 
     def word(self, token: int) -> str:
         return self.vocabulary[token]
@@ -123,12 +123,12 @@ class BpeTokenizer:
 
     @cached_property
     def digest(self) -> str:
-        return checksum(self.path)
+        return file_checksum(self.path)
 
-    def encode(self, text: str, context: int) -> Encoded:
+    def encode(self, text: str, context: int) -> EncodedCaption:
         numbers = self.loaded.encode(text, add_special_tokens=False).ids
         tokens, cut = pad_tokens(numbers, context, self.start, self.end)
-        return Encoded(tokens, cut, 0)
+        return EncodedCaption(tokens, cut, 0)
 
     def _number(self, special: str) -> int:
         number = self.loaded.token_to_id(special)

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, write_sealed, write_whole
+from moecore.core.files import UserError, file_checksum, write_sealed, write_whole
 from moecore.data.npy import save_array
 from moecore.tasks.next_token import NextToken
 
@@ -25,14 +25,14 @@ SPLITS = ("train", "validation", "test")
 WORD = re.compile(r"[^\W_]+(?:['\-_][^\W_]+)*|[^\w\s]|_")
 NONE = -1  # the token before a text's first
 # How a text becomes words: in lower case with punctuation apart, or apart by blanks as it is.
-Reading = Literal["prose", "blanks"]
+ReadingStyle = Literal["prose", "blanks"]
 
 
 class TextSettings(Config):
     """Fields that every source of text shares."""
 
     task: ClassVar[type[NextToken]] = NextToken  # of what ``prepare`` writes
-    reading: ClassVar[Reading]
+    reading: ClassVar[ReadingStyle]
 
     block: int = Field(64, ge=1, description="tokens of a block, M: an item of every table")
     context: int = Field(
@@ -54,7 +54,7 @@ def lower_words(text: str) -> list[str]:
     return WORD.findall(text.lower())
 
 
-def split_words(text: str, reading: Reading) -> list[str]:
+def split_words(text: str, reading: ReadingStyle) -> list[str]:
     """The words of a text that somebody wrote, as a source with this reading would have them:
     ``<eos>`` before it and between its paragraphs (prose) or lines (blanks), none at its end.
     """
@@ -145,7 +145,7 @@ def write_text(
         "mean": [0.0] * channels,
         "std": [1.0] * channels,
         "seed": settings.seed,
-        "files": {name: checksum(folder / name) for name in text_file_names()},
+        "files": {name: file_checksum(folder / name) for name in text_file_names()},
         "settings": settings.model_dump(mode="json"),
     }
     write_sealed(folder / "card.json", card)

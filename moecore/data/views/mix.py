@@ -59,8 +59,8 @@ def mix_images(
         return images, hard
     draws = Draws.of(source, len(images))
     height, width = images.shape[-2:]
-    partner = draws.wanted(torch.randperm(draws.whole, generator=draws.generator))
-    shares, cut = _draw(settings, draws)
+    partner = draws.select_rows(torch.randperm(draws.whole, generator=draws.generator))
+    shares, cut = _draw_shares(settings, draws)
     rows, columns = _boxes(shares, cut, height, width, draws)
     area = (rows.sum(1) * columns.sum(1)).to(torch.float64) / (height * width)
     shares = torch.where(cut, 1 - area, shares).to(torch.float32)
@@ -83,7 +83,7 @@ def mix_images(
     return torch.lerp(other, images, weights), torch.lerp(known, hard, shares)
 
 
-def _draw(settings: Mix, draws: Draws) -> tuple[Tensor, Tensor]:
+def _draw_shares(settings: Mix, draws: Draws) -> tuple[Tensor, Tensor]:
     """λ (B,) fp64, 1 where an image is left alone, and whether it is cut (B,) rather than
     blended.
     """
@@ -95,7 +95,7 @@ def _draw(settings: Mix, draws: Draws) -> tuple[Tensor, Tensor]:
     alphas = np.where(coin, settings.cutmix, settings.mixup)
     mixed = random.random(draws.whole) < settings.probability
     shares = np.where(mixed, random.beta(alphas, alphas), 1.0)
-    return draws.wanted(torch.from_numpy(shares)), draws.wanted(torch.from_numpy(coin))
+    return draws.select_rows(torch.from_numpy(shares)), draws.select_rows(torch.from_numpy(coin))
 
 
 def _boxes(
@@ -107,12 +107,12 @@ def _boxes(
     Cut at the border, whole pixels.
     """
     drawn = torch.rand(2, draws.whole, generator=draws.generator, dtype=torch.float64)
-    centre = [draws.wanted(values) for values in drawn]
+    centre = [draws.select_rows(values) for values in drawn]
     half = (1 - shares).sqrt() / 2 * cut
-    return _within(height, centre[0], half), _within(width, centre[1], half)
+    return _is_within_box(height, centre[0], half), _is_within_box(width, centre[1], half)
 
 
-def _within(side: int, centre: Tensor, half: Tensor) -> Tensor:
+def _is_within_box(side: int, centre: Tensor, half: Tensor) -> Tensor:
     low = ((centre - half) * side).round()
     high = ((centre + half) * side).round()
     places = torch.arange(side)

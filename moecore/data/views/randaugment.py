@@ -60,7 +60,7 @@ class RandAugment(Config):
         return any(name in get_args(Geometric) for name in self.names)
 
 
-class Drawn(NamedTuple):
+class DrawnOperations(NamedTuple):
     """What each image gets: positions in ``names`` (B, operations) and signed strength
     (B, operations), 1 = magnitude 10.
     """
@@ -70,14 +70,16 @@ class Drawn(NamedTuple):
     levels: Tensor
 
 
-def draw_operations(settings: RandAugment, draws: Draws) -> Drawn:
+def draw_operations(settings: RandAugment, draws: Draws) -> DrawnOperations:
     """Draw the operations of each image, on the CPU."""
     choices = draws.integers(0, len(settings.names), settings.operations)
     signs = draws.integers(0, 2, settings.operations) * 2 - 1
-    return Drawn(settings.names, choices, signs.to(torch.float64) * (settings.magnitude / 10))
+    return DrawnOperations(
+        settings.names, choices, signs.to(torch.float64) * (settings.magnitude / 10)
+    )
 
 
-def operation_affines(drawn: Drawn, height: float, width: float) -> Tensor:
+def operation_affines(drawn: DrawnOperations, height: float, width: float) -> Tensor:
     """All geometric operations of each image as one affine (B, 3, 3), fp64, first drawn = first
     applied.
     """
@@ -85,7 +87,7 @@ def operation_affines(drawn: Drawn, height: float, width: float) -> Tensor:
     total = torch.eye(3, dtype=torch.float64).expand(count, 3, 3)
     for place in range(drawn.choices.shape[1]):
         level = {
-            name: torch.where(_is(drawn, place, name), drawn.levels[:, place], 0.0)
+            name: torch.where(_is_operation(drawn, place, name), drawn.levels[:, place], 0.0)
             for name in get_args(Geometric)
         }
         shear = geometry.shearing_affines(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
@@ -98,14 +100,14 @@ def operation_affines(drawn: Drawn, height: float, width: float) -> Tensor:
     return total
 
 
-def apply_colours(pixels: Tensor, drawn: Drawn) -> Tensor:
+def apply_colours(pixels: Tensor, drawn: DrawnOperations) -> Tensor:
     """Apply all colour operations in the order drawn: pixels fp32 (B, C, H, W) in 0..255, changed
     in place and returned.
     """
     for place in range(drawn.choices.shape[1]):
         for name in (name for name in dict.fromkeys(drawn.names) if name in OPERATIONS):
             # on the CPU: the device is never waited for
-            rows = _is(drawn, place, name).nonzero()[:, 0]
+            rows = _is_operation(drawn, place, name).nonzero()[:, 0]
             if len(rows) == 0:
                 continue
             operation, strength = OPERATIONS[name]
@@ -117,13 +119,13 @@ def apply_colours(pixels: Tensor, drawn: Drawn) -> Tensor:
     return pixels
 
 
-def _is(drawn: Drawn, place: int, name: str) -> Tensor:
+def _is_operation(drawn: DrawnOperations, place: int, name: str) -> Tensor:
     if name not in drawn.names:
         return torch.zeros(len(drawn.choices), dtype=torch.bool)
     return drawn.choices[:, place] == drawn.names.index(name)
 
 
-def _factor(levels: Tensor) -> Tensor:
+def _enhance_factor(levels: Tensor) -> Tensor:
     return (1 + 0.9 * levels).clamp(min=0)
 
 
@@ -131,10 +133,10 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor
     "autocontrast": (colour.autocontrast, torch.abs),
     "equalize": (colour.equalize, torch.abs),
     "invert": (colour.invert, torch.abs),
-    "brightness": (colour.adjust_brightness, _factor),
-    "contrast": (colour.adjust_contrast, _factor),
-    "saturation": (colour.adjust_saturation, _factor),
-    "sharpness": (colour.adjust_sharpness, _factor),
+    "brightness": (colour.adjust_brightness, _enhance_factor),
+    "contrast": (colour.adjust_contrast, _enhance_factor),
+    "saturation": (colour.adjust_saturation, _enhance_factor),
+    "sharpness": (colour.adjust_sharpness, _enhance_factor),
     "posterize": (colour.posterize, lambda levels: (8 - 4 * levels.abs()).round().clamp(1, 8)),
     "solarize": (colour.solarize, lambda levels: (256 * (1 - levels.abs())).clamp(min=0)),
 }

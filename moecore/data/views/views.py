@@ -17,7 +17,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import Draws
 from moecore.data.sampling import (
-    Uneven,
+    UnevenImages,
     image_and_view_sizes,
     shift_and_flip,
     to_device_async,
@@ -29,8 +29,8 @@ from moecore.data.views.colour import ColourJitter
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views3d import make_volume_views
 
-C = TypeVar("C", bound=Config)
-UNEVEN = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+UNEVEN_REFUSAL = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
 
 
 class Crop(Config):
@@ -152,7 +152,9 @@ class Views(NamedTuple):
     affines: Tensor
 
 
-def make_views(images: Tensor | Uneven, settings: ViewSettings, source: Generator | Draws) -> Views:
+def make_views(
+    images: Tensor | UnevenImages, settings: ViewSettings, source: Generator | Draws
+) -> Views:
     """One random view of each image.
 
     images: uint8 (B, C, H, W) on any device; volumes floating point (B, C, D, H, W) in [0, 1];
@@ -168,11 +170,11 @@ def make_views(images: Tensor | Uneven, settings: ViewSettings, source: Generato
             "views: found intensity, which is for volumes; allowed for images: jitter, randaugment"
         )
     count = len(images)
-    if isinstance(images, Uneven) and settings.crop is None:
-        raise UserError(f"views: found crop: null, but {UNEVEN}")
+    if isinstance(images, UnevenImages) and settings.crop is None:
+        raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
     original, size = image_and_view_sizes(images, settings.size)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
-    frame = _frame(settings, original, size, draws)
+    frame = _frame_affines(settings, original, size, draws)
     # drawn whether or not it is used: a setting then changes no other draw
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
     moved = geometry.translation_affines(shifts[:, 0], shifts[:, 1], count)
@@ -184,7 +186,7 @@ def make_views(images: Tensor | Uneven, settings: ViewSettings, source: Generato
         drawn = randaugment.draw_operations(settings.randaugment, draws)
         if settings.randaugment.moves:
             affines = randaugment.operation_affines(drawn, *size) @ affines
-    if isinstance(images, Uneven):
+    if isinstance(images, UnevenImages):
         pixels = warp_uneven(images, affines, size, settings.fill)
     elif settings.on_grid:
         pixels = shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
@@ -200,18 +202,18 @@ def make_views(images: Tensor | Uneven, settings: ViewSettings, source: Generato
     return Views(pixels, to_device_async(affines.to(torch.float32), images.device))
 
 
-def identity_view(images: Tensor | Uneven) -> Tensor:
+def identity_view(images: Tensor | UnevenImages) -> Tensor:
     """The images as they are, for evaluation: uint8 (B, C, H, W), or floating point in [0, 1], to
     fp32 in [0, 1]; the centre squares of images of different shapes.
     """
-    if isinstance(images, Uneven):
+    if isinstance(images, UnevenImages):
         images = images.squares()
     if images.is_floating_point():
         return images.to(torch.float32)
     return images.to(torch.float32).mul_(1 / 255)
 
 
-def _frame(
+def _frame_affines(
     settings: ViewSettings,
     original: Sequence[int] | tuple[Tensor, Tensor],
     size: tuple[int, int],
@@ -248,7 +250,7 @@ def _affine(settings: Affine, size: tuple[int, int], draws: Draws) -> Tensor:
     )
 
 
-def _ranges(config: C, limits: dict[str, float]) -> C:
+def _ranges(config: AnyConfig, limits: dict[str, float]) -> AnyConfig:
     for name, most in limits.items():
         low, high = getattr(config, name)
         if not 0 < low <= high <= most:

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError
-from moecore.core.inside import inside
+from moecore.core.inside import path_inside
 from moecore.data.prepared import SPLITS
-from moecore.data.volumes.subjects import Subject, id_problem
+from moecore.data.volumes.subjects import VolumeSubject, id_problem
 
-NEEDED = ("participant_id", "age", "sex")
+NEEDED_COLUMNS = ("participant_id", "age", "sex")
 SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": "", "n/a": ""}
 MISSING = ("", "n/a")
 
 
-class Problem(NamedTuple):
+class SubjectProblem(NamedTuple):
     """Reason why one subject, or one of his sessions, cannot be used; ``reason`` names the file."""
 
     participant_id: str
@@ -26,19 +26,19 @@ class Problem(NamedTuple):
     reason: str
 
 
-class Table(NamedTuple):
+class CohortTable(NamedTuple):
     """The usable rows, the splits that the user chose (participant → split), and the problems of
     the others.
     """
 
-    subjects: list[Subject]
+    subjects: list[VolumeSubject]
     splits: dict[str, str]
-    problems: list[Problem]
+    problems: list[SubjectProblem]
 
 
 def read_table(
     root: Path, ages: tuple[float, float], diagnoses: tuple[str, ...] | None = None
-) -> Table:
+) -> CohortTable:
     """Read root/participants.tsv, and each participant's sessions.tsv where there is one.
 
     A sessions table gives session_id and, where it has the columns, age and diagnosis; else
@@ -48,40 +48,40 @@ def read_table(
     of the diagnoses.
     """
     path = root / "participants.tsv"
-    rows = _rows(root, path, NEEDED)
+    rows = _read_rows(root, path, NEEDED_COLUMNS)
     problems = []
     subjects = []
     seen: Counter[str] = Counter()
     for participant in {row["participant_id"]: row for row in rows}:
         if odd := id_problem("participant_id", participant):  # before it becomes a path
-            problems.append(Problem(participant, "*", f"{path}: {odd}"))
+            problems.append(SubjectProblem(participant, "*", f"{path}: {odd}"))
             continue
         mine = [row for row in rows if row["participant_id"] == participant]
-        for file, row in _visits(root, path, participant, mine):
-            subject, wrong = _subject(row, ages)
+        for file, row in _visit_rows(root, path, participant, mine):
+            subject, wrong = _parse_subject(row, ages)
             seen[subject.diagnosis] += 1
             if diagnoses is not None and subject.diagnosis not in diagnoses:
                 continue
             problems += [
-                Problem(participant, subject.session_id, f"{file}: {participant}: {why}")
+                SubjectProblem(participant, subject.session_id, f"{file}: {participant}: {why}")
                 for why in wrong
             ]
             subjects.append(subject)
     if not subjects and not problems:
-        raise UserError(_nobody(path, diagnoses or (), seen))
-    splits, split_problems = _splits(path, rows)
-    problems += _doubles(path, subjects) + split_problems
-    problems += _without_rows(root, {row["participant_id"] for row in rows})
+        raise UserError(_nobody_words(path, diagnoses or (), seen))
+    splits, split_problems = _chosen_splits(path, rows)
+    problems += _duplicate_problems(path, subjects) + split_problems
+    problems += _folders_without_rows(root, {row["participant_id"] for row in rows})
     bad = {problem[:2] for problem in problems}
     usable = [
         subject
         for subject in subjects
         if subject[:2] not in bad and (subject.participant_id, "*") not in bad
     ]
-    return Table(usable, splits, problems)
+    return CohortTable(usable, splits, problems)
 
 
-def _nobody(path: Path, diagnoses: tuple[str, ...], seen: Counter[str]) -> str:
+def _nobody_words(path: Path, diagnoses: tuple[str, ...], seen: Counter[str]) -> str:
     counted = [f"{name or 'none given'} ({number})" for name, number in sorted(seen.items())]
     return (
         f"{path}: nobody's diagnosis is one of {', '.join(diagnoses)} (`diagnoses`); "
@@ -89,11 +89,11 @@ def _nobody(path: Path, diagnoses: tuple[str, ...], seen: Counter[str]) -> str:
     )
 
 
-def _rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
-    if not inside(root, path).is_file():
+def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
+    if not path_inside(root, path).is_file():
         raise UserError(
-            f"{path}: no such file; a cohort needs it, with the columns {', '.join(NEEDED)} (set "
-            "`root` to its folder)"
+            f"{path}: no such file; a cohort needs it, with the columns "
+            f"{', '.join(NEEDED_COLUMNS)} (set `root` to its folder)"
         )
     columns, rows = read_tsv(path)
     if lacking := [name for name in needed if name not in columns]:
@@ -125,7 +125,7 @@ def read_tsv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     return list(table.columns), table.to_dict("records")
 
 
-def _visits(
+def _visit_rows(
     root: Path, path: Path, participant: str, rows: list[dict[str, str]]
 ) -> list[tuple[Path, dict[str, str]]]:
     """The rows of a participant's visits, with the file that says so; a sessions table goes over
@@ -136,15 +136,17 @@ def _visits(
         return [(path, row) for row in rows]
     return [
         (sessions, rows[0] | {name: value for name, value in row.items() if value not in MISSING})
-        for row in _rows(root, sessions, ("session_id",))
+        for row in _read_rows(root, sessions, ("session_id",))
     ]
 
 
-def _subject(row: dict[str, str], ages: tuple[float, float]) -> tuple[Subject, list[str]]:
+def _parse_subject(
+    row: dict[str, str], ages: tuple[float, float]
+) -> tuple[VolumeSubject, list[str]]:
     wrong = []
-    age = _number(row["age"])
+    age = _parse_number(row["age"])
     sex = row["sex"].lower()
-    session = _optional(row, "session_id")
+    session = _optional_value(row, "session_id")
     if session and (odd := id_problem("session_id", session)):
         wrong.append(odd)
     if age is None:
@@ -153,25 +155,25 @@ def _subject(row: dict[str, str], ages: tuple[float, float]) -> tuple[Subject, l
         wrong.append(f"age is {age:g}; allowed: {ages[0]:g} to {ages[1]:g} years (`ages`)")
     if sex not in SEX:
         wrong.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
-    subject = Subject(
+    subject = VolumeSubject(
         row["participant_id"],
         session,
         math.nan if age is None else age,
         SEX.get(sex, ""),
-        _optional(row, "site"),
-        diagnosis=_optional(row, "diagnosis"),
+        _optional_value(row, "site"),
+        diagnosis=_optional_value(row, "diagnosis"),
     )
     return subject, wrong
 
 
-def _optional(row: dict[str, str], name: str) -> str:
+def _optional_value(row: dict[str, str], name: str) -> str:
     value = row.get(name, "")
     if value in MISSING:
         return ""
     return value
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
@@ -179,18 +181,22 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _doubles(path: Path, subjects: list[Subject]) -> list[Problem]:
+def _duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[SubjectProblem]:
     counts = Counter(subject[:2] for subject in subjects)
     allowed = "allowed: once for each participant and session"
     problems = []
     for who, number in counts.items():
         if number > 1:
             name = " ".join(filter(None, who))
-            problems.append(Problem(*who, f"{path}: {name} stands there {number} times; {allowed}"))
+            problems.append(
+                SubjectProblem(*who, f"{path}: {name} stands there {number} times; {allowed}")
+            )
     return problems
 
 
-def _splits(path: Path, rows: list[dict[str, str]]) -> tuple[dict[str, str], list[Problem]]:
+def _chosen_splits(
+    path: Path, rows: list[dict[str, str]]
+) -> tuple[dict[str, str], list[SubjectProblem]]:
     given: dict[str, set[str]] = {}
     for row in rows:
         if (split := row.get("split", "")) not in MISSING:
@@ -200,17 +206,17 @@ def _splits(path: Path, rows: list[dict[str, str]]) -> tuple[dict[str, str], lis
     }
     allowed = f"allowed: one of {', '.join(SPLITS)}"
     lines = [
-        Problem(who, "*", f"{path}: {who}: split is {', '.join(sorted(names))}; {allowed}")
+        SubjectProblem(who, "*", f"{path}: {who}: split is {', '.join(sorted(names))}; {allowed}")
         for who, names in wrong.items()
     ]
     return {who: next(iter(names)) for who, names in given.items() if who not in wrong}, lines
 
 
-def _without_rows(root: Path, known: set[str]) -> list[Problem]:
+def _folders_without_rows(root: Path, known: set[str]) -> list[SubjectProblem]:
     folders = sorted(
         path.name for path in root.glob("sub-*") if path.is_dir() and path.name not in known
     )
     return [
-        Problem(name, "", f"{root / name}: a folder without a row in participants.tsv")
+        SubjectProblem(name, "", f"{root / name}: a folder without a row in participants.tsv")
         for name in folders
     ]

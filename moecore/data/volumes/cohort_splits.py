@@ -14,8 +14,8 @@ from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
 from moecore.data.splits import class_quotas
-from moecore.data.volumes.bids_table import Problem, Table
-from moecore.data.volumes.subjects import Subject
+from moecore.data.volumes.bids_table import CohortTable, SubjectProblem
+from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volumes import SubjectFiles
 from moecore.tasks.regression import Regression
 
@@ -48,7 +48,9 @@ class CohortSplits(Config):
 
 
 def split_cohort(
-    subjects: Sequence[Subject], settings: CohortSplits, given: Mapping[str, str] | None = None
+    subjects: Sequence[VolumeSubject],
+    settings: CohortSplits,
+    given: Mapping[str, str] | None = None,
 ) -> dict[str, list[int]]:
     """Rows of ``subjects`` in each split, all volumes of a participant in one; a function of the
     seed and the participants, not of their order.
@@ -56,7 +58,7 @@ def split_cohort(
     given: participant → split, where the user has decided; the others are drawn. Raises UserError
     where a split would be empty.
     """
-    first: dict[str, Subject] = {}
+    first: dict[str, VolumeSubject] = {}
     for subject in subjects:  # a participant is stratified by the youngest age
         seen = first.get(subject.participant_id)
         if seen is None or subject.age < seen.age:
@@ -79,7 +81,7 @@ def split_cohort(
     return splits
 
 
-def draw_splits(people: Sequence[Subject], settings: CohortSplits) -> dict[str, str]:
+def draw_splits(people: Sequence[VolumeSubject], settings: CohortSplits) -> dict[str, str]:
     """Participant → split for one subject a participant: test and validation take their share of
     every group of age and sex.
     """
@@ -89,17 +91,17 @@ def draw_splits(people: Sequence[Subject], settings: CohortSplits) -> dict[str, 
             "train on; allowed: less than 1 together"
         )
     left = np.arange(len(people))
-    groups = _groups(people, settings.age_groups)
+    groups = _age_sex_groups(people, settings.age_groups)
     where = {person.participant_id: "train" for person in people}
     for split in ("test", "validation"):
         number = round(getattr(settings, split) * len(people))
-        chosen = _drawn(left, groups, number, [settings.seed, PURPOSE[split]])
+        chosen = _draw_from_groups(left, groups, number, [settings.seed, PURPOSE[split]])
         where |= {people[row].participant_id: split for row in chosen}
         left = np.setdiff1d(left, chosen)
     return where
 
 
-def _groups(people: Sequence[Subject], age_groups: int) -> np.ndarray:
+def _age_sex_groups(people: Sequence[VolumeSubject], age_groups: int) -> np.ndarray:
     """A whole number for each person: quantile of age, and sex; int64 (N,)."""
     ages = np.array([person.age for person in people])
     rank = np.argsort(np.argsort(ages, kind="stable"), kind="stable")
@@ -110,7 +112,9 @@ def _groups(people: Sequence[Subject], age_groups: int) -> np.ndarray:
     return rank * age_groups // max(len(people), 1) * 3 + sexes
 
 
-def _drawn(rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]) -> np.ndarray:
+def _draw_from_groups(
+    rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]
+) -> np.ndarray:
     """``number`` of the rows, from every group in proportion (largest remainder)."""
     if number == 0:
         return rows[:0]
@@ -125,7 +129,7 @@ def _drawn(rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]) -
     )
 
 
-Files = Callable[[Subject], tuple[SubjectFiles | None, list[str]]]
+FindFiles = Callable[[VolumeSubject], tuple[SubjectFiles | None, list[str]]]
 
 
 def age_preview(
@@ -137,7 +141,7 @@ def age_preview(
 
 
 def preview_cohort(
-    root: Path, table: Table, files: Files, settings: CohortSplits
+    root: Path, table: CohortTable, files: FindFiles, settings: CohortSplits
 ) -> dict[str, Any]:
     """Return ``counts``, ``seen`` and ``note`` of a Preview; no volume is opened.
 
@@ -148,7 +152,7 @@ def preview_cohort(
     usable = []
     for subject in table.subjects:
         paths, wrong = files(subject)
-        problems += [Problem(*subject[:2], why) for why in wrong]
+        problems += [SubjectProblem(*subject[:2], why) for why in wrong]
         if paths is not None:
             usable.append(subject)
     if problems and getattr(settings, "on_error", "stop") == "stop":
@@ -161,7 +165,7 @@ def preview_cohort(
     return {"counts": counts, "note": note, "seen": [root, root / "participants.tsv"]}
 
 
-def list_problems(root: Path, problems: Sequence[Problem]) -> str:
+def list_problems(root: Path, problems: Sequence[SubjectProblem]) -> str:
     """Return what is wrong with a cohort, a line per problem."""
     lines = "\n  ".join(" ".join(problem.reason.split()) for problem in problems)
     way = "repair them, or set `on_error: skip` to leave these subjects out"

@@ -16,7 +16,7 @@ EDGES_MM = (0.01, 100.0)  # of a voxel
 NUMBERS = "biuf"  # numpy's kinds that are real numbers; not complex ones, not colours
 
 
-class Unusable(Exception):
+class UnusableVolume(Exception):
     """A volume that cannot be used; its text names the file and says why."""
 
 
@@ -39,10 +39,10 @@ def load_volume(path: Path) -> Volume:
     """
     import nibabel  # a third of a second, for those who use it
 
-    image = _opened(path)
-    with _damage(path):
+    image = _open_nifti(path)
+    with _raise_unusable(path):
         values = np.asarray(image.dataobj, dtype=np.float32)
-    _check(path, values)
+    _check_values(path, values)
     image = nibabel.as_closest_canonical(
         nibabel.Nifti1Image(values.reshape(values.shape[:3]), image.affine)
     )
@@ -64,23 +64,23 @@ def place_mismatch(one: Volume, other: Volume) -> str | None:
     return None
 
 
-def _opened(path: Path) -> Any:
+def _open_nifti(path: Path) -> Any:
     """Return nibabel's image of a file whose header says a volume; no value is read.
 
     Raises Unusable.
     """
     if not path.is_file():
-        raise Unusable(f"{path}: {'no file' if path.exists() else 'no such file'}")
+        raise UnusableVolume(f"{path}: {'no file' if path.exists() else 'no such file'}")
     import nibabel
 
-    with _damage(path):
+    with _raise_unusable(path):
         image: Any = nibabel.load(path)
         _check_header(path, image)
     return image
 
 
 @contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def _raise_unusable(path: Path) -> Iterator[None]:
     """Raise Unusable, in a line, for all that nibabel raises on bad content."""
     import nibabel
 
@@ -96,12 +96,12 @@ def _damage(path: Path) -> Iterator[None]:
         nibabel.spatialimages.HeaderDataError,
     ) as error:
         why = " ".join(str(error).split())
-        raise Unusable(f"{path}: cannot be read, damaged or truncated ({why})") from error
+        raise UnusableVolume(f"{path}: cannot be read, damaged or truncated ({why})") from error
 
 
-def _check(path: Path, values: np.ndarray) -> None:
+def _check_values(path: Path, values: np.ndarray) -> None:
     if not np.isfinite(values).all():
-        raise Unusable(
+        raise UnusableVolume(
             f"{path}: {int((~np.isfinite(values)).sum())} voxels are no numbers (NaN or infinite)"
         )
 
@@ -110,21 +110,21 @@ def _check_header(path: Path, image: Any) -> None:
     """Shape, kind of values, orientation and affine, which the header says."""
     shape = image.shape
     if len(shape) < 3 or min(shape) < 1 or any(length != 1 for length in shape[3:]):
-        raise Unusable(f"{path}: has the shape {shape}; allowed: one 3-D volume")
+        raise UnusableVolume(f"{path}: has the shape {shape}; allowed: one 3-D volume")
     if math.prod(shape) > MOST:
-        raise Unusable(f"{path}: has the shape {shape}; allowed: up to {MOST:,} voxels")
+        raise UnusableVolume(f"{path}: has the shape {shape}; allowed: up to {MOST:,} voxels")
     if image.get_data_dtype().kind not in NUMBERS:
         given = f"its values are {image.get_data_dtype()}"
-        raise Unusable(f"{path}: {given}; allowed: whole and real numbers")
+        raise UnusableVolume(f"{path}: {given}; allowed: whole and real numbers")
     if image.header.get("sform_code", 1) == 0 and image.header.get("qform_code", 1) == 0:
-        raise Unusable(
+        raise UnusableVolume(
             f"{path}: says no orientation (sform_code and qform_code are 0); left and right "
             "cannot be known"
         )
     if not np.isfinite(image.affine).all() or abs(np.linalg.det(image.affine[:3, :3])) < 1e-6:
-        raise Unusable(f"{path}: its affine is singular or has values that are no numbers")
+        raise UnusableVolume(f"{path}: its affine is singular or has values that are no numbers")
     edges = np.linalg.norm(image.affine[:3, :3], axis=0)
     if edges.min() < EDGES_MM[0] or edges.max() > EDGES_MM[1]:
         given = " × ".join(f"{edge:g}" for edge in edges)
         least, most = EDGES_MM
-        raise Unusable(f"{path}: voxels of {given} mm; allowed: {least:g} to {most:g}")
+        raise UnusableVolume(f"{path}: voxels of {given} mm; allowed: {least:g} to {most:g}")

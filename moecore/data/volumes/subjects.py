@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError, whole_text
-from moecore.core.inside import inside
+from moecore.core.inside import path_inside
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
 SEXES = {"F": "F", "M": "M", "": "unknown"}  # as in the files, and as counts name them
 
 
-class Subject(NamedTuple):
+class VolumeSubject(NamedTuple):
     """One volume of one participant; ``age`` in years, ``sex`` F, M or "" (unknown)."""
 
     participant_id: str
@@ -26,11 +26,11 @@ class Subject(NamedTuple):
     diagnosis: str = ""  # in the cohort's own words; "" where it is not known
 
 
-def write_subjects(path: Path, subjects: Sequence[Subject]) -> None:
+def write_subjects(path: Path, subjects: Sequence[VolumeSubject]) -> None:
     """Write one row a subject, with a head line; ages as short as they can be read back exactly."""
     with whole_text(path) as handle:
         rows = csv.writer(handle, lineterminator="\n")
-        rows.writerow(Subject._fields)
+        rows.writerow(VolumeSubject._fields)
         rows.writerows(subjects)
 
 
@@ -42,7 +42,9 @@ def read_subjects(path: Path) -> list[dict[str, str]]:
         raise UserError(f"{path}: no such file; run the stage `prepare` again")
     with open(path, newline="", encoding="utf-8") as handle:
         rows = csv.DictReader(handle)
-        if lacking := [name for name in Subject._fields if name not in (rows.fieldnames or ())]:
+        if lacking := [
+            name for name in VolumeSubject._fields if name not in (rows.fieldnames or ())
+        ]:
             raise UserError(
                 f"{path}: lacks the columns {', '.join(lacking)}; run the stage `prepare` again"
             )
@@ -65,14 +67,16 @@ def id_problem(name: str, value: str) -> str | None:
     return f"{name} is {shown}; allowed: up to 100 letters a to z, digits, and . _ + - after one"
 
 
-def find_only_file(root: Path, pattern: str, subject: Subject) -> tuple[Path | None, str | None]:
+def find_only_file(
+    root: Path, pattern: str, subject: VolumeSubject
+) -> tuple[Path | None, str | None]:
     """The only file of ``subject`` that fits ``pattern``, or None and why there is not one."""
     words = [escape(subject.participant_id)]
     if session := subject.session_id:
         words.append(escape(session if session.startswith("ses-") else f"ses-{session}"))
     place = pattern.replace("{folder}", "/".join(words)).replace("{prefix}", "_".join(words))
     try:
-        files = [inside(root, path) for path in sorted(root.glob(place))]
+        files = [path_inside(root, path) for path in sorted(root.glob(place))]
     except UserError as error:
         return None, str(error)
     except (ValueError, NotImplementedError) as error:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from moecore.core.files import checksum, read_json, whole_file, write_json
+from moecore.core.files import file_checksum, read_json, whole_file, write_json
 from moecore.data.npy import save_array
-from moecore.data.volumes.volumes import Stored, SubjectFiles
+from moecore.data.volumes.volumes import StoredVolume, SubjectFiles
 
 VERSION = 1  # raise it where reading a subject gives other values than before
 
@@ -46,16 +46,16 @@ class VolumeCache:
             json.dumps([VERSION, self.settings, digests], sort_keys=True).encode()
         ).hexdigest()
 
-    def load(self, key: str) -> Stored | None:
+    def load(self, key: str) -> StoredVolume | None:
         """Return what was kept under a key, memory-mapped; None where nothing whole was."""
         image, regions = self._paths(key)
         try:
             shares = _map_array(regions) if regions.is_file() else None
-            return Stored(_map_array(image), shares)
+            return StoredVolume(_map_array(image), shares)
         except (OSError, ValueError, EOFError):
             return None
 
-    def save(self, key: str, made: Stored) -> None:
+    def save(self, key: str, made: StoredVolume) -> None:
         """Keep a subject; the image comes last, so that its being there means that all is."""
         image, regions = self._paths(key)
         for path, values in ((regions, made.regions), (image, made.image)):
@@ -72,7 +72,7 @@ class VolumeCache:
         name = str(path.resolve())
         stamp = [state.st_size, state.st_mtime_ns]
         if name not in self.known or self.known[name][:2] != stamp:
-            self.known[name] = [*stamp, checksum(path)]
+            self.known[name] = [*stamp, file_checksum(path)]
         return self.known[name][2]
 
     def _paths(self, key: str) -> tuple[Path, Path]:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, checksum, write_sealed
+from moecore.core.files import UserError, file_checksum, write_sealed
 from moecore.data.npy import new_array, save_array
 from moecore.data.prepared import SPLITS
-from moecore.data.volumes.subjects import SEXES, Subject, sex_counts, write_subjects
+from moecore.data.volumes.subjects import SEXES, VolumeSubject, sex_counts, write_subjects
 from moecore.data.volumes.volume_checks import volume_flags
 from moecore.data.volumes.volumes import REGIONS
 from moecore.tasks.regression import Regression
@@ -41,7 +41,7 @@ class VolumePart(NamedTuple):
     The writer sets the subjects' ``qc_flags``.
     """
 
-    subjects: Sequence[Subject]
+    subjects: Sequence[VolumeSubject]
     volumes: Iterable[tuple[np.ndarray, np.ndarray | None]]
 
 
@@ -60,7 +60,9 @@ def write_volumes(
     _check(facts, {split: parts[split].subjects for split in SPLITS})
     sums = {split: _write_split(folder, split, facts, parts[split]) for split in SPLITS}
     card = _card(facts, {split: parts[split].subjects for split in SPLITS}, sums["train"])
-    card["files"] = {name: checksum(folder / name) for name in volume_file_names(facts.regions)}
+    card["files"] = {
+        name: file_checksum(folder / name) for name in volume_file_names(facts.regions)
+    }
     write_sealed(folder / "card.json", card)
     return card
 
@@ -72,7 +74,7 @@ def volume_file_names(regions: Sequence[str]) -> list[str]:
 
 
 def _card(
-    facts: VolumeDatasetInfo, subjects: Mapping[str, Sequence[Subject]], sums: np.ndarray
+    facts: VolumeDatasetInfo, subjects: Mapping[str, Sequence[VolumeSubject]], sums: np.ndarray
 ) -> dict[str, Any]:
     settings = facts.settings.model_dump(mode="json")
     ages = _ages(subjects["train"]).astype(np.float64)
@@ -110,11 +112,11 @@ def _task(ages: np.ndarray) -> Regression:
     return Regression(target="age", unit="years", mean=mean, deviation=deviation)
 
 
-def _ages(subjects: Sequence[Subject]) -> np.ndarray:
+def _ages(subjects: Sequence[VolumeSubject]) -> np.ndarray:
     return np.array([row.age for row in subjects], np.float32)
 
 
-def _check(facts: VolumeDatasetInfo, subjects: Mapping[str, Sequence[Subject]]) -> None:
+def _check(facts: VolumeDatasetInfo, subjects: Mapping[str, Sequence[VolumeSubject]]) -> None:
     for split, rows in subjects.items():
         if not rows:
             raise UserError(
@@ -152,14 +154,14 @@ def _write_split(
     if facts.regions:
         shape = (number, len(facts.regions), *facts.size)
         regions = new_array(folder / f"{split}_regions.npy", np.uint8, shape)
-    subjects: list[Subject] = []
+    subjects: list[VolumeSubject] = []
     for row, (volume, shares) in enumerate(part.volumes):
         if row == number:
             raise UserError(f"{split}_images.npy: more volumes than the {number} ages")
-        _fits(f"{split}_images.npy", row, volume, images)
+        _check_fit(f"{split}_images.npy", row, volume, images)
         images[row] = volume
         if regions is not None:
-            _fits(f"{split}_regions.npy", row, shares, regions)
+            _check_fit(f"{split}_regions.npy", row, shares, regions)
             regions[row] = shares
         inside = volume[volume > 0].astype(np.float64)
         sums += [inside.size, inside.sum(), (inside**2).sum()]
@@ -173,7 +175,7 @@ def _write_split(
     return sums
 
 
-def _fits(name: str, row: int, volume: np.ndarray | None, array: np.ndarray) -> None:
+def _check_fit(name: str, row: int, volume: np.ndarray | None, array: np.ndarray) -> None:
     expected = f"expected {array.dtype} {array.shape[1:]}"
     if volume is None:
         raise UserError(f"{name}: volume {row} has none; {expected}")

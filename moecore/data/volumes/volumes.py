@@ -17,7 +17,7 @@ from moecore.data.volumes.grids import (
     resample_inside,
     resample_volume,
 )
-from moecore.data.volumes.nifti import MOST, Unusable, Volume, load_volume, place_mismatch
+from moecore.data.volumes.nifti import MOST, UnusableVolume, Volume, load_volume, place_mismatch
 from moecore.data.volumes.volume_checks import (
     crop_problem,
     range_problem,
@@ -42,7 +42,7 @@ class SubjectFiles(NamedTuple):
     dseg: Path | None = None
 
 
-class Stored(NamedTuple):
+class StoredVolume(NamedTuple):
     """A subject as ``prepare`` stores it: image float16 (1, D, H, W) in [0, 1], regions uint8
     (3, D, H, W) share × 255, or None without maps.
     """
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
 
 def read_subject(
     files: SubjectFiles, grid: Grid, labels: Mapping[str, tuple[int, ...]] | None = None
-) -> tuple[Stored | None, list[str]]:
+) -> tuple[StoredVolume | None, list[str]]:
     """Read one subject: what is stored of it, or None and everything that is wrong, a line a
     problem with the file's name.
 
@@ -64,7 +64,7 @@ def read_subject(
     paths = {"t1": files.t1, "mask": files.mask, **(files.maps or {}), "dseg": files.dseg}
     loaded = {}
     for name, path in paths.items():
-        volume = _loaded(path, problems) if path else None
+        volume = _load_or_report(path, problems) if path else None
         if volume is not None:
             loaded[name] = volume
     if problems:
@@ -78,7 +78,7 @@ def read_subject(
             problems.append(f"{paths[name]}: {why}")
     if problems:
         return None, problems
-    regions = _regions(loaded, files, labels)
+    regions = _tissue_regions(loaded, files, labels)
     if regions is not None and (whys := tissue_problems(regions, float(np.prod(t1.zooms)) / 1000)):
         return None, [f"{_tissue_files(files)}: {why}" for why in whys]
     if files.mask:
@@ -89,7 +89,7 @@ def read_subject(
         mask = t1.values > 0
     if not files.mask and (why := skull_problem(t1.values, mask, regions is not None)):
         return None, [f"{files.t1}: {why}"]
-    return _stored(files.t1, t1, regions, mask, grid)
+    return _store_on_grid(files.t1, t1, regions, mask, grid)
 
 
 def read_volume(path: str | Path, grid: Grid, mask: str | Path | None = None) -> np.ndarray:
@@ -129,7 +129,7 @@ def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return image
 
 
-def to_stored(volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray) -> Stored:
+def to_stored(volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray) -> StoredVolume:
     """Return what is stored of a volume (D, H, W), tissue shares (R, D, H, W) in [0, 1] and a brain
     mask that lie on the final grid.
     """
@@ -137,13 +137,13 @@ def to_stored(volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray) 
         shares = None
     else:
         shares = np.rint(np.clip(regions, 0, 1) * 255).astype(np.uint8)
-    return Stored(normalise_intensities(volume, mask).astype(np.float16)[None], shares)
+    return StoredVolume(normalise_intensities(volume, mask).astype(np.float16)[None], shares)
 
 
-def _loaded(path: Path, problems: list[str]) -> Volume | None:
+def _load_or_report(path: Path, problems: list[str]) -> Volume | None:
     try:
         return load_volume(path)
-    except Unusable as error:
+    except UnusableVolume as error:
         problems.append(str(error))
         return None
 
@@ -154,7 +154,7 @@ def _tissue_files(files: SubjectFiles) -> str:
     return ", ".join([str(first), *(path.name for path in others)])
 
 
-def _regions(
+def _tissue_regions(
     loaded: Mapping[str, Volume], files: SubjectFiles, labels: Mapping[str, tuple[int, ...]] | None
 ) -> np.ndarray | None:
     """Tissue shares fp32 (3, D, H, W) of wm, gm, csf, on the T1's voxels."""
@@ -166,9 +166,9 @@ def _regions(
     return None
 
 
-def _stored(
+def _store_on_grid(
     path: Path, t1: Volume, regions: np.ndarray | None, mask: np.ndarray, grid: Grid
-) -> tuple[Stored | None, list[str]]:
+) -> tuple[StoredVolume | None, list[str]]:
     if why := size_problem(t1.values.shape, t1.zooms, grid.voxel_mm, MOST):
         return None, [f"{path}: {why}"]
     volume, inside = resample_inside(t1.values, mask, t1.zooms, grid.voxel_mm)

@@ -22,7 +22,7 @@ POOLED = "pooled"
 FitOn = Literal["train", "validation", "out_of_fold"]
 
 
-class Line(Config):
+class FittedLine(Config):
     """ŷ = intercept + slope · y, fitted to n pairs."""
 
     intercept: float = Field(
@@ -50,10 +50,10 @@ class FittedLinear(Config):
 
     kind: Literal["linear"] = "linear"
     fit_on: FitOn = Field(description="Split whose predictions it was fitted to.")
-    pooled: Line = Field(
+    pooled: FittedLine = Field(
         description="The line of all pairs; for groups without one of their own, too."
     )
-    groups: dict[str, Line] = Field(description="Lines by group (sex).")
+    groups: dict[str, FittedLine] = Field(description="Lines by group (sex).")
     fallbacks: dict[str, str] = Field(
         {}, description="Groups of the fit that got no line of their own → why."
     )
@@ -69,7 +69,7 @@ class FittedLinear(Config):
         None: the pooled line for all. There is no age among the arguments. Raises UserError for
         another number of groups than of predictions, and for NaN or infinite predictions.
         """
-        predictions = _finite("predictions", predictions)
+        predictions = _check_finite("predictions", predictions)
         if groups is None:
             return self.pooled.invert(predictions)
         if len(groups) != len(predictions):
@@ -132,19 +132,19 @@ class Linear(Config):
         Raises UserError for shapes that differ, n < 3, NaN or infinite values, equal targets, and a
         pooled |b| below ``min_slope``.
         """
-        predictions = _finite("predictions", predictions)
-        targets = _finite("ages", targets)
+        predictions = _check_finite("predictions", predictions)
+        targets = _check_finite("ages", targets)
         if not len(predictions) == len(targets) == len(groups):
-            found = f"{len(predictions)} predictions, {len(targets)} ages, {len(groups)} groups"
+            counts = f"{len(predictions)} predictions, {len(targets)} ages, {len(groups)} groups"
             raise UserError(
-                f"calibrate: {found} of the split {self.fit_on}; allowed: as many of each"
+                f"calibrate: {counts} of the split {self.fit_on}; allowed: as many of each"
             )
-        pooled = self._line(predictions, targets)
+        pooled = self._fit_line(predictions, targets)
         lines = {}
         fallbacks = {}
         for name in sorted({group for group in groups if group}):
             members = np.array(groups, dtype=object) == name
-            if reason := self._refusal(predictions[members], targets[members]):
+            if reason := self._why_not_fitted(predictions[members], targets[members]):
                 fallbacks[name] = reason
                 warnings.warn(
                     f"calibrate: the group {name!r} gets the pooled line: {reason}", stacklevel=2
@@ -159,12 +159,12 @@ class Linear(Config):
             predictor_sha256=predictor_sha256,
         )
 
-    def _line(self, predictions: np.ndarray, targets: np.ndarray) -> Line:
-        if reason := self._refusal(predictions, targets):
+    def _fit_line(self, predictions: np.ndarray, targets: np.ndarray) -> FittedLine:
+        if reason := self._why_not_fitted(predictions, targets):
             raise UserError(f"calibrate.calibrator (linear, fitted on {self.fit_on}): {reason}")
         return _least_squares(predictions, targets)
 
-    def _refusal(self, predictions: np.ndarray, targets: np.ndarray) -> str:
+    def _why_not_fitted(self, predictions: np.ndarray, targets: np.ndarray) -> str:
         """Why no line can be fitted to these pairs; "" where one can."""
         if len(targets) < 3:
             return f"found {len(targets)} pairs; allowed: 3 or more"
@@ -184,7 +184,7 @@ class Linear(Config):
         return ""
 
 
-def _finite(name: str, values: np.ndarray) -> np.ndarray:
+def _check_finite(name: str, values: np.ndarray) -> np.ndarray:
     values = np.asarray(values, np.float64)
     if values.ndim != 1:
         raise UserError(f"calibrate: {name} of shape {values.shape}; allowed: (N,)")
@@ -195,11 +195,11 @@ def _finite(name: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _least_squares(predictions: np.ndarray, targets: np.ndarray) -> Line:
+def _least_squares(predictions: np.ndarray, targets: np.ndarray) -> FittedLine:
     """Least squares of ŷ on y."""
     # Around the means, which keeps the digits where ages are far from 0.
     centre = targets - targets.mean()
     slope = float(centre @ (predictions - predictions.mean()) / (centre @ centre))
-    return Line(
+    return FittedLine(
         intercept=float(predictions.mean() - slope * targets.mean()), slope=slope, n=len(targets)
     )

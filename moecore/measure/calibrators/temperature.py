@@ -69,7 +69,7 @@ class Temperature(Config):
         Raises UserError for no images, fewer than two classes (in the model or among the labels),
         logits that are not finite, and labels outside the model's classes.
         """
-        _check(logits, labels)
+        _check_logits(logits, labels)
         logits = logits.detach().double().cpu()
         labels = labels.long().cpu()
         return self.fit_slope(lambda beta: nll_slope(logits, labels, beta))
@@ -93,11 +93,11 @@ class Temperature(Config):
         return FittedTemperature(temperature=1 / beta)
 
 
-def _check(logits: Tensor, labels: Tensor) -> None:
+def _check_logits(logits: Tensor, labels: Tensor) -> None:
     if logits.ndim != 2 or logits.shape[0] == 0 or labels.shape != logits.shape[:1]:
-        found = f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
+        problem = f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
         raise UserError(
-            f"calibrate: {found} of the validation split; (N, K) and (N,) with N ≥ 1 are needed"
+            f"calibrate: {problem} of the validation split; (N, K) and (N,) with N ≥ 1 are needed"
         )
     if not torch.isfinite(logits).all():
         bad = int((~torch.isfinite(logits)).any(dim=1).sum())
@@ -106,8 +106,10 @@ def _check(logits: Tensor, labels: Tensor) -> None:
             "model is damaged, train it again"
         )
     if labels.min() < 0 or labels.max() >= logits.shape[1]:
-        found = f"labels go from {int(labels.min())} to {int(labels.max())}"
-        raise UserError(f"calibrate: {found}; the model has the classes 0 to {logits.shape[1] - 1}")
+        problem = f"labels go from {int(labels.min())} to {int(labels.max())}"
+        raise UserError(
+            f"calibrate: {problem}; the model has the classes 0 to {logits.shape[1] - 1}"
+        )
     if labels.min() == labels.max():
         raise UserError(
             f"calibrate: all {len(labels)} validation labels are of class {int(labels[0])}; a "

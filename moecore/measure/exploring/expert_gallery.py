@@ -13,11 +13,11 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.records import Layout, RoutingRecord
 from moecore.data.prepared import Split
-from moecore.measure.exploring.overlays import CROP, Picture, patch_crop, picture
+from moecore.measure.exploring.overlays import CROP, EncodedPicture, encode_picture, patch_crop
 from moecore.measure.routing_metrics.expert_use import expert_counts
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import batches, predictions
-from moecore.nn.traces import covering, finest
+from moecore.nn.predict import image_batches, predict_in_batches
+from moecore.nn.traces import covering_patches, finest_layout
 from moecore.tasks.base import Task
 
 CHUNK = 50  # images whose records are in memory at once
@@ -46,11 +46,11 @@ class LayerExperts(Config):
 
     experts: tuple[ExpertUse, ...]
     crops: (
-        Picture | None
+        EncodedPicture | None
     )  # (crops, C, h, w): the favourites, expert by expert; None: there are none
 
 
-class Seen(NamedTuple):
+class LayerPreferences(NamedTuple):
     """One layer on a few images."""
 
     chosen: Tensor  # (N, E) int64, tokens
@@ -70,36 +70,36 @@ def layer_experts(model: Model, gallery: Gallery, most: int) -> list[LayerExpert
     """Return the experts of every MoE layer; most: favourites per expert, fewer where there are
     many experts.
     """
-    chunks = list(zip(*watched(model, gallery), strict=True))
+    chunks = list(zip(*iterate_preferences(model, gallery), strict=True))
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
-    found = []
-    fine = finest(model.layouts)
+    uses = []
+    fine = finest_layout(model.layouts)
     for layer, layout in zip(chunks, model.layouts, strict=True):
-        seen = Seen(*(torch.cat(field) for field in zip(*layer, strict=True)))
-        use = _experts(seen, labels, gallery, layout, most)
-        found.append(use if layout == fine else _on_grid(use, layout, fine))
-    return found
+        seen = LayerPreferences(*(torch.cat(field) for field in zip(*layer, strict=True)))
+        use = _expert_uses(seen, labels, gallery, layout, most)
+        uses.append(use if layout == fine else _on_grid(use, layout, fine))
+    return uses
 
 
-def watched(model: Model, gallery: Gallery) -> Iterator[list[Seen]]:
+def iterate_preferences(model: Model, gallery: Gallery) -> Iterator[list[LayerPreferences]]:
     """Every layer on the images, CHUNK at a time."""
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
-        _, records = predictions(model, images, CHUNK)
+        _, records = predict_in_batches(model, images, CHUNK)
         yield [
-            seen(record, layout.special)
+            layer_preferences(record, layout.special)
             for record, layout in zip(records, model.layouts, strict=True)
         ]
 
 
-def seen(record: RoutingRecord, special: int) -> Seen:
+def layer_preferences(record: RoutingRecord, special: int) -> LayerPreferences:
     """Return what a router did with each of the images; the first ``special`` tokens are no
     patches.
     """
     liked = torch.where(record.chosen, record.probs, -1.0)[:, special:]
     highest, patch = liked.max(dim=1)
     counts = torch.stack([expert_counts(image) for image in record.chosen])
-    return Seen(counts, highest, patch)
+    return LayerPreferences(counts, highest, patch)
 
 
 def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
@@ -116,8 +116,8 @@ def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
     return (summed / summed.sum(dim=0).clamp(min=1)).T
 
 
-def _experts(
-    seen: Seen, labels: Tensor, gallery: Gallery, layout: Layout, most: int
+def _expert_uses(
+    seen: LayerPreferences, labels: Tensor, gallery: Gallery, layout: Layout, most: int
 ) -> LayerExperts:
     counts = seen.chosen.sum(dim=0)
     shares = class_shares(seen.chosen, labels, gallery.task)
@@ -137,17 +137,17 @@ def _experts(
             )
             for row, patch in zip(liked, patches, strict=True)
         ]
-        crops += [_crop(gallery, one, layout) for one in favourites]
-        classes = () if shares is None else _largest(shares[expert])
+        crops += [_crop_favourite(gallery, one, layout) for one in favourites]
+        classes = () if shares is None else _largest_shares(shares[expert])
         load = float(counts[expert] / counts.sum().clamp(min=1))
         experts.append(ExpertUse(load=round(load, 5), classes=classes, favourites=favourites))
-    shown = picture(torch.stack(crops), CROP) if crops else None
+    shown = encode_picture(torch.stack(crops), CROP) if crops else None
     return LayerExperts(experts=experts, crops=shown)
 
 
 def _on_grid(use: LayerExperts, layout: Layout, fine: Layout) -> LayerExperts:
     """Favourites of a coarser layer, at the first patch of the finest grid that each covers."""
-    covers = covering(layout, fine)
+    covers = covering_patches(layout, fine)
 
     def moved(one: Favourite) -> Favourite:
         first = int((covers == one.patch).nonzero()[0])
@@ -160,11 +160,11 @@ def _on_grid(use: LayerExperts, layout: Layout, fine: Layout) -> LayerExperts:
     return use.model_copy(update={"experts": tuple(experts)})
 
 
-def _largest(shares: Tensor) -> tuple[tuple[int, float], ...]:
+def _largest_shares(shares: Tensor) -> tuple[tuple[int, float], ...]:
     order = shares.sort(descending=True, stable=True).indices[:CLASSES].tolist()
     return tuple((place, round(float(shares[place]), 4)) for place in order if shares[place] > 0)
 
 
-def _crop(gallery: Gallery, favourite: Favourite, layout: Layout) -> Tensor:
-    (image,) = batches(gallery.split.images[favourite.image][None], 1)
+def _crop_favourite(gallery: Gallery, favourite: Favourite, layout: Layout) -> Tensor:
+    (image,) = image_batches(gallery.split.images[favourite.image][None], 1)
     return patch_crop(image[0], favourite.patch, layout)

@@ -19,14 +19,14 @@ from moecore.core.records import Layout, RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import Crop, ViewSettings
 from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
-from moecore.nn.correspondence import partners
+from moecore.nn.correspondence import match_patches
 
 SIDE = 96  # pixels: larger images are shown smaller
 CROP = 24  # the same of a patch with what is around it
 MODES = {2: "area", 3: "trilinear"}  # by number of axes
 
 
-class Picture(Config):
+class EncodedPicture(Config):
     """Images or volumes with pixels of a byte; the last axis is the fastest."""
 
     shape: tuple[int, ...]  # (N, C, H, W) or (N, C, D, H, W)
@@ -37,16 +37,16 @@ class Picture(Config):
         return np.frombuffer(decode_arrays(self.pixels), np.uint8).reshape(self.shape)
 
 
-def picture(pixels: Tensor, side: int = SIDE) -> Picture:
+def encode_picture(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
     """pixels: fp32 in [0, 1], (N, C, H, W) or (N, C, D, H, W); no axis is longer than ``side``
     then.
     """
-    small = shrunk(pixels, side)
+    small = shrink_pixels(pixels, side)
     data = np.rint(small.clamp(0, 1).numpy() * 255).astype(np.uint8)
-    return Picture(shape=data.shape, pixels=encode_arrays(data))
+    return EncodedPicture(shape=data.shape, pixels=encode_arrays(data))
 
 
-def shrunk(pixels: Tensor, side: int) -> Tensor:
+def shrink_pixels(pixels: Tensor, side: int) -> Tensor:
     """The pixels with means over areas, so that the longest axis has ``side`` at most."""
     size = pixels.shape[2:]
     if max(size) <= side:
@@ -94,16 +94,16 @@ class Overlays(Config):
         return np.frombuffer(base64.b64decode(self.pixels), np.uint8).reshape(self.shape)
 
 
-class Corresponding(Config):
+class MatchedCrops(Config):
     """Two random crops of one image; patches that show the same have one number (PRC, figure 4)."""
 
-    views: Picture  # (2, C, h, w), the one of higher resolution first
+    views: EncodedPicture  # (2, C, h, w), the one of higher resolution first
     numbers: tuple[tuple[str, ...], tuple[str, ...]]
     """Rows of text as in Overlays: the place of the patch in the second view, "-" for no partner.
     """
 
 
-def corresponding(images: np.ndarray, layout: Layout, seed: int) -> Corresponding | None:
+def match_crops(images: np.ndarray, layout: Layout, seed: int) -> MatchedCrops | None:
     """The crops of the first image whose views share half of their patches, or the most of all.
 
     images: uint8 (N, C, H, W), N ≥ 1.  None for volumes, and where the image is a single patch.
@@ -112,7 +112,7 @@ def corresponding(images: np.ndarray, layout: Layout, seed: int) -> Correspondin
         return None
     number = len(images)
     views = two_views(images, CROPS, seed)
-    pairs = partners(views.affines[:number], views.affines[number:], layout)
+    pairs = match_patches(views.affines[:number], views.affines[number:], layout)
     enough = math.prod(layout.grid) // 2
     chosen = int(pairs.found.sum(dim=1).clamp(max=enough).numpy().argmax())
     index = torch.where(pairs.found[chosen], pairs.index[chosen], -1)
@@ -122,20 +122,25 @@ def corresponding(images: np.ndarray, layout: Layout, seed: int) -> Correspondin
     if pairs.swapped[chosen]:
         both = both.flip(0)
     grids = (numbers.reshape(layout.grid).numpy() for numbers in (index, second))
-    return Corresponding(views=picture(both), numbers=tuple(tuple(_rows(grid)) for grid in grids))
+    return MatchedCrops(
+        views=encode_picture(both), numbers=tuple(tuple(_grid_rows(grid)) for grid in grids)
+    )
 
 
-def overlays(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> Overlays:
+def overlay_experts(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> Overlays:
     """The images with the experts of their patches.
 
     images: (N, C, H, W) uint8; records: fields (N, T, E), T a square number of patches after at
     most two prefix tokens.  Raises UserError where the patches form no square grid.
     """
-    return _stored(images, records, [_grids(record) for record in records] if len(images) else [])
+    return _encode_overlays(
+        images, records, [_expert_grids(record) for record in records] if len(images) else []
+    )
 
 
 def mid_slices(volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: Layout) -> Overlays:
-    """``overlays`` of volumes: the middle axial slice of each, and the experts of its patches.
+    """``overlay_experts`` of volumes: the middle axial slice of each, and the experts of its
+    patches.
 
     volumes: (N, C, D, H, W) in [0, 1], axes right, anterior, superior; records: fields (N, T, E) of
     tokens that lie as ``layout`` says.  The slice lies in the patches' middle row along the last
@@ -146,10 +151,14 @@ def mid_slices(volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: 
     slices = volumes[..., row * depth + depth // 2]
     images = np.rint(np.clip(np.asarray(slices, np.float32), 0, 1) * 255).astype(np.uint8)
     grids = [
-        _best(record.combine[:, layout.special :]).reshape(-1, *layout.grid)[..., row].numpy()
+        _best_experts(record.combine[:, layout.special :])
+        .reshape(-1, *layout.grid)[..., row]
+        .numpy()
         for record in records
     ]
-    return _stored(_turned(images), records, [_turned(grid) for grid in grids])
+    return _encode_overlays(
+        _upright_planes(images), records, [_upright_planes(grid) for grid in grids]
+    )
 
 
 def spread_overlays(
@@ -167,31 +176,31 @@ def spread_overlays(
         return mid_slices(images[where], few, layout)
     if images.ndim == 3:
         images = images[:, :, None]  # (N, C, 1, M)
-    return overlays(images[where], few)
+    return overlay_experts(images[where], few)
 
 
-def _turned(planes: np.ndarray) -> np.ndarray:
+def _upright_planes(planes: np.ndarray) -> np.ndarray:
     """(…, right, anterior) to rows from anterior down and columns from left to right."""
     return np.ascontiguousarray(planes.swapaxes(-1, -2)[..., ::-1, :])
 
 
-def _stored(
+def _encode_overlays(
     images: np.ndarray, records: tuple[RoutingRecord, ...], grids: list[np.ndarray]
 ) -> Overlays:
     return Overlays(
         shape=images.shape,
         pixels=base64.b64encode(np.ascontiguousarray(images).tobytes()).decode(),
         experts=records[0].combine.shape[-1] if records else 0,
-        grids=[[_rows(grid) for grid in layer] for layer in grids] if len(images) else [],
+        grids=[[_grid_rows(grid) for grid in layer] for layer in grids] if len(images) else [],
     )
 
 
-def grid_of(rows: Sequence[str]) -> np.ndarray:
+def expert_grid(rows: Sequence[str]) -> np.ndarray:
     """Expert indices (rows, columns) of one grid; −1 where no expert processed the patch."""
     return np.array([[-1 if cell == "-" else int(cell) for cell in row.split()] for row in rows])
 
 
-def _grids(record: RoutingRecord) -> np.ndarray:
+def _expert_grids(record: RoutingRecord) -> np.ndarray:
     """(N, rows, columns) expert index of each patch, −1 for none."""
     weights = record.combine
     tokens = weights.shape[1]
@@ -199,13 +208,13 @@ def _grids(record: RoutingRecord) -> np.ndarray:
     if tokens - side * side > PREFIX:
         grid = f"no square grid of patches after at most {PREFIX} other tokens"
         raise UserError(f"routing: {tokens} tokens are {grid}; set routing.overlays to 0")
-    return _best(weights)[:, tokens - side * side :].reshape(-1, side, side).numpy()
+    return _best_experts(weights)[:, tokens - side * side :].reshape(-1, side, side).numpy()
 
 
-def _best(weights: Tensor) -> Tensor:
+def _best_experts(weights: Tensor) -> Tensor:
     """The expert of the largest of the weights (N, T, E), −1 where all are 0; (N, T)."""
     return torch.where(weights.amax(-1) > 0, weights.argmax(-1), -1)
 
 
-def _rows(grid: np.ndarray) -> list[str]:
+def _grid_rows(grid: np.ndarray) -> list[str]:
     return [" ".join("-" if cell < 0 else str(cell) for cell in row) for row in grid]

@@ -11,9 +11,9 @@ import numpy as np
 from moecore.core.files import read_json, write_json
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
-from moecore.nn.traces import Trace, trace
-from moecore.training.outcome import Watched
+from moecore.nn.predict import predict_in_batches
+from moecore.nn.traces import Trace, trace_images
+from moecore.training.outcome import WatchedEpoch
 
 IMAGES = 32  # the most that the explorer shows
 VOLUMES = 6  # the same of volumes, which are large
@@ -26,13 +26,13 @@ def spread_places(total: int, number: int) -> list[int]:
     The first ones stay when ``number`` grows: they follow van der Corput's sequence of base 2, so
     the first, the middle one, those at the quarters, and so on.
     """
-    found: dict[int, None] = {}
+    places: dict[int, None] = {}
     step = 0
-    while len(found) < min(number, total):
+    while len(places) < min(number, total):
         place = int(f"{step:b}"[::-1], 2) * total >> step.bit_length()
-        found.setdefault(place)
+        places.setdefault(place)
         step += 1
-    return list(found)
+    return list(places)
 
 
 def explored_places(data: Prepared, number: int) -> list[int]:
@@ -51,31 +51,31 @@ def watched_epochs(epochs: int) -> tuple[int, ...]:
     return tuple(np.unique(spread).tolist())
 
 
-def keep_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
+def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
     """Write into ``folder`` what the model does with the images after ``epoch``.
 
     model: as it is used, on its device.
     """
     images = np.array(data.test.images[explored_places(data, IMAGES)])
-    prediction, records = predictions(model, images, batch=IMAGES)
-    seen = trace(prediction, records, data.task, model.layouts)
-    write_json(_path(folder, epoch), seen.model_dump(mode="json"))
+    prediction, records = predict_in_batches(model, images, batch=IMAGES)
+    seen = trace_images(prediction, records, data.task, model.layouts)
+    write_json(_trace_path(folder, epoch), seen.model_dump(mode="json"))
 
 
-def kept_traces(folder: Path, data: Prepared, epochs: int) -> tuple[Watched, ...]:
+def read_epoch_traces(folder: Path, data: Prepared, epochs: int) -> tuple[WatchedEpoch, ...]:
     """Return what was kept in ``folder``. Raises UserError, naming the file, where an epoch is
     missing.
     """
     places = explored_places(data, IMAGES)
     return tuple(
-        Watched(
+        WatchedEpoch(
             epoch=epoch,
             images=places,
-            trace=Trace.model_validate(read_json(_path(folder, epoch))),
+            trace=Trace.model_validate(read_json(_trace_path(folder, epoch))),
         )
         for epoch in watched_epochs(epochs)
     )
 
 
-def _path(folder: Path, epoch: int) -> Path:
+def _trace_path(folder: Path, epoch: int) -> Path:
     return folder / "traces" / f"{epoch:04d}.json"

@@ -52,7 +52,7 @@ class Cubes(NamedTuple):
         return self.scores.argmax(axis=-1)
 
 
-def amounts(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
+def tissue_amounts(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     """Sums over the cubes of a grid (a, b, c): (N, R, D, H, W) → int64 (N, a·b·c, R)."""
     split = [
         size
@@ -63,13 +63,13 @@ def amounts(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     return sums.reshape(*shares.shape[:2], -1).swapaxes(1, 2)
 
 
-def agreement(found: Sequence[Cubes], resamples: int) -> Agreement:
+def tissue_agreement(sorts: Sequence[Cubes], resamples: int) -> Agreement:
     """Return the agreement of the same people's cubes in one or several sorts of volumes, taken
     together.
     """
-    own = np.concatenate([cubes.own for cubes in found], axis=1)
-    first = np.concatenate([cubes.first for cubes in found], axis=1)
-    tissues = np.arange(found[0].amounts.shape[-1])
+    own = np.concatenate([cubes.own for cubes in sorts], axis=1)
+    first = np.concatenate([cubes.first for cubes in sorts], axis=1)
+    tissues = np.arange(sorts[0].amounts.shape[-1])
     whose = (own != NONE).any(axis=1)  # who has a cube with tissue
     own = own[whose]
     first = first[whose]
@@ -83,15 +83,15 @@ def agreement(found: Sequence[Cubes], resamples: int) -> Agreement:
     return Agreement(
         people=len(own),
         cubes=int(number.sum()),
-        share=estimate(right, resamples, 0.0),
+        share=estimate_over_people(right, resamples, 0.0),
         permuted=float(permuted.mean()),
         fixed=float(rates.mean(axis=0).max()),
-        same_place=same_place(is_own, is_first),
-        over_chance=estimate(right - permuted, resamples, -1.0),
+        same_place=same_place_chance(is_own, is_first),
+        over_chance=estimate_over_people(right - permuted, resamples, -1.0),
     )
 
 
-def same_place(is_own: np.ndarray, is_first: np.ndarray) -> float | None:
+def same_place_chance(is_own: np.ndarray, is_first: np.ndarray) -> float | None:
     """Share of the pairs (a person's cube, another person's cube of that place, both with tissue)
     in which the decision for the first is the tissue of the second: bool (N, P, R), one-hot or 0.
 
@@ -106,21 +106,21 @@ def same_place(is_own: np.ndarray, is_first: np.ndarray) -> float | None:
     return None
 
 
-def correlation(found: Cubes, tissue: int, resamples: int) -> Estimate:
+def score_correlation(routed_cubes: Cubes, tissue: int, resamples: int) -> Estimate:
     """Spearman's, of a tissue's share of what a cube holds and the score of its expert.
 
     Over a person's cubes, 0 where one of the two is constant; the mean over people.
     """
     values = []
-    for held, scores in zip(found.amounts, found.scores, strict=True):
+    for held, scores in zip(routed_cubes.amounts, routed_cubes.scores, strict=True):
         total = held.sum(axis=-1)
         some = total > 0
         share = held[some, tissue] / total[some]
         values += rank_correlations(share, scores[some, tissue][None])
-    return estimate(np.array(values), resamples, -1.0)
+    return estimate_over_people(np.array(values), resamples, -1.0)
 
 
-def estimate(values: np.ndarray, resamples: int, lowest: float) -> Estimate:
+def estimate_over_people(values: np.ndarray, resamples: int, lowest: float) -> Estimate:
     """The mean of one value per person, between ``lowest`` and 1, with limits from people."""
     if len(values) < 2:
         return Estimate(value=float(values.mean()))

@@ -22,12 +22,18 @@ from moecore.data.phantom.shells import simulate_shell_scan
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.volumes.volumes import REGIONS
 from moecore.data.workers import map_in_threads
-from moecore.measure.probes.cubes import Agreement, Cubes, agreement, amounts, correlation
-from moecore.measure.probes.people import PEOPLE, sex_of
+from moecore.measure.probes.cubes import (
+    Agreement,
+    Cubes,
+    score_correlation,
+    tissue_agreement,
+    tissue_amounts,
+)
+from moecore.measure.probes.people import PEOPLE, alternating_sex
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate
-from moecore.training.tissue_isolation import isolate, region_channels
+from moecore.training.tissue_isolation import isolate_tissue, region_channels
 
 OTHERS = 10**12  # seeds of the other generator's people begin here, above those of every cohort
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -65,7 +71,7 @@ class Volumes(Config):
     correlation: dict[str, Estimate]  # whole volumes: of a tissue's share of a cube and the score
 
 
-class Generalised(Config):
+class GeneralisationResult(Config):
     """Region experts where they were taught, and where not."""
 
     tissues: tuple[str, ...]  # that have an expert
@@ -82,22 +88,22 @@ class Scans(NamedTuple):
     shares: np.ndarray
 
 
-class Sizes(NamedTuple):
+class ProbeSizes(NamedTuple):
     """Volumes a forward pass, and bootstrap resamples."""
 
     batch: int
     resamples: int
 
 
-def generalised(
+def measure_generalisation(
     model: Model,
     data: Prepared,
     tissues: tuple[str, ...],
     settings: Generalisation,
     ages: tuple[float, float],
     seed: int,
-    sizes: Sizes,
-) -> Generalised:
+    sizes: ProbeSizes,
+) -> GeneralisationResult:
     """All of it, on the test split and on volumes made here.
 
     tissues: those after which the first experts are named, in that order; ages: the youngest and
@@ -107,22 +113,22 @@ def generalised(
     mixed = {}
     for whole, thinned in permutations(range(len(tissues)), 2):
         for left in settings.shares:
-            kept = mixture(whole, thinned, left, seed)
-            mixed[whole, thinned, left] = routed(model, test, kept, sizes.batch)
+            kept = mixture_rule(whole, thinned, left, seed)
+            mixed[whole, thinned, left] = route_masked_scans(model, test, kept, sizes.batch)
     other = None
-    if on_grid(data):
+    if is_on_other_grid(data):
         made = other_scans(tissues, settings.subjects, ages, seed)
-        other = volumes(model, made, tissues, sizes)
-    return Generalised(
+        other = measure_volumes(model, made, tissues, sizes)
+    return GeneralisationResult(
         tissues=tissues,
-        test=volumes(model, test, tissues, sizes),
-        mixed=agreement(list(mixed.values()), sizes.resamples) if mixed else None,
+        test=measure_volumes(model, test, tissues, sizes),
+        mixed=tissue_agreement(list(mixed.values()), sizes.resamples) if mixed else None,
         mixtures=[
             Mixture(
                 whole=tissues[whole],
                 thinned=tissues[thinned],
                 left=left,
-                found=agreement([cubes], sizes.resamples),
+                found=tissue_agreement([cubes], sizes.resamples),
             )
             for (whole, thinned, left), cubes in mixed.items()
         ],
@@ -130,7 +136,7 @@ def generalised(
     )
 
 
-def on_grid(data: Prepared) -> bool:
+def is_on_other_grid(data: Prepared) -> bool:
     """Return whether the other generator makes volumes as the data has them."""
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
@@ -151,7 +157,7 @@ def other_scans(
     """People of the other generator, of ages evenly spread, women and men in turn."""
     channels = [REGIONS.index(tissue) for tissue in tissues]
     who = [
-        (float(age), sex_of(number), OTHERS + seed * PEOPLE + number)
+        (float(age), alternating_sex(number), OTHERS + seed * PEOPLE + number)
         for number, age in enumerate(np.linspace(*ages, count))
     ]
     made = list(map_in_threads(lambda person: simulate_shell_scan(*person), who))
@@ -159,31 +165,37 @@ def other_scans(
     return Scans(images, regions[:, channels])
 
 
-def volumes(model: Model, scans: Scans, tissues: tuple[str, ...], sizes: Sizes) -> Volumes:
+def measure_volumes(
+    model: Model, scans: Scans, tissues: tuple[str, ...], sizes: ProbeSizes
+) -> Volumes:
     """Whole volumes, and each tissue alone."""
-    whole = routed(model, scans, None, sizes.batch)
-    alone = [routed(model, scans, isolated(tissue), sizes.batch) for tissue in range(len(tissues))]
+    whole = route_masked_scans(model, scans, None, sizes.batch)
+    alone = [
+        route_masked_scans(model, scans, isolation_rule(tissue), sizes.batch)
+        for tissue in range(len(tissues))
+    ]
     return Volumes(
-        whole=agreement([whole], sizes.resamples),
-        isolated=agreement(alone, sizes.resamples),
+        whole=tissue_agreement([whole], sizes.resamples),
+        isolated=tissue_agreement(alone, sizes.resamples),
         correlation={
-            name: correlation(whole, tissue, sizes.resamples) for tissue, name in enumerate(tissues)
+            name: score_correlation(whole, tissue, sizes.resamples)
+            for tissue, name in enumerate(tissues)
         },
     )
 
 
-def isolated(tissue: int) -> Callable[[int], Kept]:
+def isolation_rule(tissue: int) -> Callable[[int], Kept]:
     """Only one tissue is left, as in training."""
 
     def kept(shares: np.ndarray) -> np.ndarray:
-        found = np.zeros_like(shares)
-        found[tissue] = shares[tissue]
-        return found
+        remaining = np.zeros_like(shares)
+        remaining[tissue] = shares[tissue]
+        return remaining
 
     return lambda person: kept
 
 
-def mixture(whole: int, thinned: int, left: float, seed: int) -> Callable[[int], Kept]:
+def mixture_rule(whole: int, thinned: int, left: float, seed: int) -> Callable[[int], Kept]:
     """Two tissues are left, ``thinned`` in the share ``left`` of its voxels, drawn one by one.
 
     Every mixture draws the same number for a voxel of a person: what is left at one share is left
@@ -193,17 +205,19 @@ def mixture(whole: int, thinned: int, left: float, seed: int) -> Callable[[int],
     def of_person(person: int) -> Kept:
         def kept(shares: np.ndarray) -> np.ndarray:
             number = np.random.default_rng([seed, person]).random(shares.shape[1:])
-            found = np.zeros_like(shares)
-            found[whole] = shares[whole]
-            found[thinned] = shares[thinned] * (number < left)
-            return found
+            remaining = np.zeros_like(shares)
+            remaining[whole] = shares[whole]
+            remaining[thinned] = shares[thinned] * (number < left)
+            return remaining
 
         return kept
 
     return of_person
 
 
-def routed(model: Model, scans: Scans, kept: Callable[[int], Kept] | None, batch: int) -> Cubes:
+def route_masked_scans(
+    model: Model, scans: Scans, kept: Callable[[int], Kept] | None, batch: int
+) -> Cubes:
     """The cubes of volumes of which ``kept`` leaves some tissue; None leaves them whole.
 
     kept: takes the person's number.
@@ -216,15 +230,15 @@ def routed(model: Model, scans: Scans, kept: Callable[[int], Kept] | None, batch
             rows = enumerate(shares, start)
             shares = np.stack([kept(number)(row) for number, row in rows])
             total = shares.sum(axis=1, dtype=np.int64).clip(max=255).astype(np.uint8)
-            images = isolate(torch.from_numpy(images), torch.from_numpy(total)).numpy()
-        parts.append(cubes(model, Scans(images, shares), batch))
+            images = isolate_tissue(torch.from_numpy(images), torch.from_numpy(total)).numpy()
+        parts.append(route_cubes(model, Scans(images, shares), batch))
     return Cubes(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 
-def cubes(model: Model, scans: Scans, batch: int) -> Cubes:
+def route_cubes(model: Model, scans: Scans, batch: int) -> Cubes:
     """Amounts and scores of volumes as they are."""
-    _, records = predictions(model, scans.images, batch)
+    _, records = predict_in_batches(model, scans.images, batch)
     layout = model.layout
     scores = records[-1].logits[:, layout.special :, : scans.shares.shape[1]]
     inside = scans.shares * (scans.images > 0)
-    return Cubes(amounts(inside, layout.grid), scores.double().numpy())
+    return Cubes(tissue_amounts(inside, layout.grid), scores.double().numpy())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
@@ -28,14 +28,14 @@ def read_by_head(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Predictions (N,) of one number per image, and what ``model.head`` reads, (N, F); both fp64.
 
-    images and batch: as ``predictions`` takes them; the model is left as it was.
+    images and batch: as ``predict_in_batches`` takes them; the model is left as it was.
     """
     read: list[Tensor] = []
     hook = model.head.register_forward_pre_hook(
         lambda head, given: read.append(given[0].detach().cpu())
     )
     try:
-        predicted, _ = predictions(model, images, batch, routing=False)
+        predicted, _ = predict_in_batches(model, images, batch, routing=False)
     finally:
         hook.remove()
     return predicted[:, 0].double().numpy(), torch.cat(read).double().numpy()

@@ -15,7 +15,7 @@ from moecore.data.prepared import Prepared
 from moecore.data.sources.phantom import Phantom
 from moecore.data.workers import map_in_threads
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
 
 PEOPLE = 1000  # set aside for each seed; those who are scanned again begin at half of them
@@ -47,14 +47,14 @@ class People(NamedTuple):
         return np.stack(list(map_in_threads(lambda scan: self.source.draw(*scan)[0], scans)))
 
 
-def sex_of(number: int) -> str:
+def alternating_sex(number: int) -> str:
     """Women and men in turn."""
     return "FM"[number % 2]
 
 
 def predicted_ages(model: Model, volumes: np.ndarray | Tensor, batch: int) -> np.ndarray:
     """Years (N,) fp64, of volumes (N, 1, D, H, W)."""
-    prediction, _ = predictions(model, volumes, batch, routing=False)
+    prediction, _ = predict_in_batches(model, volumes, batch, routing=False)
     return prediction[:, 0].double().numpy()
 
 
@@ -71,17 +71,19 @@ class Ageing(Config):
     mean_predictions: tuple[float, ...]
 
 
-def aged(model: Model, people: People, subjects: int, ages: Sequence[float], batch: int) -> Ageing:
+def age_subjects(
+    model: Model, people: People, subjects: int, ages: Sequence[float], batch: int
+) -> Ageing:
     """Age the same subjects over all ages; anatomy, scanner and lead or lag of brain age stay."""
     rows = []
     for number in range(subjects):
         person = people.person(number)
-        scans = [Scan(age, sex_of(number), person) for age in ages]
+        scans = [Scan(age, alternating_sex(number), person) for age in ages]
         rows.append(predicted_ages(model, people.draw(scans), batch))
-    return ageing(ages, np.stack(rows))
+    return summarize_ageing(ages, np.stack(rows))
 
 
-def ageing(ages: Sequence[float], predictions: np.ndarray) -> Ageing:
+def summarize_ageing(ages: Sequence[float], predictions: np.ndarray) -> Ageing:
     """Return how predictions (S, A) follow age."""
     ranks = rank_correlations(ages, predictions)
     slopes = [float(np.polyfit(ages, row, 1)[0]) for row in predictions.astype(np.float64)]
@@ -111,11 +113,11 @@ def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[fl
     from scipy.stats import rankdata
 
     wanted = rankdata(ages) - (len(ages) + 1) / 2
-    found = rankdata(predictions, axis=1) - (len(ages) + 1) / 2
-    lengths = np.sqrt((wanted @ wanted) * (found * found).sum(axis=1))
+    centred_ranks = rankdata(predictions, axis=1) - (len(ages) + 1) / 2
+    lengths = np.sqrt((wanted @ wanted) * (centred_ranks * centred_ranks).sum(axis=1))
     return [
         float(total / length) if length else 0.0
-        for total, length in zip(found @ wanted, lengths, strict=True)
+        for total, length in zip(centred_ranks @ wanted, lengths, strict=True)
     ]
 
 
@@ -133,7 +135,7 @@ class Rescan(Config):
     other_site_high: float | None = None
 
 
-def scanned_again(
+def rescan_people(
     model: Model,
     people: People,
     mae: float,
@@ -143,7 +145,7 @@ def scanned_again(
 ) -> Rescan:
     """One person of each of the ages, scanned again at the same site, and at another one."""
     who = [
-        (float(age), sex_of(number), people.person(PEOPLE // 2 + number))
+        (float(age), alternating_sex(number), people.person(PEOPLE // 2 + number))
         for number, age in enumerate(ages)
     ]
     first, again, elsewhere = (
@@ -165,7 +167,7 @@ def scanned_again(
     )
 
 
-def sessions_again(
+def compare_sessions(
     model: Model,
     data: Prepared,
     pairs: Sequence[tuple[int, int]],
@@ -190,7 +192,9 @@ def sessions_again(
     )
 
 
-def repeated(subjects: Sequence[Mapping[str, str]], years: float = 1.0) -> list[tuple[int, int]]:
+def session_pairs(
+    subjects: Sequence[Mapping[str, str]], years: float = 1.0
+) -> list[tuple[int, int]]:
     """Pairs of places: sessions that follow each other in age, of one participant.
 
     At most ``years`` apart.
@@ -202,10 +206,10 @@ def repeated(subjects: Sequence[Mapping[str, str]], years: float = 1.0) -> list[
     return [
         (earlier, later)
         for earlier, later in pairwise(order)
-        if _same(subjects[earlier], subjects[later])
+        if _is_same_person(subjects[earlier], subjects[later])
         and float(subjects[later]["age"]) - float(subjects[earlier]["age"]) <= years
     ]
 
 
-def _same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+def _is_same_person(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     return one["participant_id"] == other["participant_id"]

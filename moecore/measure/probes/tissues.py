@@ -15,9 +15,9 @@ from moecore.core.config import Config
 from moecore.data.prepared import SPLITS, Prepared, evenly_spaced_indices
 from moecore.measure.probes.linear_probe import linear_probe, read_by_head
 from moecore.nn.backbones.model import Model
-from moecore.statistics.crossed import kept_items
+from moecore.statistics.crossed import encode_items
 from moecore.statistics.intervals import bootstrap_mean
-from moecore.training.tissue_isolation import isolate
+from moecore.training.tissue_isolation import isolate_tissue
 
 ORDER = ("csf", "gm", "wm")  # by how much a tissue's shape tells of age
 
@@ -40,12 +40,12 @@ class TissueErrors(Config):
     probe_low: float | None
     probe_high: float | None
     penalty: float
-    # Both errors, one number a person, as ``kept_items`` packs them.
+    # Both errors, one number a person, as ``encode_items`` packs them.
     items: str | None = None
     probe_items: str | None = None
 
 
-class Order(Config):
+class TissueOrder(Config):
     """By how much the probe errs more on one tissue than on the next, paired over the volumes."""
 
     less: str
@@ -55,7 +55,7 @@ class Order(Config):
     high: float | None
 
 
-class Seen(NamedTuple):
+class VolumePredictions(NamedTuple):
     """What a model says of volumes: ages (N,), what its head read (N, F), true ages (N,)."""
 
     predicted: np.ndarray
@@ -63,15 +63,16 @@ class Seen(NamedTuple):
     ages: np.ndarray
 
 
-def seen(
+def predict_volumes(
     model: Model,
     data: Prepared,
     split: str,
     region: int | None,
     batch: int,
     count: int | None = None,
-) -> Seen:
-    """``Seen`` of a split's volumes, whole or with one tissue left, each voxel by its share of it.
+) -> VolumePredictions:
+    """``VolumePredictions`` of a split's volumes, whole or with one tissue left, each voxel by its
+    share of it.
 
     count: volumes, evenly spread over the split; None for all.
     """
@@ -82,25 +83,25 @@ def seen(
         regions = None
     else:
         regions = data.regions(split)
-    found = []
+    chunks = []
     for start in range(0, len(chosen), batch):
         places = chosen[start : start + batch]
         if regions is None:
-            found.append(read_by_head(model, volumes[places], batch))
+            chunks.append(read_by_head(model, volumes[places], batch))
             continue
         whole = torch.from_numpy(np.array(volumes[places]))
         share = torch.from_numpy(np.array(regions[places, region]))
-        found.append(read_by_head(model, isolate(whole, share), batch))
-    predicted, features = (np.concatenate(column) for column in zip(*found, strict=True))
-    return Seen(predicted, features, ages[chosen])
+        chunks.append(read_by_head(model, isolate_tissue(whole, share), batch))
+    predicted, features = (np.concatenate(column) for column in zip(*chunks, strict=True))
+    return VolumePredictions(predicted, features, ages[chosen])
 
 
-def errors_of(
+def volume_errors(
     model: Model, data: Prepared, region: int | None, batch: int, count: int | None = None
 ) -> VolumeErrors:
     """Errors on the test split, and of a probe fitted on ``count`` training volumes (None: all)."""
     train, validation, test = (
-        seen(model, data, split, region, batch, count if split == "train" else None)
+        predict_volumes(model, data, split, region, batch, count if split == "train" else None)
         for split in SPLITS
     )
     probe, penalty = linear_probe(
@@ -113,10 +114,12 @@ def errors_of(
     )
 
 
-def summed(found: VolumeErrors, resamples: int, people: np.ndarray | None = None) -> TissueErrors:
+def summarize_errors(
+    errors: VolumeErrors, resamples: int, people: np.ndarray | None = None
+) -> TissueErrors:
     """The means with their intervals, over people where they are given."""
-    raw = bootstrap_mean(np.array(found.raw), resamples, people=people)
-    probe = bootstrap_mean(np.array(found.probe), resamples, people=people)
+    raw = bootstrap_mean(np.array(errors.raw), resamples, people=people)
+    probe = bootstrap_mean(np.array(errors.probe), resamples, people=people)
     return TissueErrors(
         mae=raw.value,
         low=raw.low,
@@ -124,15 +127,15 @@ def summed(found: VolumeErrors, resamples: int, people: np.ndarray | None = None
         probe_mae=probe.value,
         probe_low=probe.low,
         probe_high=probe.high,
-        penalty=found.penalty,
-        items=kept_items(np.array(found.raw), people),
-        probe_items=kept_items(np.array(found.probe), people),
+        penalty=errors.penalty,
+        items=encode_items(np.array(errors.raw), people),
+        probe_items=encode_items(np.array(errors.probe), people),
     )
 
 
-def order_of(
+def order_tissues(
     tissues: Mapping[str, VolumeErrors], resamples: int, people: np.ndarray | None = None
-) -> tuple[Order, ...] | None:
+) -> tuple[TissueOrder, ...] | None:
     """Return how much more the probe errs on one tissue than on the next; None where one is
     missing.
     """
@@ -141,8 +144,14 @@ def order_of(
     rows = []
     for less, more in pairwise(ORDER):
         apart = np.array(tissues[more].probe) - np.array(tissues[less].probe)
-        found = bootstrap_mean(apart, resamples, lowest=-math.inf, people=people)
+        difference = bootstrap_mean(apart, resamples, lowest=-math.inf, people=people)
         rows.append(
-            Order(less=less, more=more, difference=found.value, low=found.low, high=found.high)
+            TissueOrder(
+                less=less,
+                more=more,
+                difference=difference.value,
+                low=difference.low,
+                high=difference.high,
+            )
         )
     return tuple(rows)

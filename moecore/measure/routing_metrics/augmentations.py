@@ -12,7 +12,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.streams import generator_for, seed_of
+from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views import Affine, Crop, Views, ViewSettings, make_views
 
@@ -48,7 +48,7 @@ class Augmentation(Config):
     )
 
 
-def _colour(name: Literal["brightness", "contrast"]) -> Augmentation:
+def _colour_range(name: Literal["brightness", "contrast"]) -> Augmentation:
     """Factors of 0.55 or 1.45: half of RandAugment's range."""
     return Augmentation(
         name=name,
@@ -69,8 +69,8 @@ PRESETS = {
         name="affine",
         views=ViewSettings(affine=Affine(degrees=10, translate=0.1, scale=(0.9, 1.1), shear=10)),
     ),
-    "brightness": _colour("brightness"),
-    "contrast": _colour("contrast"),
+    "brightness": _colour_range("brightness"),
+    "contrast": _colour_range("contrast"),
     "randaugment": Augmentation(name="randaugment", views=ViewSettings(randaugment=RandAugment())),
     "erasing": Augmentation(name="erasing", views=ViewSettings(erasing=1.0)),
 }
@@ -85,7 +85,7 @@ OF_VOLUMES = {
 }
 
 
-def resolved(
+def resolve_augmentation(
     asked: Preset | Augmentation, volumes: bool = False, section: str = "routing"
 ) -> Augmentation:
     """A preset by its name, or the augmentation itself.
@@ -96,9 +96,9 @@ def resolved(
         return asked
     known = OF_VOLUMES if volumes else PRESETS
     if asked not in known:
-        found = f"found {asked}, which is for flat images"
+        problem = f"found {asked}, which is for flat images"
         raise UserError(
-            f"{section}.augmentations: {found}; allowed for volumes: {', '.join(known)}"
+            f"{section}.augmentations: {problem}; allowed for volumes: {', '.join(known)}"
         )
     return known[asked]
 
@@ -110,7 +110,7 @@ def two_views(images: np.ndarray, asked: Augmentation, seed: int, *words: int) -
     (N, C, D, H, W) fp32 volumes and affines (2N, 4, 4). Drawn from (seed, place, view, ``words``);
     with more images the first ones' views stay, in whole parts of 100.
     """
-    drawn = seed_of("measured_views", seed)
+    drawn = derived_seed("measured_views", seed)
     made: tuple[list[Views], list[Views]] = ([], [])
     for start in range(0, len(images), PART):
         part = torch.from_numpy(np.array(images[start : start + PART]))

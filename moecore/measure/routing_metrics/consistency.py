@@ -23,30 +23,30 @@ class Matches(NamedTuple):
     top2_sets: float  # two best as a set
 
 
-def matched_pairs(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> Tensor:
+def matched_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
     """Return how many pairs of each image agree, (B, 3) int64.
 
     Columns: best expert, best and second in this order, two best as a set.  probs_1, probs_2:
     (B, P, E), both sides of each pair, E ≥ 2; found: (B, P) bool, which pairs there are.  Ties go
     to the lowest index.  Raises UserError where shapes differ, there is no pair, or E is 1.
     """
-    _pairs(probs_1, probs_2, found)
+    _check_pairs(probs_1, probs_2, is_pair)
     ours = _two_best(probs_1)
     theirs = _two_best(probs_2)
     ordered = ours == theirs
     sets = ordered.all(-1) | (ours == theirs.flip(-1)).all(-1)
     return torch.stack(
-        [(same & found).sum(dim=1) for same in (ordered[..., 0], ordered.all(-1), sets)], dim=1
+        [(same & is_pair).sum(dim=1) for same in (ordered[..., 0], ordered.all(-1), sets)], dim=1
     )
 
 
-def match_ratios(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> Matches:
+def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Matches:
     """Match ratios of the experts that corresponding tokens choose, over all pairs (PRC, table 4).
 
     Arguments as of ``matched_pairs``.
     """
-    counts = matched_pairs(probs_1, probs_2, found).sum(dim=0)
-    pairs = int(found.sum())
+    counts = matched_pairs(probs_1, probs_2, is_pair).sum(dim=0)
+    pairs = int(is_pair.sum())
     return Matches(*(count / pairs for count in counts.tolist()))
 
 
@@ -61,16 +61,17 @@ def chance_matches(experts: int) -> Matches:
     return Matches(1 / experts, ordered, 2 * ordered)
 
 
-def independent_top1(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> float:
+def independent_top1(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> float:
     """Top-1 match ratio of tokens that keep the experts' popularity but are paired at random.
 
     Σ_e share₁(e) · share₂(e). It tells steadiness from collapse: a router that sends all tokens to
     one expert always matches, and here has 1 too.  Arguments and errors as of ``matched_pairs``.
     """
-    _pairs(probs_1, probs_2, found)
+    _check_pairs(probs_1, probs_2, is_pair)
     experts = probs_1.shape[-1]
     shares = [
-        torch.bincount(probs[found].argmax(dim=-1), minlength=experts).double() / int(found.sum())
+        torch.bincount(probs[is_pair].argmax(dim=-1), minlength=experts).double()
+        / int(is_pair.sum())
         for probs in (probs_1, probs_2)
     ]
     return float((shares[0] * shares[1]).sum())
@@ -83,10 +84,10 @@ def epoch_agreement(first_experts: Sequence[np.ndarray]) -> dict[str, list[float
     Returns ``with_final``, one value an epoch (the last is 1), and ``consecutive``, one value from
     each epoch to the next.  Raises UserError where there is no epoch, or shapes differ.
     """
-    epochs = _epochs(first_experts)
+    epochs = _check_epochs(first_experts)
     return {
-        "with_final": [_agreement(experts, epochs[-1]) for experts in epochs],
-        "consecutive": [_agreement(before, after) for before, after in pairwise(epochs)],
+        "with_final": [_agreeing_share(experts, epochs[-1]) for experts in epochs],
+        "consecutive": [_agreeing_share(before, after) for before, after in pairwise(epochs)],
     }
 
 
@@ -96,7 +97,7 @@ def epoch_agreement_by_layer(first_experts: Sequence[np.ndarray]) -> dict[str, l
     Their mean over layers is that of all tokens.  first_experts: per epoch, (N, L, T) integers.
     Raises UserError where there is no epoch, or shapes differ or have no layers.
     """
-    epochs = _epochs(first_experts)
+    epochs = _check_epochs(first_experts)
     if epochs[0].ndim != 3:
         raise UserError(
             f"consistency: choices of shape {epochs[0].shape}; needed: (images, layers, tokens)"
@@ -108,23 +109,23 @@ def epoch_agreement_by_layer(first_experts: Sequence[np.ndarray]) -> dict[str, l
     return {name: [layer[name] for layer in layers] for name in ("with_final", "consecutive")}
 
 
-def _epochs(first_experts: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _check_epochs(first_experts: Sequence[np.ndarray]) -> list[np.ndarray]:
     epochs = [np.asarray(experts) for experts in first_experts]
     shapes = sorted({experts.shape for experts in epochs})
     if len(shapes) != 1 or epochs[0].size == 0:
-        found = f"{len(epochs)} epochs with choices of shape {shapes}"
+        problem = f"{len(epochs)} epochs with choices of shape {shapes}"
         needed = "at least one epoch, all of one shape (images, tokens)"
-        raise UserError(f"consistency: {found}; needed: {needed}")
+        raise UserError(f"consistency: {problem}; needed: {needed}")
     return epochs
 
 
-def _pairs(probs_1: Tensor, probs_2: Tensor, found: Tensor) -> None:
-    if probs_1.shape != probs_2.shape or found.shape != probs_1.shape[:-1]:
-        shapes = f"{tuple(probs_1.shape)}, {tuple(probs_2.shape)} and found {tuple(found.shape)}"
+def _check_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> None:
+    if probs_1.shape != probs_2.shape or is_pair.shape != probs_1.shape[:-1]:
+        shapes = f"{tuple(probs_1.shape)}, {tuple(probs_2.shape)} and found {tuple(is_pair.shape)}"
         needed = "equal (images, pairs, experts), and found (images, pairs)"
         raise UserError(f"consistency: probs of shape {shapes}; needed: {needed}")
-    if probs_1.shape[-1] < 2 or not found.any():
-        given = f"{int(found.sum())} pairs and {probs_1.shape[-1]} experts"
+    if probs_1.shape[-1] < 2 or not is_pair.any():
+        given = f"{int(is_pair.sum())} pairs and {probs_1.shape[-1]} experts"
         raise UserError(f"consistency: {given}; needed: at least one pair and two experts")
 
 
@@ -133,5 +134,5 @@ def _two_best(probs: Tensor) -> Tensor:
     return probs.argsort(dim=-1, descending=True, stable=True)[..., :2]
 
 
-def _agreement(ours: np.ndarray, theirs: np.ndarray) -> float:
+def _agreeing_share(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float((ours == theirs).mean())

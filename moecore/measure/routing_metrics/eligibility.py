@@ -24,12 +24,12 @@ def fallback_rate(scores: Tensor, threshold: float) -> float:
 
 def below_k_rate(scores: Tensor, threshold: float, k: int) -> float:
     """Share of tokens with fewer than ``k`` eligible experts (Algorithm 1, line 13)."""
-    return float(below_k(scores, threshold, k).mean())
+    return float(below_k_flags(scores, threshold, k).mean())
 
 
-def below_k(scores: Tensor, threshold: float, k: int) -> Tensor:
+def below_k_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
     """1 for each token with fewer than ``k`` eligible experts, else 0; (B, T) fp64."""
-    return (_eligible(scores, threshold).sum(dim=-1) < k).double()
+    return (_eligible_experts(scores, threshold).sum(dim=-1) < k).double()
 
 
 def tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
@@ -38,22 +38,22 @@ def tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
     Eq. 12; in [0, 1). Mean over the tokens that have an eligible expert; None where none has one.
     Weights are the scores, at least 1e-6.
     """
-    eligible = _eligible(scores, threshold)
+    eligible = _eligible_experts(scores, threshold)
     # (tokens with an eligible expert, E)
     weights = scores.double().clamp_min(_LEAST).where(eligible, 0)[eligible.any(dim=-1)]
     if not len(weights):
         return None
-    return float(_beyond(weights, k).mean())
+    return float(_share_beyond(weights, k).mean())
 
 
-def tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
+def tail_sums(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
     """Return for each image the sum of ``tail_mass`` over its tokens, and how many have one; (B,)
     fp64.
     """
-    eligible = _eligible(scores, threshold)
+    eligible = _eligible_experts(scores, threshold)
     some = eligible.any(dim=-1)
     weights = scores.double().clamp_min(_LEAST).where(eligible, 0)
-    tail = _beyond(weights, k).where(some, 0)
+    tail = _share_beyond(weights, k).where(some, 0)
     return tail.sum(dim=-1), some.sum(dim=-1).double()
 
 
@@ -68,8 +68,8 @@ def tail_of_probs(probs: Tensor, k: int) -> float:
 
 def tail_by_token(probs: Tensor, k: int) -> Tensor:
     """``tail_of_probs`` of each token, (B, T) fp64."""
-    _some(probs, "probs")
-    return _beyond(probs.double(), k)
+    _check_nonempty(probs, "probs")
+    return _share_beyond(probs.double(), k)
 
 
 def unchosen_mass(probs: Tensor, chosen: Tensor) -> float:
@@ -83,23 +83,23 @@ def unchosen_mass(probs: Tensor, chosen: Tensor) -> float:
 
 def unchosen_by_token(probs: Tensor, chosen: Tensor) -> Tensor:
     """``unchosen_mass`` of each token, (B, T) fp64."""
-    _some(probs, "probs")
+    _check_nonempty(probs, "probs")
     probs = probs.double()
     return probs.masked_fill(chosen, 0).sum(dim=-1) / probs.sum(dim=-1)
 
 
-def _beyond(weights: Tensor, k: int) -> Tensor:
+def _share_beyond(weights: Tensor, k: int) -> Tensor:
     """Share of the weights (…, E) that lies outside the best ``k``, (…)."""
     ordered = weights.sort(dim=-1, descending=True).values
     return ordered[..., k:].sum(dim=-1) / ordered.sum(dim=-1)
 
 
-def _eligible(scores: Tensor, threshold: float) -> Tensor:
-    _some(scores, "scores")
+def _eligible_experts(scores: Tensor, threshold: float) -> Tensor:
+    _check_nonempty(scores, "scores")
     return scores > threshold
 
 
-def _some(values: Tensor, name: str) -> None:
+def _check_nonempty(values: Tensor, name: str) -> None:
     if not values.numel():
         shape = f"{tuple(values.shape)} (images, tokens, experts)"
         raise UserError(f"eligibility: {name} of shape {shape} hold no token")

@@ -15,25 +15,25 @@ from torch import Tensor
 from moecore.core.records import RoutingRecord
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
-from moecore.measure.exploring.watched import keep_trace, kept_traces, watched_epochs
+from moecore.measure.exploring.watched import read_epoch_traces, watched_epochs, write_epoch_trace
 from moecore.measure.routing_metrics.consistency import epoch_agreement, epoch_agreement_by_layer
-from moecore.measure.routing_metrics.expert_use import agreement, agreement_by_image
-from moecore.measure.routing_metrics.imed import class_maps
+from moecore.measure.routing_metrics.expert_use import agreement_by_image, expert_agreement
+from moecore.measure.routing_metrics.imed import mean_class_maps
 from moecore.measure.routing_metrics.regions import (
-    keep_regions,
-    kept_regions,
     probed_epochs,
+    read_epoch_regions,
+    write_epoch_regions,
 )
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
-from moecore.nn.traces import on_one_grid
-from moecore.statistics.crossed import kept_items
+from moecore.nn.predict import predict_in_batches
+from moecore.nn.traces import spread_to_one_grid
+from moecore.statistics.crossed import encode_items
 from moecore.training.outcome import Settling
 
 IMAGES = 500  # of the validation split
 
 
-class Watch(NamedTuple):
+class EpochWatch(NamedTuple):
     """Looks at a model at the end of each epoch of its training; ``folder`` outlives the process.
 
     A dense model has no routing to look at.
@@ -52,20 +52,20 @@ class Watch(NamedTuple):
             return
         images = self.data.validation.images[:IMAGES]
         labels = torch.from_numpy(np.array(self.data.validation.labels[:IMAGES]))
-        _, records = predictions(self.model, images, batch=250, prediction=False)
-        alike = on_one_grid(records, self.model.layouts)
+        _, records = predict_in_batches(self.model, images, batch=250, prediction=False)
+        alike = spread_to_one_grid(records, self.model.layouts)
         first = torch.stack([record.probs.argmax(dim=-1) for record in alike], dim=1)
         kept = {"first": first.to(torch.int16)}  # (N, layers, T)
-        maps = maps_of(records, labels, self.data)
+        maps = epoch_class_maps(records, labels, self.data)
         if maps is not None:
             kept["maps"] = maps.float()
-        write_tensors(_path(self.folder, epoch), kept)
+        write_tensors(_epoch_path(self.folder, epoch), kept)
         if epoch in probed_epochs(self.epochs):
-            keep_regions(self.folder, epoch, self.model, self.data, self.experts, self.seed)
+            write_epoch_regions(self.folder, epoch, self.model, self.data, self.experts, self.seed)
         if epoch in watched_epochs(self.epochs) and not self.data.task.long:
-            keep_trace(self.folder, epoch, self.model, self.data)
+            write_epoch_trace(self.folder, epoch, self.model, self.data)
 
-    def settled(self) -> Settling:
+    def collect_settling(self) -> Settling:
         """Return what was kept, over all epochs.
 
         Raises UserError, naming the file, where an epoch is missing.
@@ -73,7 +73,7 @@ class Watch(NamedTuple):
         if self.model.moe is None:
             return Settling()
         epochs = range(1, self.epochs + 1)
-        kept = [read_tensors(_path(self.folder, epoch))[0] for epoch in epochs]
+        kept = [read_tensors(_epoch_path(self.folder, epoch))[0] for epoch in epochs]
         agreement = epoch_agreement([tensors["first"].flatten(1).numpy() for tensors in kept])
         by_layer = epoch_agreement_by_layer([tensors["first"].numpy() for tensors in kept])
         mapped = [epoch for epoch in shown_epochs(self.epochs) if "maps" in kept[epoch - 1]]
@@ -85,9 +85,11 @@ class Watch(NamedTuple):
             agreement_items=agreement_items(
                 [tensors["first"].numpy() for tensors in kept], self.data.validation.people
             ),
-            class_maps={str(epoch): _rounded(kept[epoch - 1]["maps"]) for epoch in mapped},
-            region_routing=kept_regions(self.folder, self.data, self.epochs),
-            watched=() if self.data.task.long else kept_traces(self.folder, self.data, self.epochs),
+            class_maps={str(epoch): _round_maps(kept[epoch - 1]["maps"]) for epoch in mapped},
+            region_routing=read_epoch_regions(self.folder, self.data, self.epochs),
+            watched=()
+            if self.data.task.long
+            else read_epoch_traces(self.folder, self.data, self.epochs),
         )
 
 
@@ -102,22 +104,22 @@ def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> d
 
     def kept(one: int, other: int) -> str:
         same = first[one] == first[other]
-        return kept_items(same.mean(axis=(1, 2)), people)
+        return encode_items(same.mean(axis=(1, 2)), people)
 
-    found = {}
+    packed = {}
     for name, place in (("quarter", (epochs - 1) // 4), ("half", (epochs - 1) // 2)):
-        found[f"with_final_{name}"] = kept(place, epochs - 1)
+        packed[f"with_final_{name}"] = kept(place, epochs - 1)
     for name, place in (
         ("quarter", (epochs - 2) // 4),
         ("half", (epochs - 2) // 2),
         ("last", epochs - 2),
     ):
         if epochs > 1:
-            found[f"consecutive_{name}"] = kept(place, place + 1)
-    return found
+            packed[f"consecutive_{name}"] = kept(place, place + 1)
+    return packed
 
 
-def survived(
+def routing_survival(
     before: Sequence[RoutingRecord],
     after: Sequence[RoutingRecord],
     people: np.ndarray | None = None,
@@ -128,9 +130,9 @@ def survived(
     layers = list(zip(before, after, strict=True))
     if not layers:
         return Settling(routing_agreement_before_after=())
-    kept = [agreement(one.probs, other.probs) for one, other in layers]
+    kept = [expert_agreement(one.probs, other.probs) for one, other in layers]
     by_image = torch.stack([agreement_by_image(one.probs, other.probs) for one, other in layers])
-    items = {"before_after": kept_items(by_image.mean(dim=0).numpy(), people)}
+    items = {"before_after": encode_items(by_image.mean(dim=0).numpy(), people)}
     return Settling(routing_agreement_before_after=kept, agreement_items=items)
 
 
@@ -139,7 +141,9 @@ def shown_epochs(epochs: int) -> list[int]:
     return sorted({1, max(1, epochs // 3), max(1, 2 * epochs // 3), epochs})
 
 
-def maps_of(records: Sequence[RoutingRecord], labels: Tensor, data: Prepared) -> Tensor | None:
+def epoch_class_maps(
+    records: Sequence[RoutingRecord], labels: Tensor, data: Prepared
+) -> Tensor | None:
     """Class maps (K, layers, E) of images (N,); None where labels are no classes.
 
     An image of several classes counts for each of them.
@@ -149,13 +153,13 @@ def maps_of(records: Sequence[RoutingRecord], labels: Tensor, data: Prepared) ->
         return None
     rows, classes = members
     chosen = [record._replace(probs=record.probs[rows]) for record in records]
-    return class_maps(chosen, classes, data.task.outputs)
+    return mean_class_maps(chosen, classes, data.task.outputs)
 
 
-def _rounded(maps: Tensor) -> list:
+def _round_maps(maps: Tensor) -> list:
     # Pages show three digits; five keep a result of many classes small.
     return [[[round(value, 5) for value in layer] for layer in row] for row in maps.tolist()]
 
 
-def _path(folder: Path, epoch: int) -> Path:
+def _epoch_path(folder: Path, epoch: int) -> Path:
     return folder / "epochs" / f"{epoch:04d}.safetensors"

@@ -35,7 +35,7 @@ def load_cv2(counts: Tensor) -> float:
     0 at perfect balance, E − 1 at collapse.
     Raises UserError where no token chose an expert.
     """
-    _used(counts)
+    _check_counts(counts)
     counts = counts.double()
     return float(counts.var(unbiased=False) / counts.mean().square())
 
@@ -46,14 +46,14 @@ def normalised_entropy(counts: Tensor) -> float:
     1 at perfect balance, 0 at collapse; 1 where there is one expert.
     Raises UserError where no token chose an expert.
     """
-    _used(counts)
+    _check_counts(counts)
     if len(counts) == 1:
         return 1.0
     share = counts.double() / counts.sum()
     return float(torch.special.entr(share).sum() / math.log(len(counts)))
 
 
-def confidence(probs: Tensor) -> Confidence:
+def routing_confidence(probs: Tensor) -> Confidence:
     """Mean highest, second and remaining probability of a token (PRC, table 5); probs (B, T, E)."""
     ordered = probs.double().flatten(0, -2).sort(dim=-1, descending=True).values.mean(dim=0)
     return Confidence(
@@ -71,41 +71,41 @@ def token_entropy(probs: Tensor) -> float:
     return float(torch.special.entr(probs.double()).sum(dim=-1).mean())
 
 
-def agreement(ours: Tensor, theirs: Tensor) -> float:
+def expert_agreement(ours: Tensor, theirs: Tensor) -> float:
     """Share of tokens whose most probable expert is the same in both (TGR).
 
     probs (B, T, E), ties to the lowest index.
     """
-    _alike(ours, theirs)
+    _check_same_shape(ours, theirs)
     return float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
 
 
 def agreement_by_image(ours: Tensor, theirs: Tensor) -> Tensor:
-    """``agreement`` of each image by itself, (B,) fp64."""
-    _alike(ours, theirs)
+    """``expert_agreement`` of each image by itself, (B,) fp64."""
+    _check_same_shape(ours, theirs)
     return (ours.argmax(-1) == theirs.argmax(-1)).double().mean(dim=-1)
 
 
-def iou(before: Tensor, after: Tensor) -> float:
+def choice_iou(before: Tensor, after: Tensor) -> float:
     """Mean over tokens of |before ∩ after| / |before ∪ after|; (B, T, E) bool.
 
     Two empty sets count as 1.
     """
-    _alike(before, after)
+    _check_same_shape(before, after)
     common = (before & after).sum(-1).double()
     either = (before | after).sum(-1).double()
     return float(torch.where(either > 0, common / either.clamp(min=1), 1.0).mean())
 
 
 def iou_by_image(before: Tensor, after: Tensor) -> Tensor:
-    """``iou`` of each image by itself, (B,) fp64."""
-    _alike(before, after)
+    """``choice_iou`` of each image by itself, (B,) fp64."""
+    _check_same_shape(before, after)
     common = (before & after).sum(-1).double()
     either = (before | after).sum(-1).double()
     return torch.where(either > 0, common / either.clamp(min=1), 1.0).mean(-1)
 
 
-def linearised(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """A function of the mean of ``rows`` (B, D) as one value a row, (B,), whose mean it is.
 
     f(m) + ∇f(m)·(x − m): what each image does to it (infinitesimal jackknife; Efron, 1982). The
@@ -128,7 +128,7 @@ def change_of_choice(
 
     One value a layer; [] for a dense model.
     """
-    return [1 - iou(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
+    return [1 - choice_iou(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
 
 
 def change_of_processing(
@@ -138,16 +138,18 @@ def change_of_processing(
 
     It differs from the choice only where capacity is on.
     """
-    return [1 - iou(a.combine != 0, b.combine != 0) for a, b in zip(before, after, strict=True)]
+    return [
+        1 - choice_iou(a.combine != 0, b.combine != 0) for a, b in zip(before, after, strict=True)
+    ]
 
 
-def _used(counts: Tensor) -> None:
+def _check_counts(counts: Tensor) -> None:
     if int(counts.sum()) == 0:
         none = f"no token chose any of the {len(counts)} experts"
         raise UserError(f"routing: {none}; the router's records are empty")
 
 
-def _alike(a: Tensor, b: Tensor) -> None:
+def _check_same_shape(a: Tensor, b: Tensor) -> None:
     if a.shape != b.shape:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)} (images, tokens, experts)"
         raise UserError(f"routing: records of shape {shapes} cannot be compared token by token")

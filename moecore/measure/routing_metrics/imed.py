@@ -17,7 +17,7 @@ from moecore.nn.experts.base import map_shape
 SIGMA = 1.0  # of Wang, Zhang & Feng (2005), which MoGE's table 1 uses
 
 
-def metric(rows: int, columns: int, sigma: float = SIGMA) -> Tensor:
+def imed_matrix(rows: int, columns: int, sigma: float = SIGMA) -> Tensor:
     """G (E, E) in fp64 with G_ij = exp(−|P_i − P_j|² / 2σ²) / (2πσ²), P the grid positions.
 
     Wang et al. (2005), eq. 8. Positive definite.
@@ -39,7 +39,7 @@ def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
         shapes = f"{tuple(before.shape)} and {tuple(after.shape)}"
         raise ValueError(f"IMED of maps of shapes {shapes}; they must be equal")
     change = before.double() - after.double()
-    weights = metric(*map_shape(change.shape[-1]), sigma).to(change.device)
+    weights = imed_matrix(*map_shape(change.shape[-1]), sigma).to(change.device)
     return ((change @ weights) * change).sum(dim=-1).clamp_min(0)  # rounding may fall below 0
 
 
@@ -59,7 +59,7 @@ def mean_imed(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> tuple[Te
     )
 
 
-def partners(images: int, seed: int) -> Tensor:
+def imed_partners(images: int, seed: int) -> Tensor:
     """For each of N images another one, (N,) int64: the next on a circle drawn from ``seed``.
 
     No image is its own partner and each is one once, so all methods compare the same N pairs.
@@ -68,24 +68,24 @@ def partners(images: int, seed: int) -> Tensor:
     if images < 2:
         raise ValueError(f"pairs of different images among {images}; two are needed")
     circle = np.random.default_rng(seed).permutation(images)
-    found = torch.empty(images, dtype=torch.int64)
-    found[torch.from_numpy(circle)] = torch.from_numpy(np.roll(circle, -1))
-    return found
+    partner = torch.empty(images, dtype=torch.int64)
+    partner[torch.from_numpy(circle)] = torch.from_numpy(np.roll(circle, -1))
+    return partner
 
 
 def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
-    """Each image's distance from its partner of ``partners``, both unmoved; (N,) fp64.
+    """Each image's distance from its partner of ``imed_partners``, both unmoved; (N,) fp64.
 
     probs: one (N, T, E) per MoE layer. Averaged over tokens and layers as ``mean_imed``, token by
     token at the same place. Its mean is what IMED under a transform is held against: a router that
     tells no images apart has small distances of both kinds.
     """
-    others = partners(len(probs[0]), seed)
+    others = imed_partners(len(probs[0]), seed)
     d, _ = mean_imed(probs, tuple(layer[others] for layer in probs))
     return d
 
 
-def class_maps(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -> Tensor:
+def mean_class_maps(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -> Tensor:
     """Mean clean probability of each expert over the images and tokens of each class.
 
     (K, layers, E) fp64, NaN for a class without images; each other map sums to 1 over E.  records:
@@ -98,8 +98,8 @@ def class_maps(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -
         routed = f"{len(records[0].probs)} images were routed"
         raise UserError(f"class maps: {routed}, but there are {len(labels)} labels")
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        found = f"found labels {int(labels.min())} to {int(labels.max())}"
-        raise UserError(f"class maps: {found}; allowed: 0 to {classes - 1}")
+        problem = f"found labels {int(labels.min())} to {int(labels.max())}"
+        raise UserError(f"class maps: {problem}; allowed: 0 to {classes - 1}")
     members = torch.nn.functional.one_hot(labels.long(), classes).double()  # (N, K)
     counts = members.sum(dim=0)[:, None]
     return torch.stack(

@@ -11,30 +11,30 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
 from moecore.measure.routing_metrics.eligibility import (
-    below_k,
+    below_k_flags,
     below_k_rate,
     fallback_rate,
     tail_by_token,
     tail_mass,
     tail_of_probs,
-    tails,
+    tail_sums,
     unchosen_by_token,
     unchosen_mass,
 )
 from moecore.measure.routing_metrics.expert_use import (
     Confidence,
-    confidence,
     expert_counts,
-    linearised,
+    linearize_mean,
     load_cv2,
     normalised_entropy,
+    routing_confidence,
     token_entropy,
 )
 from moecore.nn.experts.base import map_shape
-from moecore.statistics.crossed import of_ratio
+from moecore.statistics.crossed import linearize_ratio
 
 
-class OnMap(Config):
+class MapShares(Config):
     """Shares of a layer's choices (load), of its probability (mass) and of its experts (cells).
 
     On the border of the map of experts, in its corners, which belong to the border, and inside it.
@@ -53,7 +53,7 @@ class OnMap(Config):
     inner_cells: float | None
 
 
-class Use(OnMap):
+class Use(MapShares):
     """One MoE layer's values, or the means over layers of those that all of them have.
 
     ``load…`` and ``entropy`` tell of the experts chosen, ``processed…`` of those that had a weight:
@@ -82,7 +82,7 @@ class LayerUse(Use):
     confidence: Confidence
 
 
-def on_map(load: Tensor, mass: Tensor) -> OnMap:
+def map_shares(load: Tensor, mass: Tensor) -> MapShares:
     """Return where on the map of ``map_shape`` the load and the mass lie; both (E,), each with sum
     1.
     """
@@ -93,22 +93,22 @@ def on_map(load: Tensor, mass: Tensor) -> OnMap:
     at_column_end = (column == 0) | (column == columns - 1)
     border = (at_row_end | at_column_end).flatten()
     cells = torch.full_like(load, 1 / len(load))
-    found: dict[str, float | None] = {}
+    values: dict[str, float | None] = {}
     for place, where in (
         ("border", border),
         ("corner", (at_row_end & at_column_end).flatten()),
         ("inner", ~border),
     ):
         for name, shares in (("load", load), ("mass", mass), ("cells", cells)):
-            found[f"{place}_{name}"] = float(shares[where].sum()) if where.any() else None
-    return OnMap.model_validate(found)
+            values[f"{place}_{name}"] = float(shares[where].sum()) if where.any() else None
+    return MapShares.model_validate(values)
 
 
 def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> LayerUse:
     """The metrics of one MoE layer; threshold and k: of its router, None where it has none."""
     counts = expert_counts(layer.chosen)
     used = expert_counts(layer.combine != 0)
-    sure = confidence(layer.probs)
+    sure = routing_confidence(layer.probs)
     fallback = None
     below_k = None
     tail = None
@@ -120,7 +120,7 @@ def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> L
     load = counts.double() / counts.sum()
     mass = layer.probs.double().flatten(0, -2).mean(dim=0)
     return LayerUse(
-        **on_map(load, mass / mass.sum()).model_dump(),
+        **map_shares(load, mass / mass.sum()).model_dump(),
         load=load.tolist(),
         load_cv2=load_cv2(counts),
         entropy=normalised_entropy(counts),
@@ -148,10 +148,10 @@ def use_by_image(layer: RoutingRecord, threshold: float | None, k: int | None) -
     used = (layer.combine != 0).sum(dim=1).double()
     probs = layer.probs.double()
     ordered = probs.sort(dim=-1, descending=True).values.mean(dim=1)
-    found = {
+    metrics = {
         **_balance("", counts),
         **_balance("processed_", used),
-        "processed_share": _ratio(used.sum(dim=1), counts.sum(dim=1)),
+        "processed_share": _linear_ratio(used.sum(dim=1), counts.sum(dim=1)),
         "experts_per_token": counts.sum(dim=1) / layer.chosen.shape[1],
         "confidence_highest": ordered[:, 0],
         "confidence_second": ordered[:, 1:2].sum(dim=1),
@@ -160,15 +160,15 @@ def use_by_image(layer: RoutingRecord, threshold: float | None, k: int | None) -
         "unchosen_mass": unchosen_by_token(layer.probs, layer.chosen).mean(dim=1),
     }
     if k is not None:
-        found["tail_of_probs"] = tail_by_token(layer.probs, k).mean(dim=1)
+        metrics["tail_of_probs"] = tail_by_token(layer.probs, k).mean(dim=1)
     if threshold is not None:
-        found["fallback"] = below_k(layer.logits, threshold, 1).mean(dim=1)
+        metrics["fallback"] = below_k_flags(layer.logits, threshold, 1).mean(dim=1)
     if threshold is not None and k is not None:
-        found["below_k"] = below_k(layer.logits, threshold, k).mean(dim=1)
-        tail, some = tails(layer.logits, threshold, k)
+        metrics["below_k"] = below_k_flags(layer.logits, threshold, k).mean(dim=1)
+        tail, some = tail_sums(layer.logits, threshold, k)
         if some.any():
-            found["tail_mass"] = _ratio(tail, some)
-    return found
+            metrics["tail_mass"] = _linear_ratio(tail, some)
+    return metrics
 
 
 def _balance(prefix: str, counts: Tensor) -> dict[str, Tensor]:
@@ -182,11 +182,11 @@ def _balance(prefix: str, counts: Tensor) -> dict[str, Tensor]:
         return torch.special.entr(mean / mean.sum()).sum() / math.log(experts)
 
     if experts > 1:
-        of_use = linearised(entropy, counts)
+        of_use = linearize_mean(entropy, counts)
     else:
         of_use = torch.ones(len(counts), dtype=torch.float64)
-    return {f"{prefix}load_cv2": linearised(cv2, counts), f"{prefix}entropy": of_use}
+    return {f"{prefix}load_cv2": linearize_mean(cv2, counts), f"{prefix}entropy": of_use}
 
 
-def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    return torch.from_numpy(of_ratio(above.numpy(), below.numpy()))
+def _linear_ratio(above: Tensor, below: Tensor) -> Tensor:
+    return torch.from_numpy(linearize_ratio(above.numpy(), below.numpy()))

@@ -24,14 +24,14 @@ from moecore.measure.routing_metrics.expert_use import (
     Confidence,
     chance_iou,
     chance_overlap,
-    confidence,
-    iou,
+    choice_iou,
+    routing_confidence,
 )
 from moecore.nn.backbones.model import Model
-from moecore.nn.correspondence import TokenPairs, layer_pairs, sides
-from moecore.nn.predict import predictions
-from moecore.statistics.crossed import kept_items, of_ratio
-from moecore.statistics.intervals import bootstrap
+from moecore.nn.correspondence import TokenPairs, layer_pairs, paired_values
+from moecore.nn.predict import predict_in_batches
+from moecore.statistics.crossed import encode_items, linearize_ratio
+from moecore.statistics.intervals import bootstrap_interval
 
 NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
 
@@ -69,7 +69,7 @@ class MatchingLimits(Config):
 class AugmentedRow(Matching, MatchingLimits):
     """Means over the MoE layers under one augmentation.
 
-    items: of each match ratio one number an item, as ``kept_items`` packs them.
+    items: of each match ratio one number an item, as ``encode_items`` packs them.
     """
 
     items: dict[str, str] = {}
@@ -97,7 +97,7 @@ def augmented_row(
 
     people: (N,), whose image each is, or None.
     """
-    _, records = predictions(model, views.images, batch)
+    _, records = predict_in_batches(model, views.images, batch)
     paired = layer_pairs(views.affines, model.layouts, special=False)
     layers = [layer_matching(record, *pairs) for record, pairs in zip(records, paired, strict=True)]
     by_image = [
@@ -115,7 +115,7 @@ def augmented_row(
         items=packed_means(by_image, people),
         confidence=_mean_confidence(layers),
         layers=layers,
-        draws=digest(views),
+        draws=digest_views(views),
     )
 
 
@@ -126,24 +126,24 @@ def layer_matching(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> 
     Experts are ranked by their logits: the order of the probs, but without the ties of those that
     an eigenbasis router clamps.
     """
-    ours, theirs = sides(record.logits, pairs, layout)
+    ours, theirs = paired_values(record.logits, pairs, layout)
     ratios = match_ratios(ours, theirs, pairs.found)
-    sets = [side[pairs.found] for side in sides(record.chosen, pairs, layout)]
+    sets = [side[pairs.found] for side in paired_values(record.chosen, pairs, layout)]
     return LayerMatching(
         **dict(zip(NAMES, ratios, strict=True)),
         independent_top1=independent_top1(ours, theirs, pairs.found),
-        chosen_iou=iou(*sets),
+        chosen_iou=choice_iou(*sets),
         chance_iou=chance_overlap(*sets),
-        confidence=confidence(record.probs),
+        confidence=routing_confidence(record.probs),
     )
 
 
 def matches_by_image(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> dict[str, Tensor]:
     """The match ratios of one MoE layer as one value per image, (N,), whose mean each is."""
-    counts = matched_pairs(*sides(record.logits, pairs, layout), pairs.found).double()
+    counts = matched_pairs(*paired_values(record.logits, pairs, layout), pairs.found).double()
     number = pairs.found.sum(dim=1).double().numpy()
     return {
-        name: torch.from_numpy(of_ratio(counts[:, place].numpy(), number))
+        name: torch.from_numpy(linearize_ratio(counts[:, place].numpy(), number))
         for place, name in enumerate(NAMES)
     }
 
@@ -154,7 +154,9 @@ def packed_means(
     """The means over the layers of what all of them have, packed; layers: name → (N,)."""
     names = [name for name in layers[0] if all(name in layer for layer in layers)]
     return {
-        name: kept_items(torch.stack([layer[name] for layer in layers]).mean(dim=0).numpy(), people)
+        name: encode_items(
+            torch.stack([layer[name] for layer in layers]).mean(dim=0).numpy(), people
+        )
         for name in names
     }
 
@@ -172,7 +174,7 @@ def match_limits(
     number = paired[-1][0].found.sum(dim=1)
     by_layer = []
     for record, (pairs, layout) in zip(records, paired, strict=True):
-        hits = matched_pairs(*sides(record.logits, pairs, layout), pairs.found)
+        hits = matched_pairs(*paired_values(record.logits, pairs, layout), pairs.found)
         share = number / pairs.found.sum(dim=1).clamp(min=1)
         by_layer.append(hits * share[:, None])
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()
@@ -182,27 +184,27 @@ def match_limits(
     number = number[number > 0]
     limits: dict[str, Any] = {}
     for column, name in enumerate(NAMES):
-        found = bootstrap(
+        interval = bootstrap_interval(
             lambda chosen, hits=counts[:, column]: float(hits[chosen].sum() / number[chosen].sum()),
             len(number),
             lowest=0.0,
             highest=1.0,
             people=whose,
         )
-        limits[f"{name}_low"] = found.low
-        limits[f"{name}_high"] = found.high
+        limits[f"{name}_low"] = interval.low
+        limits[f"{name}_high"] = interval.high
     return MatchingLimits(**limits)
 
 
-def chance(experts: int, k: int | None) -> Chance:
+def chance_matching(experts: int, k: int | None) -> Chance:
     """Return what even draws of ``k`` of ``experts`` experts share; UserError below two."""
     matches = dict(zip(NAMES, chance_matches(experts), strict=True))
     return Chance(**matches, chosen_iou=None if k is None else chance_iou(experts, k))
 
 
-def digest(views: Views) -> str:
+def digest_views(views: Views) -> str:
     """16 hexadecimal digits of the views' bytes."""
-    return hashlib.sha256(_bytes(views.affines) + _bytes(views.images)).hexdigest()[:16]
+    return hashlib.sha256(_array_bytes(views.affines) + _array_bytes(views.images)).hexdigest()[:16]
 
 
 def _mean_confidence(layers: list[LayerMatching]) -> Confidence:
@@ -214,5 +216,5 @@ def _mean_confidence(layers: list[LayerMatching]) -> Confidence:
     )
 
 
-def _bytes(values: Tensor) -> bytes:
+def _array_bytes(values: Tensor) -> bytes:
     return values.cpu().contiguous().numpy().tobytes()

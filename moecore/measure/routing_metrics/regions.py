@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.nn.functional import adaptive_max_pool3d
 
 from moecore.core.files import UserError, read_json, write_json
-from moecore.core.streams import seed_of
+from moecore.core.streams import derived_seed
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.nn.backbones.model import Model
-from moecore.nn.predict import predictions
-from moecore.training.outcome import Probed, RegionRow
-from moecore.training.tissue_isolation import isolate
+from moecore.nn.predict import predict_in_batches
+from moecore.training.outcome import ProbedEpoch, RegionRow
+from moecore.training.tissue_isolation import isolate_tissue
 
 BEST = 2  # experts named per tissue, as in figure S1
 
 
-def region_routing(
+def region_rows(
     model: Model,
     volumes: np.ndarray,
     regions: np.ndarray,
@@ -43,37 +43,41 @@ def region_routing(
     keeps any voxel.
     """
     if len(volumes) != len(regions) or regions.shape[1] != len(tissues):
-        found = f"{len(volumes)} volumes, and maps of shape {regions.shape} for {len(tissues)}"
-        raise UserError(f"region routing: {found} tissues; they must fit")
+        region_results = (
+            f"{len(volumes)} volumes, and maps of shape {regions.shape} for {len(tissues)}"
+        )
+        raise UserError(f"region routing: {region_results} tissues; they must fit")
     images = torch.from_numpy(np.array(volumes))
-    found = []
+    region_results = []
     controls = []
     for channel, tissue in enumerate(tissues):
         share = torch.from_numpy(np.array(regions[:, channel]))
-        random = shuffled(share, images[:, 0] > 0, seed + channel)
-        found.append(_row(tissue, model, isolate(images, share), experts))
-        controls.append(_row(f"random_{tissue}", model, isolate(images, random), experts))
-    return [*found, *controls]
+        random = shuffle_shares(share, images[:, 0] > 0, seed + channel)
+        region_results.append(_region_row(tissue, model, isolate_tissue(images, share), experts))
+        controls.append(
+            _region_row(f"random_{tissue}", model, isolate_tissue(images, random), experts)
+        )
+    return [*region_results, *controls]
 
 
-def shuffled(share: Tensor, brain: Tensor, seed: int) -> Tensor:
+def shuffle_shares(share: Tensor, brain: Tensor, seed: int) -> Tensor:
     """Return the same shares (N, D, H, W) at random places of the same volume's ``brain``, a bool
     mask.
 
     Of each volume as many voxels are kept, with as large shares, as of the tissue inside the brain;
     outside of it nothing is. seed: the i-th volume's places depend on it and on i alone.
     """
-    found = torch.zeros_like(share)
-    drawn = seed_of("mixed_regions", seed)
+    mixed_shares = torch.zeros_like(share)
+    drawn = derived_seed("mixed_regions", seed)
     for index, (values, place) in enumerate(zip(share, brain, strict=True)):
         inside = values[place].numpy()
         mixed = np.random.default_rng([drawn, index]).permutation(inside)
-        found[index][place] = torch.from_numpy(mixed)
-    return found
+        mixed_shares[index][place] = torch.from_numpy(mixed)
+    return mixed_shares
 
 
-def _row(name: str, model: Model, volumes: Tensor, experts: Sequence[str]) -> RegionRow:
-    _, records = predictions(model, volumes, batch=32)
+def _region_row(name: str, model: Model, volumes: Tensor, experts: Sequence[str]) -> RegionRow:
+    _, records = predict_in_batches(model, volumes, batch=32)
     if not records:
         raise UserError("region routing: the model has no MoE layers")
     layout = model.layout
@@ -81,9 +85,9 @@ def _row(name: str, model: Model, volumes: Tensor, experts: Sequence[str]) -> Re
     held = adaptive_max_pool3d(volumes.float(), layout.grid).flatten(1) > 0  # (N, P)
     if not held.any() or record.logits.shape[-1] != len(experts):
         named = f"{len(experts)} experts are named of {record.logits.shape[-1]}"
-        found = f"{int(held.sum())} tokens keep a voxel, and {named}"
+        problem = f"{int(held.sum())} tokens keep a voxel, and {named}"
         needed = "one token at least, and a name for each expert"
-        raise UserError(f"region routing: {found}; needed: {needed}")
+        raise UserError(f"region routing: {problem}; needed: {needed}")
     scores = record.logits[:, layout.special :][held].double().mean(dim=0)
     share = record.chosen[:, layout.special :][held].double().mean(dim=0)
     best = scores.argsort(descending=True, stable=True)[:BEST].tolist()
@@ -102,7 +106,7 @@ def probed_epochs(epochs: int) -> tuple[int, ...]:
     return tuple(sorted({1, (epochs + 1) // 2, epochs}))
 
 
-def keep_regions(
+def write_epoch_regions(
     folder: Path,
     epoch: int,
     model: Model,
@@ -121,21 +125,21 @@ def keep_regions(
     chosen = evenly_spaced_indices(len(data.validation.labels), VOLUMES)
     volumes = np.array(data.validation.images[chosen])
     maps = np.array(data.regions("validation")[chosen])
-    rows = region_routing(model, volumes, maps, regions, experts, seed)
-    probed = Probed(epoch=epoch, rows=rows)
-    write_json(_path(folder, epoch), probed.model_dump(mode="json"))
+    rows = region_rows(model, volumes, maps, regions, experts, seed)
+    probed = ProbedEpoch(epoch=epoch, rows=rows)
+    write_json(_regions_path(folder, epoch), probed.model_dump(mode="json"))
 
 
-def kept_regions(folder: Path, data: Prepared, epochs: int) -> tuple[Probed, ...]:
+def read_epoch_regions(folder: Path, data: Prepared, epochs: int) -> tuple[ProbedEpoch, ...]:
     """Return what was kept in ``folder``; () for data without tissue maps.
 
     Raises UserError, naming the file, where an epoch is missing.
     """
     if not data.card.get("regions"):
         return ()
-    kept = [read_json(_path(folder, epoch)) for epoch in probed_epochs(epochs)]
-    return tuple(Probed.model_validate(probed) for probed in kept)
+    kept = [read_json(_regions_path(folder, epoch)) for epoch in probed_epochs(epochs)]
+    return tuple(ProbedEpoch.model_validate(probed) for probed in kept)
 
 
-def _path(folder: Path, epoch: int) -> Path:
+def _regions_path(folder: Path, epoch: int) -> Path:
     return folder / "regions" / f"{epoch:04d}.json"

@@ -57,13 +57,13 @@ def setting_values(
 
     score: the task's, of the images of ``records``.
     """
-    layers = [_layer(record, k, threshold) for record in records]
+    layers = [_setting_layer(record, k, threshold) for record in records]
     return SettingValues(
-        score=score.value, low=score.low, high=score.high, **_means(layers), layers=layers
+        score=score.value, low=score.low, high=score.high, **_layer_averages(layers), layers=layers
     )
 
 
-def _layer(record: RoutingRecord, k: int, threshold: float | None) -> SettingLayer:
+def _setting_layer(record: RoutingRecord, k: int, threshold: float | None) -> SettingLayer:
     counts = expert_counts(record.chosen)
     tail = tail_of_probs(record.probs, k)
     scored = threshold is not None
@@ -79,7 +79,7 @@ def _layer(record: RoutingRecord, k: int, threshold: float | None) -> SettingLay
     )
 
 
-def _means(layers: list[SettingLayer]) -> dict[str, Any]:
+def _layer_averages(layers: list[SettingLayer]) -> dict[str, Any]:
     """The mean over layers of each value; None where a layer has none."""
     columns = {
         name: [getattr(layer, name) for layer in layers] for name in SettingLayer.model_fields

@@ -19,8 +19,8 @@ from moecore.data.corruptions.draws import noise_directions
 from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
 from moecore.measure.routing_metrics.setting_row import SettingValues, setting_values
 from moecore.nn.backbones.model import BackboneModel, Model
-from moecore.nn.correspondence import origins
-from moecore.nn.predict import device_of, predictions
+from moecore.nn.correspondence import patch_origins
+from moecore.nn.predict import model_device, predict_in_batches
 from moecore.nn.routers import Router
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.soft_slots import SoftSlots
@@ -30,7 +30,7 @@ from moecore.training.guide import Guided
 Kind = Literal["clean", "noise", "attack", "augmentation"]
 
 
-class Variant(NamedTuple):
+class ChangedImages(NamedTuple):
     """N images that were changed."""
 
     kind: Kind
@@ -40,9 +40,9 @@ class Variant(NamedTuple):
     origins: Tensor | None = None
 
 
-def with_noise(
+def noise_variants(
     clean: Tensor, places: Sequence[int], sigmas: Sequence[float], seed: int
-) -> Iterator[Variant]:
+) -> Iterator[ChangedImages]:
     """Gaussian noise along one direction an image, as the measurement ``stability`` draws it.
 
     The background of a volume, which is 0, stays as it is.
@@ -51,19 +51,21 @@ def with_noise(
     if clean.ndim == 5:
         drawn = drawn * (clean != 0)
     for sigma in sigmas:
-        yield Variant("noise", f"σ = {sigma:g}", (clean + sigma * drawn).clamp(0, 1))
+        yield ChangedImages("noise", f"σ = {sigma:g}", (clean + sigma * drawn).clamp(0, 1))
 
 
-def attacked(target: Target, attack: Attack, epsilons: Sequence[float]) -> Iterator[Variant]:
+def attack_variants(
+    target: Target, attack: Attack, epsilons: Sequence[float]
+) -> Iterator[ChangedImages]:
     """Every radius by itself, from the clean image."""
     for epsilon in epsilons:
         label = f"ε = {255 * epsilon:.3g}/255"
-        yield Variant("attack", label, target.attacked(attack, epsilon))
+        yield ChangedImages("attack", label, target.attacked(attack, epsilon))
 
 
-def augmented(
+def augmentation_variants(
     images: np.ndarray, augmentations: Sequence[Augmentation], layout: Layout, seed: int
-) -> Iterator[Variant]:
+) -> Iterator[ChangedImages]:
     """One random view of each image, kind by kind; images: uint8, volumes float16.
 
     Drawn from (seed, name), so every method sees the same.
@@ -71,11 +73,11 @@ def augmented(
     number = len(images)
     for asked in augmentations:
         views = two_views(images, asked, seed, *asked.name.encode())
-        index, found = origins(views.affines[:number], layout)
-        shown = torch.where(found, index, -1)
+        index, has_origin = patch_origins(views.affines[:number], layout)
+        shown = torch.where(has_origin, index, -1)
         patches = torch.arange(shown.shape[1])
         moved = None if bool((shown == patches).all()) else shown
-        yield Variant("augmentation", asked.name, views.images[:number], moved)
+        yield ChangedImages("augmentation", asked.name, views.images[:number], moved)
 
 
 Experts = tuple[Annotated[int, Field(ge=1)], ...]  # numbers of experts per token
@@ -124,84 +126,85 @@ class Sweep(Config):
     threshold: tuple[ThresholdRow, ...]
 
 
-class Sample(NamedTuple):
+class SweepSample(NamedTuple):
     """What a setting is tried on."""
 
-    images: np.ndarray  # as ``predictions`` takes them
+    images: np.ndarray  # as ``predict_in_batches`` takes them
     labels: Tensor
     task: AnyTask
     people: np.ndarray | None = None  # (N,), whose image each is
 
 
-def with_router(model: Model, router: Router) -> Model:
+def copy_with_router(model: Model, router: Router) -> Model:
     """A new model of the same weights, device and mode whose MoE layers follow ``router``.
 
     The given model and the global RNG stay as they are.  model: of a backbone, with MoE layers, or
     Guided: the new one then shares its guide.  router: of the model's own kind.
     """
     if isinstance(model, Guided):
-        guided = Guided(_following(model.model, router), model.guide)
+        guided = Guided(_replace_routers(model.model, router), model.guide)
         guided.training = model.training  # not train(): that would reach the guide
         return guided
-    return _following(model, router)
+    return _replace_routers(model, router)
 
 
-def _following(model: Model, router: Router) -> BackboneModel:
+def _replace_routers(model: Model, router: Router) -> BackboneModel:
     moe = model.experts_and_router.model_copy(update={"router": router})
     with torch.random.fork_rng(devices=[]):  # drawn and then overwritten
         other = model.config.build(model.image, moe)
     other.load_state_dict(model.state_dict())
-    return other.to(device_of(model)).train(model.training)
+    return other.to(model_device(model)).train(model.training)
 
 
-def with_experts(model: Model, k: int) -> Model | None:
-    """``with_router`` with another k; None where it has no k (soft slots) or not as many experts.
+def copy_with_k(model: Model, k: int) -> Model | None:
+    """``copy_with_router`` with another k; None where it has no k (soft slots) or not as many
+    experts.
 
     model: with MoE layers.
     """
     moe = model.experts_and_router
     if isinstance(moe.router, SoftSlots) or k > moe.experts.number:
         return None
-    return with_router(model, moe.router.with_k(k))
+    return copy_with_router(model, moe.router.with_k(k))
 
 
-def over_k(model: Model, sample: Sample, numbers: Experts, batch: int) -> list[KRow]:
+def sweep_k(model: Model, sample: SweepSample, numbers: Experts, batch: int) -> list[KRow]:
     """One row for each k ≤ E of ``numbers``; [] for a router without k (soft slots)."""
     rows = []
     for k in numbers:
-        other = with_experts(model, k)
+        other = copy_with_k(model, k)
         if other is not None:
             own = k == getattr(model.experts_and_router.router, "k", None)
             rows.append(KRow(k=k, own=own, **_values(other, k, sample, batch).model_dump()))
     return rows
 
 
-def over_threshold(
-    model: Model, sample: Sample, thresholds: tuple[float, ...], batch: int
+def sweep_threshold(
+    model: Model, sample: SweepSample, thresholds: tuple[float, ...], batch: int
 ) -> list[ThresholdRow]:
-    """Return one row per threshold, as ``over_k`` does; [] for a router without a threshold."""
+    """Return one row per threshold, as ``sweep_k`` does; [] for a router without a threshold."""
     router = model.experts_and_router.router
     if not isinstance(router, Eigenbasis):
         return []
     rows = []
     for threshold in thresholds:
         changed = router.model_copy(update={"threshold": threshold})
-        values = _values(with_router(model, changed), router.k, sample, batch)
+        values = _values(copy_with_router(model, changed), router.k, sample, batch)
         own = threshold == router.threshold
         rows.append(ThresholdRow(threshold=threshold, own=own, **values.model_dump()))
     return rows
 
 
-def sweep(model: Model, sample: Sample, settings: Sweeps, batch: int) -> Sweep:
+def run_sweeps(model: Model, sample: SweepSample, settings: Sweeps, batch: int) -> Sweep:
     """Both sweeps of a model with MoE layers."""
     return Sweep(
-        k=over_k(model, sample, settings.k, batch),
-        threshold=over_threshold(model, sample, settings.threshold, batch),
+        k=sweep_k(model, sample, settings.k, batch),
+        threshold=sweep_threshold(model, sample, settings.threshold, batch),
     )
 
 
-def _values(model: Model, k: int, sample: Sample, batch: int) -> SettingValues:
-    prediction, records = predictions(model, sample.images, batch)
+def _values(model: Model, k: int, sample: SweepSample, batch: int) -> SettingValues:
+    prediction, records = predict_in_batches(model, sample.images, batch)
     threshold = getattr(model.experts_and_router.router, "threshold", None)
     score = sample.task.scores(prediction, sample.labels)
     interval = sample.task.interval(score, sample.people)

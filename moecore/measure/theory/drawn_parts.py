@@ -11,14 +11,14 @@ import numpy as np
 Targets = Literal["shared", "opposed", "drawn"]
 
 
-class Part(NamedTuple):
+class ExpertData(NamedTuple):
     """What one expert sees: points (N_i, D) and targets (N_i,)."""
 
     points: np.ndarray
     targets: np.ndarray
 
 
-def subspaces(
+def angled_subspaces(
     experts: int, rank: int, dimension: int, angle: float, generator: np.random.Generator
 ) -> np.ndarray:
     """Orthonormal bases (E, D, r): any two have all principal angles equal to ``angle`` (degrees).
@@ -28,8 +28,8 @@ def subspaces(
     [0, 90].
     """
     if experts * rank > dimension or not 0 <= angle <= 90:
-        found = f"{experts} of rank {rank} at {angle}° in {dimension} dimensions"
-        raise ValueError(f"subspaces: {found}; E·r ≤ D and 0 ≤ angle ≤ 90 are needed")
+        problem = f"{experts} of rank {rank} at {angle}° in {dimension} dimensions"
+        raise ValueError(f"subspaces: {problem}; E·r ≤ D and 0 ≤ angle ≤ 90 are needed")
     if angle < 90:
         cosine = math.cos(math.radians(angle))
     else:
@@ -45,7 +45,7 @@ def subspaces(
     return np.einsum("ij,djr->idr", root, blocks)
 
 
-def drawn_parts(
+def draw_expert_data(
     experts: int,
     angle: float,
     targets: Targets,
@@ -56,7 +56,7 @@ def drawn_parts(
     samples: int,
     floor: float = 0.0,
     noise: float = 0.0,
-) -> tuple[list[Part], np.ndarray]:
+) -> tuple[list[ExpertData], np.ndarray]:
     """Balanced data: Gaussian points in E subspaces at ``angle``; returns (parts, β (E, D)).
 
     Targets are X_i β_i + noise with ‖β_i‖ = 1.  targets: of β_i in the basis of its subspace,
@@ -65,7 +65,7 @@ def drawn_parts(
     of the residuals.
     """
     generator = np.random.default_rng(seed)
-    bases = subspaces(experts, rank, dimension, angle, generator)
+    bases = angled_subspaces(experts, rank, dimension, angle, generator)
     inside = generator.standard_normal((experts, rank))
     if targets != "drawn":
         inside = (
@@ -81,6 +81,6 @@ def drawn_parts(
         for basis in bases
     ]
     return [
-        Part(x, x @ beta + noise * generator.standard_normal(len(x)))
+        ExpertData(x, x @ beta + noise * generator.standard_normal(len(x)))
         for x, beta in zip(points, betas, strict=True)
     ], betas

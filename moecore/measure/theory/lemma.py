@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.streams import seed_of
+from moecore.core.streams import derived_seed
 from moecore.measure.base import Estimate
 from moecore.nn.backbones.model import BackboneModel, Model
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.layers.smooth import Lemma1, lemma_1, why_undefined
-from moecore.nn.predict import batches, evaluating
+from moecore.nn.predict import eval_mode, image_batches
 from moecore.statistics.intervals import bootstrap_mean
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -65,45 +65,45 @@ class Lemma(Config):
     lemma_terms: tuple[LemmaPoints, ...]
 
 
-def lemma(
+def evaluate_lemma(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> Lemma:
     """Lemma 1 at ``tokens`` tokens of these images in each MoE layer, drawn with ``seed``."""
-    if reason := why_not(model):
+    if reason := why_lemma_undefined(model):
         return Lemma(layers=(), lemma1=LemmaSummary(reason=reason), lemma_terms=())
-    terms = lemma_terms(model, images, tokens, batch, seed, device)
-    layers = [layer_of(found) for found in terms]
+    terms = lemma_terms_by_layer(model, images, tokens, batch, seed, device)
+    layers = [summarize_layer(layer) for layer in terms]
     points = [
         LemmaPoints(
-            bound=found.bound.tolist(),
-            jacobian=found.jacobian.tolist(),
-            router=found.router.tolist(),
+            bound=layer.bound.tolist(),
+            jacobian=layer.jacobian.tolist(),
+            router=layer.router.tolist(),
         )
-        for found in terms
+        for layer in terms
     ]
-    return Lemma(layers=layers, lemma1=over_layers(layers), lemma_terms=points)
+    return Lemma(layers=layers, lemma1=summarize_lemma(layers), lemma_terms=points)
 
 
-def why_not(model: Model) -> str | None:
+def why_lemma_undefined(model: Model) -> str | None:
     """Why the lemma says nothing of this model; None where it does."""
     if model.moe is None:
         return "dense: there is no router and there are no experts"
     return why_undefined(model.moe.router.kind)
 
 
-def lemma_terms(
+def lemma_terms_by_layer(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[Lemma1]:
     """The lemma's terms at the tokens of each MoE layer, on the CPU."""
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    given = tokens_of(model, images, tokens, batch, seed, device)
+    given = layer_tokens(model, images, tokens, batch, seed, device)
     return [
         Lemma1(*(term.cpu() for term in lemma_1(layer, own)))
         for layer, own in zip(layers, given, strict=True)
     ]
 
 
-def tokens_of(
+def layer_tokens(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[Tensor]:
     """Tokens (n, d) at the input of each MoE layer, the same places for every method."""
@@ -111,41 +111,41 @@ def tokens_of(
         raise TypeError("tokens_of: a model that asks its teacher is not followed block by block")
     blocks = model.experts_and_router.indices(model.depth)
     with (
-        evaluating(model),
+        eval_mode(model),
         torch.no_grad(),
         torch.autocast(torch.device(device).type, enabled=False),
     ):
         encoded = [
             model.encode(pixels, "mlp_input", blocks)[2]
-            for pixels in batches(images, batch, device)
+            for pixels in image_batches(images, batch, device)
         ]
     layers = [torch.cat(layer).flatten(0, 1) for layer in zip(*encoded, strict=True)]
-    return [layer[_places(len(layer), tokens, seed).to(layer.device)] for layer in layers]
+    return [layer[_token_places(len(layer), tokens, seed).to(layer.device)] for layer in layers]
 
 
-def _places(count: int, tokens: int, seed: int) -> Tensor:
+def _token_places(count: int, tokens: int, seed: int) -> Tensor:
     """Return which tokens of ``count``; the same in layers that have as many, a hierarchy's have
     fewer.
     """
-    drawn = np.random.default_rng(seed_of("measured_tokens", seed))
+    drawn = np.random.default_rng(derived_seed("measured_tokens", seed))
     return torch.from_numpy(np.sort(drawn.permutation(count)[:tokens]))
 
 
-def layer_of(found: Lemma1) -> LemmaLayer:
+def summarize_layer(layer_terms: Lemma1) -> LemmaLayer:
     """One MoE layer: both sides of the lemma, and how often the right one is smaller (never)."""
     return LemmaLayer(
-        tokens=len(found.jacobian),
-        violations=int(found.violated.sum()),
-        router_share=float((found.router / found.bound).nan_to_num().mean()),
-        jacobian=distribution(found.jacobian),
-        experts=distribution(found.experts),
-        router=distribution(found.router),
-        bound=distribution(found.bound),
-        slack=distribution(found.slack),
+        tokens=len(layer_terms.jacobian),
+        violations=int(layer_terms.violated.sum()),
+        router_share=float((layer_terms.router / layer_terms.bound).nan_to_num().mean()),
+        jacobian=value_distribution(layer_terms.jacobian),
+        experts=value_distribution(layer_terms.experts),
+        router=value_distribution(layer_terms.router),
+        bound=value_distribution(layer_terms.bound),
+        slack=value_distribution(layer_terms.slack),
     )
 
 
-def distribution(values: Tensor) -> Distribution:
+def value_distribution(values: Tensor) -> Distribution:
     """Return the distribution of one value per token, (n,)."""
     mean = bootstrap_mean(values.numpy())
     quantiles = np.quantile(values.numpy(), QUANTILES).tolist()
@@ -156,7 +156,7 @@ def distribution(values: Tensor) -> Distribution:
     )
 
 
-def over_layers(layers: list[LemmaLayer]) -> LemmaSummary:
+def summarize_lemma(layers: list[LemmaLayer]) -> LemmaSummary:
     """Tokens and violations of all layers, means of the router's share and of the slack."""
     return LemmaSummary(
         tokens=sum(layer.tokens for layer in layers),

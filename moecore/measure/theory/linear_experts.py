@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.measure.theory.drawn_parts import Part
+from moecore.measure.theory.drawn_parts import ExpertData
 
 _TIES = 1e-9  # relative gap below which two singular values, or two overlaps, are the same number
 
 
-class Solved(NamedTuple):
+class LeastSquares(NamedTuple):
     """Least squares of one part."""
 
     weights: np.ndarray  # (D,), the shortest minimiser
@@ -83,7 +83,7 @@ class Theorem2(NamedTuple):
         )
 
 
-def least_squares(part: Part) -> Solved:
+def least_squares(part: ExpertData) -> LeastSquares:
     """The shortest minimiser of ‖Xw − y‖², by the singular values of X.
 
     Those of XᵀX would lose half of the digits.
@@ -94,20 +94,20 @@ def least_squares(part: Part) -> Solved:
     )
     values = values[:rank]
     span = right[:rank].T
-    return Solved(
+    return LeastSquares(
         span @ (left[:, :rank].T @ part.targets / values), (span / values**2) @ span.T, span
     )
 
 
-def stacked(parts: Sequence[Part]) -> Part:
+def stack_parts(parts: Sequence[ExpertData]) -> ExpertData:
     """All parts as the one problem of the dense model."""
-    return Part(
+    return ExpertData(
         np.concatenate([part.points for part in parts]),
         np.concatenate([part.targets for part in parts]),
     )
 
 
-def projections(parts: Sequence[Part]) -> list[np.ndarray]:
+def expert_projections(parts: Sequence[ExpertData]) -> list[np.ndarray]:
     """The paper's U_i, (D, r_i) with orthonormal columns.
 
     Each singular vector of XᵀX goes to the expert whose span it overlaps most; among equal overlaps
@@ -116,7 +116,7 @@ def projections(parts: Sequence[Part]) -> list[np.ndarray]:
     where these are orthogonal: an arbitrary one would mix the experts and make ε1 large for
     orthogonal data, where the paper has 0.
     """
-    _, values, right = np.linalg.svd(stacked(parts).points, full_matrices=False)
+    _, values, right = np.linalg.svd(stack_parts(parts).points, full_matrices=False)
     rank = int(
         (
             values > max(len(right), right.shape[1]) * np.finfo(float).eps * values.max(initial=0)
@@ -128,7 +128,8 @@ def projections(parts: Sequence[Part]) -> list[np.ndarray]:
         rank,
     ]
     spaces = [
-        _along(right[start:end].T, spans) for start, end in zip([0, *ends], ends, strict=False)
+        _align_basis(right[start:end].T, spans)
+        for start, end in zip([0, *ends], ends, strict=False)
     ]
     vectors = np.concatenate([*spaces, np.zeros((right.shape[1], 0))], axis=1)
     overlap = np.stack([((span.T @ vectors) ** 2).sum(axis=0) for span in spans])
@@ -140,7 +141,7 @@ def projections(parts: Sequence[Part]) -> list[np.ndarray]:
     return [vectors[:, owner == index] for index in range(len(parts))]
 
 
-def _along(space: np.ndarray, spans: Sequence[np.ndarray]) -> np.ndarray:
+def _align_basis(space: np.ndarray, spans: Sequence[np.ndarray]) -> np.ndarray:
     """The basis (D, m) of ``space`` in which the spans' projections sum to a diagonal.
 
     They are weighted 1 … E.
@@ -152,24 +153,24 @@ def _along(space: np.ndarray, spans: Sequence[np.ndarray]) -> np.ndarray:
     )
 
 
-def theorem_1(parts: Sequence[Part], bases: Sequence[np.ndarray] | None = None) -> Theorem1:
+def theorem_1(parts: Sequence[ExpertData], bases: Sequence[np.ndarray] | None = None) -> Theorem1:
     """Both sides of Theorem 1 with the smallest ε1 and ε2 that definitions 1 and 2 allow.
 
     bases: U_i (D, r_i), mutually orthogonal and together a basis of the span of Xᵀ; None takes the
-    paper's (``projections``).
+    paper's (``expert_projections``).
     """
-    whole = stacked(parts)
+    whole = stack_parts(parts)
     experts = [least_squares(part) for part in parts]
     dense = least_squares(whole)
     if bases is None:
-        bases = projections(parts)
+        bases = expert_projections(parts)
     norms = np.array([np.linalg.norm(expert.weights) for expert in experts])
     epsilon_1 = max(
-        _norm(basis @ (basis.T @ dense.inverse) - expert.inverse)
+        _spectral_norm(basis @ (basis.T @ dense.inverse) - expert.inverse)
         for basis, expert in zip(bases, experts, strict=True)
     )
     pairs = ((one, other) for one in experts for other in experts if one is not other)
-    epsilon_2 = max((_norm(one.inverse @ other.span) for one, other in pairs), default=0.0)
+    epsilon_2 = max((_spectral_norm(one.inverse @ other.span) for one, other in pairs), default=0.0)
     pulls = np.array([np.linalg.norm(part.points.T @ part.targets) for part in parts])
     brackets = (
         norms
@@ -187,7 +188,7 @@ def theorem_1(parts: Sequence[Part], bases: Sequence[np.ndarray] | None = None) 
     )
 
 
-def theorem_2(parts: Sequence[Part], betas: Sequence[np.ndarray] | np.ndarray) -> Theorem2:
+def theorem_2(parts: Sequence[ExpertData], betas: Sequence[np.ndarray] | np.ndarray) -> Theorem2:
     """Return what Theorem 2 promises for y_i = X_i β_i + r_i, and what is so; betas: E vectors
     (D,).
 
@@ -217,26 +218,26 @@ def theorem_2(parts: Sequence[Part], betas: Sequence[np.ndarray] | np.ndarray) -
     dense = np.linalg.norm(
         np.linalg.solve(total, sum(part.points.T @ part.targets for part in parts))
     )
-    gamma = _smallest(
+    gamma = _smallest_gamma(
         np.linalg.norm(weights, axis=1), lengths - np.linalg.norm(np.array(betas) + eta, axis=1)
     )
     small = np.linalg.norm(eta) <= sizes.min() and (np.linalg.norm(etas, axis=1) <= sizes).all()
     largest = float((weights**2).sum(axis=1).max())
     return Theorem2(
         gamma,
-        _smallest(4 * sizes, lengths) if small else None,
+        _smallest_gamma(4 * sizes, lengths) if small else None,
         largest / float(dense) ** 2 if dense else math.inf,
     )
 
 
-def _smallest(needed: np.ndarray, room: np.ndarray) -> float | None:
+def _smallest_gamma(needed: np.ndarray, room: np.ndarray) -> float | None:
     """The smallest γ ≤ 1 with needed_i ≤ √γ · room_i for all i, or None."""
     if (room < needed).any() or (room <= 0).any():
         return None
     return float((needed / room).max() ** 2)
 
 
-def _norm(matrix: np.ndarray) -> float:
+def _spectral_norm(matrix: np.ndarray) -> float:
     if matrix.size:
         return float(np.linalg.norm(matrix, 2))
     return 0.0

@@ -1,8 +1,8 @@
 """How fast a trained model's logits change with its image: at the image exactly, and over a ball.
 
 N (or B) images, K classes, P pixels of one image (C·H·W). Everything is computed on a frozen copy
-in fp64: differences of logits over the tiny distances of ``halved`` would drown in the rounding of
-fp32.
+in fp64: differences of logits over the tiny distances of ``bisect_pair`` would drown in the
+rounding of fp32.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moecore.nn.backbones.model import Model
-from moecore.nn.layers.smooth import frozen_copy, row_jacobians
-from moecore.nn.predict import batches, device_of, evaluating
+from moecore.nn.layers.smooth import frozen_double_copy, row_jacobians
+from moecore.nn.predict import eval_mode, image_batches, model_device
 
 LEAST = 1e-3  # of the radius: pairs that are nearer to each other do not count
 
@@ -41,7 +41,7 @@ class Slopes(NamedTuple):
     jump: Tensor
 
 
-class Pair(NamedTuple):
+class ImagePair(NamedTuple):
     """Two images a and b, each (B, C, H, W), and ‖f(a) − f(b)‖₂ / ‖a − b‖₂, (B,)."""
 
     first: Tensor
@@ -59,29 +59,29 @@ def slopes_at(
     a distance of at most 2·radius/2^halvings.  The result does not depend on ``batch`` beyond
     rounding. The model and the global random state are left as they were.
     """
-    exact = frozen_copy(model)
-    device = device_of(exact)
-    found = []
-    with evaluating(exact), torch.autocast(device.type, enabled=False):
+    exact = frozen_double_copy(model)
+    device = model_device(exact)
+    chunks = []
+    with eval_mode(exact), torch.autocast(device.type, enabled=False):
         for pixels, targets in zip(
-            batches(images, batch, device), labels.split(batch), strict=True
+            image_batches(images, batch, device), labels.split(batch), strict=True
         ):
             own = targets.to(pixels.device)
-            found.append(_of_batch(exact, pixels.double(), own, radius, steps, halvings))
-    return Slopes(*(torch.cat(field).cpu() for field in zip(*found, strict=True)))
+            chunks.append(_batch_slopes(exact, pixels.double(), own, radius, steps, halvings))
+    return Slopes(*(torch.cat(field).cpu() for field in zip(*chunks, strict=True)))
 
 
-def _of_batch(
+def _batch_slopes(
     model: Model, images: Tensor, labels: Tensor, radius: float, steps: int, halvings: int
 ) -> Slopes:
     jacobians = row_jacobians(lambda pixels: model(pixels).prediction, images)
-    local, direction = strongest(jacobians)
-    best = ascended(model, images, direction.view_as(images), radius, steps)
-    pair, crossed, jump = halved(model, best, halvings)
+    local, direction = largest_singular_value(jacobians)
+    best = ascend_slope(model, images, direction.view_as(images), radius, steps)
+    pair, crossed, jump = bisect_pair(model, best, halvings)
     return Slopes(local, margin_slope(jacobians, labels), best.ratio, pair.ratio, crossed, jump)
 
 
-def strongest(jacobians: Tensor) -> tuple[Tensor, Tensor]:
+def largest_singular_value(jacobians: Tensor) -> tuple[Tensor, Tensor]:
     """The largest singular value (B,) of Jacobians (B, K, P), and its direction (B, P).
 
     The direction is what it stretches, of length 1 (0 where the value is). By the (K, K) matrix
@@ -89,7 +89,7 @@ def strongest(jacobians: Tensor) -> tuple[Tensor, Tensor]:
     """
     values, vectors = torch.linalg.eigh(jacobians @ jacobians.transpose(1, 2))
     largest = values[:, -1].clamp_min(0).sqrt()
-    return largest, _unit((jacobians.transpose(1, 2) @ vectors[:, :, -1:]).squeeze(-1))
+    return largest, _unit_rows((jacobians.transpose(1, 2) @ vectors[:, :, -1:]).squeeze(-1))
 
 
 def margin_slope(jacobians: Tensor, labels: Tensor) -> Tensor:
@@ -99,32 +99,34 @@ def margin_slope(jacobians: Tensor, labels: Tensor) -> Tensor:
     return apart.amax(dim=1)  # 0 for c = y, which is never above the others
 
 
-def ascended(model: Model, images: Tensor, direction: Tensor, radius: float, steps: int) -> Pair:
+def ascend_slope(
+    model: Model, images: Tensor, direction: Tensor, radius: float, steps: int
+) -> ImagePair:
     """The steepest pair that gradient ascent of ‖f(x + δ) − f(x)‖₂ meets in the ball.
 
     It starts at x ± radius · direction: the gradient at δ = 0 is 0, and a singular vector has no
     sign. Pairs are (x, current) and (previous, current), both inside the ball. A step is
     2.5 · radius / steps long (as in PGD), so that the ball can be crossed.
     """
-    best = Pair(images, images, torch.zeros_like(images[:, 0, 0, 0]))
+    best = ImagePair(images, images, torch.zeros_like(images[:, 0, 0, 0]))
     clean = model(images).prediction
     length = 2.5 * radius / max(steps, 1)
     for sign in (1, -1):
         previous = images
         before = clean
-        current = in_ball(images + sign * radius * direction, images, radius)
+        current = project_to_l2_ball(images + sign * radius * direction, images, radius)
         for _ in range(steps + 1):
-            logits, gradient = _change(model, current, clean)
-            best = _steeper(best, images, current, logits - clean, LEAST * radius)
-            best = _steeper(best, previous, current, logits - before, LEAST * radius)
+            logits, gradient = _logits_and_gradient(model, current, clean)
+            best = _steeper_pair(best, images, current, logits - clean, LEAST * radius)
+            best = _steeper_pair(best, previous, current, logits - before, LEAST * radius)
             previous = current
             before = logits
-            step = length * _unit(gradient.flatten(1)).view_as(images)
-            current = in_ball(current + step, images, radius)
+            step = length * _unit_rows(gradient.flatten(1)).view_as(images)
+            current = project_to_l2_ball(current + step, images, radius)
     return best
 
 
-def halved(model: Model, pair: Pair, halvings: int) -> tuple[Pair, Tensor, Tensor]:
+def bisect_pair(model: Model, pair: ImagePair, halvings: int) -> tuple[ImagePair, Tensor, Tensor]:
     """The pair halved again and again, each time to its steeper half.
 
     Also whether its ends choose different experts, (B,) bool, and the jump there, (B,):
@@ -140,18 +142,22 @@ def halved(model: Model, pair: Pair, halvings: int) -> tuple[Pair, Tensor, Tenso
             middle = (first + second) / 2
             between = model(middle).prediction
             left = (between - start).norm(dim=1) >= (end - between).norm(dim=1)
-            first = _where(left, first, middle)
-            second = _where(left, middle, second)
+            first = _where_images(left, first, middle)
+            second = _where_images(left, middle, second)
             start = torch.where(left.unsqueeze(1), start, between)
             end = torch.where(left.unsqueeze(1), between, end)
         crossed = torch.zeros(len(first), dtype=torch.bool, device=first.device)
         for one, other in zip(model(first).routing, model(second).routing, strict=True):
             crossed |= (one.chosen != other.chosen).flatten(1).any(dim=1)
-    ratio = _steeper(pair, first, second, end - start).ratio
-    return Pair(first, second, ratio), crossed, torch.where(crossed, (end - start).norm(dim=1), 0)
+    ratio = _steeper_pair(pair, first, second, end - start).ratio
+    return (
+        ImagePair(first, second, ratio),
+        crossed,
+        torch.where(crossed, (end - start).norm(dim=1), 0),
+    )
 
 
-def in_ball(points: Tensor, centre: Tensor, radius: float) -> Tensor:
+def project_to_l2_ball(points: Tensor, centre: Tensor, radius: float) -> Tensor:
     """Points (B, C, H, W) drawn into the ℓ2 ball around ``centre``, then into [0, 1].
 
     The centre lies in [0, 1], so that the second step leads no farther from it.
@@ -161,7 +167,7 @@ def in_ball(points: Tensor, centre: Tensor, radius: float) -> Tensor:
     return (centre + change * shrink).clamp(0, 1)
 
 
-def _change(model: Model, images: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
+def _logits_and_gradient(model: Model, images: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (B, K), and the gradient (B, C, H, W) of their distance from ``clean``, squared.
 
     Squared, it has the same direction and exists at 0.
@@ -173,7 +179,9 @@ def _change(model: Model, images: Tensor, clean: Tensor) -> tuple[Tensor, Tensor
     return logits.detach(), gradient
 
 
-def _steeper(best: Pair, first: Tensor, second: Tensor, change: Tensor, least: float = 0.0) -> Pair:
+def _steeper_pair(
+    best: ImagePair, first: Tensor, second: Tensor, change: Tensor, least: float = 0.0
+) -> ImagePair:
     """For each image the better of a pair and of (first, second).
 
     change: (B, K), by which the logits of the latter differ.
@@ -183,14 +191,14 @@ def _steeper(best: Pair, first: Tensor, second: Tensor, change: Tensor, least: f
     distance = _lengths(second - first)
     ratio = torch.where(distance > least, change.norm(dim=1) / distance, 0)
     better = ratio > best.ratio
-    return Pair(
-        _where(better, first, best.first),
-        _where(better, second, best.second),
+    return ImagePair(
+        _where_images(better, first, best.first),
+        _where_images(better, second, best.second),
         torch.where(better, ratio, best.ratio),
     )
 
 
-def _where(which: Tensor, these: Tensor, others: Tensor) -> Tensor:
+def _where_images(which: Tensor, these: Tensor, others: Tensor) -> Tensor:
     return torch.where(which.view(-1, 1, 1, 1), these, others)
 
 
@@ -198,7 +206,7 @@ def _lengths(changes: Tensor) -> Tensor:
     return changes.flatten(1).norm(dim=1)
 
 
-def _unit(rows: Tensor) -> Tensor:
+def _unit_rows(rows: Tensor) -> Tensor:
     """Rows (B, P) of length 1; a row of zeros stays."""
     length = rows.norm(dim=1, keepdim=True)
     return torch.where(length > 0, rows / length, 0)

@@ -18,23 +18,23 @@ from moecore.attacks.pgd import Pgd
 from moecore.attacks.target import Target
 from moecore.core.config import Config
 from moecore.measure.under_attack.compared_curves import (
-    apgd_beats_pgd,
-    larger_epsilon,
-    pgd_beats_fgsm,
+    check_apgd_beats_pgd,
+    check_larger_epsilon,
+    check_pgd_beats_fgsm,
 )
 from moecore.measure.under_attack.curves import (
+    AuditLine,
     Curves,
-    Line,
+    format_score,
+    format_score_interval,
+    interval_limits,
+    is_no_better,
     is_share,
-    limits,
-    no_better,
-    not_judged,
-    shown,
-    with_limits,
+    unevaluated_line,
     worse_limit,
 )
-from moecore.nn.layers.smooth import softened
-from moecore.nn.predict import batches, device_of, evaluating
+from moecore.nn.layers.smooth import soften_model
+from moecore.nn.predict import eval_mode, image_batches, model_device
 from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks.base import Task
 
@@ -55,9 +55,9 @@ class Audit(Config):
     )
 
 
-def audit(
+def run_audit(
     target: Target, settings: Audit, epsilon: float, curves: Curves, attacks: Sequence[Attack]
-) -> tuple[Line, ...]:
+) -> tuple[AuditLine, ...]:
     """All lines.
 
     target: what the curves were measured on; epsilon: their largest; attacks: their settings.
@@ -66,34 +66,34 @@ def audit(
     part = target.first(images)
     direct = Pgd(steps=settings.steps)
     longer = Pgd(steps=2 * settings.steps)
-    left = part.worst(part.attacked(direct, epsilon))
-    left_longer = part.worst(part.attacked(longer, epsilon))
+    left = part.worse_scores(part.attacked(direct, epsilon))
+    left_longer = part.worse_scores(part.attacked(longer, epsilon))
     task = target.task
     lines = [
-        deterministic(part),
-        zero_gradients(part),
-        pgd_beats_fgsm(task, curves, attacks),
-        apgd_beats_pgd(task, curves, attacks),
-        chance(part, direct, settings.large_epsilon),
-        more_steps(task, left, left_longer, settings.steps, epsilon, part.people),
-        surrogate(part, direct, epsilon, left),
+        check_deterministic(part),
+        check_zero_gradients(part),
+        check_pgd_beats_fgsm(task, curves, attacks),
+        check_apgd_beats_pgd(task, curves, attacks),
+        check_chance(part, direct, settings.large_epsilon),
+        check_more_steps(task, left, left_longer, settings.steps, epsilon, part.people),
+        check_surrogate(part, direct, epsilon, left),
     ]
     if is_share(task):
         return tuple(lines)
-    return (*lines, larger_epsilon(task, curves, attacks))
+    return (*lines, check_larger_epsilon(task, curves, attacks))
 
 
-def deterministic(target: Target) -> Line:
+def check_deterministic(target: Target) -> AuditLine:
     """Two forward passes over the same images give the same bits."""
-    device = device_of(target.model)
+    device = model_device(target.model)
 
     def said() -> Tensor:
-        every = batches(target.images, target.batch, device)
+        every = image_batches(target.images, target.batch, device)
         return torch.cat([target.model(images).prediction for images in every])
 
-    # Both within one ``evaluating``: two would give them the same random numbers, which hides that
+    # Both within one ``eval_mode``: two would give them the same random numbers, which hides that
     # the model draws any.
-    with evaluating(target.model), torch.no_grad():
+    with eval_mode(target.model), torch.no_grad():
         first = said()
         second = said()
     same = torch.equal(first, second)
@@ -103,15 +103,15 @@ def deterministic(target: Target) -> Line:
     else:
         words = f"differ by up to {apart:.3g}"
     text = f"two forward passes over {len(first)} images {words}"
-    return Line(name="deterministic", holds=same, text=text)
+    return AuditLine(name="deterministic", holds=same, text=text)
 
 
-def zero_gradients(target: Target) -> Line:
+def check_zero_gradients(target: Target) -> AuditLine:
     """No clean image has a gradient of nothing but zeros, as saturated or blocked losses give."""
-    device = device_of(target.model)
-    images = batches(target.images, target.batch, device)
+    device = model_device(target.model)
+    images = image_batches(target.images, target.batch, device)
     shares = []
-    with evaluating(target.model):
+    with eval_mode(target.model):
         for pixels, labels in zip(images, target.labels.split(target.batch), strict=True):
             gradient = image_gradient(target.model, target.task, pixels, labels.to(device))
             shares.append((gradient == 0).flatten(1).double().mean(dim=1).cpu())
@@ -121,46 +121,50 @@ def zero_gradients(target: Target) -> Line:
         f"{blind} of {len(share)} images have no gradient at all; "
         f"{float(share.mean()):.2%} of all pixels' gradients are 0"
     )
-    return Line(name="zero_gradients", holds=blind == 0, text=text)
+    return AuditLine(name="zero_gradients", holds=blind == 0, text=text)
 
 
-def chance(target: Target, attack: Pgd, epsilon: float) -> Line:
+def check_chance(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
     """Check that in a ball that holds nearly every image the score is no better than a guess."""
     task = target.task
-    left = target.worst(target.attacked(attack, epsilon))
-    found = task.interval(left, target.people)
-    guess = task.guess(target.labels)
-    text = f"{with_limits(task, found)} at ε = {epsilon:g}; a guess has {shown(task, guess)}"
-    return Line(name="chance", holds=no_better(task, worse_limit(task, found), guess), text=text)
+    left = target.worse_scores(target.attacked(attack, epsilon))
+    interval = task.interval(left, target.people)
+    guess = task.baseline_score(target.labels)
+    shown = format_score_interval(task, interval)
+    text = f"{shown} at ε = {epsilon:g}; a guess has {format_score(task, guess)}"
+    holds = is_no_better(task, worse_limit(task, interval), guess)
+    return AuditLine(name="chance", holds=holds, text=text)
 
 
-def more_steps(
+def check_more_steps(
     task: Task,
     left: Tensor,
     longer: Tensor,
     steps: int,
     epsilon: float,
     people: np.ndarray | None = None,
-) -> Line:
+) -> AuditLine:
     """Twice the steps leave no worse score than the interval allows; both (N,) scores."""
-    found = task.interval(left, people)
+    interval = task.interval(left, people)
     then = float(longer.double().mean())
     text = (
-        f"{with_limits(task, found)} under pgd of {steps} steps, "
-        f"{shown(task, then)} of {2 * steps}, at ε = {epsilon:g}"
+        f"{format_score_interval(task, interval)} under pgd of {steps} steps, "
+        f"{format_score(task, then)} of {2 * steps}, at ε = {epsilon:g}"
     )
-    return Line(name="more_steps", holds=no_better(task, worse_limit(task, found), then), text=text)
+    return AuditLine(
+        name="more_steps", holds=is_no_better(task, worse_limit(task, interval), then), text=text
+    )
 
 
-def surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> Line:
+def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> AuditLine:
     """Images made on a model of all experts at once do no more harm than the direct attack's.
 
     direct: (N,), the scores that the direct attack left.
     """
     if getattr(target.model, "moe", None) is None:
-        return not_judged("surrogate", "the model has no MoE layer")
-    soft = target._replace(model=softened(target.model))
-    theirs = target.worst(soft.attacked(attack, epsilon))
+        return unevaluated_line("surrogate", "the model has no MoE layer")
+    soft = target._replace(model=soften_model(target.model))
+    theirs = target.worse_scores(soft.attacked(attack, epsilon))
     task = target.task
     if is_share(task):
         ours = int(direct.sum())
@@ -169,13 +173,13 @@ def surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> Li
             f"{stand} of {len(theirs)} images stand the attack from the soft all-experts "
             f"surrogate, {ours} the direct one, at ε = {epsilon:g}"
         )
-        return Line(name="surrogate", holds=ours <= stand, text=text)
+        return AuditLine(name="surrogate", holds=ours <= stand, text=text)
     # Image by image: what is more by chance alone is no sign.
     change = (theirs - direct).double().numpy()
-    low, high = limits(bootstrap_mean(change, lowest=-math.inf, people=target.people))
+    low, high = interval_limits(bootstrap_mean(change, lowest=-math.inf, people=target.people))
     text = (
-        f"{task.score.label} {shown(task, float(theirs.mean()))} under the attack from the soft "
-        f"all-experts surrogate, {shown(task, float(direct.mean()))} under the direct one "
-        f"({low:+.3g} to {high:+.3g}), at ε = {epsilon:g}"
+        f"{task.score.label} {format_score(task, float(theirs.mean()))} under the attack from the "
+        f"soft all-experts surrogate, {format_score(task, float(direct.mean()))} under the direct "
+        f"one ({low:+.3g} to {high:+.3g}), at ε = {epsilon:g}"
     )
-    return Line(name="surrogate", holds=low <= 0, text=text)
+    return AuditLine(name="surrogate", holds=low <= 0, text=text)

@@ -6,13 +6,13 @@ from itertools import pairwise
 from moecore.attacks import Attack
 from moecore.measure.base import Skipped
 from moecore.measure.under_attack.curves import (
+    AttackRow,
+    AuditLine,
     Curves,
-    Line,
-    Row,
+    format_score,
+    is_no_better,
     is_share,
-    no_better,
-    not_judged,
-    shown,
+    unevaluated_line,
 )
 from moecore.tasks.base import Task
 
@@ -21,38 +21,42 @@ BOTH = "are not both among the attacks"
 CLIMBS = ("pgd", "apgd")
 
 
-def pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) -> Line:
+def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
     """Many steps leave a score that is no better than one step's."""
-    many = _strongest_row(curves, attacks, _of_kind("pgd"))
-    one = _strongest_row(curves, attacks, _of_kind("fgsm"))
+    many = _strongest_row(curves, attacks, _is_of_kind("pgd"))
+    one = _strongest_row(curves, attacks, _is_of_kind("fgsm"))
     if many is None or one is None:
-        return not_judged("pgd_beats_fgsm", f"fgsm and pgd on the task's loss {BOTH}")
+        return unevaluated_line("pgd_beats_fgsm", f"fgsm and pgd on the task's loss {BOTH}")
     text = (
-        f"{task.score.label} {shown(task, many.score)} under pgd, "
-        f"{shown(task, one.score)} under fgsm, at ε = {many.epsilon:g}"
+        f"{task.score.label} {format_score(task, many.score)} under pgd, "
+        f"{format_score(task, one.score)} under fgsm, at ε = {many.epsilon:g}"
     )
-    return Line(name="pgd_beats_fgsm", holds=no_better(task, many.score, one.score), text=text)
+    return AuditLine(
+        name="pgd_beats_fgsm", holds=is_no_better(task, many.score, one.score), text=text
+    )
 
 
-def apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) -> Line:
+def check_apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
     """APGD reaches at least what PGD does, on average."""
-    best = _strongest_row(curves, attacks, _of_kind("apgd"))
-    plain = _strongest_row(curves, attacks, _of_kind("pgd"))
+    best = _strongest_row(curves, attacks, _is_of_kind("apgd"))
+    plain = _strongest_row(curves, attacks, _is_of_kind("pgd"))
     if best is None or plain is None:
-        return not_judged("apgd_beats_pgd", f"apgd and pgd on the task's loss {BOTH}")
+        return unevaluated_line("apgd_beats_pgd", f"apgd and pgd on the task's loss {BOTH}")
     where = f"at ε = {best.epsilon:g}"
     # An image that is right or wrong hides how far an attack went; the loss shows it.
     if is_share(task):
         text = f"mean loss {best.loss:.4g} under apgd, {plain.loss:.4g} under pgd, {where}"
-        return Line(name="apgd_beats_pgd", holds=best.loss >= plain.loss, text=text)
+        return AuditLine(name="apgd_beats_pgd", holds=best.loss >= plain.loss, text=text)
     text = (
-        f"{task.score.label} {shown(task, best.score)} under apgd, "
-        f"{shown(task, plain.score)} under pgd, {where}"
+        f"{task.score.label} {format_score(task, best.score)} under apgd, "
+        f"{format_score(task, plain.score)} under pgd, {where}"
     )
-    return Line(name="apgd_beats_pgd", holds=no_better(task, best.score, plain.score), text=text)
+    return AuditLine(
+        name="apgd_beats_pgd", holds=is_no_better(task, best.score, plain.score), text=text
+    )
 
 
-def larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) -> Line:
+def check_larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
     """No attack of many steps leaves a better score in a larger ball, which holds the smaller."""
     falling = []
     judged = []
@@ -61,21 +65,23 @@ def larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) -> Lin
         if attack.kind not in CLIMBS or not attack.climbs_task or isinstance(rows, Skipped):
             continue
         judged.append(attack.name)
-        if not all(no_better(task, after.score, before.score) for before, after in pairwise(rows)):
+        if not all(
+            is_no_better(task, after.score, before.score) for before, after in pairwise(rows)
+        ):
             falling.append(attack.name)
     if not judged:
         reason = "neither pgd nor apgd on the task's loss is among the attacks"
-        return not_judged("larger_epsilon", reason)
+        return unevaluated_line("larger_epsilon", reason)
     what = task.score.label
     text = f"the {what} never gets better ({', '.join(judged)})"
     if falling:
         text = f"the {what} gets better in a larger ball under {', '.join(falling)}"
-    return Line(name="larger_epsilon", holds=not falling, text=text)
+    return AuditLine(name="larger_epsilon", holds=not falling, text=text)
 
 
 def _strongest_row(
     curves: Curves, attacks: Sequence[Attack], wanted: Callable[[Attack], bool]
-) -> Row | None:
+) -> AttackRow | None:
     """The row of the largest epsilon of the first attack of that sort."""
     for attack in attacks:
         if wanted(attack):
@@ -86,6 +92,6 @@ def _strongest_row(
     return None
 
 
-def _of_kind(kind: str) -> Callable[[Attack], bool]:
+def _is_of_kind(kind: str) -> Callable[[Attack], bool]:
     """The attacks of a kind on the task's loss."""
     return lambda attack: attack.kind == kind and attack.climbs_task

@@ -17,12 +17,12 @@ from moecore.attacks.target import Target
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Skipped
-from moecore.measure.exploring.overlays import Picture, picture
-from moecore.statistics.intervals import Interval, images_of
+from moecore.measure.exploring.overlays import EncodedPicture, encode_picture
+from moecore.statistics.intervals import Interval, indices_by_person
 from moecore.tasks.base import Task
 
 
-class Left(Config):
+class LeftScores(Config):
     """The scores left at one epsilon: their mean with its 95 % interval, and each image's."""
 
     epsilon: float = Field(description="radius of the L∞ ball, in pixel units")
@@ -41,18 +41,18 @@ class Left(Config):
         **more,
     ) -> Self:
         """scores: (N,), of the task; people: (N,), whose image each is; more: other fields."""
-        found = task.interval(scores, people)
+        interval = task.interval(scores, people)
         return cls(
             epsilon=epsilon,
-            score=found.value,
-            low=found.low,
-            high=found.high,
-            scores=task.packed(scores),
+            score=interval.value,
+            low=interval.low,
+            high=interval.high,
+            scores=task.encode_scores(scores),
             **more,
         )
 
 
-class Row(Left):
+class AttackRow(LeftScores):
     """One attack at one epsilon."""
 
     loss: float = Field(description="the task's mean loss over the attacked images alone")
@@ -65,68 +65,68 @@ class Row(Left):
     )
 
 
-Curve = tuple[Row, ...]  # one row an epsilon, in growing order
+Curve = tuple[AttackRow, ...]  # one row an epsilon, in growing order
 Curves = Mapping[str, Curve | Skipped]  # by the attack's name
 
 
-def run_of(curves: Curves) -> dict[str, Curve]:
+def measured_curves(curves: Curves) -> dict[str, Curve]:
     """The curves of the attacks that were run."""
     return {name: rows for name, rows in curves.items() if not isinstance(rows, Skipped)}
 
 
 def worst_case(
     curves: Curves, task: Task, images: int, people: np.ndarray | None = None
-) -> tuple[Left, ...]:
+) -> tuple[LeftScores, ...]:
     """One row an epsilon over all attacks: of each image the worst score that any of them left.
 
     () where no attack was run. Raises ValueError where attacks were run at different epsilons.
     """
-    every = list(run_of(curves).values())
+    every = list(measured_curves(curves).values())
     if len({tuple(row.epsilon for row in rows) for rows in every}) > 1:
         raise ValueError("worst_case: the attacks were run at different epsilons")
     return tuple(
-        Left.of(rows[0].epsilon, task, worst_of(task, rows, images), people)
+        LeftScores.of(rows[0].epsilon, task, worst_scores(task, rows, images), people)
         for rows in zip(*every, strict=True)
     )
 
 
-def worst_of(task: Task, rows: Sequence[Left], images: int) -> Tensor:
+def worst_scores(task: Task, rows: Sequence[LeftScores], images: int) -> Tensor:
     """Return each image's worst score of these rows; (N,)."""
-    return reduce(task.worst, [unpacked(task, row, images) for row in rows])
+    return reduce(task.worse_scores, [unpack_scores(task, row, images) for row in rows])
 
 
-def unpacked(task: Task, row: Left, images: int) -> Tensor:
+def unpack_scores(task: Task, row: LeftScores, images: int) -> Tensor:
     """The scores (N,) of a row."""
     if isinstance(row.scores, str):
         kept = row.scores
     else:
         kept = list(row.scores)
-    return task.unpacked(kept, images)
+    return task.decode_scores(kept, images)
 
 
-class AttackedRow(Config):
+class AttackedPictures(Config):
     """A few images within one radius."""
 
     epsilon: float
-    pictures: Picture  # (N, C, h, w)
+    pictures: EncodedPicture  # (N, C, h, w)
 
 
-class Attacked(Config):
+class AttackedGallery(Config):
     """A few images as the strongest attack made them (adversarial-moe, figure 5)."""
 
     attack: str  # of all that were run the one that leaves the worst score at the largest radius
-    rows: tuple[AttackedRow, ...]  # in growing order of the radius; the first is clean
+    rows: tuple[AttackedPictures, ...]  # in growing order of the radius; the first is clean
 
 
-def pictured(
+def attack_gallery(
     target: Target, attacks: Sequence[Attack], number: int, curves: Curves
-) -> Attacked | None:
+) -> AttackedGallery | None:
     """``number`` images of the target, evenly spread, at each epsilon under the strongest attack.
 
     That is the one that leaves the worst score at the largest epsilon; of equal ones the loss
     decides. None of volumes, and where no attack was run or no picture is wanted.
     """
-    run = run_of(curves)
+    run = measured_curves(curves)
     if not number or not run or target.images.ndim != 4:
         return None
     sign = 1 if target.task.score.better == "higher" else -1
@@ -135,20 +135,22 @@ def pictured(
     where = evenly_spaced_indices(len(target.labels), number)
     few = target._replace(images=target.images[where], labels=target.labels[where], only=None)
     rows = [
-        AttackedRow(epsilon=row.epsilon, pictures=picture(few.attacked(attack, row.epsilon)))
+        AttackedPictures(
+            epsilon=row.epsilon, pictures=encode_picture(few.attacked(attack, row.epsilon))
+        )
         for row in run[strongest]
     ]
-    return Attacked(attack=strongest, rows=rows)
+    return AttackedGallery(attack=strongest, rows=rows)
 
 
-def several(people: np.ndarray | None) -> tuple[int, ...] | None:
+def repeated_people(people: np.ndarray | None) -> tuple[int, ...] | None:
     """Whose image each is, where anybody has several."""
-    if people is None or images_of(people) is None:
+    if people is None or indices_by_person(people) is None:
         return None
     return tuple(people.tolist())
 
 
-class Line(Config):
+class AuditLine(Config):
     """One question of the audit."""
 
     name: str
@@ -156,9 +158,9 @@ class Line(Config):
     text: str
 
 
-def not_judged(name: str, reason: str) -> Line:
+def unevaluated_line(name: str, reason: str) -> AuditLine:
     """A line that could not be told; ``reason`` in words."""
-    return Line(name=name, holds=None, text=f"not judged: {reason}")
+    return AuditLine(name=name, holds=None, text=f"not judged: {reason}")
 
 
 def is_share(task: Task) -> bool:
@@ -166,43 +168,43 @@ def is_share(task: Task) -> bool:
     return task.needs_classes("share") is None
 
 
-def no_better(task: Task, one: float, other: float) -> bool:
+def is_no_better(task: Task, one: float, other: float) -> bool:
     """Return whether the score ``one`` is as bad as ``other``, or worse."""
     if task.score.better == "higher":
         return one <= other
     return one >= other
 
 
-def shown(task: Task, value: float) -> str:
+def format_score(task: Task, value: float) -> str:
     """A score in words."""
     if task.score.form == "share":
         return f"{value:.1%}"
     return f"{value:.4g}"
 
 
-def worse_limit(task: Task, found: Interval) -> float:
+def worse_limit(task: Task, interval: Interval) -> float:
     """The end of an interval that holds the worse scores."""
-    low, high = limits(found)
+    low, high = interval_limits(interval)
     if task.score.better == "higher":
         return low
     return high
 
 
-def with_limits(task: Task, found: Interval) -> str:
+def format_score_interval(task: Task, interval: Interval) -> str:
     """A score and its interval in words."""
-    low, high = limits(found)
-    between = f"{shown(task, low)} to {shown(task, high)}"
-    return f"{task.score.label} {shown(task, found.value)} ({between})"
+    low, high = interval_limits(interval)
+    between = f"{format_score(task, low)} to {format_score(task, high)}"
+    return f"{task.score.label} {format_score(task, interval.value)} ({between})"
 
 
-def limits(found: Interval) -> tuple[float, float]:
+def interval_limits(interval: Interval) -> tuple[float, float]:
     """The ends of an interval; the value itself where it has none."""
-    low = found.value if found.low is None else found.low
-    high = found.value if found.high is None else found.high
+    low = interval.value if interval.low is None else interval.low
+    high = interval.value if interval.high is None else interval.high
     return low, high
 
 
-class Lines(Config):
+class AuditLines(Config):
     """The audit."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[AuditLine, ...]

@@ -53,7 +53,7 @@ class ImageSpec(Config):
         return self.task.answers
 
 
-def check_sizes(image: ImageSpec, patch: int, width: int, heads: int) -> None:
+def check_patches_and_heads(image: ImageSpec, patch: int, width: int, heads: int) -> None:
     """Raise UserError where patches do not tile the images or heads do not divide the width."""
     if any(size % patch for size in image.shape):
         if isinstance(image.size, int):

@@ -24,11 +24,11 @@ from moecore.nn.backbones.model import BackboneConfig, BackboneModel
 from moecore.nn.layers.block import FeedForward, HiddenRatio
 from moecore.nn.layers.language_block import (
     AdamBlock,
+    BlockState,
     LanguageBlock,
-    Memory,
     MomentumBlock,
     ReluMlp,
-    Through,
+    StreamCache,
 )
 from moecore.nn.layers.moe import MoE
 
@@ -70,8 +70,8 @@ class LanguageModel(BackboneConfig):
         routers that look ahead or at what a text does not have.
         """
         if len(image.shape) != 1:
-            found = f"model.kind: found language_model, but the data have {len(image.shape)} axes"
-            raise UserError(f"{found}; allowed: text (docstrings, wikitext), or another model")
+            problem = f"model.kind: found language_model, but the data have {len(image.shape)} axes"
+            raise UserError(f"{problem}; allowed: text (docstrings, wikitext), or another model")
         if self.width % self.heads:
             allowed = f"a divisor of model.width = {self.width}"
             raise UserError(f"model.heads: found {self.heads}; allowed: {allowed}")
@@ -102,7 +102,7 @@ class LanguageTransformer(BackboneModel):
             for kind, mlp in zip(kinds, self._feed_forwards(), strict=True)
         )
         self.head = nn.Linear(width, image.outputs)
-        self.memory: Memory | None = None
+        self.memory: StreamCache | None = None
 
     @property
     def layout(self) -> Layout:
@@ -120,14 +120,14 @@ class LanguageTransformer(BackboneModel):
         """
         config = self.config
         if length is not None and config.span > length:
-            found = f"found {config.span}, but each of {streams} streams has {length} words"
-            raise UserError(f"model.span: {found}; allowed: 1 to {length}, or a smaller batch")
+            problem = f"found {config.span}, but each of {streams} streams has {length} words"
+            raise UserError(f"model.span: {problem}; allowed: 1 to {length}, or a smaller batch")
         self.memory = None
         if streams:
             with self.positions.device:
-                self.memory = Memory(config.depth, streams, config.span, config.width)
+                self.memory = StreamCache(config.depth, streams, config.span, config.width)
 
-    def begin(self) -> None:
+    def begin_streams(self) -> None:
         """All streams begin anew."""
         if self.memory is not None:
             self.memory.clear()
@@ -145,9 +145,9 @@ class LanguageTransformer(BackboneModel):
         """
         if self.training and self.memory is not None:
             last, states = self.read(images[:, -1], self.memory.own(), progress, at, blocks)
-            self.memory.keep(states)
+            self.memory.store_states(states)
             return last
-        states = self.nothing(len(images), images.device)
+        states = self.initial_states(len(images), images.device)
         with torch.no_grad():
             for before in range(images.shape[1] - 1, 0, -1):
                 _, states = self.read(images[:, -1 - before], states, progress, before=before)
@@ -161,7 +161,7 @@ class LanguageTransformer(BackboneModel):
         """Blocks of tokens before its own that a word's prediction depends on, at most."""
         return self.config.depth * math.ceil(self.config.span / self.image.shape[0])
 
-    def nothing(self, streams: int, device: torch.device) -> Tensor:
+    def initial_states(self, streams: int, device: torch.device) -> Tensor:
         """The cache of streams that begin, (depth, B, L, d): zeros."""
         config = self.config
         return torch.zeros(config.depth, streams, config.span, config.width, device=device)
@@ -184,10 +184,10 @@ class LanguageTransformer(BackboneModel):
         seen = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         words = words.long()
         there = (words >= 0).unsqueeze(-1)
-        through = Through(self.embedding(words.clamp_min(0)))
+        through = BlockState(self.embedding(words.clamp_min(0)))
         context = RoutingContext(progress=progress)
         records: tuple[RoutingRecord, ...] = ()
-        found: dict[int, Tensor] = {}
+        block_features: dict[int, Tensor] = {}
         after = []
         for index, block in enumerate(self.blocks):
             own = states[index]
@@ -201,9 +201,9 @@ class LanguageTransformer(BackboneModel):
             through, entering, record = block(through, own, self.positions, context)
             records += record
             if index in blocks:
-                found[index] = entering if at == "mlp_input" else through.tokens
+                block_features[index] = entering if at == "mlp_input" else through.tokens
         tokens = through.tokens
-        features = tuple(tokens if at == "final" else found[index] for index in blocks)
+        features = tuple(tokens if at == "final" else block_features[index] for index in blocks)
         return (tokens, records, features), torch.stack(after)
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from moecore.core.records import (
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.correspondence import match_tokens
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.patch_embed import Interpolation, cut
+from moecore.nn.layers.patch_embed import Interpolation, cut_patches
 
 
 class _OneStage(Protocol):
@@ -168,7 +168,7 @@ class BackboneModel(Model):
         """Width of a block's tokens: in all blocks alike, unless the backbone says more."""
         return self.config.width
 
-    def moved(
+    def adapt_weights(
         self,
         weights: dict[str, Tensor],
         config: Any,
@@ -182,7 +182,9 @@ class BackboneModel(Model):
         """
         return weights
 
-    def renormalised(self, weights: dict[str, Tensor], image: ImageSpec) -> dict[str, Tensor]:
+    def renormalise_weights(
+        self, weights: dict[str, Tensor], image: ImageSpec
+    ) -> dict[str, Tensor]:
         """Return those ``weights`` of a model of ``image`` that change so that it predicts the same
         though it normalises pixels by other statistics.
         """
@@ -200,7 +202,7 @@ class BackboneModel(Model):
     def begin_finetuning(self) -> None:
         """Freeze what stays as it was pretrained."""
 
-    def begin(self) -> None:
+    def begin_streams(self) -> None:
         """Streams begin anew: forget what they left."""
 
     def end_step(self) -> None:
@@ -226,7 +228,7 @@ def cut_tokens(images: Tensor, layout: Layout) -> Tensor:
     sizes = images.shape[2:]
     beyond = [covered - size for covered, size in zip(layout.size, sizes, strict=True)]
     padding = [side for length in reversed(beyond) for side in (0, length)]
-    pixels = cut(pad(images, padding), layout.size[0] // layout.grid[0])
+    pixels = cut_patches(pad(images, padding), layout.size[0] // layout.grid[0])
     return pad(pixels, (0, 0, layout.special, 0))
 
 

@@ -16,7 +16,7 @@ from moecore.core.records import Feature, Guidance, Layout, RoutingContext
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneConfig, BackboneModel
 from moecore.nn.correspondence import match_tokens
-from moecore.nn.layers.block import Mlp, linear
+from moecore.nn.layers.block import DenseMlp, timm_linear
 from moecore.nn.layers.moe import MoE
 
 
@@ -65,10 +65,10 @@ class SingleLayerModel(BackboneModel):
         super().__init__(config, image, moe)
         self.width = image.channels * math.prod(image.shape)
         if moe is None:
-            self.mlp = Mlp(self.width, config.hidden)
+            self.mlp = DenseMlp(self.width, config.hidden)
         else:
             self.mlp = moe.build(self.width)
-        self.head = linear(self.width, image.outputs)
+        self.head = timm_linear(self.width, image.outputs)
 
     @property
     def layout(self) -> Layout:

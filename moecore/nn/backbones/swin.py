@@ -11,7 +11,7 @@ from moecore.nn.backbones.swin_transformer import SwinTransformer
 from moecore.nn.layers.block import HiddenRatio
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.window_attention import SwinKind
-from moecore.nn.layers.windows import Grid, merged, window_and_shift
+from moecore.nn.layers.windows import Grid, merged_grid, window_and_shift
 
 
 class SwinSettings(BackboneConfig):
@@ -101,19 +101,19 @@ class SwinSettings(BackboneConfig):
 
     def grids(self, image: ImageSpec) -> tuple[Grid, ...]:
         """The grid of tokens of each stage."""
-        found = [self.grid(image)]
+        stage_grids = [self.grid(image)]
         for _ in self.depths[1:]:
-            found.append(merged(found[-1]))
-        return tuple(found)
+            stage_grids.append(merged_grid(stage_grids[-1]))
+        return tuple(stage_grids)
 
     def build(self, image: ImageSpec, moe: MoE | None = None) -> SwinTransformer:
         """The model for such images; raises UserError where the sizes do not fit, and for volumes
         and text.
         """
         if len(image.shape) != 2:
-            found = f"model.kind: found {self.kind}, but the images have {len(image.shape)} axes"
+            problem = f"model.kind: found {self.kind}, but the images have {len(image.shape)} axes"
             allowed = "language_model" if len(image.shape) == 1 else "vit3d"
-            raise UserError(f"{found}; allowed: {allowed}")
+            raise UserError(f"{problem}; allowed: {allowed}")
         least = self.patch * 2 ** (len(self.depths) - 1)
         if any(size % self.patch for size in image.shape):
             allowed = f"a divisor of the image size {image.size}"

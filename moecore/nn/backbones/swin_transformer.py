@@ -19,16 +19,16 @@ from moecore.core.records import (
 )
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
-from moecore.nn.layers.block import Block, FeedForward, Mlp, drop_rates, linear
+from moecore.nn.layers.block import Block, DenseMlp, FeedForward, drop_rates, timm_linear
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
 from moecore.nn.layers.window_attention import EPS, PostNormBlock, SwinKind, WindowAttention
-from moecore.nn.layers.windows import Grid, Merge, Windows
+from moecore.nn.layers.windows import Grid, PatchMerging, Windows
 
 TABLE = "relative_position_bias_table"
 
 
-class Settings(Protocol):
+class SwinSettingsLike(Protocol):
     """What the settings of the three kinds say."""
 
     @property
@@ -59,7 +59,7 @@ class Settings(Protocol):
         ...
 
 
-class Stage(nn.Module):
+class SwinStage(nn.Module):
     """The merging of 2 × 2 tokens before a stage, none before the first, and its blocks."""
 
     def __init__(self, downsample: nn.Module, blocks: list[Block]) -> None:
@@ -68,7 +68,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where a block stands."""
 
     stage: int
@@ -83,7 +83,7 @@ class SwinTransformer(BackboneModel):
 
     moves = True
 
-    def __init__(self, config: Settings, image: ImageSpec, moe: MoE | None = None) -> None:
+    def __init__(self, config: SwinSettingsLike, image: ImageSpec, moe: MoE | None = None) -> None:
         super().__init__(config, image, moe)
         self.places = tuple(self._places())
         self.patch_embed = NormedPatchEmbed(image.channels, config.patch, config.width, EPS)
@@ -94,12 +94,12 @@ class SwinTransformer(BackboneModel):
             if stage:
                 grid = config.grids(image)[stage - 1]
                 width = config.width * 2 ** (stage - 1)
-                before = Merge(grid, width, config.kind == "swin_v2")
-            stages.append(Stage(before, [blocks.pop(0) for _ in range(depth)]))
+                before = PatchMerging(grid, width, config.kind == "swin_v2")
+            stages.append(SwinStage(before, [blocks.pop(0) for _ in range(depth)]))
         self.layers = nn.ModuleList(stages)
         last = self.places[-1].width
         self.norm = nn.LayerNorm(last, eps=EPS)
-        self.head = linear(last, image.outputs)
+        self.head = timm_linear(last, image.outputs)
 
     @property
     def layout(self) -> Layout:
@@ -138,26 +138,26 @@ class SwinTransformer(BackboneModel):
         tokens = self.patch_embed(self.normalised(images))
         contexts = self.routing_contexts(images, guidance, progress)
         records: tuple[RoutingRecord, ...] = ()
-        found: dict[int, Tensor] = {}
+        block_features: dict[int, Tensor] = {}
         index = 0
-        for stage in cast(Iterable[Stage], self.layers):
+        for stage in cast(Iterable[SwinStage], self.layers):
             tokens = stage.downsample(tokens)
             for block in stage.blocks:
                 tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
                 records += record
                 if index in blocks:
-                    found[index] = entering if at == "mlp_input" else tokens
+                    block_features[index] = entering if at == "mlp_input" else tokens
                 index += 1
         tokens = self.norm(tokens)
         if at == "final":
             return tokens, records, (tokens,) * len(blocks)
-        return tokens, records, tuple(found[index] for index in blocks)
+        return tokens, records, tuple(block_features[index] for index in blocks)
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens (B, T, width) to the outputs (B, K) of the only head."""
         return (self.image.task.predict(self.head(tokens.mean(dim=1))),)
 
-    def moved(
+    def adapt_weights(
         self,
         weights: dict[str, Tensor],
         config: Any,
@@ -180,11 +180,11 @@ class SwinTransformer(BackboneModel):
         resized = interpolate(table, size=new, mode="bicubic", align_corners=False)
         return resized.flatten(2)[0].t().to(value.dtype)
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[BlockPlace]:
         grids = self.config.grids(self.image)
         for stage, (depth, grid) in enumerate(zip(self.config.depths, grids, strict=True)):
             for _ in range(depth):
-                yield Place(stage, grid, self.config.width * 2**stage)
+                yield BlockPlace(stage, grid, self.config.width * 2**stage)
 
     def _blocks(self) -> Iterator[Block]:
         config = self.config
@@ -199,7 +199,7 @@ class SwinTransformer(BackboneModel):
             attention = WindowAttention(
                 config.kind, width, config.heads[stage], windows, config.qkv_bias, pretrained
             )
-            mlp: FeedForward = Mlp(width, int(width * config.mlp_ratio))
+            mlp: FeedForward = DenseMlp(width, int(width * config.mlp_ratio))
             if self.moe is not None and index in sparse:
                 mlp = self.moe.build(width)
             if config.kind == "swin_v2":

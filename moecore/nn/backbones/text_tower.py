@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingContext, RoutingRecord
-from moecore.nn.layers.block import Block, FeedForward, HiddenRatio, Mlp, attend, attention_weights
+from moecore.nn.layers.block import (
+    Block,
+    DenseMlp,
+    FeedForward,
+    HiddenRatio,
+    attention_weights,
+    softmax_attention,
+)
 from moecore.nn.layers.moe import MoE
 from moecore.tasks.image_text import ImageText
 
@@ -53,8 +60,10 @@ class TextTower(Config):
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.width % self.heads:
-            found = f"heads is {self.heads}"
-            raise ValueError(f"{found}; allowed: a divisor of the text tower's width {self.width}")
+            problem = f"heads is {self.heads}"
+            raise ValueError(
+                f"{problem}; allowed: a divisor of the text tower's width {self.width}"
+            )
         return self
 
 
@@ -80,11 +89,11 @@ class TextAttention(nn.Module):
         qkv = self.qkv(tokens).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if not weights:
-            return self._merged(attend(query, key, value, self.causal)), None
+            return self._merge_heads(softmax_attention(query, key, value, self.causal)), None
         each = attention_weights(query, key, self.causal)
-        return self._merged(each.to(value.dtype) @ value), each.mean(dim=1)
+        return self._merge_heads(each.to(value.dtype) @ value), each.mean(dim=1)
 
-    def _merged(self, heads: Tensor) -> Tensor:
+    def _merge_heads(self, heads: Tensor) -> Tensor:
         return self.proj(heads.transpose(1, 2).flatten(2))
 
 
@@ -136,10 +145,10 @@ class TextTransformer(nn.Module):
         hidden = self.norm(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)
         pooled = hidden[rows, ends] if self.last is None else hidden[:, -1]
-        there = self.spoken(tokens)
-        return self.projection(pooled), tuple(_only(record, there) for record in records)
+        there = self.caption_mask(tokens)
+        return self.projection(pooled), tuple(_select_tokens(record, there) for record in records)
 
-    def spoken(self, tokens: Tensor) -> Tensor:
+    def caption_mask(self, tokens: Tensor) -> Tensor:
         """Return which tokens (B, M) are the caption's own, up to the one that ends it, bool."""
         ends = (tokens == self.task.end).int().argmax(dim=1, keepdim=True)
         return torch.arange(tokens.shape[1], device=tokens.device)[None] <= ends
@@ -148,32 +157,32 @@ class TextTransformer(nn.Module):
         config = self.config
         sparse = () if config.moe is None else config.moe.indices(config.depth)
         hidden = round(config.width * config.mlp_ratio)
-        found: list[FeedForward] = []
+        feed_forwards: list[FeedForward] = []
         for index in range(config.depth):
             if config.moe is not None and index in sparse:
-                found.append(config.moe.build(config.width))
+                feed_forwards.append(config.moe.build(config.width))
                 continue
-            mlp = Mlp(config.width, hidden, config.activation)
+            mlp = DenseMlp(config.width, hidden, config.activation)
             nn.init.normal_(mlp.fc1.weight, std=(2 * config.width) ** -0.5)
             nn.init.normal_(mlp.fc2.weight, std=config.width**-0.5 * (2 * config.depth) ** -0.5)
-            found.append(mlp)
-        return found
+            feed_forwards.append(mlp)
+        return feed_forwards
 
 
-def _only(record: Any, there: Tensor) -> RoutingRecord:
+def _select_tokens(record: Any, there: Tensor) -> RoutingRecord:
     """A record (B, T, E) of the tokens that are ``there`` (B, M), as one row (1, n, E)."""
     length = there.shape[1]
     return RoutingRecord(*(field[:, :length][there][None] for field in record))
 
 
-def marks(captions: Tensor) -> Tensor:
+def caption_marks(captions: Tensor) -> Tensor:
     """Two numbers that are the same of equal captions (B, M) and differ else, (B, 2) fp32: 46 bits
     of a sum over tokens, so that of a batch of 32,768 captions none meet by chance (p 1e-5).
     """
     places = torch.arange(1, captions.shape[1] + 1, device=captions.device)
-    found = []
+    mark_columns = []
     for prime in PRIMES:
         mixed = (captions.long() + 2) * (places * prime % 1_000_003 + 1)
         mixed = (mixed ^ (mixed >> 7)) * prime % 2_147_483_647
-        found.append(mixed.sum(dim=1) % MARK)
-    return torch.stack(found, dim=1).float()
+        mark_columns.append(mixed.sum(dim=1) % MARK)
+    return torch.stack(mark_columns, dim=1).float()

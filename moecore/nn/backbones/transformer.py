@@ -19,19 +19,19 @@ from moecore.core.records import (
 )
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
-from moecore.nn.backbones.transformer_settings import Settings
+from moecore.nn.backbones.transformer_settings import TransformerSettings
 from moecore.nn.layers.block import (
     Attention,
     Block,
+    DenseMlp,
     FeedForward,
-    Mlp,
     drop_rates,
-    linear,
+    timm_linear,
 )
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import (
     Interpolation,
-    of_other_pixels,
+    renormalise_kernel,
     resize_positions,
 )
 
@@ -46,16 +46,20 @@ class Transformer(BackboneModel):
     moves = True
 
     def __init__(
-        self, config: Settings, image: ImageSpec, patch_embed: nn.Module, moe: MoE | None = None
+        self,
+        config: TransformerSettings,
+        image: ImageSpec,
+        patch_embed: nn.Module,
+        moe: MoE | None = None,
     ) -> None:
         super().__init__(config, image, moe)
         width = config.width
         self.special = special = {"class": 1, "class+distillation": 2, "mean": 0}[config.pooling]
         patches = torch.Size(config.grid(image)).numel()
         self.patch_embed = patch_embed
-        self.cls_token = _token(width, special >= 1)
-        self.dist_token = _token(width, special == 2)
-        self.pos_embed = nn.Parameter(torch.zeros(1, patches + self.positioned, width))
+        self.cls_token = _special_token(width, special >= 1)
+        self.dist_token = _special_token(width, special == 2)
+        self.pos_embed = nn.Parameter(torch.zeros(1, patches + self.positioned_tokens, width))
         self.norm_pre = nn.Identity()  # timm's name
         if config.pre_norm:
             self.norm_pre = nn.LayerNorm(width, eps=config.norm_eps)
@@ -78,16 +82,16 @@ class Transformer(BackboneModel):
         else:
             self.norm = nn.Identity()
             self.fc_norm = nn.LayerNorm(width, eps=config.norm_eps)
-        self.head = linear(width, image.outputs)
+        self.head = timm_linear(width, image.outputs)
         self.head_dist = None
         if special == 2:
-            self.head_dist = linear(width, image.outputs)
+            self.head_dist = timm_linear(width, image.outputs)
         for token in (self.cls_token, self.dist_token, self.pos_embed):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)
 
     @property
-    def positioned(self) -> int:
+    def positioned_tokens(self) -> int:
         """Return how many special tokens have a position embedding."""
         return self.special if self.config.position_on_class else 0
 
@@ -101,7 +105,7 @@ class Transformer(BackboneModel):
         """Number of blocks."""
         return len(self.blocks)
 
-    def moved(
+    def adapt_weights(
         self,
         weights: dict[str, Tensor],
         config: Any,
@@ -112,17 +116,19 @@ class Transformer(BackboneModel):
         if "pos_embed" not in weights:
             return weights
         new, old = self.config.grid(self.image), config.grid(image)
-        found = resize_positions(weights["pos_embed"], self.positioned, new, mode, old)
-        return weights | {"pos_embed": found}
+        positions = resize_positions(weights["pos_embed"], self.positioned_tokens, new, mode, old)
+        return weights | {"pos_embed": positions}
 
-    def renormalised(self, weights: dict[str, Tensor], image: ImageSpec) -> dict[str, Tensor]:
+    def renormalise_weights(
+        self, weights: dict[str, Tensor], image: ImageSpec
+    ) -> dict[str, Tensor]:
         """The patch embedding's."""
         weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"
         if weight not in weights:
             return {}
         old, new = (image.mean, image.std), (self.image.mean, self.image.std)
-        found = of_other_pixels(weights[weight], weights[bias], old, new)
-        return dict(zip((weight, bias), found, strict=True))
+        patch_weights = renormalise_kernel(weights[weight], weights[bias], old, new)
+        return dict(zip((weight, bias), patch_weights, strict=True))
 
     def encode(
         self,
@@ -141,16 +147,16 @@ class Transformer(BackboneModel):
         tokens = self.embed(self.normalised(images))
         contexts = self.routing_contexts(images, guidance, progress)
         records: tuple[RoutingRecord, ...] = ()
-        found: dict[int, Tensor] = {}
+        block_features: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
             tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
             records += record
             if index in blocks:
-                found[index] = entering if at == "mlp_input" else tokens
+                block_features[index] = entering if at == "mlp_input" else tokens
         tokens = self.norm(tokens)
         if at == "final":
             return tokens, records, (tokens,) * len(blocks)
-        return tokens, records, tuple(found[index] for index in blocks)
+        return tokens, records, tuple(block_features[index] for index in blocks)
 
     def embed(self, images: Tensor) -> Tensor:
         """Normalised images to (B, T, width) tokens with positions."""
@@ -178,16 +184,16 @@ class Transformer(BackboneModel):
     def _feed_forwards(self) -> list[FeedForward]:
         sparse = () if self.moe is None else self.moe.indices(self.config.depth)
         hidden = round(self.config.width * self.config.mlp_ratio)
-        found: list[FeedForward] = []
+        feed_forwards: list[FeedForward] = []
         for index in range(self.config.depth):
             if self.moe is not None and index in sparse:
-                found.append(self.moe.build(self.config.width))
+                feed_forwards.append(self.moe.build(self.config.width))
             else:
-                found.append(Mlp(self.config.width, hidden, self.config.activation))
-        return found
+                feed_forwards.append(DenseMlp(self.config.width, hidden, self.config.activation))
+        return feed_forwards
 
 
-def _token(width: int, wanted: bool) -> nn.Parameter | None:
+def _special_token(width: int, wanted: bool) -> nn.Parameter | None:
     if not wanted:
         return None
     return nn.Parameter(torch.zeros(1, 1, width))

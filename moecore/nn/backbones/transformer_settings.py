@@ -6,7 +6,7 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.layers.block import Activation
 
 
-class Settings(Protocol):
+class TransformerSettings(Protocol):
     """What the settings of every transformer say."""
 
     @property

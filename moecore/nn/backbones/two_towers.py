@@ -19,7 +19,7 @@ from moecore.nn.backbones.model import BackboneConfig, BackboneModel
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
 from moecore.nn.backbones.swin_v2 import SwinV2
-from moecore.nn.backbones.text_tower import TextTower, TextTransformer, marks
+from moecore.nn.backbones.text_tower import TextTower, TextTransformer, caption_marks
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import Interpolation
@@ -148,7 +148,7 @@ class TwoTowerModel(BackboneModel):
             self.text.eval()
         return self
 
-    def moved(
+    def adapt_weights(
         self,
         weights: dict[str, Tensor],
         config: Any,
@@ -164,15 +164,17 @@ class TwoTowerModel(BackboneModel):
         start = "visual."
         own = {name[len(start) :]: one for name, one in weights.items() if name.startswith(start)}
         other = {name: one for name, one in weights.items() if not name.startswith(start)}
-        found = self.visual.moved(own, config.image, image, mode)
-        return other | {start + name: one for name, one in found.items()}
+        visual_weights = self.visual.adapt_weights(own, config.image, image, mode)
+        return other | {start + name: one for name, one in visual_weights.items()}
 
-    def renormalised(self, weights: dict[str, Tensor], image: ImageSpec) -> dict[str, Tensor]:
+    def renormalise_weights(
+        self, weights: dict[str, Tensor], image: ImageSpec
+    ) -> dict[str, Tensor]:
         """The image tower's."""
         own = {name: one for name, one in weights.items() if name.startswith("visual.")}
         bare = {name.removeprefix("visual."): one for name, one in own.items()}
-        found = self.visual.renormalised(bare, image)
-        return {f"visual.{name}": one for name, one in found.items()}
+        visual_weights = self.visual.renormalise_weights(bare, image)
+        return {f"visual.{name}": one for name, one in visual_weights.items()}
 
     def forward(
         self,
@@ -218,7 +220,7 @@ class TwoTowerModel(BackboneModel):
         embedding, records = self.text(captions.clamp_min(0), progress)
         with torch.autocast(embedding.device.type, enabled=False):
             unit = normalize(embedding.float(), dim=1) * there
-        return torch.cat([unit, there, marks(captions)], dim=1), records
+        return torch.cat([unit, there, caption_marks(captions)], dim=1), records
 
     @torch.no_grad()
     def targets(self, labels: Tensor) -> Tensor:

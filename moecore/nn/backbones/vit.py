@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.image import ImageSpec, check_sizes
+from moecore.nn.backbones.image import ImageSpec, check_patches_and_heads
 from moecore.nn.backbones.model import BackboneConfig
 from moecore.nn.backbones.transformer import Transformer
 from moecore.nn.layers.block import HiddenRatio
@@ -75,7 +75,7 @@ class Vit(BackboneConfig):
                 f"model.kind: found vit, but the images have {len(image.shape)} axes; allowed: "
                 f"{'language_model' if len(image.shape) == 1 else 'vit3d'}"
             )
-        check_sizes(image, self.patch, self.width, self.heads)
+        check_patches_and_heads(image, self.patch, self.width, self.heads)
         return VisionTransformer(self, image, moe)
 
 

@@ -11,12 +11,12 @@ from pydantic import Field
 from torch import nn
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.image import ImageSpec, check_sizes
+from moecore.nn.backbones.image import ImageSpec, check_patches_and_heads
 from moecore.nn.backbones.model import BackboneConfig
 from moecore.nn.backbones.transformer import Transformer
 from moecore.nn.layers.block import Activation, HiddenRatio
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, PooledStem, waves
+from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, PooledStem, sinusoidal_positions
 
 
 class Vit3d(BackboneConfig):
@@ -96,7 +96,7 @@ class Vit3d(BackboneConfig):
                 f"model.kind: found vit3d, but the images have {len(image.shape)} axes; allowed: "
                 f"{'language_model' if len(image.shape) == 1 else 'vit'}"
             )
-        check_sizes(image, self.patch, self.width, self.heads)
+        check_patches_and_heads(image, self.patch, self.width, self.heads)
         if self.stem == "pooled" and self.patch % self.pool:
             raise UserError(
                 f"model.pool: found {self.pool}; allowed: a divisor of model.patch = {self.patch}"
@@ -120,18 +120,18 @@ class VolumeTransformer(Transformer):
     """
 
     def __init__(self, config: Vit3d, image: ImageSpec, moe: MoE | None = None) -> None:
-        super().__init__(config, image, _stem(config, image.channels), moe)
+        super().__init__(config, image, _build_stem(config, image.channels), moe)
         if config.positions == "sinusoidal":
-            fixed = waves(config.grid(image), config.width)
+            fixed = sinusoidal_positions(config.grid(image), config.width)
             del self.pos_embed
             self.register_buffer(
                 "pos_embed",
-                torch.cat([fixed.new_zeros(1, self.positioned, config.width), fixed], dim=1),
+                torch.cat([fixed.new_zeros(1, self.positioned_tokens, config.width), fixed], dim=1),
                 persistent=False,
             )
 
 
-def _stem(config: Vit3d, channels: int) -> nn.Module:
+def _build_stem(config: Vit3d, channels: int) -> nn.Module:
     if config.stem == "pooled":
         return PooledStem(channels, config.patch, config.width, config.pool)
     if config.stem == "conv":

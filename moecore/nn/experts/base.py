@@ -52,7 +52,7 @@ def default_rank(width: int) -> int:
     return min(width, 512, max(8, 2 * width // 3 // 8 * 8))
 
 
-def drawn_bases(experts: int, width: int, rank: int) -> nn.Parameter:
+def draw_bases(experts: int, width: int, rank: int) -> nn.Parameter:
     """(E, d, r) with orthonormal columns: QR of normal draws."""
     bases = torch.empty(experts, width, rank)
     for basis in bases:

@@ -17,7 +17,7 @@ from moecore.nn.experts.base import (
     ExpertsConfig,
     ExpertsModule,
     default_rank,
-    drawn_bases,
+    draw_bases,
     positive_qr,
 )
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
@@ -75,7 +75,7 @@ class EigenExperts(ExpertsModule):
         number = config.number
         hidden = max(1, round(config.hidden_ratio * width))
         rank = config.rank or default_rank(width)
-        self.basis = drawn_bases(number, width, rank)
+        self.basis = draw_bases(number, width, rank)
         self.scale = nn.Parameter(torch.ones(number, rank))
         # An entry of W1 is a sum of r products of entries of U and B. Orthonormal columns have
         # entries of variance 1/d, so it has variance r·std²/d: with std = 0.02·sqrt(d/r) that is

@@ -60,10 +60,10 @@ class MlpExperts(ExpertsModule):
             return grouped_mlp(rows.values, *maps, rows.offsets)
         active = {"gelu": gelu, "relu": relu, "quick_gelu": quick_gelu}[self.activation]
         hidden = active(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
-        hidden = self._dropped(hidden, rows)
+        hidden = self._drop_hidden(hidden, rows)
         return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
 
-    def _dropped(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def _drop_hidden(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Hidden values (R, h) after dropout, which is drawn for the whole batch, pair by pair."""
         rate = self.dropout
         if not self.training or not rate:

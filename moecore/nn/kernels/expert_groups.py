@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 MANY_EXPERTS = 64  # from which on they are grouped; fewer, one by one, cost little
-SEATS = 128  # per expert, up to which a group is faster where it has ROUNDED_EXPERTS
+GROUPED_SLOTS = 128  # per expert, up to which a group is faster where it has ROUNDED_EXPERTS
 ROUNDED_EXPERTS = 8  # fewer are so large that a product of one's own keeps both cores busy
-EXACT_SEATS = (
+EXACT_SLOTS = (
     32  # up to which a product waits for its weights, and to round them to bf16 costs more
 )
 GROUP = 3 << 20  # entries of the weights of a group, which in bf16 stay in an L3 cache
@@ -25,14 +25,14 @@ class Group(NamedTuple):
 
     experts: int | slice
     rows: slice
-    seats: int  # of each expert
+    slots: int  # of each expert
 
     @property
     def alone(self) -> bool:
         return isinstance(self.experts, int)
 
 
-class Plan:
+class GroupPlan:
     """``groups`` of experts in their order; ``idle`` are experts without rows and outside of all
     groups.
     """
@@ -48,13 +48,13 @@ class Plan:
             many = max(1, GROUP // max(1, weight[0].numel()))
         for first in range(0, len(self.sizes), many):
             sizes = self.sizes[first : first + many]
-            seats = max(sizes)
-            if many > 1 and _batched(sizes, many):
+            slots = max(sizes)
+            if many > 1 and _share_product(sizes, many):
                 last = first + len(sizes)
                 rows = slice(ends[first], ends[last])
-                self.groups.append(Group(slice(first, last), rows, seats))
+                self.groups.append(Group(slice(first, last), rows, slots))
                 for expert in range(first, last):
-                    shifts[expert] = (expert - first) * seats - ends[expert]
+                    shifts[expert] = (expert - first) * slots - ends[expert]
                 continue
             for expert, size in enumerate(sizes, start=first):
                 if size:
@@ -64,21 +64,21 @@ class Plan:
                     self.idle.append(expert)
         if many > 1:
             each = torch.tensor(shifts).repeat_interleave(torch.tensor(self.sizes))
-            self.seats = each + torch.arange(ends[-1])
+            self.slots = each + torch.arange(ends[-1])
 
-    def seated(self, rows: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    def pad_rows(self, rows: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
         """The group's rows of (R, n): as they are for one expert, (experts, S, n) with zeros on
         free seats for several; then in ``dtype``, that of the weights, where seats are few.
         """
         part = rows[group.rows]
         if isinstance(group.experts, int):
             return part
-        if group.seats <= EXACT_SEATS:
+        if group.slots <= EXACT_SLOTS:
             part = part.to(dtype)
         number = group.experts.stop - group.experts.start
-        seats = part.new_zeros(number * group.seats, part.shape[1])
-        seats.index_copy_(0, self.seats[group.rows], part)
-        return seats.view(number, group.seats, -1)
+        padded = part.new_zeros(number * group.slots, part.shape[1])
+        padded.index_copy_(0, self.slots[group.rows], part)
+        return padded.view(number, group.slots, -1)
 
     def place(self, rows: Tensor, group: Group) -> Tensor | None:
         """Return where an expert's product may be written at once; None for several experts."""
@@ -86,21 +86,23 @@ class Plan:
             return rows[group.rows]
         return None
 
-    def back(self, seated: Tensor, group: Group, rows: Tensor) -> None:
+    def back(self, padded: Tensor, group: Group, rows: Tensor) -> None:
         """Write what several experts have on their seats to the rows (R, n)."""
         if not group.alone:
-            found = seated.flatten(0, 1).index_select(0, self.seats[group.rows])
-            rows[group.rows].copy_(found)
+            values = padded.flatten(0, 1).index_select(0, self.slots[group.rows])
+            rows[group.rows].copy_(values)
 
 
-def _batched(sizes: list[int], many: int) -> bool:
+def _share_product(sizes: list[int], many: int) -> bool:
     """Whether experts with these rows share a product, of groups of ``many``.
 
     Up to EXACT_SEATS it waits for the weights, and free seats cost nothing; an expert alone spares
     the weights of those without rows, so a third must have some. Above, free seats cost as much as
     others: at most half may be free.
     """
-    seats = max(sizes)
-    if seats <= EXACT_SEATS:
+    slots = max(sizes)
+    if slots <= EXACT_SLOTS:
         return 3 * sum(size > 0 for size in sizes) >= len(sizes)
-    return many >= ROUNDED_EXPERTS and seats <= SEATS and 2 * sum(sizes) >= len(sizes) * seats
+    return (
+        many >= ROUNDED_EXPERTS and slots <= GROUPED_SLOTS and 2 * sum(sizes) >= len(sizes) * slots
+    )

@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.nn.functional import gelu
 
 from moecore.core.torch_internals import multiply_gelu_slope
-from moecore.nn.kernels.expert_groups import Group, Plan
+from moecore.nn.kernels.expert_groups import Group, GroupPlan
 
 
 class ExpertLoop(Function):
@@ -27,12 +27,12 @@ class ExpertLoop(Function):
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        plan = Plan(offsets, weight)
-        maps = _Maps(weight, bias, _Room(rows.dtype))
+        plan = GroupPlan(offsets, weight)
+        maps = _LinearMaps(weight, bias, _CastBuffer(rows.dtype))
         outputs = rows.new_empty(len(rows), weight.shape[2])
         with _no_autocast(rows):
             for group in plan.groups:
-                part = plan.seated(rows, group, weight.dtype)
+                part = plan.pad_rows(rows, group, weight.dtype)
                 plan.back(maps(part, group, plan.place(outputs, group)), group, outputs)
         return outputs
 
@@ -43,23 +43,23 @@ class ExpertLoop(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return _twice_differentiable(_linear, ctx, grads[0])
+            return _differentiable_gradients(_linear, ctx, grads[0])
         rows, weight, bias, offsets = ctx.saved_tensors
         grad = grads[0].contiguous()
         wants_rows, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        plan = Plan(offsets, weight)
-        maps = _Maps(weight, bias, _Room(rows.dtype))
+        plan = GroupPlan(offsets, weight)
+        maps = _LinearMaps(weight, bias, _CastBuffer(rows.dtype))
         to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        found = _Gradients(maps, plan, wants_weight, wants_bias)
+        gradients = _Gradients(maps, plan, wants_weight, wants_bias)
         with _no_autocast(rows):
             for group in plan.groups:
-                part = plan.seated(grad, group, weight.dtype)
+                part = plan.pad_rows(grad, group, weight.dtype)
                 if wants_rows:
                     plan.back(
                         maps.backward(part, group, plan.place(to_rows, group)), group, to_rows
                     )
-                found.add(plan.seated(rows, group, weight.dtype), part, group)
-        return to_rows if wants_rows else None, found.weight, found.bias, None
+                gradients.add(plan.pad_rows(rows, group, weight.dtype), part, group)
+        return to_rows if wants_rows else None, gradients.weight, gradients.bias, None
 
 
 class ExpertMlp(Function):
@@ -75,15 +75,15 @@ class ExpertMlp(Function):
     def forward(
         rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, offsets: Tensor
     ) -> tuple[Tensor, ...]:
-        plan = Plan(offsets, up)
-        room = _Room(rows.dtype)
-        first = _Maps(up, up_bias, room)
-        second = _Maps(down, down_bias, room)
+        plan = GroupPlan(offsets, up)
+        room = _CastBuffer(rows.dtype)
+        first = _LinearMaps(up, up_bias, room)
+        second = _LinearMaps(down, down_bias, room)
         outputs = rows.new_empty(len(rows), down.shape[2])
         kept = []
         with _no_autocast(rows):
             for group in plan.groups:
-                inner = first(plan.seated(rows, group, up.dtype), group, None)
+                inner = first(plan.pad_rows(rows, group, up.dtype), group, None)
                 hidden = gelu(inner)
                 plan.back(second(hidden, group, plan.place(outputs, group)), group, outputs)
                 kept += [inner, hidden]
@@ -101,24 +101,24 @@ class ExpertMlp(Function):
         if grads[0] is None:  # nobody wants the gradient of the outputs
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
-            return _twice_differentiable(_mlp, ctx, grads[0])
+            return _differentiable_gradients(_mlp, ctx, grads[0])
         rows, up, up_bias, down, down_bias, offsets, *kept = ctx.saved_tensors
         grad = grads[0].contiguous()
         wants_rows, wants_up, wants_up_bias, wants_down, wants_down_bias, _ = ctx.needs_input_grad
-        plan = Plan(offsets, up)
-        room = _Room(rows.dtype)
-        first = _Maps(up, up_bias, room)
-        second = _Maps(down, down_bias, room)
+        plan = GroupPlan(offsets, up)
+        room = _CastBuffer(rows.dtype)
+        first = _LinearMaps(up, up_bias, room)
+        second = _LinearMaps(down, down_bias, room)
         to_first = _Gradients(first, plan, wants_up, wants_up_bias)
         to_second = _Gradients(second, plan, wants_down, wants_down_bias)
         to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
         with _no_autocast(rows):
             for group, inner, hidden in zip(plan.groups, kept[::2], kept[1::2], strict=True):
-                part = plan.seated(grad, group, up.dtype)
+                part = plan.pad_rows(grad, group, up.dtype)
                 to_second.add(hidden, part, group)
                 to_inner = second.backward(part, group, None)
                 multiply_gelu_slope(to_inner, inner)
-                to_first.add(plan.seated(rows, group, up.dtype), to_inner, group)
+                to_first.add(plan.pad_rows(rows, group, up.dtype), to_inner, group)
                 if wants_rows:
                     place = plan.place(to_rows, group)
                     plan.back(first.backward(to_inner, group, place), group, to_rows)
@@ -127,7 +127,7 @@ class ExpertMlp(Function):
         return to_rows, to_first.weight, to_first.bias, to_second.weight, to_second.bias, None
 
 
-class _Room:
+class _CastBuffer:
     """One buffer for the weights and gradients of one group after the other in the dtype of the
     products: two would push each other out of a core's cache.
     """
@@ -142,10 +142,10 @@ class _Room:
         return self._held[: like.numel()].view(like.shape)
 
 
-class _Maps:
+class _LinearMaps:
     """The linear maps of all experts, in the dtype of the product that is asked for."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, room: _Room) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, room: _CastBuffer) -> None:
         self.weight = weight
         self.bias = bias
         self.room = room
@@ -178,7 +178,7 @@ class _Maps:
 class _Gradients:
     """The gradients of the weights and biases of all experts, None where nobody wants them."""
 
-    def __init__(self, maps: _Maps, plan: Plan, weight: bool, bias: bool) -> None:
+    def __init__(self, maps: _LinearMaps, plan: GroupPlan, weight: bool, bias: bool) -> None:
         self.maps = maps
         self.weight = None
         self.bias = None
@@ -193,7 +193,7 @@ class _Gradients:
         """Add what the group's rows and the gradient of their outputs give."""
         if self.weight is not None:
             into = self.weight[group.experts]
-            if group.seats == 1:
+            if group.slots == 1:
                 # a product of two vectors is cheaper so
                 torch.mul(rows.mT, grad, out=into)
             elif into.dtype == grad.dtype:
@@ -214,7 +214,7 @@ def _no_autocast(rows: Tensor) -> AbstractContextManager:
     return torch.autocast(rows.device.type, enabled=False)
 
 
-def _twice_differentiable(
+def _differentiable_gradients(
     plain: Callable[..., Tensor], ctx: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """The gradients of a Function's inputs, of which a gradient is wanted too: those of ``plain``,
@@ -223,8 +223,8 @@ def _twice_differentiable(
     inputs = ctx.saved_tensors[: len(ctx.needs_input_grad)]
     wanted = [tensor for tensor, wants in zip(inputs, ctx.needs_input_grad, strict=True) if wants]
     with _no_autocast(grad):
-        found = iter(torch.autograd.grad(plain(*inputs), wanted, grad, create_graph=True))
-    return tuple(next(found) if wants else None for wants in ctx.needs_input_grad)
+        gradients = iter(torch.autograd.grad(plain(*inputs), wanted, grad, create_graph=True))
+    return tuple(next(gradients) if wants else None for wants in ctx.needs_input_grad)
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import ExpertsModule
 
 
-class PartedExperts:
+class ShardedExperts:
     """What an ``MoELayer`` calls in place of its experts, whose parameters (E, …) are sharded by
     expert over the last dimension of ``mesh`` (replicate, shard).
 
@@ -36,7 +36,7 @@ class PartedExperts:
         """The bases (E, d, r) of all experts, gathered; None where they have none."""
         if self.experts.lent_basis() is None:
             return None
-        return _Gathered.apply(self._own("basis"), self.group)
+        return _AllGather.apply(self._own("basis"), self.group)
 
     def __call__(self, rows: Rows) -> Tensor:
         """Rows (R, d) to outputs (R, d), in the same order. Waits once for the device: how many
@@ -48,21 +48,21 @@ class PartedExperts:
         distributed.all_to_all_single(theirs, mine, group=self.group)
         sent, got = torch.stack([mine.sum(dim=1), theirs.sum(dim=1)]).tolist()
         values = _Exchange.apply(rows.values, sent, got, self.group)
-        to_expert, back = by_expert(theirs, sum(got))
+        to_expert, back = order_by_expert(theirs, sum(got))
         ends = theirs.sum(dim=0).cumsum(dim=0).int()
-        own = Rows(_Permuted.apply(values, to_expert, back), ends, rows.projected)
+        own = Rows(_Permute.apply(values, to_expert, back), ends, rows.projected)
         names = [name for name, _ in self.experts.named_parameters()]
         parameters = {name: self._own(name) for name in names}
         outputs = functional_call(self.experts, parameters, (own,))
-        return _Exchange.apply(_Permuted.apply(outputs, back, to_expert), got, sent, self.group)
+        return _Exchange.apply(_Permute.apply(outputs, back, to_expert), got, sent, self.group)
 
     def _own(self, name: str) -> Tensor:
         """This rank's experts' part of a parameter."""
         parameter: Any = self.experts.get_parameter(name)
-        return _Averaged.apply(parameter.to_local(), self.copies, self.ranks)
+        return _AverageGradient.apply(parameter.to_local(), self.copies, self.ranks)
 
 
-def by_expert(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def order_by_expert(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Rows that came rank by rank, of each rank expert by expert, in the order of experts.
 
     sizes: (n, E / n), how many came from each rank for each expert; ``rows`` in all. Returns the
@@ -97,7 +97,7 @@ class _Exchange(Function):
         return _Exchange.apply(grads[0], got, sent, group), None, None, None
 
 
-class _Permuted(Function):
+class _Permute(Function):
     """Rows in another order; the gradient is gathered too."""
 
     @staticmethod
@@ -111,10 +111,10 @@ class _Permuted(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         order, back = ctx.saved_tensors
-        return _Permuted.apply(grads[0], back, order), None, None
+        return _Permute.apply(grads[0], back, order), None, None
 
 
-class _Averaged(Function):
+class _AverageGradient(Function):
     """A parameter's own part. Its gradient, which is of the tokens of this group's ranks, is summed
     over the groups that hold the same experts and divided by the number of ranks.
     """
@@ -134,7 +134,7 @@ class _Averaged(Function):
         return total.div_(ctx.ranks), None, None
 
 
-class _Gathered(Function):
+class _AllGather(Function):
     """Parts (E / n, …) of all ranks of a group, one after the other; the gradient of a part is
     summed over the ranks that used it.
     """

@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
         each = (sizes + height - 1).div(height, rounding_mode="floor")
         last = each.cumsum(0)
         first = last - each
-        numbers = torch.arange(number(rows, experts, height), device=offsets.device)
+        numbers = torch.arange(tile_count(rows, experts, height), device=offsets.device)
         # Past the last tile all are of the last expert, and hold none of its rows.
         of = torch.searchsorted(last, numbers, right=True).clamp_(max=experts - 1)
         within = (numbers - first[of]).unsqueeze(1) * height
@@ -53,16 +53,16 @@ class Tiles(NamedTuple):
         places = row - begins[whose] + first[whose] * height
         return cls(of, held, there.unsqueeze(1), places, height)
 
-    def filled(self, values: Tensor) -> Tensor:
+    def fill_tiles(self, values: Tensor) -> Tensor:
         """Values (R, w) as tiles (n, m, w), with zeros where there is no row."""
         held = values.index_select(0, self.rows).where(self.there, 0)
         return held.unflatten(0, (-1, self.height))
 
-    def emptied(self, tiles: Tensor) -> Tensor:
+    def read_rows(self, tiles: Tensor) -> Tensor:
         """Return what lies in tiles (n, m, w) at the rows' places, (R, w)."""
         return tiles.flatten(0, 1).index_select(0, self.places)
 
-    def summed(self, values: Tensor, experts: int) -> Tensor:
+    def sum_by_expert(self, values: Tensor, experts: int) -> Tensor:
         """The sum (E, …) of each expert's tiles (n, …), always in the same order."""
         of = torch.arange(experts, device=values.device).unsqueeze(1) == self.experts
         return (of.to(values.dtype) @ values.flatten(1)).unflatten(1, values.shape[1:])
@@ -75,13 +75,13 @@ class TiledProduct(Function):
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        tiles = _tiles(rows, offsets)
-        values = tiles.filled(rows)
+        tiles = _make_tiles(rows, offsets)
+        values = tiles.fill_tiles(rows)
         of_tiles = weight.index_select(0, tiles.experts)
         if bias is None:
-            return tiles.emptied(torch.bmm(values, of_tiles))
+            return tiles.read_rows(torch.bmm(values, of_tiles))
         added = bias.index_select(0, tiles.experts).unsqueeze(1)
-        return tiles.emptied(torch.baddbmm(added, values, of_tiles))
+        return tiles.read_rows(torch.baddbmm(added, values, of_tiles))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -93,26 +93,26 @@ class TiledProduct(Function):
         (grad,) = grads
         rows, weight, offsets = ctx.saved_tensors
         wants_rows, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        tiles = _tiles(rows, offsets)
-        given = tiles.filled(grad)
+        tiles = _make_tiles(rows, offsets)
+        given = tiles.fill_tiles(grad)
         to_rows = to_weight = to_bias = None
         if wants_rows:
             of_tiles = weight.index_select(0, tiles.experts)
-            to_rows = tiles.emptied(torch.bmm(given, of_tiles.mT))
+            to_rows = tiles.read_rows(torch.bmm(given, of_tiles.mT))
         if wants_weight:
-            products = torch.bmm(tiles.filled(rows).mT, given)
-            to_weight = tiles.summed(products, len(weight))
+            products = torch.bmm(tiles.fill_tiles(rows).mT, given)
+            to_weight = tiles.sum_by_expert(products, len(weight))
         if wants_bias:
-            to_bias = tiles.summed(given.sum(dim=1), len(weight))
+            to_bias = tiles.sum_by_expert(given.sum(dim=1), len(weight))
         return to_rows, to_weight, to_bias, None
 
 
-def number(rows: int, experts: int, height: int) -> int:
+def tile_count(rows: int, experts: int, height: int) -> int:
     """Return how many tiles are enough, however the rows are spread."""
     return (rows + experts * (height - 1)) // height if rows else 0
 
 
-def height_for(rows: int, experts: int) -> int:
+def tile_height(rows: int, experts: int) -> int:
     """Rows of a tile, a power of two near √(128 · rows per expert).
 
     On average half a tile of every expert is empty, m / 2a of the work at ``a`` rows per expert.
@@ -124,5 +124,5 @@ def height_for(rows: int, experts: int) -> int:
     return max(_SMALLEST, min(_LARGEST, 1 << round(math.log2(wanted))))
 
 
-def _tiles(rows: Tensor, offsets: Tensor) -> Tiles:
-    return Tiles.of(offsets, len(rows), height_for(len(rows), len(offsets)))
+def _make_tiles(rows: Tensor, offsets: Tensor) -> Tiles:
+    return Tiles.of(offsets, len(rows), tile_height(len(rows), len(offsets)))

@@ -11,7 +11,7 @@ from moecore.core.records import RoutingContext
 from moecore.core.streams import bernoulli_like
 
 
-def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+def timm_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
     """A Linear with truncated-normal weights (std 0.02) and zero bias: the start of ViT and DeiT
     (timm's scheme).
     """
@@ -50,7 +50,7 @@ def quick_gelu(values: Tensor) -> Tensor:
     return values * torch.sigmoid(1.702 * values)
 
 
-class Mlp(FeedForward):
+class DenseMlp(FeedForward):
     """Linear, GELU (erf form), Linear over (B, T, width) tokens; returns them with an empty tuple
     of routing records. quick_gelu: x·σ(1.702 x) in its place, of OpenAI's weights.
     """
@@ -58,8 +58,8 @@ class Mlp(FeedForward):
     def __init__(self, width: int, hidden: int, activation: Activation = "gelu") -> None:
         super().__init__()
         self.quick = activation == "quick_gelu"
-        self.fc1 = linear(width, hidden)
-        self.fc2 = linear(hidden, width)
+        self.fc1 = timm_linear(width, hidden)
+        self.fc2 = timm_linear(hidden, width)
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
@@ -68,7 +68,7 @@ class Mlp(FeedForward):
         return self.fc2(quick_gelu(hidden) if self.quick else gelu(hidden)), ()
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
     """Softmax attention; all arguments and the result are (B, heads, T, head width). causal: see
     ``attention_weights``.
 
@@ -106,19 +106,19 @@ class Attention(nn.Module):
         if width % heads:
             raise ValueError(f"model.heads = {heads} does not divide model.width = {width}")
         self.heads = heads
-        self.qkv = linear(width, 3 * width, bias=qkv_bias)
-        self.proj = linear(width, width)
+        self.qkv = timm_linear(width, 3 * width, bias=qkv_bias)
+        self.proj = timm_linear(width, width)
 
     def forward(self, tokens: Tensor, weights: bool = False) -> tuple[Tensor, Tensor | None]:
         batch, length, width = tokens.shape
         qkv = self.qkv(tokens).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if not weights:
-            return self._merged(attend(query, key, value)), None
+            return self._merge_heads(softmax_attention(query, key, value)), None
         each = attention_weights(query, key)
-        return self._merged(each.to(value.dtype) @ value), each.mean(dim=1)
+        return self._merge_heads(each.to(value.dtype) @ value), each.mean(dim=1)
 
-    def _merged(self, heads: Tensor) -> Tensor:
+    def _merge_heads(self, heads: Tensor) -> Tensor:
         return self.proj(heads.transpose(1, 2).flatten(2))
 
 
@@ -182,11 +182,11 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=eps)
         self.attn = attention
-        self.ls1 = _scale(width, layer_scale)
+        self.ls1 = _layer_scale(width, layer_scale)
         self.drop_path1 = _drop_path(drop_path)
         self.norm2 = nn.LayerNorm(width, eps=eps)
         self.mlp = mlp
-        self.ls2 = _scale(width, layer_scale)
+        self.ls2 = _layer_scale(width, layer_scale)
         self.drop_path2 = _drop_path(drop_path)
 
     def forward(
@@ -203,7 +203,7 @@ class Block(nn.Module):
         return tokens + self.drop_path2(self.ls2(change)), entering, records
 
 
-def _scale(width: int, initial: float | None) -> nn.Module:
+def _layer_scale(width: int, initial: float | None) -> nn.Module:
     if initial is None:
         return nn.Identity()
     return LayerScale(width, initial)

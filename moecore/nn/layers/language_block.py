@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
-from moecore.core.ranks import ranks, rows_of_all
+from moecore.core.ranks import all_gather_rows, current_ranks
 from moecore.core.records import RoutingContext
 from moecore.core.streams import bernoulli_like
 from moecore.nn.layers.block import FeedForward
@@ -63,27 +63,31 @@ class SpanAttention(nn.Module):
         block = tokens.shape[1]
         every = torch.cat([before.to(tokens.dtype), tokens], dim=1)
         query, key, value = self._split(self.query(tokens), self.key(every), self.value(every))
-        logits = upright(query @ key.transpose(-2, -1)) + query @ positions.to(query.dtype)
+        logits = undo_relative_shift(query @ key.transpose(-2, -1)) + query @ positions.to(
+            query.dtype
+        )
         share = torch.softmax(logits.float() * query.shape[-1] ** -0.5, dim=-1).to(value.dtype)
-        slanted = slant(self.dropout(share))
-        attended = self.proj((slanted @ value).transpose(1, 2).flatten(2))
+        shifted = relative_shift(self.dropout(share))
+        attended = self.proj((shifted @ value).transpose(1, 2).flatten(2))
         if not weights:
             return attended, None
-        return attended, slant(share).mean(dim=1)[..., -block:]
+        return attended, relative_shift(share).mean(dim=1)[..., -block:]
 
     def _split(self, *each: Tensor) -> tuple[Tensor, ...]:
         return tuple(one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in each)
 
 
-def upright(values: Tensor) -> Tensor:
+def undo_relative_shift(values: Tensor) -> Tensor:
     """(…, M, L + M) to (…, M, L): row t keeps its columns t … t + L − 1."""
     *lead, block, whole = values.shape
     flat = pad(values.flatten(-2), (0, block))
     return flat.view(*lead, block, whole + 1)[..., : whole - block]
 
 
-def slant(values: Tensor) -> Tensor:
-    """(…, M, L) to (…, M, L + M): row t begins at column t, all else is 0; undoes ``upright``."""
+def relative_shift(values: Tensor) -> Tensor:
+    """(…, M, L) to (…, M, L + M): row t begins at column t, all else is 0; undoes
+    ``undo_relative_shift``.
+    """
     *lead, block, span = values.shape
     flat = pad(values, (0, block + 1)).flatten(-2)
     return flat[..., : block * (span + block)].view(*lead, block, span + block)
@@ -96,7 +100,7 @@ BETAS = (0.9, 0.999)
 EPS = 1e-8  # under the root
 
 
-class Through(NamedTuple):
+class BlockState(NamedTuple):
     """What goes from block to block: tokens (B, M, d), and the momentum (B, M, d) or None."""
 
     tokens: Tensor
@@ -136,8 +140,8 @@ class LanguageBlock(nn.Module):
         self.norm2 = nn.LayerNorm(width)
 
     def forward(
-        self, through: Through, before: Tensor, positions: Tensor, context: RoutingContext
-    ) -> tuple[Through, Tensor, tuple]:
+        self, through: BlockState, before: Tensor, positions: Tensor, context: RoutingContext
+    ) -> tuple[BlockState, Tensor, tuple]:
         """before: (B, L, d), the block's input at the L tokens before. Returns what goes on, the
         feed-forward's input (B, M, d), and its routing records.
         """
@@ -149,10 +153,10 @@ class LanguageBlock(nn.Module):
             attention=weights, attended=attended if "attended" in wants else None
         )
         change, records = self.mlp(entering, context)
-        inner, momentum = self.inner(entering, self.dropout(change), through.momentum)
-        return Through(self.norm2(entering + self.norm(inner)), momentum), entering, records
+        inner, momentum = self.inner_residual(entering, self.dropout(change), through.momentum)
+        return BlockState(self.norm2(entering + self.norm(inner)), momentum), entering, records
 
-    def inner(
+    def inner_residual(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return what the inner norm takes, and the momentum for the next block."""
@@ -162,7 +166,7 @@ class LanguageBlock(nn.Module):
 class MomentumBlock(LanguageBlock):
     """With the momentum of the blocks before; it is 0 at the first one."""
 
-    def inner(
+    def inner_residual(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         momentum = GAMMA_2 * change if momentum is None else MU * momentum + GAMMA_2 * change
@@ -176,16 +180,16 @@ class AdamBlock(MomentumBlock):
     code; both papers' text adds them). The blocks after it are a MomentumBlock.
     """
 
-    def inner(
+    def inner_residual(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        _, momentum = super().inner(tokens, change, momentum)
+        _, momentum = super().inner_residual(tokens, change, momentum)
         first = (1 - BETAS[0]) * change
         second = (1 - BETAS[1]) * change.float().square()
         return -GAMMA_1 * first / torch.sqrt(second + EPS), momentum
 
 
-class Memory(nn.Module):
+class StreamCache(nn.Module):
     """What all blocks got as input at the last L tokens of every stream of the whole batch,
     (depth, B, L, d) fp32: a part of a training's state. Zeros where a stream begins.
     """
@@ -202,9 +206,9 @@ class Memory(nn.Module):
 
     def own(self) -> Tensor:
         """Return those of this rank's streams, (depth, b, L, d)."""
-        rows = ranks().rows(self.states.shape[1])
+        rows = current_ranks().rows(self.states.shape[1])
         return self.states if rows is None else self.states[:, rows.to(self.states.device)]
 
-    def keep(self, own: Tensor) -> None:
+    def store_states(self, own: Tensor) -> None:
         """Take over what this rank's streams have become, and those of all others."""
-        self.states = rows_of_all(own.transpose(0, 1)).transpose(0, 1).contiguous()
+        self.states = all_gather_rows(own.transpose(0, 1)).transpose(0, 1).contiguous()

@@ -15,7 +15,7 @@ from moecore.nn.routers import Router
 from moecore.nn.routers.base import CAUSAL
 
 if TYPE_CHECKING:
-    from moecore.nn.kernels.expert_parallel import PartedExperts
+    from moecore.nn.kernels.expert_parallel import ShardedExperts
 
 NOT_IN_TEXTS = frozenset({"patches", "teacher"})  # fields of RoutingContext
 Blocks = Literal["every_2", "last_2", "all"] | tuple[int, ...]
@@ -58,8 +58,8 @@ class MoE(Config):
         for one that looks ahead.
         """
         if lacking := sorted(self.router.wants & NOT_IN_TEXTS):
-            found = f"found {self.router.kind}, which reads {', '.join(lacking)}"
-            raise UserError(f"{key}.kind: {found}; texts have none; allowed: {CAUSAL}")
+            problem = f"found {self.router.kind}, which reads {', '.join(lacking)}"
+            raise UserError(f"{key}.kind: {problem}; texts have none; allowed: {CAUSAL}")
         if causal:
             self.router.check_causal(key)
 
@@ -112,7 +112,9 @@ class MoELayer(FeedForward):
         self.experts = experts
         self.wants = wants
         self.shares_basis = "basis" in wants & lends
-        self.parted: PartedExperts | None = None  # in place of ``experts``, which other ranks share
+        self.parted: ShardedExperts | None = (
+            None  # in place of ``experts``, which other ranks share
+        )
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool3d, gelu, interpolate, linear
 
 
-def cut(images: Tensor, patch: int) -> Tensor:
+def cut_patches(images: Tensor, patch: int) -> Tensor:
     """Images or volumes (B, C, *pixels) to their patches (B, P, C·patch^axes), the last axis
     fastest, pixels channel by channel.
 
@@ -45,7 +45,7 @@ class PatchEmbed(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        return linear(cut(images, self.patch), self.proj.weight.flatten(1), self.proj.bias)
+        return linear(cut_patches(images, self.patch), self.proj.weight.flatten(1), self.proj.bias)
 
 
 class NormedPatchEmbed(PatchEmbed):
@@ -118,7 +118,7 @@ def resize_positions(
     special = positions[:, :prefix]
     patches = positions[:, prefix:]
     if old is None:
-        old = _square(patches.shape[1])
+        old = _square_grid(patches.shape[1])
     old = tuple(old)
     if torch.Size(old).numel() != patches.shape[1] or len(old) != len(size):
         raise ValueError(
@@ -138,7 +138,7 @@ def resize_positions(
     return torch.cat([special, grid.flatten(2).transpose(1, 2).to(positions.dtype)], dim=1)
 
 
-def waves(grid: tuple[int, ...], width: int) -> Tensor:
+def sinusoidal_positions(grid: tuple[int, ...], width: int) -> Tensor:
     """Fixed embeddings (1, patches, width) of a grid of patches, the last axis fastest: sines and
     cosines of the place along each axis.
 
@@ -159,14 +159,14 @@ def waves(grid: tuple[int, ...], width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(1).unsqueeze(0)
 
 
-def _square(patches: int) -> tuple[int, int]:
+def _square_grid(patches: int) -> tuple[int, int]:
     side = round(patches**0.5)
     if side * side != patches:
         raise ValueError(f"{patches} position embeddings do not form a square grid")
     return side, side
 
 
-def of_other_pixels(
+def renormalise_kernel(
     kernel: Tensor,
     bias: Tensor,
     old: tuple[Sequence[float], Sequence[float]],

@@ -85,46 +85,48 @@ def lemma_1(layer: MoELayer, tokens: Tensor) -> Lemma1:
     layer: an ``MoELayer`` whose router has a ``weight`` (E, d) and perhaps a ``bias`` (E,), as
     those of DEFINED; it is copied and left alone.
     """
-    router = frozen_copy(layer.router).to(tokens.device)
-    experts = frozen_copy(layer.experts).to(tokens.device)
+    router = frozen_double_copy(layer.router).to(tokens.device)
+    experts = frozen_double_copy(layer.experts).to(tokens.device)
     number, width = router.get_parameter("weight").shape
     parts = tokens.double().split(max(1, _NUMBERS // (number * width * width)))
     with torch.autocast(tokens.device.type, enabled=False):
-        found = [_terms(router, experts, part) for part in parts]
-    return Lemma1(*(torch.cat(field) for field in zip(*found, strict=True)))
+        sides = [_lemma_sides(router, experts, part) for part in parts]
+    return Lemma1(*(torch.cat(field) for field in zip(*sides, strict=True)))
 
 
-def smooth(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Tensor:
+def smooth_output(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Tensor:
     """f(x) = Σ_e p_e(x) f_e(x) over all experts; tokens and result (n, d)."""
-    outputs = outputs_of_all(experts, tokens, len(router.get_parameter("weight")))
-    return torch.einsum("ne,end->nd", _probs(router, tokens), outputs)
+    outputs = outputs_by_expert(experts, tokens, len(router.get_parameter("weight")))
+    return torch.einsum("ne,end->nd", _router_probs(router, tokens), outputs)
 
 
-def outputs_of_all(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
+def outputs_by_expert(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
     """The output (E, n, d) of each expert for each of the tokens (n, d)."""
-    return _of_each(experts, tokens.repeat(number, 1), number).unflatten(0, (number, -1))
+    return _apply_each_expert(experts, tokens.repeat(number, 1), number).unflatten(0, (number, -1))
 
 
-def _of_each(experts: nn.Module, rows: Tensor, number: int) -> Tensor:
+def _apply_each_expert(experts: nn.Module, rows: Tensor, number: int) -> Tensor:
     """Rows (E·n, d), the first n for the first expert and so on, to their outputs (E·n, d)."""
     numbers = torch.arange(1, number + 1, dtype=torch.int32, device=rows.device)
     return experts(Rows(rows, numbers * (len(rows) // number)))
 
 
-def _probs(router: nn.Module, tokens: Tensor) -> Tensor:
+def _router_probs(router: nn.Module, tokens: Tensor) -> Tensor:
     logits = router_logits(tokens, router.get_parameter("weight"), getattr(router, "bias", None))
     return torch.softmax(logits, dim=-1)
 
 
-def _terms(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma1:
+def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma1:
     weight = router.get_parameter("weight")
     number = len(weight)
-    whole = row_jacobians(lambda x: smooth(router, experts, x), tokens)
-    each = row_jacobians(lambda rows: _of_each(experts, rows, number), tokens.repeat(number, 1))
+    whole = row_jacobians(lambda x: smooth_output(router, experts, x), tokens)
+    each = row_jacobians(
+        lambda rows: _apply_each_expert(experts, rows, number), tokens.repeat(number, 1)
+    )
     slopes = torch.linalg.matrix_norm(each.unflatten(0, (number, -1)), ord=2)
     with torch.no_grad():
-        probs = _probs(router, tokens)
-        outputs = outputs_of_all(experts, tokens, number)
+        probs = _router_probs(router, tokens)
+        outputs = outputs_by_expert(experts, tokens, number)
         away = weight - (probs @ weight).unsqueeze(1)  # (n, E, d): s_e − s̄(x)
         pulls = torch.einsum("ne,eno,nei->noi", probs, outputs, away)
     return Lemma1(
@@ -134,7 +136,7 @@ def _terms(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma1:
     )
 
 
-def frozen_copy(module: M) -> M:
+def frozen_double_copy(module: M) -> M:
     """The module in fp64 and evaluation mode, without gradients of parameters; the module itself is
     untouched.
     """
@@ -155,7 +157,7 @@ def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tenso
     return torch.stack(rows, dim=1).flatten(2)
 
 
-def softened(model: nn.Module) -> nn.Module:
+def soften_model(model: nn.Module) -> nn.Module:
     """Return the model (sharing parameters and buffers) where a layer is Σ_e probs_e · expert_e(x).
 
     Equal to the true model where all experts are chosen with their probs as weights (noisy top-k at

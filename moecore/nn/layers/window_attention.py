@@ -14,8 +14,8 @@ from torch.nn.functional import normalize, relu, scaled_dot_product_attention
 
 from moecore.core.records import RoutingContext
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.layers.block import Block, FeedForward, linear
-from moecore.nn.layers.windows import Grid, Windows, built_here
+from moecore.nn.layers.block import Block, FeedForward, timm_linear
+from moecore.nn.layers.windows import Grid, Windows, to_build_device
 
 SwinKind = Literal["swin", "swin_moe", "swin_v2"]
 
@@ -54,7 +54,7 @@ class ContinuousBias(nn.Sequential):
     """An MLP of the difference of place of two tokens: (…, 2) to (…, h)."""
 
     def __init__(self, heads: int) -> None:
-        super().__init__(linear(2, HIDDEN), nn.ReLU(), linear(HIDDEN, heads, bias=False))
+        super().__init__(timm_linear(2, HIDDEN), nn.ReLU(), timm_linear(HIDDEN, heads, bias=False))
 
     def forward(self, input: Tensor) -> Tensor:
         return self[2](relu(self[0](input)))
@@ -86,12 +86,12 @@ class WindowAttention(nn.Module):
         self.heads = heads
         self.windows = windows
         cosine = kind == "swin_v2"
-        self.qkv = linear(width, 3 * width, bias=qkv_bias and not cosine)
+        self.qkv = timm_linear(width, 3 * width, bias=qkv_bias and not cosine)
         self.q_bias = self.v_bias = None
         if cosine and qkv_bias:
             self.q_bias = nn.Parameter(torch.zeros(width))
             self.v_bias = nn.Parameter(torch.zeros(width))
-        self.proj = linear(width, width)
+        self.proj = timm_linear(width, width)
         self.logit_scale = None
         if cosine:
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(10.0)))
@@ -102,21 +102,21 @@ class WindowAttention(nn.Module):
             nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
         else:
             self.cpb_mlp = ContinuousBias(heads)
-            coordinates = built_here(log_coordinates(windows.size, pretrained))
-        pairs = built_here(pair_index(windows.size).flatten())
+            coordinates = to_build_device(log_coordinates(windows.size, pretrained))
+        pairs = to_build_device(pair_index(windows.size).flatten())
         self.register_buffer("pairs", pairs, persistent=False)
         self.register_buffer("coordinates", coordinates, persistent=False)
 
     def forward(self, tokens: Tensor, weights: bool = False) -> tuple[Tensor, Tensor | None]:
-        query, key, value = self._projected(self.windows.cut(tokens))
-        bias = self._masked(self.bias())
+        query, key, value = self._project_heads(self.windows.cut(tokens))
+        bias = self._add_window_mask(self.bias())
         if query.is_cuda and not weights:
             mixed = scaled_dot_product_attention(
                 query, key, value, attn_mask=bias.to(query.dtype), scale=1.0
             )
-            return self._merged(mixed), None
+            return self._merge_heads(mixed), None
         each = torch.softmax(query @ key.transpose(-2, -1) + bias, dim=-1)
-        merged = self._merged(each.to(value.dtype) @ value)
+        merged = self._merge_heads(each.to(value.dtype) @ value)
         if not weights:
             return merged, None
         mean = each.unflatten(1, (self.windows.number, self.heads)).mean(dim=2)
@@ -135,7 +135,7 @@ class WindowAttention(nn.Module):
             return 16 * bias.sigmoid()
         return bias
 
-    def _projected(self, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_heads(self, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Windows (B, W, n, d) to query, key and value (B, W·h, n, d/h); the query is scaled."""
         qkv = self.qkv(cut)
         if self.q_bias is not None and self.v_bias is not None:
@@ -150,14 +150,14 @@ class WindowAttention(nn.Module):
         query = normalize(query, dim=-1) * scale.to(query.dtype)
         return query, normalize(key, dim=-1), value
 
-    def _masked(self, bias: Tensor) -> Tensor:
+    def _add_window_mask(self, bias: Tensor) -> Tensor:
         """(W·h, n, n): the bias in every window, −∞ where tokens may not see each other."""
         mask = self.windows.mask
         if mask is None:
             return bias.repeat(self.windows.number, 1, 1)
         return (bias + mask[:, None]).flatten(0, 1)
 
-    def _merged(self, heads: Tensor) -> Tensor:
+    def _merge_heads(self, heads: Tensor) -> Tensor:
         split = heads.unflatten(1, (self.windows.number, self.heads))
         return self.proj(self.windows.join(split.transpose(2, 3).flatten(3)))
 

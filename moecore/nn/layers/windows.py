@@ -45,22 +45,24 @@ class Windows(nn.Module):
         self.grid = grid
         self.size, self.shift = window_and_shift(grid, window, shifted)
         self.tokens = math.prod(grid)
-        places, back, mask = _gathers(grid, self.size, self.shift)
+        places, back, mask = _gather_indices(grid, self.size, self.shift)
         self.number, self.length = places.shape
         self.padded = places.numel() != self.tokens
         # not persistent: all follows from the sizes
-        self.register_buffer("places", built_here(places.flatten()), persistent=False)
-        self.register_buffer("back", built_here(back), persistent=False)
-        self.register_buffer("mask", built_here(mask), persistent=False)
+        self.register_buffer("places", to_build_device(places.flatten()), persistent=False)
+        self.register_buffer("back", to_build_device(back), persistent=False)
+        self.register_buffer("mask", to_build_device(mask), persistent=False)
 
     def cut(self, tokens: Tensor) -> Tensor:
         """(B, T, d) to (B, W, n, d); zeros where there is padding."""
-        cut = _Gather.apply(tokens, self.places, self.back, self.padded, False)
+        cut = _GatherPadded.apply(tokens, self.places, self.back, self.padded, False)
         return cut.unflatten(1, (self.number, self.length))
 
     def join(self, windows: Tensor) -> Tensor:
         """(B, W, n, d) to (B, T, d); padding is dropped."""
-        return _Gather.apply(windows.flatten(1, 2), self.back, self.places, False, self.padded)
+        return _GatherPadded.apply(
+            windows.flatten(1, 2), self.back, self.places, False, self.padded
+        )
 
     def whole(self, attention: Tensor) -> Tensor:
         """Attention inside the windows, (B, W, n, n), as that of all tokens, (B, T, T): 0 between
@@ -70,12 +72,12 @@ class Windows(nn.Module):
         columns = rows.transpose(1, 2)
         real = (rows < self.tokens) & (columns < self.tokens)
         flat = torch.where(real, rows * self.tokens + columns, self.tokens**2).flatten()
-        found = attention.new_zeros(len(attention), self.tokens**2 + 1)
-        found = found.index_copy(1, flat, attention.flatten(1))
-        return found[:, :-1].unflatten(1, (self.tokens, self.tokens))
+        full_attention = attention.new_zeros(len(attention), self.tokens**2 + 1)
+        full_attention = full_attention.index_copy(1, flat, attention.flatten(1))
+        return full_attention[:, :-1].unflatten(1, (self.tokens, self.tokens))
 
 
-class _Gather(Function):
+class _GatherPadded(Function):
     """``values[:, index]``, whose gradient is the gather with the inverse: no sum is needed, as
     each row is taken once. An index one behind the last row, in the one or the other direction, is
     padding: zeros.
@@ -96,24 +98,24 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:  # pyrefly: ignore[bad-override]
         index, inverse = ctx.saved_tensors
-        found = _Gather.apply(gradient, inverse, index, ctx.dropped, ctx.padded)
-        return found, None, None, None, None
+        to_values = _GatherPadded.apply(gradient, inverse, index, ctx.dropped, ctx.padded)
+        return to_values, None, None, None, None
 
 
-def built_here(found: Tensor | None) -> Tensor | None:
+def to_build_device(tensor: Tensor | None) -> Tensor | None:
     """On the device that models are being built on; one tensor may be many modules' buffer, which
     none of them changes.
     """
-    return None if found is None else found.to(torch.get_default_device())
+    return None if tensor is None else tensor.to(torch.get_default_device())
 
 
 @lru_cache(maxsize=256)
-def _gathers(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
+def _gather_indices(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
     """Where every place of every window (W, n) comes from, the inverse (T,), and the mask
     (W, n, n); on the CPU, whatever models are being built on: the same for all blocks.
     """
     with torch.device("cpu"):
-        places, labels = _laid_out(grid, size, shift)
+        places, labels = _lay_out_windows(grid, size, shift)
         tokens = math.prod(grid)
         back = torch.empty(tokens + 1, dtype=torch.int64)
         back[places.flatten()] = torch.arange(places.numel())
@@ -123,7 +125,7 @@ def _gathers(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tenso
         return places, back[:tokens], torch.zeros(apart.shape).masked_fill(apart, -math.inf)
 
 
-def _laid_out(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor]:
+def _lay_out_windows(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor]:
     """Of every place in every window (W, n): its token, T for padding; and its label, equal where
     two of a window may see each other.
     """
@@ -137,16 +139,16 @@ def _laid_out(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor]:
     ]
     labels = 2 * wrapped[0].long()[:, None] + wrapped[1].long()[None, :]
     labels = labels.masked_fill(tokens == rows * columns, 4)
-    return _windows_of(tokens, size), _windows_of(labels, size)
+    return _cut_windows(tokens, size), _cut_windows(labels, size)
 
 
-def _windows_of(values: Tensor, size: Grid) -> Tensor:
+def _cut_windows(values: Tensor, size: Grid) -> Tensor:
     down, across = (length // side for length, side in zip(values.shape, size, strict=True))
     cut = values.view(down, size[0], across, size[1]).transpose(1, 2)
     return cut.reshape(down * across, size[0] * size[1])
 
 
-class Merge(nn.Module):
+class PatchMerging(nn.Module):
     """2 × 2 tokens become one of twice the width: (B, T, d) to (B, ⌈rows/2⌉·⌈columns/2⌉, 2d).
 
     An odd grid is padded by zeros on its last sides. ``post_norm``: the norm follows the linear map
@@ -173,6 +175,6 @@ class Merge(nn.Module):
         return self.reduction(self.norm(four))
 
 
-def merged(grid: Grid) -> Grid:
-    """The grid behind a ``Merge``."""
+def merged_grid(grid: Grid) -> Grid:
+    """The grid behind a ``PatchMerging``."""
     return tuple(math.ceil(length / 2) for length in grid)

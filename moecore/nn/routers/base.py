@@ -63,7 +63,7 @@ class RouterConfig(Config):
         training or in evaluation. A router that decides per token never raises.
         """
 
-    def finetuned(self) -> Self:
+    def for_finetuning(self) -> Self:
         """The router as it goes on when its model is fine-tuned."""
         return self
 

@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 
-def as_written(factor: float) -> Fraction:
+def exact_fraction(factor: float) -> Fraction:
     """The decimal that was written: 160 · 1.1 / 4 is 44, not 44.000000000000007."""
     return Fraction(str(factor))
 
 
-def share_of(tokens: int, factor: Fraction, experts: int) -> int:
+def expert_share(tokens: int, factor: Fraction, experts: int) -> int:
     """ceil(tokens · factor / experts), in whole numbers: a compiled graph takes no fractions."""
     return -(-tokens * factor.numerator // (experts * factor.denominator))
 
 
-def capacity(tokens: int, k: int, factor: Fraction, experts: int) -> int:
+def expert_capacity(tokens: int, k: int, factor: Fraction, experts: int) -> int:
     """Tokens per expert of a group of ``tokens``: ceil(tokens·k·factor/experts), rounded up to a
     multiple of 4.
     """
-    return -(-share_of(tokens * k, factor, experts) // 4) * 4
+    return -(-expert_share(tokens * k, factor, experts) // 4) * 4
 
 
 def within_capacity(
@@ -41,18 +41,18 @@ def within_capacity(
         groups = experts[part].unflatten(0, (-1, images)).flatten(1, 2)
         ranks = None
         if priority is not None:
-            ranks = _ranks(priority[part].unflatten(0, (-1, images)).flatten(1, 2))
-        most = capacity(groups.shape[1], experts.shape[2], factor, number)
-        kept.append((_positions(groups, ranks) < most).reshape(experts[part].shape))
+            ranks = _queue_places(priority[part].unflatten(0, (-1, images)).flatten(1, 2))
+        most = expert_capacity(groups.shape[1], experts.shape[2], factor, number)
+        kept.append((_places_in_expert(groups, ranks) < most).reshape(experts[part].shape))
     return torch.cat(kept)
 
 
-def _ranks(priority: Tensor) -> Tensor:
+def _queue_places(priority: Tensor) -> Tensor:
     """(G, S) priorities to each token's place in the queue; ties keep the tokens' order."""
     return priority.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
 
 
-def _positions(experts: Tensor, ranks: Tensor | None) -> Tensor:
+def _places_in_expert(experts: Tensor, ranks: Tensor | None) -> Tensor:
     """(G, S, k) experts to how many choices of the same expert are served earlier."""
     queue = experts
     if ranks is not None:

@@ -26,15 +26,15 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     at 400 experts.
     """
     left = scores.detach().clone()
-    found = []
+    best_first = []
     for _ in range(k):
         best = left.argmax(dim=-1, keepdim=True)
-        found.append(best)
+        best_first.append(best)
         left.scatter_(-1, best, -torch.inf)
-    return torch.cat(found, dim=-1)
+    return torch.cat(best_first, dim=-1)
 
 
-def decision(
+def plan_and_record(
     *,
     logits: Tensor,
     probs: Tensor,

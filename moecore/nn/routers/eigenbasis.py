@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from moecore.core.files import UserError
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.experts.base import default_rank, drawn_bases, positive_qr
+from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
-from moecore.nn.routers.decision import decision, top_k
+from moecore.nn.routers.decision import plan_and_record, top_k
 from moecore.nn.routers.projected_plan import ProjectedPlan
 
 _LEAST = 1e-6  # what a score counts at least as a weight
@@ -98,7 +98,7 @@ class EigenbasisRouter(nn.Module):
         self.config = config
         if basis is None:
             rank = config.rank or default_rank(width)
-            self.basis = drawn_bases(experts, width, rank)
+            self.basis = draw_bases(experts, width, rank)
         else:
             rank = basis.shape[-1]
             self.basis = None
@@ -115,11 +115,13 @@ class EigenbasisRouter(nn.Module):
         with full_precision(tokens):
             basis = self.basis
             if basis is None:
-                basis = self._given("basis", context)
+                basis = self._require_field("basis", context)
             basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
             tokens = tokens.to(basis.dtype)
-            projections = project(tokens, basis)
-            scores = cosine(projections, self._compared(tokens, projections, basis, context))
+            projections = project_on_bases(tokens, basis)
+            scores = safe_cosine(
+                projections, self._context_projections(tokens, projections, basis, context)
+            )
             chosen, plan, record = self.decide(scores)
         if self.basis is not None:
             return plan, record
@@ -133,10 +135,10 @@ class EigenbasisRouter(nn.Module):
         weights = positive.gather(-1, chosen)
         probs = positive / positive.sum(dim=-1, keepdim=True)
         if self.config.selection == "prune":
-            valid = eligible(scores.gather(-1, chosen), self.config.threshold)
+            valid = eligible_mask(scores.gather(-1, chosen), self.config.threshold)
             weights = weights.where(valid, 0)
         weights = weights / weights.sum(dim=-1, keepdim=True)
-        return chosen, *decision(
+        return chosen, *plan_and_record(
             logits=scores, probs=probs, chosen=chosen, weights=weights, valid=valid
         )
 
@@ -151,19 +153,19 @@ class EigenbasisRouter(nn.Module):
         if self.basis is not None:
             self.basis.copy_(positive_qr(self.basis)[0])
 
-    def _compared(
+    def _context_projections(
         self, tokens: Tensor, projections: Tensor, basis: Tensor, context: RoutingContext
     ) -> Tensor:
         """What the projections (B, T, E, r) are compared with: of that shape, or (E, r)."""
         if self.target is not None:
             return self.target.to(basis.dtype)
         field = _FIELDS[self.config.context]
-        given = self._given(field, context).to(basis.dtype)
+        given = self._require_field(field, context).to(basis.dtype)
         if field == "attended":
-            return project(given, basis)
+            return project_on_bases(given, basis)
         return project_contexts(given, tokens, projections, basis)
 
-    def _given(self, field: str, context: RoutingContext) -> Tensor:
+    def _require_field(self, field: str, context: RoutingContext) -> Tensor:
         value = getattr(context, field)
         if value is None:
             raise UserError(
@@ -175,7 +177,7 @@ class EigenbasisRouter(nn.Module):
         return value
 
 
-def eligible(scores: Tensor, threshold: float) -> Tensor:
+def eligible_mask(scores: Tensor, threshold: float) -> Tensor:
     """Return which of the k best scores (B, T, k), best first, are chosen: those above
     ``threshold``, or all where none is (the fallback).
 
@@ -187,7 +189,7 @@ def eligible(scores: Tensor, threshold: float) -> Tensor:
     return above | ~above[..., :1]
 
 
-def project(tokens: Tensor, basis: Tensor) -> Tensor:
+def project_on_bases(tokens: Tensor, basis: Tensor) -> Tensor:
     """Bᵀx for every expert: tokens (B, T, d) and basis (E, d, r) to (B, T, E, r)."""
     return (tokens @ basis.transpose(0, 1).flatten(1)).unflatten(
         -1, (basis.shape[0], basis.shape[2])
@@ -208,11 +210,11 @@ def project_contexts(
     length, width = tokens.shape[1:]
     outputs = basis[:, 0].numel()
     if length * width + width * outputs < length * outputs:
-        return project(attention @ tokens, basis)
+        return project_on_bases(attention @ tokens, basis)
     return (attention @ projections.flatten(2)).view_as(projections)
 
 
-def cosine(ours: Tensor, theirs: Tensor) -> Tensor:
+def safe_cosine(ours: Tensor, theirs: Tensor) -> Tensor:
     """Cosine over the last axis of broadcastable tensors; 0 with zero gradient where one is zero
     (shorter than 1e-19 in fp32).
 
@@ -225,5 +227,5 @@ def cosine(ours: Tensor, theirs: Tensor) -> Tensor:
     real = (first >= tiny) & (second >= tiny)
     # `where` before the root as well as after: a root at 0 has an infinite gradient
     product = (ours * theirs).sum(dim=-1)
-    found = product * first.where(real, 1).rsqrt() * second.where(real, 1).rsqrt()
-    return found.where(real, 0)
+    cosines = product * first.where(real, 1).rsqrt() * second.where(real, 1).rsqrt()
+    return cosines.where(real, 0)

@@ -16,7 +16,7 @@ from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import CAUSAL, RouterConfig
-from moecore.nn.routers.capacity import as_written, share_of
+from moecore.nn.routers.capacity import exact_fraction, expert_share
 from moecore.nn.routers.decision import router_logits
 from moecore.nn.routers.expert_plan import ExpertPlan
 
@@ -57,8 +57,8 @@ class ExpertChoice(RouterConfig):
 
     def check_causal(self, key: str = "router") -> None:
         """Raise UserError: whether an expert takes a token depends on all tokens of its group."""
-        found = "found expert_choice, whose experts choose among all words, later ones too"
-        raise UserError(f"{key}.kind: {found}; allowed: {CAUSAL}")
+        problem = "found expert_choice, whose experts choose among all words, later ones too"
+        raise UserError(f"{key}.kind: {problem}; allowed: {CAUSAL}")
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "ExpertChoiceRouter":
         """The router of ``width``-wide tokens over ``experts`` experts.
@@ -79,7 +79,7 @@ class ExpertChoiceRouter(nn.Module):
     def __init__(self, config: ExpertChoice, width: int, experts: int) -> None:
         super().__init__()
         self.config = config
-        self.share = config.k * as_written(config.capacity_factor)
+        self.share = config.k * exact_fraction(config.capacity_factor)
         # as the ViT's other linears
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
 
@@ -98,7 +98,7 @@ class ExpertChoiceRouter(nn.Module):
         if std:
             noisy = logits + normal_like(logits) * std
         gates = torch.softmax(noisy, dim=-1)
-        order = taken(
+        order = top_tokens_per_expert(
             gates.detach(),
             self.share,
             self.config.group_size if self.training else 1,
@@ -116,7 +116,7 @@ class ExpertChoiceRouter(nn.Module):
         )
 
 
-def taken(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
+def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
     """The tokens that each expert takes: in each group those with its C largest gates.
 
     C = min(S, ceil(S · share / E)), for groups of S tokens.
@@ -125,20 +125,20 @@ def taken(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
     into the B·T tokens, ascending for each expert.
     """
     left = len(gates) % group_size
-    parts = [_taken_in_groups(gates[: len(gates) - left], share, group_size)]
+    parts = [_top_tokens_in_groups(gates[: len(gates) - left], share, group_size)]
     if left:
         parts.append(
-            _taken_in_groups(gates[-left:], share, left) + (len(gates) - left) * gates.shape[1]
+            _top_tokens_in_groups(gates[-left:], share, left) + (len(gates) - left) * gates.shape[1]
         )
     return torch.cat(parts, dim=1)
 
 
-def _taken_in_groups(gates: Tensor, share: Fraction, images: int) -> Tensor:
-    """``taken`` where all groups hold as many ``images``."""
+def _top_tokens_in_groups(gates: Tensor, share: Fraction, images: int) -> Tensor:
+    """``top_tokens_per_expert`` where all groups hold as many ``images``."""
     batch, tokens, experts = gates.shape
     groups = batch // images
     size = images * tokens
-    most = min(size, share_of(size, share, experts))
+    most = min(size, expert_share(size, share, experts))
     by_expert = gates.reshape(groups, size, experts).transpose(1, 2).contiguous()
     ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
     best = ranked[..., :most].sort(dim=-1).values

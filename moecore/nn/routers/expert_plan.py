@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from moecore.nn.dispatch import Rows, whole
+from moecore.nn.dispatch import Rows, cat_or_single
 from moecore.nn.kernels.grouped import rows_at_once, to_autocast
 
 
@@ -35,17 +35,19 @@ class ExpertPlan(NamedTuple):
         """
         experts, taken = self.order.shape
         offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=tokens.device) * taken
-        return Rows(_Gather.apply(to_autocast(tokens).flatten(0, 1), self.order), offsets)
+        return Rows(_GatherTaken.apply(to_autocast(tokens).flatten(0, 1), self.order), offsets)
 
     def combine(self, rows: Tensor) -> Tensor:
         """Rows (R, d) to tokens (B, T, d) in the rows' dtype, summed in the weights' (fp32); a
         token that nobody took is 0.
         """
-        tokens = _Combine.apply(rows, self.weights, self.order, self.shape[0] * self.shape[1])
+        tokens = _WeightedSumOfTaken.apply(
+            rows, self.weights, self.order, self.shape[0] * self.shape[1]
+        )
         return tokens.view(*self.shape, rows.shape[-1])
 
 
-def _add_up(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) -> Tensor:
+def _sum_rows(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) -> Tensor:
     """Each token's sum of its rows (R, d), times ``weights`` (E, M) where given: (N, d) in the
     rows' dtype, summed in fp32 at least.
     """
@@ -60,7 +62,7 @@ def _add_up(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) ->
     return total.to(rows.dtype)
 
 
-class _Gather(Function):
+class _GatherTaken(Function):
     """tokens (N, d) -> rows (R, d); the gradient of a token is the sum over its rows."""
 
     @staticmethod
@@ -75,17 +77,17 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        return _add_up(grad.contiguous(), None, ctx.saved_tensors[0], ctx.tokens), None
+        return _sum_rows(grad.contiguous(), None, ctx.saved_tensors[0], ctx.tokens), None
 
 
-class _Combine(Function):
+class _WeightedSumOfTaken(Function):
     """rows (R, d), weights (E, M) -> tokens (N, d); both gradients start from the tokens' gradient
     gathered to the rows.
     """
 
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, tokens: int) -> Tensor:
-        return _add_up(rows.contiguous(), weights, order, tokens)
+        return _sum_rows(rows.contiguous(), weights, order, tokens)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -107,4 +109,4 @@ class _Combine(Function):
             gathered = grad.index_select(0, tokens).to(weights.dtype)
             scaled.append((gathered * scale.unsqueeze(-1)).to(rows.dtype))
             products.append((gathered * part).sum(dim=-1))
-        return whole(scaled), whole(products).view_as(weights), None, None
+        return cat_or_single(scaled), cat_or_single(products).view_as(weights), None, None

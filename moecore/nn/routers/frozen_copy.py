@@ -59,7 +59,7 @@ class FrozenCopy(RouterConfig):
         """Return the router with ``k`` experts per token."""
         return self.model_copy(update={"router": self.router.model_copy(update={"k": k})})
 
-    def finetuned(self) -> Self:
+    def for_finetuning(self) -> Self:
         """Return the router, frozen from the first step."""
         return self.model_copy(update={"until": 0.0})
 

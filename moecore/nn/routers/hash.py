@@ -17,7 +17,7 @@ from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
-from moecore.nn.routers.decision import decision, top_k
+from moecore.nn.routers.decision import plan_and_record, top_k
 
 # a patch whose pixels differ by less (half a grey level) is blank: all that is in it is rounding
 BLANK = 0.5 / 255
@@ -85,7 +85,7 @@ class HashRouter(nn.Module):
             dtype = torch.promote_types(tokens.dtype, torch.float32)
             weights = torch.full_like(chosen, 1 / self.config.k, dtype=dtype)
             probs = weights.new_zeros(*chosen.shape[:2], self.experts).scatter(-1, chosen, weights)
-            return decision(
+            return plan_and_record(
                 logits=probs.clamp_min(torch.finfo(dtype).tiny).log(),
                 probs=probs,
                 chosen=chosen,
@@ -96,7 +96,9 @@ class HashRouter(nn.Module):
         """(B, T, k): the expert of the position, and the ones after it in a circle."""
         first = self.places
         if first is None or len(first) != tokens.shape[1] or first.device != tokens.device:
-            first = positions(self.config.seed, tokens.shape[1], self.experts, tokens.device)
+            first = experts_by_position(
+                self.config.seed, tokens.shape[1], self.experts, tokens.device
+            )
             self.places = first
         following = torch.arange(self.config.k, device=tokens.device)
         places = (first.unsqueeze(-1) + following) % self.experts
@@ -114,7 +116,7 @@ class HashRouter(nn.Module):
         pixels = patches.to(torch.promote_types(patches.dtype, torch.float32))
         lines = self.lines
         if lines is None or len(lines) != pixels.shape[-1] or lines.device != pixels.device:
-            lines = directions(self.config.seed, pixels.shape[-1], self.experts, pixels.device)
+            lines = hash_directions(self.config.seed, pixels.shape[-1], self.experts, pixels.device)
             self.lines = lines
         # lines have no mean either; this keeps rounding small
         scores = (pixels - pixels.mean(dim=-1, keepdim=True)) @ lines.to(pixels.dtype)
@@ -124,7 +126,7 @@ class HashRouter(nn.Module):
 
 
 @lru_cache(maxsize=64)
-def directions(seed: int, pixels: int, experts: int, device: torch.device) -> Tensor:
+def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) -> Tensor:
     """Random directions (pixels, E) without mean, of length 1, so that none wins by its length.
 
     The same on every device.
@@ -135,7 +137,7 @@ def directions(seed: int, pixels: int, experts: int, device: torch.device) -> Te
 
 
 @lru_cache(maxsize=64)
-def positions(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
+def experts_by_position(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
     """The expert (T,) of each position: every E positions use each expert once, in a random order
     of their own.
 

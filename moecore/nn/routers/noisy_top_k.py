@@ -16,8 +16,8 @@ from moecore.core.streams import normal_like
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
-from moecore.nn.routers.capacity import as_written, within_capacity
-from moecore.nn.routers.decision import decision, router_logits, top_k
+from moecore.nn.routers.capacity import exact_fraction, within_capacity
+from moecore.nn.routers.decision import plan_and_record, router_logits, top_k
 
 
 class NoisyTopK(RouterConfig):
@@ -85,9 +85,9 @@ class NoisyTopK(RouterConfig):
             ("group_size", 1, "words of other texts take a word's place"),
         ):
             if (value := getattr(self, name)) > most:
-                found = f"found {json.dumps(value)}, but with a capacity {why}"
+                problem = f"found {json.dumps(value)}, but with a capacity {why}"
                 allowed = f"{json.dumps(most)}, or capacities of null"
-                raise UserError(f"{key}.{name}: {found}; allowed in a causal text: {allowed}")
+                raise UserError(f"{key}.{name}: {problem}; allowed in a causal text: {allowed}")
 
     @property
     def provides(self) -> frozenset[str]:
@@ -117,7 +117,9 @@ class NoisyTopKRouter(nn.Module):
         self.config = config
         factors = (config.eval_capacity_factor, config.capacity_factor)
         # evaluation's, training's
-        self.factors = tuple(None if factor is None else as_written(factor) for factor in factors)
+        self.factors = tuple(
+            None if factor is None else exact_fraction(factor) for factor in factors
+        )
         # as the ViT's other linears
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
 
@@ -143,7 +145,7 @@ class NoisyTopKRouter(nn.Module):
         gates = torch.softmax(noisy, dim=-1)
         chosen = top_k(noisy, self.config.k)
         best = noisy.gather(-1, chosen)
-        return decision(
+        return plan_and_record(
             logits=logits,
             probs=torch.softmax(logits, dim=-1),
             # 1 − Φ((τ − logits)/σ)

@@ -43,8 +43,8 @@ class SoftSlots(RouterConfig):
 
     def check_causal(self, key: str = "router") -> None:
         """Raise UserError: every slot is a mean of all tokens."""
-        found = "found soft_slots, whose slots are means of all words, later ones too"
-        raise UserError(f"{key}.kind: {found}; allowed: {CAUSAL}")
+        problem = "found soft_slots, whose slots are means of all words, later ones too"
+        raise UserError(f"{key}.kind: {problem}; allowed: {CAUSAL}")
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "SoftSlotsRouter":
         """The router of ``width``-wide tokens over ``experts`` experts."""
@@ -92,15 +92,17 @@ class SoftSlotsRouter(nn.Module):
             nn.init.normal_(torch.empty(width, experts, config.slots), std=width**-0.5)
         )
         self.scale = nn.Parameter(torch.ones(1))  # of one number: a sharded model takes no scalars
-        self.register_load_state_dict_pre_hook(_with_axis)
+        self.register_load_state_dict_pre_hook(_give_scale_an_axis)
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SlotsPlan, RoutingRecord]:
         with full_precision(tokens):
             dtype = torch.promote_types(self.slots.dtype, torch.float32)
-            directions = unit(self.slots.to(dtype), dim=0) * self.scale
-            scores = torch.einsum("btd,dep->btep", unit(tokens.to(dtype), dim=-1), directions)
+            directions = unit_vectors(self.slots.to(dtype), dim=0) * self.scale
+            scores = torch.einsum(
+                "btd,dep->btep", unit_vectors(tokens.to(dtype), dim=-1), directions
+            )
             return self.decide(scores)
 
     def decide(self, scores: Tensor) -> tuple[SlotsPlan, RoutingRecord]:
@@ -113,14 +115,16 @@ class SoftSlotsRouter(nn.Module):
         return plan, RoutingRecord(logits, probs, load=ones, chosen=ones.bool(), combine=probs)
 
 
-def _with_axis(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+def _give_scale_an_axis(
+    module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object
+) -> None:
     """Files written before ``scale`` had an axis hold a scalar."""
     name = f"{prefix}scale"
     if name in state:
         state[name] = state[name].reshape(1)
 
 
-def unit(vectors: Tensor, *, dim: int) -> Tensor:
+def unit_vectors(vectors: Tensor, *, dim: int) -> Tensor:
     """``vectors`` at length 1 along ``dim``: v / sqrt(|v|² + 1e-6).
 
     A vector of zeros stays, with a finite gradient.

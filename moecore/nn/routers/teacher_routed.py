@@ -86,13 +86,15 @@ class TeacherRoutedRouter(NoisyTopKRouter):
             own = router_logits(seen, self.weight)
             if not self.training and self.inference == "student":
                 return self.decide(own)
-            plan, record = self.decide(_log(_checked(context.teacher, own.shape)).to(own.dtype))
+            plan, record = self.decide(
+                _safe_log(_check_teacher(context.teacher, own.shape)).to(own.dtype)
+            )
             if self.training:  # what its loss teaches; what is measured is what decides
                 record = record._replace(logits=own, probs=torch.softmax(own, dim=-1))
             return plan, record
 
 
-def _log(probs: Tensor) -> Tensor:
+def _safe_log(probs: Tensor) -> Tensor:
     """Logarithm of probs, in fp32 at least.
 
     One that was rounded to 0 counts as the smallest normal number, without a gradient.
@@ -101,7 +103,7 @@ def _log(probs: Tensor) -> Tensor:
     return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
-def _checked(teacher: Tensor | None, shape: torch.Size) -> Tensor:
+def _check_teacher(teacher: Tensor | None, shape: torch.Size) -> Tensor:
     """The teacher's probs.
 
     Raises UserError where there are none, or not one (E,) for each of the student's tokens.

@@ -8,9 +8,15 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.report.column import Metric
 from moecore.report.measured import Measured
-from moecore.statistics.crossed import BOTH, SEEDS, Difference, crossed, paired_seeds
+from moecore.statistics.crossed import (
+    BOTH,
+    SEEDS,
+    Difference,
+    crossed_difference,
+    paired_seed_difference,
+)
 from moecore.statistics.intervals import Interval
-from moecore.statistics.paired import holm, mcnemar, paired_difference, pairs
+from moecore.statistics.paired import count_paired_hits, holm, mcnemar, paired_difference
 
 LEVEL = 0.05
 Seeds = Mapping[int, Measured]
@@ -128,7 +134,9 @@ def difference_of(ours: Side, theirs: Side, place: str) -> Difference:
     pairs = [(ours.items(seed), theirs.items(seed)) for seed in ours.seeds]
     both = [(one, other) for one, other in pairs if one is not None and other is not None]
     if not both and all(one is None and other is None for one, other in pairs):
-        return paired_seeds([ours.number(seed) - theirs.number(seed) for seed in ours.seeds])
+        return paired_seed_difference(
+            [ours.number(seed) - theirs.number(seed) for seed in ours.seeds]
+        )
     again = "run the stage that measures it again for all methods"
     names = " or ".join(dict.fromkeys((ours.metric.name, theirs.metric.name)))
     if len(both) < len(pairs):
@@ -137,7 +145,7 @@ def difference_of(ours: Side, theirs: Side, place: str) -> Difference:
     if len(numbers) > 1:
         problem = f"{names} is of {' and of '.join(map(str, numbers))} items"
         raise UserError(f"{place}: found {problem}; allowed: the same items of all; {again}")
-    return crossed(np.stack([one - other for one, other in both]))
+    return crossed_difference(np.stack([one - other for one, other in both]))
 
 
 def _by_images(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested:
@@ -147,7 +155,7 @@ def _by_images(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Teste
         images = f"{len(first)} images, another method's of {len(second)}"
         again = "run the measuring stages again"
         raise UserError(f"compare: {metric.name} of {method} is of {images}; {again}")
-    result = pairs(first, second)
+    result = count_paired_hits(first, second)
     only = (result.first_only, result.second_only)
     p = mcnemar(*only)
     return Tested(paired_difference(result), p, p, "mcnemar", only)

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moecore.brain.age_errors import GroupErrors
-from moecore.brain.measured_ages import Points
+from moecore.brain.measured_ages import AgePoints
 from moecore.report.figures.drawing import GUIDE, PALETTE, legend_of, new_figure, styled
 
 SEXES = {
@@ -26,7 +26,7 @@ def data_title(title: str, simulated: bool) -> str:
 
 
 @styled
-def age_scatter(points: Points, simulated: bool = False) -> Figure:
+def age_scatter(points: AgePoints, simulated: bool = False) -> Figure:
     """Predicted against known age, before and after correction; a colour and a line a sex."""
     known = dict(_known(points))
     figure = new_figure(0.6 + 4.3 * len(known), 4.3, "Test split.")
@@ -46,7 +46,7 @@ def age_scatter(points: Points, simulated: bool = False) -> Figure:
 
 
 @styled
-def pad_against_age(points: Points, simulated: bool = False) -> Figure:
+def pad_against_age(points: AgePoints, simulated: bool = False) -> Figure:
     """Predicted minus known age against known age, with its mean, mean ± 1.96 SD, a line a sex."""
     known = dict(_known(points))
     caption = "Grey lines: mean and mean ± 1.96 SD."
@@ -101,14 +101,14 @@ def _groups(axes: Axes, rows: Sequence[GroupErrors]) -> None:
     axes.set_xticks(range(len(rows)), names, fontsize=8)
 
 
-def _known(points: Points) -> Iterator[tuple[str, np.ndarray]]:
+def _known(points: AgePoints) -> Iterator[tuple[str, np.ndarray]]:
     """The predictions that there are."""
     for name in PANELS:
         if (values := getattr(points, name)) is not None:
             yield name, np.asarray(values, float)
 
 
-def _by_sex(axes: Axes, points: Points, values: np.ndarray) -> None:
+def _by_sex(axes: Axes, points: AgePoints, values: np.ndarray) -> None:
     """A cloud and its least-squares line for each sex."""
     ages = np.asarray(points.age, float)
     sexes = np.array(points.sex, dtype=object)

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moecore.measure.exploring.overlays import Overlays, grid_of
+from moecore.measure.exploring.overlays import Overlays, expert_grid
 from moecore.measure.retrieval import Read
 from moecore.report.figures.drawing import expert_colours, new_figure, strip_axes, styled
 from moecore.report.figures.sheets import Tile, picture, put, tints
@@ -37,7 +37,7 @@ def read_images(stored: Overlays, captions: Sequence[Sequence[Read]], experts: i
     for row, image in enumerate(images):
         tile = Tile(picture(image))
         if stored.grids:
-            grid = grid_of(stored.grids[-1][row])
+            grid = expert_grid(stored.grids[-1][row])
             tile = Tile(tile.pixels, tints(grid, colours), np.where(grid < 0, "", grid.astype(str)))
         put(axes, tile, 0, row)
         if captions[row]:

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moecore.measure.under_attack.curves import Left
+from moecore.measure.under_attack.curves import LeftScores
 from moecore.report.column import title_of, unit_of
 from moecore.report.figures.direct_labels import End, label_ends
 from moecore.report.figures.drawing import (
@@ -19,7 +19,7 @@ from moecore.report.figures.drawing import (
     styled,
 )
 from moecore.report.tables.number_format import PIXEL
-from moecore.statistics.intervals import Interval, over_seeds
+from moecore.statistics.intervals import Interval, mean_over_seeds
 from moecore.tasks.base import Score
 
 Limits = tuple[float, float]  # that a band may not leave
@@ -65,7 +65,7 @@ def points_over_seeds(
     if not seeds:
         return []
     shared = [x for x in seeds[0] if all(x in values for values in seeds)]
-    return [point(x, over_seeds([values[x] for values in seeds]), limits) for x in shared]
+    return [point(x, mean_over_seeds([values[x] for values in seeds]), limits) for x in shared]
 
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
@@ -228,13 +228,13 @@ def under_attack(curves: Curves, what: str, score: Score) -> Figure:
     return curves_chart(curves, look)
 
 
-def attack_points(seeds: Sequence[Sequence[Left]], score: Score) -> list[Point]:
+def attack_points(seeds: Sequence[Sequence[LeftScores]], score: Score) -> list[Point]:
     """One point an epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
     limits = (0.0, 1.0 if score.form == "share" else np.inf)
     entries = []
     for rows in zip(*seeds, strict=True):
         interval = Interval(rows[0].score, rows[0].low, rows[0].high)
         if len(rows) > 1:
-            interval = over_seeds([row.score for row in rows])
+            interval = mean_over_seeds([row.score for row in rows])
         entries.append(point(rows[0].epsilon * PIXEL, interval, limits))
     return entries

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.exploring.overlays import Corresponding, Overlays, grid_of
+from moecore.measure.exploring.overlays import MatchedCrops, Overlays, expert_grid
 from moecore.nn.experts.base import map_shape
 from moecore.report.figures.drawing import PALETTE, expert_colours, new_figure, share_axis, styled
 from moecore.report.figures.sheets import Frame, Tile, heat, picture, sheet, tints
@@ -68,7 +68,7 @@ def expert_overlays(stored: Overlays) -> Figure:
     colours = expert_colours(stored.experts)
     tiles = [[Tile(picture(image)) for image in images]]
     for layer in stored.grids:
-        grids = [grid_of(rows) for rows in layer]
+        grids = [expert_grid(rows) for rows in layer]
         tiles.append(
             [
                 Tile(
@@ -84,9 +84,9 @@ def expert_overlays(stored: Overlays) -> Figure:
     return sheet(tiles, Frame("Experts", names, caption=caption), 1.35, 1.35)
 
 
-def corresponding_patches(pair: Corresponding) -> Figure:
+def corresponding_patches(pair: MatchedCrops) -> Figure:
     """Two crops of one image side by side; patches with the same number show the same."""
-    grids = [grid_of(rows) for rows in pair.numbers]
+    grids = [expert_grid(rows) for rows in pair.numbers]
     colours = expert_colours(grids[0].size)
     tiles = [
         Tile(picture(view), tints(grid, colours), np.where(grid < 0, "", grid.astype(str)))

@@ -56,9 +56,9 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
                 "alpha": 0.9 if number == 0 else 0.45,
                 "label": label if number == 0 else None,
             }
-            learned = f"train_{task.logged}" if task.long else "train_loss"
+            learned = f"train_{task.history_name}" if task.long else "train_loss"
             _plot(loss, result, learned, look | {"marker": ""})
-            last = _plot(below, result, f"validation_{result.task.logged}", look)
+            last = _plot(below, result, f"validation_{result.task.history_name}", look)
             if number == 0 and last is not None:
                 ends.append(End(label, *last, look))
     share = score.form == "share"

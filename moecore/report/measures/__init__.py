@@ -1,6 +1,6 @@
 """What the report shows, one file a measurement or stage; this is their table, in its order."""
 
-from moecore.brain.measured_ages import Result as Ages
+from moecore.brain.measured_ages import AgeResult as Ages
 from moecore.measure.calibration import Result as Calibration
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.measure.corruptions import Result as Corruptions

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moecore.brain.age_errors import AgeErrors
-from moecore.brain.measured_ages import Result
+from moecore.brain.measured_ages import AgeResult
 from moecore.measure.base import Estimate
 from moecore.report.column import Column, Metric, decode_items
 from moecore.report.figures.age_figures import age_scatter, errors_by_group, pad_against_age
@@ -31,10 +31,10 @@ def applies(task: Task) -> bool:
     return task.needs_classes("confidence") is not None
 
 
-def number(prediction: str, name: str) -> Callable[[Result], Estimate | None]:
+def number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]:
     """One number of the predictions as they are, or corrected; None where nothing was corrected."""
 
-    def read(result: Result) -> Estimate | None:
+    def read(result: AgeResult) -> Estimate | None:
         errors: AgeErrors | None = getattr(result, prediction)
         problem = None if errors is None else getattr(errors, name)
         return problem if problem is None or np.isfinite(problem.value) else None
@@ -42,12 +42,12 @@ def number(prediction: str, name: str) -> Callable[[Result], Estimate | None]:
     return read
 
 
-def of_median(result: Result) -> float | None:
+def of_median(result: AgeResult) -> float | None:
     """The error as a share of the median predictor's."""
     return result.raw.mae.value / result.median_mae if result.median_mae else None
 
 
-def shares_of_median(result: Result) -> np.ndarray | None:
+def shares_of_median(result: AgeResult) -> np.ndarray | None:
     """The items of ``of_median``."""
     errors = decode_items(result.items.get("raw"))
     return errors / result.median_mae if errors is not None and result.median_mae else None
@@ -128,7 +128,7 @@ COLUMNS = (
 )
 
 
-def figures(result: Result) -> Figures:
+def figures(result: AgeResult) -> Figures:
     """Predicted age, its difference from the known one, and errors by group."""
     yield "age_scatter", age_scatter(result.points, result.simulated)
     yield "pad_against_age", pad_against_age(result.points, result.simulated)
@@ -139,7 +139,7 @@ def figures(result: Result) -> Figures:
 
 def part(phase: Phase) -> Iterator[Block]:
     """Table S1 and the predicted ages of every method."""
-    first = next(iter(phase.first(Result).values()), None)
+    first = next(iter(phase.first(AgeResult).values()), None)
     if first is None:
         return
     low, high = first.age_range
@@ -148,7 +148,7 @@ def part(phase: Phase) -> Iterator[Block]:
         f"training's median age has an MAE of {first.median_mae:.2f} years. The correction "
         f"(ŷ − a)/b was fitted on: {first.fit_on.replace('_', ' ')}; it takes no age."
     ]
-    drawn = by_name(phase, Result, figures)
+    drawn = by_name(phase, AgeResult, figures)
     scatter = drawn["age_scatter"]
     yield Block(
         "Predicted age",
@@ -171,7 +171,7 @@ def table_s1(phase: Phase) -> Grid:
     for name in NUMBERS:
         cells = []
         for method, prediction in pairs:
-            metric = Metric(Column(name, name, number(prediction, name)), Result)
+            metric = Metric(Column(name, name, number(prediction, name)), AgeResult)
             cells.append(read_cell(metric, list(phase.models[method].values())))
         columns.append(format_column(Column(name, name, number("raw", name)), cells))
     lines = [
@@ -186,7 +186,7 @@ def refusals(phase: Phase) -> list[str]:
     entries = []
     for method, seeds in phase.models.items():
         for seed, model in seeds.items():
-            result = model.of(Result)
+            result = model.of(AgeResult)
             if result is not None and result.refused:
                 entries.append(f"Not corrected: {method}, seed {seed}. {result.refused}")
     return entries

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from moecore.measure.base import Skipped
 from moecore.measure.robustness import Result
-from moecore.measure.under_attack.curves import Left, Row, run_of
-from moecore.measure.under_attack.curves import Line as Audited
+from moecore.measure.under_attack.curves import AttackRow, LeftScores, measured_curves
+from moecore.measure.under_attack.curves import AuditLine as Audited
 from moecore.report.column import mean_or_none
 from moecore.report.figures.charts import (
     Look,
@@ -35,10 +35,10 @@ ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
 
 def attacks_of(result: Result) -> list[str]:
     """The attacks that the model met; a routing attack has nothing for a dense one."""
-    return list(run_of(result.attacks))
+    return list(measured_curves(result.attacks))
 
 
-def rows_of(result: Result, attack: str) -> tuple[Left, ...]:
+def rows_of(result: Result, attack: str) -> tuple[LeftScores, ...]:
     """An attack's rows by epsilon, or the worst case's; () where the model did not meet it."""
     if attack == WORST:
         return result.worst_case
@@ -46,9 +46,9 @@ def rows_of(result: Result, attack: str) -> tuple[Left, ...]:
     return () if isinstance(rows, Skipped) else rows
 
 
-def moves_of(result: Result, attack: str) -> tuple[Row, ...]:
+def moves_of(result: Result, attack: str) -> tuple[AttackRow, ...]:
     """The rows of one attack, with what it does to the routing."""
-    return run_of(result.attacks).get(attack, ())
+    return measured_curves(result.attacks).get(attack, ())
 
 
 def attack_title(name: str) -> str:
@@ -108,7 +108,7 @@ def moved_by_layer(phase: Phase, attack: str) -> Picture | None:
     return Picture(panels_chart(panels, look), f"{phase.name}: layers under {attack}", caption)
 
 
-def every_move(phase: Phase, attack: str) -> list[tuple[Row, ...]]:
+def every_move(phase: Phase, attack: str) -> list[tuple[AttackRow, ...]]:
     """The rows of one attack of every model that met it."""
     entries = [moves_of(result, attack) for result in phase.results(Result)]
     return [rows for rows in entries if rows]

@@ -21,7 +21,7 @@ from moecore.report.measured import Phase
 from moecore.report.measures.shown import Figures
 from moecore.report.page.view import Block, Picture
 from moecore.tasks.base import Task
-from moecore.tasks.class_scores import Bins
+from moecore.tasks.class_scores import ReliabilityBins
 
 
 def applies(task: Task) -> bool:
@@ -90,7 +90,7 @@ def temperature(result: Result) -> str:
 
 
 @styled
-def reliability_diagram(curves: Mapping[str, Bins], title: str) -> Figure:
+def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Figure:
     """Accuracy against confidence in bins; the area of a point grows with its images."""
     figure = new_figure(4.8, 4.2)
     axes = figure.subplots()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 
-from moecore.measure.linear_experts import FirstRow, Result
+from moecore.measure.linear_experts import Result, Theorem1Row
 from moecore.report.column import Columns
 from moecore.report.figures.drawing import INK, PALETTE, line_look, new_figure, styled
 from moecore.report.measures.shown import Figures
@@ -39,7 +39,7 @@ def section(result: Result) -> Iterator[Block]:
 
 
 @styled
-def ratio_over_angle(rows: list[FirstRow], targets: str) -> Figure:
+def ratio_over_angle(rows: list[Theorem1Row], targets: str) -> Figure:
     """max ‖w_i*‖ / ‖w*‖ over the angle for each E, and over E at the largest angle beside 1/√E.
 
     rows: of one kind of targets; a ratio that is infinite is not drawn.

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Result as CohortChecks
-from moecore.measure.probes.generalisation import Generalised
+from moecore.measure.probes.generalisation import GeneralisationResult
 from moecore.report.column import Column, Metric, mean_or_none
 from moecore.report.figures.charts import Labels, heat_table, texts_of
 from moecore.report.measured import Phase
@@ -17,7 +17,7 @@ from moecore.report.page.rows import format_column
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
 from moecore.report.tables.cells import read_cell
 from moecore.report.tables.number_format import NumberFormat
-from moecore.training.outcome import Outcome, Probed, RegionRow
+from moecore.training.outcome import Outcome, ProbedEpoch, RegionRow
 
 # What region experts are named after.
 TISSUES = {"wm": "White matter", "gm": "Grey matter", "csf": "CSF"}
@@ -191,7 +191,7 @@ def generalised(phase: Phase) -> Grid | None:
     return Grid(["First region expert", *NUMBERS.values()], lines, below=GENERALISED)
 
 
-def mixtures(result: Generalised, method: str) -> Grid:
+def mixtures(result: GeneralisationResult, method: str) -> Grid:
     """One model: a row a pair of tissues, a column a share that is left of the second."""
     lefts = sorted({row.left for row in result.mixtures})
     rows = {(row.whole, row.thinned, row.left): row.found for row in result.mixtures}
@@ -218,7 +218,7 @@ def mixtures(result: Generalised, method: str) -> Grid:
     return Grid(["Mixture", *heads], lines, title=method, below=f"{below}.")
 
 
-def table_of(probes: Sequence[Probed], method: str) -> Grid:
+def table_of(probes: Sequence[ProbedEpoch], method: str) -> Grid:
     """A row a tissue, two columns an epoch."""
     columns = ["Tissue"]
     for probe in probes:

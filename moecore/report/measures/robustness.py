@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moecore.measure.robustness import Result
-from moecore.measure.under_attack.curves import worst_of
+from moecore.measure.under_attack.curves import worst_scores
 from moecore.report.column import (
     Ahead,
     Column,
@@ -32,7 +32,7 @@ from moecore.report.measures.attack_blocks import (
 )
 from moecore.report.measures.shown import Figures
 from moecore.report.page.view import Block, Picture
-from moecore.statistics.crossed import by_person
+from moecore.statistics.crossed import values_by_person
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
 
@@ -52,7 +52,7 @@ def left_under(result: Result, attack: str) -> np.ndarray | None:
     """The scores (N,) at the largest epsilon, of the worst case whatever the attack; or None."""
     names = attacks_of(result) if attack == WORST else [attack]
     last = [rows_of(result, name)[-1] for name in names if rows_of(result, name)]
-    return worst_of(result.task, last, result.images).numpy() if last else None
+    return worst_scores(result.task, last, result.images).numpy() if last else None
 
 
 def items_under(attack: str) -> Callable[[Result], np.ndarray | None]:
@@ -61,7 +61,7 @@ def items_under(attack: str) -> Callable[[Result], np.ndarray | None]:
     def read(result: Result) -> np.ndarray | None:
         left = left_under(result, attack)
         people = None if result.people is None else np.array(result.people)
-        return None if left is None else by_person(left, people)
+        return None if left is None else values_by_person(left, people)
 
     return read
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moecore.measure.routing import Result
-from moecore.measure.routing_metrics.augmentations import resolved
+from moecore.measure.routing_metrics.augmentations import resolve_augmentation
 from moecore.report.column import (
     Ahead,
     Column,
@@ -91,7 +91,7 @@ def matched_under(match: str) -> Each:
         volumes = ahead.score == "mae"
         if ahead.score == "nats":
             return []  # a text has no augmentations
-        asked = [resolved(one, volumes) for one in ahead.study.routing.augmentations]
+        asked = [resolve_augmentation(one, volumes) for one in ahead.study.routing.augmentations]
         return [f"{match}_{column_slug(one.name)}" for one in asked]
 
     return Each(lambda result: [row.name for row in result.augmentations], column, foreseen)

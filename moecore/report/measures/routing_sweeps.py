@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from moecore.measure.cost import Result as Cost
-from moecore.measure.exploring.overlays import grid_of
+from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.routing import Result
 from moecore.report.column import Ahead, Column, Each, Seen, title_of
 from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
@@ -24,7 +24,7 @@ def neighbours(first: Mapping[str, Result]) -> str:
     shares = {}
     for method, result in first.items():
         layers = result.overlays.grids
-        same = [row[:, 1:] == row[:, :-1] for row in map(grid_of, layers[-1] if layers else ())]
+        same = [row[:, 1:] == row[:, :-1] for row in map(expert_grid, layers[-1] if layers else ())]
         pairs = [one for one in same if one.size]
         if pairs:
             shares[method] = float(np.mean([one.mean() for one in pairs]))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from moecore.measure.sizes import Result, Row
+from moecore.measure.sizes import Result, SizeRow
 from moecore.report.column import Columns
 from moecore.report.figures.drawing import GUIDE, PALETTE, new_figure, styled
 from moecore.report.measures.shown import Figures
@@ -79,7 +79,7 @@ def compared(value: float, paper: float) -> dict[str, float]:
     return {"ours": value, "paper": paper, "difference": value / paper - 1}
 
 
-def printed(row: Row) -> Reported:
+def printed(row: SizeRow) -> Reported:
     """What the paper prints of the model. Raises ValueError for a name that it does not have."""
     if not row.reported:
         return Reported("cost", row.name, "", {})
@@ -89,7 +89,7 @@ def printed(row: Row) -> Reported:
     raise ValueError(f"{row.reported} is not in moecore/report/tables/paper_numbers.py under cost")
 
 
-def ours(row: Row, count: Count) -> float | None:
+def ours(row: SizeRow, count: Count) -> float | None:
     """The number of a row in the paper's unit; None where the model was not built."""
     value = getattr(row, count.field)
     return None if value is None else value * count.unit
@@ -107,7 +107,7 @@ def grid(result: Result) -> Grid:
     return Grid(["", *(count.label for count in COUNTS), "Where they differ"], lines)
 
 
-def cell(row: Row, count: Count) -> Item:
+def cell(row: SizeRow, count: Count) -> Item:
     """Ours; below it the paper's and the difference."""
     value = ours(row, count)
     paper = printed(row).values.get(count.metric)
@@ -119,7 +119,7 @@ def cell(row: Row, count: Count) -> Item:
     return Item(number(value, count), small=f"paper {number(paper, count)}, {apart}", value=value)
 
 
-def reason(row: Row) -> Item:
+def reason(row: SizeRow) -> Item:
     """Why it could not be built, or where it differs."""
     words = f"Needs {row.needs}. {row.why}".strip() if row.needs else row.why
     return Item(words, look="reason") if words else EMPTY

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.exploring.overlays import grid_of
+from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.noise_ramp import Ramp
 from moecore.measure.stability import NoiseRow, NoisyOverlays, Result
 from moecore.report.column import (
@@ -192,8 +192,8 @@ def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure
     for row in stored:
         line = []
         for number, image in enumerate(row.images()):
-            grid = grid_of(row.grids[layer][number])
-            changed = grid != grid_of(clean.grids[layer][number])
+            grid = expert_grid(row.grids[layer][number])
+            changed = grid != expert_grid(clean.grids[layer][number])
             words = np.where(grid < 0, "–", grid.astype(str))
             tint = tints(np.where(changed, 0, -1), (PALETTE[1],))
             line.append(Tile(picture(image), tint, words))

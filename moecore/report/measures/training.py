@@ -52,7 +52,7 @@ def test_hits(model: Measured) -> np.ndarray | None:
     result = model.of(calibration.Result)
     if trained is None or result is None:
         return None
-    return trained.task.unpacked(result.scores, result.test_images).numpy()
+    return trained.task.decode_scores(result.scores, result.test_images).numpy()
 
 
 def top5_hits(model: Measured) -> np.ndarray | None:
@@ -61,7 +61,7 @@ def top5_hits(model: Measured) -> np.ndarray | None:
     result = model.of(calibration.Result)
     if trained is None or result is None or result.top5 is None:
         return None
-    return trained.task.unpacked(result.top5, result.test_images).numpy()
+    return trained.task.decode_scores(result.top5, result.test_images).numpy()
 
 
 def scored(seen: Seen) -> list[Column]:

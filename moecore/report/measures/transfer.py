@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.transfer import Cell, Result
+from moecore.measure.transfer import Result, TransferCell
 from moecore.report.column import Columns, title_of
 from moecore.report.figures.charts import Labels, heat_table
 from moecore.report.measured import Phase
@@ -66,7 +66,7 @@ def printed(result: Result) -> Grid:
     return Grid(["Made on", *result.methods], lines)
 
 
-def item(cell: Cell | None, form: str) -> Item:
+def item(cell: TransferCell | None, form: str) -> Item:
     """A score, and how far it lies from the direct attack's."""
     if cell is None:
         return NONE
@@ -83,7 +83,7 @@ def item(cell: Cell | None, form: str) -> Item:
     return Item(text, difference, value=cell.score.value)
 
 
-def by_pair(result: Result) -> dict[tuple[str, str], Cell]:
+def by_pair(result: Result) -> dict[tuple[str, str], TransferCell]:
     """(made on, scored by) → cell."""
     return {(cell.made_on, cell.scored_by): cell for cell in result.cells}
 

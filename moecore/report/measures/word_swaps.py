@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from moecore.measure.base import Estimate
-from moecore.measure.word_swaps import Result, Swapped, WordSwaps
+from moecore.measure.word_swaps import Result, SwapRow, WordSwaps
 from moecore.report.column import Ahead, Column, Each, Seen, decode_items, mean_or_none
 from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
 from moecore.report.measured import Phase
@@ -46,7 +46,7 @@ def key_of(share: float) -> str:
     return f"{100 * share:g}".replace(".", "_")
 
 
-def row_of(result: Result, key: str) -> Swapped | None:
+def row_of(result: Result, key: str) -> SwapRow | None:
     """The row of this share; None where it was not measured."""
     return next((row for row in result.rows if key_of(row.share) == key), None)
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from moecore.report.column import Metric
 from moecore.report.measured import Measured
-from moecore.statistics.intervals import Interval, over_seeds
+from moecore.statistics.intervals import Interval, mean_over_seeds
 
 
 class Cell(NamedTuple):
@@ -30,7 +30,7 @@ def read_cell(metric: Metric, models: Sequence[Measured]) -> Cell | None:
         return None
     if len(intervals) == 1:
         return Cell(intervals[0], metric.column.limits if intervals[0].limits else "", 1)
-    mean = over_seeds([interval.value for interval in intervals])
+    mean = mean_over_seeds([interval.value for interval in intervals])
     if metric.column.form == "share" and mean.limits:
         low, high = mean.limits
         mean = Interval(mean.value, max(0.0, low), min(1.0, high))

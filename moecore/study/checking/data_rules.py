@@ -15,24 +15,24 @@ from moecore.study.reading.study import Study
 
 Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
-CARDS = Path("artifacts/data")
-UNDER_DVC = "DVC_ROOT"  # the folder of the DVC project, which DVC tells its stages
+PREPARED_DATA = Path("artifacts/data")
+DVC_VARIABLE = "DVC_ROOT"  # the folder of the DVC project, which DVC tells its stages
 
 
 @contextmanager
 def chdir_to_stages(home: Path) -> Iterator[None]:
     """Work where the stages of the project in ``home`` will: paths count from there."""
-    before = os.environ.get(UNDER_DVC)
+    before = os.environ.get(DVC_VARIABLE)
     with chdir(home):
         here = Path.cwd()
         projects = [folder for folder in (here, *here.parents) if (folder / ".dvc").is_dir()]
         if before is None and projects:
-            os.environ[UNDER_DVC] = str(projects[0])
+            os.environ[DVC_VARIABLE] = str(projects[0])
         try:
             yield
         finally:
             if before is None:
-                os.environ.pop(UNDER_DVC, None)
+                os.environ.pop(DVC_VARIABLE, None)
 
 
 def load_previews(study: Study) -> dict[str, Preview]:
@@ -43,7 +43,7 @@ def load_previews(study: Study) -> dict[str, Preview]:
     """
     previews: dict[str, Preview] = {}
     for phase, source in study.data.items():
-        preview = _read_card(CARDS / phase / "card.json", source)
+        preview = _read_card(PREPARED_DATA / phase / "card.json", source)
         if preview is None and hasattr(source, "preview"):
             preview = source.preview()
         if preview is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moecore.data.views.views import ViewSettings
-from moecore.study.reading.study import PHASES, Study
+from moecore.study.reading.study import TRAINING_PHASES, Study
 
 Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
@@ -18,7 +18,7 @@ CALIBRATORS = {  # by the kind of task
     "next_token": "temperature",
     "regression": "linear",
 }
-WORDS = {"classification": "classes", "next_token": "words", "regression": "real numbers"}
+LABEL_WORDS = {"classification": "classes", "next_token": "words", "regression": "real numbers"}
 FLAT_WITH_CLASSES = ("invariance", "corruptions", "stability", "few_shot", "lipschitz")
 
 
@@ -27,7 +27,7 @@ def label_rules(study: Study) -> Misfits:
     tasks: dict[str, Any] = {phase: source.task for phase, source in study.data.items()}
     kinds = {phase: task.model_fields["kind"].default for phase, task in tasks.items()}
     numbers: set[str] = {phase for phase, task in tasks.items() if task.needs_classes("share")}
-    yield from _one_sort(study, numbers)
+    yield from _mixed_label_problems(study, numbers)
     yield from _training(study, tasks)
     yield from _distillation(study, tasks)
     if numbers:
@@ -42,7 +42,7 @@ def label_rules(study: Study) -> Misfits:
 
 def list_trainings(study: Study) -> Iterator[tuple[tuple, str, Any]]:
     """Yield where training settings stand, on which phase's data, and the settings."""
-    for phase in PHASES:
+    for phase in TRAINING_PHASES:
         if (training := getattr(study, phase)) is not None:
             yield (phase,), phase, training
     if (training := getattr(study.teacher, "training", None)) is not None:
@@ -56,7 +56,7 @@ def show_settings(value: Any) -> str:
     return str(value)
 
 
-def _one_sort(study: Study, numbers: set[str]) -> Misfits:
+def _mixed_label_problems(study: Study, numbers: set[str]) -> Misfits:
     """A model that answers with a number cannot be fine-tuned on classes with the same head."""
     phases = study.run.phases
     other = [phase for phase in phases if (phase in numbers) != (phases[0] in numbers)]
@@ -118,7 +118,7 @@ def _calibrator(study: Study, kinds: dict[str, str]) -> Misfits:
             yield where, f"{reason}; leave out the phase or the stage"
     for kind in run_kinds.values():
         if CALIBRATORS.get(kind, calibrator) != calibrator:
-            text = f"found {calibrator}, but the labels are {WORDS[kind]}"
+            text = f"found {calibrator}, but the labels are {LABEL_WORDS[kind]}"
             yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {CALIBRATORS[kind]}"
             return
 

@@ -11,7 +11,7 @@ from moecore.training.teachers import Teacher
 Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 NO_TEACHER = "no_teacher"
-WANTED = {
+NEEDED_WORDS = {
     "routing": "a router",
     "load": "a router that provides load probabilities",
     "guidance": "a teacher",
@@ -38,19 +38,19 @@ def method_rules(study: Study) -> Misfits:
 def _regularizers(study: Study, name: str, method: Method) -> Misfits:
     for index, regularizer in enumerate(method.regularizers):
         place = ("methods", name, "regularizers", index)
-        for need in sorted(regularizer.needs & set(WANTED)):
+        for need in sorted(regularizer.needs & set(NEEDED_WORDS)):
             if need == "guidance":
-                if _teacherless(study) and name in study.run.methods:
-                    yield place, f"{regularizer.kind} needs a teacher, but {_no_teacher()}"
+                if _has_no_teacher(study) and name in study.run.methods:
+                    yield place, f"{regularizer.kind} needs a teacher, but {_no_teacher_words()}"
             elif need not in method.provided:
-                yield place, f"{regularizer.kind} needs {WANTED[need]}, but {_router(method)}"
+                yield place, f"{regularizer.kind} needs {NEEDED_WORDS[need]}, but {_router(method)}"
 
 
 def _size(study: Study, name: str, method: Method) -> Misfits:
     """Yield where ``model`` and ``pretrain`` do not take what a method changes of them."""
     for key, change, section in (
-        ("model", method.sized, study.model),
-        ("pretrain", method.pretrained, study.pretrain),
+        ("model", method.merge_model_settings, study.model),
+        ("pretrain", method.merge_pretrain_settings, study.pretrain),
     ):
         if section is None:
             continue
@@ -62,7 +62,7 @@ def _size(study: Study, name: str, method: Method) -> Misfits:
 
 def _teacher_keys(study: Study, name: str, method: Method) -> Misfits:
     """Yield what of a method asks for a teacher where the study has none."""
-    if not _teacherless(study):
+    if not _has_no_teacher(study):
         return
     asking = {
         "distillation": method.distillation > 0,
@@ -71,7 +71,7 @@ def _teacher_keys(study: Study, name: str, method: Method) -> Misfits:
     }
     for key, asks in asking.items():
         if asks:
-            yield ("methods", name, key), f"needs a teacher, but {_no_teacher()}"
+            yield ("methods", name, key), f"needs a teacher, but {_no_teacher_words()}"
 
 
 def _same_views(study: Study, name: str, method: Method) -> Misfits:
@@ -91,11 +91,11 @@ def _router(method: Method) -> str:
     return f"{method.router.kind} provides {provided}"
 
 
-def _teacherless(study: Study) -> bool:
+def _has_no_teacher(study: Study) -> bool:
     return study.teacher is not None and study.teacher.kind == NO_TEACHER
 
 
-def _no_teacher() -> str:
+def _no_teacher_words() -> str:
     union, *_ = get_args(Teacher)
     kinds = [member.model_fields["kind"].default for member in get_args(union)]
     allowed = ", ".join(kind for kind in kinds if kind != NO_TEACHER)

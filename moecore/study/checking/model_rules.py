@@ -12,7 +12,7 @@ from moecore.nn.backbones.model import BackboneModel
 from moecore.nn.meta_device import on_meta_device
 from moecore.study.checking.refusals import REFUSED, locate_error
 from moecore.study.checking.training_rules import building_rules, guiding_rules, upcycling_rules
-from moecore.study.reading.study import PHASES, Study
+from moecore.study.reading.study import TRAINING_PHASES, Study
 from moecore.tasks.classification import Classification
 from moecore.training.method import Method
 
@@ -21,7 +21,7 @@ Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 ANY_CLASSES = Classification(classes=("one", "other"))  # where they are not known yet
 
 
-class Phase(NamedTuple):
+class TrainingPhase(NamedTuple):
     """One training stage: its name, its settings, its images."""
 
     name: str
@@ -32,8 +32,8 @@ class Phase(NamedTuple):
 def model_rules(study: Study, previews: Mapping[str, Preview]) -> list[tuple[tuple, str]]:
     """Return (keys, what is wrong) of every model that cannot be, each once."""
     phases = [
-        Phase(name, getattr(study, name), image_spec(previews[name]))
-        for name in PHASES
+        TrainingPhase(name, getattr(study, name), image_spec(previews[name]))
+        for name in TRAINING_PHASES
         if name in previews and getattr(study, name) is not None
     ]
     misfits: list[tuple[tuple, str]] = []
@@ -41,7 +41,7 @@ def model_rules(study: Study, previews: Mapping[str, Preview]) -> list[tuple[tup
         for phase in (phase for phase in phases if phase.name == "pretrain"):
             misfits += building_rules(study, phase.name, phase.image)
         for name in study.run.methods:
-            misfits += _method(study, name, study.methods[name], phases)
+            misfits += _method_problems(study, name, study.methods[name], phases)
     return list(dict.fromkeys(misfits))
 
 
@@ -54,14 +54,16 @@ def image_spec(preview: Preview) -> ImageSpec:
     )
 
 
-def _method(study: Study, name: str, method: Method, phases: list[Phase]) -> Misfits:
+def _method_problems(
+    study: Study, name: str, method: Method, phases: list[TrainingPhase]
+) -> Misfits:
     if study.model is None:
         return
-    backbone = method.sized(study.model)
+    backbone = method.merge_model_settings(study.model)
     start = None
     for phase in phases:
         try:
-            learned = _learned(method, phase)
+            learned = _method_in_phase(method, phase)
             model = backbone.build(phase.image, learned.moe)
         except REFUSED as error:
             yield locate_error(error, name, method, phase.name, phase.settings)
@@ -70,18 +72,20 @@ def _method(study: Study, name: str, method: Method, phases: list[Phase]) -> Mis
             start = model
             yield from upcycling_rules(study, name, method, model)
         else:
-            yield from _goes_on(phase, start, model)
+            yield from _transfer_problems(phase, start, model)
         yield from guiding_rules(study, name, learned, phase.name, model)
 
 
-def _learned(method: Method, phase: Phase) -> Method:
+def _method_in_phase(method: Method, phase: TrainingPhase) -> Method:
     """The method as a phase trains it."""
     if phase.name == "pretrain":
         return method
     return method.for_finetuning(phase.settings.k, phase.settings.guided)
 
 
-def _goes_on(phase: Phase, start: BackboneModel | None, model: BackboneModel) -> Misfits:
+def _transfer_problems(
+    phase: TrainingPhase, start: BackboneModel | None, model: BackboneModel
+) -> Misfits:
     """Yield why a pretrained model cannot be brought to the images of a later phase."""
     if not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"

@@ -21,7 +21,7 @@ from moecore.study.reading.overlay import load_stages
 from moecore.study.reading.study import Study
 
 # What a room above this one has to say of a study and its stages: keys, and what is wrong.
-Also = Callable[[Study, Sequence[str]], Iterable[tuple[tuple, str]]]
+ExtraCheck = Callable[[Study, Sequence[str]], Iterable[tuple[tuple, str]]]
 
 
 class CheckedStudy(NamedTuple):
@@ -32,7 +32,7 @@ class CheckedStudy(NamedTuple):
 
 
 def check_study(
-    path: str | Path = "params.yaml", home: Path | None = None, also: Also | None = None
+    path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
 ) -> CheckedStudy:
     """Validate the file, open its data sources (headers and counts) and build its models.
 
@@ -63,7 +63,7 @@ def check_study(
 
 
 def describe_check(
-    path: str | Path = "params.yaml", home: Path | None = None, also: Also | None = None
+    path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
 ) -> str:
     """Return ``params.yaml: in order (…)`` and a line per data set; raises like ``check_study``."""
     study, notes = check_study(path, home, also)

@@ -17,7 +17,7 @@ REFUSED = (
     AssertionError,
     ArithmeticError,
 )
-KEYED = re.compile(
+KEY_PREFIX = re.compile(
     r"((?:model|teacher|router|text|experts|blocks|finetune|regions)(?:\.\w+)*)(: | is )"
 )
 
@@ -48,7 +48,7 @@ def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
         reason = next(iter(text.splitlines()), "")
         place = f"{Path(last.filename).name}:{last.lineno}"
         return (), f"cannot be built: {type(error).__name__}: {reason} ({place})"
-    match = KEYED.match(text)
+    match = KEY_PREFIX.match(text)
     if match is None:
         return (), text
     rest = text[match.end() :]

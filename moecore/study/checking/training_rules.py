@@ -10,7 +10,7 @@ from typing import Any
 from moecore.core.files import UserError
 from moecore.core.records import Layout
 from moecore.data.preview import Preview
-from moecore.data.views.views import UNEVEN
+from moecore.data.views.views import UNEVEN_REFUSAL
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
 from moecore.study.checking.label_rules import list_trainings
@@ -18,27 +18,27 @@ from moecore.study.checking.refusals import REFUSED, split_key_and_message
 from moecore.study.reading.study import Study
 from moecore.training.guide import aligned_blocks
 from moecore.training.method import Method
-from moecore.training.upcycle import upcycle
+from moecore.training.upcycle import upcycle_model
 
 Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
-SECTION = ("teacher", "model")
+TEACHER_SECTIONS = ("teacher", "model")
 
 
 def upcycling_rules(study: Study, name: str, method: Method, model: BackboneModel) -> Misfits:
     """Yield why the teacher's weights do not fit into the experts of a method of them."""
-    teacher = _teacher(study, model.image)[0] if method.upcycle else None
+    teacher = _build_teacher(study, model.image)[0] if method.upcycle else None
     if teacher is None:
         return
     try:
-        upcycle(model, teacher)
+        upcycle_model(model, teacher)
     except UserError as error:
         yield ("methods", name, "upcycle"), str(error).removeprefix("upcycle: ")
 
 
 def building_rules(study: Study, phase: str, image: ImageSpec) -> Misfits:
     """Yield why the dense teacher cannot be built for the images of a phase."""
-    yield from _refused(_teacher(study, image)[1], phase)
+    yield from _refusal_problems(_build_teacher(study, image)[1], phase)
     teacher = study.teacher
     if teacher is not None and teacher.kind == "timm" and len(image.shape) == 2:
         try:
@@ -47,10 +47,10 @@ def building_rules(study: Study, phase: str, image: ImageSpec) -> Misfits:
             yield split_key_and_message(error)
 
 
-def _refused(refused: Exception | None, phase: str) -> Misfits:
+def _refusal_problems(refused: Exception | None, phase: str) -> Misfits:
     if refused is not None:
         key, text = split_key_and_message(refused)
-        yield (*SECTION, *key[1:]), f"{text} (data.{phase})"
+        yield (*TEACHER_SECTIONS, *key[1:]), f"{text} (data.{phase})"
 
 
 def guiding_rules(
@@ -59,8 +59,8 @@ def guiding_rules(
     """Yield where the teacher sees other tokens than a model that it guides, or is too flat."""
     if not (study.methods[name].guided or study.methods[name].upcycle):
         return
-    teacher, refused = _teacher(study, model.image)
-    yield from _refused(refused, phase)
+    teacher, refused = _build_teacher(study, model.image)
+    yield from _refusal_problems(refused, phase)
     if teacher is None or not method.guided_routing or model.moe is None:
         return
     blocks = model.moe.indices(model.depth)
@@ -68,27 +68,30 @@ def guiding_rules(
     aligned = aligned_blocks(blocks, *stages)
     for block, place in zip(blocks, aligned, strict=True):
         if place < 0:
-            yield _no_block_beside(name, block, *stages)
+            yield _missing_block(name, block, *stages)
             return
         read = teacher.depth - 1 if method.teacher_router.features == "final" else place
-        ours, theirs = _tokens(model.layout_of(block)), _tokens(teacher.layout_of(read))
+        ours, theirs = _token_count(model.layout_of(block)), _token_count(teacher.layout_of(read))
         if ours not in (theirs, theirs + 1):
             text = f"it sees {theirs} tokens of data.{phase}, and methods.{name}, which it guides, "
-            yield SECTION, f"{text}{ours}; allowed: the model's patch and pooling"
+            yield TEACHER_SECTIONS, f"{text}{ours}; allowed: the model's patch and pooling"
             return
 
 
-def _no_block_beside(
+def _missing_block(
     name: str, block: int, ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[tuple, str]:
     """A teacher that is too flat for what it guides, or of other stages."""
     if len(ours) != len(theirs):
         text = f"found a model of {len(theirs)} stages; methods.{name}, which it guides, has "
-        return (*SECTION, "kind"), f"{text}{len(ours)}; allowed: as many"
+        return (*TEACHER_SECTIONS, "kind"), f"{text}{len(ours)}; allowed: as many"
     text = f"found {list(theirs) if len(theirs) > 1 else theirs[0]}, which has no block beside"
     near = list(ours) if len(ours) > 1 else ours[0]
     key = "depths" if len(ours) > 1 else "depth"
-    return (*SECTION, key), f"{text} block {block} of methods.{name}; allowed: {near}, or near it"
+    return (
+        *TEACHER_SECTIONS,
+        key,
+    ), f"{text} block {block} of methods.{name}; allowed: {near}, or near it"
 
 
 def unneeded_teachers(study: Study) -> str | None:
@@ -114,7 +117,11 @@ def untrained_routers(study: Study) -> str | None:
     for name in study.run.methods:
         method = study.methods[name]
         one = getattr(method.router, "k", None) == 1
-        if study.model is not None and one and method.sized(study.model).kind == "swin_v2":
+        if (
+            study.model is not None
+            and one
+            and method.merge_model_settings(study.model).kind == "swin_v2"
+        ):
             names.append(name)
     if not names:
         return None
@@ -124,7 +131,7 @@ def untrained_routers(study: Study) -> str | None:
     return f"methods {', '.join(names)}: {why} of the task; model.kind: swin_moe gives them one"
 
 
-def _teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
+def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
     """The dense teacher for such images, or why it refuses them; one from timm is not fetched."""
     settings = study.teacher
     if settings is None or settings.kind != "dense":
@@ -135,7 +142,7 @@ def _teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exce
         return None, error
 
 
-def _tokens(layout: Layout) -> int:
+def _token_count(layout: Layout) -> int:
     return layout.special + prod(layout.grid)
 
 
@@ -143,7 +150,7 @@ def schedule_rules(study: Study) -> Misfits:
     """Yield warm-ups that are longer than the training; no data are needed to see it."""
     for keys, _, training in list_trainings(study):
         yield from _schedule(keys, training)
-    yield from _own(study, _schedule)
+    yield from _problems_of_methods(study, _schedule)
 
 
 def _schedule(keys: tuple, training: Any) -> Misfits:
@@ -152,14 +159,18 @@ def _schedule(keys: tuple, training: Any) -> Misfits:
         yield (*keys, "warmup_epochs"), f"{text}; allowed: 0 to {training.epochs}"
 
 
-def _own(study: Study, rule: Callable[[tuple, Any], Misfits]) -> Misfits:
+def _problems_of_methods(study: Study, rule: Callable[[tuple, Any], Misfits]) -> Misfits:
     """Yield what a rule says of ``pretrain`` as methods change it, where it is not said of all."""
     if study.pretrain is None:
         return
     of_all = set(rule((), study.pretrain))
     for name, method in study.methods.items():
         try:
-            changed = method.pretrained(study.pretrain) if method.pretrain else study.pretrain
+            changed = (
+                method.merge_pretrain_settings(study.pretrain)
+                if method.pretrain
+                else study.pretrain
+            )
         except UserError:
             continue  # ``method_rules`` says it
         for keys, text in rule((), changed):
@@ -174,8 +185,10 @@ def size_rules(study: Study, previews: Mapping[str, Preview]) -> Misfits:
             yield from _sizes(keys, phase, training, preview)
     preview = previews.get("pretrain")
     if preview is not None:
-        yield from _own(study, lambda keys, own: _sizes(keys, "pretrain", own, preview))
-    if preview is not None and preview.counts and _fits_routers(study):
+        yield from _problems_of_methods(
+            study, lambda keys, own: _sizes(keys, "pretrain", own, preview)
+        )
+    if preview is not None and preview.counts and _has_fitted_routers(study):
         yield from _batch(
             ("teacher_router", "batch"), study.teacher_router, preview.images["train"], "pretrain"
         )
@@ -218,7 +231,7 @@ def _shift(keys: tuple, phase: str, views: Any, preview: Preview) -> Misfits:
 def _whole_images(keys: tuple, phase: str, views: Any, short_side: int) -> Misfits:
     """What views of images that are kept whole must have, and have no more of."""
     if views.crop is None:
-        yield (*keys, "crop"), f"found null, but in data.{phase} {UNEVEN}"
+        yield (*keys, "crop"), f"found null, but in data.{phase} {UNEVEN_REFUSAL}"
     if views.size is not None and views.size > short_side:
         text = f"found {views.size}, but data.{phase} keeps images with a short side of "
         yield (*keys, "size"), f"{text}{short_side}; allowed: at most that, or null"
@@ -230,7 +243,7 @@ def _batch(keys: tuple, settings: Any, images: int, why: str) -> Misfits:
         yield keys, f"{text}; allowed: 1 to {images}"
 
 
-def _fits_routers(study: Study) -> bool:
+def _has_fitted_routers(study: Study) -> bool:
     """Return whether a method that is run has routers of the teacher fitted beforehand."""
     asked = [study.methods[name] for name in study.run.methods if name in study.methods]
     fitted = any(method.guided_routing and not method.joint for method in asked)

@@ -20,10 +20,16 @@ from moecore.study.reading.messages import truncate_lines
 from moecore.study.reading.overlay import load_stages
 from moecore.study.reading.params import validate_whole
 from moecore.study.reading.setting_errors import describe_field, error_line
-from moecore.study.reading.study import OPTIONAL, PHASES, SECTIONS, Study, section_readers
+from moecore.study.reading.study import (
+    OPTIONAL_SECTIONS,
+    SECTIONS,
+    TRAINING_PHASES,
+    Study,
+    section_readers,
+)
 
-PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
-MOST = {int: 10**15, float: 1e100}  # no setting is larger
+LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
+LARGEST_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
 
 Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
@@ -76,10 +82,10 @@ def params_schema() -> dict[str, Any]:
 
 def cross_checks(document: Document, study: Study | None) -> list[str]:
     """Return a line for each misfit of sections; study: None where the file was refused."""
-    return list_lines(document, _misfits(document.data, study))
+    return list_lines(document, _all_misfits(document.data, study))
 
 
-def _misfits(data: Any, study: Study | None) -> Misfits:
+def _all_misfits(data: Any, study: Study | None) -> Misfits:
     yield from selection_rules(data)
     if study is not None:
         yield from method_rules(study)
@@ -94,7 +100,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     run = data["run"] if isinstance(data.get("run"), dict) else {}
     readers = section_readers(stages, run)
     for key, stage in readers.items():
-        if key in OPTIONAL or data.get(key) is not None or key not in Study.model_fields:
+        if key in OPTIONAL_SECTIONS or data.get(key) is not None or key not in Study.model_fields:
             continue
         if key in ("run", "data") and key not in data:
             continue  # the model itself says so
@@ -102,7 +108,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
         yield (key,), f"{lack}; allowed: {describe_field(Study, (key,))}"
     measured = set(Study.model_fields) - {key for keys in SECTIONS.values() for key in keys}
     # Measurements may be switched off and keep their section
-    welcome = {*readers, *OPTIONAL, *(measured if "measure" in stages else ())}
+    welcome = {*readers, *OPTIONAL_SECTIONS, *(measured if "measure" in stages else ())}
     for key in data:
         if key in Study.model_fields and key not in welcome:
             yield (key,), f"no stage of dvc.yaml reads it; allowed: {', '.join(readers)}"
@@ -112,7 +118,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
             text = "missing; the stage measure of dvc.yaml goes by it; allowed: a list"
             yield ("run", key), text
     sources = data.get("data")
-    for phase in PHASES:
+    for phase in TRAINING_PHASES:
         if phase in stages and isinstance(sources, dict) and phase not in sources:
             there = ", ".join(map(str, sources))
             text = f"missing; the stage {phase} trains on it; data has: {there}"
@@ -127,10 +133,10 @@ def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
             yield from _numbers_out_of_range(one, (*keys, key))
     elif isinstance(value, float) and not math.isfinite(value):
         yield keys, f"found {'.nan' if math.isnan(value) else value}; allowed: a finite number"
-    elif type(value) in MOST and abs(value) > MOST[type(value)]:
+    elif type(value) in LARGEST_NUMBERS and abs(value) > LARGEST_NUMBERS[type(value)]:
         # An integer may be beyond every float
         shown = f"{value:.3g}" if abs(value) < 10**308 else "a number beyond 1e+308"
-        yield keys, f"found {shown}; allowed: numbers up to {MOST[type(value)]:.0e}"
+        yield keys, f"found {shown}; allowed: numbers up to {LARGEST_NUMBERS[type(value)]:.0e}"
 
 
 def _unwritten_kinds(study: Study, data: Any) -> Misfits:
@@ -160,10 +166,10 @@ def _settings(value: Any, data: Any, keys: tuple = ()) -> Iterator[tuple[tuple, 
 
 
 def _place(problem: str) -> str:
-    match = PLACE.match(problem)
+    match = LINE_PLACE.match(problem)
     return match[0] if match else problem
 
 
 def _position(problem: str) -> tuple[str, int, int]:
-    match = PLACE.match(problem)
+    match = LINE_PLACE.match(problem)
     return (match[1], int(match[2]), int(match[3])) if match else ("", 0, 0)

@@ -91,7 +91,7 @@ class Question(Comparison):
     paper: str = Field("", description="Whose method it is about; left out: nobody's.")
 
 
-def settings_digest(study: Mapping[str, Any], asked: Comparison) -> str:
+def settings_digest(study: Mapping[str, Any], comparison: Comparison) -> str:
     """Return a digest of the settings that an answer depends on, of a whole params.yaml as data.
 
     Of methods those of the two alone; which runs, claims and questions there are does not matter.
@@ -99,5 +99,5 @@ def settings_digest(study: Mapping[str, Any], asked: Comparison) -> str:
     left_out = ("run", "claims", "questions", "methods")
     kept = {name: section for name, section in study.items() if name not in left_out}
     methods = study.get("methods") or {}
-    kept["methods"] = {name: methods.get(name) for name in (asked.method, asked.against)}
+    kept["methods"] = {name: methods.get(name) for name in (comparison.method, comparison.against)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

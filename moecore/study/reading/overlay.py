@@ -24,16 +24,16 @@ from moecore.measure import MEASUREMENTS
 from moecore.study.reading.document import Document, load_yaml
 from moecore.study.reading.messages import did_you_mean, show_value
 from moecore.study.reading.setting_errors import error_line
-from moecore.study.reading.study import PHASES, SECTIONS, Study, section_readers
+from moecore.study.reading.study import SECTIONS, TRAINING_PHASES, Study, section_readers
 
 OVERLAY = "overlay.yaml"
-PRESETS = "presets.yaml"
+PRESETS_FILE = "presets.yaml"
 DIRECTIVES = ("stages", "whole")  # keys of an overlay that are no sections
-NAMED = ("data", "methods")  # sections whose entries have names
+NAMED_SECTIONS = ("data", "methods")  # sections whose entries have names
 
 
 @dataclass(frozen=True)
-class Layers(Document):
+class LayeredFiles(Document):
     """Several files laid over each other; a key stands in the last file that has it."""
 
     layers: tuple[Document, ...] = ()
@@ -44,7 +44,7 @@ class Layers(Document):
         return best.place(keys)
 
 
-class Resolved(NamedTuple):
+class ResolvedStudy(NamedTuple):
     """A study as its overlay and presets come out."""
 
     document: Document  # the whole of its params.yaml; places are those in root, overlay, presets
@@ -53,19 +53,19 @@ class Resolved(NamedTuple):
     layers: tuple[Document, ...]  # root, overlay, presets
 
 
-def resolve_overlay(folder: Path, root: Path, presets: Sequence[str] = ()) -> Resolved:
+def resolve_overlay(folder: Path, root: Path, presets: Sequence[str] = ()) -> ResolvedStudy:
     """Return the study in ``folder`` with these presets, in order, over the root's params.yaml.
 
     Raises UserError where a file cannot be read, or names a section, stage or preset that is none.
     """
     base = load_yaml(root / "params.yaml")
-    overlay = _of_sections(load_yaml(folder / OVERLAY), (*_sections(), *DIRECTIVES))
-    stages = _listed(overlay, "stages", tuple(SECTIONS))
-    whole = _listed(overlay, "whole", _sections()) or ()
-    values = _over(base.data, overlay.data, whole)
+    overlay = _check_sections(load_yaml(folder / OVERLAY), (*_section_names(), *DIRECTIVES))
+    stages = _read_list(overlay, "stages", tuple(SECTIONS))
+    whole = _read_list(overlay, "whole", _section_names()) or ()
+    values = _overlay_sections(base.data, overlay.data, whole)
     layers = [base, overlay]
     for name in presets:
-        layers.append(_preset(folder, name))
+        layers.append(_load_preset(folder, name))
         values = merge_settings(values, layers[-1].data)
     runs = load_stages(root) if stages is None else stages
     wanted = section_readers(runs, values.get("run") or {})
@@ -73,9 +73,9 @@ def resolve_overlay(folder: Path, root: Path, presets: Sequence[str] = ()) -> Re
     for key in ("claims", "questions"):
         if key in values:
             values[key] = values.pop(key)  # the longest, so they are written last
-    _narrow(values, runs)
-    document = Layers(base.path, values, None, layers=tuple(layers))
-    return Resolved(document, stages, whole, tuple(layers))
+    _narrow_to_stages(values, runs)
+    document = LayeredFiles(base.path, values, None, layers=tuple(layers))
+    return ResolvedStudy(document, stages, whole, tuple(layers))
 
 
 def merge_settings(base: Any, over: Any) -> Any:
@@ -95,7 +95,7 @@ def load_presets(folder: Path) -> dict[str, Document]:
 
     Raises UserError where the file cannot be read or is no mapping of names.
     """
-    path = folder / PRESETS
+    path = folder / PRESETS_FILE
     if not path.is_file():
         return {}
     whole = load_yaml(path)
@@ -104,7 +104,7 @@ def load_presets(folder: Path) -> dict[str, Document]:
     return {name: whole.below(name) for name in whole.data}
 
 
-def _over(
+def _overlay_sections(
     base: Mapping[str, Any], overlay: Mapping[str, Any], whole: Sequence[str]
 ) -> dict[str, Any]:
     """The overlay's sections over the root's, without what the overlay removes."""
@@ -113,30 +113,32 @@ def _over(
         if key in DIRECTIVES:
             continue
         values[key] = section if key in whole else merge_settings(base.get(key), section)
-        if key in NAMED and isinstance(section, dict):
-            values[key] = _named(key, values[key], section)
+        if key in NAMED_SECTIONS and isinstance(section, dict):
+            values[key] = _remaining_entries(key, values[key], section)
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _named(key: str, merged: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+def _remaining_entries(
+    key: str, merged: Mapping[str, Any], section: Mapping[str, Any]
+) -> dict[str, Any]:
     """The entries that stay: of methods those that the overlay names; none that it sets to null."""
     gone = {name for name, entry in section.items() if entry is None}
     kept = section if key == "methods" else merged
     return {name: merged[name] for name in kept if name not in gone}
 
 
-def _narrow(values: dict[str, Any], stages: Sequence[str]) -> None:
+def _narrow_to_stages(values: dict[str, Any], stages: Sequence[str]) -> None:
     """Leave out the data of phases, and the keys of ``run``, that no stage looks at."""
     data, run = values.get("data"), values.get("run")
     if isinstance(data, dict):
-        unused = {phase for phase in PHASES[1:] if phase not in stages}
+        unused = {phase for phase in TRAINING_PHASES[1:] if phase not in stages}
         values["data"] = {name: source for name, source in data.items() if name not in unused}
     if isinstance(run, dict) and "measure" not in stages:
         unused = ("measurements", "thorough")
         values["run"] = {key: value for key, value in run.items() if key not in unused}
 
 
-def _listed(overlay: Document, key: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
+def _read_list(overlay: Document, key: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
     """The list at ``key``; None where there is none. UserError where an entry is not allowed."""
     words = overlay.data.get(key)
     if words is None:
@@ -164,21 +166,21 @@ def load_stages(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _sections() -> tuple[str, ...]:
+def _section_names() -> tuple[str, ...]:
     """The sections that a params.yaml may have; those of measurements last."""
     return tuple(sorted(Study.model_fields, key=lambda name: name in MEASUREMENTS))
 
 
-def _preset(folder: Path, name: str) -> Document:
+def _load_preset(folder: Path, name: str) -> Document:
     known = load_presets(folder)
     if name not in known:
         allowed = ", ".join(known) or "none, it has no presets"
         hint = did_you_mean(name, list(known))
         raise UserError(f"{folder}: found no preset {name!r}{hint}; allowed: {allowed}")
-    return _of_sections(known[name], _sections())
+    return _check_sections(known[name], _section_names())
 
 
-def _of_sections(document: Document, allowed: Sequence[str]) -> Document:
+def _check_sections(document: Document, allowed: Sequence[str]) -> Document:
     """An overlay or preset; UserError where a key of it is not allowed."""
     if document.data is None:
         return Document(document.path, {}, None)

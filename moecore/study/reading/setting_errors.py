@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from moecore.study.reading.document import Document
 from moecore.study.reading.messages import (
-    SHOWN,
+    SHOWN_LETTERS,
     did_you_mean,
     show_value,
     spell_keys,
@@ -21,7 +21,10 @@ from moecore.study.reading.messages import (
 Keys = tuple[str | int, ...]
 
 TAG = "kind"  # the key that chooses among the models of a union
-PLAIN = {"an object": "keys with values", "a valid array": "a list"}  # for pydantic's words of JSON
+PLAIN_WORDS = {
+    "an object": "keys with values",
+    "a valid array": "a list",
+}  # for pydantic's words of JSON
 
 
 def error_line(document: Document, keys: Sequence[str | int], text: str) -> str:
@@ -49,7 +52,7 @@ def list_errors(
         keys = _keys_at(item, places or {}, document.data)
         texts.setdefault(keys, []).append(_found_and_allowed(item, keys, model))
     lines = [
-        (document.place(keys), error_line(document, keys, _joined(several)))
+        (document.place(keys), error_line(document, keys, _join_members(several)))
         for keys, several in texts.items()
         # A member of a union may say what is wrong further in
         if not any(len(other) > len(keys) and other[: len(keys)] == keys for other in texts)
@@ -62,7 +65,7 @@ def _position(place: str) -> tuple[int, int]:
     return int(line), int(column)
 
 
-def _joined(several: Sequence[tuple[str, str]]) -> str:
+def _join_members(several: Sequence[tuple[str, str]]) -> str:
     """Return what the members of a union say of one value as one text."""
     allowed = " or ".join(dict.fromkeys(allowed for _, allowed in several if allowed))
     return f"{several[0][0]}; allowed: {allowed}" if allowed else several[0][0]
@@ -113,11 +116,14 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     if kind == "union_tag_invalid":
         tag = item["ctx"]["tag"]
         known = re.findall(r"'([^']*)'", item["ctx"]["expected_tags"])
-        return f"found {TAG}: {to_one_line(tag, SHOWN)}{did_you_mean(tag, known)}", ", ".join(known)
+        return (
+            f"found {TAG}: {to_one_line(tag, SHOWN_LETTERS)}{did_you_mean(tag, known)}",
+            ", ".join(known),
+        )
     if kind in ("model_type", "dict_type") and (models := _models_at(model, item["loc"])):
         return f"found {show_value(value)}", _describe_models(models)
     allowed = item["msg"].removeprefix("Input should be ")
-    allowed = PLAIN.get(allowed, allowed[:1].lower() + allowed[1:])
+    allowed = PLAIN_WORDS.get(allowed, allowed[:1].lower() + allowed[1:])
     hint = ""
     if kind == "literal_error":
         hint = did_you_mean(value, re.findall(r"'([^']*)'", allowed))

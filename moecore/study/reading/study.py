@@ -45,9 +45,15 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "sizes": ("sizes",),
     "compare": ("run", "claims", "questions"),
 }
-MEASURED = tuple(name for name in MEASUREMENTS if name not in SECTIONS)  # by the stage `measure`
-OPTIONAL = ("claims", "questions", "out_of_fold", "transfer")  # their defaults say all
-PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, each on data of its own
+MEASURED_SECTIONS = tuple(
+    name for name in MEASUREMENTS if name not in SECTIONS
+)  # by the stage `measure`
+OPTIONAL_SECTIONS = ("claims", "questions", "out_of_fold", "transfer")  # their defaults say all
+TRAINING_PHASES = (
+    "pretrain",
+    "finetune",
+    "adversarial",
+)  # stages that train, each on data of its own
 
 
 def section_readers(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
@@ -59,15 +65,15 @@ def section_readers(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, 
         if stage == "measure":
             listed = run.get("measurements")
             named = listed if isinstance(listed, list) else []
-            readers |= {name: stage for name in named if name in MEASURED}
+            readers |= {name: stage for name in named if name in MEASURED_SECTIONS}
     return readers
 
 
 # A section for each measurement of the table, so that a new one costs no line here.
-OF_MEASUREMENTS: dict[str, Any] = {
+MEASUREMENT_FIELDS: dict[str, Any] = {
     name: (measurement.settings | None, None) for name, measurement in MEASUREMENTS.items()
 }
-Measured = create_model("Measured", __base__=Config, **OF_MEASUREMENTS)
+Measured = create_model("Measured", __base__=Config, **MEASUREMENT_FIELDS)
 
 
 class Study(Measured):

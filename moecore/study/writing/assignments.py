@@ -19,7 +19,7 @@ def _represent_null(representer: RoundTripRepresenter, _: None) -> Any:
     return representer.represent_scalar("tag:yaml.org,2002:null", "null")
 
 
-class _Representer(RoundTripRepresenter):
+class _NullRepresenter(RoundTripRepresenter):
     yaml_representers: dict = {
         **RoundTripRepresenter.yaml_representers,
         type(None): _represent_null,
@@ -54,7 +54,7 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
     writer.preserve_quotes = True
     writer.width = max(map(len, text.splitlines()), default=80)
     writer.indent(mapping=2, sequence=4, offset=2)
-    writer.Representer = _Representer
+    writer.Representer = _NullRepresenter
     data = writer.load(text)
     for assignment in assignments:
         name, equals, value = assignment.partition("=")

@@ -13,7 +13,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from moecore.core.files import write_whole
 from moecore.study.checking.validate import check_document
 from moecore.study.reading.document import load_yaml
-from moecore.study.reading.overlay import Resolved, load_stages, resolve_overlay
+from moecore.study.reading.overlay import ResolvedStudy, load_stages, resolve_overlay
 
 HEAD = """\
 # yaml-language-server: $schema={up}/params.schema.json
@@ -24,14 +24,14 @@ WIDTH = 100
 ABSENT = object()
 
 
-def _text(representer: SafeRepresenter, value: str) -> Any:
+def _represent_text(representer: SafeRepresenter, value: str) -> Any:
     """A string; in quotes with a question mark, which libyaml misreads within braces."""
     style = "'" if "?" in value else None
     return representer.represent_scalar("tag:yaml.org,2002:str", value, style)
 
 
-class _Representer(SafeRepresenter):
-    yaml_representers: dict = {**SafeRepresenter.yaml_representers, str: _text}
+class _TextRepresenter(SafeRepresenter):
+    yaml_representers: dict = {**SafeRepresenter.yaml_representers, str: _represent_text}
 
 
 def write_params(folder: Path, root: Path, presets: Sequence[str] = ()) -> Iterator[str]:
@@ -57,7 +57,7 @@ def params_text(folder: Path, root: Path, presets: Sequence[str] = ()) -> str:
     if presets:
         head += f"# With the presets {', '.join(presets)}.\n"
     sections = [
-        f"# {_origin(resolved, key, up)}\n{_dumped({key: value})}"
+        f"# {_name_origins(resolved, key, up)}\n{_dump_inline_yaml({key: value})}"
         for key, value in resolved.document.data.items()
     ]
     return "\n".join([head, *sections])
@@ -70,10 +70,10 @@ def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
             inner = f"{keys}.{key}" if keys else str(key)
             yield from list_changes(before.get(key, ABSENT), after.get(key, ABSENT), inner)
     elif before != after:
-        yield f"{keys}: {_short(before)} → {_short(after)}"
+        yield f"{keys}: {_shorten_value(before)} → {_shorten_value(after)}"
 
 
-def _origin(resolved: Resolved, key: str, up: str) -> str:
+def _name_origins(resolved: ResolvedStudy, key: str, up: str) -> str:
     """The files that have a section, the deciding one last."""
     base, *others = resolved.layers
     names = [f"{up}/params.yaml"] if key in base.data and key not in resolved.whole else []
@@ -82,13 +82,13 @@ def _origin(resolved: Resolved, key: str, up: str) -> str:
     return " + ".join(dict.fromkeys(names))
 
 
-def _short(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     if value is ABSENT:
         return "(absent)"
     return json.dumps(value, ensure_ascii=False)
 
 
-def _dumped(value: Any) -> str:
+def _dump_inline_yaml(value: Any) -> str:
     """YAML without anchors, in which lists and mappings of plain values take one line."""
     writer = YAML(typ="safe", pure=True)
     writer.default_flow_style = None
@@ -96,7 +96,7 @@ def _dumped(value: Any) -> str:
     writer.allow_unicode = True
     writer.width = WIDTH
     writer.indent(mapping=2, sequence=4, offset=2)
-    writer.Representer = _Representer
+    writer.Representer = _TextRepresenter
     writer.representer.ignore_aliases = lambda *_: True
     stream = io.StringIO()
     writer.dump(value, stream)

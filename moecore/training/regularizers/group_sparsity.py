@@ -74,8 +74,8 @@ class GroupSparsity(Config):
     @model_validator(mode="after")
     def _narrowing(self) -> Self:
         if self.sigma_end > self.sigma_start:
-            found = f"sigma_end is {self.sigma_end:g} and sigma_start {self.sigma_start:g}"
-            raise ValueError(f"{found}; allowed: sigma_end ≤ sigma_start")
+            problem = f"sigma_end is {self.sigma_end:g} and sigma_start {self.sigma_start:g}"
+            raise ValueError(f"{problem}; allowed: sigma_end ≤ sigma_start")
         return self
 
     def __call__(self, step: Step) -> Tensor:
@@ -124,15 +124,15 @@ def group_sparsity(
     tall, wide = min(size, rows), min(size, columns)
     with torch.autocast(probs.device.type, enabled=False):
         energy = probs.square().reshape(-1, rows, columns)
-        energy = _slide(energy, 1, window(tall, sigma), padding)
-        energy = _slide(energy, 2, window(wide, sigma), padding)
-        found = (energy + EPSILON[reduction]).sqrt()
+        energy = _convolve_axis(energy, 1, filter_weights(tall, sigma), padding)
+        energy = _convolve_axis(energy, 2, filter_weights(wide, sigma), padding)
+        norms = (energy + EPSILON[reduction]).sqrt()
         if reduction == "authors":
-            return total_over_ranks(found.mean(dim=(1, 2)).sum()) / (tall * wide)
-        return found.sum(dim=(1, 2)).mean()
+            return total_over_ranks(norms.mean(dim=(1, 2)).sum()) / (tall * wide)
+        return norms.sum(dim=(1, 2)).mean()
 
 
-def window(size: int, sigma: float) -> list[float]:
+def filter_weights(size: int, sigma: float) -> list[float]:
     """One side of the filter, centred, with sum 1: a Gaussian, or the average where sigma is
     infinite.
     """
@@ -140,7 +140,7 @@ def window(size: int, sigma: float) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def _slide(values: Tensor, axis: int, weights: list[float], padding: Padding) -> Tensor:
+def _convolve_axis(values: Tensor, axis: int, weights: list[float], padding: Padding) -> Tensor:
     """Convolution along one axis with symmetric weights; circular keeps its length."""
     if padding == "circular" and len(weights) > 1:
         values = torch.cat([values, values.narrow(axis, 0, len(weights) - 1)], axis)

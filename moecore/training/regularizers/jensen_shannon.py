@@ -44,12 +44,14 @@ def jensen_shannon(first: Tensor, second: Tensor, present: Tensor) -> Tensor:
     Probabilities of 0 count as the smallest normal number in logarithms, so the gradient stays
     finite.
     """
-    middle = _log((first + second) / 2)
-    divergence = (first * (_log(first) - middle) + second * (_log(second) - middle)).sum(dim=-1) / 2
+    middle = _finite_log((first + second) / 2)
+    divergence = (
+        first * (_finite_log(first) - middle) + second * (_finite_log(second) - middle)
+    ).sum(dim=-1) / 2
     count = present.sum().to(divergence.dtype)
     total = total_over_ranks(torch.stack([torch.where(present, divergence, 0.0).sum(), count]))
     return total[0] / total[1].clamp(min=1)
 
 
-def _log(probs: Tensor) -> Tensor:
+def _finite_log(probs: Tensor) -> Tensor:
     return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()

@@ -12,7 +12,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_shards
 from moecore.core.records import Step
-from moecore.training.sharded_state import own_part
+from moecore.training.sharded_state import local_shard
 
 
 class Orthogonality(Config):
@@ -34,10 +34,10 @@ class Orthogonality(Config):
         if not bases:
             mend = "use experts of kind eigen or a router of kind eigenbasis, or remove it"
             raise UserError(f"orthogonality: the model has no basis; {mend}")
-        return cast(Tensor, sum(orthogonality(basis=basis) for basis in bases))
+        return cast(Tensor, sum(orthogonality_penalty(basis=basis) for basis in bases))
 
 
-def orthogonality(*, basis: Tensor) -> Tensor:
+def orthogonality_penalty(*, basis: Tensor) -> Tensor:
     """Sum over experts of the squared Frobenius norm ‖BᵀB − I‖² (ERMoE, Algorithm 1).
 
     basis: (E, d, r).  Returns a scalar ≥ 0, in fp32 at least: in bf16 even an orthonormal basis is
@@ -45,7 +45,7 @@ def orthogonality(*, basis: Tensor) -> Tensor:
     """
     with torch.autocast(basis.device.type, enabled=False):
         given = basis
-        basis = own_part(given)
+        basis = local_shard(given)
         basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
         identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
         return total_over_shards((basis.mT @ basis - identity).square().sum(), given)

@@ -53,7 +53,7 @@ def pairwise_consistency(
     balanced over experts, and where there is no pair.
     """
     experts = first.shape[-1]
-    correlation, count = _correlation(first, second, present)
+    correlation, count = _expert_correlation(first, second, present)
     own = correlation.diagonal()
     others = correlation - torch.diag_embed(own)
     loss = (
@@ -63,7 +63,7 @@ def pairwise_consistency(
     return torch.where(count > 0, loss, 0.0)
 
 
-def _correlation(first: Tensor, second: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+def _expert_correlation(first: Tensor, second: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """S = E/#pairs · Σ r₁ r₂ᵀ (E, E) and #pairs over all ranks (eq. 3)."""
     experts = first.shape[-1]
     mask = present[..., None].to(first.dtype)

@@ -99,7 +99,7 @@ def region_routing(*, scores: Tensor, belongs: Tensor, temperature: float) -> Te
     """
     log = torch.log_softmax(scores / temperature, dim=-1)
     known = belongs >= 0
-    found = log.gather(-1, belongs.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    summed = torch.stack([found.where(known, 0).sum(), known.sum().to(found.dtype)])
+    log_probs = log.gather(-1, belongs.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    summed = torch.stack([log_probs.where(known, 0).sum(), known.sum().to(log_probs.dtype)])
     total = total_over_ranks(summed)
     return -total[0] / total[1].clamp_min(1)

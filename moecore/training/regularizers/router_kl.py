@@ -35,8 +35,8 @@ class RouterKl(Config):
             raise UserError(f"router_kl: there is no teacher guidance in this step; {mend}")
         teachers = step.guidance.probs
         if not students or len(teachers) != len(students):
-            found = f"{len(teachers)} MoE layers and the student has {len(students)}"
-            raise UserError(f"router_kl: the teacher guides {found}; they must be as many")
+            problem = f"{len(teachers)} MoE layers and the student has {len(students)}"
+            raise UserError(f"router_kl: the teacher guides {problem}; they must be as many")
         if step.progress >= self.until:
             return students[0].new_zeros(())
         divergences = [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moecore.core.streams import seed_of
+from moecore.core.streams import derived_seed
 from moecore.data.loader import Loaded, batch_indices
 from moecore.data.views.views import identity_view
 from moecore.training.guide import Guide
@@ -29,7 +29,7 @@ def fit_routers(
 
     Only the routers learn; the batches are drawn apart from those of the student of ``seed``.
     """
-    drawn = seed_of("teacher_router", seed)
+    drawn = derived_seed("teacher_router", seed)
     guide.routers.requires_grad_(True)
     parameters = guide.routers.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)

@@ -72,13 +72,13 @@ class OpenClip(Config):
         """
         if not isinstance(image.task, ImageText):
             raise UserError("teacher.kind: open_clip needs captions; choose timm or dense")
-        weights = renamed(self._weights(), self.checkpoint)
-        settings = settings_of(weights, self.activation)
+        weights = rename_clip_weights(self._weights(), self.checkpoint)
+        settings = clip_tower_settings(weights, self.activation)
         words, context = len(weights["text.embedding.weight"]), len(weights["text.positions"])
         if (image.task.words, image.task.context) != (words, context):
-            found = f"found {image.task.words:,} words and {image.task.context} tokens a caption"
+            problem = f"found {image.task.words:,} words and {image.task.context} tokens a caption"
             raise UserError(
-                f"teacher.checkpoint: the data have {found}; allowed: {words:,} and {context}, "
+                f"teacher.checkpoint: the data have {problem}; allowed: {words:,} and {context}, "
                 "as in the file"
             )
         side = round((weights["visual.pos_embed"].shape[1] - 1) ** 0.5) * settings.image.patch
@@ -90,15 +90,17 @@ class OpenClip(Config):
             task=image.task,
         )
         if spec.channels != image.channels:
-            found = f"images of {image.channels} channels"
-            raise UserError(f"teacher.checkpoint: found {found}; allowed: {spec.channels}")
+            problem = f"images of {image.channels} channels"
+            raise UserError(f"teacher.checkpoint: found {problem}; allowed: {spec.channels}")
         model = settings.build(spec.model_copy(update={"size": image.size}))
-        weights = model.moved(weights, settings, spec, "bicubic")
+        weights = model.adapt_weights(weights, settings, spec, "bicubic")
         missing = model.load_state_dict(weights, strict=False)
         if missing.missing_keys or missing.unexpected_keys:
             unmatched = [*missing.missing_keys, *missing.unexpected_keys][:4]
-            found = f"{self.checkpoint} is not a CLIP with two transformers: unmatched {unmatched}"
-            raise UserError(f"teacher.checkpoint: {found}")
+            problem = (
+                f"{self.checkpoint} is not a CLIP with two transformers: unmatched {unmatched}"
+            )
+            raise UserError(f"teacher.checkpoint: {problem}")
         return model.eval()
 
     def _weights(self) -> dict[str, Tensor]:
@@ -112,11 +114,11 @@ class OpenClip(Config):
             raise UserError(f"teacher.checkpoint: {path}: {error}") from error
 
 
-def renamed(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
+def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
     """open_clip's weights under our names, in fp32; projections turned, biases that CLIP does not
     have 0.
     """
-    found: dict[str, Tensor] = {}
+    ours_by_name: dict[str, Tensor] = {}
     for name, value in weights.items():
         new = name
         for pattern, ours in NAMES:
@@ -126,24 +128,24 @@ def renamed(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
         if ".blocks." in new:
             for theirs, ours in WITHIN:
                 new = new.replace(theirs, ours)
-        found[new] = value.float()
+        ours_by_name[new] = value.float()
     needed = ("visual.patch_embed.proj.weight", "visual.head.weight", "text.projection.weight")
     needed += ("visual.cls_token", "visual.pos_embed", "text.positions", "text.embedding.weight")
-    if lacking := [name for name in (*needed, "logit_scale") if name not in found]:
+    if lacking := [name for name in (*needed, "logit_scale") if name not in ours_by_name]:
         raise UserError(f"teacher.checkpoint: {file} is no CLIP of open_clip's: lacks {lacking[0]}")
-    width = found["visual.cls_token"].numel()
-    found["visual.cls_token"] = found["visual.cls_token"].view(1, 1, width)
-    found["visual.pos_embed"] = found["visual.pos_embed"][None]
-    found["visual.patch_embed.proj.bias"] = torch.zeros(width)
+    width = ours_by_name["visual.cls_token"].numel()
+    ours_by_name["visual.cls_token"] = ours_by_name["visual.cls_token"].view(1, 1, width)
+    ours_by_name["visual.pos_embed"] = ours_by_name["visual.pos_embed"][None]
+    ours_by_name["visual.patch_embed.proj.bias"] = torch.zeros(width)
     for name in ("visual.head.weight", "text.projection.weight"):
-        found[name] = found[name].T.contiguous()
-    found["visual.head.bias"] = torch.zeros(len(found["visual.head.weight"]))
-    found["logit_scale"] = found["logit_scale"].view(1)
-    found.pop("attn_mask", None)
-    return found
+        ours_by_name[name] = ours_by_name[name].T.contiguous()
+    ours_by_name["visual.head.bias"] = torch.zeros(len(ours_by_name["visual.head.weight"]))
+    ours_by_name["logit_scale"] = ours_by_name["logit_scale"].view(1)
+    ours_by_name.pop("attn_mask", None)
+    return ours_by_name
 
 
-def settings_of(
+def clip_tower_settings(
     weights: Mapping[str, Tensor], activation: Literal["gelu", "quick_gelu"]
 ) -> TwoTowers:
     """The sizes of both towers, from the shapes of their weights under our names."""
@@ -155,7 +157,7 @@ def settings_of(
         image=Vit(
             patch=kernel.shape[-1],
             width=width,
-            depth=_blocks(weights, "visual"),
+            depth=_count_blocks(weights, "visual"),
             heads=width // HEAD,
             mlp_ratio=hidden / width,
             pre_norm=True,
@@ -164,7 +166,7 @@ def settings_of(
         ),
         text=TextTower(
             width=text,
-            depth=_blocks(weights, "text"),
+            depth=_count_blocks(weights, "text"),
             heads=text // HEAD,
             mlp_ratio=inner / text,
             activation=activation,
@@ -173,6 +175,6 @@ def settings_of(
     )
 
 
-def _blocks(weights: Mapping[str, Tensor], tower: str) -> int:
+def _count_blocks(weights: Mapping[str, Tensor], tower: str) -> int:
     numbers = [re.match(rf"{tower}\.blocks\.(\d+)\.", name) for name in weights]
-    return 1 + max((int(found[1]) for found in numbers if found), default=-1)
+    return 1 + max((int(match[1]) for match in numbers if match), default=-1)

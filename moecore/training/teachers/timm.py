@@ -84,8 +84,8 @@ class Timm(Config):
         spec = ImageSpec(
             channels=image.channels,
             size=image.size,
-            mean=_for_channels(config["mean"], image.channels),
-            std=_for_channels(config["std"], image.channels),
+            mean=_fit_channels(config["mean"], image.channels),
+            std=_fit_channels(config["std"], image.channels),
             task=Classification(classes=tuple(map(str, range(source.num_classes)))),
         )
         weights: dict[str, Tensor] = source.state_dict()
@@ -94,7 +94,7 @@ class Timm(Config):
                 settings = swin_settings(source)
                 trained = spec.model_copy(update={"size": source.patch_embed.img_size[0]})
                 model = settings.trained_on(trained).build(spec)
-                weights = model.moved(swin_weights(weights), settings, trained)
+                weights = model.adapt_weights(swin_weights(weights), settings, trained)
             else:
                 model = vit_settings(source).build(spec)
         except UserError as error:
@@ -267,7 +267,7 @@ def unmatched_weights(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) 
     return [name for name in names if own.get(name) != other.get(name)]
 
 
-def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+def _fit_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
     """timm's per-channel statistics for images with another number of channels: their average for
     each.
     """

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from moecore.core.files import UserError, checksum
-from moecore.core.inside import inside
+from moecore.core.files import UserError, file_checksum
+from moecore.core.inside import path_inside
 from moecore.data.files.download import check_digest, download_file
 from moecore.data.files.idx import read_idx
 from moecore.data.sources import fashion_mnist
@@ -98,7 +98,7 @@ def test_checked_and_whole(server, tmp_path):
         tmp_path / "deep" / "file",
         lambda path: check_digest(path, "md5", digest, url),
     )
-    assert checksum(tmp_path / "deep" / "file", "md5") == digest
+    assert file_checksum(tmp_path / "deep" / "file", "md5") == digest
 
 
 @pytest.mark.parametrize("name", ["file", "short", "absent"])
@@ -130,7 +130,7 @@ def test_a_relative_folder_is_not_put_before_its_files_twice(tmp_path, monkeypat
     file = Path("pictures/a.png")
     file.parent.mkdir()
     file.touch()
-    assert inside(Path("pictures"), file) == inside(Path("pictures"), "a.png") == file
-    assert inside(Path("."), file) == file
+    assert path_inside(Path("pictures"), file) == path_inside(Path("pictures"), "a.png") == file
+    assert path_inside(Path("."), file) == file
     with pytest.raises(UserError, match="which leads out of this folder"):
-        inside(Path("pictures"), "../pictures/a.png")
+        path_inside(Path("pictures"), "../pictures/a.png")

@@ -278,7 +278,7 @@ def test_what_is_in_the_cache_is_not_read_again(tmp_path, monkeypatch):
     hashed = []
     real_hash = __import__("moecore.data.volumes.volume_cache", fromlist=["checksum"]).checksum
     monkeypatch.setattr(
-        "moecore.data.volumes.volume_cache.checksum",
+        "moecore.data.volumes.volume_cache.file_checksum",
         lambda path: hashed.append(path.name) or real_hash(path),
     )
     assert source.prepare(tmp_path / "b")["files"] == first["files"] and not read and not hashed

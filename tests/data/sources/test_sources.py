@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from moecore.core.files import UserError, checksum
+from moecore.core.files import UserError, file_checksum
 from moecore.data import prepared
 from moecore.data.files import decode_cache
 from moecore.data.files.cifar_files import SETS
-from moecore.data.files.decode import Unreadable, decode_image
-from moecore.data.jpeg_store import Jpegs
+from moecore.data.files.decode import UnreadableImage, decode_image
+from moecore.data.jpeg_store import JpegImages
 from moecore.data.prepared import Prepared
 from moecore.data.sources import cifar, fashion_mnist
 from moecore.data.sources.cifar import Cifar
@@ -106,7 +106,7 @@ def test_cifar_from_folder_and_archive(tmp_path, monkeypatch, classes):
     archive = tmp_path / "raw" / small.archive
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "raw" / small.folder, small.folder)
-    monkeypatch.setitem(cifar.SETS, classes, small._replace(md5=checksum(archive, "md5")))
+    monkeypatch.setitem(cifar.SETS, classes, small._replace(md5=file_checksum(archive, "md5")))
     shutil.rmtree(tmp_path / "raw" / small.folder)
     assert settings.prepare(tmp_path / "b") == card and len(card["task"]["classes"]) == classes
 
@@ -312,7 +312,7 @@ def test_whole_images_are_kept_as_jpeg(tmp_path):
     card = settings.prepare(tmp_path / "out")
     data = Prepared.open(tmp_path / "out", verify=True)
     images = data.train.images
-    assert isinstance(images, Jpegs) and images.shape == (24, 3, 32, 32) and images.uneven
+    assert isinstance(images, JpegImages) and images.shape == (24, 3, 32, 32) and images.uneven
     content = tmp_path / "out/train_images.bin"
     assert card["jpeg"] == {
         "side": 36,
@@ -320,7 +320,7 @@ def test_whole_images_are_kept_as_jpeg(tmp_path):
         "quality": 90,
         "bytes": content.stat().st_size,
     }
-    assert card["files"]["train_images.bin"] == checksum(content)
+    assert card["files"]["train_images.bin"] == file_checksum(content)
     assert data.test.images.shape == (8, 3, 32, 32), "centre squares, as ever"
     classes = tuple(data.task.classes)
     paths = settings._splits(tmp_path / "raw", classes)["train"].paths
@@ -334,7 +334,7 @@ def test_whole_images_are_kept_as_jpeg(tmp_path):
         assert np.abs(small.astype(float) - pixels).mean() < 6, "compressed, and the same picture"
     # the array that they look like: centre squares of any subset, in any order
     some = images[[5, 2]]
-    assert isinstance(some, Jpegs) and np.array_equal(np.asarray(some)[1], images[2])
+    assert isinstance(some, JpegImages) and np.array_equal(np.asarray(some)[1], images[2])
     assert np.abs(images[2].astype(float) - decode_image(paths[2], 32, 3)).mean() < 6
     pixels = np.concatenate([one.reshape(-1, 3) for one in images.whole(range(24))]) / 255
     assert np.allclose(card["mean"], pixels.mean(0), atol=0.01)
@@ -372,7 +372,7 @@ def test_a_damaged_jpeg_store_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared, "SMALL", 0)
     kept(tmp_path).prepare(tmp_path / "out")
     images = Prepared.open(tmp_path / "out").train.images
-    assert isinstance(images, Jpegs) and not images.uneven
+    assert isinstance(images, JpegImages) and not images.uneven
     start, stop = images.offsets[3:5]
     path = tmp_path / "out/train_images.bin"
     content = path.read_bytes()
@@ -434,7 +434,7 @@ def test_only_pictures_are_decoded_and_large_ones_in_little_memory(tmp_path, mon
     (tmp_path / "script.png").write_bytes(script)
     ran = []
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *given, **_: ran.append(given))
-    with pytest.raises(Unreadable, match="not a picture, or damaged; allowed: PNG, JPEG"):
+    with pytest.raises(UnreadableImage, match="not a picture, or damaged; allowed: PNG, JPEG"):
         decode_image(tmp_path / "script.png", 8, 3)
     assert not ran
     Image.new("RGB", (5000, 5000)).save(tmp_path / "large.png")

@@ -182,7 +182,7 @@ def test_wikitext_103_must_have_its_words(tmp_path):
     said = "found 6 words and 8 training tokens; allowed with name wikitext-103: 267,735 and"
     with pytest.raises(UserError, match=said):
         source.prepare(tmp_path / "out")
-    assert wikitext.KNOWN["wikitext-103"] == (267_735, 103_227_021)
+    assert wikitext.PRINTED_COUNTS["wikitext-103"] == (267_735, 103_227_021)
     missing = Wikitext(root=str(tmp_path / "nowhere"))
     assert "where a file is missing" in missing.preview().problem
 

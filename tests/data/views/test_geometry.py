@@ -26,7 +26,7 @@ from moecore.data.sampling import warp_images
 from moecore.data.views import colour, geometry, randaugment
 from moecore.data.views.randaugment import (
     OPERATIONS,
-    Drawn,
+    DrawnOperations,
     RandAugment,
     apply_colours,
     draw_operations,
@@ -161,7 +161,7 @@ def test_a_bright_pixel_under_rotation_by_90_degrees():
 
 def test_randaugment_geometry_by_hand():
     names = ("shear_x", "translate_y", "rotate")
-    drawn = Drawn(
+    drawn = DrawnOperations(
         names,
         torch.tensor([[0], [1], [2]]),
         torch.tensor([[1.0], [-0.5], [1.0]], dtype=torch.float64),
@@ -274,7 +274,9 @@ def test_each_image_gets_its_own_operation():
     names = ("identity", *OPERATIONS)
     pixels = torch.from_numpy(np.stack([IMAGES["noise"]] * len(names))).permute(0, 3, 1, 2).float()
     levels = torch.full((len(names), 1), -0.5, dtype=torch.float64)
-    done = apply_colours(pixels.clone(), Drawn(names, torch.arange(len(names))[:, None], levels))
+    done = apply_colours(
+        pixels.clone(), DrawnOperations(names, torch.arange(len(names))[:, None], levels)
+    )
     assert torch.equal(done[0], pixels[0])
     for row, name in enumerate(names[1:], 1):
         value = OPERATIONS[name][1](levels[row]).float().view(1, 1, 1, 1)
@@ -286,7 +288,10 @@ def test_order_is_the_order_drawn():
     names = ("invert", "posterize")
     pixels = torch.full((2, 1, 4, 4), 100.0)
     done = apply_colours(
-        pixels, Drawn(names, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2, dtype=torch.float64))
+        pixels,
+        DrawnOperations(
+            names, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2, dtype=torch.float64)
+        ),
     )
     # 255 − 100 = 155 → 144; 100 → 96 → 159
     assert done[0, 0, 0, 0] == 144 and done[1, 0, 0, 0] == 159

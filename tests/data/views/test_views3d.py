@@ -23,7 +23,7 @@ from moecore.data.views.views3d import (
     volume_rotations,
     warp_volumes,
 )
-from moecore.nn.correspondence import partners
+from moecore.nn.correspondence import match_patches
 
 SIZE = (6, 8, 10)
 FULL = ViewSettings(
@@ -224,7 +224,7 @@ def test_cubes_find_their_partners_through_the_affines():
     layout = Layout(1, (2, 2, 2), (8, 8, 8))
     plain = torch.eye(4)[None]
     mirrored = volume_flips(torch.tensor([True]), 8.0).float()
-    found = partners(plain, mirrored, layout)
+    found = match_patches(plain, mirrored, layout)
     assert found.index[0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3] and found.found.all()
 
 

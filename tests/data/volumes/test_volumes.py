@@ -23,11 +23,16 @@ from moecore.data.volumes.grids import (
     resample_inside,
     resample_volume,
 )
-from moecore.data.volumes.subjects import Subject
+from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_cache import VolumeCache
 from moecore.data.volumes.volume_checks import volume_flags
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
-from moecore.data.volumes.volumes import Stored, SubjectFiles, normalise_intensities, read_volume
+from moecore.data.volumes.volumes import (
+    StoredVolume,
+    SubjectFiles,
+    normalise_intensities,
+    read_volume,
+)
 from moecore.report.figures.contact_sheet import draw_contact_sheet, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
@@ -171,7 +176,7 @@ def subjects(number, seed=0, sessions=1):
         for i in range(number)
     ]
     return [
-        Subject(who, f"ses-{s}", age + s, str(sex))
+        VolumeSubject(who, f"ses-{s}", age + s, str(sex))
         for who, age, sex in people
         for s in range(sessions)
     ]
@@ -226,7 +231,7 @@ def written(folder, **changed):
         )
         for _ in range(6)
     ]
-    rows = [Subject(f"sub-{i}", "", 30.1 + i, "FM"[i % 2] if i else "") for i in range(6)]
+    rows = [VolumeSubject(f"sub-{i}", "", 30.1 + i, "FM"[i % 2] if i else "") for i in range(6)]
     parts = {
         split: VolumePart(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
         for i, split in enumerate(("train", "validation", "test"))
@@ -343,7 +348,7 @@ def test_the_cache_keeps_a_subject_whole_or_not_at_all(tmp_path):
     file.write_bytes(b"x" * 100)
     cache = VolumeCache(tmp_path / "cache", {})
     key = cache.key(SubjectFiles(file, None, None, None))
-    made = Stored(np.ones((1, 2, 2, 2), np.float16), np.ones((3, 2, 2, 2), np.uint8))
+    made = StoredVolume(np.ones((1, 2, 2, 2), np.float16), np.ones((3, 2, 2, 2), np.uint8))
     assert cache.load(key) is None
     cache.save(key, made)
     assert (kept := cache.load(key)) and np.array_equal(kept.image, made.image)

@@ -11,26 +11,32 @@ from torch import nn
 
 from moecore.core.records import Layout, ModelOutput, RoutingRecord
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Subject, at_once
-from moecore.measure.cohort_checks import CohortChecks, region_experts, untried
-from moecore.measure.probes.cubes import Cubes, agreement, amounts, correlation, estimate
+from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.cohort_checks import CohortChecks, measure_region_experts, untried_reasons
+from moecore.measure.probes.cubes import (
+    Cubes,
+    estimate_over_people,
+    score_correlation,
+    tissue_agreement,
+    tissue_amounts,
+)
 from moecore.measure.probes.generalisation import (
     OTHERS,
     Generalisation,
+    ProbeSizes,
     Scans,
-    Sizes,
-    generalised,
-    isolated,
-    mixture,
+    isolation_rule,
+    measure_generalisation,
+    measure_volumes,
+    mixture_rule,
     other_scans,
     own_scans,
-    routed,
-    volumes,
+    route_masked_scans,
 )
 from tests.volumes import GREY, balls, write_cohort
 
 TISSUES = ("wm", "gm", "csf")
-SIZES = Sizes(batch=3, resamples=100)
+SIZES = ProbeSizes(batch=3, resamples=100)
 
 
 class ByBrightness(nn.Module):
@@ -91,7 +97,7 @@ def slow(found: Cubes) -> tuple[list[float], list[float], list[list[float]], lis
 def test_agreement_against_loops_over_all_orders(seed):
     cubes = drawn(seed)
     rights, chances, rates, placed = slow(cubes)
-    found = agreement([cubes], 200)
+    found = tissue_agreement([cubes], 200)
     assert found.people == 5
     assert found.cubes == int(cubes.amounts.any(axis=-1).sum())
     assert found.share.value == pytest.approx(np.mean(rights))
@@ -105,16 +111,16 @@ def test_agreement_against_loops_over_all_orders(seed):
 def test_several_sorts_of_volumes_are_one_set_of_cubes():
     one, other = drawn(0), drawn(1)
     joined = Cubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
-    assert agreement([one, other], 100) == agreement([joined], 100)
+    assert tissue_agreement([one, other], 100) == tissue_agreement([joined], 100)
 
 
 def test_an_expert_for_everything_is_no_better_than_chance():
     cubes = drawn(3)
     same = cubes._replace(scores=np.broadcast_to([0.0, 1.0, 0.5], cubes.scores.shape))
-    found = agreement([same], 100)
+    found = tissue_agreement([same], 100)
     assert found.over_chance.value == pytest.approx(0)
     assert found.share.value == pytest.approx(found.permuted)
-    right = agreement([cubes._replace(scores=cubes.amounts.astype(float))], 100)
+    right = tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))], 100)
     assert right.share.value == 1
     assert right.share.high == 1
 
@@ -124,9 +130,9 @@ def test_who_holds_no_tissue_is_left_out():
     cubes.amounts[2] = 0
     left = [0, 1, 3, 4]
     without = Cubes(cubes.amounts[left], cubes.scores[left])
-    assert agreement([cubes], 100) == agreement([without], 100)
+    assert tissue_agreement([cubes], 100) == tissue_agreement([without], 100)
     (alone,) = [Cubes(cubes.amounts[:1], cubes.scores[:1])]
-    one = agreement([alone], 100)
+    one = tissue_agreement([alone], 100)
     assert one.same_place is None
     assert one.share.low is None
 
@@ -138,20 +144,20 @@ def test_correlation_is_spearmans_over_the_cubes_of_a_person():
         places = held.sum(axis=1) > 0
         shares = held[places, 1] / held[places].sum(axis=1)
         wanted.append(spearmanr(shares, scores[places, 1]).statistic)
-    found = correlation(cubes, 1, 100)
+    found = score_correlation(cubes, 1, 100)
     assert found.value == pytest.approx(np.mean(wanted))
     flat = cubes._replace(scores=np.zeros_like(cubes.scores))
-    assert correlation(flat, 1, 100).value == 0
+    assert score_correlation(flat, 1, 100).value == 0
 
 
 def test_limits_stay_where_shares_are():
-    found = estimate(np.array([1.0, 1, 1, 0]), 200, 0.0)
+    found = estimate_over_people(np.array([1.0, 1, 1, 0]), 200, 0.0)
     assert 0 <= found.low <= found.value == 0.75 <= found.high <= 1
 
 
 def test_amounts_are_sums_over_cubes():
     shares = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 6, 2)).astype(np.uint8)
-    found = amounts(shares, (2, 3, 1))
+    found = tissue_amounts(shares, (2, 3, 1))
     assert found.shape == (2, 6, 3)
     for person, tissue, (a, b) in product(range(2), range(3), product(range(2), range(3))):
         cube = shares[person, tissue, 2 * a : 2 * a + 2, 2 * b : 2 * b + 2]
@@ -160,8 +166,8 @@ def test_amounts_are_sums_over_cubes():
 
 def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
     shares = np.random.default_rng(1).integers(1, 80, (3, 16, 16, 16)).astype(np.uint8)
-    little = mixture(0, 2, 0.25, seed=3)(5)(shares)
-    much = mixture(0, 2, 0.75, seed=3)(5)(shares)
+    little = mixture_rule(0, 2, 0.25, seed=3)(5)(shares)
+    much = mixture_rule(0, 2, 0.75, seed=3)(5)(shares)
     for left, found in ((0.25, little), (0.75, much)):
         assert (found[0] == shares[0]).all()
         assert (found[1] == 0).all()
@@ -169,8 +175,8 @@ def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
         assert (found[2][some] == shares[2][some]).all()
         assert some.mean() == pytest.approx(left, abs=0.03)
     assert ((little[2] > 0) <= (much[2] > 0)).all(), "what is left at 0.25 is left at 0.75"
-    assert not np.array_equal(little, mixture(0, 2, 0.25, seed=3)(6)(shares)), "people differ"
-    assert not np.array_equal(little, mixture(0, 2, 0.25, seed=4)(5)(shares))
+    assert not np.array_equal(little, mixture_rule(0, 2, 0.25, seed=3)(6)(shares)), "people differ"
+    assert not np.array_equal(little, mixture_rule(0, 2, 0.25, seed=4)(5)(shares))
 
 
 def test_what_is_left_is_what_the_model_sees():
@@ -185,13 +191,13 @@ def test_what_is_left_is_what_the_model_sees():
     images = random.random((4, 1, 16, 16, 16)).astype(np.float16)
     images[:, :, :3] = 0
     shares = random.integers(0, 86, (4, 3, 16, 16, 16)).astype(np.uint8)
-    found = routed(Watching(), Scans(images, shares), isolated(1), 3)
+    found = route_masked_scans(Watching(), Scans(images, shares), isolation_rule(1), 3)
     kept = images * (shares[:, 1:2] / np.float16(255))
     np.testing.assert_allclose(torch.cat(seen).numpy(), kept, atol=1e-3)
     assert (found.amounts[..., [0, 2]] == 0).all()
     inside = np.where(images[:, 0] > 0, shares[:, 1], 0).astype(int)
     np.testing.assert_array_equal(found.amounts[..., 1].sum(axis=1), inside.sum(axis=(1, 2, 3)))
-    whole = routed(Watching(), Scans(images, shares), None, 3)
+    whole = route_masked_scans(Watching(), Scans(images, shares), None, 3)
     assert torch.equal(seen[-1], torch.from_numpy(images[3:]).float())
     assert whole.scores.shape == (4, 64, 3), "without the special token and the free expert"
 
@@ -202,7 +208,7 @@ def cohort(tmp_path_factory) -> Prepared:
 
 
 def test_experts_that_know_their_tissue(cohort):
-    found = generalised(
+    found = measure_generalisation(
         ByBrightness(), cohort, TISSUES, Generalisation(volumes=6), (20, 90), 0, SIZES
     )
     assert found.other is None, "the balls have 16³ voxels"
@@ -221,7 +227,7 @@ def test_experts_that_know_their_tissue(cohort):
 def test_experts_of_the_wrong_tissues(cohort):
     # wm's expert likes grey matter, gm's fluid, csf's white matter
     wrong = ByBrightness((GREY["gm"], GREY["csf"], GREY["wm"]))
-    found = volumes(wrong, own_scans(cohort, TISSUES, 6), TISSUES, SIZES)
+    found = measure_volumes(wrong, own_scans(cohort, TISSUES, 6), TISSUES, SIZES)
     assert found.isolated.share.value == 0
     assert found.isolated.over_chance.high < 0
 
@@ -229,18 +235,24 @@ def test_experts_of_the_wrong_tissues(cohort):
 def test_the_order_of_names_is_the_order_of_experts(cohort):
     turned = ("csf", "wm")
     model = ByBrightness((GREY["csf"], GREY["wm"]))
-    found = generalised(model, cohort, turned, Generalisation(volumes=6), (20, 90), 0, SIZES)
+    found = measure_generalisation(
+        model, cohort, turned, Generalisation(volumes=6), (20, 90), 0, SIZES
+    )
     assert found.tissues == turned
     assert found.test.isolated.share.value == 1
     assert {(row.whole, row.thinned) for row in found.mixtures} == set(permutations(turned))
-    one = generalised(model, cohort, ("csf",), Generalisation(volumes=6), (20, 90), 0, SIZES)
+    one = measure_generalisation(
+        model, cohort, ("csf",), Generalisation(volumes=6), (20, 90), 0, SIZES
+    )
     assert one.mixed is None and one.mixtures == ()
 
 
 def test_no_result_depends_on_the_batch(cohort):
     settings = Generalisation(volumes=5, shares=(0.5,))
     one, other = (
-        generalised(ByBrightness(), cohort, TISSUES, settings, (20, 90), 0, Sizes(batch, 100))
+        measure_generalisation(
+            ByBrightness(), cohort, TISSUES, settings, (20, 90), 0, ProbeSizes(batch, 100)
+        )
         for batch in (1, 4)
     )
     assert one == other
@@ -267,13 +279,13 @@ def test_people_of_the_other_generator():
 
 def test_who_is_not_tried_and_why(cohort):
     settings = CohortChecks(resamples=100)
-    dense = Subject(ByBrightness(), cohort)
-    assert region_experts(dense, settings, at_once) is None
-    assert "no region experts" in untried(dense)["generalisation"]
+    dense = MeasuredSubject(ByBrightness(), cohort)
+    assert measure_region_experts(dense, settings, compute_without_cache) is None
+    assert "no region experts" in untried_reasons(dense)["generalisation"]
     named = dense._replace(regions=TISSUES)
-    assert list(untried(named)) == ["other generator"]
-    assert region_experts(named, settings, at_once).tissues == TISSUES
+    assert list(untried_reasons(named)) == ["other generator"]
+    assert measure_region_experts(named, settings, compute_without_cache).tissues == TISSUES
     bare = SimpleNamespace(card=cohort.card | {"regions": []})
     unmapped = named._replace(data=bare)
-    assert region_experts(unmapped, settings, at_once) is None
-    assert "no tissue maps" in untried(unmapped)["generalisation"]
+    assert measure_region_experts(unmapped, settings, compute_without_cache) is None
+    assert "no tissue maps" in untried_reasons(unmapped)["generalisation"]

@@ -13,16 +13,22 @@ from moecore.data.prepared import SPLITS
 from moecore.measure.probes.linear_probe import PENALTIES, linear_probe, read_by_head
 from moecore.measure.probes.people import (
     People,
-    aged,
-    ageing,
+    age_subjects,
+    compare_sessions,
     monotone_share,
     predicted_ages,
     rank_correlations,
-    repeated,
-    scanned_again,
-    sessions_again,
+    rescan_people,
+    session_pairs,
+    summarize_ageing,
 )
-from moecore.measure.probes.tissues import VolumeErrors, errors_of, order_of, seen, summed
+from moecore.measure.probes.tissues import (
+    VolumeErrors,
+    order_tissues,
+    predict_volumes,
+    summarize_errors,
+    volume_errors,
+)
 from tests.measure.subjects import Brightness, Source
 
 
@@ -102,14 +108,14 @@ def test_every_tissue_has_its_own_map():
     test = SimpleNamespace(images=volumes, labels=np.zeros(3))
     data = SimpleNamespace(test=test, regions=lambda split: regions)
     for region, age in enumerate((20, 40, 80)):
-        found = seen(Brightness(), data, "test", region, 2)
+        found = predict_volumes(Brightness(), data, "test", region, 2)
         assert found.predicted == pytest.approx([age] * 3, rel=1e-3)
 
 
 def test_an_offset_does_not_count_for_the_probe(cohort):
     places = {"whole": None, "wm": 0, "gm": 1, "csf": 2}
     found = {
-        name: summed(errors_of(Brightness(), cohort, place, 16, 256), 100)
+        name: summarize_errors(volume_errors(Brightness(), cohort, place, 16, 256), 100)
         for name, place in places.items()
     }
     # a third of the brightness is 40 years too young, and as good a measure
@@ -124,8 +130,10 @@ def test_an_offset_does_not_count_for_the_probe(cohort):
 def test_each_split_has_its_part_in_the_probe(cohort):
     # By hand: least squares of age on brightness over the training split, with the penalty that is
     # best for the validation split.
-    found = errors_of(Brightness(), cohort, None, 16)
-    train, validation, test = (seen(Brightness(), cohort, split, None, 16) for split in SPLITS)
+    found = volume_errors(Brightness(), cohort, None, 16)
+    train, validation, test = (
+        predict_volumes(Brightness(), cohort, split, None, 16) for split in SPLITS
+    )
     centre, spread = train.predicted.mean(), train.predicted.std()
     together = ((train.predicted - centre) * train.ages).sum() / spread
     lines = {}
@@ -145,8 +153,8 @@ def test_each_split_has_its_part_in_the_probe(cohort):
 
 
 def test_few_volumes_are_spread_over_the_split(cohort):
-    train = seen(Brightness(), cohort, "train", None, 16)
-    few = seen(Brightness(), cohort, "train", 1, 16, 7)
+    train = predict_volumes(Brightness(), cohort, "train", None, 16)
+    few = predict_volumes(Brightness(), cohort, "train", 1, 16, 7)
     whole = dict(zip(train.ages.tolist(), train.predicted.tolist(), strict=True))
     assert len(few.ages) == len(set(few.ages)) == 7
     assert max(few.ages) > train.ages.mean() > min(few.ages)
@@ -164,13 +172,13 @@ def test_tissues_are_compared_on_the_same_volumes():
         "gm": errors(4, 5, 6, 7),
         "csf": errors(6, 6, 6, 6),
     }
-    first, second = order_of(tissues, 200)
+    first, second = order_tissues(tissues, 200)
     assert (first.less, first.more, first.difference) == ("csf", "gm", -0.5)
     assert first.low < -0.5 < first.high < 1.5
     # every volume a year more: no doubt is left
     assert (second.less, second.more) == ("gm", "wm")
     assert second.difference == second.low == second.high == 1.0
-    assert order_of({"whole": tissues["whole"]}, 200) is None
+    assert order_tissues({"whole": tissues["whole"]}, 200) is None
 
 
 def test_steps_that_rise():
@@ -191,7 +199,7 @@ def test_rank_correlations_are_spearmans():
 
 
 def test_ageing_says_everything_of_the_subjects():
-    found = ageing([20.0, 40.0], np.array([[30.0, 40.0], [50.0, 40.0]]))
+    found = summarize_ageing([20.0, 40.0], np.array([[30.0, 40.0], [50.0, 40.0]]))
     assert found.subjects == 2
     assert found.ages == (20, 40)
     assert found.predictions == ((30, 40), (50, 40))
@@ -204,7 +212,7 @@ def test_ageing_says_everything_of_the_subjects():
 
 def test_only_age_changes_when_a_subject_is_aged():
     source = Source()
-    found = aged(Brightness(), People(source, 0), 3, (20, 50, 80), 2)
+    found = age_subjects(Brightness(), People(source, 0), 3, (20, 50, 80), 2)
     assert np.allclose(found.predictions, [[20, 50, 80]] * 3, atol=1e-4)
     assert found.monotone_share == 1
     assert found.rank_correlation == pytest.approx(1)
@@ -216,7 +224,7 @@ def test_only_age_changes_when_a_subject_is_aged():
 def test_a_scan_again_and_at_another_site():
     source = Source()
     ages = np.linspace(20, 80, 4)
-    found = scanned_again(Brightness(), People(source, 2), 5.0, ages, 2, 100)
+    found = rescan_people(Brightness(), People(source, 2), 5.0, ages, 2, 100)
     assert found.pairs == 4
     assert found.mae == 5
     assert found.of == "simulated scans"
@@ -232,18 +240,18 @@ def test_sessions_within_the_time_are_pairs():
     rows = [("a", 50.0), ("b", 30.0), ("a", 51.0), ("a", 53.0), ("b", 30.5), ("c", 30.6)]
     subjects = [{"participant_id": name, "age": str(age)} for name, age in rows]
     # a: 50 → 51 yes, 51 → 53 no; b: 30 → 30.5; c is another person
-    assert repeated(subjects) == [(0, 2), (1, 4)]
-    assert repeated(subjects, years=2.0) == [(0, 2), (2, 3), (1, 4)]
-    assert repeated(subjects[:2]) == []
+    assert session_pairs(subjects) == [(0, 2), (1, 4)]
+    assert session_pairs(subjects, years=2.0) == [(0, 2), (2, 3), (1, 4)]
+    assert session_pairs(subjects[:2]) == []
 
 
 def test_sessions_of_one_person_are_compared_less_the_years_between(cohort):
     rows = cohort.subjects("test")
     (a, b) = [place for place, row in enumerate(rows) if row["participant_id"] == "sub-test001"]
     years = abs(float(rows[a]["age"]) - float(rows[b]["age"]))
-    assert repeated(rows, years / 2) == []
-    pairs = repeated(rows, years + 1)
-    found = sessions_again(Brightness(), cohort, pairs, 5.0, 2, 100)
+    assert session_pairs(rows, years / 2) == []
+    pairs = session_pairs(rows, years + 1)
+    found = compare_sessions(Brightness(), cohort, pairs, 5.0, 2, 100)
     over = predicted_ages(Brightness(), cohort.test.images, 16) - cohort.test.labels
     assert found.pairs == 1
     assert found.of == "sessions"

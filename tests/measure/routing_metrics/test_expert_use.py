@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.records import RoutingRecord
-from moecore.measure.exploring.overlays import grid_of, overlays
+from moecore.measure.exploring.overlays import expert_grid, overlay_experts
 from moecore.measure.routing_metrics.eligibility import (
     below_k_rate,
     fallback_rate,
@@ -21,18 +21,18 @@ from moecore.measure.routing_metrics.eligibility import (
     unchosen_mass,
 )
 from moecore.measure.routing_metrics.expert_use import (
-    agreement,
     chance_overlap,
     change_of_choice,
     change_of_processing,
-    confidence,
+    choice_iou,
+    expert_agreement,
     expert_counts,
-    iou,
     load_cv2,
     normalised_entropy,
+    routing_confidence,
     token_entropy,
 )
-from moecore.measure.routing_metrics.layer_use import on_map
+from moecore.measure.routing_metrics.layer_use import map_shares
 
 
 def masks(*rows: str) -> torch.Tensor:
@@ -71,16 +71,18 @@ def test_load_and_entropy_by_hand(counts, cv2, entropy):
 
 def test_confidence_by_hand():
     probs = torch.tensor([[[0.7, 0.1, 0.2, 0.0], [0.1, 0.3, 0.1, 0.5]]])
-    assert tuple(confidence(probs).model_dump().values()) == pytest.approx((0.6, 0.25, 0.15))
-    assert tuple(confidence(torch.ones(1, 2, 1)).model_dump().values()) == (1, 0, 0)
+    assert tuple(routing_confidence(probs).model_dump().values()) == pytest.approx(
+        (0.6, 0.25, 0.15)
+    )
+    assert tuple(routing_confidence(torch.ones(1, 2, 1)).model_dump().values()) == (1, 0, 0)
 
 
 def test_agreement_by_hand():
     ours = torch.tensor([[[0.7, 0.3], [0.5, 0.5], [0.1, 0.9], [0.6, 0.4]]])
     theirs = torch.tensor([[[0.6, 0.4], [0.9, 0.1], [0.8, 0.2], [0.4, 0.6]]])
-    assert agreement(ours, theirs) == 0.5  # the tie goes to expert 0
+    assert expert_agreement(ours, theirs) == 0.5  # the tie goes to expert 0
     with pytest.raises(UserError, match="token by token"):
-        agreement(ours, theirs[:, :2])
+        expert_agreement(ours, theirs[:, :2])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_agreement_by_hand():
     ],
 )
 def test_iou_by_hand(before, after, expected):
-    assert iou(masks(before), masks(after)) == pytest.approx(expected)
+    assert choice_iou(masks(before), masks(after)) == pytest.approx(expected)
 
 
 def test_change_of_choice_and_of_processing_differ_under_capacity():
@@ -113,8 +115,12 @@ def test_change_of_choice_and_of_processing_differ_under_capacity():
 def test_iou_is_symmetric_and_one_only_for_equal_sets(seed):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.rand(2, 3, 4, generator=generator) < 0.5 for _ in range(2))
-    assert iou(a, b) == iou(b, a) and 0 <= iou(a, b) <= 1 and iou(a, a) == 1
-    assert (iou(a, b) == 1) == torch.equal(a, b)
+    assert (
+        choice_iou(a, b) == choice_iou(b, a)
+        and 0 <= choice_iou(a, b) <= 1
+        and choice_iou(a, a) == 1
+    )
+    assert (choice_iou(a, b) == 1) == torch.equal(a, b)
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2])
@@ -124,9 +130,9 @@ def test_overlays_skip_the_tokens_before_the_patches(prefix):
     for patch in range(8):  # the last patch is dropped
         combine[0, prefix + patch, patch + 3] = 0.5
         combine[0, prefix + patch, 0] = 0.1
-    stored = overlays(images, (record(combine > 0, combine),))
+    stored = overlay_experts(images, (record(combine > 0, combine),))
     assert stored.grids == ((("3 4 5", "6 7 8", "9 10 -"),),) and stored.experts == 12
-    assert grid_of(stored.grids[0][0]).tolist() == [[3, 4, 5], [6, 7, 8], [9, 10, -1]]
+    assert expert_grid(stored.grids[0][0]).tolist() == [[3, 4, 5], [6, 7, 8], [9, 10, -1]]
     assert np.array_equal(stored.images(), images)
 
 
@@ -166,12 +172,12 @@ def test_other_numbers_for_the_experts_change_no_metric_of_a_layer(seed, experts
             load_cv2(counts),
             normalised_entropy(counts),
             token_entropy(a),
-            agreement(a, b),
-            iou(mask, moved[..., order]),
+            expert_agreement(a, b),
+            choice_iou(mask, moved[..., order]),
         )
         return (
             *shares,
-            *confidence(a).model_dump().values(),
+            *routing_confidence(a).model_dump().values(),
             tail_of_probs(a, 2),
             unchosen_mass(a, mask),
             chance_overlap(mask, moved[..., order]),
@@ -191,7 +197,7 @@ def shares(**at: float) -> torch.Tensor:
 
 def test_places_on_the_map_by_hand():
     # 0 3 12 15 are the corners; 5 6 9 10 lie inside
-    found = on_map(shares(e0=0.1, e3=0.2, e4=0.3, e10=0.4), shares(e5=0.5, e1=0.5))
+    found = map_shares(shares(e0=0.1, e3=0.2, e4=0.3, e10=0.4), shares(e5=0.5, e1=0.5))
     expected = {
         "border_load": 0.6,
         "border_mass": 0.5,
@@ -211,7 +217,7 @@ def test_places_on_the_map_by_hand():
 )
 def test_even_routing_has_the_shares_of_the_cells(experts, border, corners):
     even = torch.full((experts,), 1 / experts, dtype=torch.float64)
-    found = on_map(even, even)
+    found = map_shares(even, even)
     assert found.border_load == found.border_mass == found.border_cells == pytest.approx(border)
     assert found.corner_load == pytest.approx(corners)
     assert found.inner_load == pytest.approx(1 - border)
@@ -220,7 +226,7 @@ def test_even_routing_has_the_shares_of_the_cells(experts, border, corners):
 @pytest.mark.parametrize(("experts", "corners"), [(8, 4 / 8), (7, 2 / 7), (4, 1.0), (1, 1.0)])
 def test_a_narrow_map_is_all_border(experts, corners):
     even = torch.full((experts,), 1 / experts, dtype=torch.float64)
-    found = on_map(even, even)
+    found = map_shares(even, even)
     assert found.border_load == pytest.approx(1) and found.corner_cells == pytest.approx(corners)
     assert found.inner_load is found.inner_mass is found.inner_cells is None
 

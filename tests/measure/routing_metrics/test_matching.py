@@ -28,9 +28,9 @@ from moecore.measure.routing_metrics.expert_use import (
     chance_iou,
     chance_overlap,
     change_of_choice,
-    iou,
+    choice_iou,
 )
-from moecore.measure.routing_metrics.matching import NAMES, augmented_row, chance
+from moecore.measure.routing_metrics.matching import NAMES, augmented_row, chance_matching
 from tests.measure.routing_metrics.test_expert_use import masks
 from tests.routed import KINDS, tiny
 
@@ -134,14 +134,14 @@ def test_ratios_are_ordered_have_intervals_and_do_not_depend_on_the_batch(name, 
 
 
 def test_values_by_chance():
-    found = chance(8, 2)
+    found = chance_matching(8, 2)
     assert found.match_top1 == 1 / 8
     assert found.match_top2_ordered == pytest.approx(1 / 56)
     assert found.match_top2_sets == pytest.approx(1 / 28)
     assert found.chosen_iou == pytest.approx(5 / 28)
-    assert chance(8, None).chosen_iou is None
+    assert chance_matching(8, None).chosen_iou is None
     with pytest.raises(UserError, match="at least two"):
-        chance(1, 1)
+        chance_matching(1, 1)
 
 
 def slow_iou(experts: int, k: int, other: int) -> float:
@@ -197,7 +197,7 @@ def test_random_sets_come_near_it():
         for _ in range(2)
     )
     # standard error of 0.002
-    assert iou(before, after) == pytest.approx(chance_iou(6, 2), abs=0.01)
+    assert choice_iou(before, after) == pytest.approx(chance_iou(6, 2), abs=0.01)
     record = [
         RoutingRecord(*(before.float(),) * 3, chosen=side, combine=before.float())
         for side in (before, after)

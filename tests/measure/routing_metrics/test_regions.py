@@ -17,14 +17,14 @@ from torch import nn
 
 from moecore.core.files import UserError
 from moecore.core.records import Layout, ModelOutput, RoutingRecord
-from moecore.core.streams import generator_for, seed_of
+from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import make_views
 from moecore.measure.exploring.watched import (
     explored_places,
-    keep_trace,
-    kept_traces,
+    read_epoch_traces,
     spread_places,
     watched_epochs,
+    write_epoch_trace,
 )
 from moecore.measure.routing_metrics.augmentations import (
     PRESETS,
@@ -32,23 +32,23 @@ from moecore.measure.routing_metrics.augmentations import (
     Preset,
     two_views,
 )
-from moecore.measure.routing_metrics.imed import class_maps
-from moecore.measure.routing_metrics.regions import region_routing, shuffled
+from moecore.measure.routing_metrics.imed import mean_class_maps
+from moecore.measure.routing_metrics.regions import region_rows, shuffle_shares
 from moecore.measure.routing_metrics.setting_row import setting_values
 from moecore.measure.routing_metrics.sweeps import (
-    Sample,
     Sweep,
     Sweeps,
-    over_k,
-    over_threshold,
-    sweep,
-    with_router,
+    SweepSample,
+    copy_with_router,
+    run_sweeps,
+    sweep_k,
+    sweep_threshold,
 )
-from moecore.nn.predict import predictions
-from moecore.nn.traces import trace
+from moecore.nn.predict import predict_in_batches
+from moecore.nn.traces import trace_images
 from moecore.statistics.intervals import wilson
 from moecore.tasks.classification import Classification
-from moecore.training.tissue_isolation import isolate
+from moecore.training.tissue_isolation import isolate_tissue
 from tests.measure.subjects import images, moe, subject, volumes
 from tests.routed import KINDS, METHODS, tiny
 from tests.volumes import ball
@@ -89,9 +89,7 @@ def test_rows_by_hand():
     volumes[:, 0, 0, 0, 0], regions[:, 0, 0, 0, 0] = 0.9, 255
     for volume, place in ((0, (3, 3, 3)), (1, (3, 3, 3)), (1, (0, 3, 3))):
         volumes[(volume, 0, *place)], regions[(volume, 1, *place)] = 0.1, 255
-    rows = {
-        row.region: row for row in region_routing(Bright(), volumes, regions, ("a", "b"), NAMES)
-    }
+    rows = {row.region: row for row in region_rows(Bright(), volumes, regions, ("a", "b"), NAMES)}
     assert list(rows) == ["a", "b", "random_a", "random_b"]
     assert [name for name, _ in rows["a"].experts] == ["wm", "free_2"] and rows["a"].share == {
         "wm": 1.0,
@@ -110,24 +108,24 @@ def test_a_share_scales_the_voxels():
         torch.full((1, 1, 1, 1, 2), 0.8),
         torch.tensor([[[[255, 51]]]], dtype=torch.uint8),
     )
-    torch.testing.assert_close(isolate(volume, share).flatten(), torch.tensor([0.8, 0.16]))
-    assert isolate(volume.half(), share).dtype == torch.float16
+    torch.testing.assert_close(isolate_tissue(volume, share).flatten(), torch.tensor([0.8, 0.16]))
+    assert isolate_tissue(volume.half(), share).dtype == torch.float16
 
 
 def test_the_control_keeps_as_much_inside_the_brain_and_nothing_outside():
     image, regions = ball(60, 0)
     share, brain = torch.from_numpy(regions[None, 0]), torch.from_numpy(image > 0)
-    found = shuffled(share, brain, 3)
+    found = shuffle_shares(share, brain, 3)
     assert (
         torch.equal(found[brain].sort().values, share[brain].sort().values)
         and (found[~brain] == 0).all()
     )
     assert (
         not torch.equal(found, share)
-        and torch.equal(found, shuffled(share, brain, 3))
-        and not torch.equal(found, shuffled(share, brain, 4))
+        and torch.equal(found, shuffle_shares(share, brain, 3))
+        and not torch.equal(found, shuffle_shares(share, brain, 4))
     )
-    two = shuffled(share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
+    two = shuffle_shares(share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
     assert torch.equal(two[0], found[0]) and not torch.equal(two[0], two[1])
 
 
@@ -140,7 +138,9 @@ def test_means_over_images_and_tokens_by_hand():
     probs = torch.tensor(
         [[[1.0, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]], [[1, 0, 0], [0, 0, 1]]]
     )  # three images, two tokens
-    maps = class_maps([record_of(probs), record_of(probs.flip(-1))], torch.tensor([1, 0, 1]), 2)
+    maps = mean_class_maps(
+        [record_of(probs), record_of(probs.flip(-1))], torch.tensor([1, 0, 1]), 2
+    )
     assert maps.shape == (2, 2, 3) and maps.dtype == torch.float64
     # class 0: image 1 alone; class 1: images 0 and 2, four tokens: twice expert 0, once 1, once 2
     assert maps[:, 0].tolist() == [[0, 0, 1], [0.5, 0.25, 0.25]]
@@ -153,8 +153,11 @@ def test_order_of_images_does_not_matter_and_maps_sum_to_one():
         torch.randn(40, 3, 8, generator=generator).softmax(-1),
         torch.randint(0, 4, (40,), generator=generator),
     )
-    maps, order = class_maps([record_of(probs)], labels, 4), torch.randperm(40, generator=generator)
-    torch.testing.assert_close(class_maps([record_of(probs[order])], labels[order], 4), maps)
+    maps, order = (
+        mean_class_maps([record_of(probs)], labels, 4),
+        torch.randperm(40, generator=generator),
+    )
+    torch.testing.assert_close(mean_class_maps([record_of(probs[order])], labels[order], 4), maps)
     torch.testing.assert_close(
         maps.sum(-1), torch.ones(4, 1, dtype=torch.float64), atol=1e-6, rtol=0
     )
@@ -163,7 +166,7 @@ def test_order_of_images_does_not_matter_and_maps_sum_to_one():
 
 
 def test_a_class_without_images_is_nan():
-    maps = class_maps([record_of(torch.full((2, 1, 4), 0.25))], torch.tensor([0, 2]), 3)
+    maps = mean_class_maps([record_of(torch.full((2, 1, 4), 0.25))], torch.tensor([0, 2]), 3)
     assert maps[1].isnan().all() and maps[[0, 2]].isfinite().all()
 
 
@@ -199,7 +202,7 @@ def test_first_images_keep_their_views_when_there_are_more():
     assert torch.equal(many.images[:100], few.images[:100]) and torch.equal(
         many.affines[130:230], few.affines[100:]
     )
-    generator = generator_for(seed_of("measured_views", 0), 100, 1)
+    generator = generator_for(derived_seed("measured_views", 0), 100, 1)
     by_hand = make_views(torch.from_numpy(images[100:]), PRESETS["crop"].views, generator)
     assert torch.equal(many.images[230:], by_hand.images) and torch.equal(
         many.affines[230:], by_hand.affines
@@ -245,26 +248,26 @@ def test_what_was_kept_is_what_the_model_did(tmp_path):
     models = {epoch: subject(images(), moe(), seed=epoch) for epoch in (1, 2)}
     data = models[1].data
     for epoch, model in models.items():
-        keep_trace(tmp_path, epoch, model.model, data)
-    found = kept_traces(tmp_path, data, 2)
+        write_epoch_trace(tmp_path, epoch, model.model, data)
+    found = read_epoch_traces(tmp_path, data, 2)
     assert [one.epoch for one in found] == [1, 2]
     where = explored_places(data, 32)
     for one in found:
         assert one.images == tuple(where)
-        seen = predictions(models[one.epoch].model, data.test.images[where], 32)
-        assert one.trace == trace(*seen, data.task)
+        seen = predict_in_batches(models[one.epoch].model, data.test.images[where], 32)
+        assert one.trace == trace_images(*seen, data.task)
     assert found[0].trace != found[1].trace
 
 
 def test_a_missing_epoch_is_named(tmp_path):
     model = subject(images(), moe())
-    keep_trace(tmp_path, 1, model.model, model.data)
+    write_epoch_trace(tmp_path, 1, model.model, model.data)
     with pytest.raises(UserError, match="traces/0002.json: no such file"):
-        kept_traces(tmp_path, model.data, 2)
+        read_epoch_traces(tmp_path, model.data, 2)
 
 
 IMAGES = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(3))
-SAMPLE = Sample(IMAGES, torch.arange(12) % 2, Classification(classes=("a", "b")))
+SAMPLE = SweepSample(IMAGES, torch.arange(12) % 2, Classification(classes=("a", "b")))
 WITH_K = [name for name in KINDS if METHODS[name].router.kind != "soft_slots"]
 ERMOE = [name for name in KINDS if METHODS[name].router.kind == "eigenbasis"]
 
@@ -272,9 +275,12 @@ ERMOE = [name for name in KINDS if METHODS[name].router.kind == "eigenbasis"]
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_setting_gives_the_same_model(name):
     model = tiny(name)
-    other = with_router(model, model.moe.router)
+    other = copy_with_router(model, model.moe.router)
     assert other is not model and other.moe == model.moe and other.training == model.training
-    (ours, first), (theirs, second) = predictions(model, IMAGES, 12), predictions(other, IMAGES, 12)
+    (ours, first), (theirs, second) = (
+        predict_in_batches(model, IMAGES, 12),
+        predict_in_batches(other, IMAGES, 12),
+    )
     assert torch.equal(ours, theirs) and all(
         torch.equal(a.combine, b.combine) for a, b in zip(first, second, strict=True)
     )
@@ -284,7 +290,7 @@ def test_the_same_setting_gives_the_same_model(name):
 def test_every_router_with_k_has_a_sweep_and_the_model_stays(name):
     model = tiny(name).train()
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    router, rows = model.moe.router, over_k(model, SAMPLE, (1, 2, 8, 9), 12)
+    router, rows = model.moe.router, sweep_k(model, SAMPLE, (1, 2, 8, 9), 12)
     assert [row.k for row in rows] == [1, 2, 8] and [row.own for row in rows] == [
         False,
         True,
@@ -317,7 +323,7 @@ def test_every_router_with_k_has_a_sweep_and_the_model_stays(name):
 @pytest.mark.parametrize("name", ["vmoe", "stable_moe", "teacher_routed", "hash_moe", "ermoe"])
 def test_the_changed_model_really_chooses_k(name):
     model = tiny(name)
-    _, records = predictions(with_router(model, model.moe.router.with_k(3)), IMAGES, 12)
+    _, records = predict_in_batches(copy_with_router(model, model.moe.router.with_k(3)), IMAGES, 12)
     numbers = torch.stack([record.chosen.sum(-1) for record in records])
     assert numbers.max() == 3 and (METHODS[name].router.kind == "eigenbasis" or numbers.min() == 3)
 
@@ -325,7 +331,7 @@ def test_the_changed_model_really_chooses_k(name):
 @pytest.mark.parametrize("name", ERMOE)
 def test_a_higher_threshold_falls_back_more_often(name):
     model = tiny(name)
-    rows = over_threshold(model, SAMPLE, (-1.0, 0.1, 0.5, 0.9, 1.0), 12)
+    rows = sweep_threshold(model, SAMPLE, (-1.0, 0.1, 0.5, 0.9, 1.0), 12)
     fallback, below = (
         [getattr(row.layers[0], key) for row in rows] for key in ("fallback", "below_k")
     )  # the first layer's tokens stay the same
@@ -348,8 +354,8 @@ def test_the_threshold_reaches_the_choice():
     model = tiny("ermoe")
     numbers = []
     for threshold in (-1.0, 0.5):
-        _, records = predictions(
-            with_router(model, model.moe.router.model_copy(update={"threshold": threshold})),
+        _, records = predict_in_batches(
+            copy_with_router(model, model.moe.router.model_copy(update={"threshold": threshold})),
             IMAGES,
             12,
         )
@@ -359,15 +365,15 @@ def test_the_threshold_reaches_the_choice():
 
 def test_routers_without_the_setting_have_no_rows():
     settings = Sweeps(k=(1, 2), threshold=(0.1,))
-    assert sweep(tiny("soft_moe"), SAMPLE, settings, 12) == Sweep(k=(), threshold=())
-    vmoe = sweep(tiny("vmoe"), SAMPLE, settings, 12)
+    assert run_sweeps(tiny("soft_moe"), SAMPLE, settings, 12) == Sweep(k=(), threshold=())
+    vmoe = run_sweeps(tiny("vmoe"), SAMPLE, settings, 12)
     assert len(vmoe.k) == 2
     assert vmoe.threshold == ()
 
 
 @pytest.mark.parametrize("name", ["vmoe", "expert_choice"])
 def test_no_row_depends_on_the_batch(name):
-    whole, parts = (over_k(tiny(name), SAMPLE, (1, 2), batch) for batch in (12, 5))
+    whole, parts = (sweep_k(tiny(name), SAMPLE, (1, 2), batch) for batch in (12, 5))
     for a, b in zip(whole, parts, strict=True):
         for one, other in ((a, b), *zip(a.layers, b.layers, strict=True)):
             expected = other.model_dump(exclude={"layers"})

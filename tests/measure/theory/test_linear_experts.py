@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.measure.linear_experts import (
-    FirstRow,
     LinearExperts,
     Result,
-    SecondRow,
+    Theorem1Row,
+    Theorem2Row,
     measure,
 )
-from moecore.measure.theory.drawn_parts import Part, drawn_parts, subspaces
+from moecore.measure.theory.drawn_parts import ExpertData, angled_subspaces, draw_expert_data
 from moecore.measure.theory.linear_experts import (
+    expert_projections,
     least_squares,
-    projections,
-    stacked,
+    stack_parts,
     theorem_1,
     theorem_2,
 )
@@ -29,11 +29,11 @@ from moecore.measure.theory.linear_experts import (
 SIZES = {"dimension": 24, "rank": 3, "samples": 9}
 
 
-def part(points, targets) -> Part:
-    return Part(np.array(points, dtype=float), np.array(targets, dtype=float))
+def part(points, targets) -> ExpertData:
+    return ExpertData(np.array(points, dtype=float), np.array(targets, dtype=float))
 
 
-def random_parts(seed: int) -> list[Part]:
+def random_parts(seed: int) -> list[ExpertData]:
     """2 to 4 experts with 1 to 6 points in 1 to 6 dimensions; some points repeat or vanish."""
     generator = np.random.default_rng(seed)
     dimension = generator.integers(1, 7)
@@ -44,7 +44,7 @@ def random_parts(seed: int) -> list[Part]:
     ]
     if seed % 3 == 0:
         points[0][0], points[1][:1] = 0, points[0][-1:]
-    return [Part(x, generator.standard_normal(len(x))) for x in points]
+    return [ExpertData(x, generator.standard_normal(len(x))) for x in points]
 
 
 # --- least squares
@@ -110,7 +110,7 @@ def test_orthogonal_points_of_equal_length_too():
         0, abs=1e-14
     )
     assert found.right == pytest.approx(found.dense**2)
-    first, second = projections(parts)
+    first, second = expert_projections(parts)
     assert first.shape == second.shape == (2, 1) and abs(first[:, 0] @ [1, -1]) < 1e-14
 
 
@@ -172,7 +172,7 @@ def test_brackets_by_hand_with_given_bases():
     h = 0.1
     x2, one, square = np.array([h, 1]), np.eye(2), 1 + h * h
     found = theorem_1(
-        [part([[1, 0]], [1]), Part(x2[None], np.array([0.1]))], [one[:, :1], one[:, 1:]]
+        [part([[1, 0]], [1]), ExpertData(x2[None], np.array([0.1]))], [one[:, :1], one[:, 1:]]
     )
     second = np.array([[0, 0], [-h, square]]) - np.outer(x2, x2) / square**2
     epsilon_1, epsilon_2 = max(h, float(np.linalg.svd(second)[1][0])), h / math.sqrt(square)
@@ -196,7 +196,7 @@ def test_the_bound_holds_for_any_data(seed):
     parts = random_parts(seed)
     found = theorem_1(parts)
     assert found.holds and found.right <= found.literal * (1 + 1e-12)
-    whole = least_squares(stacked(parts)).span
+    whole = least_squares(stack_parts(parts)).span
     rotated = (
         whole @ np.linalg.qr(np.random.default_rng(seed).standard_normal((whole.shape[1],) * 2))[0]
     )
@@ -210,14 +210,17 @@ def test_the_bound_holds_for_any_data(seed):
 @given(st.integers(0, 10**6))
 def test_projections_are_a_basis_of_the_span(seed):
     parts = random_parts(seed)
-    vectors, whole = np.concatenate(projections(parts), axis=1), least_squares(stacked(parts)).span
+    vectors, whole = (
+        np.concatenate(expert_projections(parts), axis=1),
+        least_squares(stack_parts(parts)).span,
+    )
     np.testing.assert_allclose(vectors.T @ vectors, np.eye(vectors.shape[1]), atol=1e-10)
     np.testing.assert_allclose(vectors @ vectors.T, whole @ whole.T, atol=1e-8)
 
 
 def test_projections_go_to_the_nearest_expert():
     # singular vectors e1 (length 3) and e2 (length 2); the second expert's point is e1
-    first, second = projections([part([[0, 2]], [0]), part([[3, 0]], [0])])
+    first, second = expert_projections([part([[0, 2]], [0]), part([[3, 0]], [0])])
     np.testing.assert_allclose(np.abs(first), [[0], [1]], atol=1e-14)
     np.testing.assert_allclose(np.abs(second), [[1], [0]], atol=1e-14)
 
@@ -228,7 +231,7 @@ def test_projections_go_to_the_nearest_expert():
 @settings(deadline=None)
 @given(st.integers(2, 8), st.sampled_from([0.0, 7.0, 33.0, 60.0, 90.0]), st.integers(0, 100))
 def test_any_two_subspaces_meet_at_the_angle(experts, angle, seed):
-    bases = subspaces(experts, 2, 17, angle, np.random.default_rng(seed))
+    bases = angled_subspaces(experts, 2, 17, angle, np.random.default_rng(seed))
     for i in range(experts):
         for j in range(experts):
             expected = np.eye(2) * (1 if i == j else math.cos(math.radians(angle)))
@@ -237,8 +240,8 @@ def test_any_two_subspaces_meet_at_the_angle(experts, angle, seed):
 
 @pytest.mark.parametrize("targets", ["shared", "opposed", "drawn"])
 def test_drawn_parts_are_balanced_and_repeatable(targets):
-    parts, betas = drawn_parts(4, 40.0, targets, 3, **SIZES)
-    again, _ = drawn_parts(4, 40.0, targets, 3, **SIZES)
+    parts, betas = draw_expert_data(4, 40.0, targets, 3, **SIZES)
+    again, _ = draw_expert_data(4, 40.0, targets, 3, **SIZES)
     assert all(
         np.array_equal(a, b)
         for one, other in zip(parts, again, strict=True)
@@ -255,7 +258,7 @@ def test_drawn_parts_are_balanced_and_repeatable(targets):
 
 
 def test_floor_and_noise():
-    parts, betas = drawn_parts(2, 40.0, "shared", 3, floor=0.5, noise=0.1, **SIZES)
+    parts, betas = draw_expert_data(2, 40.0, "shared", 3, floor=0.5, noise=0.1, **SIZES)
     assert all(np.linalg.matrix_rank(own.points) == 24 for own in parts)
     np.testing.assert_array_equal(parts[0].points[9:], 0.5 * np.eye(24))
     residuals = np.concatenate(
@@ -267,7 +270,7 @@ def test_floor_and_noise():
 @pytest.mark.parametrize("experts", [2, 4, 8, 16, 32])
 @pytest.mark.parametrize("targets", ["shared", "opposed", "drawn"])
 def test_orthogonal_subspaces_give_one_over_root_e(experts, targets):
-    parts, _ = drawn_parts(experts, 90.0, targets, experts, dimension=96, rank=3, samples=9)
+    parts, _ = draw_expert_data(experts, 90.0, targets, experts, dimension=96, rank=3, samples=9)
     found = theorem_1(parts)
     assert found.ratio == pytest.approx(1 / math.sqrt(experts), rel=1e-9)
     assert (
@@ -288,12 +291,12 @@ def test_the_ratio_in_closed_form(experts, angle):
         ("shared", (1 + (experts - 1) * cosine) / experts),
         ("opposed", (1 - cosine) / experts),
     ):
-        found = theorem_1(drawn_parts(experts, angle, targets, 1, **SIZES)[0])
+        found = theorem_1(draw_expert_data(experts, angle, targets, 1, **SIZES)[0])
         assert found.ratio**2 == pytest.approx(expected, rel=1e-8) and found.holds
 
 
 def test_equal_subspaces_with_equal_targets_gain_nothing():
-    assert theorem_1(drawn_parts(4, 0.0, "shared", 1, **SIZES)[0]).ratio == pytest.approx(
+    assert theorem_1(draw_expert_data(4, 0.0, "shared", 1, **SIZES)[0]).ratio == pytest.approx(
         1, rel=1e-9
     )
 
@@ -301,7 +304,7 @@ def test_equal_subspaces_with_equal_targets_gain_nothing():
 # --- Theorem 2
 
 
-def wedge(degrees: float, sign: int, floor: float = 1e-4) -> tuple[list[Part], np.ndarray]:
+def wedge(degrees: float, sign: int, floor: float = 1e-4) -> tuple[list[ExpertData], np.ndarray]:
     """Two directions u1, u2 at ``degrees`` from the first axis, one above and one below it;
     β = (u1, ±u2).
     """
@@ -309,7 +312,7 @@ def wedge(degrees: float, sign: int, floor: float = 1e-4) -> tuple[list[Part], n
     lines = np.array([[math.cos(a), math.sin(a)], [math.cos(a), -math.sin(a)]])
     betas = lines * [[1], [sign]]
     points = [np.concatenate([line[None], floor * np.eye(2)]) for line in lines]
-    return [Part(x, x @ beta) for x, beta in zip(points, betas, strict=True)], betas
+    return [ExpertData(x, x @ beta) for x, beta in zip(points, betas, strict=True)], betas
 
 
 # u1·w = 1 and u2·w = −1: w* = (0, 1/sin a). Δ_1 = β_1 − w*, ‖Δ_1‖² = 1 − 2 + 1/sin² a = cot² a.
@@ -373,12 +376,12 @@ def by_definition(parts, betas, gamma: float) -> bool:
     st.sampled_from(["shared", "opposed", "drawn"]),
 )
 def test_theorem_2_is_the_papers_and_true(seed, experts, angle, targets):
-    parts, betas = drawn_parts(
+    parts, betas = draw_expert_data(
         experts, angle, targets, seed, dimension=12, rank=2, samples=6, floor=0.2, noise=0.02
     )
     found = theorem_2(parts, betas)
     dense, own = (
-        least_squares(stacked(parts)).weights,
+        least_squares(stack_parts(parts)).weights,
         [least_squares(one).weights for one in parts],
     )
     assert found.ratio_squared == pytest.approx(
@@ -397,7 +400,7 @@ def test_the_corollary_asks_for_small_residuals():
     # the residual lies along the floor's rows only: η_i = r / 0.01 there, so 0.02 gives length
     # 2 > ‖β‖ = 1
     noisy = [
-        Part(
+        ExpertData(
             parts[0].points,
             parts[0].targets
             + [0, -0.02 * math.sin(math.radians(10)), 0.02 * math.cos(math.radians(10))],
@@ -425,7 +428,7 @@ def found() -> Result:
     return measure(SETTINGS)
 
 
-def row(rows, targets, experts, angle) -> FirstRow | SecondRow:
+def row(rows, targets, experts, angle) -> Theorem1Row | Theorem2Row:
     (one,) = [
         row for row in rows if (row.targets, row.experts, row.angle) == (targets, experts, angle)
     ]

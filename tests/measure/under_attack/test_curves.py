@@ -14,19 +14,27 @@ from moecore.measure.base import Skipped
 from moecore.measure.under_attack import audit as module
 from moecore.measure.under_attack.audit import (
     Audit,
-    audit,
-    chance,
-    deterministic,
-    more_steps,
-    surrogate,
-    zero_gradients,
+    check_chance,
+    check_deterministic,
+    check_more_steps,
+    check_surrogate,
+    check_zero_gradients,
+    run_audit,
 )
 from moecore.measure.under_attack.compared_curves import (
-    apgd_beats_pgd,
-    larger_epsilon,
-    pgd_beats_fgsm,
+    check_apgd_beats_pgd,
+    check_larger_epsilon,
+    check_pgd_beats_fgsm,
 )
-from moecore.measure.under_attack.curves import Curve, Left, Line, Row, run_of, unpacked, worst_case
+from moecore.measure.under_attack.curves import (
+    AttackRow,
+    AuditLine,
+    Curve,
+    LeftScores,
+    measured_curves,
+    unpack_scores,
+    worst_case,
+)
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from tests.attacks.models import CLASSES, YEARS, Blind, Smooth, vit
 from tests.attacks.test_target import Regressor
@@ -49,8 +57,8 @@ def errors(*years: float) -> torch.Tensor:
     return torch.tensor(years, dtype=torch.float64)
 
 
-def row(epsilon: float, task, scores: torch.Tensor) -> Row:
-    return Row.of(epsilon, task, scores, **CHANGES)
+def row(epsilon: float, task, scores: torch.Tensor) -> AttackRow:
+    return AttackRow.of(epsilon, task, scores, **CHANGES)
 
 
 def of_classes(model: torch.nn.Module, images: int = 40, side: int = 4) -> Target:
@@ -72,12 +80,12 @@ def of_years(model: torch.nn.Module, images: int = 30) -> Target:
 def curve(*scores: float, loss: float = 1.0, hits: tuple[int, ...] = (1,)) -> Curve:
     """Rows at 0.1, 0.2, … with these mean scores; ``hits`` are those of every row."""
     return tuple(
-        Row(
+        AttackRow(
             epsilon=0.1 * (place + 1),
             score=score,
             low=None,
             high=None,
-            scores=CLASSES.packed(torch.tensor(hits).bool()),
+            scores=CLASSES.encode_scores(torch.tensor(hits).bool()),
             loss=loss,
             unchanged_images=0.0,
             routing_change=(),
@@ -89,16 +97,16 @@ def curve(*scores: float, loss: float = 1.0, hits: tuple[int, ...] = (1,)) -> Cu
 
 def test_a_share_with_wilsons_interval():
     _, low, high = wilson(3, 4)
-    found = Left.of(0.1, CLASSES, hits(1, 0, 1, 1))
+    found = LeftScores.of(0.1, CLASSES, hits(1, 0, 1, 1))
     assert (found.score, found.low, found.high) == (0.75, low, high)
-    assert unpacked(CLASSES, found, 4).tolist() == [True, False, True, True]
+    assert unpack_scores(CLASSES, found, 4).tolist() == [True, False, True, True]
 
 
 def test_a_mean_error_with_its_bootstrap_interval():
-    found = Left.of(0.1, YEARS, errors(1, 2, 6))
+    found = LeftScores.of(0.1, YEARS, errors(1, 2, 6))
     assert (found.score, found.low, found.high) == bootstrap_mean(errors(1, 2, 6).numpy())
     assert found.score == 3 and 0 <= found.low < 3 < found.high <= 6 and found.scores == (1, 2, 6)
-    even = Left.of(0.1, YEARS, torch.full((5,), 2.5))
+    even = LeftScores.of(0.1, YEARS, torch.full((5,), 2.5))
     assert (even.score, even.low, even.high) == (2.5, 2.5, 2.5)
 
 
@@ -111,8 +119,8 @@ def test_the_worst_case_of_hits_is_what_stands_all_attacks():
     clean, attacked = worst_case(curves, CLASSES, 3)
     assert (clean.epsilon, clean.score) == (0, 1)
     assert (attacked.epsilon, attacked.score) == (0.1, pytest.approx(1 / 3))
-    assert unpacked(CLASSES, attacked, 3).tolist() == [True, False, False]
-    assert list(run_of(curves)) == ["a", "b"]
+    assert unpack_scores(CLASSES, attacked, 3).tolist() == [True, False, False]
+    assert list(measured_curves(curves)) == ["a", "b"]
 
 
 def test_the_worst_case_of_errors_is_of_each_image_by_itself():
@@ -132,59 +140,68 @@ UNROUTED = Skipped(skipped="no MoE layer")
 
 def test_pgd_must_break_no_fewer_than_fgsm():
     both = [Fgsm(), Pgd()]
-    assert pgd_beats_fgsm(CLASSES, {"fgsm": curve(0.3), "pgd": curve(0.3)}, both).holds is True
-    line = pgd_beats_fgsm(CLASSES, {"fgsm": curve(0.3), "pgd": curve(0.31)}, both)
+    assert (
+        check_pgd_beats_fgsm(CLASSES, {"fgsm": curve(0.3), "pgd": curve(0.3)}, both).holds is True
+    )
+    line = check_pgd_beats_fgsm(CLASSES, {"fgsm": curve(0.3), "pgd": curve(0.31)}, both)
     assert line.holds is False
     assert line.text == "accuracy 31.0% under pgd, 30.0% under fgsm, at ε = 0.1"
-    assert pgd_beats_fgsm(CLASSES, {"fgsm": curve(0.3)}, [Fgsm()]).holds is None
+    assert check_pgd_beats_fgsm(CLASSES, {"fgsm": curve(0.3)}, [Fgsm()]).holds is None
     other = [Fgsm(), Pgd(objective="dlr")]
-    assert pgd_beats_fgsm(CLASSES, {"fgsm": curve(0.3), "pgd-dlr": curve(0.9)}, other).holds is None
+    assert (
+        check_pgd_beats_fgsm(CLASSES, {"fgsm": curve(0.3), "pgd-dlr": curve(0.9)}, other).holds
+        is None
+    )
 
 
 def test_pgd_must_reach_fgsms_error():
     both = [Fgsm(), Pgd()]
-    assert pgd_beats_fgsm(YEARS, {"fgsm": curve(2, 3), "pgd": curve(1, 3)}, both).holds is True
-    line = pgd_beats_fgsm(YEARS, {"fgsm": curve(2, 3), "pgd": curve(2, 2.9)}, both)
+    assert (
+        check_pgd_beats_fgsm(YEARS, {"fgsm": curve(2, 3), "pgd": curve(1, 3)}, both).holds is True
+    )
+    line = check_pgd_beats_fgsm(YEARS, {"fgsm": curve(2, 3), "pgd": curve(2, 2.9)}, both)
     assert line.holds is False
     assert line.text == "mean absolute error 2.9 under pgd, 3 under fgsm, at ε = 0.2"
     other = [Fgsm(), Pgd(objective="routing_change")]
     curves = {"fgsm": curve(2), "pgd-routing_change": curve(1)}
-    assert pgd_beats_fgsm(YEARS, curves, other).holds is None
+    assert check_pgd_beats_fgsm(YEARS, curves, other).holds is None
 
 
 def test_apgd_must_reach_pgds_loss():
     both = [Pgd(), Apgd()]
     plain = {"pgd": curve(0.5, loss=2.0)}
     strong = plain | {"apgd": curve(0.9, loss=2.0)}
-    assert apgd_beats_pgd(CLASSES, strong, both).holds is True
+    assert check_apgd_beats_pgd(CLASSES, strong, both).holds is True
     weak = plain | {"apgd": curve(0.1, loss=1.9)}
-    assert apgd_beats_pgd(CLASSES, weak, both).holds is False
-    assert apgd_beats_pgd(CLASSES, plain, [Pgd()]).holds is None
+    assert check_apgd_beats_pgd(CLASSES, weak, both).holds is False
+    assert check_apgd_beats_pgd(CLASSES, plain, [Pgd()]).holds is None
     other = plain | {"apgd-dlr": curve(0.1, loss=1.0)}
-    assert apgd_beats_pgd(CLASSES, other, [Pgd(), Apgd(objective="dlr")]).holds is None
+    assert check_apgd_beats_pgd(CLASSES, other, [Pgd(), Apgd(objective="dlr")]).holds is None
 
 
 def test_apgd_must_reach_pgds_error():
     both = [Pgd(inside=True), Apgd()]
     curves = {"pgd-inside": curve(2), "apgd": curve(2)}
-    assert apgd_beats_pgd(YEARS, curves, both).holds is True
-    assert apgd_beats_pgd(YEARS, curves | {"apgd": curve(1.9)}, both).holds is False
-    assert apgd_beats_pgd(YEARS, {"apgd": curve(2)}, [Apgd()]).holds is None
+    assert check_apgd_beats_pgd(YEARS, curves, both).holds is True
+    assert check_apgd_beats_pgd(YEARS, curves | {"apgd": curve(1.9)}, both).holds is False
+    assert check_apgd_beats_pgd(YEARS, {"apgd": curve(2)}, [Apgd()]).holds is None
 
 
 def test_a_larger_ball_never_helps():
     curves = {"pgd": curve(1, 1, 2), "fgsm": curve(3, 2)}
-    line = larger_epsilon(YEARS, curves, [Pgd(), Fgsm()])
+    line = check_larger_epsilon(YEARS, curves, [Pgd(), Fgsm()])
     assert line.holds is True, "fgsm may overshoot"
-    line = larger_epsilon(YEARS, {"pgd": curve(1, 2), "apgd": curve(1, 2, 1.9)}, [Pgd(), Apgd()])
+    line = check_larger_epsilon(
+        YEARS, {"pgd": curve(1, 2), "apgd": curve(1, 2, 1.9)}, [Pgd(), Apgd()]
+    )
     assert line.holds is False and line.text.endswith("under apgd")
-    assert larger_epsilon(YEARS, {"fgsm": curve(1)}, [Fgsm()]).holds is None
+    assert check_larger_epsilon(YEARS, {"fgsm": curve(1)}, [Fgsm()]).holds is None
 
 
 def test_a_skipped_attack_is_not_compared():
     curves = {"fgsm": UNROUTED, "pgd": curve(0.5)}
-    assert pgd_beats_fgsm(CLASSES, curves, [Fgsm(), Pgd()]).holds is None
-    assert larger_epsilon(YEARS, {"pgd": UNROUTED}, [Pgd()]).holds is None
+    assert check_pgd_beats_fgsm(CLASSES, curves, [Fgsm(), Pgd()]).holds is None
+    assert check_larger_epsilon(YEARS, {"pgd": UNROUTED}, [Pgd()]).holds is None
 
 
 PGD = Pgd(steps=5)
@@ -209,16 +226,16 @@ class Noisy(Smooth):
 
 
 def test_a_model_that_draws_is_not_deterministic():
-    assert deterministic(of_classes(Smooth())).holds is True
-    line = deterministic(of_classes(Smooth())._replace(model=Noisy()))
+    assert check_deterministic(of_classes(Smooth())).holds is True
+    line = check_deterministic(of_classes(Smooth())._replace(model=Noisy()))
     assert line.holds is False and "differ by up to" in line.text
 
 
 def test_images_without_a_gradient_are_counted():
-    line = zero_gradients(of_classes(Smooth()))
+    line = check_zero_gradients(of_classes(Smooth()))
     counted = "0 of 40 images have no gradient at all; 0.00% of all pixels' gradients are 0"
     assert line.holds is True and line.text == counted
-    line = zero_gradients(of_classes(Blind(Smooth())))
+    line = check_zero_gradients(of_classes(Blind(Smooth())))
     assert line.holds is False and line.text.startswith("40 of 40") and "100.00%" in line.text
 
 
@@ -226,20 +243,20 @@ def test_one_black_pixel_of_sixteen_is_a_share_and_no_blind_image():
     model = Smooth()
     model.first.data[0] = 0
     model.router.data[:] = 0
-    line = zero_gradients(of_classes(model))
+    line = check_zero_gradients(of_classes(model))
     assert line.holds is True and "6.25%" in line.text
 
 
 def test_a_hidden_gradient_keeps_accuracy_above_chance():
-    assert chance(of_classes(Smooth()), PGD, 0.5).holds is True
-    line = chance(of_classes(Blind(Smooth())), PGD, 0.5)
+    assert check_chance(of_classes(Smooth()), PGD, 0.5).holds is True
+    line = check_chance(of_classes(Blind(Smooth())), PGD, 0.5)
     assert line.holds is False
     assert "accuracy 100.0%" in line.text and "a guess has 25.0%" in line.text
 
 
 def test_a_hidden_gradient_keeps_the_error_below_a_constants():
-    assert chance(of_years(Regressor(WEIGHT)), PGD, 0.5).holds is True
-    line = chance(of_years(Blind(Regressor(WEIGHT))), PGD, 0.5)
+    assert check_chance(of_years(Regressor(WEIGHT)), PGD, 0.5).holds is True
+    line = check_chance(of_years(Blind(Regressor(WEIGHT))), PGD, 0.5)
     assert line.holds is False and "mean absolute error 0.1" in line.text
 
 
@@ -248,63 +265,63 @@ def test_an_interval_around_chance_is_chance():
     given = of_classes(Blind(Smooth()), images=4)
     wrong = (given.labels + 1) % 4
     half = given._replace(labels=torch.where(torch.arange(4) < 2, given.labels, wrong))
-    assert chance(half, PGD, 0.5).holds is True
-    assert chance(given, PGD, 0.5).holds is False, "4 of 4 (51 % to 100 %) is"
+    assert check_chance(half, PGD, 0.5).holds is True
+    assert check_chance(given, PGD, 0.5).holds is False, "4 of 4 (51 % to 100 %) is"
 
 
 def test_too_few_steps_show_in_hits():
     full = torch.ones(40).bool()
     half = torch.arange(40) < 20
-    assert more_steps(CLASSES, half, half, 20, 0.1).holds is True
-    assert more_steps(CLASSES, half, torch.arange(40) < 19, 20, 0.1).holds is True
-    line = more_steps(CLASSES, full, half, 20, 0.1)
+    assert check_more_steps(CLASSES, half, half, 20, 0.1).holds is True
+    assert check_more_steps(CLASSES, half, torch.arange(40) < 19, 20, 0.1).holds is True
+    line = check_more_steps(CLASSES, full, half, 20, 0.1)
     assert line.holds is False and "under pgd of 20 steps, 50.0% of 40" in line.text
 
 
 def test_too_few_steps_show_in_errors():
     wrong = torch.tensor([1.0, 2.0, 3.0] * 10)
-    assert more_steps(YEARS, wrong, wrong, 5, 0.1).holds is True
-    assert more_steps(YEARS, wrong, wrong + 0.1, 5, 0.1).holds is True
-    line = more_steps(YEARS, wrong, wrong + 2, 5, 0.1)
+    assert check_more_steps(YEARS, wrong, wrong, 5, 0.1).holds is True
+    assert check_more_steps(YEARS, wrong, wrong + 0.1, 5, 0.1).holds is True
+    line = check_more_steps(YEARS, wrong, wrong + 2, 5, 0.1)
     assert line.holds is False and "under pgd of 5 steps, 4 of 10" in line.text
 
 
 def test_a_hard_choice_that_hides_gradients_shows(monkeypatch):
     given = of_classes(vit({"kind": "noisy_top_k", "k": 1}), side=8)
-    direct = given.worst(given.attacked(PGD, 0.02))
-    assert surrogate(given, PGD, 0.02, direct).holds is True
-    broken_none = surrogate(given, PGD, 0.02, torch.ones(40).bool())
+    direct = given.worse_scores(given.attacked(PGD, 0.02))
+    assert check_surrogate(given, PGD, 0.02, direct).holds is True
+    broken_none = check_surrogate(given, PGD, 0.02, torch.ones(40).bool())
     assert broken_none.holds is False, "a direct attack that broke nothing"
-    assert surrogate(of_classes(vit(None), side=8), PGD, 0.02, direct).holds is None
+    assert check_surrogate(of_classes(vit(None), side=8), PGD, 0.02, direct).holds is None
     model = vit({"kind": "noisy_top_k", "k": 1})
     hidden = Blind(model)
     hidden.moe = model.moe  # the true model has no gradient, its surrogate has
-    monkeypatch.setattr(module, "softened", lambda found: found.model)
+    monkeypatch.setattr(module, "soften_model", lambda found: found.model)
     blind = given._replace(model=hidden)
-    line = surrogate(blind, PGD, 0.1, blind.worst(blind.attacked(PGD, 0.1)))
+    line = check_surrogate(blind, PGD, 0.1, blind.worse_scores(blind.attacked(PGD, 0.1)))
     assert line.holds is False and "40 the direct one" in line.text
 
 
 def test_the_surrogate_of_a_real_target(monkeypatch):
     given = of_years(Blind(Regressor(WEIGHT)))
-    direct = given.worst(given.attacked(PGD, 0.1))
-    assert surrogate(given, PGD, 0.1, direct).holds is None, "no MoE layer"
+    direct = given.worse_scores(given.attacked(PGD, 0.1))
+    assert check_surrogate(given, PGD, 0.1, direct).holds is None, "no MoE layer"
     given.model.moe = vit({"kind": "noisy_top_k", "k": 1}).moe
-    monkeypatch.setattr(module, "softened", lambda model: model.model)
-    assert surrogate(given, PGD, 0.1, direct).holds is False
-    assert surrogate(given, PGD, 0.1, direct + 99).holds is True
+    monkeypatch.setattr(module, "soften_model", lambda model: model.model)
+    assert check_surrogate(given, PGD, 0.1, direct).holds is False
+    assert check_surrogate(given, PGD, 0.1, direct + 99).holds is True
 
 
 def test_an_error_that_is_larger_by_chance_is_no_sign(monkeypatch):
     given = of_years(Regressor(WEIGHT))
     given.model.moe = vit({"kind": "noisy_top_k", "k": 1}).moe
-    monkeypatch.setattr(module, "softened", lambda model: model)
+    monkeypatch.setattr(module, "soften_model", lambda model: model)
     direct = torch.full((30,), 5.0, dtype=torch.float64)
     # 0.05 more on average, ± 0.17: the interval of the difference holds 0.
     uneven = 5 + torch.tensor([1.0, -0.9], dtype=torch.float64).repeat(15)
     for theirs, holds in ((uneven, True), (direct + 0.05, False), (direct - 0.05, True)):
-        monkeypatch.setattr(type(given), "worst", lambda *_, found=theirs: found)
-        assert surrogate(given, Pgd(steps=1), 0.1, direct).holds is holds
+        monkeypatch.setattr(type(given), "worse_scores", lambda *_, found=theirs: found)
+        assert check_surrogate(given, Pgd(steps=1), 0.1, direct).holds is holds
 
 
 def test_all_lines_of_classes_are_there_and_only_the_first_images_are_used(monkeypatch):
@@ -312,12 +329,12 @@ def test_all_lines_of_classes_are_there_and_only_the_first_images_are_used(monke
 
     def note(part):
         seen.append((len(part.images), len(part.labels), part.only))
-        return Line(name="deterministic", holds=True, text="")
+        return AuditLine(name="deterministic", holds=True, text="")
 
-    monkeypatch.setattr(module, "deterministic", note)
+    monkeypatch.setattr(module, "check_deterministic", note)
     given = of_classes(Smooth())._replace(only=torch.zeros(40, dtype=torch.bool))
     curves = {"pgd": curve(0.5, hits=(1,) * 40)}
-    lines = audit(given, Audit(images=8, steps=2), 0.1, curves, [Pgd()])
+    lines = run_audit(given, Audit(images=8, steps=2), 0.1, curves, [Pgd()])
     assert [line.name for line in lines] == [*LINES] and seen == [(8, 8, None)]
 
 
@@ -325,6 +342,6 @@ def test_all_lines_of_a_real_target_are_there():
     attacks = [Fgsm(), Pgd(steps=5), Apgd(steps=5)]
     curves = {"fgsm": curve(1, 2), "pgd-5": curve(1, 2), "apgd-5": curve(1, 2)}
     settings = Audit(images=12, steps=3)
-    lines = audit(of_years(Regressor(WEIGHT)), settings, 0.1, curves, attacks)
+    lines = run_audit(of_years(Regressor(WEIGHT)), settings, 0.1, curves, attacks)
     assert [line.name for line in lines] == [*LINES, "larger_epsilon"]
     assert [line.name for line in lines if line.holds is not True] == ["surrogate"]

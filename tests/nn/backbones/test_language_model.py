@@ -19,12 +19,12 @@ from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.language_block import (
     AdamBlock,
+    BlockState,
     LanguageBlock,
     MomentumBlock,
     SpanAttention,
-    Through,
-    slant,
-    upright,
+    relative_shift,
+    undo_relative_shift,
 )
 from moecore.nn.layers.moe import MoE
 from moecore.nn.routers.teacher_routed import TeacherRouted
@@ -59,7 +59,7 @@ def stream(length, seed=0):
 
 def read_on(made, tokens, block):
     """Final tokens (n, d) of one stream, block after block, with its cache."""
-    states = made.nothing(1, tokens.device)
+    states = made.initial_states(1, tokens.device)
     found = []
     for start in range(0, len(tokens), block):
         (final, _, _), states = made.read(tokens[None, start : start + block], states)
@@ -69,8 +69,8 @@ def read_on(made, tokens, block):
 
 def test_the_slant_is_undone():
     values = torch.randn(2, 3, 5, 7)
-    assert torch.equal(upright(slant(values)), values)
-    row = slant(values)[0, 0, 2]
+    assert torch.equal(undo_relative_shift(relative_shift(values)), values)
+    row = relative_shift(values)[0, 0, 2]
     assert torch.equal(row[2:9], values[0, 0, 2]) and not row[:2].any() and not row[9:].any()
 
 
@@ -140,7 +140,7 @@ def test_blocks_of_any_length_give_the_same():
 def test_what_no_layer_looks_at_is_not_computed(layers, span, context):
     made = model(context=context, span=span, layers=layers)
     windows = stream(3 * 4 * (context + 1)).view(3, context + 1, 4)
-    states = made.nothing(3, windows.device)
+    states = made.initial_states(3, windows.device)
     for before in windows[:, :-1].unbind(1):
         _, states = made.read(before, states)
     (wanted, _, _), _ = made.read(windows[:, -1], states)
@@ -187,7 +187,7 @@ def test_the_residuals_are_those_of_the_definition(kind):
     h, before, m = torch.randn(1, 4, 8), torch.randn(1, 4, 8), torch.randn(1, 4, 8)
     positions = torch.randn(4, 4)
     given = None if kind is LanguageBlock else m
-    out, entering, _ = block(Through(h, given), before, positions, RoutingContext())
+    out, entering, _ = block(BlockState(h, given), before, positions, RoutingContext())
     h = layer_norm(h + block.attn(h, before, positions)[0], (8,))
     assert torch.allclose(entering, h)
     f = block.mlp(h)[0]
@@ -207,7 +207,7 @@ def test_the_residuals_are_those_of_the_definition(kind):
 
 def test_momentum_is_carried_through_the_blocks_of_a_model():
     made = model(layers="momentum")
-    states = made.nothing(1, torch.device("cpu"))
+    states = made.initial_states(1, torch.device("cpu"))
     seen = []
     for block in made.blocks:
         block.register_forward_hook(lambda _, given, out: seen.append((given[0], out[0])))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moecore.core.config import changed
+from moecore.core.config import replace_and_validate
 from moecore.core.files import UserError
 from moecore.core.records import Layout, RoutingContext
 from moecore.data.loader import to_device
@@ -21,19 +21,19 @@ from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.window_attention import WindowAttention, log_coordinates, pair_index
-from moecore.nn.layers.windows import Merge, Windows, merged
-from moecore.nn.predict import predictions
-from moecore.nn.traces import covering
+from moecore.nn.layers.windows import PatchMerging, Windows, merged_grid
+from moecore.nn.predict import predict_in_batches
+from moecore.nn.traces import covering_patches
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_for_images, load_model, save_guide, save_model
 from moecore.training.guide import aligned_blocks, attach_required_guide, build_guide
-from moecore.training.job import Job
-from moecore.training.loop import fit
+from moecore.training.job import TrainingJob
+from moecore.training.loop import train_job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
-from moecore.training.recipes import pretraining
+from moecore.training.recipes import build_pretraining
 from moecore.training.teachers.torchvision_operators import define_missing_operators
-from moecore.training.upcycle import continuing, upcycle
+from moecore.training.upcycle import inherit_position_windows, upcycle_model
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.nn.test_every_method import SHIFTED
 from tests.training.small import CPU, images
@@ -58,7 +58,7 @@ def spec(size: int, channels: int = 3) -> ImageSpec:
 
 
 def swin(kind: str, **changes) -> SwinSettings:
-    return changed("model", SMALL, {"kind": kind, **changes}, Backbone)
+    return replace_and_validate("model", SMALL, {"kind": kind, **changes}, Backbone)
 
 
 def timm_model(kind: str, size: int, config: SwinSettings):
@@ -240,14 +240,14 @@ def test_positions_of_pairs_and_their_logarithms():
 
 
 def test_merging_takes_rows_first_and_pads_odd_grids():
-    merge = Merge((3, 2), 1, post_norm=True)
+    merge = PatchMerging((3, 2), 1, post_norm=True)
     merge.norm = torch.nn.Identity()
     with torch.no_grad():
         merge.reduction.weight.copy_(torch.tensor([[1.0, 10, 100, 1000], [0, 0, 0, 0]]))
     tokens = torch.arange(1.0, 7).view(1, 6, 1)  # 1 2 / 3 4 / 5 6
     found = merge(tokens)
     assert found[0, :, 0].tolist() == [1 + 30 + 200 + 4000, 5 + 600]
-    assert merged((3, 2)) == (2, 1)
+    assert merged_grid((3, 2)) == (2, 1)
 
 
 def trained(name: str, kind: str):
@@ -259,7 +259,7 @@ def trained(name: str, kind: str):
         teacher = swin(kind, depths=(1, 2), width=8).build(IMAGE)
         guide = build_guide(teacher, method, config.stages)
     model = config.build(IMAGE, method.moe)
-    made = Job(
+    made = TrainingJob(
         model,
         to_device(images(16), "cpu"),
         to_device(images(8, 1), "cpu"),
@@ -267,7 +267,7 @@ def trained(name: str, kind: str):
         guide,
         method.views,
     )
-    values = [metrics.values for metrics in fit(made, SHIFTED, 0, CPU)]
+    values = [metrics.values for metrics in train_job(made, SHIFTED, 0, CPU)]
     return attach_required_guide(model, guide), values
 
 
@@ -277,8 +277,8 @@ def test_a_method_trains_is_saved_and_predicts_the_same_in_any_batch(tmp_path, n
     assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)
     save_model(tmp_path, model)
     pixels = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    expected, records = predictions(model, pixels, batch=5)
-    logits, again = predictions(load_model(tmp_path), pixels, batch=2)
+    expected, records = predict_in_batches(model, pixels, batch=5)
+    logits, again = predict_in_batches(load_model(tmp_path), pixels, batch=2)
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
     for ours, theirs, layout in zip(again, records, model.layouts, strict=True):
         assert torch.equal(ours.chosen, theirs.chosen)
@@ -318,7 +318,9 @@ def test_upcycled_it_computes_what_the_dense_model_does(kind, router):
     with torch.no_grad():
         for parameter in dense.parameters():  # norms of V2 start at 0
             parameter.add_(0.1 * torch.randn_like(parameter))
-    sparse = upcycle(swin(kind).build(IMAGE, MoE(router=router, experts=EXPERTS)), dense).eval()
+    sparse = upcycle_model(
+        swin(kind).build(IMAGE, MoE(router=router, experts=EXPERTS)), dense
+    ).eval()
     pixels = torch.rand(4, 1, 8, 8)
     torch.testing.assert_close(
         sparse(pixels).prediction, dense(pixels).prediction, atol=1e-5, rtol=1e-5
@@ -335,13 +337,13 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
         for parameter in dense.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     image = IMAGE.model_copy(update={"size": size})
-    config = continuing(swin(kind, window=window), image, dense)
+    config = inherit_position_windows(swin(kind, window=window), image, dense)
     learned = config.trained_on(image).pretrained_windows
     assert learned == (None if kind == "swin" else (8, 8))
     moe = MoE(router=TOP_1, experts=EXPERTS)
-    sparse = upcycle(config.build(image, moe), dense).eval()
+    sparse = upcycle_model(config.build(image, moe), dense).eval()
     moved = dense.config.trained_on(dense.image).model_copy(update={"window": window}).build(image)
-    moved.load_state_dict(moved.moved(dict(dense.state_dict()), dense.config, dense.image))
+    moved.load_state_dict(moved.adapt_weights(dict(dense.state_dict()), dense.config, dense.image))
     moved.eval()
     if window == dense.config.window:
         save_model(tmp_path, dense)
@@ -353,7 +355,7 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
     if kind != "swin":
         with pytest.raises(UserError, match=r"windows of \(8, 8\), the model has \(5, 5\)"):
             other = swin(kind, window=window, pretrained_windows=(5, 5))
-            upcycle(other.build(image, moe), dense)
+            upcycle_model(other.build(image, moe), dense)
 
 
 @pytest.mark.parametrize("kind", ["swin_moe", "swin_v2"])
@@ -364,7 +366,9 @@ def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
     save_guide(tmp_path, build_guide(dense, method, (2, 2)))
     card = {**IMAGE.model_dump(mode="json"), "kind": "drawn"}
     data = Prepared(card, images(4), images(4), images(4))
-    learned = pretraining(method, swin(kind, window=8), SHIFTED, data, tmp_path, 0, "cpu").model
+    learned = build_pretraining(
+        method, swin(kind, window=8), SHIFTED, data, tmp_path, 0, "cpu"
+    ).model
     save_model(tmp_path / "dense", dense)
     moved = load_for_images(tmp_path / "dense", learned.image, None)
     pixels = torch.rand(3, 1, 8, 8)
@@ -380,7 +384,7 @@ def test_a_bias_that_was_learned_for_these_windows_is_left_as_it_is():
     for size in (8, (4, 8)):
         image = IMAGE.model_copy(update={"size": size})
         config = swin("swin_moe", window=8)
-        assert continuing(config, image, config.build(image)) is config
+        assert inherit_position_windows(config, image, config.build(image)) is config
 
 
 def test_top_1_routing_gets_almost_no_task_gradient_in_v2():
@@ -426,7 +430,13 @@ def test_routers_see_patches_and_attention_of_their_own_stage():
     corner = contexts[1].patches[0, 8].view(4, 4)
     assert torch.equal(corner[:2, :2], pixels[0, 0, 8:, 8:]) and not corner[2:].any()
     assert model.layouts == (Layout(0, (5, 5), (10, 10)), Layout(0, (3, 3), (12, 12)))
-    assert covering(model.layouts[1], model.layouts[0]).view(5, 5)[0].tolist() == [0, 0, 1, 1, 2]
+    assert covering_patches(model.layouts[1], model.layouts[0]).view(5, 5)[0].tolist() == [
+        0,
+        0,
+        1,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -456,9 +466,9 @@ def test_images_that_do_not_fit_are_refused(size, changed, said):
 
 def test_other_models_weights_are_refused():
     with pytest.raises(UserError, match="upcycle: the teacher is a vit, the model a swin"):
-        upcycle(SMALL.build(IMAGE), Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE))
+        upcycle_model(SMALL.build(IMAGE), Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE))
     with pytest.raises(UserError, match="upcycle: "):
-        upcycle(SMALL.build(IMAGE), swin("swin", width=8).build(IMAGE))
+        upcycle_model(SMALL.build(IMAGE), swin("swin", width=8).build(IMAGE))
 
 
 @pytest.mark.parametrize("kind", KINDS)

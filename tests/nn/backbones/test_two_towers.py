@@ -14,15 +14,15 @@ from moecore.data.loader import to_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import parameter_counts
-from moecore.nn.backbones.text_tower import TextTower, TextTransformer, marks
+from moecore.nn.backbones.text_tower import TextTower, TextTransformer, caption_marks
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.predict import predictions
+from moecore.nn.predict import predict_in_batches
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import load_for_images, load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
-from moecore.training.job import Job
-from moecore.training.loop import fit
+from moecore.training.job import TrainingJob
+from moecore.training.loop import train_job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
@@ -62,13 +62,13 @@ def split(count: int, seed: int = 0) -> Split:
     return Split(pixels.astype(np.uint8), captions(count, seed))
 
 
-def captioned(method: Method, backbone: TwoTowers = SMALL) -> Job:
+def captioned(method: Method, backbone: TwoTowers = SMALL) -> TrainingJob:
     torch.manual_seed(0)
     guide = build_guide(SMALL.build(IMAGE), method, (4,)) if method.guided else None
-    model = method.sized(backbone).build(IMAGE, method.moe)
+    model = method.merge_model_settings(backbone).build(IMAGE, method.moe)
     objective = Objective(method.losses, text=method.text_losses)
     train, validation = to_device(split(40), "cpu"), to_device(split(12, 1), "cpu")
-    return Job(model, train, validation, objective, guide, method.views)
+    return TrainingJob(model, train, validation, objective, guide, method.views)
 
 
 @torch.no_grad()
@@ -151,13 +151,15 @@ def test_the_scale_ends_at_100_and_comes_back():
     job.model.logit_scale.data.fill_(9.0)
     job.model.end_step()
     assert job.model.logit_scale.exp().item() == pytest.approx(100)
-    list(fit(job, SETTINGS, 0, CPU))  # captions at random: an untrained model is too sure of them
+    list(
+        train_job(job, SETTINGS, 0, CPU)
+    )  # captions at random: an untrained model is too sure of them
     assert job.model.logit_scale.exp().item() < 99
 
 
 def test_marks_tell_captions_apart():
     tokens = torch.from_numpy(captions(3000, 5).reshape(-1, 7))
-    found = marks(tokens)
+    found = caption_marks(tokens)
     assert (found < 2**23).all() and torch.equal(found, found.round())
     different = len(torch.unique(tokens, dim=0))
     assert len(torch.unique(found, dim=0)) == different > 3000
@@ -167,18 +169,18 @@ def test_marks_tell_captions_apart():
 def test_a_method_trains_in_the_image_tower_beside_experts_of_words(tmp_path, name):
     method = METHODS[name].model_copy(update={"text": Method.model_validate(TEXT).text})
     job = captioned(method)
-    values = [metrics.values for metrics in fit(job, SETTINGS, 0, CPU)]
+    values = [metrics.values for metrics in train_job(job, SETTINGS, 0, CPU)]
     assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)
     assert {"task", "text_importance", "text_load", "train_recall_at_1"} <= set(values[-1])
     model = attach_required_guide(job.model, job.guide)
     save_model(tmp_path, model)
     loaded = load_model(tmp_path)
     images = split(7, 2).images
-    expected, _ = predictions(model, images, batch=7)
+    expected, _ = predict_in_batches(model, images, batch=7)
     texts = model.targets(torch.from_numpy(captions(7, 2)))
     for batch in (1, 3):
         torch.testing.assert_close(
-            predictions(loaded, images, batch)[0], expected, atol=1e-4, rtol=1e-4
+            predict_in_batches(loaded, images, batch)[0], expected, atol=1e-4, rtol=1e-4
         )
         part = loaded.targets(torch.from_numpy(captions(7, 2)[:batch]))
         torch.testing.assert_close(part, texts[:batch], atol=1e-5, rtol=1e-4)
@@ -189,10 +191,10 @@ def test_routers_of_the_text_tower(name):
     entry = METHODS[name]
     text = {"router": entry.router, "experts": entry.experts, "blocks": (1,)}
     job = captioned(Method.model_validate({"text": text}))
-    list(fit(job, SETTINGS, 0, CPU))
+    list(train_job(job, SETTINGS, 0, CPU))
     tokens = torch.from_numpy(captions(5)[:, 0])
     _, records = job.model.eval().text(tokens)
-    spoken = int(job.model.text.spoken(tokens).sum())
+    spoken = int(job.model.text.caption_mask(tokens).sum())
     assert [record.probs.shape for record in records] == [(1, spoken, entry.experts.number)]
     alone = [job.model.text(row[None])[0] for row in tokens]
     torch.testing.assert_close(torch.cat(alone), job.model.text(tokens)[0], atol=1e-5, rtol=1e-4)
@@ -210,19 +212,19 @@ def test_routers_that_look_at_what_captions_do_not_have_are_refused():
     with pytest.raises(ValidationError, match="a dense text tower routes nothing"):
         Method.model_validate({"text": {"regularizers": [{"kind": "importance"}]}})
     with pytest.raises(UserError, match="text: the model has no text tower"):
-        Method.model_validate(TEXT).sized(SMALL.image)
+        Method.model_validate(TEXT).merge_model_settings(SMALL.image)
 
 
 def test_a_frozen_tower_stays_as_it_is_and_draws_nothing():
     frozen = {"text": TEXT["text"] | {"frozen": "always"}}
     job = captioned(Method.model_validate(frozen))
     before = {name: value.clone() for name, value in job.model.text.state_dict().items()}
-    list(fit(job, SETTINGS, 0, CPU))
+    list(train_job(job, SETTINGS, 0, CPU))
     assert all(torch.equal(before[n], value) for n, value in job.model.text.state_dict().items())
     job.model.train()
     assert job.model.visual.training and not job.model.text.training
     learned = captioned(Method.model_validate({"text": TEXT["text"] | {"frozen": "finetune"}}))
-    list(fit(learned, SETTINGS, 0, CPU))
+    list(train_job(learned, SETTINGS, 0, CPU))
     assert not torch.equal(before["embedding.weight"], learned.model.text.embedding.weight)
     learned.model.begin_finetuning()
     assert not any(parameter.requires_grad for parameter in learned.model.text.parameters())

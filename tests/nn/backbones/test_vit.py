@@ -18,13 +18,13 @@ from moecore.nn.backbones.text_tower import TextTower
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.patch_embed import PatchEmbed, cut
+from moecore.nn.layers.patch_embed import PatchEmbed, cut_patches
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
 from moecore.training.artifacts import load_for_images, load_model, save_model
 from moecore.training.teachers.timm import vit_settings
 from moecore.training.teachers.torchvision_operators import define_missing_operators
-from moecore.training.upcycle import upcycle
+from moecore.training.upcycle import upcycle_model
 
 IMAGE = ImageSpec(
     channels=3,
@@ -133,15 +133,15 @@ def test_cubes_come_in_order_with_the_last_axis_fastest():
     volume = torch.zeros(1, 1, 8, 12, 4)
     # cube (1, 2, 0) = 1·3 + 2 = 5; voxel (1, 2, 3) = 1·16 + 2·4 + 3 = 27
     volume[0, 0, 4 + 1, 8 + 2, 3] = 1
-    cubes = cut(volume, 4)
+    cubes = cut_patches(volume, 4)
     assert cubes.shape == (1, 6, 64) and cubes[0, 5, 27] == 1 and cubes.sum() == 1
 
 
 def test_patches_of_images_are_unfolds():
     images = torch.rand(2, 3, 8, 12)
-    assert torch.equal(cut(images, 4), unfold(images, 4, stride=4).transpose(1, 2))
+    assert torch.equal(cut_patches(images, 4), unfold(images, 4, stride=4).transpose(1, 2))
     with pytest.raises(ValueError, match="8×12×5 pixels .* 4×4×4"):
-        cut(torch.rand(1, 1, 8, 12, 5), 4)
+        cut_patches(torch.rand(1, 1, 8, 12, 5), 4)
 
 
 def test_the_linear_stem_is_a_convolution():
@@ -273,7 +273,9 @@ def test_upcycled_it_computes_what_the_dense_model_does():
     dense = drawn(SMALL_3D.model_copy(update={"mlp_ratio": 1.0}))
     router = {"kind": "noisy_top_k", "k": 2, "renormalise": True}
     moe = MoE(router=router, experts={"kind": "mlp", "number": 4, "hidden_ratio": 1}, blocks=[1])
-    sparse = upcycle(SMALL_3D.model_copy(update={"mlp_ratio": 1.0}).build(SPEC, moe), dense).eval()
+    sparse = upcycle_model(
+        SMALL_3D.model_copy(update={"mlp_ratio": 1.0}).build(SPEC, moe), dense
+    ).eval()
     volumes = torch.rand(2, 1, 8, 12, 4)
     torch.testing.assert_close(sparse(volumes).prediction, dense(volumes).prediction)
 

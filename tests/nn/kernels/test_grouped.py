@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.nn.kernels import expert_groups, grouped
-from moecore.nn.kernels.expert_groups import Group, Plan
+from moecore.nn.kernels.expert_groups import Group, GroupPlan
 from moecore.nn.kernels.grouped import (
     can_group,
     experts_of_rows,
@@ -18,7 +18,7 @@ from moecore.nn.kernels.grouped import (
     grouped_mlp,
     register_flop_formulas,
 )
-from moecore.nn.kernels.tiles import Tiles, height_for, number
+from moecore.nn.kernels.tiles import Tiles, tile_count, tile_height
 
 
 @pytest.fixture(autouse=True, params=["loop", "groups", "grouped_mm", "tiles"])
@@ -235,11 +235,11 @@ def test_groups_by_hand(monkeypatch):
     # and fourth have 33 and none: too many for seats that cost nothing. The last have none.
     monkeypatch.setattr(expert_groups, "MANY_EXPERTS", 1)
     monkeypatch.setattr(expert_groups, "GROUP", 16)
-    plan = Plan(torch.tensor([2, 3, 36, 36, 36, 36]), torch.zeros(6, 8, 1))
+    plan = GroupPlan(torch.tensor([2, 3, 36, 36, 36, 36]), torch.zeros(6, 8, 1))
     assert plan.groups == [Group(slice(0, 2), slice(0, 3), 2), Group(2, slice(3, 36), 33)]
     assert plan.idle == [3, 4, 5]
     rows = torch.arange(1.0, 37).unsqueeze(1)
-    seated = plan.seated(rows, plan.groups[0], rows.dtype)
+    seated = plan.pad_rows(rows, plan.groups[0], rows.dtype)
     assert seated.flatten().tolist() == [1, 2, 3, 0]
     plan.back(10 * seated, plan.groups[0], rows)
     assert rows[:4].flatten().tolist() == [10, 20, 30, 4]
@@ -272,25 +272,25 @@ def test_every_row_has_one_place_in_a_tile_of_its_expert(sizes, height):
     rows = sum(sizes)
     tiles = Tiles.of(torch.tensor(sizes).cumsum(0).to(torch.int32), rows, height)
     experts = torch.tensor([expert for expert, size in enumerate(sizes) for _ in range(size)])
-    assert len(tiles.experts) == number(rows, len(sizes), height)
+    assert len(tiles.experts) == tile_count(rows, len(sizes), height)
     assert len(tiles.rows) == height * len(tiles.experts)
     assert torch.equal(tiles.rows[tiles.places], torch.arange(rows))
     assert tiles.there[tiles.places].all() and int(tiles.there.sum()) == rows
     assert torch.equal(tiles.experts[tiles.places // height], experts.long())
     values = torch.randn(rows, 3)
-    assert torch.equal(tiles.emptied(tiles.filled(values)), values)
-    summed = tiles.summed(tiles.filled(values).sum(dim=1), len(sizes))
+    assert torch.equal(tiles.read_rows(tiles.fill_tiles(values)), values)
+    summed = tiles.sum_by_expert(tiles.fill_tiles(values).sum(dim=1), len(sizes))
     for expert, part in enumerate(values.split(sizes)):
         torch.testing.assert_close(summed[expert], part.sum(dim=0), atol=1e-5, rtol=1e-5)
 
 
 def test_a_tile_is_a_power_of_two_near_the_least_waste():
-    assert height_for(131_072, 8) == 1024 and height_for(200, 400) == 8 and height_for(0, 3) == 8
+    assert tile_height(131_072, 8) == 1024 and tile_height(200, 400) == 8 and tile_height(0, 3) == 8
     for rows, experts in ((131_072, 64), (65_536, 128), (4096, 16)):
         each = rows / experts
         wasted = {2**power: 2**power / (2 * each) + 67 / 2**power for power in range(3, 11)}
         best = min(wasted, key=wasted.__getitem__)
-        assert abs(math.log2(height_for(rows, experts) / best)) <= 1
+        assert abs(math.log2(tile_height(rows, experts) / best)) <= 1
 
 
 def test_fp32_is_as_exact_in_tiles_as_products_in_fp32_are(way):

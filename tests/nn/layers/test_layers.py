@@ -11,10 +11,17 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from moecore.core.files import UserError
 from moecore.nn.experts import Mlp as Mlps
-from moecore.nn.layers.block import Attention, Block, DropPath, Mlp, attend, drop_rates
+from moecore.nn.layers.block import (
+    Attention,
+    Block,
+    DenseMlp,
+    DropPath,
+    drop_rates,
+    softmax_attention,
+)
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import resize_positions
-from moecore.nn.layers.smooth import softened
+from moecore.nn.layers.smooth import soften_model
 from moecore.nn.routers import NoisyTopK
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 from tests.attacks.models import vit
@@ -22,7 +29,7 @@ from tests.attacks.models import vit
 
 def test_explicit_attention_equals_the_fused_kernel_with_gradients():
     query, key, value = (torch.randn(2, 3, 7, 5, requires_grad=True) for _ in range(3))
-    ours = attend(query, key, value)
+    ours = softmax_attention(query, key, value)
     theirs = scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(ours, theirs)
     for mine, reference in zip(
@@ -66,17 +73,17 @@ def images(number: int = 3) -> torch.Tensor:
 def test_equals_the_true_model_where_all_experts_are_chosen():
     model = vit({"kind": "noisy_top_k", "k": 3})
     assert torch.allclose(
-        softened(model)(images()).prediction, model(images()).prediction, atol=1e-5
+        soften_model(model)(images()).prediction, model(images()).prediction, atol=1e-5
     )
     fewer = vit({"kind": "noisy_top_k", "k": 1})
     assert not torch.allclose(
-        softened(fewer)(images()).prediction, fewer(images()).prediction, atol=1e-2
+        soften_model(fewer)(images()).prediction, fewer(images()).prediction, atol=1e-2
     )
 
 
 def test_a_layer_is_the_weighted_sum_of_all_experts():
     model = vit({"kind": "noisy_top_k", "k": 1})
-    layer = softened(model).blocks[0].mlp
+    layer = soften_model(model).blocks[0].mlp
     tokens = torch.randn(2, 5, 16)
     found, (record,) = layer(tokens)
     experts = layer.experts
@@ -91,7 +98,7 @@ def test_a_layer_is_the_weighted_sum_of_all_experts():
 
 
 def test_the_gradient_goes_through_every_expert():
-    soft = softened(vit({"kind": "noisy_top_k", "k": 1}))
+    soft = soften_model(vit({"kind": "noisy_top_k", "k": 1}))
     soft(images()).prediction.square().sum().backward()
     grads = soft.blocks[1].mlp.experts.up.grad
     assert (grads.abs().sum(dim=(1, 2)) > 0).all()
@@ -110,7 +117,7 @@ ROUTERS = [
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router["kind"])
 def test_every_router_has_a_surrogate(router):
     model = vit(router)
-    found = softened(model)(images()).prediction
+    found = soften_model(model)(images()).prediction
     assert torch.isfinite(found).all()
     if router["kind"] == "soft_slots":
         assert torch.equal(found, model(images()).prediction)
@@ -139,7 +146,7 @@ def test_rates_rise_in_equal_steps_and_equal_timms():
 
 
 def test_both_branches_of_a_block_drop_as_timms_do():
-    ours = Block(8, Attention(8, 2), Mlp(8, 16), drop_path=0.5).train()
+    ours = Block(8, Attention(8, 2), DenseMlp(8, 16), drop_path=0.5).train()
     define_missing_operators()
     from timm.models.vision_transformer import Block as Theirs
 

@@ -18,9 +18,9 @@ from moecore.nn.layers.moe import MoELayer
 from moecore.nn.routers.eigenbasis import (
     Eigenbasis,
     ProjectedPlan,
-    cosine,
-    project,
     project_contexts,
+    project_on_bases,
+    safe_cosine,
 )
 
 CONTEXTS = ["tokens", "attention_output", "learned"]
@@ -312,14 +312,14 @@ def test_projections_are_linear_in_the_context_and_the_cheaper_product_is_taken(
         attention = inputs_of(3, length, width)[1].attention
         basis = torch.randn(number, width, rank, dtype=torch.float64)
         with FlopCounterMode(display=False) as counter:
-            projected = project_contexts(attention, tokens, project(tokens, basis), basis)
+            projected = project_contexts(attention, tokens, project_on_bases(tokens, basis), basis)
         # without those of project(tokens, basis)
         spent = counter.get_total_flops() - 2 * 3 * length * width * number * rank
         assert spent == 2 * 3 * length * cheaper
         for expected in (
             torch.einsum("bij,bjd,edr->bier", attention, tokens, basis),
-            project(attention @ tokens, basis),
-            (attention @ project(tokens, basis).flatten(2)).unflatten(2, (number, rank)),
+            project_on_bases(attention @ tokens, basis),
+            (attention @ project_on_bases(tokens, basis).flatten(2)).unflatten(2, (number, rank)),
         ):
             torch.testing.assert_close(projected, expected)
 
@@ -404,13 +404,13 @@ def test_cosine():
     first = torch.tensor([3.0, 4])
     second = torch.tensor([4.0, 3])
     for scale in (1e-12, 1.0, 1e12):
-        assert cosine(first * scale, second).item() == pytest.approx(0.96)
-        assert cosine(first, -second * scale).item() == pytest.approx(-0.96)
+        assert safe_cosine(first * scale, second).item() == pytest.approx(0.96)
+        assert safe_cosine(first, -second * scale).item() == pytest.approx(-0.96)
     tiny = torch.full((2,), 1e-30, requires_grad=True)  # its square is not
-    assert cosine(tiny, second).item() == 0
-    assert not torch.autograd.grad(cosine(tiny, second), tiny)[0].any()
+    assert safe_cosine(tiny, second).item() == 0
+    assert not torch.autograd.grad(safe_cosine(tiny, second), tiny)[0].any()
     vectors = torch.randn(2, 5, 3, dtype=torch.float64).unbind()
-    assert torch.autograd.gradcheck(cosine, [vector.requires_grad_() for vector in vectors])
+    assert torch.autograd.gradcheck(safe_cosine, [vector.requires_grad_() for vector in vectors])
 
 
 def test_padded_rows_are_finite_and_get_no_gradient():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.nn.routers.expert_choice import ExpertChoice, taken
+from moecore.nn.routers.expert_choice import ExpertChoice, top_tokens_per_expert
 from moecore.nn.routers.expert_plan import ExpertPlan
 from tests.nn.routers import reference
 
@@ -83,7 +83,7 @@ def test_taken_agrees_with_sorting_one_by_one(batch, tokens, experts, group_size
         torch.randint(0, 4, (batch, tokens, experts), generator=torch.Generator().manual_seed(seed))
         / 4
     )
-    assert taken(gates, Fraction(share), group_size).tolist() == slow_taken(
+    assert top_tokens_per_expert(gates, Fraction(share), group_size).tolist() == slow_taken(
         gates, Fraction(share), group_size
     )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moecore.core.records import RoutingContext
-from moecore.nn.routers.hash import Hash, directions, positions
+from moecore.nn.routers.hash import Hash, experts_by_position, hash_directions
 from tests.nn.routers import reference
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_the_record_by_hand(k):
 def test_a_patch_goes_to_the_direction_it_points_along():
     # Patches that are direction e itself, brighter and scaled: the score with e is its length, with
     # any other less (unit vectors).
-    lines = directions(5, 12, 4, CPU)
+    lines = hash_directions(5, 12, 4, CPU)
     torch.testing.assert_close(lines.norm(dim=0), torch.ones(4))
     torch.testing.assert_close(lines.sum(dim=0), torch.zeros(4), atol=1e-6, rtol=0)
     patches = 0.5 + 0.3 * lines.t()[None, [2, 0, 3, 1]]
@@ -53,7 +53,7 @@ def test_a_patch_goes_to_the_direction_it_points_along():
 
 def test_second_choices_are_the_next_directions():
     patches = patches_of()
-    scores = (patches - patches.mean(-1, keepdim=True)) @ directions(0, 12, 4, CPU)
+    scores = (patches - patches.mean(-1, keepdim=True)) @ hash_directions(0, 12, 4, CPU)
     chosen = choices(Hash(k=2).build(8, 4), torch.randn(2, 9, 8), patches)
     assert torch.equal(chosen, torch.zeros_like(chosen).scatter(-1, scores.topk(2).indices, True))
 
@@ -90,7 +90,7 @@ def test_blank_patches_and_special_tokens_go_by_position():
     by_patch = choices(Hash(seed=3).build(8, 4), tokens, patches)
     by_position = choices(Hash(seed=3, by="position").build(8, 4), tokens)
     assert torch.equal(by_patch[:, [0, 4, 5]], by_position[:, [0, 4, 5]])
-    assert by_patch[0, 6].int().argmax() == directions(3, 12, 4, CPU)[0].argmax()
+    assert by_patch[0, 6].int().argmax() == hash_directions(3, 12, 4, CPU)[0].argmax()
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -104,8 +104,8 @@ def test_positions_are_balanced(k):
 
 
 def test_a_longer_sequence_begins_as_a_shorter_one():
-    assert torch.equal(positions(0, 23, 4, CPU)[:9], positions(0, 9, 4, CPU))
-    assert torch.equal(positions(0, 3, 8, CPU), positions(0, 8, 8, CPU)[:3])
+    assert torch.equal(experts_by_position(0, 23, 4, CPU)[:9], experts_by_position(0, 9, 4, CPU))
+    assert torch.equal(experts_by_position(0, 3, 8, CPU), experts_by_position(0, 8, 8, CPU)[:3])
 
 
 def test_the_hash_is_fixed_and_the_seed_decides_it():
@@ -113,23 +113,25 @@ def test_the_hash_is_fixed_and_the_seed_decides_it():
     patches = patches_of(tokens=40)
     for by in ("patch", "position"):
         first = choices(Hash(by=by).build(8, 4), tokens, patches)
-        directions.cache_clear(), positions.cache_clear()
+        hash_directions.cache_clear(), experts_by_position.cache_clear()
         torch.manual_seed(123)
         torch.randn(5)
         assert torch.equal(choices(Hash(by=by).build(8, 4).eval(), tokens, patches), first)
         assert not torch.equal(choices(Hash(by=by, seed=1).build(8, 4), tokens, patches), first)
-    assert torch.equal(positions(0, 6, 8, CPU), torch.tensor(list(positions(0, 6, 8, CPU))))
+    assert torch.equal(
+        experts_by_position(0, 6, 8, CPU), torch.tensor(list(experts_by_position(0, 6, 8, CPU)))
+    )
 
 
 def test_the_hash_draws_from_no_generator_of_the_training():
-    directions.cache_clear(), positions.cache_clear()
+    hash_directions.cache_clear(), experts_by_position.cache_clear()
     before = torch.random.get_rng_state()
     Hash().build(8, 4)(torch.zeros(2, 9, 8), RoutingContext(patches=patches_of()))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_a_hash_made_in_inference_mode_serves_in_training():
-    directions.cache_clear(), positions.cache_clear()
+    hash_directions.cache_clear(), experts_by_position.cache_clear()
     layer = reference.layer_of(Hash())
     context = RoutingContext(patches=patches_of())
     with torch.inference_mode():

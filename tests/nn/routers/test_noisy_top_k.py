@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.nn.routers.capacity import _positions, as_written, capacity, within_capacity
+from moecore.nn.routers.capacity import (
+    _places_in_expert,
+    exact_fraction,
+    expert_capacity,
+    within_capacity,
+)
 from moecore.nn.routers.noisy_top_k import NoisyTopK, top_k
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from tests.nn.routers import reference
@@ -170,7 +175,7 @@ def test_seats_agree_with_seating_one_by_one(
         (torch.randint(0, 4, (batch, tokens), generator=generator) / 4) if prioritised else None
     )
     expected = slow_seats(experts, priority, number, factor, group_size)
-    kept = within_capacity(experts, priority, number, as_written(factor), group_size)
+    kept = within_capacity(experts, priority, number, exact_fraction(factor), group_size)
     assert torch.equal(kept, expected)
 
 
@@ -180,7 +185,7 @@ def test_first_choices_sit_before_second_ones():
     # Expert 0: first choices of 2..5 fill its four seats, so the second choices of 0 and 1 find
     # none, though those tokens come first.
     experts = torch.tensor([[[1, 0], [1, 0], [0, 1], [0, 1], [0, 1], [0, 1]]])
-    kept = within_capacity(experts, None, 2, as_written(0.5), 8)
+    kept = within_capacity(experts, None, 2, exact_fraction(0.5), 8)
     assert kept[0, :, 0].all()
     assert kept[0, :, 1].tolist() == [False, False, True, True, False, False]
 
@@ -190,9 +195,9 @@ def test_priority_decides_who_of_the_first_choices_sits():
     # the largest gates.
     experts = torch.zeros(1, 6, 1, dtype=torch.int64)
     rising = torch.arange(6.0)[None]
-    kept = within_capacity(experts, None, 2, as_written(1.0), 8)
+    kept = within_capacity(experts, None, 2, exact_fraction(1.0), 8)
     assert kept[0, :, 0].tolist() == [True] * 4 + [False] * 2
-    kept = within_capacity(experts, rising, 2, as_written(1.0), 8)
+    kept = within_capacity(experts, rising, 2, exact_fraction(1.0), 8)
     assert kept[0, :, 0].tolist() == [False] * 2 + [True] * 4
 
 
@@ -204,13 +209,17 @@ def test_positions_count_who_is_served_earlier(groups, size, number, seed):
     flat = experts.transpose(1, 2).flatten(1)
     counted = torch.nn.functional.one_hot(flat, number).cumsum(dim=1)  # the slow way
     expected = counted.gather(2, flat.unsqueeze(-1)).squeeze(-1) - 1
-    assert torch.equal(_positions(experts, None), expected.unflatten(1, (2, -1)).transpose(1, 2))
+    assert torch.equal(
+        _places_in_expert(experts, None), expected.unflatten(1, (2, -1)).transpose(1, 2)
+    )
 
 
 def test_seats_are_a_multiple_of_four_and_exact_in_decimals():
-    assert capacity(8 * 197, 2, as_written(1.05), 8) == 416  # 413.7 -> 414 -> 416
-    assert capacity(160, 1, as_written(1.1), 4) == 44  # binary 160·1.1/4 is 44.000000000000007
-    assert capacity(1, 1, as_written(0.01), 8) == 4
+    assert expert_capacity(8 * 197, 2, exact_fraction(1.05), 8) == 416  # 413.7 -> 414 -> 416
+    assert (
+        expert_capacity(160, 1, exact_fraction(1.1), 4) == 44
+    )  # binary 160·1.1/4 is 44.000000000000007
+    assert expert_capacity(1, 1, exact_fraction(0.01), 8) == 4
 
 
 @pytest.mark.parametrize("prioritised", [True, False])
@@ -222,7 +231,7 @@ def test_a_dropped_choice_has_weight_0_in_training_and_none_is_dropped_in_evalua
     assert record.chosen.sum() == 3 * 10 * 2  # before capacity
     assert (processed & ~record.chosen).sum() == 0
     assert 0 < processed.sum() < record.chosen.sum()
-    assert processed[:2].sum(dim=(0, 1)).max() <= capacity(20, 2, as_written(0.5), 4)
+    assert processed[:2].sum(dim=(0, 1)).max() <= expert_capacity(20, 2, exact_fraction(0.5), 4)
     assert torch.equal((plan.weights > 0).sum(-1), processed.sum(-1))
     assert torch.equal(router.eval()(tokens)[1].combine > 0, router(tokens)[1].chosen)
 

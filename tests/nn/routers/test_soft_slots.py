@@ -11,7 +11,7 @@ import torch
 from moecore.core.records import RoutingContext
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.soft_slots import SlotsPlan, SoftSlots, unit
+from moecore.nn.routers.soft_slots import SlotsPlan, SoftSlots, unit_vectors
 from tests.nn.routers import reference
 
 
@@ -125,7 +125,8 @@ def test_a_token_of_zeros_has_a_finite_gradient():
     (gradient,) = torch.autograd.grad(outputs.sum(), tokens)
     assert gradient.isfinite().all() and torch.equal(record.probs, torch.full((1, 3, 4), 0.25))
     assert torch.autograd.gradcheck(
-        lambda v: unit(v, dim=-1), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+        lambda v: unit_vectors(v, dim=-1),
+        torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
     )
 
 
@@ -257,7 +258,9 @@ def test_padding_takes_no_part():
 
 
 def test_it_stays_frozen_while_its_model_is_fine_tuned():
-    router = FrozenCopy(router=NoisyTopK(k=2), until=0.5).finetuned().with_k(1).build(6, 4).train()
+    router = (
+        FrozenCopy(router=NoisyTopK(k=2), until=0.5).for_finetuning().with_k(1).build(6, 4).train()
+    )
     assert router.until == 0 and router.config.k == 1
     _, record = router(torch.randn(2, 3, 6), RoutingContext(progress=0.0))
     assert not record.combine.requires_grad

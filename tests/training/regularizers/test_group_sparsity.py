@@ -16,8 +16,12 @@ from moecore.nn.experts.base import map_shape
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.routers.eigenbasis import Eigenbasis
-from moecore.training.regularizers.group_sparsity import GroupSparsity, group_sparsity, window
-from moecore.training.regularizers.orthogonality import Orthogonality, orthogonality
+from moecore.training.regularizers.group_sparsity import (
+    GroupSparsity,
+    filter_weights,
+    group_sparsity,
+)
+from moecore.training.regularizers.orthogonality import Orthogonality, orthogonality_penalty
 from tests.training.small import record, step
 
 AVERAGE = math.inf
@@ -176,7 +180,7 @@ def test_the_authors_term_is_the_mean_with_another_weight(tokens, experts, print
 def by_the_authors(probs, sigma, epsilon):
     """Sum over tokens, mean over positions, divided by h² = 9, through conv2d."""
     rows, columns = map_shape(probs.shape[-1])
-    side = torch.tensor(window(3, sigma), dtype=torch.float64)
+    side = torch.tensor(filter_weights(3, sigma), dtype=torch.float64)
     kernel = torch.outer(side, side)[None, None]
     pooled = torch.nn.functional.conv2d(probs.reshape(-1, 1, rows, columns) ** 2, kernel)
     return ((pooled + epsilon).sqrt().mean(dim=(1, 2, 3)).sum() / 9).item()
@@ -188,7 +192,7 @@ def test_on_a_circular_map_all_experts_are_alike():
 
     found = [circular(one_hot(expert)) for expert in range(16)]
     # One expert lies in nine windows; the sum of the roots of their weights.
-    side = [math.sqrt(weight) for weight in window(3, 1.5)]
+    side = [math.sqrt(weight) for weight in filter_weights(3, 1.5)]
     assert found == pytest.approx([sum(side) ** 2] * 16, abs=1e-4)
     probs = torch.randn(16, generator=torch.Generator().manual_seed(0)).softmax(-1)
     rolled = probs.view(4, 4).roll((1, 2), (0, 1)).flatten()
@@ -205,8 +209,8 @@ def test_value_by_hand():
     # 1 + 4 + 4 + 9 = 18. Expert 1: columns (0, 0, 0) and (0, 0, 1): BᵀB − I = [[−1, 0], [0, 0]]: 1.
     # Together 19, not their mean and not a norm.
     basis = torch.tensor([[[1.0, 0], [1, 2], [0, 0]], [[0, 0], [0, 0], [0, 1]]])
-    assert orthogonality(basis=basis).item() == 19
-    assert orthogonality(basis=basis[1:]).item() == 1
+    assert orthogonality_penalty(basis=basis).item() == 19
+    assert orthogonality_penalty(basis=basis[1:]).item() == 1
 
 
 @given(st.integers(0, 999), st.integers(1, 5))
@@ -215,26 +219,28 @@ def test_orthonormal_columns_cost_nothing_and_rotations_change_nothing(seed, ran
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)
     turn, basis = torch.linalg.qr(draw(5, 5)).Q, draw(3, 5, rank)
-    assert orthogonality(basis=turn[:, :rank].expand(3, -1, -1)).item() == pytest.approx(
+    assert orthogonality_penalty(basis=turn[:, :rank].expand(3, -1, -1)).item() == pytest.approx(
         0, abs=1e-24
     )
-    torch.testing.assert_close(orthogonality(basis=turn @ basis), orthogonality(basis=basis))
     torch.testing.assert_close(
-        orthogonality(basis=basis.flip(0)), orthogonality(basis=basis)
+        orthogonality_penalty(basis=turn @ basis), orthogonality_penalty(basis=basis)
+    )
+    torch.testing.assert_close(
+        orthogonality_penalty(basis=basis.flip(0)), orthogonality_penalty(basis=basis)
     )  # relabelled experts
 
 
 def test_gradient_of_the_penalty():
     basis = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
     # d/dB ‖BᵀB − I‖² = 4 B (BᵀB − I)
-    (gradient,) = torch.autograd.grad(orthogonality(basis=basis), basis)
+    (gradient,) = torch.autograd.grad(orthogonality_penalty(basis=basis), basis)
     torch.testing.assert_close(gradient, 4 * basis @ (basis.mT @ basis - torch.eye(3)))
 
 
 def test_autocast_does_not_round_it():
     basis = torch.linalg.qr(torch.randn(2, 64, 40)).Q
     with torch.autocast("cpu", torch.bfloat16):
-        value = orthogonality(basis=basis)
+        value = orthogonality_penalty(basis=basis)
     assert value.dtype == torch.float32 and value < 1e-8  # rounded to bf16 it would be some 1e-2
 
 

@@ -19,7 +19,7 @@ from moecore.training.method import Method
 from moecore.training.teachers.open_clip import MEAN, STD, OpenClip
 from moecore.training.teachers.timm import Timm
 from moecore.training.teachers.torchvision_operators import define_missing_operators
-from moecore.training.upcycle import upcycle
+from moecore.training.upcycle import upcycle_model
 
 WIDTH, TEXT, JOINT, PATCH, WORDS, CONTEXT = 128, 64, 24, 8, 30, 9
 TASK = ImageText(words=WORDS, context=CONTEXT, captions=2, end=29, vocabulary="0" * 64)
@@ -171,8 +171,8 @@ def test_experts_of_its_mlps_say_what_it_says_though_pixels_are_normalised_other
     }
     method = Method.model_validate(entry | {"text": entry, "upcycle": True})
     assert isinstance(teacher.config, TwoTowers)
-    model = method.sized(teacher.config).build(IMAGE, method.moe)
-    upcycle(model, teacher)
+    model = method.merge_model_settings(teacher.config).build(IMAGE, method.moe)
+    upcycle_model(model, teacher)
     images = torch.rand(4, 3, 16, 16)
     found = model.eval()(images).prediction
     torch.testing.assert_close(found, teacher(images).prediction, atol=1e-3, rtol=1e-4)
@@ -180,9 +180,9 @@ def test_experts_of_its_mlps_say_what_it_says_though_pixels_are_normalised_other
         model.targets(captions(3)), teacher.targets(captions(3)), atol=1e-5, rtol=1e-4
     )
     other = entry | {"experts": entry["experts"] | {"activation": "gelu"}}
-    wrong = Method.model_validate(other).sized(teacher.config)
+    wrong = Method.model_validate(other).merge_model_settings(teacher.config)
     with pytest.raises(UserError, match="has quick_gelu, the experts have gelu; set experts.activ"):
-        upcycle(wrong.build(IMAGE, Method.model_validate(other).moe), teacher)
+        upcycle_model(wrong.build(IMAGE, Method.model_validate(other).moe), teacher)
 
 
 def test_larger_images_take_interpolated_positions(checkpoint):
