@@ -44,16 +44,12 @@ def compare() -> None:
     if waiting:
         print(partial_run.describe_waiting(waiting, params.run), file=sys.stderr)
     evaluated = evaluate_claims(asked, results)
-    compared = (
-        compare_methods(results) | data_facts(results) | flat_evaluated(evaluated, document.data)
-    )
-    folder = Path("reports")
+    claims = flat_evaluated(evaluated, document.data)
+    compared = compare_methods(results) | data_facts(results) | claims
     refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in report_files(results, evaluated).items():
-            content = text.encode()
-            target = written.enter_context(whole_file(folder / name))
-            target.write_bytes(content)
+            written.enter_context(whole_file(Path("reports", name))).write_bytes(text.encode())
         left_out = partial_run.list_left_out(path, params.run)
         numbers = partial_run.write_numbers(compared, left_out)
     if left_out:

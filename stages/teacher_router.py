@@ -1,6 +1,4 @@
-"""Stage ``teacher_router``: the routers on the frozen teacher that guide one method (TGR, §3.2):
-``python -m stages.teacher_router tgr 0`` writes artifacts/teacher_router/tgr/0/.
-"""
+"""``python -m stages.teacher_router METHOD SEED``: routers on the frozen teacher (TGR, §3.2)."""
 
 from pathlib import Path
 from typing import Annotated
@@ -50,9 +48,8 @@ def teacher_router(method: str, seed: int) -> None:
             data = to_device(Prepared.open(inputs[0]).train, device)
             settings = params.teacher_router
             points = fit_routers(guide, data, chosen.teacher_router, settings, seed)
-            result = RouterFit(
-                **log_points(points, settings.steps, f"routers {method} {seed}", run)
-            )
+            name = f"routers {method} {seed}"
+            result = RouterFit(**log_points(points, settings.steps, name, run))
         with whole_folder(target) as folder:
             save_guide(folder, guide)
         run.result(result)

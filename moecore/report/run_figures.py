@@ -20,7 +20,7 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
     """Yield names and figures of a run, in the folder of a study.
 
     item: its path in artifacts/history. Raises UserError where what it wrote is missing or was
-    written by other code.
+    written by an older version.
     """
     if stage == "prepare":
         folder = study / "artifacts/data" / item.removeprefix("prepare/")

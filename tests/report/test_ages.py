@@ -310,6 +310,7 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
         "high": 5.5,
         "interval": "bootstrap",
         "seeds": 1,
+        "form": "number",
     }
     limits = {
         "probe_wm": (6.5, 6.0, 6.75),

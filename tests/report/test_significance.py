@@ -15,7 +15,7 @@ from moecore.core.files import UserError
 from moecore.measure.base import Estimate
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.claims.significance import find_leader, possible_test, test_against
+from moecore.report.claims.significance import differences_from, find_leader, possible_test
 from moecore.report.column import Column, Metric
 from moecore.report.figures.overview import overview_pictures, set_limits_with_margin
 from moecore.report.measured import Measured, Results, model_with_results
@@ -104,7 +104,7 @@ def marked(metric: Metric, models) -> list[str]:
 def test_one_seed_is_tested_on_the_images():
     # b alone is right on 10 images, a alone on 2: exact p = 158 / 4096
     models = one_seed(a=right(*range(10)), b=right(50, 51))
-    found = test_against(SHARE, models, "a")["b"]
+    found = differences_from(SHARE, models, "a")["b"]
     assert (found.test, found.only, found.p, found.holm) == (
         "mcnemar",
         (10, 2),
@@ -132,7 +132,7 @@ def test_holm_takes_the_number_of_comparisons_into_account():
     # 10 against 2 has p = 0.0386, which stands alone; against two such methods 2 · 0.0386 does not
     two = one_seed(a=right(*range(10)), b=right(50, 51))
     three = two | one_seed(c=right(*range(20, 30)))
-    found = test_against(SHARE, three, "b")
+    found = differences_from(SHARE, three, "b")
     assert [tested.holm for tested in found.values()] == pytest.approx([2 * 158 / 4096] * 2)
     assert marked(SHARE, two) == ["b"] and marked(SHARE, three) == []
 
@@ -146,7 +146,7 @@ def test_the_best_must_beat_each_other_method():
 def test_several_seeds_are_tested_pair_by_pair():
     # differences 0.1, 0.11, 0.09: t = 0.1 / (0.01 / √3) = 17.3; the seeds' own spread is far larger
     models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8))
-    found = test_against(VALUE, models, "b")["a"]
+    found = differences_from(VALUE, models, "b")["a"]
     assert (
         found.test == "seeds"
         and found.difference.value == pytest.approx(0.1)
@@ -166,14 +166,14 @@ def test_without_a_paired_test_the_intervals_decide():
         and marked(WITHIN, seeds(a=(0.25,), b=(0.1,))) == []
     )
     assert (
-        test_against(WITHIN, seeds(a=(0.5,), b=(0.1,)), "a") == {}
+        differences_from(WITHIN, seeds(a=(0.5,), b=(0.1,)), "a") == {}
         and marked(VALUE, seeds(a=(0.5,), b=(0.1,))) == []
     )
 
 
 def test_where_neither_is_better_nothing_is_tested():
     models = seeds(a=(1.0, 2.0, 3.1), b=(2.0, 3.0, 4.0))
-    assert marked(NEITHER, models) == [] and test_against(NEITHER, models, "a") == {}
+    assert marked(NEITHER, models) == [] and differences_from(NEITHER, models, "a") == {}
 
 
 def test_a_method_without_the_metric_takes_no_part():
@@ -186,11 +186,11 @@ def test_a_method_without_the_metric_takes_no_part():
 
 def test_different_images_or_seeds_are_an_error():
     with pytest.raises(UserError, match="100 images, another method's of 90"):
-        test_against(SHARE, one_seed(a=right(1), b=right(1, count=90)), "b")
+        differences_from(SHARE, one_seed(a=right(1), b=right(1, count=90)), "b")
     models = seeds(a=(1.0, 2.0), b=(1.0, 2.0))
     models["b"] = {5: models["b"][0], 6: models["b"][1]}
     with pytest.raises(UserError, match="seeds"):
-        test_against(VALUE, models, "a")
+        differences_from(VALUE, models, "a")
 
 
 def test_leader_needs_a_test():

@@ -27,8 +27,8 @@ from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, wr
 from moecore.data.volumes.volumes import REGIONS, StoredVolume, SubjectFiles, read_subject
 from moecore.data.workers import map_in_threads
 
-PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for
-sub-01 \ or sub-01_ses-1, * for anything"""
+PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
+sub-01 or sub-01_ses-1, * for anything"""
 
 
 class Maps(Config):

@@ -2,7 +2,7 @@
 
 E experts, R rows, n columns. A loop over hundreds of experts with a row or two each spends its time
 between the products. So where experts are many and have few rows, consecutive ones make a group:
-their rows lie on S seats for each expert, S the rows of the fullest, and one batched product does
+their rows lie on S slots for each expert, S the rows of the fullest, and one batched product does
 for all (``benchmarks/crossover.py`` prints where that pays).
 """
 
@@ -68,7 +68,7 @@ class GroupPlan:
 
     def pad_rows(self, rows: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
         """The group's rows of (R, n): as they are for one expert, (experts, S, n) with zeros on
-        free seats for several; then in ``dtype``, that of the weights, where seats are few.
+        free slots for several; then in ``dtype``, that of the weights, where slots are few.
         """
         part = rows[group.rows]
         if isinstance(group.experts, int):
@@ -87,7 +87,7 @@ class GroupPlan:
         return None
 
     def back(self, padded: Tensor, group: Group, rows: Tensor) -> None:
-        """Write what several experts have on their seats to the rows (R, n)."""
+        """Write what several experts have on their slots to the rows (R, n)."""
         if not group.alone:
             values = padded.flatten(0, 1).index_select(0, self.slots[group.rows])
             rows[group.rows].copy_(values)
@@ -96,8 +96,8 @@ class GroupPlan:
 def _share_product(sizes: list[int], many: int) -> bool:
     """Whether experts with these rows share a product, of groups of ``many``.
 
-    Up to EXACT_SEATS it waits for the weights, and free seats cost nothing; an expert alone spares
-    the weights of those without rows, so a third must have some. Above, free seats cost as much as
+    Up to EXACT_SLOTS it waits for the weights, and free slots cost nothing; an expert alone spares
+    the weights of those without rows, so a third must have some. Above, free slots cost as much as
     others: at most half may be free.
     """
     slots = max(sizes)

@@ -57,7 +57,9 @@ def possible_test(metric: Metric, methods: Sequence[Seeds]) -> str:
     return "mcnemar" if known else "intervals"
 
 
-def test_against(metric: Metric, models: Mapping[str, Seeds], reference: str) -> dict[str, Tested]:
+def differences_from(
+    metric: Metric, models: Mapping[str, Seeds], reference: str
+) -> dict[str, Tested]:
     """Every other method tested against ``reference``; {} where no test can be made.
 
     models: those that have the metric. The p-values are corrected by Holm's method over these
@@ -86,7 +88,7 @@ def find_leader(
     """
     sign = 1 if metric.column.better == "higher" else -1
     first = max(values, key=lambda method: sign * values[method])
-    result = test_against(metric, models, first)
+    result = differences_from(metric, models, first)
     if result and all(tested.holm < LEVEL for tested in result.values()):
         return first
     return None

@@ -1,20 +1,20 @@
 """Words of the page that a reader may not know, and the columns that they explain."""
 
 WORDS = {
-    "mixture of experts": "a layer with several small networks, the experts, of which each token "
-    "uses only a few",
-    "router": "the part of such a layer that decides which experts see a token; a token stands for "
-    "one patch of the image",
-    "worst case": "an image counts as right only if no attack broke it; of errors the largest one "
-    "over all attacks counts",
-    "load CV²": "how unevenly the experts are used: variance / mean² of the tokens per expert; 0 "
-    "where all get the same",
-    "agreement": "the share of tokens whose first expert is the same in two looks: at two epochs, "
-    "before and after fine-tuning, or by student and teacher",
-    "IMED": "image Euclidean distance: how far a router's outputs move when the image is rotated, "
-    "scaled, sheared or shifted; 0 where they stay",
-    "mCE": "mean corruption error: errors under noise, blur, weather and the like as a share of "
-    "the dense model's; below 1 is better than dense",
+    "mixture of experts": "a layer with several small networks, the experts, of which each "
+    "token uses only a few",
+    "router": "the part of such a layer that decides which experts see a token; a token is "
+    "the vector of one patch of the image",
+    "worst case": "an image counts as right only if no attack broke it; of errors the largest "
+    "one over all attacks counts",
+    "load CV²": "how unevenly the experts are used: variance / mean² of the tokens per "
+    "expert; 0 where all get equally many",
+    "agreement": "share of tokens with the same top-1 expert in two runs of the router: two "
+    "epochs, two views, student and teacher, before and after fine-tuning",
+    "IMED": "image Euclidean distance: how much router outputs change when the image is "
+    "shifted, rotated, scaled or sheared; 0 where they do not",
+    "mCE": "mean corruption error: errors under noise, blur, weather and the like as a share "
+    "of the dense model's; below 1 is better than dense",
 }  # in the order in which a reader meets them
 
 # How the names of columns begin or end → the word that explains them.

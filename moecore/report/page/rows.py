@@ -61,17 +61,16 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
     is the best; a dash where there is none.
     """
     number_format = NumberFormat.of(column.form, (cell.interval for cell in cells if cell))
-    return [
-        NONE
-        if cell is None
-        else Item(
-            number_format.value(cell.interval.value),
-            number_format.limits(cell.interval),
-            look="best" if cell.marked else "",
-            value=cell.interval.value,
-        )
-        for cell in cells
-    ]
+    items = []
+    for cell in cells:
+        if cell is None:
+            items.append(NONE)
+            continue
+        value = cell.interval.value
+        look = "best" if cell.marked else ""
+        limits = number_format.limits(cell.interval)
+        items.append(Item(number_format.value(value), limits, look=look, value=value))
+    return items
 
 
 def percent_grid(

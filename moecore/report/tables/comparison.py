@@ -209,6 +209,6 @@ def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
     }
     entries: dict[str, dict[str, Any]] = {}
     for reference in references(models):
-        for method, tested in significance.test_against(metric, having, reference).items():
+        for method, tested in significance.differences_from(metric, having, reference).items():
             entries.setdefault(method, {})[reference] = significance.tested_to_json(tested)
     return entries

@@ -90,7 +90,9 @@ def main(path: str = "reports/compare.json") -> None:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         again = "run `dvc repro compare` again"
-        raise UserError(f"{path}: written by other code ({reason}); {again}") from error
+        raise UserError(
+            f"{path}: was written by an older version of moecore ({reason}); {again}"
+        ) from error
 
 
 def print_summary(compared: Mapping[str, Any]) -> None:
