@@ -115,7 +115,10 @@ def _data_files(folder: Path, root: Path) -> frozenset[Path]:
         if path.is_file() and path.suffix != ".py":
             data_files.add(path.relative_to(root))
         elif path.is_dir() and not any(path.rglob("*.py")):
-            data_files |= {file.relative_to(root) for file in path.rglob("*") if file.is_file()}
+            files = (file for file in path.rglob("*") if file.is_file())
+            data_files |= {
+                file.relative_to(root) for file in files if "__pycache__" not in file.parts
+            }
     return frozenset(data_files)
 
 

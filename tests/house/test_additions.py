@@ -40,7 +40,7 @@ MEASUREMENT = '''\
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.measure.base import Parts, Subject
+from moecore.measure.base import MeasuredSubject, PartStore
 
 
 class Brightness(Config):

@@ -329,13 +329,13 @@ TREE = {
     "moecore/data/tools/other.py": "",
     "moecore/run/record.py": "from moecore.core import written",
     "moecore/core/written.py": "",
-    "moecore/report/page/html.py": "import moecore.core.config",
+    "moecore/report/html.py": "import moecore.core.config",
     "moecore/report/templates/page.html": "",
     "moecore/tasks/__init__.py": "from moecore.tasks.numbers import Numbers\nAny = Numbers",
     "moecore/tasks/numbers.py": "",
     "stages/train.py": "import torch\nfrom moecore.nn.routers import Router\n"
     "from moecore.nn.layers.block import Block\n\ndef f():\n    import moecore.data.helper",
-    "stages/compare.py": "from moecore.report.page.html import page\nfrom moecore.tasks import Any",
+    "stages/compare.py": "from moecore.report.html import page\nfrom moecore.tasks import Any",
     "stages/exact.py": "from moecore.tasks import Any, Numbers",
 }
 
@@ -370,7 +370,7 @@ def test_only_the_rooms_that_decide_a_result_are_followed(tree):
     rooms = (*closures.DECIDING, "report")
     assert names(import_closure("stages/compare.py", tree, rooms)) == {
         "stages/compare.py",
-        "moecore/report/page/html.py",
+        "moecore/report/html.py",
         "moecore/report/templates/page.html",
         "moecore/core/config.py",
     }

@@ -143,13 +143,13 @@ def test_a_step_cannot_be_logged_twice():
 
 STAGE = """
 import sys, time
-from moecore.run.history import record
+from moecore.run.history import record_run
 from moecore.run import stage
 stage.in_order = lambda path, root, also: None
 from moecore.core.files import UserError, read_json
 
 def toy(method: str, seed: int) -> None:
-    with record("toy", None, method=method, seed=seed) as run:
+    with record_run("toy", None, method=method, seed=seed) as run:
         run.log(1, {"loss": 1.0})
         print("ready", flush=True)
         if method == "wrong":

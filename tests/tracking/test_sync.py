@@ -22,10 +22,10 @@ WORK = Path(".state/pretrain/vmoe/0/key")
 LIVE = """
 import sys, time
 from pathlib import Path
-from moecore.run.history import record
+from moecore.run.history import record_run
 
 first, last = int(sys.argv[1]), int(sys.argv[2])
-with record("pretrain", None, method="vmoe", seed=0, work=Path(sys.argv[3])) as run:
+with record_run("pretrain", None, method="vmoe", seed=0, work=Path(sys.argv[3])) as run:
     for step in range(first, last + 1):
         run.log(step, {"loss": float(step)})
     print("logged", flush=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, file_checksum
 from moecore.data.phantom.bids import AFFINE, write_bids
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources import Source, bids
@@ -276,10 +276,9 @@ def test_what_is_in_the_cache_is_not_read_again(tmp_path, monkeypatch):
         bids, "read_subject", lambda files, *rest: read.append(files.t1.name) or real(files, *rest)
     )
     hashed = []
-    real_hash = __import__("moecore.data.volumes.volume_cache", fromlist=["checksum"]).checksum
     monkeypatch.setattr(
         "moecore.data.volumes.volume_cache.file_checksum",
-        lambda path: hashed.append(path.name) or real_hash(path),
+        lambda path: hashed.append(path.name) or file_checksum(path),
     )
     assert source.prepare(tmp_path / "b")["files"] == first["files"] and not read and not hashed
     # one file changes: one subject is read
