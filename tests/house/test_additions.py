@@ -55,12 +55,12 @@ class Result(Config):
     mean: float
 
 
-def applies(subject: Subject) -> str | None:
+def applies(subject: MeasuredSubject) -> str | None:
     """To all."""
     return None
 
 
-def measure(subject: Subject, settings: Brightness, parts: Parts) -> Result:
+def measure(subject: MeasuredSubject, settings: Brightness, parts: PartStore) -> Result:
     """The mean over all pixels."""
     images = subject.data.test.images[: settings.images]
     return Result(mean=parts("mean", lambda: float(images.mean())))
