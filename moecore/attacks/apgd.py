@@ -3,15 +3,15 @@
 B images, C channels, H × W pixels. Source: Croce & Hein (2020), algorithm 1.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.base import uniform_noise
-from moecore.attacks.gradient import GradientAttack, ObjectiveGradient, project_to_ball
+from moecore.attacks.base import ImageGenerators, uniform_noise
+from moecore.attacks.gradient import Ball, GradientAttack, ObjectiveGradient
 
 MOMENTUM = 0.75  # share of the new step; the rest is the step before it
 RISES = 0.75  # ρ: a step size is kept where more than this share of its steps raised the objective
@@ -27,15 +27,10 @@ class Apgd(GradientAttack):
     steps: int = Field(100, ge=1, description="Number of gradient steps.")
 
     def perturb_images(
-        self,
-        at: ObjectiveGradient,
-        centre: Tensor,
-        epsilon: float,
-        generator: Sequence[torch.Generator] | None,
+        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        """The image of the highest objective. Raises ValueError without a generator."""
-        start = random_start(centre, epsilon, generator, "apgd")
-        return ascend_objective(at, centre, start, epsilon, self.steps).images
+        start = random_start(ball, generator, "apgd")
+        return ascend_objective(at, ball, start, self.steps).images
 
 
 class Ascent(NamedTuple):
@@ -47,15 +42,13 @@ class Ascent(NamedTuple):
     sizes: Tensor  # (N, B), the step size of each step
 
 
-def random_start(
-    centre: Tensor, epsilon: float, generator: Sequence[torch.Generator] | None, who: str
-) -> Tensor:
-    """``centre`` (B, C, H, W) and uniform noise whose largest pixel is at ±ε, within [0, 1]."""
-    noise = uniform_noise(centre, generator, who)
+def random_start(ball: Ball, generator: ImageGenerators, who: str) -> Tensor:
+    """Return the clean images and uniform noise whose largest pixel is at ±ε, within [0, 1]."""
+    noise = uniform_noise(ball.centre, generator, who)
     axes = tuple(range(1, noise.ndim))
     # The authors' own guard against an image whose noise is all zeros.
     largest = noise.abs().amax(dim=axes, keepdim=True) + 1e-12
-    return (centre + epsilon * noise / largest).clamp(0, 1)
+    return (ball.centre + ball.epsilon * noise / largest).clamp(0, 1)
 
 
 def step_checkpoints(steps: int) -> Iterator[int]:
@@ -71,15 +64,13 @@ def step_checkpoints(steps: int) -> Iterator[int]:
         done += length
 
 
-def ascend_objective(
-    at: ObjectiveGradient, centre: Tensor, start: Tensor, epsilon: float, steps: int
-) -> Ascent:
-    """Ascend from ``start`` within the ball around ``centre``, both (B, C, H, W)."""
+def ascend_objective(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) -> Ascent:
+    """Ascend from ``start`` (B, C, H, W) within the ball."""
     current = previous = best = start
     values, gradient = at(current)
     best_values = values
     best_gradient = gradient
-    size = torch.full_like(values, 2 * epsilon)
+    size = torch.full_like(values, 2 * ball.epsilon)
     progress = _Progress(values)
     checks = set(step_checkpoints(steps))
     history = []
@@ -87,10 +78,11 @@ def ascend_objective(
     for step in range(1, steps + 1):
         # The first step has no step before it to lean on.
         momentum = MOMENTUM if step > 1 else 1.0
-        wide = _broadcast_over_pixels(size, centre)
-        stepped = _momentum_step(current, previous, gradient, wide, centre, epsilon, momentum)
+        wide = _broadcast_over_pixels(size, start)
+        plain = ball.project(current + wide * gradient.sign())
+        moved = current + (plain - current) * momentum + (current - previous) * (1 - momentum)
         previous = current
-        current = stepped
+        current = ball.project(moved)
         values, gradient = at(current)
         history.append(values)
         sizes.append(size)
@@ -136,20 +128,6 @@ class _Progress:
         self.best = best
         self.halved = halve
         return halve
-
-
-def _momentum_step(
-    current: Tensor,
-    previous: Tensor,
-    gradient: Tensor,
-    size: Tensor,
-    centre: Tensor,
-    epsilon: float,
-    momentum: float,
-) -> Tensor:
-    plain = project_to_ball(current + size * gradient.sign(), centre, epsilon)
-    moved = current + (plain - current) * momentum + (current - previous) * (1 - momentum)
-    return project_to_ball(moved, centre, epsilon)
 
 
 def _broadcast_over_pixels(values: Tensor, like: Tensor) -> Tensor:

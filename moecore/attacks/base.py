@@ -47,8 +47,8 @@ class AttackBase(Config):
         return self.refuses(task)
 
 
-# One for all images in their order, or one for each.
-Generators = torch.Generator | Sequence[torch.Generator] | None
+ImageGenerators = Sequence[torch.Generator] | None  # one for each image
+Generators = torch.Generator | ImageGenerators  # or one for all images in their order
 
 
 def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]:
@@ -63,7 +63,7 @@ def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]
     return [torch.Generator().manual_seed(int(state >> np.uint64(1))) for state in states]
 
 
-def generator_per_image(generator: Generators, images: int) -> list[torch.Generator] | None:
+def generator_per_image(generator: Generators, images: int) -> ImageGenerators:
     """The generator of each image; None where there is none."""
     if generator is None:
         return None
@@ -73,7 +73,7 @@ def generator_per_image(generator: Generators, images: int) -> list[torch.Genera
     return each
 
 
-def uniform_noise(images: Tensor, generator: Sequence[torch.Generator] | None, who: str) -> Tensor:
+def uniform_noise(images: Tensor, generator: ImageGenerators, who: str) -> Tensor:
     """Uniform noise in [-1, 1) like ``images`` (B, C, H, W), drawn image by image.
 
     Raises ValueError without a generator.

@@ -1,12 +1,11 @@
 """The fast gradient sign method (Goodfellow et al., 2015)."""
 
-from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from moecore.attacks.gradient import GradientAttack, ObjectiveGradient, project_to_ball
+from moecore.attacks.base import ImageGenerators
+from moecore.attacks.gradient import Ball, GradientAttack, ObjectiveGradient
 
 
 class Fgsm(GradientAttack):
@@ -15,11 +14,6 @@ class Fgsm(GradientAttack):
     kind: Literal["fgsm"] = "fgsm"
 
     def perturb_images(
-        self,
-        at: ObjectiveGradient,
-        centre: Tensor,
-        epsilon: float,
-        generator: Sequence[torch.Generator] | None,
+        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        """x + ε·sign ∇; the generator is not used."""
-        return project_to_ball(centre + epsilon * at(centre)[1].sign(), centre, epsilon)
+        return ball.project(ball.centre + ball.epsilon * at(ball.centre)[1].sign())

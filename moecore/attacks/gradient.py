@@ -4,14 +4,16 @@ B images, C channels, H × W pixels in [0, 1]; epsilon is in the same units (8/2
 (B, C, D, H, W) are attacked alike.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.attacks.base import AttackBase, Generators, generator_per_image
+from moecore.attacks.base import AttackBase, Generators, ImageGenerators, generator_per_image
 from moecore.attacks.objectives import Goal, Objective, make_objective, objective_refusal
 from moecore.core.files import UserError
 from moecore.tasks.base import Task
@@ -20,8 +22,21 @@ from moecore.tasks.base import Task
 ObjectiveGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+class Ball(NamedTuple):
+    """Where attacked images stay: in [0, 1], and no pixel further than ``epsilon`` from its clean
+    one (L∞).
+    """
+
+    centre: Tensor  # (B, C, H, W), the clean images
+    epsilon: float
+
+    def project(self, images: Tensor) -> Tensor:
+        """Return the nearest images inside, (B, C, H, W)."""
+        return images.clamp(self.centre - self.epsilon, self.centre + self.epsilon).clamp(0, 1)
+
+
 class GradientAttack(AttackBase):
-    """An attack along the gradient of an objective; its parts define ``perturbed``."""
+    """An attack along the gradient of an objective; its parts define ``perturb_images``."""
 
     objective: Objective = Field(
         "task",
@@ -97,40 +112,33 @@ class GradientAttack(AttackBase):
                 )
                 drawn = None if each is None else each[part]
                 at = ModelGradient(model, goal)
-                made.append(self._perturb_inside(at, centre[part], epsilon, drawn))
+                made.append(self._perturb_inside(at, Ball(centre[part], epsilon), drawn))
                 at.check_finite()
         return torch.cat(made)
 
     def _perturb_inside(
-        self,
-        at: ObjectiveGradient,
-        centre: Tensor,
-        epsilon: float,
-        generator: Sequence[torch.Generator] | None,
+        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
     ) -> Tensor:
         """The attack, where ``inside`` with a model that sees the background as it is."""
         if not self.inside:
-            return self.perturb_images(at, centre, epsilon, generator)
-        there = (centre != 0).any(dim=1, keepdim=True)
+            return self.perturb_images(at, ball, generator)
+        there = (ball.centre != 0).any(dim=1, keepdim=True)
 
         def within(images: Tensor) -> tuple[Tensor, Tensor]:
-            values, gradient = at(torch.where(there, images, centre))
+            values, gradient = at(torch.where(there, images, ball.centre))
             return values, gradient * there
 
-        return torch.where(there, self.perturb_images(within, centre, epsilon, generator), centre)
+        return torch.where(there, self.perturb_images(within, ball, generator), ball.centre)
 
+    @abstractmethod
     def perturb_images(
-        self,
-        at: ObjectiveGradient,
-        centre: Tensor,
-        epsilon: float,
-        generator: Sequence[torch.Generator] | None,
+        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        """The attack itself on clean images ``centre`` (B, C, H, W), ε > 0.
+        """Return the attacked images (B, C, H, W) of ``ball``, whose ε is above 0.
 
-        at: gives objective and gradient.
+        at: gives objective and gradient. generator: draws the random start; an attack that has one
+        raises ValueError without it.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no attack")
 
 
 class ModelGradient:
@@ -211,11 +219,3 @@ def check_images(images: Tensor, epsilon: float) -> Tensor:
     if not epsilon >= 0:
         raise ValueError(f"attack: epsilon is {epsilon}; 0 or more is needed")
     return images.detach().to(torch.float32, copy=True)
-
-
-def project_to_ball(images: Tensor, centre: Tensor, epsilon: float) -> Tensor:
-    """The nearest images inside both [0, 1] and the L∞ ball of radius epsilon around ``centre``.
-
-    All are (B, C, H, W).
-    """
-    return images.clamp(centre - epsilon, centre + epsilon).clamp(0, 1)

@@ -3,15 +3,13 @@
 In the form of Puigcerver et al. (2022) and in the stronger usual form (Madry et al., 2018).
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.base import uniform_noise
-from moecore.attacks.gradient import GradientAttack, ObjectiveGradient, project_to_ball
+from moecore.attacks.base import ImageGenerators, uniform_noise
+from moecore.attacks.gradient import Ball, GradientAttack, ObjectiveGradient
 
 
 class Pgd(GradientAttack):
@@ -26,19 +24,14 @@ class Pgd(GradientAttack):
     )
 
     def perturb_images(
-        self,
-        at: ObjectiveGradient,
-        centre: Tensor,
-        epsilon: float,
-        generator: Sequence[torch.Generator] | None,
+        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        """The last iterate. Raises ValueError where the strong form gets no generator."""
         strong = self.form == "strong"
-        size = epsilon / self.steps * (2.5 if strong else 1.0)
-        current = centre
+        size = ball.epsilon / self.steps * (2.5 if strong else 1.0)
+        current = ball.centre
         if strong:
-            noise = uniform_noise(centre, generator, "pgd in its strong form")
-            current = project_to_ball(centre + epsilon * noise, centre, epsilon)
+            noise = uniform_noise(ball.centre, generator, "pgd in its strong form")
+            current = ball.project(ball.centre + ball.epsilon * noise)
         for _ in range(self.steps):
-            current = project_to_ball(current + size * at(current)[1].sign(), centre, epsilon)
+            current = ball.project(current + size * at(current)[1].sign())
         return current

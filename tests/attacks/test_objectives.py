@@ -15,7 +15,7 @@ from pyautoattack.autopgd_base import APGDAttack
 from moecore.attacks.apgd import Apgd, ascend_objective, random_start, step_checkpoints
 from moecore.attacks.base import image_generators
 from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.gradient import ModelGradient
+from moecore.attacks.gradient import Ball, ModelGradient
 from moecore.attacks.objectives import (
     dlr_loss,
     make_objective,
@@ -203,7 +203,7 @@ class Convolution(Smooth):
 @pytest.mark.parametrize("steps", [7, 100])
 def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
     images, labels = case(12, seed=4)
-    start = random_start(images, 0.1, image_generators(0, range(12)), "test")
+    start = random_start(Ball(images, 0.1), image_generators(0, range(12)), "test")
     quiet = logging.getLogger("quiet")
     theirs = APGDAttack(
         lambda x: model(x).prediction,
@@ -222,9 +222,8 @@ def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
                 {"ce": "cross_entropy"}.get(loss, loss), 0, model, CLASSES, images, labels
             ),
         ),
-        images,
+        Ball(images, 0.1),
         start,
-        0.1,
         steps,
     )
     assert torch.allclose(ours.values, values, atol=1e-5) and torch.allclose(
@@ -246,9 +245,8 @@ def test_step_sizes_are_two_epsilon_halved_and_change_at_checkpoints_only():
     model, epsilon = Curved(16), 0.15
     found = ascend_objective(
         ModelGradient(model, lambda output: CLASSES.attack_loss(output.prediction, labels)),
+        Ball(images, epsilon),
         images,
-        images,
-        epsilon,
         100,
     )
     halvings = torch.log2(2 * epsilon / found.sizes)
@@ -269,7 +267,7 @@ def test_a_halved_step_starts_from_the_best_image():
         asked.append(float(pixels))
         return -(pixels - 0.53).abs().sum(dim=(1, 2, 3)), -(pixels - 0.53).sign()
 
-    found = ascend_objective(at, images, images, 0.1, 20)  # checkpoints after 4, 8, 11, …; first 4
+    found = ascend_objective(at, Ball(images, 0.1), images, 20)  # checkpoints after 4, 8, …
     first = next(step_checkpoints(20))
     best = max(asked[: first + 1], key=lambda x: -abs(x - 0.53))
     assert found.sizes[first, 0] == pytest.approx(0.1) and found.sizes[
@@ -286,7 +284,7 @@ def test_returns_the_best_image_of_all():
     images, labels = case(10, seed=2)
     model = Curved(16)
     at = ModelGradient(model, lambda output: CLASSES.attack_loss(output.prediction, labels))
-    found = ascend_objective(at, images, images, 0.3, 15)
+    found = ascend_objective(at, Ball(images, 0.3), images, 15)
     assert torch.allclose(at(found.images)[0], found.values, atol=1e-5)
     assert torch.equal(found.values, torch.maximum(found.history.max(dim=0).values, at(images)[0]))
 
@@ -305,7 +303,7 @@ def test_reaches_a_higher_loss_than_pgd_on_average():
 
 def test_the_start_lies_on_the_edge_of_the_ball():
     images = torch.full((5, 1, 4, 4), 0.5)
-    start = random_start(images, 0.1, image_generators(0, range(5)), "test")
+    start = random_start(Ball(images, 0.1), image_generators(0, range(5)), "test")
     assert torch.allclose(
         (start - images).abs().amax(dim=(1, 2, 3)), torch.full((5,), 0.1), atol=1e-6
     )

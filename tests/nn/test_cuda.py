@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moecore.attacks.apgd import ascend_objective
-from moecore.attacks.gradient import ModelGradient, frozen_parameters
+from moecore.attacks.gradient import Ball, ModelGradient, frozen_parameters
 from moecore.attacks.pgd import Pgd
 from moecore.data.loader import OnDevice, OnDisk
 from moecore.nn.backbones.vit import Vit
@@ -130,8 +130,8 @@ def test_evaluation_and_attacks_in_fp32_never_wait_inside(name):
         with torch.no_grad():
             model(images)
         with frozen_parameters(model):
-            Pgd(steps=3).perturb_images(at, images, 0.03, None)
-            ascend_objective(at, images, images, 0.03, 4)
+            Pgd(steps=3).perturb_images(at, Ball(images, 0.03), None)
+            ascend_objective(at, Ball(images, 0.03), images, 4)
 
     attacked()  # may load libraries
     with no_waits():
