@@ -4,7 +4,6 @@ import ctypes
 import os
 import signal
 import sys
-from typing import IO
 
 PR_SET_PDEATHSIG = 1
 
@@ -14,22 +13,6 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def try_lock(file: IO) -> bool:
-    """Lock an open file until it is closed; return whether no other process holds it.
-
-    Without such locks (Windows) it is never held.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def set_parent_death_signal() -> None:

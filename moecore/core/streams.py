@@ -2,8 +2,8 @@
 
 A student's training draws from (seed, epoch) for the order of its images and from (seed, step,
 purpose) for all else; ``seed`` is that of its run, which sets its first weights too. Whoever else
-draws – its teacher, the teacher's routers, a measurement – draws from ``seed_of(WHO, seed)`` in the
-place of the seed, and so shares no stream with the student of the same number, nor with another.
+draws – its teacher, the teacher's routers, a measurement – draws from ``derived_seed(WHO, seed)``
+in place of the seed, and so shares no stream with the student of the same number, nor with another.
 """
 
 import hashlib
@@ -29,7 +29,6 @@ Who = Literal[
     "measured_views",  # of routing and explorer
     "measured_tokens",  # of lipschitz: where Lemma 1 is looked at
     "attacked_images",  # which test images robustness and transfer attack
-    "attack_squares",  # of the attack square
     "mixed_regions",  # the random control of volumes that keep one tissue
 ]
 
