@@ -42,7 +42,7 @@ class MoE(Config):
         Raises UserError where router and experts do not fit together.
         """
         dropout = getattr(self.experts, "dropout", 0)
-        if dropout and "k" not in type(self.router).model_fields:
+        if dropout and not self.router.chooses_per_token:
             whole = f"the router {self.router.kind} gives experts no single choices of tokens"
             raise UserError(f"experts.dropout: found {dropout}, but {whole}; allowed: 0")
         experts = self.experts.build(width)
@@ -112,9 +112,8 @@ class MoELayer(FeedForward):
         self.experts = experts
         self.wants = wants
         self.shares_basis = "basis" in wants & lends
-        self.parted: ShardedExperts | None = (
-            None  # in place of ``experts``, which other ranks share
-        )
+        # in place of ``experts``, which other ranks share
+        self.parted: ShardedExperts | None = None
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()

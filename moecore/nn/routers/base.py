@@ -1,6 +1,6 @@
 """What every router's settings say of it."""
 
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
@@ -22,6 +22,8 @@ class RouterConfig(Config):
     tokens: (B, T, d).  context: RoutingContext.  A plan has ``dispatch(tokens) -> Rows`` and
     ``combine(rows) -> tokens``.
     """
+
+    chooses_per_token: ClassVar[bool] = True  # each token its experts, so that rows are pairs
 
     @property
     def provides(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ group, d width.
 """
 
 from fractions import Fraction
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -25,6 +25,8 @@ class ExpertChoice(RouterConfig):
     """Softmax over experts of a linear map of the token; each expert takes the tokens with its
     largest gates, so all are equally busy.
     """
+
+    chooses_per_token: ClassVar[bool] = False
 
     kind: Literal["expert_choice"] = "expert_choice"
     k: int = Field(

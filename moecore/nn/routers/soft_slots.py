@@ -3,7 +3,7 @@
 B images, T tokens per image, E experts, p slots per expert, R = E·B·p rows, d width.
 """
 
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -26,6 +26,8 @@ class SoftSlots(RouterConfig):
     The papers give an expert p = round(T · capacity factor / E) slots, T tokens per image: at
     ViT-S/16 on 224 pixels (T = 197), E = 8 and k = 2 chosen elsewhere, 49.
     """
+
+    chooses_per_token: ClassVar[bool] = False
 
     kind: Literal["soft_slots"] = "soft_slots"
     slots: int = Field(

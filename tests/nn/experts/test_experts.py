@@ -15,6 +15,8 @@ from moecore.nn.experts.base import default_rank
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoE
+from moecore.nn.routers.expert_choice import ExpertChoice
+from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.soft_slots import SoftSlots
 
 # expert 0 has rows 0 and 1, expert 1 none, expert 2 the others
@@ -297,6 +299,11 @@ def test_flat_weights_lie_within_their_bound():
     assert not experts.up_bias.any() and not experts.down_bias.any()
 
 
-def test_dropout_needs_single_choices():
-    with pytest.raises(UserError, match="experts.dropout: found 0.5, but the router soft_slots"):
-        MoE(router=SoftSlots(), experts=Mlp(number=3, dropout=0.5), blocks="all").build(8)
+@pytest.mark.parametrize("router", [SoftSlots(), ExpertChoice(), FrozenCopy()])
+def test_dropout_needs_single_choices(router):
+    moe = MoE(router=router, experts=Mlp(number=3, dropout=0.5), blocks="all")
+    if router.chooses_per_token:
+        moe.build(8).train()(torch.rand(2, 3, 8))
+    else:
+        with pytest.raises(UserError, match=f"experts.dropout: found 0.5, .* {router.kind}"):
+            moe.build(8)
