@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 
 from moecore.core.files import UserError
 from moecore.core.records import Feature, Guidance, Layout, ModelOutput
-from moecore.nn.backbones.model import BackboneModel, Model
+from moecore.nn.backbones.model import BackboneModel, EncodeOptions, Model
 from moecore.nn.predict import image_batches
 from moecore.training.method import Method
 
@@ -46,9 +46,9 @@ class Guide(nn.Module):
         # An attack on a Guided model sees all of it; in training the teacher needs no gradients.
         attacked = torch.is_grad_enabled() and images.requires_grad
         with torch.set_grad_enabled(attacked):
-            tokens, _, features = self.teacher.encode(images, self.features, self.blocks)
-            prediction = self.teacher.predict(tokens)
-        probs = tuple(self.route(layer, feature) for layer, feature in enumerate(features))
+            encoded = self.teacher.encode(images, EncodeOptions(self.features, self.blocks))
+            prediction = self.teacher.predict(encoded.tokens)
+        probs = tuple(self.route(layer, feature) for layer, feature in enumerate(encoded.features))
         return Guidance(prediction, probs)
 
     def route(self, layer: int, features: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.streams import derived_seed
 from moecore.measure.base import Estimate
-from moecore.nn.backbones.model import BackboneModel, Model
+from moecore.nn.backbones.model import BackboneModel, EncodeOptions, Model
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.layers.smooth import Lemma1, lemma_1, why_undefined
 from moecore.nn.predict import eval_mode, image_batches
@@ -108,7 +108,9 @@ def layer_tokens(
 ) -> list[Tensor]:
     """Tokens (n, d) at the input of each MoE layer, the same places for every method."""
     if not isinstance(model, BackboneModel):
-        raise TypeError("tokens_of: a model that asks its teacher is not followed block by block")
+        raise TypeError(
+            "layer_tokens: a model that asks its teacher is not followed block by block"
+        )
     blocks = model.experts_and_router.indices(model.depth)
     with (
         eval_mode(model),
@@ -116,7 +118,7 @@ def layer_tokens(
         torch.autocast(torch.device(device).type, enabled=False),
     ):
         encoded = [
-            model.encode(pixels, "mlp_input", blocks)[2]
+            model.encode(pixels, EncodeOptions("mlp_input", blocks)).features
             for pixels in image_batches(images, batch, device)
         ]
     layers = [torch.cat(layer).flatten(0, 1) for layer in zip(*encoded, strict=True)]

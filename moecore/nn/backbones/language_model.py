@@ -12,15 +12,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.records import (
-    Feature,
-    Guidance,
-    Layout,
-    RoutingContext,
-    RoutingRecord,
-)
+from moecore.core.records import Layout, RoutingContext, RoutingRecord
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneConfig, BackboneModel
+from moecore.nn.backbones.model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
 from moecore.nn.layers.block import FeedForward, HiddenRatio
 from moecore.nn.layers.language_block import (
     AdamBlock,
@@ -132,29 +126,21 @@ class LanguageTransformer(BackboneModel):
         if self.memory is not None:
             self.memory.clear()
 
-    def encode(
-        self,
-        images: Tensor,
-        at: Feature | None = None,
-        blocks: tuple[int, ...] = (),
-        guidance: Guidance | None = None,
-        progress: float = 1.0,
-    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
-        """Word numbers (B, C, M) to (final tokens (B, M, d), routing records, features (B, M, d)
-        of each of ``blocks``), all of the last block of tokens.
-        """
+    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+        """Return what the blocks make of word numbers (B, C, M): of the last M of them."""
         if self.training and self.memory is not None:
-            last, states = self.read(images[:, -1], self.memory.own(), progress, at, blocks)
+            last, states = self.read(images[:, -1], self.memory.own(), options)
             self.memory.store_states(states)
             return last
         states = self.initial_states(len(images), images.device)
         with torch.no_grad():
             for before in range(images.shape[1] - 1, 0, -1):
-                _, states = self.read(images[:, -1 - before], states, progress, before=before)
-        return self.read(images[:, -1], states, progress, at, blocks)[0]
+                earlier = options._replace(blocks=())
+                _, states = self.read(images[:, -1 - before], states, earlier, before)
+        return self.read(images[:, -1], states, options)[0]
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
-        return self.encode(images)[1]
+        return self.encode(images).routing
 
     @property
     def reach(self) -> int:
@@ -170,22 +156,20 @@ class LanguageTransformer(BackboneModel):
         self,
         words: Tensor,
         states: Tensor,
-        progress: float = 1.0,
-        at: Feature | None = None,
-        blocks: tuple[int, ...] = (),
+        options: EncodeOptions = EncodeOptions(),
         before: int = 0,
-    ) -> tuple[tuple[Tensor, tuple, tuple[Tensor, ...]], Tensor]:
+    ) -> tuple[Encoded, Tensor]:
         """One block of tokens (B, M) after the cache ``states`` (depth, B, L, d).
 
-        Returns (final tokens, records, features) as ``encode`` does, and the cache after it,
-        without gradient. before: so many blocks of tokens before the first that is looked at;
-        layers that it cannot see from there are left out, and their cache as it was.
+        Returns what ``encode`` does, and the cache after it, without gradient. before: so many
+        blocks of tokens before the first that is looked at; layers that it cannot see from there
+        are left out, and their cache as it was.
         """
         seen = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         words = words.long()
         there = (words >= 0).unsqueeze(-1)
         through = BlockState(self.embedding(words.clamp_min(0)))
-        context = RoutingContext(progress=progress)
+        contexts = self.routing_contexts(words, options)
         records: tuple[RoutingRecord, ...] = ()
         block_features: dict[int, Tensor] = {}
         after = []
@@ -198,13 +182,13 @@ class LanguageTransformer(BackboneModel):
             after.append(kept[:, -self.config.span :])
             if index == seen:
                 continue
+            context = contexts.get(index, RoutingContext())
             through, entering, record = block(through, own, self.positions, context)
             records += record
-            if index in blocks:
-                block_features[index] = entering if at == "mlp_input" else through.tokens
-        tokens = through.tokens
-        features = tuple(tokens if at == "final" else block_features[index] for index in blocks)
-        return (tokens, records, features), torch.stack(after)
+            if index in options.blocks:
+                block_features[index] = entering if options.at == "mlp_input" else through.tokens
+        features = options.select_features(block_features, through.tokens)
+        return Encoded(through.tokens, records, features), torch.stack(after)
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens (B, M, d) to the logits (B, M, V) of the only head."""

@@ -1,8 +1,9 @@
 """What the models of all backbones have, and how large they are."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from math import prod
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,31 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.correspondence import match_tokens
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import Interpolation, cut_patches
+
+
+class EncodeOptions(NamedTuple):
+    """What ``encode`` gives beside the final tokens, and what routers may look at.
+
+    ``at``: "mlp_input" the input of a block's feed-forward, "block_out" its output, "final" the
+    normalised last tokens.
+    """
+
+    at: Feature | None = None
+    blocks: tuple[int, ...] = ()  # whose features are wanted
+    guidance: Guidance | None = None  # a teacher's, for routers that want it
+    progress: float = 1.0  # share of the training that is done
+
+    def select_features(self, blocks: Mapping[int, Tensor], final: Tensor) -> tuple[Tensor, ...]:
+        """Return the features of each wanted block, of those that were read of ``blocks``."""
+        return tuple(final if self.at == "final" else blocks[index] for index in self.blocks)
+
+
+class Encoded(NamedTuple):
+    """What the blocks of a backbone make of B inputs, T tokens each."""
+
+    tokens: Tensor  # (B, T, width), the final ones
+    routing: tuple[RoutingRecord, ...]
+    features: tuple[Tensor, ...]  # (B, T, width) of each block of the options
 
 
 class _OneStage(Protocol):
@@ -101,7 +127,9 @@ class BackboneModel(Model):
     guidance: a teacher's, for routers that want it.  progress: share of the training that is done.
     """
 
-    moves: ClassVar[bool] = False  # whether weights of another image size fit, see ``moved``
+    moves: ClassVar[bool] = (
+        False  # whether weights of another image size fit, see ``adapt_weights``
+    )
     pixel_mean: Tensor
     pixel_std: Tensor
 
@@ -125,39 +153,30 @@ class BackboneModel(Model):
 
         ``progress``: share of the training that is done.
         """
-        tokens, records, _ = self.encode(images, guidance=guidance, progress=progress)
-        heads = self.heads(tokens)
-        return ModelOutput(average_heads(heads), records, heads)
+        encoded = self.encode(images, EncodeOptions(guidance=guidance, progress=progress))
+        heads = self.heads(encoded.tokens)
+        return ModelOutput(average_heads(heads), encoded.routing, heads)
 
     @abstractmethod
-    def encode(
-        self,
-        images: Tensor,
-        at: Feature | None = None,
-        blocks: tuple[int, ...] = (),
-        guidance: Guidance | None = None,
-        progress: float = 1.0,
-    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
-        """Images to (final tokens, routing records, features of each of ``blocks``)."""
+    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+        """Return what the blocks make of images (B, C, *pixels)."""
 
-    def routing_contexts(
-        self, images: Tensor, guidance: Guidance | None, progress: float
-    ) -> dict[int, RoutingContext]:
+    def routing_contexts(self, images: Tensor, options: EncodeOptions) -> dict[int, RoutingContext]:
         """Return what routers may look at beside their tokens, by block: all but the attention,
         which the block adds.
         """
         if self.moe is None:
             return {}
         router = self.moe.router
-        shared = RoutingContext(progress=router.phase(progress))
+        shared = RoutingContext(progress=router.phase(options.progress))
         contexts = {}
         for layer, index in enumerate(self.moe.indices(self.depth)):
             layout = self.layout_of(index)
             context = shared
             if "patches" in router.wants:
                 context = context._replace(patches=cut_tokens(images, layout))
-            if guidance is not None and "teacher" in router.wants:
-                probs = guidance.probs[layer]
+            if options.guidance is not None and "teacher" in router.wants:
+                probs = options.guidance.probs[layer]
                 tokens = layout.special + prod(layout.grid)
                 student = torch.Size((len(images), tokens, probs.shape[-1]))
                 context = context._replace(teacher=match_tokens(probs, student))
@@ -228,8 +247,8 @@ def cut_tokens(images: Tensor, layout: Layout) -> Tensor:
     sizes = images.shape[2:]
     beyond = [covered - size for covered, size in zip(layout.size, sizes, strict=True)]
     padding = [side for length in reversed(beyond) for side in (0, length)]
-    pixels = cut_patches(pad(images, padding), layout.size[0] // layout.grid[0])
-    return pad(pixels, (0, 0, layout.special, 0))
+    sides = [covered // patches for covered, patches in zip(layout.size, layout.grid, strict=True)]
+    return pad(cut_patches(pad(images, padding), sides), (0, 0, layout.special, 0))
 
 
 def average_heads(heads: tuple[Tensor, ...]) -> Tensor:

@@ -7,15 +7,13 @@ B images, C channels, H × W pixels, d = C·H·W the width of the token, K class
 import math
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.records import Feature, Guidance, Layout, RoutingContext
+from moecore.core.records import Layout, RoutingContext
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneConfig, BackboneModel
-from moecore.nn.correspondence import match_tokens
+from moecore.nn.backbones.model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
 from moecore.nn.layers.block import DenseMlp, timm_linear
 from moecore.nn.layers.moe import MoE
 
@@ -84,43 +82,20 @@ class SingleLayerModel(BackboneModel):
         """The image's pixels in all channels."""
         return self.width
 
-    def encode(
-        self,
-        images: Tensor,
-        at: Feature | None = None,
-        blocks: tuple[int, ...] = (),
-        guidance: Guidance | None = None,
-        progress: float = 1.0,
-    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
-        """Images to (tokens (B, 1, d) after the layer, routing records, features (B, 1, d) of each
-        of ``blocks``, which may only be 0).
+    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+        """Return the layer's output and record; "mlp_input" is the normalised pixels.
 
-        ``at``: "mlp_input" the normalised pixels, "block_out" or "final" the output of the layer.
+        Raises UserError for features of another block than 0.
         """
-        if set(blocks) - {0}:
-            raise UserError(
-                f"blocks: found {list(blocks)}; allowed: 0, the only block of a single_layer model"
-            )
+        if set(options.blocks) - {0}:
+            problem = f"blocks: found {list(options.blocks)}"
+            raise UserError(f"{problem}; allowed: 0, the only block of a single_layer model")
         entering = self.normalised(images).flatten(1).unsqueeze(1)
-        tokens, records = self.mlp(entering, self._context(images, guidance, progress))
-        feature = entering if at == "mlp_input" else tokens
-        return tokens, records, (feature,) * len(blocks)
+        contexts = self.routing_contexts(images, options)
+        tokens, records = self.mlp(entering, contexts.get(0, RoutingContext()))
+        feature = entering if options.at == "mlp_input" else tokens
+        return Encoded(tokens, records, (feature,) * len(options.blocks))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens (B, 1, d) to the logits (B, K) of the only head."""
         return (self.head(tokens[:, 0]),)
-
-    def _context(
-        self, images: Tensor, guidance: Guidance | None, progress: float
-    ) -> RoutingContext:
-        context = RoutingContext(progress=progress)
-        if self.moe is None:
-            return context
-        wants = self.moe.router.wants
-        if "patches" in wants:
-            context = context._replace(patches=images.flatten(1).unsqueeze(1))
-        if guidance is not None and "teacher" in wants:
-            probs = guidance.probs[0]
-            student = torch.Size((len(images), 1, probs.shape[-1]))
-            context = context._replace(teacher=match_tokens(probs, student))
-        return context

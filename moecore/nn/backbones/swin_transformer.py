@@ -10,15 +10,9 @@ from typing import Any, NamedTuple, Protocol, cast
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from moecore.core.records import (
-    Feature,
-    Guidance,
-    Layout,
-    RoutingContext,
-    RoutingRecord,
-)
+from moecore.core.records import Layout, RoutingContext, RoutingRecord
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.model import BackboneModel, Encoded, EncodeOptions
 from moecore.nn.layers.block import Block, DenseMlp, FeedForward, drop_rates, timm_linear
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
@@ -121,22 +115,10 @@ class SwinTransformer(BackboneModel):
         """Width of a block's tokens."""
         return self.places[block].width
 
-    def encode(
-        self,
-        images: Tensor,
-        at: Feature | None = None,
-        blocks: tuple[int, ...] = (),
-        guidance: Guidance | None = None,
-        progress: float = 1.0,
-    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
-        """Images to (final tokens (B, T, width), routing records, features (B, T, width) of each of
-        ``blocks``), each with the tokens and the width of its stage.
-
-        ``at``: "mlp_input" the input of the block's feed-forward, "block_out" its output, "final"
-        the normalised last tokens.
-        """
+    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+        """Return what the blocks make of images; features have their stage's tokens and width."""
         tokens = self.patch_embed(self.normalised(images))
-        contexts = self.routing_contexts(images, guidance, progress)
+        contexts = self.routing_contexts(images, options)
         records: tuple[RoutingRecord, ...] = ()
         block_features: dict[int, Tensor] = {}
         index = 0
@@ -145,13 +127,11 @@ class SwinTransformer(BackboneModel):
             for block in stage.blocks:
                 tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
                 records += record
-                if index in blocks:
-                    block_features[index] = entering if at == "mlp_input" else tokens
+                if index in options.blocks:
+                    block_features[index] = entering if options.at == "mlp_input" else tokens
                 index += 1
         tokens = self.norm(tokens)
-        if at == "final":
-            return tokens, records, (tokens,) * len(blocks)
-        return tokens, records, tuple(block_features[index] for index in blocks)
+        return Encoded(tokens, records, options.select_features(block_features, tokens))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens (B, T, width) to the outputs (B, K) of the only head."""

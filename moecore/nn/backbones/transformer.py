@@ -10,15 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.core.records import (
-    Feature,
-    Guidance,
-    Layout,
-    RoutingContext,
-    RoutingRecord,
-)
+from moecore.core.records import Layout, RoutingContext, RoutingRecord
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.model import BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.transformer_settings import TransformerSettings
 from moecore.nn.layers.block import (
     Attention,
@@ -130,33 +124,18 @@ class Transformer(BackboneModel):
         patch_weights = renormalise_kernel(weights[weight], weights[bias], old, new)
         return dict(zip((weight, bias), patch_weights, strict=True))
 
-    def encode(
-        self,
-        images: Tensor,
-        at: Feature | None = None,
-        blocks: tuple[int, ...] = (),
-        guidance: Guidance | None = None,
-        progress: float = 1.0,
-    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
-        """Images to (final tokens (B, T, width), routing records, features (B, T, width) of each of
-        ``blocks``).
-
-        ``at``: "mlp_input" the input of the block's feed-forward, "block_out" its output, "final"
-        the normalised last tokens.
-        """
+    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
         tokens = self.embed(self.normalised(images))
-        contexts = self.routing_contexts(images, guidance, progress)
+        contexts = self.routing_contexts(images, options)
         records: tuple[RoutingRecord, ...] = ()
         block_features: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
             tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
             records += record
-            if index in blocks:
-                block_features[index] = entering if at == "mlp_input" else tokens
+            if index in options.blocks:
+                block_features[index] = entering if options.at == "mlp_input" else tokens
         tokens = self.norm(tokens)
-        if at == "final":
-            return tokens, records, (tokens,) * len(blocks)
-        return tokens, records, tuple(block_features[index] for index in blocks)
+        return Encoded(tokens, records, options.select_features(block_features, tokens))
 
     def embed(self, images: Tensor) -> Tensor:
         """Normalised images to (B, T, width) tokens with positions."""

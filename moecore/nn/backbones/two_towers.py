@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from moecore.core.files import UserError
 from moecore.core.records import Guidance, Layout, ModelOutput, RoutingRecord
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneConfig, BackboneModel
+from moecore.nn.backbones.model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
 from moecore.nn.backbones.swin_v2 import SwinV2
@@ -192,11 +192,9 @@ class TwoTowerModel(BackboneModel):
         target = torch.stack([target], dim=1)
         return output._replace(target=target, text_routing=spoken)
 
-    def encode(
-        self, images: Tensor, *asked: Any, **named: Any
-    ) -> tuple[Tensor, tuple, tuple[Tensor, ...]]:
+    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
         """Return what the image tower's does."""
-        return self.visual.encode(images, *asked, **named)
+        return self.visual.encode(images, options)
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens of the image tower to image sides (B, w + 1)."""

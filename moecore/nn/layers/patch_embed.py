@@ -9,24 +9,25 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool3d, gelu, interpolate, linear
 
 
-def cut_patches(images: Tensor, patch: int) -> Tensor:
-    """Images or volumes (B, C, *pixels) to their patches (B, P, C·patch^axes), the last axis
-    fastest, pixels channel by channel.
+def cut_patches(images: Tensor, sides: Sequence[int]) -> Tensor:
+    """Images or volumes (B, C, *pixels) to their patches (B, P, C·∏ sides), the last axis fastest,
+    pixels channel by channel.
 
     Raises ValueError where patches do not tile them.
     """
     batch, channels, *sizes = images.shape
-    if any(size % patch for size in sizes):
-        raise ValueError(
-            f"images of {'×'.join(map(str, sizes))} pixels cannot be cut into patches of "
-            f"{'×'.join([str(patch)] * len(sizes))}"
-        )
-    split = images.reshape(
-        batch, channels, *[length for size in sizes for length in (size // patch, patch)]
-    )
+    lengths = []
+    for size, side in zip(sizes, sides, strict=True):
+        if size % side:
+            raise ValueError(
+                f"images of {'×'.join(map(str, sizes))} pixels cannot be cut into patches of "
+                f"{'×'.join(map(str, sides))}"
+            )
+        lengths += [size // side, side]
+    split = images.reshape(batch, channels, *lengths)
     grid = range(2, split.ndim, 2)
     within = range(3, split.ndim, 2)
-    return split.permute(0, *grid, 1, *within).reshape(batch, -1, channels * patch ** len(sizes))
+    return split.permute(0, *grid, 1, *within).reshape(batch, -1, channels * math.prod(sides))
 
 
 class PatchEmbed(nn.Module):
@@ -45,7 +46,8 @@ class PatchEmbed(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        return linear(cut_patches(images, self.patch), self.proj.weight.flatten(1), self.proj.bias)
+        pixels = cut_patches(images, [self.patch] * (images.ndim - 2))
+        return linear(pixels, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class NormedPatchEmbed(PatchEmbed):

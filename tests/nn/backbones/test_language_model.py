@@ -14,7 +14,7 @@ from moecore.core.files import UserError
 from moecore.core.records import Guidance, RoutingContext
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
-from moecore.nn.backbones.model import parameter_counts
+from moecore.nn.backbones.model import EncodeOptions, parameter_counts
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.language_block import (
@@ -350,16 +350,17 @@ def test_the_papers_sizes():
 def test_features_are_what_enters_and_leaves_the_layer():
     images = torch.rand(3, 2, 4, 4)
     built = single()
-    tokens, records, (entering,) = built.encode(images, "mlp_input", (0,))
+    tokens, records, (entering,) = built.encode(images, EncodeOptions("mlp_input", (0,)))
     torch.testing.assert_close(entering[:, 0], normalised(images))
     torch.testing.assert_close(built.mlp(entering)[0], tokens)
     for at in ("block_out", "final"):
-        assert torch.equal(built.encode(images, at, (0,))[2][0], tokens)
+        (left,) = built.encode(images, EncodeOptions(at, (0,))).features
+        assert torch.equal(left, tokens)
     assert built.encode(images)[2] == () and len(records) == 1
     torch.testing.assert_close(built.predict(tokens), built(images).prediction)
     assert torch.equal(built.heads(tokens)[0], built.predict(tokens))
     with pytest.raises(UserError, match="the only block"):
-        built.encode(images, "final", (1,))
+        built.encode(images, EncodeOptions("final", (1,)))
 
 
 def test_a_gradient_reaches_every_used_part():

@@ -16,6 +16,7 @@ from moecore.data.loader import to_device
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.model import EncodeOptions
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
@@ -422,7 +423,7 @@ def test_routers_see_patches_and_attention_of_their_own_stage():
         MoE(router={"kind": "hash", "by": "patch"}, experts=EXPERTS, blocks="all"),
     )
     pixels = torch.rand(2, 1, 10, 10)
-    contexts = model.routing_contexts(pixels, None, 0.0)
+    contexts = model.routing_contexts(pixels, EncodeOptions())
     assert [tuple(context.patches.shape) for context in contexts.values()] == [
         (2, 25, 4),
         (2, 9, 16),

@@ -13,6 +13,7 @@ from torch.nn.functional import conv3d, unfold
 from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
+from moecore.nn.backbones.model import EncodeOptions
 from moecore.nn.backbones.swin import SwinSettings
 from moecore.nn.backbones.text_tower import TextTower
 from moecore.nn.backbones.vit import Vit
@@ -95,13 +96,14 @@ def test_a_dense_model_has_no_records_and_an_moe_model_one_per_layer():
 def test_features_are_what_enters_and_leaves_a_block():
     model = Vit(patch=8, width=48, depth=3).build(IMAGE).eval()
     images = torch.rand(2, 3, 32, 32)
-    tokens, _, (entering,) = model.encode(images, "mlp_input", (2,))
-    _, _, (before,) = model.encode(images, "block_out", (1,))
+    tokens, _, (entering,) = model.encode(images, EncodeOptions("mlp_input", (2,)))
+    _, _, (before,) = model.encode(images, EncodeOptions("block_out", (1,)))
     block = model.blocks[2]
     attended = before + block.attn(block.norm1(before))[0]
     torch.testing.assert_close(entering, block.norm2(attended))
     torch.testing.assert_close(tokens, model.norm(attended + block.mlp(entering)[0]))
-    torch.testing.assert_close(model.encode(images, "final", (2,))[2][0], tokens)
+    (final,) = model.encode(images, EncodeOptions("final", (2,))).features
+    torch.testing.assert_close(final, tokens)
 
 
 SPEC = ImageSpec(
@@ -133,15 +135,15 @@ def test_cubes_come_in_order_with_the_last_axis_fastest():
     volume = torch.zeros(1, 1, 8, 12, 4)
     # cube (1, 2, 0) = 1·3 + 2 = 5; voxel (1, 2, 3) = 1·16 + 2·4 + 3 = 27
     volume[0, 0, 4 + 1, 8 + 2, 3] = 1
-    cubes = cut_patches(volume, 4)
+    cubes = cut_patches(volume, (4, 4, 4))
     assert cubes.shape == (1, 6, 64) and cubes[0, 5, 27] == 1 and cubes.sum() == 1
 
 
 def test_patches_of_images_are_unfolds():
     images = torch.rand(2, 3, 8, 12)
-    assert torch.equal(cut_patches(images, 4), unfold(images, 4, stride=4).transpose(1, 2))
+    assert torch.equal(cut_patches(images, (4, 4)), unfold(images, 4, stride=4).transpose(1, 2))
     with pytest.raises(ValueError, match="8×12×5 pixels .* 4×4×4"):
-        cut_patches(torch.rand(1, 1, 8, 12, 5), 4)
+        cut_patches(torch.rand(1, 1, 8, 12, 5), (4, 4, 4))
 
 
 def test_the_linear_stem_is_a_convolution():
