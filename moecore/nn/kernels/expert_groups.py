@@ -14,9 +14,8 @@ from torch import Tensor
 MANY_EXPERTS = 64  # from which on they are grouped; fewer, one by one, cost little
 GROUPED_SLOTS = 128  # per expert, up to which a group is faster where it has ROUNDED_EXPERTS
 ROUNDED_EXPERTS = 8  # fewer are so large that a product of one's own keeps both cores busy
-EXACT_SLOTS = (
-    32  # up to which a product waits for its weights, and to round them to bf16 costs more
-)
+# up to which a product waits for its weights, and to round them to bf16 costs more
+EXACT_SLOTS = 32
 GROUP = 3 << 20  # entries of the weights of a group, which in bf16 stay in an L3 cache
 
 
@@ -42,7 +41,7 @@ class GroupPlan:
         self.sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
         self.groups: list[Group] = []
         self.idle: list[int] = []
-        shifts = [0] * len(self.sizes)  # from a row's number to its seat in its group
+        shifts = [0] * len(self.sizes)  # from a row's number to its slot in its group
         many = 1
         if offsets.device.type == "cpu" and len(self.sizes) >= MANY_EXPERTS:
             many = max(1, GROUP // max(1, weight[0].numel()))
@@ -80,13 +79,13 @@ class GroupPlan:
         padded.index_copy_(0, self.slots[group.rows], part)
         return padded.view(number, group.slots, -1)
 
-    def place(self, rows: Tensor, group: Group) -> Tensor | None:
+    def output_view(self, rows: Tensor, group: Group) -> Tensor | None:
         """Return where an expert's product may be written at once; None for several experts."""
         if group.alone:
             return rows[group.rows]
         return None
 
-    def back(self, padded: Tensor, group: Group, rows: Tensor) -> None:
+    def unpad_rows(self, padded: Tensor, group: Group, rows: Tensor) -> None:
         """Write what several experts have on their slots to the rows (R, n)."""
         if not group.alone:
             values = padded.flatten(0, 1).index_select(0, self.slots[group.rows])
@@ -103,6 +102,5 @@ def _share_product(sizes: list[int], many: int) -> bool:
     slots = max(sizes)
     if slots <= EXACT_SLOTS:
         return 3 * sum(size > 0 for size in sizes) >= len(sizes)
-    return (
-        many >= ROUNDED_EXPERTS and slots <= GROUPED_SLOTS and 2 * sum(sizes) >= len(sizes) * slots
-    )
+    is_half_full = 2 * sum(sizes) >= len(sizes) * slots
+    return many >= ROUNDED_EXPERTS and slots <= GROUPED_SLOTS and is_half_full

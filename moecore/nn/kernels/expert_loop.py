@@ -33,7 +33,7 @@ class ExpertLoop(Function):
         with _no_autocast(rows):
             for group in plan.groups:
                 part = plan.pad_rows(rows, group, weight.dtype)
-                plan.back(maps(part, group, plan.place(outputs, group)), group, outputs)
+                plan.unpad_rows(maps(part, group, plan.output_view(outputs, group)), group, outputs)
         return outputs
 
     @staticmethod
@@ -55,8 +55,8 @@ class ExpertLoop(Function):
             for group in plan.groups:
                 part = plan.pad_rows(grad, group, weight.dtype)
                 if wants_rows:
-                    plan.back(
-                        maps.backward(part, group, plan.place(to_rows, group)), group, to_rows
+                    plan.unpad_rows(
+                        maps.backward(part, group, plan.output_view(to_rows, group)), group, to_rows
                     )
                 gradients.add(plan.pad_rows(rows, group, weight.dtype), part, group)
         return to_rows if wants_rows else None, gradients.weight, gradients.bias, None
@@ -76,16 +76,18 @@ class ExpertMlp(Function):
         rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, offsets: Tensor
     ) -> tuple[Tensor, ...]:
         plan = GroupPlan(offsets, up)
-        room = _CastBuffer(rows.dtype)
-        first = _LinearMaps(up, up_bias, room)
-        second = _LinearMaps(down, down_bias, room)
+        buffer = _CastBuffer(rows.dtype)
+        first = _LinearMaps(up, up_bias, buffer)
+        second = _LinearMaps(down, down_bias, buffer)
         outputs = rows.new_empty(len(rows), down.shape[2])
         kept = []
         with _no_autocast(rows):
             for group in plan.groups:
                 inner = first(plan.pad_rows(rows, group, up.dtype), group, None)
                 hidden = gelu(inner)
-                plan.back(second(hidden, group, plan.place(outputs, group)), group, outputs)
+                plan.unpad_rows(
+                    second(hidden, group, plan.output_view(outputs, group)), group, outputs
+                )
                 kept += [inner, hidden]
         return outputs, *kept
 
@@ -106,9 +108,9 @@ class ExpertMlp(Function):
         grad = grads[0].contiguous()
         wants_rows, wants_up, wants_up_bias, wants_down, wants_down_bias, _ = ctx.needs_input_grad
         plan = GroupPlan(offsets, up)
-        room = _CastBuffer(rows.dtype)
-        first = _LinearMaps(up, up_bias, room)
-        second = _LinearMaps(down, down_bias, room)
+        buffer = _CastBuffer(rows.dtype)
+        first = _LinearMaps(up, up_bias, buffer)
+        second = _LinearMaps(down, down_bias, buffer)
         to_first = _Gradients(first, plan, wants_up, wants_up_bias)
         to_second = _Gradients(second, plan, wants_down, wants_down_bias)
         to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -120,8 +122,8 @@ class ExpertMlp(Function):
                 multiply_gelu_slope(to_inner, inner)
                 to_first.add(plan.pad_rows(rows, group, up.dtype), to_inner, group)
                 if wants_rows:
-                    place = plan.place(to_rows, group)
-                    plan.back(first.backward(to_inner, group, place), group, to_rows)
+                    place = plan.output_view(to_rows, group)
+                    plan.unpad_rows(first.backward(to_inner, group, place), group, to_rows)
         if not wants_rows:
             to_rows = None
         return to_rows, to_first.weight, to_first.bias, to_second.weight, to_second.bias, None
@@ -145,12 +147,12 @@ class _CastBuffer:
 class _LinearMaps:
     """The linear maps of all experts, in the dtype of the product that is asked for."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, room: _CastBuffer) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, buffer: _CastBuffer) -> None:
         self.weight = weight
         self.bias = bias
-        self.room = room
+        self.buffer = buffer
         if bias is not None:
-            self.rounded = bias.to(room.dtype)
+            self.rounded = bias.to(buffer.dtype)
 
     def __call__(self, rows: Tensor, group: Group, into: Tensor | None) -> Tensor:
         """The rows' outputs: (S, o) of one expert, written ``into`` where it is given, or
@@ -172,7 +174,7 @@ class _LinearMaps:
         weight = self.weight[group.experts]
         if weight.dtype == dtype:
             return weight
-        return self.room(weight).copy_(weight)
+        return self.buffer(weight).copy_(weight)
 
 
 class _Gradients:
@@ -199,7 +201,7 @@ class _Gradients:
             elif into.dtype == grad.dtype:
                 _product(rows.mT, grad, into)
             else:
-                into.copy_(_product(rows.mT, grad, self.maps.room(into)))
+                into.copy_(_product(rows.mT, grad, self.maps.buffer(into)))
         if self.bias is not None:
             self.bias[group.experts] = grad.sum(dim=-2)  # sums of bf16 are taken in fp32
 

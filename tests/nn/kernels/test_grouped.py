@@ -231,17 +231,17 @@ def test_second_derivatives_of_an_mlp():
 
 
 def test_groups_by_hand(monkeypatch):
-    # Groups of two of eight inputs. Of the first both have rows: they share 2 seats each. The third
-    # and fourth have 33 and none: too many for seats that cost nothing. The last have none.
+    # Groups of two of eight inputs. Of the first both have rows: they share 2 slots each. The third
+    # and fourth have 33 and none: too many for slots that cost nothing. The last have none.
     monkeypatch.setattr(expert_groups, "MANY_EXPERTS", 1)
     monkeypatch.setattr(expert_groups, "GROUP", 16)
     plan = GroupPlan(torch.tensor([2, 3, 36, 36, 36, 36]), torch.zeros(6, 8, 1))
     assert plan.groups == [Group(slice(0, 2), slice(0, 3), 2), Group(2, slice(3, 36), 33)]
     assert plan.idle == [3, 4, 5]
     rows = torch.arange(1.0, 37).unsqueeze(1)
-    seated = plan.pad_rows(rows, plan.groups[0], rows.dtype)
-    assert seated.flatten().tolist() == [1, 2, 3, 0]
-    plan.back(10 * seated, plan.groups[0], rows)
+    padded = plan.pad_rows(rows, plan.groups[0], rows.dtype)
+    assert padded.flatten().tolist() == [1, 2, 3, 0]
+    plan.unpad_rows(10 * padded, plan.groups[0], rows)
     assert rows[:4].flatten().tolist() == [10, 20, 30, 4]
 
 
@@ -261,7 +261,7 @@ def test_flops_are_counted_once_the_formula_is_registered(way):
     rows, weight, _, offsets = inputs((3, 0, 2))
     with FlopCounterMode(display=False) as counter:
         grouped_linear(rows, weight, None, offsets).square().sum().backward()
-    # forward, rows' gradient, weights' gradient: 2·R·i·o each; a group has free seats, 3·3 in all
+    # forward, rows' gradient, weights' gradient: 2·R·i·o each; a group has free slots, 3·3 in all
     computed = 9 if way == "groups" else 5
     assert counter.get_total_flops() == 3 * 2 * computed * 8 * 4
 
