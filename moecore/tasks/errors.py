@@ -32,7 +32,7 @@ def absolute_error(prediction: Tensor, labels: Tensor) -> Tensor:
     return _signed_errors(prediction, labels).abs()
 
 
-def mean_error_size(prediction: Tensor, labels: Tensor) -> float:
+def mean_absolute_error(prediction: Tensor, labels: Tensor) -> float:
     """Mean absolute error. Raises UserError as ``absolute_error`` does."""
     return float(absolute_error(prediction, labels).mean())
 
@@ -68,7 +68,7 @@ def median_mae(train_labels: Tensor, test_labels: Tensor) -> float:
     if len(train_labels) == 0:
         raise UserError("regression: no training labels, so no median")
     median = train_labels.double().quantile(0.5)
-    return mean_error_size(median.expand(len(test_labels)), test_labels)
+    return mean_absolute_error(median.expand(len(test_labels)), test_labels)
 
 
 def _signed_errors(prediction: Tensor, labels: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class CompiledBlocks:
 
 def is_on_one_rank(block: Block) -> bool:
     """Return whether all that the block computes with is on this rank."""
-    return not isinstance(block.mlp, MoELayer) or block.mlp.parted is None
+    return not isinstance(block.mlp, MoELayer) or block.mlp.sharded_experts is None
 
 
 def trace_section(name: str) -> AbstractContextManager:

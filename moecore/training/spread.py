@@ -115,7 +115,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
             spread = distribute_tensor(parameter.detach(), mesh, [Replicate(), Shard(0)])
             setattr(experts, name, nn.Parameter(spread, parameter.requires_grad))
         sharded |= set(experts.parameters())
-        layer.parted = ShardedExperts(experts, mesh)
+        layer.sharded_experts = ShardedExperts(experts, mesh)
     return sharded
 
 

@@ -27,7 +27,7 @@ from moecore.tasks.class_scores import (
     topk_hits,
 )
 from moecore.tasks.classification import Classification
-from moecore.tasks.errors import absolute_error, age_fit, mean_error_size, median_mae
+from moecore.tasks.errors import absolute_error, age_fit, mean_absolute_error, median_mae
 from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.regression import Regression
 
@@ -185,8 +185,8 @@ def test_absolute_errors_by_hand():
     prediction = torch.tensor([[61.0], [68.0], [83.0]])
     found = absolute_error(prediction, AGES)
     assert found.dtype == torch.float64 and found.tolist() == [1.0, 2.0, 3.0]
-    assert mean_error_size(prediction, AGES) == 2.0
-    assert mean_error_size(prediction[:, 0], AGES) == 2.0  # (N,) too, and never an N × N table
+    assert mean_absolute_error(prediction, AGES) == 2.0
+    assert mean_absolute_error(prediction[:, 0], AGES) == 2.0  # (N,) too, and never an N × N table
 
 
 def test_the_fit_by_hand():

@@ -135,7 +135,7 @@ def test_only_a_step_is_compiled_and_names_stay():
 def test_blocks_whose_experts_lie_on_several_ranks_stay_as_they_are():
     job = made(VMOE)
     sparse = [block for block in job.model.blocks if isinstance(block.mlp, MoELayer)]
-    sparse[0].mlp.parted = torch.nn.Identity()
+    sparse[0].mlp.sharded_experts = torch.nn.Identity()
     blocks = CompiledBlocks([job.model, None], "required", 9, "eager").blocks
     assert blocks == [block for block in job.model.blocks if block is not sparse[0]]
 

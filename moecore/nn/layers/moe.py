@@ -113,12 +113,12 @@ class MoELayer(FeedForward):
         self.wants = wants
         self.shares_basis = "basis" in wants & lends
         # in place of ``experts``, which other ranks share
-        self.parted: ShardedExperts | None = None
+        self.sharded_experts: ShardedExperts | None = None
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[Tensor, tuple[RoutingRecord]]:
-        experts = self.experts if self.parted is None else self.parted
+        experts = self.experts if self.sharded_experts is None else self.sharded_experts
         if self.shares_basis:
             context = context._replace(basis=experts.lent_basis())
         plan, record = self.router(tokens, context)
