@@ -80,8 +80,8 @@ class Target(NamedTuple):
 
     def scores(self, images) -> Tensor:
         """The task's score of each of these images (N, C, H, W); (N,)."""
-        said, _ = predict_in_batches(self.model, images, self.batch, routing=False)
-        return self.task.scores(said, self.labels)
+        prediction, _ = predict_in_batches(self.model, images, self.batch, routing=False)
+        return self.task.scores(prediction, self.labels)
 
     def worse_scores(self, images) -> Tensor:
         """The worse score of each image, clean or as in ``images``; (N,).

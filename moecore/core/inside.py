@@ -23,8 +23,6 @@ def path_inside(root: Path, name: str | Path) -> Path:
         short = f"{shown[:60]!r}" + "…" * (len(shown) > 60)
         raise UserError(f"{root}: found {short}, which no file can be called: {why}") from None
     if leaves:
-        allowed = "files below it, and links to such"
-        raise UserError(
-            f"{root}: found {shown!r}, which leads out of this folder; allowed: {allowed}"
-        )
+        problem = f"found {shown!r}, which leads out of this folder"
+        raise UserError(f"{root}: {problem}; allowed: files below it, and links to such")
     return path

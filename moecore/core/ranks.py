@@ -23,9 +23,7 @@ from torch.autograd import Function
 from moecore.core.files import UserError
 
 PATIENCE = timedelta(hours=6)  # the others wait while the first looks at what was trained
-FAILURE_PATIENCE = timedelta(
-    seconds=10
-)  # in which ranks that fail alike, before they met, have failed
+FAILURE_PATIENCE = timedelta(seconds=10)  # in which ranks that fail alike, unmet, have failed
 MEETING = "MOECORE_MEETING"  # a file where ranks of one machine meet, in place of a port
 
 
@@ -66,11 +64,9 @@ def has_process_group() -> bool:
 
 def current_ranks() -> Ranks:
     """This process; the only one where nothing was joined."""
-    return (
-        Ranks(distributed.get_rank(), distributed.get_world_size())
-        if has_process_group()
-        else Ranks()
-    )
+    if not has_process_group():
+        return Ranks()
+    return Ranks(distributed.get_rank(), distributed.get_world_size())
 
 
 def join_ranks() -> None:
@@ -99,11 +95,10 @@ def join_ranks() -> None:
 def _find_store(rank: int, size: int, patience: timedelta) -> distributed.Store:
     meeting = os.environ.get(MEETING)
     if not meeting and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        problem = (
-            f"RANK and WORLD_SIZE say that this is one of {size} ranks, but not where they meet"
-        )
+        lacking = "not where they meet (MASTER_ADDR, MASTER_PORT)"
+        problem = f"RANK and WORLD_SIZE say that this is one of {size} ranks, but {lacking}"
         ways = "`python -m moecore.run.local_ranks`, torchrun, or a launcher (docs/cluster.md)"
-        raise UserError(f"ranks: {problem} (MASTER_ADDR, MASTER_PORT); start them by {ways}")
+        raise UserError(f"ranks: {problem}; start them by {ways}")
     where = f"file://{meeting}" if meeting else "env://"
     return next(distributed.rendezvous(where, rank, size, timeout=patience))[0]
 
@@ -209,7 +204,7 @@ def all_gather_rows(own: Tensor) -> Tensor:
 
 
 def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
-    """The sum of what each rank found of its ``own_part`` of the parameter ``of``.
+    """The sum of what each rank found of its ``local_shard`` of the parameter ``of``.
 
     Its gradient is that of this rank's part, which no other rank has: it is not averaged.
     """

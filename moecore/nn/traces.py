@@ -4,6 +4,7 @@ N images, T tokens per image, E experts, K outputs.
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ def spread_to_one_grid(
 
 def finest_layout(layouts: Sequence[Layout]) -> Layout:
     """Return the layout with the most patches."""
-    return max(layouts, key=lambda layout: torch.Size(layout.grid).numel())
+    return max(layouts, key=lambda layout: prod(layout.grid))
 
 
 def spread_tokens(record: RoutingRecord, layout: Layout, fine: Layout) -> RoutingRecord:
@@ -104,7 +105,7 @@ def best_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
 
 
 def encode_record(record: RoutingRecord) -> str:
-    """Return the first ``min(E, KEPT)`` experts of every token as text (``encode_arrays``).
+    """Return the first EXPERTS_PER_TOKEN experts of every token as text (``encode_arrays``).
 
     Three arrays: (N, T) the expert with the largest combine weight, the highest number of its type
     where no expert processed the token; (N, T, n) experts by combine weight, then those chosen

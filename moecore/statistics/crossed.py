@@ -168,7 +168,8 @@ def paired_seed_difference(differences: Sequence[float]) -> Difference:
     """
     values = np.asarray(differences, np.float64)
     if values.ndim != 1 or not len(values):
-        raise ValueError(f"paired_seeds: differences of shape {values.shape}; (seeds,) is needed")
+        shape = f"differences of shape {values.shape}"
+        raise ValueError(f"paired_seed_difference: {shape}; (seeds,) is needed")
     value = math.fsum(differences) / len(values)
     if len(values) == 1:
         return Difference(value, (), "", 1, 0)

@@ -45,7 +45,7 @@ def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
     Raises ValueError where there are no values.
     """
     if len(values) == 0:
-        raise ValueError("over_seeds: no values")
+        raise ValueError("mean_over_seeds: no values")
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return Interval(mean)

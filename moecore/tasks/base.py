@@ -187,7 +187,7 @@ class Task(Config, ABC):
         return scores.double().tolist()
 
     def decode_scores(self, kept: str | Sequence[float], images: int) -> Tensor:
-        """Return the scores (N,) of ``packed``."""
+        """Return the scores (N,) that ``encode_scores`` made ``kept`` of."""
         if isinstance(kept, str) or len(kept) != images:
             raise ValueError(f"{images} numbers are needed, one per item")
         return torch.tensor(kept, dtype=torch.float64)

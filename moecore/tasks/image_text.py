@@ -82,9 +82,8 @@ class ImageText(Task):
         whole batch of all ranks is compared, with gradient.
         """
         self._check_shapes(prediction, labels)
-        turns = [
-            self._one_caption_loss(prediction.float(), one.float()) for one in labels.unbind(1)
-        ]
+        images = prediction.float()
+        turns = [self._one_caption_loss(images, texts.float()) for texts in labels.unbind(1)]
         each = torch.stack(turns).nanmean(dim=0)
         return each.mean() if reduction == "mean" else each
 
@@ -92,10 +91,7 @@ class ImageText(Task):
         """The loss of each image with one caption of each, (B,); NaN where one has none."""
         first, every_image, every_text = 0, images, texts
         if has_process_group() and images.requires_grad:
-            every_image, every_text = (
-                all_gather_with_gradient(images),
-                all_gather_with_gradient(texts),
-            )
+            every_image, every_text = map(all_gather_with_gradient, (images, texts))
             first = current_ranks().rank * len(images)
         own = torch.arange(first, first + len(images), device=images.device)
         same = (texts[:, None, -MARKS:] == every_text[None, :, -MARKS:]).all(dim=-1)
@@ -108,9 +104,8 @@ class ImageText(Task):
             sign[torch.arange(len(own), device=own.device), own] = 1.0
             losses = -logsigmoid(sign * by_image).masked_fill(hidden, 0.0).sum(dim=1)
         else:
-            losses = (
-                row_cross_entropy(by_image, own, hidden) + row_cross_entropy(by_text, own, hidden)
-            ) / 2
+            both = [row_cross_entropy(logits, own, hidden) for logits in (by_image, by_text)]
+            losses = (both[0] + both[1]) / 2
         return losses.masked_fill(missing_caption_mask(texts), float("nan"))
 
     def with_gallery(self, labels: Tensor) -> Self:
@@ -121,7 +116,7 @@ class ImageText(Task):
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """−log of the share that an image's own captions have among those of all images that are
-        attacked (``among``), else of the batch: (B,). labels: text sides (B, C, d + 3).
+        attacked (``with_gallery``), else of the batch: (B,). labels: text sides (B, C, d + 3).
         """
         self._check_shapes(prediction, labels)
         gallery = labels if self._gallery is None else self._gallery

@@ -43,10 +43,10 @@ def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
     for part, who in zip(
         flat.split(max(1, CHUNK // number)), owner.split(max(1, CHUNK // number)), strict=True
     ):
-        said = cosine_matrix(images, part)  # (N, n)
-        right = said.gather(0, who[None])[0]
-        above = (said > right + TIE).sum(dim=0)
-        level = ((said - right).abs() <= TIE).sum(dim=0) - 1
+        cosines = cosine_matrix(images, part)  # (N, n)
+        right = cosines.gather(0, who[None])[0]
+        above = (cosines > right + TIE).sum(dim=0)
+        level = ((cosines - right).abs() <= TIE).sum(dim=0) - 1
         rows.append(hit_share(above, level, torch.ones_like(level), at))
     each = torch.cat(rows).masked_fill(~there[:, None], 0.0).view(number, captions, len(at))
     return each.sum(dim=1) / there.view(number, captions).sum(dim=1, keepdim=True)
@@ -63,14 +63,14 @@ def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
     size = max(1, CHUNK // len(flat))
     hits = []
     for first in range(0, number, size):
-        said = cosine_matrix(images[first : first + size], flat).masked_fill(~there, -2.0)
-        rows = torch.arange(len(said), device=said.device)
-        own = torch.zeros_like(said, dtype=torch.bool)
+        cosines = cosine_matrix(images[first : first + size], flat).masked_fill(~there, -2.0)
+        rows = torch.arange(len(cosines), device=cosines.device)
+        own = torch.zeros_like(cosines, dtype=torch.bool)
         for caption in range(captions):
             own[rows, (first + rows) * captions + caption] = True
-        best = said.masked_fill(~own, -2.0).amax(dim=1, keepdim=True)
-        above = (said > best + TIE).sum(dim=1)
-        equal = (said - best).abs() <= TIE
+        best = cosines.masked_fill(~own, -2.0).amax(dim=1, keepdim=True)
+        above = (cosines > best + TIE).sum(dim=1)
+        equal = (cosines - best).abs() <= TIE
         hits.append(hit_share(above, (equal & ~own).sum(dim=1), (equal & own).sum(dim=1), at))
     return torch.cat(hits)
 

@@ -168,7 +168,7 @@ class LanguageTransformer(BackboneModel):
         seen = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         words = words.long()
         there = (words >= 0).unsqueeze(-1)
-        through = BlockState(self.embedding(words.clamp_min(0)))
+        state = BlockState(self.embedding(words.clamp_min(0)))
         contexts = self.routing_contexts(words, options)
         records: tuple[RoutingRecord, ...] = ()
         block_features: dict[int, Tensor] = {}
@@ -178,17 +178,17 @@ class LanguageTransformer(BackboneModel):
             if index > seen:
                 after.append(own)
                 continue
-            kept = torch.cat([own, (through.tokens * there).detach().float()], dim=1)
+            kept = torch.cat([own, (state.tokens * there).detach().float()], dim=1)
             after.append(kept[:, -self.config.span :])
             if index == seen:
                 continue
             context = contexts.get(index, RoutingContext())
-            through, entering, record = block(through, own, self.positions, context)
+            state, entering, record = block(state, own, self.positions, context)
             records += record
             if index in options.blocks:
-                block_features[index] = entering if options.at == "mlp_input" else through.tokens
-        features = options.select_features(block_features, through.tokens)
-        return Encoded(through.tokens, records, features), torch.stack(after)
+                block_features[index] = entering if options.at == "mlp_input" else state.tokens
+        features = options.select_features(block_features, state.tokens)
+        return Encoded(state.tokens, records, features), torch.stack(after)
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens (B, M, d) to the logits (B, M, V) of the only head."""

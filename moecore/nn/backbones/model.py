@@ -127,9 +127,7 @@ class BackboneModel(Model):
     guidance: a teacher's, for routers that want it.  progress: share of the training that is done.
     """
 
-    moves: ClassVar[bool] = (
-        False  # whether weights of another image size fit, see ``adapt_weights``
-    )
+    moves: ClassVar[bool] = False  # whether ``adapt_weights`` knows weights of another image size
     pixel_mean: Tensor
     pixel_std: Tensor
 

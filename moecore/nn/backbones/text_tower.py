@@ -60,10 +60,8 @@ class TextTower(Config):
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.width % self.heads:
-            problem = f"heads is {self.heads}"
-            raise ValueError(
-                f"{problem}; allowed: a divisor of the text tower's width {self.width}"
-            )
+            allowed = f"a divisor of the text tower's width {self.width}"
+            raise ValueError(f"heads is {self.heads}; allowed: {allowed}")
         return self
 
 

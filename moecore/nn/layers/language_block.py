@@ -63,9 +63,8 @@ class SpanAttention(nn.Module):
         block = tokens.shape[1]
         every = torch.cat([before.to(tokens.dtype), tokens], dim=1)
         query, key, value = self._split(self.query(tokens), self.key(every), self.value(every))
-        logits = undo_relative_shift(query @ key.transpose(-2, -1)) + query @ positions.to(
-            query.dtype
-        )
+        logits = undo_relative_shift(query @ key.transpose(-2, -1))
+        logits = logits + query @ positions.to(query.dtype)
         share = torch.softmax(logits.float() * query.shape[-1] ** -0.5, dim=-1).to(value.dtype)
         shifted = relative_shift(self.dropout(share))
         attended = self.proj((shifted @ value).transpose(1, 2).flatten(2))
@@ -140,12 +139,12 @@ class LanguageBlock(nn.Module):
         self.norm2 = nn.LayerNorm(width)
 
     def forward(
-        self, through: BlockState, before: Tensor, positions: Tensor, context: RoutingContext
+        self, state: BlockState, before: Tensor, positions: Tensor, context: RoutingContext
     ) -> tuple[BlockState, Tensor, tuple]:
         """before: (B, L, d), the block's input at the L tokens before. Returns what goes on, the
         feed-forward's input (B, M, d), and its routing records.
         """
-        tokens = through.tokens
+        tokens = state.tokens
         wants = self.mlp.wants
         attended, weights = self.attn(tokens, before, positions, weights="attention" in wants)
         entering = self.norm1(tokens + attended)
@@ -153,7 +152,7 @@ class LanguageBlock(nn.Module):
             attention=weights, attended=attended if "attended" in wants else None
         )
         change, records = self.mlp(entering, context)
-        inner, momentum = self.inner_residual(entering, self.dropout(change), through.momentum)
+        inner, momentum = self.inner_residual(entering, self.dropout(change), state.momentum)
         return BlockState(self.norm2(entering + self.norm(inner)), momentum), entering, records
 
     def inner_residual(

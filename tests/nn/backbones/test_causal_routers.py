@@ -105,8 +105,7 @@ def test_what_looks_ahead_is_refused_and_would_move_earlier_logits(key, router, 
 
 @pytest.mark.parametrize(("key", "router"), LOOKAHEADS)
 def test_a_causal_text_tower_refuses_them_and_one_with_full_attention_does_not(key, router):
-    task = TASK
     tower = TextTower(width=16, depth=1, heads=2, moe=moe_of(router))
     with pytest.raises(UserError, match=f"^text.router.{key}: found .*; allowed"):
-        TextTransformer(tower, task)
-    TextTransformer(tower.model_copy(update={"mask": "full"}), task)
+        TextTransformer(tower, TASK)
+    TextTransformer(tower.model_copy(update={"mask": "full"}), TASK)
