@@ -30,7 +30,7 @@ class AttackBase(Config):
 
     @property
     def together(self) -> int | None:
-        """How many images it must get at once, since they matter to each other; None: any."""
+        """Return how many images it must get at once, as they matter to each other; None: any."""
         return None
 
     @property
@@ -39,11 +39,11 @@ class AttackBase(Config):
         return False
 
     def refuses(self, task: Task) -> str | None:
-        """Why these settings make no sense for a task, in words; None where they do."""
+        """Return why these settings make no sense for a task, in words; None where they do."""
         return None
 
     def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
-        """Why there is nothing to attack in this model, in words; None where there is."""
+        """Return why there is nothing to attack in this model, in words; None where there is."""
         return self.refuses(task)
 
 

@@ -21,7 +21,7 @@ Goal = Callable[[ModelOutput], Tensor]  # what a model said of B images → (B,)
 
 
 def objective_refusal(objective: Objective, task: Task) -> str | None:
-    """Why an objective cannot be computed for such labels, in words; None where it can."""
+    """Return why an objective cannot be computed for such labels, in words; None where it can."""
     if objective == "cross_entropy" and (reason := task.needs_classes("classes")):
         return f"objective cross_entropy needs classes, and {reason}"
     if objective == "dlr" and (reason := task.needs_classes("classes")):
@@ -92,7 +92,7 @@ def summed_balance_losses(routing: Sequence[RoutingRecord]) -> Tensor | float:
 
 
 def routing_change(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
-    """How far probability has left the experts chosen ``before``, (B,).
+    """Return how far probability has left the experts chosen ``before``, (B,).
 
     Stands in for 1 − IoU, which has no gradient. before: (B, T, E) bool per MoE layer. Sum over
     layers of the mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e; a token that chose

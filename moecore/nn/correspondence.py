@@ -177,9 +177,8 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
         assert_on_device(sound.all(), "correspondence: an affine is singular")
     elif not sound.all():
         image = int((~sound).nonzero()[0])
-        problem = (
-            f"the affine of view {view} of image {image} is singular: {affines[image].tolist()}"
-        )
+        which = f"the affine of view {view} of image {image}"
+        problem = f"{which} is singular: {affines[image].tolist()}"
         raise UserError(f"correspondence: {problem}; allowed: maps that can be undone")
     return expansion
 

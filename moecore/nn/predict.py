@@ -126,8 +126,9 @@ def text_perplexity(
 
 
 def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Of each word that follows the final tokens (n, d): (n,) fp64. Few logits are there at a time,
-    so that they stay in the cache: five times as fast.
+    """Return the nats of each word that follows the final tokens (n, d): (n,) fp64.
+
+    Few logits are there at a time, so that they stay in the cache: five times as fast.
     """
     task = model.image.task
     assert isinstance(task, NextToken)

@@ -126,7 +126,7 @@ def values_by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarra
 
 
 def encode_items(values: np.ndarray, people: np.ndarray | None = None) -> str:
-    """Values (N,) of images as a result keeps them: one an item, see ``values_by_person``."""
+    """Values (N,) of images as a result keeps them: one per item, see ``values_by_person``."""
     return encode_values(values_by_person(values, people))
 
 

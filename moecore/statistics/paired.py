@@ -118,7 +118,7 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def _wilson_distances(successes: int, count: int, level: float) -> tuple[float, float]:
-    """How far Wilson's limits lie below and above a share."""
+    """Return how far Wilson's limits lie below and above a share."""
     value, low, high = wilson(successes, count, level)
     assert low is not None and high is not None  # Wilson's interval always has both
     return value - low, high - value

@@ -21,7 +21,7 @@ Reduction = Literal["mean", "none"]
 
 
 class Score(NamedTuple):
-    """What a table shows of predictions: the mean of one score an image."""
+    """What a table shows of predictions: the mean of one score per image."""
 
     name: str  # "accuracy", "precision_at_1", "mae"; a key in results and in claims
     label: str  # the same in words, without a unit
@@ -48,7 +48,7 @@ class Details(Config):
 class Task(Config, ABC):
     """One kind of labels: what is learned, what is measured, what an attack may do to it.
 
-    Defaults are those of one real number an item that is no class.
+    Defaults are those of one real number per item that is no class.
     """
 
     kind: Any  # the file's stem, as in a data card
@@ -216,6 +216,6 @@ class Task(Config, ABC):
         """Return why ``what`` cannot be done with such labels, in words for the user, or None.
 
         what: "label_smoothing", "shots", "mix", "distillation", "decision" (one right class),
-        "share" (an image is right or wrong), "classes" (there are any), "one_class" (one an image),
-        "confidence" (an answer has a probability).
+        "share" (an image is right or wrong), "classes" (there are any), "one_class" (one per
+        image), "confidence" (an answer has a probability).
         """

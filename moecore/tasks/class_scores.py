@@ -13,7 +13,7 @@ BINS = 15  # equal widths, as in Guo et al. (2017)
 
 
 class ReliabilityBins(Config):
-    """A reliability diagram by columns, one entry a bin (low, high].
+    """A reliability diagram by columns, one entry per bin (low, high].
 
     Means are None where a bin has no predictions.
     """

@@ -22,7 +22,7 @@ LEAST = 8  # words, however many logits each has
 
 
 class NextToken(Task):
-    """Softmax cross-entropy in nats a token; its exponential is the perplexity."""
+    """Softmax cross-entropy in nats per token; its exponential is the perplexity."""
 
     kind: Literal["next_token"] = "next_token"
     words: int = Field(ge=2, description="of the vocabulary")
@@ -37,7 +37,7 @@ class NextToken(Task):
 
     @property
     def score(self) -> Score:
-        return Score("nats", "cross-entropy", "nats a token", "number", "lower")
+        return Score("nats", "cross-entropy", "nats per token", "number", "lower")
 
     @property
     def long(self) -> bool:
@@ -91,7 +91,7 @@ class NextToken(Task):
         return self.loss(prediction, labels) * len(labels)
 
     def baseline_score(self, labels: Tensor) -> float:
-        """Nats a token of the labels' own frequencies: the entropy of their words."""
+        """Nats per token of the labels' own frequencies: the entropy of their words."""
         counts = torch.bincount(labels.flatten().long()).double()
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * shares.log()).sum())

@@ -66,7 +66,7 @@ class Regression(Task):
         if prediction.shape != (len(labels), 1):
             raise UserError(
                 f"the model predicts {tuple(prediction.shape)} for {len(labels)} real labels; "
-                "needed: one number an image, a model built for a target"
+                "needed: one number per image, a model built for a target"
             )
         error = l1_loss(prediction[:, 0].float(), labels.float(), reduction=reduction)
         return error / self.deviation
@@ -78,7 +78,7 @@ class Regression(Task):
         of images.
         """
         if prediction.shape != (len(labels), 1):
-            needed = f"one number an image, ({len(labels)}, 1), is needed for real labels"
+            needed = f"one number per image, ({len(labels)}, 1), is needed for real labels"
             raise ValueError(f"attack: predictions are {tuple(prediction.shape)}; {needed}")
         return (prediction[:, 0] - labels.to(prediction.dtype)).abs()
 

@@ -7,7 +7,7 @@ from moecore.nn.backbones.swin import SwinSettings
 
 
 class SwinMoe(SwinSettings):
-    """Swin V1 with a continuous position bias; with one expert a token, too, its routers get the
+    """Swin V1 with a continuous position bias; with one expert per token, too, its routers get the
     task's gradient.
     """
 

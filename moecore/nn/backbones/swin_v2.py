@@ -8,7 +8,7 @@ from moecore.nn.backbones.swin import SwinSettings
 class SwinV2(SwinSettings):
     """Post-norm blocks, cosine attention and a continuous position bias.
 
-    With one expert a token the norm behind it leaves the router almost no gradient of the task.
+    With one expert per token the norm behind it leaves the router almost no gradient of the task.
     """
 
     kind: Literal["swin_v2"] = "swin_v2"

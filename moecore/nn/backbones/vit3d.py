@@ -79,7 +79,7 @@ class Vit3d(BackboneConfig):
 
     @property
     def activation(self) -> Activation:
-        """Return that of dense MLPs."""
+        """Return the activation of dense MLPs."""
         return "gelu"
 
     @property

@@ -93,7 +93,7 @@ class GroupPlan:
 
 
 def _share_product(sizes: list[int], many: int) -> bool:
-    """Whether experts with these rows share a product, of groups of ``many``.
+    """Return whether experts with these rows share a product, of groups of ``many``.
 
     Up to EXACT_SLOTS it waits for the weights, and free slots cost nothing; an expert alone spares
     the weights of those without rows, so a third must have some. Above, free slots cost as much as

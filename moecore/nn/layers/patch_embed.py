@@ -51,7 +51,7 @@ class PatchEmbed(nn.Module):
 
 
 class NormedPatchEmbed(PatchEmbed):
-    """The same of images, and a norm behind it (Swin)."""
+    """Patches of images, with a norm behind them (Swin)."""
 
     def __init__(self, channels: int, patch: int, width: int, eps: float) -> None:
         super().__init__(channels, patch, width)

@@ -111,7 +111,7 @@ def to_build_device(tensor: Tensor | None) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _gather_indices(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Where every place of every window (W, n) comes from, the inverse (T,), and the mask
+    """Return where every place of every window (W, n) comes from, the inverse (T,), and the mask
     (W, n, n); on the CPU, whatever models are being built on: the same for all blocks.
     """
     with torch.device("cpu"):

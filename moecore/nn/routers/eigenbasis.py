@@ -156,7 +156,7 @@ class EigenbasisRouter(nn.Module):
     def _context_projections(
         self, tokens: Tensor, projections: Tensor, basis: Tensor, context: RoutingContext
     ) -> Tensor:
-        """What the projections (B, T, E, r) are compared with: of that shape, or (E, r)."""
+        """Return what the projections (B, T, E, r) are compared with: of that shape, or (E, r)."""
         if self.target is not None:
             return self.target.to(basis.dtype)
         field = _FIELDS[self.config.context]
