@@ -12,14 +12,7 @@ from torch import Tensor, nn
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingContext, RoutingRecord
-from moecore.nn.layers.block import (
-    Block,
-    DenseMlp,
-    FeedForward,
-    HiddenRatio,
-    attention_weights,
-    softmax_attention,
-)
+from moecore.nn.layers.block import Attention, Block, DenseMlp, FeedForward, HiddenRatio
 from moecore.nn.layers.moe import MoE
 from moecore.tasks.image_text import ImageText
 
@@ -65,34 +58,16 @@ class TextTower(Config):
         return self
 
 
-class TextAttention(nn.Module):
-    """Self-attention over (B, M, d) tokens, each with those before it or with all; called as
-    ``Attention`` is.
-    """
+class TextAttention(Attention):
+    """Attention over (B, M, d) tokens, each to those before it or to all; CLIP's first weights."""
 
     def __init__(self, config: TextTower) -> None:
-        super().__init__()
         width = config.width
-        self.heads = config.heads
-        self.causal = config.mask == "causal"
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        super().__init__(width, config.heads, causal=config.mask == "causal", linear=nn.Linear)
         nn.init.normal_(self.qkv.weight, std=width**-0.5)
         nn.init.normal_(self.proj.weight, std=width**-0.5 * (2 * config.depth) ** -0.5)
         nn.init.zeros_(self.qkv.bias)
         nn.init.zeros_(self.proj.bias)
-
-    def forward(self, tokens: Tensor, weights: bool = False) -> tuple[Tensor, Tensor | None]:
-        batch, length, width = tokens.shape
-        qkv = self.qkv(tokens).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        if not weights:
-            return self._merge_heads(softmax_attention(query, key, value, self.causal)), None
-        each = attention_weights(query, key, self.causal)
-        return self._merge_heads(each.to(value.dtype) @ value), each.mean(dim=1)
-
-    def _merge_heads(self, heads: Tensor) -> Tensor:
-        return self.proj(heads.transpose(1, 2).flatten(2))
 
 
 class TextTransformer(nn.Module):

@@ -1,5 +1,6 @@
 """One pre-norm transformer block with timm's parameter names."""
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
@@ -93,7 +94,7 @@ def attention_weights(query: Tensor, key: Tensor, causal: bool = False) -> Tenso
 
 
 class Attention(nn.Module):
-    """Self-attention over (B, T, width) tokens.
+    """Self-attention over (B, T, width) tokens; causal: see ``attention_weights``.
 
     Raises ValueError where heads do not divide the width.
 
@@ -101,21 +102,29 @@ class Attention(nn.Module):
     (else None).
     """
 
-    def __init__(self, width: int, heads: int, qkv_bias: bool = True) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        qkv_bias: bool = True,
+        causal: bool = False,
+        linear: Callable[..., nn.Linear] = timm_linear,
+    ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"model.heads = {heads} does not divide model.width = {width}")
         self.heads = heads
-        self.qkv = timm_linear(width, 3 * width, bias=qkv_bias)
-        self.proj = timm_linear(width, width)
+        self.causal = causal
+        self.qkv = linear(width, 3 * width, bias=qkv_bias)
+        self.proj = linear(width, width)
 
     def forward(self, tokens: Tensor, weights: bool = False) -> tuple[Tensor, Tensor | None]:
         batch, length, width = tokens.shape
         qkv = self.qkv(tokens).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if not weights:
-            return self._merge_heads(softmax_attention(query, key, value)), None
-        each = attention_weights(query, key)
+            return self._merge_heads(softmax_attention(query, key, value, self.causal)), None
+        each = attention_weights(query, key, self.causal)
         return self._merge_heads(each.to(value.dtype) @ value), each.mean(dim=1)
 
     def _merge_heads(self, heads: Tensor) -> Tensor:
