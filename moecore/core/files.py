@@ -46,18 +46,17 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def _replace_when_done(path: Path) -> Iterator[Path]:
-    temporary = path
+    temporary = None
     try:
         with explain_full_disk(path):
             temporary = _temporary_path(path)
-        try:
-            with explain_full_disk(path):
-                yield temporary
-                os.replace(temporary, path)
-        finally:
-            _remove_path(temporary)
+            yield temporary
+            os.replace(temporary, path)
     except FullDisk as error:  # it names the file as it is called at last
-        raise FullDisk(str(error).replace(str(temporary), str(path))) from error.__cause__
+        raise FullDisk(str(error).replace(str(temporary or path), str(path))) from error.__cause__
+    finally:
+        if temporary is not None:
+            _remove_path(temporary)
 
 
 @contextmanager
