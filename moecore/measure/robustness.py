@@ -104,9 +104,7 @@ class Result(Config):
     attacks: dict[str, Curve | Skipped] = Field(description="by attack: a row an epsilon")
     worst_case: tuple[LeftScores, ...] = Field(description="over all attacks, a row an epsilon")
     audit: tuple[AuditLine, ...]
-    attacked: AttackedGallery | None = (
-        None  # of volumes, without an attack or a wanted picture: none
-    )
+    attacked: AttackedGallery | None = None  # none of volumes, without an attack or a picture
     people: tuple[int, ...] | None = Field(
         default=None, description="whose image each is, where people have several"
     )

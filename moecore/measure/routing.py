@@ -115,7 +115,7 @@ class RoutingLayer(LayerUse, Matching):
 class Result(Use, Matching):
     """The means over the MoE layers, each layer, and the same weights under other conditions.
 
-    items: of the metrics under their names one number an item, as ``kept_items`` packs them.
+    items: of the metrics under their names one number an item, as ``encode_items`` packs them.
     """
 
     images: int

@@ -108,7 +108,9 @@ def layer_tokens(
 ) -> list[Tensor]:
     """Tokens (n, d) at the input of each MoE layer, the same places for every method."""
     if not isinstance(model, BackboneModel):
-        raise TypeError("tokens_of: a model that asks its teacher is not followed block by block")
+        raise TypeError(
+            "layer_tokens: a model that asks its teacher is not followed block by block"
+        )
     blocks = model.experts_and_router.indices(model.depth)
     with (
         eval_mode(model),
