@@ -80,7 +80,7 @@ def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callab
 
 
 def compute_without_cache(name: str, compute: Callable[[], Any]) -> Any:
-    """``PartStore`` that keep nothing, for a measurement that is quick or that no stage runs."""
+    """A ``PartStore`` that keeps nothing, for a measurement that is quick or that no stage runs."""
     return compute()
 
 

@@ -100,7 +100,7 @@ class CohortChecks(Config):
 
 
 class Result(Config):
-    """What was checked; ``missing_part_reasons`` says why a part is None."""
+    """The parts, each where it could be checked; ``reasons`` says why one is None."""
 
     simulated: bool
     n_test: int

@@ -1,7 +1,6 @@
-"""How steady a model is under noise: the choice of experts, and the prediction along a ramp.
+"""How steady a model's prediction is along a ramp of noise (PRC, figure 1).
 
-PRC, figures 5 and 1. N images, S + 1 points of a ramp of growing noise (the first is the clean
-image), K classes, T tokens, E experts.
+N images, S + 1 points of a ramp of growing noise (the first is the clean image), K classes.
 """
 
 from collections.abc import Sequence
@@ -13,13 +12,13 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.records import RoutingRecord
 from moecore.data.corruptions.draws import add_noise
 from moecore.measure.base import Estimate
-from moecore.measure.routing_metrics.expert_use import iou_by_image
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.crossed import encode_items
+
+CHUNK = 16  # images whose ramps are in memory at once; fixed, so that no result depends on `batch`
 
 
 class RampSteps(NamedTuple):
@@ -55,20 +54,6 @@ def true_probability(probs: Tensor, labels: Tensor) -> Tensor:
     """(N, S + 1) fp64: the probability of each image's own class along its ramp."""
     index = labels[:, None, None].expand(-1, probs.shape[1], 1)
     return probs.double().gather(2, index).squeeze(2)
-
-
-def changes_by_image(
-    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
-) -> list[Tensor]:
-    """Routing change 1 − IoU of the chosen experts, the mean over an image's tokens.
-
-    Per layer (N,) fp64; [] for a dense model. Two empty sets count as IoU 1; the mean over images
-    is ``change_of_choice`` (see routing_metrics/expert_use.py).
-    """
-    return [1 - iou_by_image(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
-
-
-CHUNK = 16  # images whose ramps are in memory at once; fixed, so that no result depends on `batch`
 
 
 class Curve(Config):

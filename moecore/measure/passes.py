@@ -158,7 +158,7 @@ def _record_module(
 
 
 def padding_share(plan: Any) -> float:
-    """Share of a plan's rows that only pad (see ``moecore.nn.dispatch.padding``).
+    """Share of a plan's rows that only pad (see ``moecore.nn.dispatch.round_row_counts``).
 
     Other plans than a SparsePlan have none.
     """

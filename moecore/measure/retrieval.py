@@ -18,6 +18,7 @@ from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import Estimate, MeasuredSubject, PartStore
 from moecore.measure.exploring.overlays import Overlays, overlay_experts
 from moecore.measure.exploring.words import experts_by_word, find_two_towers
+from moecore.measure.routing_metrics.expert_use import token_entropy
 from moecore.nn.backbones.two_towers import TEXTS
 from moecore.nn.predict import concat_records, eval_mode, predict_in_batches
 from moecore.statistics.crossed import encode_items
@@ -198,10 +199,9 @@ def text_layer(record: RoutingRecord, words: Tensor, tokenizer: Tokenizer) -> Te
     counts = table.sum(dim=1)
     overall = table.sum(dim=0)
     shown = counts.argsort(descending=True, stable=True)[:WORDS].tolist()
-    probs = record.probs.double()
     return TextLayer(
         load_cv2=float(squared_cv(record.chosen.double().sum(dim=(0, 1)))),
-        token_entropy=float(torch.special.entr(probs).sum(dim=-1).mean()),
+        token_entropy=token_entropy(record.probs),
         same_expert=same_expert_rate(table),
         same_expert_chance=same_expert_rate(overall[None]),
         words=[

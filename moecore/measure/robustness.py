@@ -20,6 +20,7 @@ from moecore.measure.base import MeasuredSubject, PartStore, Skipped, load_or_co
 from moecore.measure.routing_metrics.expert_use import (
     change_of_choice,
     change_of_processing,
+    changes_by_image,
     iou_by_image,
 )
 from moecore.measure.under_attack.audit import Audit, run_audit
@@ -104,9 +105,7 @@ class Result(Config):
     attacks: dict[str, Curve | Skipped] = Field(description="by attack: a row an epsilon")
     worst_case: tuple[LeftScores, ...] = Field(description="over all attacks, a row an epsilon")
     audit: tuple[AuditLine, ...]
-    attacked: AttackedGallery | None = (
-        None  # of volumes, without an attack or a wanted picture: none
-    )
+    attacked: AttackedGallery | None = None  # none of volumes, without an attack or a picture
     people: tuple[int, ...] | None = Field(
         default=None, description="whose image each is, where people have several"
     )
@@ -249,9 +248,11 @@ def change_items(
     layers = list(zip(before, after, strict=True))
     if not layers:
         return {}
-    chosen = [1 - iou_by_image(a.chosen, b.chosen) for a, b in layers]
     processed = [1 - iou_by_image(a.combine != 0, b.combine != 0) for a, b in layers]
     return {
         name: encode_items(torch.stack(changes).mean(dim=0).numpy(), people)
-        for name, changes in (("routing_change", chosen), ("processing_change", processed))
+        for name, changes in (
+            ("routing_change", changes_by_image(before, after)),
+            ("processing_change", processed),
+        )
     }

@@ -4,7 +4,7 @@ Load, entropy, confidence, matches, sweeps over the router's settings, patches w
 """
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -28,7 +28,11 @@ from moecore.measure.routing_metrics.augmentations import (
     resolve_augmentation,
     two_views,
 )
-from moecore.measure.routing_metrics.expert_use import agreement_by_image, expert_agreement
+from moecore.measure.routing_metrics.expert_use import (
+    agreement_by_image,
+    average_layers,
+    expert_agreement,
+)
 from moecore.measure.routing_metrics.layer_use import LayerUse, Use, layer_use, use_by_image
 from moecore.measure.routing_metrics.matching import (
     AugmentedRow,
@@ -115,7 +119,7 @@ class RoutingLayer(LayerUse, Matching):
 class Result(Use, Matching):
     """The means over the MoE layers, each layer, and the same weights under other conditions.
 
-    items: of the metrics under their names one number an item, as ``kept_items`` packs them.
+    items: of the metrics under their names one number an item, as ``encode_items`` packs them.
     """
 
     images: int
@@ -160,7 +164,7 @@ def measure(subject: MeasuredSubject, settings: Routing, parts: PartStore) -> Re
     return Result(
         images=len(images),
         items=packed_means(by_image, people),
-        **layer_means(layers),
+        **average_layers(layers, MEANS),
         layers=layers,
         overlays=spread_overlays(images, records, pictured, model.layout),
         corresponding=match_crops(images[:CROPPED], finest_layout(model.layouts), settings.seed),
@@ -244,12 +248,3 @@ def augmented_rows(
         load_or_compute(parts, f"views {asked.name}", AugmentedRow, lambda asked=asked: row(asked))
         for asked in chosen
     )
-
-
-def layer_means(layers: list[RoutingLayer]) -> dict[str, Any]:
-    """Means over the MoE layers; None where a layer has no value."""
-    columns = {name: [getattr(layer, name) for layer in layers] for name in MEANS}
-    return {
-        name: None if None in values else sum(values) / len(values)
-        for name, values in columns.items()
-    }

@@ -14,8 +14,12 @@ from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Estimate, MeasuredSubject, PartStore, load_or_compute, why_not_flat
 from moecore.measure.exploring.overlays import Overlays, overlay_experts
-from moecore.measure.noise_ramp import Ramp, changes_by_image, ramp_probs, summarize_ramps
-from moecore.measure.routing_metrics.expert_use import agreement_by_image, expert_agreement
+from moecore.measure.noise_ramp import Ramp, ramp_probs, summarize_ramps
+from moecore.measure.routing_metrics.expert_use import (
+    agreement_by_image,
+    changes_by_image,
+    expert_agreement,
+)
 from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.crossed import encode_items

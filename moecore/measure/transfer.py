@@ -157,10 +157,8 @@ def transferred_scores(made: TransferTargets, source: str, target: str, parts: P
         left = made.targets[target].worse_scores(made.images(source))
         return Scores(scores=task.encode_scores(left))
 
-    scores = load_or_compute(parts, f"{source} on {target}", Scores, compute).scores
-    return task.decode_scores(
-        scores if isinstance(scores, str) else list(scores), len(made.targets[target].labels)
-    )
+    kept = load_or_compute(parts, f"{source} on {target}", Scores, compute)
+    return task.decode_scores(kept.scores, len(made.targets[target].labels))
 
 
 def transfer_cells(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moecore.data.prepared import Split, evenly_spaced_indices
+from moecore.measure.calibrators.temperature import nll_slopes
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import eval_mode, image_batches, model_device, words_at_once
 
@@ -34,12 +35,10 @@ class FinalTokens(NamedTuple):
                 yield self.model.predict(some[None])[0].float(), right
 
     def nll_slope(self, beta: float) -> float:
-        """Return the derivative of the mean nats in β = 1/T, see temperature.nll_slope."""
+        """Return the derivative of the mean nats in β = 1/T."""
         total = 0.0
         for logits, right in self.parts():
-            mean = (torch.softmax(beta * logits, dim=1) * logits).sum(dim=1)
-            chosen = logits.gather(1, right[:, None])[:, 0]
-            total += float((mean - chosen).double().sum())
+            total += float(nll_slopes(logits, right, beta).double().sum())
         return total / self.labels.numel()
 
     def answers(self, *temperatures: float) -> list["AnswerValues"]:

@@ -19,8 +19,7 @@ from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import END, UNKNOWN, block_windows, read_vocabulary
 from moecore.measure.base import Estimate, MeasuredSubject, PartStore, load_or_compute
-from moecore.measure.noise_ramp import changes_by_image
-from moecore.measure.routing_metrics.expert_use import agreement_by_image
+from moecore.measure.routing_metrics.expert_use import agreement_by_image, changes_by_image
 from moecore.nn.predict import read_text_blocks
 from moecore.statistics.crossed import encode_items
 

@@ -235,15 +235,18 @@ def _load_guide(folder: Path, settings: GuideCard, size: Size | None = None) -> 
 
 
 def load_weights(
-    module: nn.Module, weights: Mapping[str, Tensor], path: Path, assign: bool = False
+    module: nn.Module,
+    weights: Mapping[str, Tensor],
+    path: Path,
+    assign: bool = False,
+    mend: str = "run the stage that writes it again",
 ) -> None:
     """Give a module its weights; raises UserError that names their file where they do not fit."""
     try:
         module.load_state_dict(dict(weights), assign=assign)
     except RuntimeError as error:
         reason = " ".join(str(error).split("\n")[1].split())
-        again = "run the stage that writes it again"
-        raise UserError(f"{path}: not the weights of this model ({reason}); {again}") from error
+        raise UserError(f"{path}: not the weights of this model ({reason}); {mend}") from error
 
 
 def guide_folder(method: str, seed: int) -> Path:

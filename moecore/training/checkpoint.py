@@ -1,9 +1,8 @@
-"""A training run that was killed goes on where it was, or one checkpoint earlier where the last is
-damaged.
+"""A training run that was killed goes on where it was.
 
 Weights, optimiser and position are enough: views, order and noise are functions of (seed, step), so
 a run ends bit-equal to an uninterrupted one on CPU. Files are written by a thread while the
-training goes on, whole or not at all; none of them is a pickle.
+training goes on, whole or not at all, with a checksum; none of them is a pickle.
 
 Where every rank holds all parameters, the first writes one safetensors file. Sharded parameters are
 written by torch.distributed.checkpoint, a safetensors file per rank. Both are read by any number of
@@ -11,12 +10,8 @@ ranks.
 """
 
 import json
-import os
 import shutil
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -24,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from moecore.core.files import UserError, file_checksum, read_json, whole_file, write_sealed
+from moecore.core.files import UserError, file_checksum, read_json, write_sealed
 from moecore.core.ranks import broadcast_text, check_equal_across_ranks, current_ranks
 from moecore.core.tensors import read_tensors, write_tensors
+from moecore.training.artifacts import load_weights
 from moecore.training.sharded_state import (
     at_least_1d,
     collect_state,
@@ -37,14 +33,12 @@ from moecore.training.sharded_state import (
     restore_optimizer,
     shard_like,
     short_error,
-    state_mismatch,
     to_full_tensor,
 )
 
 AGAIN = "delete it and start the stage again"
 UNTOUCHED = "what was there before is untouched. Free some space and start again"
 Tensors = dict[str, Tensor]
-Reader = Callable[[], tuple[Tensors, dict[str, Any]]]
 
 
 class Checkpoint:
@@ -53,8 +47,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / "checkpoint.safetensors"
-        self.before = folder / "before.safetensors"  # the one before it
-        self.pointer = folder / "sharded.json"  # names the folders of the last two sharded ones
+        self.pointer = folder / "sharded.json"  # names the folder of a sharded one
         self._writing: Thread | None = None
         self._failed: BaseException | None = None
         self._group: Any = None  # the saving thread's own, beside the training's
@@ -78,7 +71,7 @@ class Checkpoint:
             name: to_full_tensor(value).detach().cpu().clone() for name, value in tensors.items()
         }
         about = {"step": str(step), "note": json.dumps(note)}
-        self._start_writing(lambda: self._replace(copied, about))
+        self._start_writing(lambda: write_tensors(self.path, copied, about))
 
     def wait(self) -> None:
         """Until what ``save`` began is written. Raises UserError where it could not be."""
@@ -93,60 +86,45 @@ class Checkpoint:
         """Restore model and optimiser; returns (steps done, note), or (0, {}) where there is no
         checkpoint.
 
-        Of a damaged one, or another model's, it is said, and the one before is taken. Raises
-        UserError where that is no better, or not there (files are written atomically: only a
-        failing disk damages them), and where ranks do not find the same.
+        Raises UserError where it is damaged (files are written atomically: only a failing disk
+        damages them) or another model's, and where ranks do not find the same.
         """
-        there = collect_state(model, optimizer)
-        names = (self.pointer, self.path, self.before)
-        check_equal_across_ranks("checkpoints", str([name.name for name in names if name.exists()]))
-        if not (readers := self._checkpoint_readers(model, optimizer)):
+        there = next((path for path in (self.pointer, self.path) if path.exists()), None)
+        check_equal_across_ranks("checkpoints", str(there and there.name))
+        if there is None:
             return 0, {}
-        tensors, position = read_first_undamaged(readers)
-        check_equal_across_ranks("checkpoints", str(position["step"]))
-        weights = {name: value for name, value in tensors.items() if name.startswith("model.")}
-        model.load_state_dict(
-            {
-                name.removeprefix("model."): shard_like(weights[name], there[name])
-                for name in weights
-            }
-        )
-        restore_optimizer(optimizer, tensors)
-        return position["step"], position["note"]
-
-    def _replace(self, tensors: Tensors, about: dict[str, str]) -> None:
-        """Keep the last as the one before, and write the new one in its place."""
-        for path in (self.path, self.before):
-            if path.is_dir():
-                raise UserError(f"{path}: a folder, in the place of a checkpoint; {AGAIN}")
-        if self.path.exists():
-            with whole_file(self.before) as spare:
-                try:
-                    os.link(self.path, spare)
-                except OSError:  # a file system without links
-                    shutil.copyfile(self.path, spare)
-        write_tensors(self.path, tensors, about)
-
-    def _checkpoint_readers(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> list[Reader]:
-        """Return what reads each checkpoint that is there, the last one first."""
-        if not self.pointer.exists():
-            files = [path for path in (self.path, self.before) if path.exists()]
-            return [
-                _matching_reader(path, partial(read_tensors, path), model, optimizer)
-                for path in files
-            ]
-
-        def sharded(about: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-            # all ranks read the one that the first finds whole: they read it together
-            whole = broadcast_text(self._find_damage(about) if current_ranks().first else "")
-            if whole:
-                raise UserError(whole)
-            return read_sharded(self.folder / about["folder"], of), about
-
-        parameters = optimizer_parameters(optimizer)
+        if there == self.pointer:
+            tensors, about = self._read_shards(model, optimizer)
+        else:
+            tensors, about = read_tensors(self.path)
+        check_equal_across_ranks("checkpoints", about["step"])
         state = model.state_dict()
+        weights = {
+            name.removeprefix("model."): value
+            for name, value in tensors.items()
+            if name.startswith("model.")
+        }
+        weights = {
+            name: shard_like(value, state.get(name, value)) for name, value in weights.items()
+        }
+        load_weights(model, weights, there, mend=AGAIN)
+        restore_optimizer(optimizer, tensors)
+        return int(about["step"]), json.loads(about["note"])
+
+    def _read_shards(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[Tensors, dict[str, Any]]:
+        """Return what all ranks wrote, as this one holds it, and what the pointer says of it."""
+        about = read_json(self.pointer, sealed=True)
+        folder = self.folder / about["folder"]
+        # the first looks, and all end alike: they read together
+        damage = broadcast_text(
+            _find_damage(folder, about["files"]) if current_ranks().first else ""
+        )
+        if damage:
+            raise UserError(damage)
+        state = model.state_dict()
+        parameters = optimizer_parameters(optimizer)
 
         def of(name: str) -> Tensor:
             kind, _, rest = name.partition(".")
@@ -154,22 +132,7 @@ class Checkpoint:
                 return state[rest]
             return parameters[int(rest.split(".")[0])].detach()
 
-        last = read_json(self.pointer, sealed=True)
-        each = [last] if last["before"] is None else [last, last["before"]]
-        return [
-            _matching_reader(
-                self.folder / about["folder"], partial(sharded, about), model, optimizer
-            )
-            for about in each
-        ]
-
-    def _find_damage(self, about: dict[str, Any]) -> str:
-        """Return what is wrong with the files of a sharded checkpoint; "" where nothing is."""
-        folder = self.folder / about["folder"]
-        for name, digest in about["files"].items():
-            if not (folder / name).is_file() or file_checksum(folder / name) != digest:
-                return f"{folder / name}: damaged, or not there; {AGAIN}"
-        return ""
+        return read_sharded(folder, of), about
 
     def _start_writing(self, write: Callable[[], None]) -> None:
         def kept() -> None:
@@ -212,48 +175,19 @@ class Checkpoint:
                 raise UserError(f"{target}: {takes}; {free:,} are free; {UNTOUCHED}") from error
             if not current_ranks().first:
                 return
-            last = read_json(self.pointer, sealed=True) if self.pointer.exists() else None
             about = {"folder": target.name, "step": str(step), "note": json.dumps(note)}
             about |= {"files": {file.name: file_checksum(file) for file in target.iterdir()}}
-            kept = None if last is None else last | {"before": None}
-            write_sealed(self.pointer, about | {"before": kept})
+            write_sealed(self.pointer, about)
             for old in self.folder.glob("sharded-*"):
-                if old != target and (kept is None or old.name != kept["folder"]):
+                if old != target:
                     shutil.rmtree(old)
 
         return write
 
 
-def read_first_undamaged(readers: Sequence[Reader]) -> tuple[Tensors, dict[str, Any]]:
-    """Return what the first reader reads that meets no damage; report the damaged ones. Raise the
-    last one's UserError.
-    """
-    for read in readers[:-1]:
-        try:
-            return read()
-        except UserError as error:
-            if current_ranks().first:
-                print(f"{error}. The checkpoint before it is taken", file=sys.stderr)
-    return readers[-1]()
-
-
-def _matching_reader(
-    path: Path, read: Reader, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Reader:
-    """Return what reads a checkpoint, its step and note as they were before they were text; its
-    UserError where it is another model's, before anything of the model is replaced.
-    """
-
-    def fitting() -> tuple[Tensors, dict[str, Any]]:
-        tensors, about = read()
-        why = state_mismatch(tensors, model, optimizer)
-        step, note = -1, None
-        with suppress(KeyError, ValueError, RecursionError):  # it is said below
-            step, note = int(about["step"]), json.loads(about["note"])
-        if not why and (step < 0 or not isinstance(note, dict)):
-            why = "its step and note are not as they are written"
-        if why:
-            raise UserError(f"{path}: holds no checkpoint of this training ({why}); {AGAIN}")
-        return tensors, {"step": step, "note": note}
-
-    return fitting
+def _find_damage(folder: Path, checksums: dict[str, str]) -> str:
+    """Return what is wrong with the files of a sharded checkpoint; "" where nothing is."""
+    for name, digest in checksums.items():
+        if not (folder / name).is_file() or file_checksum(folder / name) != digest:
+            return f"{folder / name}: damaged, or not there; {AGAIN}"
+    return ""

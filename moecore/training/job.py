@@ -179,7 +179,6 @@ class BatchPrefetcher:
     """``make(step)`` for ``steps`` in their order, made by a thread while the device computes.
 
     Beside a GPU it copies and draws on a stream of its own, so that neither waits for the model.
-
     What a step draws is a function of its number, so it may be drawn early. Errors of ``make`` are
     raised where the step's turn is.
     """

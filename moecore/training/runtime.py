@@ -25,8 +25,7 @@ from moecore.training.speed import Compile, requested_compile
 
 # oneDNN keeps a compiled product of every shape that it met, about 0.6 MB each. Rounded as they are
 # (``nn.dispatch.round_row_counts``), the rows of 32 experts come in some hundred shapes, and with
-# 128 kept a
-# step of a small Swin took 1.9 times as long: each was compiled anew.
+# 128 kept a step of a small Swin took 1.9 times as long: each was compiled anew.
 KEPT_PRODUCTS = "1024"
 
 Precision = Literal["auto", "float32", "bfloat16"]

@@ -1,13 +1,10 @@
 """The state of a training as named tensors: what each rank holds of it, whole or sharded."""
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-
-from moecore.core.files import UserError
 
 
 def is_sharded(value: Tensor) -> bool:
@@ -70,53 +67,23 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
     optimizer.load_state_dict(whole)
 
 
-def state_mismatch(
-    tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> str:
-    """Why the tensors are not what ``collect_state`` made of such a model; "" where they are."""
-    wanted = {f"model.{name}": value for name, value in model.state_dict().items()}
-    parameters = optimizer_parameters(optimizer)
-    for name, value in tensors.items():
-        if name in wanted:
-            of = wanted[name]
-        else:
-            numbered = re.fullmatch(r"optimizer\.(\d{1,9})\.([^.]+)", name)
-            if numbered is None or int(numbered[1]) >= len(parameters):
-                return f"{name} is not of this model"
-            of = torch.zeros(()) if numbered[2] == "step" else parameters[int(numbered[1])]
-        saved_shape, shape = (tuple(at_least_1d(one).shape) for one in (value, of))
-        if saved_shape != shape:
-            return f"{name} has shape {saved_shape}, the model's {shape}"
-    lacking = next((name for name in wanted if name not in tensors), None)
-    return "" if lacking is None else f"{lacking} is missing"
-
-
 def read_sharded(folder: Path, of: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Return what all ranks wrote into a folder of torch.distributed.checkpoint, as this process
     holds it: sharded anew, or whole. of: the tensor here that a name's values are for.
-
-    Raises UserError where a file is damaged.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    try:
-        tensors = {}
-        about = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        for name, value in about.items():
-            own = at_least_1d(of(name))
-            assert isinstance(value, TensorStorageMetadata)  # the files hold nothing else
-            if value.size == own.shape:
-                tensors[name] = torch.zeros_like(own)
-            else:
-                tensors[name] = torch.zeros(value.size, dtype=value.properties.dtype)
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
-    except (Exception, CheckpointException) as error:
-        again = "delete it and start the stage again"
-        raise UserError(
-            f"{folder}: no readable checkpoint ({short_error(error)}); {again}"
-        ) from error
+    tensors = {}
+    about = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    for name, value in about.items():
+        own = at_least_1d(of(name))
+        assert isinstance(value, TensorStorageMetadata)  # the files hold nothing else
+        if value.size == own.shape:
+            tensors[name] = torch.zeros_like(own)
+        else:
+            tensors[name] = torch.zeros(value.size, dtype=value.properties.dtype)
+    load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     return tensors
 
 

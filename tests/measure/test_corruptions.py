@@ -22,8 +22,8 @@ from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
 from moecore.measure import corruptions
 from moecore.measure.base import MeasuredSubject, compute_without_cache, read_result
 from moecore.measure.corruptions import Corruptions, mean_corruption_error
-from moecore.measure.noise_ramp import changes_by_image, ramp_steps, true_probability
-from moecore.measure.routing_metrics.expert_use import change_of_choice
+from moecore.measure.noise_ramp import ramp_steps, true_probability
+from moecore.measure.routing_metrics.expert_use import change_of_choice, changes_by_image
 from moecore.measure.transfer import (
     Result,
     Transfer,

@@ -11,7 +11,7 @@ from moecore.measure.base import MeasuredSubject, Skipped, compute_without_cache
 from moecore.measure.robustness import Result, Robustness, build_target, check_attacks, measure
 from moecore.measure.transfer import Transfer
 from moecore.measure.transfer import measure as measure_transfer
-from moecore.measure.under_attack.curves import measured_curves, unpack_scores, worst_case
+from moecore.measure.under_attack.curves import measured_curves, worst_case
 from moecore.nn.predict import predict_in_batches
 from stages import robustness as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
@@ -91,7 +91,7 @@ def test_every_attack_has_its_curve(results, name):
         assert [row.epsilon for row in rows] == [0, 0.05, 0.2]
         assert rows[0].score == found.clean_score and rows[0].unchanged_images == 1
         for row in rows:
-            assert row.score == int(unpack_scores(found.task, row, 25).sum()) / 25
+            assert row.score == int(found.task.decode_scores(row.scores, 25).sum()) / 25
             assert row.low <= row.score <= row.high and row.score <= found.clean_score
             layers = 2 if name == "vit" else 0
             assert len(row.routing_change) == len(row.processing_change) == layers
@@ -103,9 +103,9 @@ def test_the_worst_case_is_over_all_attacks(results):
     found = results["vit"]
     for index, row in enumerate(found.worst_case):
         hits = torch.stack(
-            [unpack_scores(found.task, rows[index], 25) for rows in found.attacks.values()]
+            [found.task.decode_scores(rows[index].scores, 25) for rows in found.attacks.values()]
         )
-        assert torch.equal(unpack_scores(found.task, row, 25), hits.all(dim=0))
+        assert torch.equal(found.task.decode_scores(row.scores, 25), hits.all(dim=0))
         assert row.score <= hits.double().mean(dim=1).min() + 1e-9
         assert row.epsilon == [0, 0.05, 0.2][index] and row.low <= row.score <= row.high
 

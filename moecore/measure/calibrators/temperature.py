@@ -72,7 +72,7 @@ class Temperature(Config):
         _check_logits(logits, labels)
         logits = logits.detach().double().cpu()
         labels = labels.long().cpu()
-        return self.fit_slope(lambda beta: nll_slope(logits, labels, beta))
+        return self.fit_slope(lambda beta: float(nll_slopes(logits, labels, beta).mean()))
 
     def fit_slope(
         self, slope_at: Callable[[float], float], tolerance: float = 1e-12
@@ -117,8 +117,7 @@ def _check_logits(logits: Tensor, labels: Tensor) -> None:
         )
 
 
-def nll_slope(logits: Tensor, labels: Tensor, beta: float) -> float:
-    """Return the derivative of the mean NLL in β, E[z̄ − z_label] under softmax(βz)."""
-    mean = (torch.softmax(beta * logits, dim=1) * logits).sum(1)
-    chosen = logits.gather(1, labels[:, None])[:, 0]
-    return float((mean - chosen).mean())
+def nll_slopes(logits: Tensor, labels: Tensor, beta: float) -> Tensor:
+    """Return the derivative of each row's NLL in β, z̄ − z_label with the mean under softmax(βz)."""
+    mean = (torch.softmax(beta * logits, dim=1) * logits).sum(dim=1)
+    return mean - logits.gather(1, labels[:, None])[:, 0]

@@ -45,9 +45,7 @@ class LayerExperts(Config):
     """The experts of one MoE layer."""
 
     experts: tuple[ExpertUse, ...]
-    crops: (
-        EncodedPicture | None
-    )  # (crops, C, h, w): the favourites, expert by expert; None: there are none
+    crops: EncodedPicture | None  # (crops, C, h, w), expert by expert; None: there are none
 
 
 class LayerPreferences(NamedTuple):

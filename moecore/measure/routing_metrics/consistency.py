@@ -27,7 +27,7 @@ def matched_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
     """Return how many pairs of each image agree, (B, 3) int64.
 
     Columns: best expert, best and second in this order, two best as a set.  probs_1, probs_2:
-    (B, P, E), both sides of each pair, E ≥ 2; found: (B, P) bool, which pairs there are.  Ties go
+    (B, P, E), both sides of each pair, E ≥ 2; is_pair: (B, P) bool, which pairs there are.  Ties go
     to the lowest index.  Raises UserError where shapes differ, there is no pair, or E is 1.
     """
     _check_pairs(probs_1, probs_2, is_pair)
@@ -121,8 +121,8 @@ def _check_epochs(first_experts: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def _check_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> None:
     if probs_1.shape != probs_2.shape or is_pair.shape != probs_1.shape[:-1]:
-        shapes = f"{tuple(probs_1.shape)}, {tuple(probs_2.shape)} and found {tuple(is_pair.shape)}"
-        needed = "equal (images, pairs, experts), and found (images, pairs)"
+        shapes = f"{tuple(probs_1.shape)}, {tuple(probs_2.shape)}, pairs {tuple(is_pair.shape)}"
+        needed = "equal (images, pairs, experts), and (images, pairs)"
         raise UserError(f"consistency: probs of shape {shapes}; needed: {needed}")
     if probs_1.shape[-1] < 2 or not is_pair.any():
         given = f"{int(is_pair.sum())} pairs and {probs_1.shape[-1]} experts"

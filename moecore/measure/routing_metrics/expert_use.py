@@ -4,9 +4,10 @@ B images, T tokens per image, E experts. Probabilities and masks are (B, T, E).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import comb
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,18 +92,19 @@ def choice_iou(before: Tensor, after: Tensor) -> float:
 
     Two empty sets count as 1.
     """
-    _check_same_shape(before, after)
-    common = (before & after).sum(-1).double()
-    either = (before | after).sum(-1).double()
-    return float(torch.where(either > 0, common / either.clamp(min=1), 1.0).mean())
+    return float(_token_iou(before, after).mean())
 
 
 def iou_by_image(before: Tensor, after: Tensor) -> Tensor:
     """``choice_iou`` of each image by itself, (B,) fp64."""
+    return _token_iou(before, after).mean(-1)
+
+
+def _token_iou(before: Tensor, after: Tensor) -> Tensor:
     _check_same_shape(before, after)
     common = (before & after).sum(-1).double()
     either = (before | after).sum(-1).double()
-    return torch.where(either > 0, common / either.clamp(min=1), 1.0).mean(-1)
+    return torch.where(either > 0, common / either.clamp(min=1), 1.0)
 
 
 def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -131,6 +133,13 @@ def change_of_choice(
     return [1 - choice_iou(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
 
 
+def changes_by_image(
+    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
+) -> list[Tensor]:
+    """``change_of_choice`` of each image by itself: per layer (N,) fp64."""
+    return [1 - iou_by_image(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
+
+
 def change_of_processing(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
@@ -141,6 +150,15 @@ def change_of_processing(
     return [
         1 - choice_iou(a.combine != 0, b.combine != 0) for a, b in zip(before, after, strict=True)
     ]
+
+
+def average_layers(layers: Sequence[Config], names: Iterable[str]) -> dict[str, Any]:
+    """Return the mean of each field over the MoE layers; None where a layer has none."""
+    columns = {name: [getattr(layer, name) for layer in layers] for name in names}
+    return {
+        name: None if None in values else sum(values) / len(values)
+        for name, values in columns.items()
+    }
 
 
 def _check_counts(counts: Tensor) -> None:

@@ -22,6 +22,7 @@ from moecore.measure.routing_metrics.consistency import (
 )
 from moecore.measure.routing_metrics.expert_use import (
     Confidence,
+    average_layers,
     chance_iou,
     chance_overlap,
     choice_iou,
@@ -103,17 +104,15 @@ def augmented_row(
     by_image = [
         matches_by_image(record, *pairs) for record, pairs in zip(records, paired, strict=True)
     ]
-    means = {
-        field: sum(getattr(layer, field) for layer in layers) / len(layers)
-        for field in Matching.model_fields
-    }
     return AugmentedRow(
         name=name,
         pairs=int(paired[-1][0].found.sum()),
-        **means,
+        **average_layers(layers, Matching.model_fields),
         **match_limits(records, paired, people).model_dump(),
         items=packed_means(by_image, people),
-        confidence=_mean_confidence(layers),
+        confidence=Confidence(
+            **average_layers([layer.confidence for layer in layers], Confidence.model_fields)
+        ),
         layers=layers,
         draws=digest_views(views),
     )
@@ -205,15 +204,6 @@ def chance_matching(experts: int, k: int | None) -> Chance:
 def digest_views(views: Views) -> str:
     """16 hexadecimal digits of the views' bytes."""
     return hashlib.sha256(_array_bytes(views.affines) + _array_bytes(views.images)).hexdigest()[:16]
-
-
-def _mean_confidence(layers: list[LayerMatching]) -> Confidence:
-    return Confidence(
-        **{
-            field: sum(getattr(layer.confidence, field) for layer in layers) / len(layers)
-            for field in Confidence.model_fields
-        }
-    )
 
 
 def _array_bytes(values: Tensor) -> bytes:

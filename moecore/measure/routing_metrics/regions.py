@@ -43,21 +43,19 @@ def region_rows(
     keeps any voxel.
     """
     if len(volumes) != len(regions) or regions.shape[1] != len(tissues):
-        region_results = (
-            f"{len(volumes)} volumes, and maps of shape {regions.shape} for {len(tissues)}"
-        )
-        raise UserError(f"region routing: {region_results} tissues; they must fit")
+        given = f"{len(volumes)} volumes, and maps of shape {regions.shape}"
+        raise UserError(f"region routing: {given} for {len(tissues)} tissues; they must fit")
     images = torch.from_numpy(np.array(volumes))
-    region_results = []
+    rows = []
     controls = []
     for channel, tissue in enumerate(tissues):
         share = torch.from_numpy(np.array(regions[:, channel]))
         random = shuffle_shares(share, images[:, 0] > 0, seed + channel)
-        region_results.append(_region_row(tissue, model, isolate_tissue(images, share), experts))
+        rows.append(_region_row(tissue, model, isolate_tissue(images, share), experts))
         controls.append(
             _region_row(f"random_{tissue}", model, isolate_tissue(images, random), experts)
         )
-    return [*region_results, *controls]
+    return [*rows, *controls]
 
 
 def shuffle_shares(share: Tensor, brain: Tensor, seed: int) -> Tensor:

@@ -4,7 +4,6 @@ N images, T tokens per image, E experts, K classes; one record of fields (N, T, 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from moecore.core.config import Config
 from moecore.core.records import RoutingRecord
@@ -16,6 +15,7 @@ from moecore.measure.routing_metrics.eligibility import (
     unchosen_mass,
 )
 from moecore.measure.routing_metrics.expert_use import (
+    average_layers,
     expert_counts,
     load_cv2,
     normalised_entropy,
@@ -59,7 +59,11 @@ def setting_values(
     """
     layers = [_setting_layer(record, k, threshold) for record in records]
     return SettingValues(
-        score=score.value, low=score.low, high=score.high, **_layer_averages(layers), layers=layers
+        score=score.value,
+        low=score.low,
+        high=score.high,
+        **average_layers(layers, SettingLayer.model_fields),
+        layers=layers,
     )
 
 
@@ -77,14 +81,3 @@ def _setting_layer(record: RoutingRecord, k: int, threshold: float | None) -> Se
         fallback=fallback_rate(record.logits, threshold) if scored else None,
         below_k=below_k_rate(record.logits, threshold, k) if scored else None,
     )
-
-
-def _layer_averages(layers: list[SettingLayer]) -> dict[str, Any]:
-    """The mean over layers of each value; None where a layer has none."""
-    columns = {
-        name: [getattr(layer, name) for layer in layers] for name in SettingLayer.model_fields
-    }
-    return {
-        name: None if None in values else sum(values) / len(values)
-        for name, values in columns.items()
-    }

@@ -54,10 +54,10 @@ def slopes_at(
 ) -> Slopes:
     """Return how fast a model's logits change at images, on the CPU.
 
-    images: (N, C, H, W) as ``predictions`` takes them; labels: (N,); radius: of the ℓ2 ball around
-    an image, met with [0, 1]; steps: of the ascent; halvings: how often its best pair is halved, to
-    a distance of at most 2·radius/2^halvings.  The result does not depend on ``batch`` beyond
-    rounding. The model and the global random state are left as they were.
+    images: (N, C, H, W) as ``predict_in_batches`` takes them; labels: (N,); radius: of the ℓ2 ball
+    around an image, met with [0, 1]; steps: of the ascent; halvings: how often its best pair is
+    halved, to a distance of at most 2·radius/2^halvings.  The result does not depend on ``batch``
+    beyond rounding. The model and the global random state are left as they were.
     """
     exact = frozen_double_copy(model)
     device = model_device(exact)

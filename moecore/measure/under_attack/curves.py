@@ -61,7 +61,7 @@ class AttackRow(LeftScores):
     processing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
     items: dict[str, str] = Field(
         default={},
-        description="of both changes, mean over layers, one number an item (``kept_items``)",
+        description="of both changes, mean over layers, one number an item (``encode_items``)",
     )
 
 
@@ -92,16 +92,7 @@ def worst_case(
 
 def worst_scores(task: Task, rows: Sequence[LeftScores], images: int) -> Tensor:
     """Return each image's worst score of these rows; (N,)."""
-    return reduce(task.worse_scores, [unpack_scores(task, row, images) for row in rows])
-
-
-def unpack_scores(task: Task, row: LeftScores, images: int) -> Tensor:
-    """The scores (N,) of a row."""
-    if isinstance(row.scores, str):
-        kept = row.scores
-    else:
-        kept = list(row.scores)
-    return task.decode_scores(kept, images)
+    return reduce(task.worse_scores, [task.decode_scores(row.scores, images) for row in rows])
 
 
 class AttackedPictures(Config):

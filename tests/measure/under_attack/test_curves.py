@@ -32,7 +32,6 @@ from moecore.measure.under_attack.curves import (
     Curve,
     LeftScores,
     measured_curves,
-    unpack_scores,
     worst_case,
 )
 from moecore.statistics.intervals import bootstrap_mean, wilson
@@ -99,7 +98,7 @@ def test_a_share_with_wilsons_interval():
     _, low, high = wilson(3, 4)
     found = LeftScores.of(0.1, CLASSES, hits(1, 0, 1, 1))
     assert (found.score, found.low, found.high) == (0.75, low, high)
-    assert unpack_scores(CLASSES, found, 4).tolist() == [True, False, True, True]
+    assert CLASSES.decode_scores(found.scores, 4).tolist() == [True, False, True, True]
 
 
 def test_a_mean_error_with_its_bootstrap_interval():
@@ -119,7 +118,7 @@ def test_the_worst_case_of_hits_is_what_stands_all_attacks():
     clean, attacked = worst_case(curves, CLASSES, 3)
     assert (clean.epsilon, clean.score) == (0, 1)
     assert (attacked.epsilon, attacked.score) == (0.1, pytest.approx(1 / 3))
-    assert unpack_scores(CLASSES, attacked, 3).tolist() == [True, False, False]
+    assert CLASSES.decode_scores(attacked.scores, 3).tolist() == [True, False, False]
     assert list(measured_curves(curves)) == ["a", "b"]
 
 
