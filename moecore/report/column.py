@@ -15,6 +15,7 @@ from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score, Task
 
 Value = float | Estimate | Interval | None
+SCORE = "score"  # instead of a form: that of the task's score
 ROUNDING = 1e-5  # between a value and the mean of its items: float32 against float64
 
 
@@ -30,7 +31,7 @@ class Column(NamedTuple):
     better: str = ""  # "higher", "lower", or "" where neither is better
     form: str = "number"  # or "share", "count", "seconds", "bytes"
     note: str = ""
-    paper: str = ""  # a key of paper_figures.PAPERS, or "" for what every paper reports
+    paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
     # Which images (N,) bool a share counted; None where that is not known. It takes the whole
     # model, because the hits of the test split are kept by the calibration, not by the training.
     hits: Callable[[Measured], np.ndarray | None] | None = None
@@ -44,9 +45,9 @@ class Column(NamedTuple):
         """Itself: it depends on nothing but the result."""
         return [self]
 
-    def foreseen(self, ahead: "Ahead") -> list[str]:
-        """Its name: it is known before anything runs."""
-        return [self.name]
+    def foreseen(self, ahead: "Ahead") -> dict[str, str]:
+        """Return its name and its form: they are known before anything runs."""
+        return {self.name: self.form}
 
 
 class Ahead(NamedTuple):
@@ -65,6 +66,11 @@ class Ahead(NamedTuple):
             len(method.moe.indices(method.merge_model_settings(model).depth)) for method in having
         ]
         return range(1, 1 + max(numbers, default=0))
+
+    def forms_of(self, names: Iterable[str], form: str) -> dict[str, str]:
+        """Return name → form; the form SCORE is that of the task's score."""
+        of_score = "share" if self.score == "accuracy" else "number"
+        return dict.fromkeys(names, of_score if form == SCORE else form)
 
 
 Names = Callable[[Ahead], Iterable[str]]
@@ -95,7 +101,7 @@ class Columns(Protocol):
 
     def columns(self, seen: Seen) -> Iterable[Column]: ...
 
-    def foreseen(self, ahead: Ahead) -> Iterable[str]: ...
+    def foreseen(self, ahead: Ahead) -> dict[str, str]: ...
 
 
 class Each(NamedTuple):
@@ -104,6 +110,7 @@ class Each(NamedTuple):
     names: Callable[[Any], Iterable[str]]  # those of one result
     column: Callable[[str, Any], Column]  # takes a name and the first result that has it
     ahead: Names = no_names  # the names of the columns, before anything has run
+    form: str = "number"  # of all of them
 
     def columns(self, seen: Seen) -> list[Column]:
         first: dict[str, Any] = {}
@@ -112,8 +119,8 @@ class Each(NamedTuple):
                 first.setdefault(name, result)
         return [self.column(name, result) for name, result in first.items()]
 
-    def foreseen(self, ahead: Ahead) -> Iterable[str]:
-        return self.ahead(ahead)
+    def foreseen(self, ahead: Ahead) -> dict[str, str]:
+        return ahead.forms_of(self.ahead(ahead), self.form)
 
 
 class Given(NamedTuple):
@@ -121,12 +128,13 @@ class Given(NamedTuple):
 
     of: Callable[[Seen], Iterable[Column]]
     ahead: Names = no_names  # the names of the columns, before anything has run
+    form: str = "number"  # of all of them
 
     def columns(self, seen: Seen) -> list[Column]:
         return list(self.of(seen))
 
-    def foreseen(self, ahead: Ahead) -> Iterable[str]:
-        return self.ahead(ahead)
+    def foreseen(self, ahead: Ahead) -> dict[str, str]:
+        return ahead.forms_of(self.ahead(ahead), self.form)
 
 
 class Metric(NamedTuple):

@@ -28,7 +28,7 @@ from moecore.report.claims.evaluation import (
 )
 from moecore.report.measured import Measured, Phase, Results, model_with_results
 from moecore.report.page.html import render_report
-from moecore.report.tables.comparison import compare_methods, expected_metric_names
+from moecore.report.tables.comparison import compare_methods, expected_metric_forms
 from moecore.report.tables.cross_table import cross_table
 from moecore.report.tables.summary import claim_lines, headline_rows
 from moecore.statistics.crossed import (
@@ -529,7 +529,7 @@ def test_the_rows_of_the_papers_say_what_they_need():
                 assert set(printed.methods) <= set(asked.run.methods), row.number
                 stages = load_stages(ROOT / "pipelines" / printed.study)
                 assert set(printed.metrics) <= set(
-                    expected_metric_names(asked, stages, printed.phase)
+                    expected_metric_forms(asked, stages, printed.phase)
                 )
 
 

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.report.tables.cells import json_interval
+from moecore.report.tables.comparison import read_comparison
 from moecore.report.tables.number_format import NumberFormat
-from moecore.report.tables.summary import compared_in
 from moecore.study.reading.claims_section import Claim, Question, settings_digest
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.params import validate_keys
@@ -113,7 +113,7 @@ def load_studies(root: Path) -> Iterator[Study]:
     """Every study under pipelines/, with its numbers where it was run."""
     for folder in sorted(path.parent for path in (root / "pipelines").glob("*/params.yaml")):
         path = folder / "reports/compare.json"
-        compared = compared_in(path) if path.exists() else {}
+        compared = read_comparison(path) if path.exists() else {}
         document = load_yaml(str(folder / "params.yaml"))
         yield Study(folder.name, validate_keys(Asked, document), compared, document.data)
 
@@ -167,7 +167,7 @@ def values_of(printed: Printed, studies: Sequence[Study]) -> str:
         }
         having = {method: cell for method, cell in cells.items() if cell}
         if having:
-            form = next(iter(having.values())).get("form", "number")
+            form = next(iter(having.values()))["form"]
             number_format = NumberFormat.of(form, map(json_interval, having.values()))
             values = [f"{name} {number_format.value(one['mean'])}" for name, one in having.items()]
             words.append(f"`{metric}`: {', '.join(values)}")

@@ -92,6 +92,7 @@ COLUMNS = (
         lambda ahead: [
             f"error_{column_slug(name)}" for name in ahead.study.corruptions.names or get_args(Name)
         ],
+        "share",
     ),
 )
 

@@ -84,8 +84,8 @@ def ahead_of(end: str = "") -> Callable[[Ahead], list[str]]:
 
 
 COLUMNS = (
-    Each(names_of, with_shots, ahead_of()),
-    Each(names_of, leaky, ahead_of("_leaky")),
+    Each(names_of, with_shots, ahead_of(), "share"),
+    Each(names_of, leaky, ahead_of("_leaky"), "share"),
 )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from moecore.measure.robustness import Result
 from moecore.measure.under_attack.curves import worst_scores
 from moecore.report.column import (
+    SCORE,
     Ahead,
     Column,
     Each,
@@ -177,11 +178,17 @@ def layers_ahead(ahead: Ahead) -> list[str]:
 
 
 COLUMNS = (
-    Each(attacks_of, score_under, lambda ahead: [scored(ahead, one) for one in asked(ahead)]),
+    Each(
+        attacks_of,
+        score_under,
+        lambda ahead: [scored(ahead, attack) for attack in asked(ahead)],
+        SCORE,
+    ),
     Each(
         lambda result: [WORST] if result.worst_case else [],
         score_under,
         lambda ahead: [scored(ahead, WORST)],
+        SCORE,
     ),
     change_under("routing_change", "Routing", "are chosen for"),
     change_under("processing_change", "Processing", "process"),

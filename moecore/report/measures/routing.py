@@ -7,6 +7,7 @@ import numpy as np
 from moecore.measure.routing import Result
 from moecore.measure.routing_metrics.augmentations import resolve_augmentation
 from moecore.report.column import (
+    SCORE,
     Ahead,
     Column,
     Columns,
@@ -94,7 +95,9 @@ def matched_under(match: str) -> Each:
         asked = [resolve_augmentation(one, volumes) for one in ahead.study.routing.augmentations]
         return [f"{match}_{column_slug(one.name)}" for one in asked]
 
-    return Each(lambda result: [row.name for row in result.augmentations], column, foreseen)
+    return Each(
+        lambda result: [row.name for row in result.augmentations], column, foreseen, "share"
+    )
 
 
 PLACES = {
@@ -205,7 +208,7 @@ COLUMNS = (
     *(column for place in PLACES for column in on_map(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
-    Given(scores_over_k, scores_ahead),
+    Given(scores_over_k, scores_ahead, SCORE),
 )
 
 

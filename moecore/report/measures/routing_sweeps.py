@@ -165,7 +165,7 @@ def swept_columns(setting: str, name: str, label: str, better: str, form: str) -
         tried = getattr(ahead.study.routing.sweeps, setting)
         return [f"{name}_{setting}_{value:g}".replace(".", "_") for value in tried]
 
-    return Each(values, column, foreseen)
+    return Each(values, column, foreseen, form)
 
 
 def layers_of(result: Result) -> list[str]:
@@ -197,7 +197,7 @@ def by_layer(
     def foreseen(ahead: Ahead) -> list[str]:
         return [f"{name}_layer_{layer}" for layer in ahead.layers]
 
-    return Each(layers_of, column, foreseen)
+    return Each(layers_of, column, foreseen, form)
 
 
 def scores_over_k(seen: Seen) -> list[Column]:

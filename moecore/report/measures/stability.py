@@ -9,6 +9,7 @@ from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.noise_ramp import Ramp
 from moecore.measure.stability import NoiseRow, NoisyOverlays, Result
 from moecore.report.column import (
+    SCORE,
     Column,
     Given,
     Seen,
@@ -70,7 +71,7 @@ def scored(seen: Seen) -> list[Column]:
 
 
 COLUMNS = (
-    Given(scored, lambda ahead: [f"noise_{ahead.score}"]),
+    Given(scored, lambda ahead: [f"noise_{ahead.score}"], SCORE),
     Column(
         "noise_selection_change",
         "Selection change, noise",

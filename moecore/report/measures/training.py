@@ -6,6 +6,7 @@ import numpy as np
 
 from moecore.measure import calibration
 from moecore.report.column import (
+    SCORE,
     Column,
     Given,
     Seen,
@@ -65,13 +66,13 @@ def top5_hits(model: Measured) -> np.ndarray | None:
 
 
 def scored(seen: Seen) -> list[Column]:
-    """The score on the test split; of classes also the loss."""
+    """Return the score on the test split."""
     score = seen.task.score
     share = score.form == "share"
     label = score.label.capitalize() if score.name == "precision_at_1" else f"Test {score.label}"
     title = title_of(score)
     what = title if title.isupper() else title.lower()
-    entries = [
+    return [
         Column(
             f"test_{key_of(score)}",
             label if share else f"Test {what}{unit_of(score)}",
@@ -84,12 +85,14 @@ def scored(seen: Seen) -> list[Column]:
             limits=limits_of(score),
         )
     ]
-    if seen.task.kind in LOSS:
-        note = LOSS[seen.task.kind]
-        entries.append(
-            Column("test_loss", "Test loss", lambda result: result.test_loss, "lower", note=note)
-        )
-    return entries
+
+
+def loss(seen: Seen) -> list[Column]:
+    """Return the loss on the test split; of numbers and texts the score says the same."""
+    if seen.task.kind not in LOSS:
+        return []
+    note = LOSS[seen.task.kind]
+    return [Column("test_loss", "Test loss", lambda result: result.test_loss, "lower", note=note)]
 
 
 def throughput(seen: Seen) -> list[Column]:
@@ -126,7 +129,8 @@ def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
 
 
 COLUMNS = (
-    Given(scored, lambda ahead: [f"test_{ahead.score}", "test_loss"]),
+    Given(scored, lambda ahead: [f"test_{ahead.score}"], SCORE),
+    Given(loss, lambda ahead: ["test_loss"]),
     Given(perplexities, lambda ahead: ["ppl", "ppl_all"] if ahead.score == "nats" else []),
     Column("parameters", "Parameters", lambda result: result.parameters, form="count"),
     Column(
@@ -136,10 +140,10 @@ COLUMNS = (
         form="count",
         note="used for one token",
     ),
-    Given(throughput, lambda ahead: ["images_per_second"]),
+    Given(throughput, lambda ahead: ["images_per_second"], "count"),
     Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
     Given(overhead_columns, lambda ahead: ["training_overhead"]),
-    Given(convergence_columns, lambda ahead: ["steps_to_baseline_loss"]),
+    Given(convergence_columns, lambda ahead: ["steps_to_baseline_loss"], "count"),
     Column(
         "agreement_with_final",
         "Agreement with final model",

@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError, read_json
+from moecore.core.files import UserError
 from moecore.report.column import Column
 from moecore.report.headlines import HEADLINES, Headline
 from moecore.report.page.rows import by_method
 from moecore.report.page.rows import paper_number as printed
 from moecore.report.page.view import Block, Grid, Item, Line
 from moecore.report.tables.cells import Cells
+from moecore.report.tables.comparison import NO_METHODS, read_comparison
 from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, Reported, reported
-from moecore.report.tables.summary import NO_METHODS
 
 # What stands beside a table's own columns: the score, and for the cost what it is of.
 BESIDE = {
@@ -138,12 +138,7 @@ def _row(first: str, cells: list[str]) -> str:
 
 if __name__ == "__main__":
     try:
-        print(
-            "\n".join(
-                cross_table(
-                    read_json(Path(sys.argv[1] if len(sys.argv) > 1 else "reports/compare.json"))
-                )
-            )
-        )
+        path = Path(sys.argv[1] if len(sys.argv) > 1 else "reports/compare.json")
+        print("\n".join(cross_table(read_comparison(path))))
     except UserError as error:
         sys.exit(str(error))
