@@ -13,6 +13,7 @@ from moecore.report.figures import overview
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes
 from moecore.report.page.answer import answer_of_claims, describe_phase
+from moecore.report.page.data_card import card_facts
 from moecore.report.page.glossary import WORDS
 from moecore.report.page.sections import join_names, pluralize, section_of, title_of
 from moecore.report.page.templating import template_environment
@@ -20,7 +21,6 @@ from moecore.report.page.view import Grid, Overview, Page, Section
 from moecore.report.quantities import Quantities, quantities
 from moecore.report.references import has_routing
 from moecore.report.tables.comparison import build_table
-from moecore.report.tables.run_files import card_facts
 
 
 def render_report(

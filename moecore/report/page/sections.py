@@ -10,7 +10,7 @@ from moecore.report.measures import SHOWN, transfer
 from moecore.report.measures.shown import Shown
 from moecore.report.page.rows import by_method, by_metric
 from moecore.report.page.view import Block, Picture, Section, without_empty
-from moecore.report.quantities import headline, of_column
+from moecore.report.quantities import first_columns, of_column
 from moecore.report.tables.cells import Cells
 from moecore.report.tables.comparison import Table, used_tests
 from moecore.report.tables.cross_table import by_paper
@@ -98,8 +98,9 @@ def number_blocks(
     results: Results, phase: Phase, compared: Table, controls: Collection[str]
 ) -> list[Block]:
     """The headline, and the tables of the papers."""
-    columns = [metric.column for metric in compared.metrics]
-    grid = by_method(headline(phase, columns), compared.cells, controls)
+    columns = {metric.name: metric.column for metric in compared.metrics}
+    first = [columns[name] for name in first_columns(phase, columns)]
+    grid = by_method(first, compared.cells, controls)
     return [
         Block(
             "",
@@ -107,7 +108,7 @@ def number_blocks(
             marks=describe_marks(results, phase, compared, controls),
             below=[describe_intervals(compared)],
         ),
-        by_paper(columns, compared.cells, controls),
+        by_paper(list(columns.values()), compared.cells, controls),
     ]
 
 
