@@ -129,7 +129,7 @@ def answers_of(study: Study) -> list[Answer]:
     return answers
 
 
-def claims_of(row: Row, paper: str, answers: Sequence[Answer]) -> list[Answer]:
+def claims_in_row(row: Row, paper: str, answers: Sequence[Answer]) -> list[Answer]:
     """The claims that stand in this row."""
     sources = row.sources or (row.number,)
     return [

@@ -1,9 +1,10 @@
 """The evaluated claims and questions for readers: tables of the page and a Markdown file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from moecore.report.claims.claim_row import ANSWERS, ClaimRow, build_claim_row
 from moecore.report.claims.evaluation import Evaluated, claim_entry, claims_of, questions_of
+from moecore.report.markdown import markdown_table
 from moecore.report.page.view import Block, Grid, Item, Line, Section
 from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
 from moecore.study.reading.claims_section import Claim
@@ -44,25 +45,14 @@ def claims_markdown(evaluated: Sequence[Evaluated]) -> str:
     """Return the content of reports/claims.md."""
     if not evaluated:
         return f"# {TITLE}\n\nparams.yaml has no claims.\n"
-    text = f"# {TITLE}\n\n{HOW}\n"
+    lines = [f"# {TITLE}", "", HOW]
     if claims := claims_of(evaluated):
-        table = markdown_table(("Paper", "Where", "It says", *HEAD), map(_markdown_cells, claims))
-        text += f"\n{table}"
+        head = ("Paper", "Where", "It says", *HEAD)
+        lines += ["", *markdown_table(head, map(_markdown_cells, claims))]
     if questions := questions_of(evaluated):
-        table = markdown_table(("Of", "It is asked", *ASKED_HEAD), map(_markdown_cells, questions))
-        text += f"\n## {ASKED}\n\n{table}"
-    return text
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, a line per row."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(map(escape_cell, line))} |\n" for line in lines)
-
-
-def escape_cell(text: str) -> str:
-    """Return a text that stays in its cell of a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")
+        head = ("Of", "It is asked", *ASKED_HEAD)
+        lines += ["", f"## {ASKED}", "", *markdown_table(head, map(_markdown_cells, questions))]
+    return "\n".join(lines) + "\n"
 
 
 def _marks(one: Evaluated, row: ClaimRow) -> list[str]:

@@ -131,7 +131,12 @@ COLUMNS = (
         "moge",
     ),
     Each(names_of, normalised, lambda ahead: [f"imed_normalised_{one}" for one in slugs()]),
-    Each(names_of, agreeing, lambda ahead: [f"agreement_transformed_{one}" for one in slugs()], "share"),
+    Each(
+        names_of,
+        agreeing,
+        lambda ahead: [f"agreement_transformed_{one}" for one in slugs()],
+        "share",
+    ),
 )
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from moecore.measure.sizes import Result, SizeRow
-from moecore.report.column import Columns
 from moecore.report.figures.drawing import GUIDE, PALETTE, new_figure, styled
 from moecore.report.measures.shown import Figures
 from moecore.report.page.view import EMPTY, NONE, Block, Grid, Item, Line, Picture
@@ -33,8 +32,6 @@ COUNTS = (
     Count("routing_gflops", "Routing of a layer, GFLOPs", "routing_flops_per_layer", 1e-9, 1, 3),
 )
 TICKS = (-100, -10, -1, 0, 1, 10, 100)  # %
-# No method was trained, so there is no row of the methods' tables.
-COLUMNS: tuple[Columns, ...] = ()
 
 
 def figures(result: Result) -> Figures:

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.transfer import Result, TransferCell
-from moecore.report.column import Columns, title_of
+from moecore.report.column import title_of
 from moecore.report.figures.charts import Labels, heat_table
 from moecore.report.measured import Phase
 from moecore.report.measures.attack_blocks import MARKS
@@ -14,9 +14,6 @@ from moecore.report.measures.robustness import attack_title
 from moecore.report.measures.shown import Figures
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
 from moecore.report.tables.number_format import NumberFormat, format_epsilon, with_named_epsilons
-
-# The matrix is of pairs: no number of it belongs to one method.
-COLUMNS: tuple[Columns, ...] = ()
 
 
 def figures(result: Result) -> Figures:

@@ -157,7 +157,9 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
     Raises UserError where it is something else.
     """
     compared = read_json(path)
-    if not isinstance(compared, dict) or not all(isinstance(one, dict) for one in compared.values()):
+    if not isinstance(compared, dict) or not all(
+        isinstance(one, dict) for one in compared.values()
+    ):
         raise UserError(f"{path}: found no tables of a study; run `dvc repro compare` again")
     formless = [
         (phase, name, cell)

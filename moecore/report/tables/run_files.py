@@ -1,5 +1,5 @@
-"""The headline numbers of every run: a file each for ``dvc metrics show`` and experiments, and those
-of a method and seed for MLflow.
+"""The headline numbers of a run: its file for ``dvc metrics show`` and experiments, and those that
+MLflow shows of a method and seed.
 """
 
 import json

@@ -52,17 +52,16 @@ def claim_lines(
 
     words: how a verdict is printed, where it is not by its own name.
     """
+    words = words or {}
     lines = []
     for name, entry in claims.items():
         row = build_claim_row(entry)
         limits = f"[{row.difference_limits}]" if row.difference_limits else "(no interval)"
-        notes = [f"over {row.over}"] if row.over else []
-        if row.verdict_holm not in ("", row.verdict):
-            notes.append(f"{row.verdict_holm} with Holm's correction")
-        notes += [row.detectable] if row.detectable else []
+        over = f"over {row.over}" if row.over else ""
+        notes = "; ".join(filter(None, (over, row.holm_note(words), row.detectable)))
         text = f"{name.partition(': ')[2]}: {row.difference} {limits}"
-        verdict = (words or {}).get(row.verdict, row.verdict)
-        lines.append(f"{verdict:<13} {text}" + (f" ({'; '.join(notes)})" if notes else ""))
+        verdict = words.get(row.verdict, row.verdict)
+        lines.append(f"{verdict:<13} {text}" + (f" ({notes})" if notes else ""))
     return lines
 
 
