@@ -35,7 +35,7 @@ class Column(NamedTuple):
     # Which images (N,) bool a share counted; None where that is not known. It takes the whole
     # model, because the hits of the test split are kept by the calibration, not by the training.
     hits: Callable[[Measured], np.ndarray | None] | None = None
-    # One value an item (N,), whose mean is the value: an image, or a person who has several. None
+    # One value per item (N,), whose mean is the value: an image, or a person who has several. None
     # where a result keeps none, as one of older code; without it the column has no items at all.
     items: Callable[[Any], np.ndarray | None] | None = None
     limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
@@ -87,7 +87,7 @@ class Seen(NamedTuple):
     task: Task
     results: Sequence[Any]  # of all models of a phase
     baseline: str  # the method that training times are compared with; "" without one
-    of_baseline: Sequence[Any]  # the results of that method, one a seed
+    of_baseline: Sequence[Any]  # the results of that method, one per seed
     of_dense: Sequence[Any]  # those of the dense model
     beside: Sequence[tuple[Any, Any]] = ()  # a result, and the baseline's of the same seed
 
@@ -155,12 +155,12 @@ class Metric(NamedTuple):
 
     def number(self, model: Measured) -> float:
         """The value itself, of a model that has it."""
-        result = self.read(model)
-        assert result is not None, f"{self.name} is read of a model that lacks it"
-        return result.value
+        interval = self.read(model)
+        assert interval is not None, f"{self.name} is read of a model that lacks it"
+        return interval.value
 
     def items(self, model: Measured) -> np.ndarray | None:
-        """One value an item (N,), whose mean is ``number``; None where the metric has none.
+        """One value per item (N,), whose mean is ``number``; None where the metric has none.
 
         Raises UserError where they are kept and their mean is another: the result is then of two
         codes.
@@ -228,9 +228,9 @@ def decode_items(text: str | None) -> np.ndarray | None:
 
 def mean_items(texts: Iterable[str | None]) -> np.ndarray | None:
     """The mean of several values' items, item by item; None where one has none."""
-    entries = [decode_items(text) for text in texts]
-    known = [values for values in entries if values is not None]
-    return np.mean(known, axis=0) if known and len(known) == len(entries) else None
+    arrays = [decode_items(text) for text in texts]
+    known = [values for values in arrays if values is not None]
+    return np.mean(known, axis=0) if known and len(known) == len(arrays) else None
 
 
 def mean_or_none(values: Sequence[float]) -> float | None:

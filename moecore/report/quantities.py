@@ -73,8 +73,8 @@ class Quantities(NamedTuple):
             wanted["how steady the routing is"] = (self.steady, "robustness")
         return [
             f"Not measured: {words} (the stage {stage} would)."
-            for words, (one, stage) in wanted.items()
-            if one is None
+            for words, (quantity, stage) in wanted.items()
+            if quantity is None
         ]
 
 
@@ -120,8 +120,7 @@ def quantities(phase: Phase, compared: Table, controls: Collection[str] = ()) ->
 
 def of_column(name: str, cells: Cells) -> dict[str, Cell]:
     """method → its cell, of the methods that have one."""
-    entries = {method: row[name] for method, row in cells.items()}
-    return {method: one for method, one in entries.items() if one is not None}
+    return {method: cell for method, row in cells.items() if (cell := row[name]) is not None}
 
 
 def attacked_names(phase: Phase) -> tuple[str, str]:

@@ -44,11 +44,11 @@ def study_stages(params: str | Path, run: Selection) -> frozenset[str]:
     if not files:
         return frozenset(USUAL)
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    entries = set(re.findall(r"-m stages\.(\w+)", text))
-    entries |= set(re.findall(r"-m stages\.measure (\w+)", text))
+    stages = set(re.findall(r"-m stages\.(\w+)", text))
+    stages |= set(re.findall(r"-m stages\.measure (\w+)", text))
     if re.search(r"-m stages\.measure \$", text):
-        entries |= set(run.measurements)
-    return frozenset(entries)
+        stages |= set(run.measurements)
+    return frozenset(stages)
 
 
 def read_results(
@@ -81,9 +81,9 @@ def _phase(place: Place, name: PhaseName) -> Phase:
     together: dict[type[Config], Config] = {}
     if "transfer" in place.stages:
         path = place.root / MEASURED / "transfer" / name / f"{place.run.seeds[0]}.json"
-        result = read_result(require_file(path, "transfer"), Transfer, "transfer")
-        if not isinstance(result, Skipped):
-            together[Transfer] = result
+        matrix = read_result(require_file(path, "transfer"), Transfer, "transfer")
+        if not isinstance(matrix, Skipped):
+            together[Transfer] = matrix
     return Phase(name, card, task, models, together)
 
 

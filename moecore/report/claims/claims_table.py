@@ -55,21 +55,21 @@ def claims_markdown(evaluated: Sequence[Evaluated]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _marks(one: Evaluated, row: ClaimRow) -> list[str]:
+def _marks(evaluated_claim: Evaluated, row: ClaimRow) -> list[str]:
     """The verdict, and after Holm's correction; of a question its answer."""
-    if isinstance(one.claim, Claim):
+    if isinstance(evaluated_claim.claim, Claim):
         return [MARKS[row.verdict], MARKS[row.verdict_holm]]
     return [ANSWERS.get(row.verdict, row.verdict)]
 
 
-def _page_line(one: Evaluated) -> Line:
-    claim = one.claim
-    row = build_claim_row(claim_entry(one))
-    mark, *corrected = _marks(one, row)
+def _page_line(evaluated_claim: Evaluated) -> Line:
+    claim = evaluated_claim.claim
+    row = build_claim_row(claim_entry(evaluated_claim))
+    mark, *corrected = _marks(evaluated_claim, row)
     detectable = row.detectable.replace(" pp", "\u00a0pp")
     over = row.over or "; ".join(row.notes)
     small = ", ".join(word for word in (row.difference_limits, over) if word)
-    label, statement = _metric_words(one)
+    label, statement = _metric_words(evaluated_claim)
     items = [
         Item(mark, keep_percent_on_line(detectable), look=f"verdict {row.verdict}"),
         *(Item(text, look=f"verdict {row.verdict_holm}") for text in corrected),
@@ -82,9 +82,9 @@ def _page_line(one: Evaluated) -> Line:
     return Line(Item(claim.paper or claim.asks, note=claim.asks if claim.paper else ""), items)
 
 
-def _markdown_cells(one: Evaluated) -> list[str]:
-    claim = one.claim
-    row = build_claim_row(claim_entry(one))
+def _markdown_cells(evaluated_claim: Evaluated) -> list[str]:
+    claim = evaluated_claim.claim
+    row = build_claim_row(claim_entry(evaluated_claim))
     if isinstance(claim, Claim):
         start = [claim.paper, claim.source, claim.says]
     else:
@@ -96,21 +96,21 @@ def _markdown_cells(one: Evaluated) -> list[str]:
             (claim.method, claim.against), row.values, row.limits, strict=True
         )
     ]
-    label, statement = _metric_words(one)
+    label, statement = _metric_words(evaluated_claim)
     why = f" ({claim.why})" if claim.why else ""
     return [
         *start,
-        *_marks(one, row),
+        *_marks(evaluated_claim, row),
         f"{row.difference}{limits}; {'; '.join(row.notes)}",
         *sides,
         f"{label} (`{claim.metric}`), {statement}{why}",
     ]
 
 
-def _metric_words(one: Evaluated) -> tuple[str, str]:
+def _metric_words(evaluated_claim: Evaluated) -> tuple[str, str]:
     """The metric's name, and what is claimed or asked of it, where."""
-    claim = one.claim
-    column = one.metric.column
+    claim = evaluated_claim.claim
+    column = evaluated_claim.metric.column
     verb = "claimed" if isinstance(claim, Claim) else "asked"
     statement = f"{claim.better} is {verb}"
     if claim.margin is not None:

@@ -69,7 +69,7 @@ def points_over_seeds(
 
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
-    """What the bands of ``over`` are, as words; of one seed there are none."""
+    """Return what the bands of ``points_over_seeds`` are, in words; of one seed there are none."""
     several = any(len(of_method) > 1 for of_method in seeds.values())
     return "Bands: 95 % intervals over seeds." if several else "One seed."
 
@@ -229,12 +229,12 @@ def under_attack(curves: Curves, what: str, score: Score) -> Figure:
 
 
 def attack_points(seeds: Sequence[Sequence[LeftScores]], score: Score) -> list[Point]:
-    """One point an epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
+    """One point per epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
     limits = (0.0, 1.0 if score.form == "share" else np.inf)
-    entries = []
+    points = []
     for rows in zip(*seeds, strict=True):
         interval = Interval(rows[0].score, rows[0].low, rows[0].high)
         if len(rows) > 1:
             interval = mean_over_seeds([row.score for row in rows])
-        entries.append(point(rows[0].epsilon * PIXEL, interval, limits))
-    return entries
+        points.append(point(rows[0].epsilon * PIXEL, interval, limits))
+    return points

@@ -42,7 +42,7 @@ NUMBERED = 20  # classes: with more, a matrix has colours only
 
 @styled
 def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
-    """Loss in training and the score on the validation split over epochs, a line a seed; of text
+    """Loss in training and the score on the validation split over epochs, a line per seed; of text
     the perplexities (MoGE, figures 12 to 16).
     """
     figure = new_figure(4.8, 4.8)
@@ -154,7 +154,7 @@ def sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
 
 
 def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
-    """One point an epoch over the seeds of one method; [] where a seed has no such list.
+    """One point per epoch over the seeds of one method; [] where a seed has no such list.
 
     name: a key of AGREEMENTS. A list that is shorter than the training has epochs ends with the
     last epoch.

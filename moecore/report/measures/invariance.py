@@ -141,7 +141,7 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """The mean routing of each class, a row a MoE layer."""
+    """The mean routing of each class, a row per MoE layer."""
     if not result.class_maps:
         return
     layers = len(result.class_maps[0])

@@ -57,7 +57,7 @@ def left_under(result: Result, attack: str) -> np.ndarray | None:
 
 
 def items_under(attack: str) -> Callable[[Result], np.ndarray | None]:
-    """The same as one value an item: of people, where they have several images."""
+    """The same as one value per item: of people, where they have several images."""
 
     def read(result: Result) -> np.ndarray | None:
         left = left_under(result, attack)
@@ -197,7 +197,7 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """The score over epsilon, a line an attack."""
+    """The score over epsilon, a line per attack."""
     curves = {
         name: attack_points([rows_of(result, name)], result.task.score)
         for name in [*attacks_of(result), WORST]
@@ -226,12 +226,12 @@ def part(phase: Phase) -> Iterator[Block]:
 
 
 def curve_of(phase: Phase, attack: str) -> Picture:
-    """One attack, a line a method."""
+    """One attack, a line per method."""
     seeds = phase.of(Result)
     first = phase.results(Result)[0]
     curves = {
-        method: attack_points([rows_of(result, attack) for result in one], first.task.score)
-        for method, one in seeds.items()
+        method: attack_points([rows_of(result, attack) for result in of_method], first.task.score)
+        for method, of_method in seeds.items()
     }
     what = "the worst attack for each image" if attack == WORST else attack_title(attack)
     images = f"{first.images} test images, the same for every method."

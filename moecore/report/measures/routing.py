@@ -49,8 +49,8 @@ SURE = {
 
 def of_routing(name: str, label: str, better: str, form: str, note: str, paper: str) -> Column:
     """A number that the result has under the column's own name."""
-    results = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
-    return results._replace(items=items_of(name))
+    column = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
+    return column._replace(items=items_of(name))
 
 
 def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
@@ -114,13 +114,13 @@ SHARES = {
 
 def on_map(place: str) -> list[Columns]:
     """Load and mass of a part of the map, beside the share of experts that lie there (MoGE)."""
-    entries: list[Columns] = []
+    columns: list[Columns] = []
     for share, (word, what) in SHARES.items():
         words = (f"{place}_{share}", f"{word}, {place}", "", "share", f"{what} {PLACES[place]}")
-        entries.append(of_routing(*words, "moge"))
+        columns.append(of_routing(*words, "moge"))
         if share != "cells":
-            entries.append(by_layer(*words, "moge"))
-    return entries
+            columns.append(by_layer(*words, "moge"))
+    return columns
 
 
 COLUMNS = (

@@ -43,9 +43,9 @@ def ends_of(values: Mapping[str, float]) -> str:
 def swept_most(scores: Mapping[str, Mapping[float, float]], score: Score) -> str:
     """How far the score moves where fewer or more experts see a token; scores: method → k → it."""
     moved = {
-        method: max(one.values()) - min(one.values())
-        for method, one in scores.items()
-        if len(one) > 1
+        method: max(by_k.values()) - min(by_k.values())
+        for method, by_k in scores.items()
+        if len(by_k) > 1
     }
     if not moved:
         return ""
@@ -98,7 +98,7 @@ def sweeps(phase: Phase) -> list[Picture]:
 
 
 def sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> Picture | None:
-    """One value over one setting, a line a method; None where no model was swept."""
+    """One value over one setting, a line per method; None where no model was swept."""
     words = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
     over_what, axis = words[setting]
     curves = {
@@ -114,7 +114,7 @@ def sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> Pic
 
 
 def step_time(phase: Phase) -> Picture | None:
-    """The time of a batch over k, as a multiple of that with one expert a token."""
+    """The time of a batch over k, as a multiple of that with one expert per token."""
 
     def of(result: Cost) -> dict[float, float]:
         times = {row.k: row.batch_ms.median for row in result.by_k}
@@ -135,8 +135,8 @@ def step_time(phase: Phase) -> Picture | None:
 def swept(result: Result, setting: str, name: str) -> dict[float, float]:
     """The setting → a value; without the points that have none."""
     rows = sorted(getattr(result.sweeps, setting), key=lambda row: getattr(row, setting))
-    entries = {getattr(row, setting): getattr(row, name) for row in rows}
-    return {x: value for x, value in entries.items() if value is not None}
+    values = {getattr(row, setting): getattr(row, name) for row in rows}
+    return {x: value for x, value in values.items() if value is not None}
 
 
 def swept_columns(setting: str, name: str, label: str, better: str, form: str) -> Each:
@@ -212,7 +212,7 @@ def scores_ahead(ahead: Ahead) -> list[str]:
 
 
 def agreement_by_layer(phase: Phase) -> list[Picture]:
-    """Agreement with the teacher over the MoE layers, a line a method (TGR, table 7)."""
+    """Agreement with the teacher over the MoE layers, a line per method (TGR, table 7)."""
 
     def of(result: Result) -> dict[float, float]:
         shares = {place: layer.teacher_agreement for place, layer in enumerate(result.layers, 1)}
@@ -220,7 +220,8 @@ def agreement_by_layer(phase: Phase) -> list[Picture]:
 
     seeds = phase.of(Result)
     curves = {
-        method: points_over_seeds([of(result) for result in one]) for method, one in seeds.items()
+        method: points_over_seeds([of(result) for result in of_method])
+        for method, of_method in seeds.items()
     }
     if not any(curves.values()):
         return []

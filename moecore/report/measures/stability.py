@@ -140,11 +140,11 @@ def part(phase: Phase) -> Iterator[Block]:
 def noisy(
     phase: Phase, look: Look, words: str, read: Callable[[NoiseRow], float | None]
 ) -> Picture | None:
-    """One value over sigma, a line a method; None where no method has it."""
+    """One value over sigma, a line per method; None where no method has it."""
 
     def of(result: Result) -> dict[float, float]:
-        entries = {row.sigma: read(row) for row in result.noise}
-        return {sigma: value for sigma, value in entries.items() if value is not None}
+        values = {row.sigma: read(row) for row in result.noise}
+        return {sigma: value for sigma, value in values.items() if value is not None}
 
     curves = {
         method: points_over_seeds([of(result) for result in seeds])
@@ -184,7 +184,7 @@ def noise_ramp(ramp: Ramp) -> Figure:
 
 
 def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure:
-    """Images with the number of each patch's expert in one MoE layer; a row a sigma, clean first.
+    """Images with the number of each patch's expert in one MoE layer; a row per sigma, clean first.
 
     A patch is tinted where its expert is not that of the clean image.
     """

@@ -50,19 +50,19 @@ NOTES = {
 def test_hits(model: Measured) -> np.ndarray | None:
     """Which test images (N,) are right; the calibration keeps them."""
     trained = model.of(Outcome)
-    result = model.of(calibration.Result)
-    if trained is None or result is None:
+    calibrated = model.of(calibration.Result)
+    if trained is None or calibrated is None:
         return None
-    return trained.task.decode_scores(result.scores, result.test_images).numpy()
+    return trained.task.decode_scores(calibrated.scores, calibrated.test_images).numpy()
 
 
 def top5_hits(model: Measured) -> np.ndarray | None:
     """Of which test images (N,) the class is among the five largest."""
     trained = model.of(Outcome)
-    result = model.of(calibration.Result)
-    if trained is None or result is None or result.top5 is None:
+    calibrated = model.of(calibration.Result)
+    if trained is None or calibrated is None or calibrated.top5 is None:
         return None
-    return trained.task.decode_scores(result.top5, result.test_images).numpy()
+    return trained.task.decode_scores(calibrated.top5, calibrated.test_images).numpy()
 
 
 def scored(seen: Seen) -> list[Column]:
@@ -113,14 +113,14 @@ def throughput(seen: Seen) -> list[Column]:
 
 def halfway(result: Outcome) -> float | None:
     """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
-    results = result.agreement_with_final
-    return results[(len(results) - 1) // 2] if results else None
+    agreements = result.agreement_with_final
+    return agreements[(len(agreements) - 1) // 2] if agreements else None
 
 
 def last(result: Outcome) -> float | None:
     """Between the last two epochs."""
-    results = result.agreement_consecutive
-    return results[-1] if results else None
+    agreements = result.agreement_consecutive
+    return agreements[-1] if agreements else None
 
 
 def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
@@ -221,7 +221,7 @@ def part(phase: Phase) -> Iterator[Block]:
     if not phase.results(Outcome):
         return
     chart = training_curves(phase.of(Outcome))
-    caption = "One line a seed." if phase.seeds > 1 else ""
+    caption = "One line per seed." if phase.seeds > 1 else ""
     drawn = Picture(chart, f"{phase.name}: training", caption)
     score = f"test_{key_of(phase.task.score)}"
     yield Block("Training", pictures=[drawn], folded=True, about=score)

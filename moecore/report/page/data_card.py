@@ -10,7 +10,7 @@ NAMED = 20  # classes: of more only their number is told
 
 
 def card_facts(phase: Phase) -> list[Line]:
-    """One row a fact."""
+    """One row per fact."""
     card = phase.card
     own = (
         cohort_facts(card)

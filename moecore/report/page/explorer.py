@@ -28,14 +28,14 @@ def explorer(results: Results) -> str:
     """The whole page; the same results give the same text."""
     phases = [phase for phase in results.phases.values() if measured(phase)]
     pool: dict[str, int] = {}
-    entries = [phase_data(phase, pool) for phase in phases]
+    data = [phase_data(phase, pool) for phase in phases]
     missing = ""
     if not phases:
         missing = NOT_MEASURED
-    elif not any("model" in method for phase in entries for method in phase["methods"]):
+    elif not any("model" in method for phase in data for method in phase["methods"]):
         missing = NO_EXPERTS
     template = template_environment().get_template("explorer.html.jinja")
-    return template.render(missing=missing, data={"phases": entries, "pool": list(pool)})
+    return template.render(missing=missing, data={"phases": data, "pool": list(pool)})
 
 
 def explorable(results: Results) -> bool:

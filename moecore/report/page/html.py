@@ -31,8 +31,8 @@ def render_report(
     explorer: the address, from this page's folder, of the routing explorer; None where there is
     none. Raises UserError where results do not fit together.
     """
-    result = page_of(results, evaluated)._replace(explorer=explorer or "")
-    return template_environment().get_template("page.html.jinja").render(page=result)
+    page = page_of(results, evaluated)._replace(explorer=explorer or "")
+    return template_environment().get_template("page.html.jinja").render(page=page)
 
 
 def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
@@ -46,8 +46,8 @@ def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
     sections += [
         section_of(results, phase, tables[phase.name]) for phase in results.phases.values()
     ]
-    if result := results.alone.get(LinearExperts):
-        blocks = list(linear_experts.section(result))
+    if linear := results.alone.get(LinearExperts):
+        blocks = list(linear_experts.section(linear))
         sections.append(Section("linear_experts", "Linear experts", "Linear experts", (), blocks))
     if counted_sizes := results.alone.get(Sizes):
         blocks = list(sizes.section(counted_sizes))
@@ -76,8 +76,8 @@ def answer_title(
         return answer_of_claims(evaluated)
     phase = next(iter(results.phases.values()), None)
     if phase is None:
-        result = results.alone.get(Sizes)
-        return sizes.told(result) if result else "Nothing was trained."
+        counted = results.alone.get(Sizes)
+        return sizes.told(counted) if counted else "Nothing was trained."
     return describe_phase(phase, title_of(phase), known[phase.name], results.without_experts)
 
 
@@ -110,11 +110,11 @@ def opening_words(results: Results) -> str:
 def what_was_measured(phase: Phase) -> list[str]:
     """The score, and what any model of the phase has."""
     score = "accuracy" if phase.task.score.form == "share" else "error"
-    entries = [
+    titles = [
         shown.title
         for shown in SHOWN
         if shown.stage and any(model.of(shown.result) for model in phase.every)
     ]
     if phase.together:
-        entries.append("transfer of attacks")
-    return [score, *entries]
+        titles.append("transfer of attacks")
+    return [score, *titles]

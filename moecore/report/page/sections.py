@@ -74,16 +74,16 @@ def has_results(view: Shown, phase: Phase) -> bool:
 
 def left_out(phase: Phase) -> Block:
     """Measurements that do not apply, and why; a reason once for each method."""
-    entries = {
+    methods_by_reason = {
         f"{method}, {reason}.": method
         for method, seeds in phase.models.items()
         for model in seeds.values()
         for reason in model.skipped
     }
-    methods = ", ".join(dict.fromkeys(entries.values()))
+    methods = ", ".join(dict.fromkeys(methods_by_reason.values()))
     title = "What does not apply to a method"
-    told = f"{pluralize(len(entries), 'measurement')} of {methods}"
-    return Block(title, below=list(entries), folded=True, finding=told)
+    told = f"{pluralize(len(methods_by_reason), 'measurement')} of {methods}"
+    return Block(title, below=list(methods_by_reason), folded=True, finding=told)
 
 
 def full_table_block(compared: Table) -> Block:

@@ -36,7 +36,7 @@ class Table(NamedTuple):
 
 def metrics_of(phase: Phase) -> list[Metric]:
     """All metrics in order: those of every paper, then paper by paper."""
-    entries = [
+    metrics = [
         Metric(column, kind)
         for shown in SHOWN
         if shown.applies(phase.task)
@@ -45,7 +45,7 @@ def metrics_of(phase: Phase) -> list[Metric]:
         for column in entry.columns(column_context(phase, kind))
     ]
     order = ["", *PAPERS]
-    return sorted(entries, key=lambda metric: order.index(metric.column.paper))
+    return sorted(metrics, key=lambda metric: order.index(metric.column.paper))
 
 
 def build_table(results: Results, phase: Phase) -> Table:
@@ -56,7 +56,8 @@ def build_table(results: Results, phase: Phase) -> Table:
         for metric in metrics
     }
     cells = {
-        method: {name: one[method] for name, one in columns.items()} for method in phase.models
+        method: {name: of_metric[method] for name, of_metric in columns.items()}
+        for method in phase.models
     }
     return Table([metric for metric in metrics if any(columns[metric.name].values())], cells)
 
@@ -121,12 +122,12 @@ def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str
 def used_tests(results: Results, phase: Phase, metrics: Sequence[Metric]) -> set[str]:
     """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
     models = [seeds for name, seeds in phase.models.items() if name not in results.controls]
-    entries = set()
+    tests = set()
     for metric in metrics:
         having = [seeds for seeds in models if read_cell(metric, list(seeds.values()))]
         if len(having) > 1:
-            entries.add(significance.possible_test(metric, having))
-    return entries - {""}
+            tests.add(significance.possible_test(metric, having))
+    return tests - {""}
 
 
 def compare_methods(results: Results) -> dict[str, Any]:
@@ -138,14 +139,14 @@ def compare_methods(results: Results) -> dict[str, Any]:
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
     }
-    if result := results.alone.get(Sizes):
-        compared["sizes"] = sizes.flat(result)
+    if counted := results.alone.get(Sizes):
+        compared["sizes"] = sizes.flat(counted)
     for name, phase in results.phases.items():
         for metric in metrics_of(phase):
             tested = _tested(metric, phase.models)
-            for method, result in column_cells(metric, phase.models).items():
-                if result:
-                    compared[method][name][metric.name] = cell_to_json(result, metric.column.form)
+            for method, cell in column_cells(metric, phase.models).items():
+                if cell:
+                    compared[method][name][metric.name] = cell_to_json(cell, metric.column.form)
                 if method in tested:
                     compared[method][name][metric.name]["against"] = tested[method]
     return compared
@@ -247,8 +248,8 @@ def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
     having = {
         method: seeds for method, seeds in models.items() if read_cell(metric, list(seeds.values()))
     }
-    entries: dict[str, dict[str, Any]] = {}
+    tests: dict[str, dict[str, Any]] = {}
     for reference in references(models):
         for method, tested in significance.differences_from(metric, having, reference).items():
-            entries.setdefault(method, {})[reference] = significance.tested_to_json(tested)
-    return entries
+            tests.setdefault(method, {})[reference] = significance.tested_to_json(tested)
+    return tests

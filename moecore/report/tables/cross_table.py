@@ -1,4 +1,4 @@
-"""One row a method, one column a headline metric of each paper, as Markdown.
+"""One row per method, one column per headline metric of each paper, as Markdown.
 
 python -m moecore.report.tables.cross_table [reports/compare.json]
 """
@@ -68,13 +68,13 @@ def grid_of(
 
 def paper_values(column: Column, papers: Sequence[Reported]) -> list[str]:
     """The paper's numbers of one column: model by model where they are few, else their ends."""
-    entries = {
+    values = {
         model.model: model.values[column.name] for model in papers if has_value(model, column)
     }
-    if len(entries) <= FEW:
-        return [f"{model} {unbroken_number(value, column)}" for model, value in entries.items()]
-    ends = [unbroken_number(end, column) for end in (min(entries.values()), max(entries.values()))]
-    return [f"{len(entries)} models {' to '.join(ends)}"]
+    if len(values) <= FEW:
+        return [f"{model} {unbroken_number(value, column)}" for model, value in values.items()]
+    ends = [unbroken_number(end, column) for end in (min(values.values()), max(values.values()))]
+    return [f"{len(values)} models {' to '.join(ends)}"]
 
 
 def unbroken_number(value: float, column: Column) -> str:

@@ -48,7 +48,7 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
 def claim_lines(
     claims: Mapping[str, Mapping[str, Any]], words: Mapping[str, str] | None = None
 ) -> list[str]:
-    """One line a claim: verdict, what is claimed, the difference with its 95 % interval.
+    """One line per claim: verdict, what is claimed, the difference with its 95 % interval.
 
     words: how a verdict is printed, where it is not by its own name.
     """
