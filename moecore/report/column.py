@@ -199,7 +199,7 @@ def key_of(score: Score) -> str:
     return "accuracy" if score.form == "share" else score.name
 
 
-def title_of(score: Score) -> str:
+def score_title(score: Score) -> str:
     """The score as a column's words begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
     if score.name == "mae":
         return score.name.upper()

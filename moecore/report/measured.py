@@ -31,11 +31,6 @@ class Measured(NamedTuple):
 Models = Mapping[str, Mapping[int, Measured]]  # method → seed → model
 
 
-def model_with_results(*results: Config) -> Measured:
-    """A model with these results."""
-    return Measured({type(result): result for result in results})
-
-
 class Phase(NamedTuple):
     """The models of one phase, and the data that they were trained on and measured with."""
 

@@ -26,7 +26,7 @@ from moecore.report.claims.evaluation import (
     judge_difference,
     p_of,
 )
-from moecore.report.measured import Measured, Phase, Results, model_with_results
+from moecore.report.measured import Measured, Phase, Results
 from moecore.report.page.html import render_report
 from moecore.report.tables.comparison import compare_methods, expected_metric_forms
 from moecore.report.tables.cross_table import cross_table
@@ -42,7 +42,15 @@ from moecore.statistics.crossed import (
 from moecore.study.checking.validate import check_params
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.overlay import load_stages
-from tests.report.generated import TASK, card, changed, records_of, routed_by, trained
+from tests.report.generated import (
+    TASK,
+    card,
+    changed,
+    model_with_results,
+    records_of,
+    routed_by,
+    trained,
+)
 from tests.report.test_report import assert_self_contained, results
 
 ROUTED = routed_by(records_of(0), 0, 0)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moecore.measure.under_attack.curves import LeftScores
-from moecore.report.column import title_of, unit_of
+from moecore.report.column import score_title, unit_of
 from moecore.report.figures.direct_labels import End, label_ends
 from moecore.report.figures.drawing import (
     DARK,
@@ -217,11 +217,11 @@ def texts_of(values: np.ndarray, least: float = 0.0) -> np.ndarray:
 def under_attack(curves: Curves, what: str, score: Score) -> Figure:
     """Scores over epsilon."""
     share = score.form == "share"
-    word = title_of(score) if share else "Error"
+    word = score_title(score) if share else "Error"
     look = Look(
         f"{word} under {what}",
         f"ε in 1/{PIXEL}",
-        title_of(score) + unit_of(score),
+        score_title(score) + unit_of(score),
         share,
         1.02 if share else None,
     )

@@ -125,7 +125,7 @@ def draw_method_rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
             axes.plot(*line, color=looks[method]["color"], linewidth=0.9, alpha=0.6)
             axes.plot(interval.value, place, linestyle="", markersize=8, **looks[method])
             ends += line[0]
-        axes.set_title(title_of(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
+        axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
         set_limits_with_margin(axes.set_xlim, *panel_limits(quantity, ends))
         print_values(axes, quantity, methods)
         if quantity.column.form == "share":
@@ -175,7 +175,7 @@ def print_values(axes: Axes, quantity: Quantity, methods: Sequence[str]) -> None
             axes.annotate(text, (value, place), offset, textcoords="offset points", **look)
 
 
-def title_of(quantity: Quantity) -> str:
+def panel_title(quantity: Quantity) -> str:
     """A short one, in two lines."""
     name = quantity.column.name
     if name.startswith("routing_change"):

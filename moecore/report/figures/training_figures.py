@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from moecore.report.column import title_of, unit_of
+from moecore.report.column import score_title, unit_of
 from moecore.report.figures.charts import (
     AROUND,
     Labels,
@@ -64,7 +64,7 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     share = score.form == "share"
     what = "Cross-entropy in training" if share else "Loss in training"
     loss.set(ylabel="Perplexity in training" if task.long else what, title="Training")
-    title = "perplexity" if task.long else f"{title_of(score)}{unit_of(score)}"
+    title = "perplexity" if task.long else f"{score_title(score)}{unit_of(score)}"
     below.set_ylabel(f"Validation {title}")
     if task.long:
         for axes in (loss, below):

@@ -15,7 +15,7 @@ from moecore.report.column import (
     key_of,
     limits_of,
     mean_or_none,
-    title_of,
+    score_title,
 )
 from moecore.report.figures.charts import attack_points, under_attack
 from moecore.report.measured import Measured, Phase
@@ -110,8 +110,8 @@ def words_under(attack: str, score: Score) -> tuple[str, str]:
             return "Worst case", "accuracy where an image counts only if no attack broke it"
         return attack_title(attack), "accuracy under attack"
     if attack == WORST:
-        return f"{title_of(score)}, worst case", "largest error of each volume over all attacks"
-    return f"{title_of(score)}, {attack_title(attack)}", "mean error under attack"
+        return f"{score_title(score)}, worst case", "largest error of each volume over all attacks"
+    return f"{score_title(score)}, {attack_title(attack)}", "mean error under attack"
 
 
 def change_under(name: str, word: str, what: str) -> Each:

@@ -7,7 +7,7 @@ import numpy as np
 from moecore.measure.cost import Result as Cost
 from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.routing import Result
-from moecore.report.column import Ahead, Column, Each, Seen, title_of
+from moecore.report.column import Ahead, Column, Each, Seen, score_title
 from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
 from moecore.report.measured import Phase
 from moecore.report.page.view import Picture
@@ -52,7 +52,9 @@ def swept_most(scores: Mapping[str, Mapping[float, float]], score: Score) -> str
     most = max(moved, key=moved.__getitem__)
     by = NumberFormat(score.form).difference(moved[most]).strip("+±")
     tried = list(scores[most])
-    return f"{title_of(score)} moves by up to {by} ({most}) from k = {tried[0]:g} to {tried[-1]:g}"
+    return (
+        f"{score_title(score)} moves by up to {by} ({most}) from k = {tried[0]:g} to {tried[-1]:g}"
+    )
 
 
 def preferred(first: Mapping[str, Outcome]) -> str:
@@ -86,9 +88,9 @@ def sweeps(phase: Phase) -> list[Picture]:
     panels = (
         ("threshold", "fallback", "Fallback", True),
         ("threshold", "tail_mass", "Tail mass", False),
-        ("threshold", "score", title_of(score), share),
+        ("threshold", "score", score_title(score), share),
         ("threshold", "load_cv2", "Load CV²", False),
-        ("k", "score", title_of(score), share),
+        ("k", "score", score_title(score), share),
         ("k", "tail_mass", "Tail mass", False),
         ("k", "load_cv2", "Load CV²", False),
     )
@@ -203,7 +205,7 @@ def by_layer(
 def scores_over_k(seen: Seen) -> list[Column]:
     """The task's score with each k at test time."""
     score = seen.task.score
-    return swept_columns("k", "score", title_of(score), score.better, score.form).columns(seen)
+    return swept_columns("k", "score", score_title(score), score.better, score.form).columns(seen)
 
 
 def scores_ahead(ahead: Ahead) -> list[str]:

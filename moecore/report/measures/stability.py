@@ -17,7 +17,7 @@ from moecore.report.column import (
     key_of,
     limits_of,
     mean_or_none,
-    title_of,
+    score_title,
     unit_of,
 )
 from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
@@ -58,7 +58,7 @@ def scored(seen: Seen) -> list[Column]:
     return [
         Column(
             f"noise_{key_of(known)}",
-            f"{title_of(known)}{unit_of(known)}, noise",
+            f"{score_title(known)}{unit_of(known)}, noise",
             score,
             known.better,
             known.form,
@@ -120,7 +120,7 @@ def part(phase: Phase) -> Iterator[Block]:
     images = results[0].images
     known = phase.task.score
     sigma = "σ of the noise"
-    title = title_of(known)
+    title = score_title(known)
     changed = Look("Selection change under noise", sigma, "1 − IoU of experts", share=True)
     scores = Look(
         f"{title} under noise", sigma, title + unit_of(known), share=known.form == "share"

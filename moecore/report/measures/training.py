@@ -14,7 +14,7 @@ from moecore.report.column import (
     key_of,
     limits_of,
     mean_or_none,
-    title_of,
+    score_title,
     unit_of,
 )
 from moecore.report.figures.charts import interval_caption
@@ -70,7 +70,7 @@ def scored(seen: Seen) -> list[Column]:
     score = seen.task.score
     share = score.form == "share"
     label = score.label.capitalize() if score.name == "precision_at_1" else f"Test {score.label}"
-    title = title_of(score)
+    title = score_title(score)
     what = title if title.isupper() else title.lower()
     return [
         Column(

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.transfer import Result, TransferCell
-from moecore.report.column import title_of
+from moecore.report.column import score_title
 from moecore.report.figures.charts import Labels, heat_table
 from moecore.report.measured import Phase
 from moecore.report.measures.attack_blocks import MARKS
@@ -101,7 +101,7 @@ def matrix(result: Result) -> Figure:
     if score.form != "share":
         values = values / np.nanmax(values)
     labels = Labels(
-        f"{title_of(score)} under transferred {attack_title(result.attack)}",
+        f"{score_title(score)} under transferred {attack_title(result.attack)}",
         sources,
         result.methods,
         "scored by",

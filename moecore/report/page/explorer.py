@@ -10,7 +10,7 @@ from moecore.core.config import Config
 from moecore.measure.explorer import Result as Explorer
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN
-from moecore.report.page.sections import title_of
+from moecore.report.page.sections import phase_title
 from moecore.report.page.templating import template_environment
 from moecore.training.outcome import Outcome
 
@@ -60,7 +60,7 @@ def phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
     """What the page knows of a phase; packed texts are places in ``pool``, which grows."""
     return {
         "name": phase.name,
-        "title": title_of(phase),
+        "title": phase_title(phase),
         "answers": phase.task.answers,
         "unit": phase.task.score.unit,
         "classes": phase.task.needs_classes("share") is None,

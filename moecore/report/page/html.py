@@ -15,7 +15,7 @@ from moecore.report.measures import SHOWN, linear_experts, sizes
 from moecore.report.page.answer import answer_of_claims, describe_phase
 from moecore.report.page.data_card import card_facts
 from moecore.report.page.glossary import WORDS
-from moecore.report.page.sections import join_names, pluralize, section_of, title_of
+from moecore.report.page.sections import join_names, phase_title, pluralize, section_of
 from moecore.report.page.templating import template_environment
 from moecore.report.page.view import Grid, Overview, Page, Section
 from moecore.report.quantities import Quantities, quantities
@@ -61,7 +61,8 @@ def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
         ],
         sections=sections,
         facts=[
-            Grid((), card_facts(phase), title=title_of(phase)) for phase in results.phases.values()
+            Grid((), card_facts(phase), title=phase_title(phase))
+            for phase in results.phases.values()
         ],
         settings=results.settings,
         words=WORDS,
@@ -78,7 +79,7 @@ def answer_title(
     if phase is None:
         counted = results.alone.get(Sizes)
         return sizes.told(counted) if counted else "Nothing was trained."
-    return describe_phase(phase, title_of(phase), known[phase.name], results.without_experts)
+    return describe_phase(phase, phase_title(phase), known[phase.name], results.without_experts)
 
 
 def overview_of(results: Results, phase: Phase, known: Quantities) -> Overview:
@@ -88,7 +89,7 @@ def overview_of(results: Results, phase: Phase, known: Quantities) -> Overview:
     if left_out:
         notes.append(f"Without {join_names(left_out)} (control).")
     drawn = list(overview.overview_pictures(phase, known))
-    return Overview(f"overview-{phase.name}", title_of(phase), drawn, notes)
+    return Overview(f"overview-{phase.name}", phase_title(phase), drawn, notes)
 
 
 def opening_words(results: Results) -> str:

@@ -49,7 +49,7 @@ def section_of(results: Results, phase: Phase, compared: Table) -> Section:
             said = describe_column(columns[block.about], compared.cells, controls)
         place = f"{phase.name}-{column_slug(block.title).lower()}" if block.title else ""
         told.append(block._replace(finding=keep_percent_on_line(said), id=place))
-    title = title_of(phase)
+    title = phase_title(phase)
     return Section(phase.name, title, title, (), told)
 
 
@@ -143,7 +143,7 @@ def describe_intervals(compared: Table) -> str:
     return " ".join(words)
 
 
-def title_of(phase: Phase) -> str:
+def phase_title(phase: Phase) -> str:
     """A phase and its data."""
     return f"{TITLES.get(phase.name, phase.name)} on {phase.card['name']}"
 
