@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from moecore.core.config import Config
-from moecore.core.files import UserError, read_json, write_whole
+from moecore.core.config import Config, read_settings
+from moecore.core.files import UserError, write_whole
 from moecore.core.records import RoutingRecord
 from moecore.core.streams import generator_for
 from moecore.data.text.words import UNKNOWN, ReadingStyle, read_vocabulary, split_words
@@ -37,7 +36,7 @@ class Sampling(NamedTuple):
     seed: int = 0
 
 
-class Known(Config):
+class KnownText(Config):
     """``text.json`` of a model: how a text becomes words."""
 
     reading: ReadingStyle
@@ -125,10 +124,7 @@ def text_of(prompt: Path, folder: Path) -> list[str]:
         raise UserError(f"{prompt}: {reason}; --prompt is a file of text in UTF-8") from error
     if not text.strip():
         raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
-    try:
-        known = Known.model_validate(read_json(folder / "text.json"))
-    except ValidationError as error:
-        raise UserError(f"{folder / 'text.json'}: {error}") from error
+    known = read_settings(folder / "text.json", KnownText, "the reading of a text")
     return split_words(text, known.reading)
 
 

@@ -121,7 +121,11 @@ def load_studies(root: Path) -> Iterator[Study]:
 def answers_of(study: Study) -> list[Answer]:
     """Its claims and questions with their entries."""
     entries = {**study.compared.get("claims", {}), **study.compared.get("questions", {})}
-    current = {json.dumps(one["asked"], sort_keys=True): one for one in entries.values()}
+    current = {
+        json.dumps(entry["asked"], sort_keys=True): entry
+        for entry in entries.values()
+        if entry.keys() >= {"asked", "form"}  # others are of older versions
+    }
     answers = []
     for claim in (*study.asked.claims, *study.asked.questions):
         asked = json.dumps(claim.model_dump(mode="json", exclude_none=True), sort_keys=True)
