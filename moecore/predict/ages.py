@@ -45,7 +45,7 @@ class NewAges(NamedTuple):
     rows: list[PredictionRow]  # of those that could be used
     used: list[NewVolume]
     volumes: np.ndarray  # of these, (N, 1, D, H, W)
-    routing: tuple[RoutingRecord, ...]  # of these, one a MoE layer
+    routing: tuple[RoutingRecord, ...]  # of these, one per MoE layer
     left_out: list[tuple[NewVolume, str]]  # and why
 
 

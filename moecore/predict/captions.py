@@ -46,7 +46,7 @@ def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
         raise UserError(f"{path}: {reason}; --texts is a file with one text per line") from None
     texts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not 1 <= len(texts) <= MOST:
-        allowed = f"1 to {MOST:,}, one a line"
+        allowed = f"1 to {MOST:,}, one per line"
         raise UserError(f"{path}: found {len(texts):,} texts; allowed: {allowed}")
     task = model.text.task
     tokenizer = load_tokenizer(folder, task)
@@ -56,7 +56,7 @@ def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
 
 
 def compare_captions(texts: Texts, pairs: str) -> Reading:
-    """A cosine a text; the answer is the nearest one, with its share of all texts (or, of a model
+    """A cosine per text; the answer is the nearest one, with its share of all texts (or, of a model
     of pairs, the probability that it fits).
     """
 
@@ -98,12 +98,14 @@ def nearest_pictures(predicted: Predicted) -> list[list[tuple[str, float]]]:
     ]
 
 
-def write_matches(path: Path, texts: Sequence[str], entries: list[list[tuple[str, float]]]) -> None:
+def write_matches(
+    path: Path, texts: Sequence[str], best_pictures: list[list[tuple[str, float]]]
+) -> None:
     """The best pictures of each text: text, place from 1 on, file, cosine."""
     with whole_text(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow(("text", "place", "file", "cosine"))
-        for text, matches in zip(texts, entries, strict=True):
+        for text, matches in zip(texts, best_pictures, strict=True):
             for place, (file, cosine) in enumerate(matches, 1):
                 cells = (text, place, file, f"{cosine:.6g}")
                 writer.writerow(map(spreadsheet_cell, cells))

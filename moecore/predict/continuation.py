@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from moecore.core.config import Config
-from moecore.core.files import UserError, read_json, write_whole
+from moecore.core.config import Config, read_settings
+from moecore.core.files import UserError, write_whole
 from moecore.core.records import RoutingRecord
 from moecore.core.streams import generator_for
 from moecore.data.text.words import UNKNOWN, ReadingStyle, read_vocabulary, split_words
@@ -37,7 +36,7 @@ class Sampling(NamedTuple):
     seed: int = 0
 
 
-class Known(Config):
+class KnownText(Config):
     """``text.json`` of a model: how a text becomes words."""
 
     reading: ReadingStyle
@@ -79,9 +78,9 @@ def print_continuation(folder: Path, given: argparse.Namespace) -> None:
     """Print how the prompt goes on, and on stderr what there is to know of it."""
     out = given.out or Path("continued.html")
     sampling = Sampling(given.words, given.temperature, given.top_p, given.seed)
-    result = continue_file(folder, given.prompt, out, sampling)
-    print(result.added())
-    for remark in (*result.remarks, f"{out}: every word with its experts"):
+    continuation = continue_file(folder, given.prompt, out, sampling)
+    print(continuation.added())
+    for remark in (*continuation.remarks, f"{out}: every word with its experts"):
         print(remark, file=sys.stderr)
 
 
@@ -94,26 +93,26 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     check_sampling(sampling)
     model = load_model(folder)
     if not isinstance(model, LanguageTransformer):
-        result = f"{folder}: found a model of images"
-        raise UserError(f"{result}; --prompt takes one of text, and others take FOLDER")
+        problem = f"{folder}: found a model of images"
+        raise UserError(f"{problem}; --prompt takes one of text, and others take FOLDER")
     vocabulary = read_vocabulary(folder, model.image.outputs)
-    result = generate(
+    continuation = generate(
         model.to(tune_runtime().device), vocabulary, text_of(prompt, folder), sampling
     )
-    write_whole(out, render_continuation(str(folder), result, experts_in(model)))
-    return result
+    write_whole(out, render_continuation(str(folder), continuation, experts_in(model)))
+    return continuation
 
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise UserError for numbers that nothing can be drawn with."""
-    for name, one, fits, allowed in (
+    for name, value, fits, allowed in (
         ("--words", sampling.words, sampling.words >= 1, "1 or more"),
         ("--temperature", sampling.temperature, sampling.temperature >= 0, "0 or more"),
         ("--top-p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, up to 1"),
         ("--seed", sampling.seed, sampling.seed >= 0, "0 or more"),
     ):
         if not fits:
-            raise UserError(f"{name}: found {one}; allowed: {allowed}")
+            raise UserError(f"{name}: found {value}; allowed: {allowed}")
 
 
 def text_of(prompt: Path, folder: Path) -> list[str]:
@@ -125,10 +124,7 @@ def text_of(prompt: Path, folder: Path) -> list[str]:
         raise UserError(f"{prompt}: {reason}; --prompt is a file of text in UTF-8") from error
     if not text.strip():
         raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
-    try:
-        known = Known.model_validate(read_json(folder / "text.json"))
-    except ValidationError as error:
-        raise UserError(f"{folder / 'text.json'}: {error}") from error
+    known = read_settings(folder / "text.json", KnownText, "the reading of a text")
     return split_words(text, known.reading)
 
 
@@ -177,7 +173,7 @@ def each_word(words: Sequence[str], records: Sequence[RoutingRecord], given: boo
         Word(
             word,
             given,
-            tuple(tuple(int(one) for one in layer[place] if one >= 0) for layer in layers),
+            tuple(tuple(int(expert) for expert in layer[place] if expert >= 0) for layer in layers),
         )
         for place, word in enumerate(words)
     ]
@@ -208,7 +204,7 @@ def render_continuation(model: str, continuation: Continued, experts: int) -> st
         {expert: most_frequent(continuation.words, layer, expert) for expert in range(experts)}
         for layer in range(len(continuation.words[0].experts))
     ]
-    return template.render(model=model, found=continuation, colours=colours, layers=layers)
+    return template.render(model=model, continuation=continuation, colours=colours, layers=layers)
 
 
 def most_frequent(words: Sequence[Word], layer: int, expert: int) -> list[tuple[str, int]]:

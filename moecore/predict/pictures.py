@@ -139,7 +139,7 @@ def format_answer(row: Row) -> str:
 
 
 def write_table(path: Path, predicted: Predicted) -> None:
-    """One line a file: file, prediction, probability, the number of each column, error."""
+    """One line per file: file, prediction, probability, the number of each column, error."""
     with whole_text(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         head = ("file", "prediction", "probability", *predicted.columns, "error")
@@ -166,7 +166,7 @@ def _decoded(
         for start in range(0, len(files), batch):
             part = files[start : start + batch]
             read_ones = list(pool.map(read, part))
-            yield part, [one for one, _ in read_ones], [why for _, why in read_ones]
+            yield part, [picture for picture, _ in read_ones], [why for _, why in read_ones]
 
 
 def as_text(path: Path) -> str:

@@ -120,9 +120,9 @@ def _pictures(given: Given, files: Sequence[Path]) -> PredictedPage:
     if given.texts is not None:
         return _matched(given, given.texts, files, model)
     reading = read_classes(given.model, given.calibrator)
-    result = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
-    write_table(given.out, result)
-    return _shown(given, result)
+    predicted = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
+    write_table(given.out, predicted)
+    return _shown(given, predicted)
 
 
 def _matched(given: Given, path: Path, files: Sequence[Path], model: Model) -> PredictedPage:
@@ -132,11 +132,11 @@ def _matched(given: Given, path: Path, files: Sequence[Path], model: Model) -> P
     reading = compare_captions(texts, towers.config.pairs)
     table = given.out.with_name(f"{given.out.stem}_texts{given.out.suffix}")
     check_writable(table)
-    result = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
-    matches = nearest_pictures(result)
-    write_table(given.out, result)
+    predicted = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
+    matches = nearest_pictures(predicted)
+    write_table(given.out, predicted)
     write_matches(table, texts.texts, matches)
-    content = _shown(given, result)
+    content = _shown(given, predicted)
     moe = towers.config.text.moe
     return content._replace(
         remarks=[*content.remarks, f"the best pictures of each text: {table}"],
@@ -159,17 +159,17 @@ def _shown(given: Given, predicted: Predicted) -> PredictedPage:
 
 def _volumes(given: Given) -> PredictedPage:
     model, folder = given.model, given.folder
-    result = predict_ages(model, folder, given.out, given.calibrator, given.batch)
-    failures = [Failure(str(one.path.relative_to(folder)), why) for one, why in result.left_out]
-    flagged = [row for row in result.rows if row.qc_flags]
+    ages = predict_ages(model, folder, given.out, given.calibrator, given.batch)
+    failures = [Failure(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out]
+    flagged = [row for row in ages.rows if row.qc_flags]
     remarks = [
         "volumes: the three middle slices",
-        f"{len(flagged)} of {len(result.rows)} volumes are unlike those of the training "
+        f"{len(flagged)} of {len(ages.rows)} volumes are unlike those of the training "
         "(qc_flags); read MODEL_CARD.md before using the ages",
     ]
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
-    total = len(result.rows) + len(failures)
-    return PredictedPage(str(model), str(folder), remarks, _slices(model, result), total, failures)
+    total = len(ages.rows) + len(failures)
+    return PredictedPage(str(model), str(folder), remarks, _slices(model, ages), total, failures)
 
 
 def _slices(model: Path, ages: NewAges) -> list[Shown]:
@@ -214,19 +214,19 @@ def list_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
     Raises UserError where there is none.
     """
     if not folder.is_dir():
-        entries = "a file" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {entries}; FOLDER is a folder with the files to predict")
+        problem = "a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {problem}; FOLDER is a folder with the files to predict")
     left_out = {os.path.realpath(path) for path in without}  # of a link to itself, too
-    entries = [
+    files = [
         path
         for path in sorted(folder.rglob("*"))
         if (path.is_file() or (path.is_symlink() and not path.is_dir()))  # a link to nothing
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and os.path.realpath(path) not in left_out
     ]
-    if not entries:
+    if not files:
         raise UserError(f"{folder}: holds no files; FOLDER is a folder with the files to predict")
-    return entries
+    return files
 
 
 def check_writable(path: Path) -> None:

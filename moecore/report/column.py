@@ -15,6 +15,7 @@ from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score, Task
 
 Value = float | Estimate | Interval | None
+SCORE = "score"  # instead of a form: that of the task's score
 ROUNDING = 1e-5  # between a value and the mean of its items: float32 against float64
 
 
@@ -30,11 +31,11 @@ class Column(NamedTuple):
     better: str = ""  # "higher", "lower", or "" where neither is better
     form: str = "number"  # or "share", "count", "seconds", "bytes"
     note: str = ""
-    paper: str = ""  # a key of paper_figures.PAPERS, or "" for what every paper reports
+    paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
     # Which images (N,) bool a share counted; None where that is not known. It takes the whole
     # model, because the hits of the test split are kept by the calibration, not by the training.
     hits: Callable[[Measured], np.ndarray | None] | None = None
-    # One value an item (N,), whose mean is the value: an image, or a person who has several. None
+    # One value per item (N,), whose mean is the value: an image, or a person who has several. None
     # where a result keeps none, as one of older code; without it the column has no items at all.
     items: Callable[[Any], np.ndarray | None] | None = None
     limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
@@ -44,9 +45,9 @@ class Column(NamedTuple):
         """Itself: it depends on nothing but the result."""
         return [self]
 
-    def foreseen(self, ahead: "Ahead") -> list[str]:
-        """Its name: it is known before anything runs."""
-        return [self.name]
+    def foreseen(self, ahead: "Ahead") -> dict[str, str]:
+        """Return its name and its form: they are known before anything runs."""
+        return {self.name: self.form}
 
 
 class Ahead(NamedTuple):
@@ -66,6 +67,11 @@ class Ahead(NamedTuple):
         ]
         return range(1, 1 + max(numbers, default=0))
 
+    def forms_of(self, names: Iterable[str], form: str) -> dict[str, str]:
+        """Return name → form; the form SCORE is that of the task's score."""
+        of_score = "share" if self.score == "accuracy" else "number"
+        return dict.fromkeys(names, of_score if form == SCORE else form)
+
 
 Names = Callable[[Ahead], Iterable[str]]
 
@@ -81,7 +87,7 @@ class Seen(NamedTuple):
     task: Task
     results: Sequence[Any]  # of all models of a phase
     baseline: str  # the method that training times are compared with; "" without one
-    of_baseline: Sequence[Any]  # the results of that method, one a seed
+    of_baseline: Sequence[Any]  # the results of that method, one per seed
     of_dense: Sequence[Any]  # those of the dense model
     beside: Sequence[tuple[Any, Any]] = ()  # a result, and the baseline's of the same seed
 
@@ -95,7 +101,7 @@ class Columns(Protocol):
 
     def columns(self, seen: Seen) -> Iterable[Column]: ...
 
-    def foreseen(self, ahead: Ahead) -> Iterable[str]: ...
+    def foreseen(self, ahead: Ahead) -> dict[str, str]: ...
 
 
 class Each(NamedTuple):
@@ -104,6 +110,7 @@ class Each(NamedTuple):
     names: Callable[[Any], Iterable[str]]  # those of one result
     column: Callable[[str, Any], Column]  # takes a name and the first result that has it
     ahead: Names = no_names  # the names of the columns, before anything has run
+    form: str = "number"  # of all of them
 
     def columns(self, seen: Seen) -> list[Column]:
         first: dict[str, Any] = {}
@@ -112,8 +119,8 @@ class Each(NamedTuple):
                 first.setdefault(name, result)
         return [self.column(name, result) for name, result in first.items()]
 
-    def foreseen(self, ahead: Ahead) -> Iterable[str]:
-        return self.ahead(ahead)
+    def foreseen(self, ahead: Ahead) -> dict[str, str]:
+        return ahead.forms_of(self.ahead(ahead), self.form)
 
 
 class Given(NamedTuple):
@@ -121,12 +128,13 @@ class Given(NamedTuple):
 
     of: Callable[[Seen], Iterable[Column]]
     ahead: Names = no_names  # the names of the columns, before anything has run
+    form: str = "number"  # of all of them
 
     def columns(self, seen: Seen) -> list[Column]:
         return list(self.of(seen))
 
-    def foreseen(self, ahead: Ahead) -> Iterable[str]:
-        return self.ahead(ahead)
+    def foreseen(self, ahead: Ahead) -> dict[str, str]:
+        return ahead.forms_of(self.ahead(ahead), self.form)
 
 
 class Metric(NamedTuple):
@@ -147,12 +155,12 @@ class Metric(NamedTuple):
 
     def number(self, model: Measured) -> float:
         """The value itself, of a model that has it."""
-        result = self.read(model)
-        assert result is not None, f"{self.name} is read of a model that lacks it"
-        return result.value
+        interval = self.read(model)
+        assert interval is not None, f"{self.name} is read of a model that lacks it"
+        return interval.value
 
     def items(self, model: Measured) -> np.ndarray | None:
-        """One value an item (N,), whose mean is ``number``; None where the metric has none.
+        """One value per item (N,), whose mean is ``number``; None where the metric has none.
 
         Raises UserError where they are kept and their mean is another: the result is then of two
         codes.
@@ -191,7 +199,7 @@ def key_of(score: Score) -> str:
     return "accuracy" if score.form == "share" else score.name
 
 
-def title_of(score: Score) -> str:
+def score_title(score: Score) -> str:
     """The score as a column's words begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
     if score.name == "mae":
         return score.name.upper()
@@ -220,9 +228,9 @@ def decode_items(text: str | None) -> np.ndarray | None:
 
 def mean_items(texts: Iterable[str | None]) -> np.ndarray | None:
     """The mean of several values' items, item by item; None where one has none."""
-    entries = [decode_items(text) for text in texts]
-    known = [values for values in entries if values is not None]
-    return np.mean(known, axis=0) if known and len(known) == len(entries) else None
+    arrays = [decode_items(text) for text in texts]
+    known = [values for values in arrays if values is not None]
+    return np.mean(known, axis=0) if known and len(known) == len(arrays) else None
 
 
 def mean_or_none(values: Sequence[float]) -> float | None:

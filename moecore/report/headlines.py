@@ -12,7 +12,6 @@ class Headline(NamedTuple):
     name: str  # of the column, a key of compare.json
     short: str = ""  # its name in the table of all methods; "" where it is not in it
     digits: str = ""  # how that table prints the mean
-    form: str = "number"
     first: bool = False  # in the first table of a phase, and of MLflow's parent runs
     run: bool = False  # in the file of a run
     terminal: bool = False  # in the summary on the terminal
@@ -22,7 +21,7 @@ class Headline(NamedTuple):
 
 
 HEADLINES = (
-    Headline("test_accuracy", "accuracy", ".1%", "share", True, True, True),
+    Headline("test_accuracy", "accuracy", ".1%", True, True, True),
     Headline("test_mae", first=True, run=True, terminal=True),
     Headline("ppl", "PPL", ".1f", first=True, run=True, terminal=True),
     Headline("test_nats", first=True, run=True),
@@ -40,7 +39,7 @@ HEADLINES = (
     Headline("probe_gm", first=True, terminal=True),
     Headline("probe_csf", first=True, terminal=True),
     Headline("own_expert_gain", first=True, run=True, terminal=True),
-    Headline("monotone", form="share", first=True, terminal=True),
+    Headline("monotone", first=True, terminal=True),
     Headline("rescan", first=True, terminal=True),
     Headline("accuracy_worst_case", "attacked", ".1%"),
     Headline("routing_change_pgd-10", "routing change", ".3f"),
@@ -82,7 +81,6 @@ HEADLINES = (
         "active_parameters",
         "active parameters",
         ",.0f",
-        "count",
         first=True,
         run=True,
         terminal=True,
@@ -90,6 +88,6 @@ HEADLINES = (
     ),
     Headline("gflops", "GFLOPs", ".4f", title="Cost: million\nFLOPs an input"),
     Headline("latency_ms", "latency (ms)", ".2f", first=True, run=True),
-    Headline("images_per_second", form="count", terminal=True),
+    Headline("images_per_second", terminal=True),
     Headline("training_overhead", "training time", ".2f"),
 )

@@ -31,11 +31,6 @@ class Measured(NamedTuple):
 Models = Mapping[str, Mapping[int, Measured]]  # method → seed → model
 
 
-def model_with_results(*results: Config) -> Measured:
-    """A model with these results."""
-    return Measured({type(result): result for result in results})
-
-
 class Phase(NamedTuple):
     """The models of one phase, and the data that they were trained on and measured with."""
 
@@ -66,17 +61,17 @@ class Phase(NamedTuple):
 
     def of(self, kind: type[R]) -> dict[str, list[R]]:
         """method → the results of all its seeds; [] where a seed has none."""
-        entries: dict[str, list[R]] = {}
+        results: dict[str, list[R]] = {}
         for method, seeds in self.models.items():
-            results: list[R] = drop_none(model.of(kind) for model in seeds.values())
-            entries[method] = results if len(results) == len(seeds) else []
-        return entries
+            of_seeds: list[R] = drop_none(model.of(kind) for model in seeds.values())
+            results[method] = of_seeds if len(of_seeds) == len(seeds) else []
+        return results
 
     def first(self, kind: type[R]) -> dict[str, R]:
         """method → the result of its first seed; without the methods that have none."""
-        first = {method: next(iter(seeds.values())) for method, seeds in self.models.items()}
-        entries = {method: model.of(kind) for method, model in first.items()}
-        return {method: result for method, result in entries.items() if result is not None}
+        models = {method: next(iter(seeds.values())) for method, seeds in self.models.items()}
+        results = {method: model.of(kind) for method, model in models.items()}
+        return {method: result for method, result in results.items() if result is not None}
 
 
 class Results(NamedTuple):
@@ -120,13 +115,13 @@ class Results(NamedTuple):
     @property
     def schedules(self) -> dict[str, GroupSparsity]:
         """The methods whose group sparsity has a σ that changes, with its settings."""
-        entries = {
+        sparsities = {
             name: GroupSparsity.model_validate(one)
             for name, settings in self._settings.items()
             for one in settings.get("regularizers") or ()
             if one.get("kind") == "group_sparsity"
         }
-        return {name: one for name, one in entries.items() if one.filter == "gaussian"}
+        return {name: one for name, one in sparsities.items() if one.filter == "gaussian"}
 
     @property
     def _settings(self) -> dict[str, Mapping[str, Any]]:

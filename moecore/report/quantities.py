@@ -1,6 +1,6 @@
 """The four numbers that a person asks for first: score, score under attack, steadiness, cost."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from moecore.measure.robustness import Result as Robustness
@@ -73,8 +73,8 @@ class Quantities(NamedTuple):
             wanted["how steady the routing is"] = (self.steady, "robustness")
         return [
             f"Not measured: {words} (the stage {stage} would)."
-            for words, (one, stage) in wanted.items()
-            if one is None
+            for words, (quantity, stage) in wanted.items()
+            if quantity is None
         ]
 
 
@@ -120,8 +120,7 @@ def quantities(phase: Phase, compared: Table, controls: Collection[str] = ()) ->
 
 def of_column(name: str, cells: Cells) -> dict[str, Cell]:
     """method → its cell, of the methods that have one."""
-    entries = {method: row[name] for method, row in cells.items()}
-    return {method: one for method, one in entries.items() if one is not None}
+    return {method: cell for method, row in cells.items() if (cell := row[name]) is not None}
 
 
 def attacked_names(phase: Phase) -> tuple[str, str]:
@@ -155,20 +154,19 @@ def names_of_attacks(phase: Phase) -> list[str]:
     return list(dict.fromkeys(name for result in results for name in attacks_of(result)))
 
 
-def headline(phase: Phase, columns: Sequence[Column]) -> list[Column]:
-    """Return the columns of a phase's first table, which MLflow's parent runs show, too.
+def first_columns(phase: Phase, columns: Collection[str]) -> list[str]:
+    """Return which of these columns a phase's first table has, and MLflow's parent runs, too.
 
     Under attack those of the worst case, or else of the last attack; of each kind of column about
     swapped words the last, of most words.
     """
     score, moved = attacked_names(phase)
     swapped = {}
-    for column in columns if phase.task.long else ():
-        if column.name.startswith(("swapped_ppl", SWAPPED)):
-            swapped[column.name.split("_")[1]] = column.name
-    names = [one.name for one in HEADLINES if one.first]
+    for name in columns if phase.task.long else ():
+        if name.startswith(("swapped_ppl", SWAPPED)):
+            swapped[name.split("_")[1]] = name
+    names = [headline.name for headline in HEADLINES if headline.first]
     place = names.index("isolated_wm")
     shares = phase.task.score.form == "share"
     names[place:place] = [*swapped.values(), score, *([moved] if shares else [])]
-    known = {column.name: column for column in columns}
-    return [known[name] for name in names if name in known]
+    return [name for name in names if name in columns]

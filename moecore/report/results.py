@@ -6,7 +6,7 @@ Never by a glob: removed methods leave files behind.
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -44,11 +44,11 @@ def study_stages(params: str | Path, run: Selection) -> frozenset[str]:
     if not files:
         return frozenset(USUAL)
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    entries = set(re.findall(r"-m stages\.(\w+)", text))
-    entries |= set(re.findall(r"-m stages\.measure (\w+)", text))
+    stages = set(re.findall(r"-m stages\.(\w+)", text))
+    stages |= set(re.findall(r"-m stages\.measure (\w+)", text))
     if re.search(r"-m stages\.measure \$", text):
-        entries |= set(run.measurements)
-    return frozenset(entries)
+        stages |= set(run.measurements)
+    return frozenset(stages)
 
 
 def read_results(
@@ -70,16 +70,7 @@ def read_results(
 
 
 def _phase(place: Place, name: PhaseName) -> Phase:
-    path = require_file(place.root / "artifacts/data" / name / "card.json", "prepare")
-    card = read_json(path)
-    try:
-        task = read_task(card["task"])
-    except (KeyError, TypeError, ValidationError) as error:
-        reason = " ".join(str(error).split())
-        again = "run `dvc repro prepare`"
-        raise UserError(
-            f"{path}: was written by an older version of moecore ({reason}); {again}"
-        ) from None
+    card, task = read_card(place.root, name)
     wanted = [shown for shown in SHOWN if _wanted(shown, place, name, task)]
     models = {
         method: {
@@ -90,10 +81,27 @@ def _phase(place: Place, name: PhaseName) -> Phase:
     together: dict[type[Config], Config] = {}
     if "transfer" in place.stages:
         path = place.root / MEASURED / "transfer" / name / f"{place.run.seeds[0]}.json"
-        result = read_result(require_file(path, "transfer"), Transfer, "transfer")
-        if not isinstance(result, Skipped):
-            together[Transfer] = result
+        matrix = read_result(require_file(path, "transfer"), Transfer, "transfer")
+        if not isinstance(matrix, Skipped):
+            together[Transfer] = matrix
     return Phase(name, card, task, models, together)
+
+
+def read_card(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
+    """Return the card of a phase's data, and its task.
+
+    Raises UserError where it is missing or damaged, or where other code wrote it.
+    """
+    path = require_file(root / "artifacts/data" / phase / "card.json", "prepare")
+    card = read_json(path)
+    try:
+        return card, read_task(card["task"])
+    except (KeyError, TypeError, ValidationError) as error:
+        reason = " ".join(str(error).split())
+        again = "run `dvc repro prepare`"
+        raise UserError(
+            f"{path}: was written by an older version of moecore ({reason}); {again}"
+        ) from None
 
 
 def _wanted(shown: Shown, place: Place, phase: PhaseName, task: Task) -> bool:

@@ -33,37 +33,37 @@ INK = "#333"
 def report_files(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, str]:
     """Path below reports/ → content."""
     phases = list(results.phases.values())
-    entries = {
+    files = {
         "index.html": render_report(results, evaluated, FILE if explorable(results) else None),
         FILE: explorer(results),
         "claims.md": claims_markdown(evaluated),
         "curves/training.csv": training_csv(results),
     }
     if any(phase.results(Robustness) for phase in phases):
-        entries["curves/robustness.csv"] = robustness_csv(results)
+        files["curves/robustness.csv"] = robustness_csv(results)
     if any(phase.task.kind == "regression" for phase in phases):
-        entries["curves/table_s1.csv"] = table_s1_csv(results)
-    return entries | run_files(results) | plot_files(results)
+        files["curves/table_s1.csv"] = table_s1_csv(results)
+    return files | run_files(results) | plot_files(results)
 
 
 def plot_files(results: Results) -> dict[str, str]:
     """Path below reports/ → SVG: ``plots/pretrain_training.svg`` and the like."""
-    entries = {
+    files = {
         f"plots/{phase.name}_{name}.svg": standalone_svg(picture)
         for phase in results.phases.values()
         for name, picture in pictures_of(phase)
     }
     if counted := results.alone.get(Sizes):
         for name, figure in sizes.figures(counted):
-            entries[f"plots/sizes_{name}.svg"] = standalone_svg(
+            files[f"plots/sizes_{name}.svg"] = standalone_svg(
                 Picture(figure, name.replace("_", " "))
             )
-    return entries
+    return files
 
 
 def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
     """How the trainings went, and what attacks leave."""
-    trained = {method: one for method, one in phase.of(Outcome).items() if one}
+    trained = {method: outcomes for method, outcomes in phase.of(Outcome).items() if outcomes}
     if trained:
         yield "training", Picture(training_curves(trained), f"{phase.name}: training")
     if names := names_of_attacks(phase):
@@ -101,8 +101,8 @@ def robustness_csv(results: Results) -> str:
     scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        result = model.of(Robustness)
-        for name, curve in (measured_curves(result.attacks) if result else {}).items():
+        attacked = model.of(Robustness)
+        for name, curve in (measured_curves(attacked.attacks) if attacked else {}).items():
             for row in curve:
                 values = row.model_dump(include={"epsilon", "low", "high"})
                 yield values | {"attack": name, phase.task.history_name: row.score}
@@ -115,9 +115,9 @@ def table_s1_csv(results: Results) -> str:
     columns = [f"{name}{end}" for name in NUMBERS for end in ENDS]
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        result = model.of(Ages)
-        for prediction in PREDICTIONS if result else ():
-            errors = getattr(result, prediction)
+        ages = model.of(Ages)
+        for prediction in PREDICTIONS if ages else ():
+            errors = getattr(ages, prediction)
             if errors is not None:
                 values = {
                     f"{name}{end}": getattr(getattr(errors, name), part)

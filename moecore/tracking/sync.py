@@ -237,7 +237,7 @@ class StudyImport:
         run.set_tags({"moecore.figures": ", ".join(said) or None})
 
     def _send_headline(self, generation: Generation, parent: StoredRun) -> None:
-        from moecore.report.headline import headline_numbers
+        from moecore.report.tables.run_files import headline_numbers
 
         method, seed = generation.method, generation.seed
         items = {name: self.items.get((name, seed), frozenset()) for name in (method, DENSE)}

@@ -60,6 +60,11 @@ TRANSFORMS = ("rotation 5", "scaling 0.5", "translation (0, 0.1)")
 DENSE = Skipped(skipped="the model has no MoE layers")
 
 
+def model_with_results(*results: Config) -> Measured:
+    """A model with these results."""
+    return Measured({type(result): result for result in results})
+
+
 def write_results(
     root: Path,
     methods: dict[str, bool],

@@ -7,6 +7,7 @@ dash where a method has none.
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -26,9 +27,9 @@ from moecore.report.claims.evaluation import (
     judge_difference,
     p_of,
 )
-from moecore.report.measured import Measured, Phase, Results, model_with_results
+from moecore.report.measured import Measured, Phase, Results
 from moecore.report.page.html import render_report
-from moecore.report.tables.comparison import compare_methods, expected_metric_names
+from moecore.report.tables.comparison import compare_methods, expected_metric_forms, read_comparison
 from moecore.report.tables.cross_table import cross_table
 from moecore.report.tables.summary import claim_lines, headline_rows
 from moecore.statistics.crossed import (
@@ -42,7 +43,15 @@ from moecore.statistics.crossed import (
 from moecore.study.checking.validate import check_params
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.overlay import load_stages
-from tests.report.generated import TASK, card, changed, records_of, routed_by, trained
+from tests.report.generated import (
+    TASK,
+    card,
+    changed,
+    model_with_results,
+    records_of,
+    routed_by,
+    trained,
+)
 from tests.report.test_report import assert_self_contained, results
 
 ROUTED = routed_by(records_of(0), 0, 0)
@@ -483,6 +492,23 @@ def test_a_study_that_was_run(tmp_path):
     assert "not run yet with this claim" in text, "the one of a letter was not asked then"
     other = question(better="lower")
     assert other.asks not in text.split("## What no paper claims")[0]
+    for entry in compared["claims"].values():
+        del entry["asked"]  # of an older version
+    older = small_project(tmp_path / "older", compared)
+    assert "not run yet with this claim" in row_of(older, "table 4")
+
+
+def test_a_cell_without_a_form_has_that_of_the_studys_columns(tmp_path):
+    forms = {"test_accuracy": "share", "accuracy_pgd": "share", "routing_change_pgd": "number"}
+    forms |= {"parameters": "count", "seconds": "seconds", "test_loss": "number"}
+    path = tmp_path / "reports/compare.json"
+    path.parent.mkdir()
+    for name in ("params.yaml", "dvc.yaml"):
+        shutil.copy(ROOT / "pipelines/adversarial" / name, tmp_path)
+    cells = {name: {"mean": 0.5, "seeds": 3} for name in forms}
+    path.write_text(json.dumps({"dense": {"pretrain": cells}, "sizes": {}}), encoding="utf-8")
+    read = read_comparison(path)["dense"]["pretrain"]
+    assert {name: cell["form"] for name, cell in read.items()} == forms
 
 
 def test_answers_whose_settings_were_changed_are_marked(tmp_path):
@@ -529,7 +555,7 @@ def test_the_rows_of_the_papers_say_what_they_need():
                 assert set(printed.methods) <= set(asked.run.methods), row.number
                 stages = load_stages(ROOT / "pipelines" / printed.study)
                 assert set(printed.metrics) <= set(
-                    expected_metric_names(asked, stages, printed.phase)
+                    expected_metric_forms(asked, stages, printed.phase)
                 )
 
 

@@ -19,7 +19,7 @@ from moecore.report.results import USUAL, read_results, study_stages
 from moecore.report.tables.comparison import (
     build_table,
     compare_methods,
-    expected_metric_names,
+    expected_metric_forms,
     metrics_of,
     unknown_metrics,
 )
@@ -359,22 +359,24 @@ def test_a_phase_that_is_not_there_is_not_judged_twice():
 
 def test_every_metric_of_a_study_was_foreseen(whole):
     """A claim may name it: what no entry of the tables of columns foresees, it could not."""
-    names = build_table(whole, whole.phases["pretrain"]).metrics
+    metrics = build_table(whole, whole.phases["pretrain"]).metrics
     attacks = "[{kind: fgsm}, {kind: pgd, steps: 10}]"
     text = SETTINGS.replace("[{kind: pgd, steps: 10}]", attacks)
     study = validate_keys(Study, parse_yaml(text.replace("[stability]", str([*NEW, "invariance"]))))
-    known = expected_metric_names(study, (*STAGES, "calibrate"), "pretrain")
+    known = expected_metric_forms(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
     generated |= {f"imed_{column_slug(name)}" for name in TRANSFORMS}
-    generated |= {metric.name for metric in names if re.search("_layer_[0-9]+$", metric.name)}
-    lost = {metric.name for metric in names} - set(known) - generated
+    generated |= {metric.name for metric in metrics if re.search("_layer_[0-9]+$", metric.name)}
+    lost = {metric.name for metric in metrics} - set(known) - generated
+    forms = {one.name: one.column.form for one in metrics if one.name in known}
+    assert forms == {name: known[name] for name in forms}
     assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
 
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
     study = validate_keys(Study, load_yaml(SHIPPED))
     assert list(Ahead(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
-    known = expected_metric_names(study, (*STAGES, "calibrate"), "pretrain")
+    known = expected_metric_forms(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
     assert "border_load_layer_3" not in known
     dense = study.run.model_copy(update={"methods": ("dense",)})

@@ -18,7 +18,7 @@ from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.claims.significance import differences_from, find_leader, possible_test
 from moecore.report.column import Column, Metric
 from moecore.report.figures.overview import overview_pictures, set_limits_with_margin
-from moecore.report.measured import Measured, Results, model_with_results
+from moecore.report.measured import Measured, Results
 from moecore.report.page.answer import answer_of_claims, describe_phase
 from moecore.report.page.glossary import WORDS, find_explaining_word
 from moecore.report.page.html import page_of, render_report
@@ -27,7 +27,7 @@ from moecore.report.references import find_baseline, references
 from moecore.report.tables.comparison import build_table, column_cells, compare_methods, used_tests
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
-from tests.report.generated import TASK, changed, trained
+from tests.report.generated import TASK, changed, model_with_results, trained
 from tests.report.test_ages import results as results_of_ages
 from tests.report.test_claims import claim
 from tests.report.test_claims import study as claimed

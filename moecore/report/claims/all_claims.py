@@ -13,8 +13,8 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.report.tables.cells import json_interval
+from moecore.report.tables.comparison import read_comparison
 from moecore.report.tables.number_format import NumberFormat
-from moecore.report.tables.summary import compared_in
 from moecore.study.reading.claims_section import Claim, Question, settings_digest
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.params import validate_keys
@@ -113,7 +113,7 @@ def load_studies(root: Path) -> Iterator[Study]:
     """Every study under pipelines/, with its numbers where it was run."""
     for folder in sorted(path.parent for path in (root / "pipelines").glob("*/params.yaml")):
         path = folder / "reports/compare.json"
-        compared = compared_in(path) if path.exists() else {}
+        compared = read_comparison(path) if path.exists() else {}
         document = load_yaml(str(folder / "params.yaml"))
         yield Study(folder.name, validate_keys(Asked, document), compared, document.data)
 
@@ -121,7 +121,11 @@ def load_studies(root: Path) -> Iterator[Study]:
 def answers_of(study: Study) -> list[Answer]:
     """Its claims and questions with their entries."""
     entries = {**study.compared.get("claims", {}), **study.compared.get("questions", {})}
-    current = {json.dumps(one["asked"], sort_keys=True): one for one in entries.values()}
+    current = {
+        json.dumps(entry["asked"], sort_keys=True): entry
+        for entry in entries.values()
+        if entry.keys() >= {"asked", "form"}  # others are of older versions
+    }
     answers = []
     for claim in (*study.asked.claims, *study.asked.questions):
         asked = json.dumps(claim.model_dump(mode="json", exclude_none=True), sort_keys=True)
@@ -129,7 +133,7 @@ def answers_of(study: Study) -> list[Answer]:
     return answers
 
 
-def claims_of(row: Row, paper: str, answers: Sequence[Answer]) -> list[Answer]:
+def claims_in_row(row: Row, paper: str, answers: Sequence[Answer]) -> list[Answer]:
     """The claims that stand in this row."""
     sources = row.sources or (row.number,)
     return [
@@ -167,7 +171,7 @@ def values_of(printed: Printed, studies: Sequence[Study]) -> str:
         }
         having = {method: cell for method, cell in cells.items() if cell}
         if having:
-            form = next(iter(having.values())).get("form", "number")
+            form = next(iter(having.values()))["form"]
             number_format = NumberFormat.of(form, map(json_interval, having.values()))
             values = [f"{name} {number_format.value(one['mean'])}" for name, one in having.items()]
             words.append(f"`{metric}`: {', '.join(values)}")

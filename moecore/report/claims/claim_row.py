@@ -47,9 +47,13 @@ class ClaimRow(NamedTuple):
         text = words.get(self.verdict, self.verdict)
         if self.detectable:
             text += f" ({self.detectable})"
-        if self.verdict_holm not in ("", self.verdict):
-            text += f"; {words.get(self.verdict_holm, self.verdict_holm)} with Holm's correction"
-        return text
+        return "; ".join(filter(None, (text, self.holm_note(words))))
+
+    def holm_note(self, words: Mapping[str, str]) -> str:
+        """Return Holm's verdict where it is another, else ""."""
+        if self.verdict_holm in ("", self.verdict):
+            return ""
+        return f"{words.get(self.verdict_holm, self.verdict_holm)} with Holm's correction"
 
 
 def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:

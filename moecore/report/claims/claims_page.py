@@ -13,14 +13,14 @@ from moecore.report.claims.all_claims import (
     Study,
     Tables,
     answers_of,
-    claims_of,
+    claims_in_row,
     load_studies,
     read_paper_tables,
     row_status,
     values_of,
 )
 from moecore.report.claims.claim_row import ANSWERS, build_claim_row
-from moecore.report.claims.claims_table import escape_cell
+from moecore.report.markdown import markdown_table
 from moecore.study.reading.claims_section import Claim, Question
 
 TARGET = Path("docs/claims.md")
@@ -40,17 +40,21 @@ def render_claims_page(root: Path = Path()) -> str:
     known = read_paper_tables()
     studies = list(load_studies(root))
     answers = [answer for study in studies for answer in answers_of(study)]
-    claims = [one for one in answers if isinstance(one.claim, Claim)]
+    claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
     papers = {name: getattr(known, name) for name in Tables.model_fields}
-    states = [row_status(row, claims_of(row, name, claims), studies) for name, row in _rows(papers)]
+    states = [
+        row_status(row, claims_in_row(row, name, claims), studies) for name, row in _rows(papers)
+    ]
     lines = [*_opening(states, claims), ""]
     for name, rows in papers.items():
-        lines += [f"## {name}", "", *_table(HEAD)]
-        for row in rows:
-            lines += list(_lines(row, claims_of(row, name, claims), studies))
-        lines.append("")
+        table = [
+            cells
+            for row in rows
+            for cells in _row_lines(row, claims_in_row(row, name, claims), studies)
+        ]
+        lines += [f"## {name}", "", *markdown_table(HEAD, table), ""]
     lines += _others(papers, claims)
-    lines += _questions([one for one in answers if isinstance(one.claim, Question)])
+    lines += _questions([answer for answer in answers if isinstance(answer.claim, Question)])
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -91,11 +95,11 @@ def _opening(states: Sequence[Status], claims: Sequence[Answer]) -> list[str]:
     return lines
 
 
-def _lines(row: Row, claims: Sequence[Answer], studies: Sequence[Study]) -> Iterator[str]:
+def _row_lines(row: Row, claims: Sequence[Answer], studies: Sequence[Study]) -> Iterator[list[str]]:
     """A line for each claim of a row, else one for what is printed, drawn or absent."""
     start = [row.number, row.shows, row.paper or "–"]
-    for one in claims:
-        yield _line([*start, *_answered(one)])
+    for answer in claims:
+        yield [*start, *_answer_cells(answer)]
         start = ["″", "", ""]
     if claims:
         return
@@ -103,23 +107,23 @@ def _lines(row: Row, claims: Sequence[Answer], studies: Sequence[Study]) -> Iter
     if any(values for _, values, _ in printed):
         here = "; ".join(f"{phase}, {values}" for _, values, phase in printed if values)
         names = dict.fromkeys(name for name, values, _ in printed if values)
-        yield _line([*start, here, "", "no claim", _commands(list(names))])
+        yield [*start, here, "", "no claim", _commands(list(names))]
         return
     state = row_status(row, claims, studies)
     words = {"cannot": f"needs {row.needs}", "scheme": "–", "drawn": "drawn on the study's page"}
     named = [*row.drawn, *(one.study for one in row.columns)]
-    yield _line([*start, "", "", words.get(state, state), _commands(list(dict.fromkeys(named)))])
+    yield [*start, "", "", words.get(state, state), _commands(list(dict.fromkeys(named)))]
 
 
-def _answered(one: Answer) -> list[str]:
+def _answer_cells(answer: Answer) -> list[str]:
     """here, difference, verdict, study."""
-    claim = one.claim
+    claim = answer.claim
     said = claim.says if isinstance(claim, Claim) else claim.asks
-    command = _commands([one.study.name])
-    if one.entry is None:
-        state = "not run yet" if not one.study.compared else "not run yet with this claim"
+    command = _commands([answer.study.name])
+    if answer.entry is None:
+        state = "not run yet" if not answer.study.compared else "not run yet with this claim"
         return [said, "", state, command]
-    row = build_claim_row(one.entry)
+    row = build_claim_row(answer.entry)
     other = f"`{claim.against_metric}` " if claim.against_metric else ""
     here = f"{said}: `{claim.metric}` {claim.method} {row.values[0]}, "
     here += f"{other}{claim.against} {row.values[1]}"
@@ -131,39 +135,34 @@ def _answered(one: Answer) -> list[str]:
     if not isinstance(claim, Claim):
         words = VERDICTS | ANSWERS
     verdict = row.describe_verdict(words)
-    return [here, difference, verdict + (" ‡" if one.changed else ""), command]
+    return [here, difference, verdict + (" ‡" if answer.changed else ""), command]
 
 
 def _others(papers: Mapping[str, Sequence[Row]], claims: Sequence[Answer]) -> list[str]:
     """Claims whose source is in no row."""
-    known = {id(one.claim) for name, row in _rows(papers) for one in claims_of(row, name, claims)}
-    rest = [one for one in claims if id(one.claim) not in known]
-    if not rest:
-        return []
-    rows = []
-    for one in rest:
-        assert isinstance(one.claim, Claim)
-        rows.append(_line([one.claim.paper, one.claim.source, *_answered(one)]))
+    known = {
+        id(answer.claim)
+        for name, row in _rows(papers)
+        for answer in claims_in_row(row, name, claims)
+    }
+    rows = [
+        [answer.claim.paper, answer.claim.source, *_answer_cells(answer)]
+        for answer in claims
+        if isinstance(answer.claim, Claim) and id(answer.claim) not in known
+    ]
     head = ("paper", "where", "here", "difference", "verdict", "study")
-    return ["## Claims of other sources", "", *_table(head), *rows, ""]
+    return ["## Claims of other sources", "", *markdown_table(head, rows), ""] if rows else []
 
 
 def _questions(questions: Sequence[Answer]) -> list[str]:
     """What no paper claims."""
     if not questions:
         return []
-    rows = [_line(_answered(one)) for one in questions]
-    head = ("question", "difference", "answer", "study")
-    return ["## What no paper claims, asked of these runs", "", *_table(head), *rows, ""]
+    table = markdown_table(
+        ("question", "difference", "answer", "study"), map(_answer_cells, questions)
+    )
+    return ["## What no paper claims, asked of these runs", "", *table, ""]
 
 
 def _commands(studies: Sequence[str]) -> str:
     return "; ".join(f"`moecore study run pipelines/{name}`" for name in studies)
-
-
-def _table(head: Sequence[str]) -> list[str]:
-    return [_line(head), _line(["---"] * len(head))]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(map(escape_cell, cells))} |"

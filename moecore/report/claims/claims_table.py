@@ -1,9 +1,10 @@
 """The evaluated claims and questions for readers: tables of the page and a Markdown file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from moecore.report.claims.claim_row import ANSWERS, ClaimRow, build_claim_row
 from moecore.report.claims.evaluation import Evaluated, claim_entry, claims_of, questions_of
+from moecore.report.markdown import markdown_table
 from moecore.report.page.view import Block, Grid, Item, Line, Section
 from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
 from moecore.study.reading.claims_section import Claim
@@ -44,42 +45,31 @@ def claims_markdown(evaluated: Sequence[Evaluated]) -> str:
     """Return the content of reports/claims.md."""
     if not evaluated:
         return f"# {TITLE}\n\nparams.yaml has no claims.\n"
-    text = f"# {TITLE}\n\n{HOW}\n"
+    lines = [f"# {TITLE}", "", HOW]
     if claims := claims_of(evaluated):
-        table = markdown_table(("Paper", "Where", "It says", *HEAD), map(_markdown_cells, claims))
-        text += f"\n{table}"
+        head = ("Paper", "Where", "It says", *HEAD)
+        lines += ["", *markdown_table(head, map(_markdown_cells, claims))]
     if questions := questions_of(evaluated):
-        table = markdown_table(("Of", "It is asked", *ASKED_HEAD), map(_markdown_cells, questions))
-        text += f"\n## {ASKED}\n\n{table}"
-    return text
+        head = ("Of", "It is asked", *ASKED_HEAD)
+        lines += ["", f"## {ASKED}", "", *markdown_table(head, map(_markdown_cells, questions))]
+    return "\n".join(lines) + "\n"
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, a line per row."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(map(escape_cell, line))} |\n" for line in lines)
-
-
-def escape_cell(text: str) -> str:
-    """Return a text that stays in its cell of a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _marks(one: Evaluated, row: ClaimRow) -> list[str]:
+def _marks(evaluated_claim: Evaluated, row: ClaimRow) -> list[str]:
     """The verdict, and after Holm's correction; of a question its answer."""
-    if isinstance(one.claim, Claim):
+    if isinstance(evaluated_claim.claim, Claim):
         return [MARKS[row.verdict], MARKS[row.verdict_holm]]
     return [ANSWERS.get(row.verdict, row.verdict)]
 
 
-def _page_line(one: Evaluated) -> Line:
-    claim = one.claim
-    row = build_claim_row(claim_entry(one))
-    mark, *corrected = _marks(one, row)
+def _page_line(evaluated_claim: Evaluated) -> Line:
+    claim = evaluated_claim.claim
+    row = build_claim_row(claim_entry(evaluated_claim))
+    mark, *corrected = _marks(evaluated_claim, row)
     detectable = row.detectable.replace(" pp", "\u00a0pp")
     over = row.over or "; ".join(row.notes)
     small = ", ".join(word for word in (row.difference_limits, over) if word)
-    label, statement = _metric_words(one)
+    label, statement = _metric_words(evaluated_claim)
     items = [
         Item(mark, keep_percent_on_line(detectable), look=f"verdict {row.verdict}"),
         *(Item(text, look=f"verdict {row.verdict_holm}") for text in corrected),
@@ -92,9 +82,9 @@ def _page_line(one: Evaluated) -> Line:
     return Line(Item(claim.paper or claim.asks, note=claim.asks if claim.paper else ""), items)
 
 
-def _markdown_cells(one: Evaluated) -> list[str]:
-    claim = one.claim
-    row = build_claim_row(claim_entry(one))
+def _markdown_cells(evaluated_claim: Evaluated) -> list[str]:
+    claim = evaluated_claim.claim
+    row = build_claim_row(claim_entry(evaluated_claim))
     if isinstance(claim, Claim):
         start = [claim.paper, claim.source, claim.says]
     else:
@@ -106,21 +96,21 @@ def _markdown_cells(one: Evaluated) -> list[str]:
             (claim.method, claim.against), row.values, row.limits, strict=True
         )
     ]
-    label, statement = _metric_words(one)
+    label, statement = _metric_words(evaluated_claim)
     why = f" ({claim.why})" if claim.why else ""
     return [
         *start,
-        *_marks(one, row),
+        *_marks(evaluated_claim, row),
         f"{row.difference}{limits}; {'; '.join(row.notes)}",
         *sides,
         f"{label} (`{claim.metric}`), {statement}{why}",
     ]
 
 
-def _metric_words(one: Evaluated) -> tuple[str, str]:
+def _metric_words(evaluated_claim: Evaluated) -> tuple[str, str]:
     """The metric's name, and what is claimed or asked of it, where."""
-    claim = one.claim
-    column = one.metric.column
+    claim = evaluated_claim.claim
+    column = evaluated_claim.metric.column
     verb = "claimed" if isinstance(claim, Claim) else "asked"
     statement = f"{claim.better} is {verb}"
     if claim.margin is not None:

@@ -54,12 +54,12 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
         for name, phase in (results.phases.items() if asked else ())
     }
     counts: dict[str, int] = defaultdict(int)
-    entries = []
-    for one in asked:
-        section = "claims" if isinstance(one, Claim) else "questions"
-        entries.append(_evaluate(one, f"{section}[{counts[section]}]", phases))
+    evaluated = []
+    for claim in asked:
+        section = "claims" if isinstance(claim, Claim) else "questions"
+        evaluated.append(_evaluate(claim, f"{section}[{counts[section]}]", phases))
         counts[section] += 1
-    return correct_by_paper(entries)
+    return correct_by_paper(evaluated)
 
 
 def claims_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
@@ -78,13 +78,13 @@ def correct_by_paper(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     for place, one in enumerate(evaluated):
         if isinstance(one.claim, Claim) and one.p is not None:
             families[one.claim.paper].append(place)
-    result = list(evaluated)
+    corrected = list(evaluated)
     for places in families.values():
         values = [p for place in places if (p := evaluated[place].p) is not None]
         for place, p in zip(places, holm(values), strict=True):
             kept = evaluated[place].verdict if p < LEVEL else "open"
-            result[place] = evaluated[place]._replace(p_holm=p, verdict_holm=kept)
-    return result
+            corrected[place] = evaluated[place]._replace(p_holm=p, verdict_holm=kept)
+    return corrected
 
 
 def judge_difference(difference: Difference, asked: Comparison) -> str:
@@ -138,11 +138,11 @@ def flat_evaluated(
     evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The entries ``claims`` and ``questions`` of compare.json that there are."""
-    results = {
+    sections = {
         "claims": flat_claims(claims_of(evaluated), study),
         "questions": flat_claims(questions_of(evaluated), study),
     }
-    return {name: entries for name, entries in results.items() if entries}
+    return {name: entries for name, entries in sections.items() if entries}
 
 
 def _words(claim: Claim | Question) -> str:
@@ -195,7 +195,9 @@ def _cell_of(side: Side, models: Models, place: str) -> Cell:
     if cell is None:
         name = side.metric.name
         having = [
-            one for one, seeds in models.items() if read_cell(side.metric, list(seeds.values()))
+            method
+            for method, seeds in models.items()
+            if read_cell(side.metric, list(seeds.values()))
         ]
         raise UserError(f"{place} has no {name}; allowed: {_listed(having)}")
     return cell

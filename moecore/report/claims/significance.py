@@ -45,7 +45,7 @@ class Tested(NamedTuple):
 def possible_test(metric: Metric, methods: Sequence[Seeds]) -> str:
     """The test that can be made between these methods; "" where neither direction is better.
 
-    Of several seeds BOTH where the results keep one value an item, else SEEDS; "mcnemar" for one
+    Of several seeds BOTH where the results keep one value per item, else SEEDS; "mcnemar" for one
     seed with hits, else "intervals".
     """
     if not metric.column.better:
@@ -70,11 +70,11 @@ def differences_from(
     if reference not in models or not others or test not in ("mcnemar", BOTH, SEEDS):
         return {}
     compare = _by_images if test == "mcnemar" else _by_seeds
-    entries = [compare(metric, method, models[method], models[reference]) for method in others]
-    corrected = holm([tested.p for tested in entries])
+    tests = [compare(metric, method, models[method], models[reference]) for method in others]
+    corrected = holm([tested.p for tested in tests])
     return {
         method: tested._replace(holm=p)
-        for method, tested, p in zip(others, entries, corrected, strict=True)
+        for method, tested, p in zip(others, tests, corrected, strict=True)
     }
 
 
@@ -88,8 +88,8 @@ def find_leader(
     """
     sign = 1 if metric.column.better == "higher" else -1
     first = max(values, key=lambda method: sign * values[method])
-    result = differences_from(metric, models, first)
-    if result and all(tested.holm < LEVEL for tested in result.values()):
+    tests = differences_from(metric, models, first)
+    if tests and all(tested.holm < LEVEL for tested in tests.values()):
         return first
     return None
 
@@ -100,7 +100,7 @@ def tested_to_json(tested: Tested) -> dict[str, Any]:
     Of McNemar's also how many images one of the two alone gets right.
     """
     difference, low, high = tested.difference
-    entries = {
+    values = {
         "difference": difference,
         "low": low,
         "high": high,
@@ -109,8 +109,8 @@ def tested_to_json(tested: Tested) -> dict[str, Any]:
         "test": tested.test,
     }
     if tested.only is not None:
-        entries["only_first"], entries["only_second"] = tested.only
-    return entries
+        values["only_first"], values["only_second"] = tested.only
+    return values
 
 
 class Side(NamedTuple):
@@ -120,7 +120,7 @@ class Side(NamedTuple):
     seeds: Seeds
 
     def items(self, seed: int) -> np.ndarray | None:
-        """One value an item, (N,); None where the metric has none."""
+        """One value per item, (N,); None where the metric has none."""
         return self.metric.items(self.seeds[seed])
 
     def number(self, seed: int) -> float:
@@ -157,10 +157,10 @@ def _by_images(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Teste
         images = f"{len(first)} images, another method's of {len(second)}"
         again = "run the measuring stages again"
         raise UserError(f"compare: {metric.name} of {method} is of {images}; {again}")
-    result = count_paired_hits(first, second)
-    only = (result.first_only, result.second_only)
+    counts = count_paired_hits(first, second)
+    only = (counts.first_only, counts.second_only)
     p = mcnemar(*only)
-    return Tested(paired_difference(result), p, p, "mcnemar", only)
+    return Tested(paired_difference(counts), p, p, "mcnemar", only)
 
 
 def _hits(metric: Metric, seeds: Seeds) -> np.ndarray:
@@ -173,7 +173,7 @@ def _by_seeds(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested
     if ours.keys() != theirs.keys():
         seeds = f"seeds {list(ours)}, another method {list(theirs)}"
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")
-    result = difference_of(Side(metric, ours), Side(metric, theirs), f"compare: {method}")
+    difference = difference_of(Side(metric, ours), Side(metric, theirs), f"compare: {method}")
     # Values that are all alike leave no interval, and nothing to tell the two apart by.
-    p = 1.0 if result.p is None else result.p
-    return Tested(result.interval(), p, p, result.kind)
+    p = 1.0 if difference.p is None else difference.p
+    return Tested(difference.interval(), p, p, difference.kind)

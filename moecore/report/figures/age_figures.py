@@ -27,7 +27,7 @@ def data_title(title: str, simulated: bool) -> str:
 
 @styled
 def age_scatter(points: AgePoints, simulated: bool = False) -> Figure:
-    """Predicted against known age, before and after correction; a colour and a line a sex."""
+    """Predicted against known age, before and after correction; a colour and a line per sex."""
     known = dict(_known(points))
     figure = new_figure(0.6 + 4.3 * len(known), 4.3, "Test split.")
     panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
@@ -47,7 +47,7 @@ def age_scatter(points: AgePoints, simulated: bool = False) -> Figure:
 
 @styled
 def pad_against_age(points: AgePoints, simulated: bool = False) -> Figure:
-    """Predicted minus known age against known age, with its mean, mean ± 1.96 SD, a line a sex."""
+    """Predicted minus known age against known age, with mean, mean ± 1.96 SD, a line per sex."""
     known = dict(_known(points))
     caption = "Grey lines: mean and mean ± 1.96 SD."
     figure = new_figure(0.6 + 4.3 * len(known), 3.6, caption)

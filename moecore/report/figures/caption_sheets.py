@@ -20,7 +20,7 @@ BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 @styled
 def read_images(stored: Overlays, captions: Sequence[Sequence[Read]], experts: int) -> Figure:
-    """A row an image: its patches in the colours of their experts in the last layer that has some,
+    """A row per image: its patches in the colours of their experts in the last layer that has some,
     and a caption's words in those of theirs, each with its expert's number. A dense tower's stay
     bare.
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moecore.measure.under_attack.curves import LeftScores
-from moecore.report.column import title_of, unit_of
+from moecore.report.column import score_title, unit_of
 from moecore.report.figures.direct_labels import End, label_ends
 from moecore.report.figures.drawing import (
     DARK,
@@ -69,7 +69,7 @@ def points_over_seeds(
 
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
-    """What the bands of ``over`` are, as words; of one seed there are none."""
+    """Return what the bands of ``points_over_seeds`` are, in words; of one seed there are none."""
     several = any(len(of_method) > 1 for of_method in seeds.values())
     return "Bands: 95 % intervals over seeds." if several else "One seed."
 
@@ -217,11 +217,11 @@ def texts_of(values: np.ndarray, least: float = 0.0) -> np.ndarray:
 def under_attack(curves: Curves, what: str, score: Score) -> Figure:
     """Scores over epsilon."""
     share = score.form == "share"
-    word = title_of(score) if share else "Error"
+    word = score_title(score) if share else "Error"
     look = Look(
         f"{word} under {what}",
         f"ε in 1/{PIXEL}",
-        title_of(score) + unit_of(score),
+        score_title(score) + unit_of(score),
         share,
         1.02 if share else None,
     )
@@ -229,12 +229,12 @@ def under_attack(curves: Curves, what: str, score: Score) -> Figure:
 
 
 def attack_points(seeds: Sequence[Sequence[LeftScores]], score: Score) -> list[Point]:
-    """One point an epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
+    """One point per epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
     limits = (0.0, 1.0 if score.form == "share" else np.inf)
-    entries = []
+    points = []
     for rows in zip(*seeds, strict=True):
         interval = Interval(rows[0].score, rows[0].low, rows[0].high)
         if len(rows) > 1:
             interval = mean_over_seeds([row.score for row in rows])
-        entries.append(point(rows[0].epsilon * PIXEL, interval, limits))
-    return entries
+        points.append(point(rows[0].epsilon * PIXEL, interval, limits))
+    return points

@@ -140,10 +140,10 @@ def _cost(
     return 20 * outside + 10 * covered + 3 * crossed + tried.reach
 
 
-def _shared(one: Bbox, other: Bbox) -> float:
+def _shared(first: Bbox, second: Bbox) -> float:
     """The area that two boxes share."""
-    result = Bbox.intersection(one, other)
-    return 0.0 if result is None else result.width * result.height
+    overlap = Bbox.intersection(first, second)
+    return 0.0 if overlap is None else overlap.width * overlap.height
 
 
 def _size(figure: Figure, name: str) -> tuple[float, float]:

@@ -21,7 +21,7 @@ def expert_maps(
     title: str = "Mean routing of each class",
     caption: str = "",
 ) -> Figure:
-    """Mean probability of each expert on the experts' grid: a column a class.
+    """Mean probability of each expert on the experts' grid: a column per class.
 
     maps: a model, layer or epoch → (K, E), None where a class has no images (its panel stays
     bare); all with the same E. Each row has one scale, from 0 to its largest value.

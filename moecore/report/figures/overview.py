@@ -66,7 +66,7 @@ def overlap_caption(quantities: Quantities, intervals: bool) -> str:
 
 @styled
 def draw_scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
-    """A point a method with its name, and thin whiskers."""
+    """A point per method with its name, and thin whiskers."""
     figure = new_figure(5.0, 4.3)
     axes = figure.subplots()
     points = {}
@@ -100,7 +100,7 @@ def draw_scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
 
 @styled
 def draw_method_rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
-    """A panel a quantity, a row a method: a point with its whisker; a method without it has none.
+    """A panel per quantity, a row per method: a point with its whisker, or no point.
 
     The method that is first in params.yaml stands at the top.
     """
@@ -120,12 +120,12 @@ def draw_method_rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
                     transform=axes.get_yaxis_transform(),
                 )
                 continue
-            result = _scaled(quantity, method)
-            line = _line(result, float(place))
+            interval = _scaled(quantity, method)
+            line = _line(interval, float(place))
             axes.plot(*line, color=looks[method]["color"], linewidth=0.9, alpha=0.6)
-            axes.plot(result.value, place, linestyle="", markersize=8, **looks[method])
+            axes.plot(interval.value, place, linestyle="", markersize=8, **looks[method])
             ends += line[0]
-        axes.set_title(title_of(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
+        axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
         set_limits_with_margin(axes.set_xlim, *panel_limits(quantity, ends))
         print_values(axes, quantity, methods)
         if quantity.column.form == "share":
@@ -139,8 +139,8 @@ def draw_method_rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
 
 
 def panel_limits(quantity: Quantity, ends: Sequence[float]) -> tuple[Sequence[float], str, bool]:
-    """What ``hold`` takes for a panel: from zero, but of errors where zero is so far away that
-    points which differ would lie on each other, such as nats a word.
+    """Return what ``set_limits_with_margin`` takes: from zero, but of errors where zero is so far
+    away that points which differ would lie on each other, such as nats per word.
     """
     form = quantity.column.form
     near = [end for end in ends if end]
@@ -175,7 +175,7 @@ def print_values(axes: Axes, quantity: Quantity, methods: Sequence[str]) -> None
             axes.annotate(text, (value, place), offset, textcoords="offset points", **look)
 
 
-def title_of(quantity: Quantity) -> str:
+def panel_title(quantity: Quantity) -> str:
     """A short one, in two lines."""
     name = quantity.column.name
     if name.startswith("routing_change"):

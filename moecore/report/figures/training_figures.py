@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from moecore.report.column import title_of, unit_of
+from moecore.report.column import score_title, unit_of
 from moecore.report.figures.charts import (
     AROUND,
     Labels,
@@ -42,7 +42,7 @@ NUMBERED = 20  # classes: with more, a matrix has colours only
 
 @styled
 def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
-    """Loss in training and the score on the validation split over epochs, a line a seed; of text
+    """Loss in training and the score on the validation split over epochs, a line per seed; of text
     the perplexities (MoGE, figures 12 to 16).
     """
     figure = new_figure(4.8, 4.8)
@@ -64,7 +64,7 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     share = score.form == "share"
     what = "Cross-entropy in training" if share else "Loss in training"
     loss.set(ylabel="Perplexity in training" if task.long else what, title="Training")
-    title = "perplexity" if task.long else f"{title_of(score)}{unit_of(score)}"
+    title = "perplexity" if task.long else f"{score_title(score)}{unit_of(score)}"
     below.set_ylabel(f"Validation {title}")
     if task.long:
         for axes in (loss, below):
@@ -154,7 +154,7 @@ def sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
 
 
 def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
-    """One point an epoch over the seeds of one method; [] where a seed has no such list.
+    """One point per epoch over the seeds of one method; [] where a seed has no such list.
 
     name: a key of AGREEMENTS. A list that is shorter than the training has epochs ends with the
     last epoch.

@@ -1,4 +1,4 @@
-"""What the report shows, one file a measurement or stage; this is their table, in its order."""
+"""What the report shows, one file per measurement or stage; this is their table, in its order."""
 
 from moecore.brain.measured_ages import AgeResult as Ages
 from moecore.measure.calibration import Result as Calibration

@@ -36,8 +36,8 @@ def number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]
 
     def read(result: AgeResult) -> Estimate | None:
         errors: AgeErrors | None = getattr(result, prediction)
-        problem = None if errors is None else getattr(errors, name)
-        return problem if problem is None or np.isfinite(problem.value) else None
+        estimate = None if errors is None else getattr(errors, name)
+        return estimate if estimate is None or np.isfinite(estimate.value) else None
 
     return read
 
@@ -183,10 +183,10 @@ def table_s1(phase: Phase) -> Grid:
 
 def refusals(phase: Phase) -> list[str]:
     """Which models got no correction, and why."""
-    entries = []
+    words = []
     for method, seeds in phase.models.items():
         for seed, model in seeds.items():
             result = model.of(AgeResult)
             if result is not None and result.refused:
-                entries.append(f"Not corrected: {method}, seed {seed}. {result.refused}")
-    return entries
+                words.append(f"Not corrected: {method}, seed {seed}. {result.refused}")
+    return words

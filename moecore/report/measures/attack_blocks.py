@@ -4,7 +4,7 @@ And how results under attack are read.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from moecore.measure.base import Skipped
 from moecore.measure.robustness import Result
@@ -66,11 +66,11 @@ def moved_by(phase: Phase, attack: str) -> Picture | None:
     """The change of the routing under one attack; None where no method has it."""
 
     def of(result: Result) -> dict[float, float]:
-        entries = {
+        changes = {
             row.epsilon * PIXEL: mean_or_none(row.routing_change)
             for row in moves_of(result, attack)
         }
-        return {x: value for x, value in entries.items() if value is not None}
+        return {x: value for x, value in changes.items() if value is not None}
 
     curves = {
         method: points_over_seeds([of(result) for result in seeds], (0.0, 1.0))
@@ -110,13 +110,13 @@ def moved_by_layer(phase: Phase, attack: str) -> Picture | None:
 
 def every_move(phase: Phase, attack: str) -> list[tuple[AttackRow, ...]]:
     """The rows of one attack of every model that met it."""
-    entries = [moves_of(result, attack) for result in phase.results(Result)]
-    return [rows for rows in entries if rows]
+    moves = [moves_of(result, attack) for result in phase.results(Result)]
+    return [rows for rows in moves if rows]
 
 
 def attacked(phase: Phase) -> list[Picture]:
     """A few images under the strongest attack, of the methods that all others are held against."""
-    entries = []
+    pictures = []
     first = phase.first(Result)
     for method in references(phase.models):
         shown = first[method].attacked if method in first else None
@@ -130,35 +130,33 @@ def attacked(phase: Phase) -> list[Picture]:
         figure = sheet(tiles, Frame(title, names), 1.1, 1.1)
         caption = f"{method}. Images as the strongest attack made them (figure 5)."
         label = f"{phase.name}: attacked pictures of {method}"
-        entries.append(Picture(figure, label, caption + phase.first_seed))
-    return entries
+        pictures.append(Picture(figure, label, caption + phase.first_seed))
+    return pictures
 
 
 def audit(lines: Mapping[str, Sequence[Sequence[Audited]]]) -> Block:
-    """A row a question; lines: method → seed → the audit."""
-    by_question = {
-        method: [{line.name: line for line in one} for one in seeds]
-        for method, seeds in lines.items()
-    }
-    every = [one for seeds in by_question.values() for one in seeds]
-    names = dict.fromkeys(name for one in every for name in one)
+    """A row per question; lines: method → seed → the audit."""
+    every = [line for seeds in lines.values() for audited in seeds for line in audited]
     rows = [
         Line(
             Item(name.replace("_", " ")),
-            [answer([one[name] for one in seeds if name in one]) for seeds in by_question.values()],
+            [
+                answer([line for audited in seeds for line in audited if line.name == name])
+                for seeds in lines.values()
+            ],
         )
-        for name in names
+        for name in dict.fromkeys(line.name for line in every)
     ]
     grids = [Grid(["Question", *lines], rows)] if rows else []
     title = "Can the attacks be believed?"
     return Block(title, grids=grids, folded=True, finding=tally(every))
 
 
-def answer(entries: Sequence[Audited]) -> Item:
+def answer(audited: Sequence[Audited]) -> Item:
     """What all seeds say of a question: the worst verdict, with its words."""
-    if not entries:
+    if not audited:
         return NONE
-    worst = min(entries, key=lambda line: WORST_FIRST.index(line.holds))
+    worst = min(audited, key=lambda line: WORST_FIRST.index(line.holds))
     return Item(
         MARKS[worst.holds],
         note=with_named_epsilons(worst.text.removeprefix("not judged: ")),
@@ -166,8 +164,8 @@ def answer(entries: Sequence[Audited]) -> Item:
     )
 
 
-def tally(every: Iterable[Mapping[str, Audited]]) -> str:
+def tally(audited: Sequence[Audited]) -> str:
     """How many of the questions that could be told hold."""
-    verdicts = [line.holds for one in every for line in one.values()]
+    verdicts = [line.holds for line in audited]
     told = len(verdicts) - verdicts.count(None)
     return f"{verdicts.count(True)} of {told} lines of the audit hold"

@@ -7,7 +7,7 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from moecore.measure.base import Estimate
-from moecore.measure.calibration import Quality, Result
+from moecore.measure.calibration import Result
 from moecore.report.column import Column
 from moecore.report.figures.drawing import (
     GUIDE,
@@ -33,8 +33,7 @@ def quality(when: str, name: str) -> Callable[[Result], Estimate]:
     """One number before or after calibration."""
 
     def read(result: Result) -> Estimate:
-        results: Quality = getattr(result, when)
-        return getattr(results, name)
+        return getattr(getattr(result, when), name)
 
     return read
 

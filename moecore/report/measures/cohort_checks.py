@@ -48,8 +48,8 @@ def of_model(errors: Callable[[Result], TissueErrors | None]) -> Read:
     """The model's own error."""
 
     def read(result: Result) -> Interval | None:
-        results = errors(result)
-        return None if results is None else Interval(results.mae, results.low, results.high)
+        error = errors(result)
+        return None if error is None else Interval(error.mae, error.low, error.high)
 
     return read
 
@@ -58,10 +58,10 @@ def of_probe(errors: Callable[[Result], TissueErrors | None]) -> Read:
     """The linear probe's error."""
 
     def read(result: Result) -> Interval | None:
-        results = errors(result)
-        if results is None:
+        error = errors(result)
+        if error is None:
             return None
-        return Interval(results.probe_mae, results.probe_low, results.probe_high)
+        return Interval(error.probe_mae, error.probe_low, error.probe_high)
 
     return read
 
@@ -72,8 +72,8 @@ def items_of(
     """One error a person, of the model or of the probe."""
 
     def read(result: Result) -> np.ndarray | None:
-        results = errors(result)
-        return None if results is None else decode_items(getattr(results, name))
+        error = errors(result)
+        return None if error is None else decode_items(getattr(error, name))
 
     return read
 
@@ -92,12 +92,8 @@ def over(more: str, less: str) -> Read:
 
 def rescan(result: Result) -> Interval | None:
     """Years between the predictions for two scans of a subject."""
-    results = result.rescan
-    return (
-        None
-        if results is None
-        else Interval(results.mean_abs_difference, results.low, results.high)
-    )
+    scans = result.rescan
+    return None if scans is None else Interval(scans.mean_abs_difference, scans.low, scans.high)
 
 
 def of_ageing(name: str) -> Callable[[Result], float | None]:
@@ -238,15 +234,15 @@ def tissues(phase: Phase) -> Grid | None:
 
 
 @styled
-def ageing_curves(result: Ageing) -> Figure:
-    """Predicted age over age, one line a subject, with the identity."""
-    figure = new_figure(4.4, 4.0, f"Rising steps: {result.monotone_share:.0%}.")
+def ageing_curves(ageing: Ageing) -> Figure:
+    """Predicted age over age, one line per subject, with the identity."""
+    figure = new_figure(4.4, 4.0, f"Rising steps: {ageing.monotone_share:.0%}.")
     axes = figure.subplots()
-    ends = [result.ages[0], result.ages[-1]]
+    ends = [ageing.ages[0], ageing.ages[-1]]
     axes.plot(ends, ends, color=GUIDE, linewidth=1, linestyle=":", label="identity")
     look = {"color": line_look(0)["color"], "linewidth": 0.8, "alpha": 0.6}
-    for row in result.predictions:
-        axes.plot(result.ages, row, marker="o", markersize=2, **look)
+    for row in ageing.predictions:
+        axes.plot(ageing.ages, row, marker="o", markersize=2, **look)
     axes.set(xlabel="Age in years", ylabel="Predicted age in years")
     axes.set_title("Simulated subjects, aged")
     legend_of(figure, axes)

@@ -58,10 +58,10 @@ def commonest(tables: Sequence[np.ndarray], classes: Sequence[str]) -> str:
     """The commonest mistake of all methods; "" where none was made."""
     if not tables:
         return ""
-    result = next(mistakes(np.mean(tables, axis=0)), None)
-    if result is None:
+    worst = next(mistakes(np.mean(tables, axis=0)), None)
+    if worst is None:
         return "no test image was taken for another class"
-    share, true, taken = result
+    share, true, taken = worst
     methods = ", mean over methods" if len(tables) > 1 else ""
     return (
         f"{classes[true]} is taken for {classes[taken]} most often ({100 * share:.0f} %{methods})"

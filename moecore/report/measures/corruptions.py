@@ -51,12 +51,12 @@ def relative(seen: Seen) -> list[Column]:
 
 def errors_of_dense(seen: Seen) -> Errors | None:
     """Means over the seeds of the dense model."""
-    entries = [errors_of(result) for result in seen.of_dense]
-    if not entries:
+    by_seed = [errors_of(result) for result in seen.of_dense]
+    if not by_seed:
         return None
     errors = {
-        name: {severity: fmean(one[name][severity] for one in entries) for severity in row}
-        for name, row in entries[0].items()
+        name: {severity: fmean(one[name][severity] for one in by_seed) for severity in row}
+        for name, row in by_seed[0].items()
     }
     return errors if all(any(row.values()) for row in errors.values()) else None
 
@@ -92,6 +92,7 @@ COLUMNS = (
         lambda ahead: [
             f"error_{column_slug(name)}" for name in ahead.study.corruptions.names or get_args(Name)
         ],
+        "share",
     ),
 )
 

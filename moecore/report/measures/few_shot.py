@@ -13,19 +13,19 @@ from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
 NOTE = (
-    "ridge on frozen features, {} images a class, V-MoE's protocol; mean and interval over draws "
+    "ridge on frozen features, {} images per class, V-MoE's protocol; mean and interval over draws "
     "of the images; penalty chosen by leaving one out (ERMoE's main paper reports 5-shot)"
 )
 LEAKY = "the same with the penalty that is best on the test images themselves: too good"
 
 
 def row_of(result: Result, shots: str) -> Shots | None:
-    """The row of so many images a class; None where the smallest class has fewer."""
+    """The row of so many images per class; None where the smallest class has fewer."""
     return next((row for row in result.rows if row.shots == int(shots)), None)
 
 
 def with_shots(shots: str, result: Result) -> Column:
-    """The score with so many images a class."""
+    """The score with so many images per class."""
 
     def read(result: Result) -> Interval | None:
         row = row_of(result, shots)
@@ -84,8 +84,8 @@ def ahead_of(end: str = "") -> Callable[[Ahead], list[str]]:
 
 
 COLUMNS = (
-    Each(names_of, with_shots, ahead_of()),
-    Each(names_of, leaky, ahead_of("_leaky")),
+    Each(names_of, with_shots, ahead_of(), "share"),
+    Each(names_of, leaky, ahead_of("_leaky"), "share"),
 )
 
 
@@ -95,13 +95,13 @@ def figures(result: Result) -> Figures:
 
 
 def part(phase: Phase) -> Iterator[Block]:
-    """The score over the number of images a class, a line a method; what was left out."""
+    """The score over the number of images per class, a line per method; what was left out."""
     seeds = phase.of(Result)
     curves = {
         method: points_over_seeds(
-            [{row.shots: row.score for row in result.rows} for result in entry], (0.0, 1.0)
+            [{row.shots: row.score for row in result.rows} for result in of_method], (0.0, 1.0)
         )
-        for method, entry in seeds.items()
+        for method, of_method in seeds.items()
     }
     reasons = {
         f"{one.shots} shots: {one.why}."
@@ -111,7 +111,7 @@ def part(phase: Phase) -> Iterator[Block]:
     drawn = []
     if any(curves.values()):
         look = Look(
-            "Accuracy from a few images", "Images a class", "Accuracy", share=True, top=1.02
+            "Accuracy from a few images", "Images per class", "Accuracy", share=True, top=1.02
         )
         caption = f"Ridge on frozen features, mean over draws. {interval_caption(seeds)}"
         drawn.append(Picture(curves_chart(curves, look), f"{phase.name}: few shots", caption))

@@ -131,12 +131,17 @@ COLUMNS = (
         "moge",
     ),
     Each(names_of, normalised, lambda ahead: [f"imed_normalised_{one}" for one in slugs()]),
-    Each(names_of, agreeing, lambda ahead: [f"agreement_transformed_{one}" for one in slugs()]),
+    Each(
+        names_of,
+        agreeing,
+        lambda ahead: [f"agreement_transformed_{one}" for one in slugs()],
+        "share",
+    ),
 )
 
 
 def figures(result: Result) -> Figures:
-    """The mean routing of each class, a row a MoE layer."""
+    """The mean routing of each class, a row per MoE layer."""
     if not result.class_maps:
         return
     layers = len(result.class_maps[0])

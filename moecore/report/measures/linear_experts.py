@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from matplotlib.figure import Figure
 
 from moecore.measure.linear_experts import Result, Theorem1Row
-from moecore.report.column import Columns
 from moecore.report.figures.drawing import INK, PALETTE, line_look, new_figure, styled
 from moecore.report.measures.shown import Figures
 from moecore.report.page.view import Block, Picture
@@ -15,9 +14,6 @@ TARGETS = {
     "opposed": "neighbours learn opposites",
     "drawn": "experts learn independent things",
 }
-
-# The experiment has no trained model, so there is no method for a row of the tables.
-COLUMNS: tuple[Columns, ...] = ()
 
 
 def figures(result: Result) -> Figures:

@@ -69,11 +69,11 @@ def figures(result: Result) -> Figures:
 
 @styled
 def lemma_terms(layers: tuple[LemmaPoints, ...]) -> Figure:
-    """One point a token and MoE layer: the bound against what it bounds, and the router's term.
+    """One point per token and MoE layer: the bound against what it bounds, and the router's term.
 
     In the upper panel all points lie on or below the diagonal.
     """
-    figure = new_figure(4.8, 5.6, "One point a token.")
+    figure = new_figure(4.8, 5.6, "One point per token.")
     panels = figure.subplots(2, 1, sharex=True)
     highest = max(max(layer.bound) for layer in layers)
     for axes, name in zip(panels, ("‖∇f(x)‖₂", "router term of the bound"), strict=True):

@@ -62,10 +62,10 @@ def at(*path: str) -> Callable[[CohortChecks], Any]:
     """What lies at this path below ``generalisation``; None where a step is."""
 
     def read(result: CohortChecks) -> Any:
-        results: Any = result.generalisation
+        value: Any = result.generalisation
         for name in path:
-            results = None if results is None else getattr(results, name)
-        return results
+            value = None if value is None else getattr(value, name)
+        return value
 
     return read
 
@@ -172,7 +172,7 @@ def part(phase: Phase) -> Iterator[Block]:
 
 
 def generalised(phase: Phase) -> Grid | None:
-    """A group of rows a method with region experts, a row a sort of volumes."""
+    """A group of rows for each method with region experts, a row per sort of volumes."""
     lines = []
     for method, seeds in phase.models.items():
         results = phase.of(CohortChecks)[method]
@@ -192,7 +192,7 @@ def generalised(phase: Phase) -> Grid | None:
 
 
 def mixtures(result: GeneralisationResult, method: str) -> Grid:
-    """One model: a row a pair of tissues, a column a share that is left of the second."""
+    """One model: a row per pair of tissues, a column per share that is left of the second."""
     lefts = sorted({row.left for row in result.mixtures})
     rows = {(row.whole, row.thinned, row.left): row.found for row in result.mixtures}
     lines = []
@@ -219,7 +219,7 @@ def mixtures(result: GeneralisationResult, method: str) -> Grid:
 
 
 def table_of(probes: Sequence[ProbedEpoch], method: str) -> Grid:
-    """A row a tissue, two columns an epoch."""
+    """A row per tissue, two columns per epoch."""
     columns = ["Tissue"]
     for probe in probes:
         columns += [f"Epoch {probe.epoch}", "Control"]

@@ -72,7 +72,7 @@ def of_layers(value: Callable[[TextLayer], float]) -> Callable[[Result], float |
 
 
 COLUMNS = (
-    *(Each(names_of, recall_at(way), ahead_of(way)) for way in WAYS),
+    *(Each(names_of, recall_at(way), ahead_of(way), "share") for way in WAYS),
     Column(
         "text_load_cv2",
         "Load CV², words",

@@ -7,6 +7,7 @@ import numpy as np
 from moecore.measure.robustness import Result
 from moecore.measure.under_attack.curves import worst_scores
 from moecore.report.column import (
+    SCORE,
     Ahead,
     Column,
     Each,
@@ -14,7 +15,7 @@ from moecore.report.column import (
     key_of,
     limits_of,
     mean_or_none,
-    title_of,
+    score_title,
 )
 from moecore.report.figures.charts import attack_points, under_attack
 from moecore.report.measured import Measured, Phase
@@ -56,7 +57,7 @@ def left_under(result: Result, attack: str) -> np.ndarray | None:
 
 
 def items_under(attack: str) -> Callable[[Result], np.ndarray | None]:
-    """The same as one value an item: of people, where they have several images."""
+    """The same as one value per item: of people, where they have several images."""
 
     def read(result: Result) -> np.ndarray | None:
         left = left_under(result, attack)
@@ -109,8 +110,8 @@ def words_under(attack: str, score: Score) -> tuple[str, str]:
             return "Worst case", "accuracy where an image counts only if no attack broke it"
         return attack_title(attack), "accuracy under attack"
     if attack == WORST:
-        return f"{title_of(score)}, worst case", "largest error of each volume over all attacks"
-    return f"{title_of(score)}, {attack_title(attack)}", "mean error under attack"
+        return f"{score_title(score)}, worst case", "largest error of each volume over all attacks"
+    return f"{score_title(score)}, {attack_title(attack)}", "mean error under attack"
 
 
 def change_under(name: str, word: str, what: str) -> Each:
@@ -177,11 +178,17 @@ def layers_ahead(ahead: Ahead) -> list[str]:
 
 
 COLUMNS = (
-    Each(attacks_of, score_under, lambda ahead: [scored(ahead, one) for one in asked(ahead)]),
+    Each(
+        attacks_of,
+        score_under,
+        lambda ahead: [scored(ahead, attack) for attack in asked(ahead)],
+        SCORE,
+    ),
     Each(
         lambda result: [WORST] if result.worst_case else [],
         score_under,
         lambda ahead: [scored(ahead, WORST)],
+        SCORE,
     ),
     change_under("routing_change", "Routing", "are chosen for"),
     change_under("processing_change", "Processing", "process"),
@@ -190,7 +197,7 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """The score over epsilon, a line an attack."""
+    """The score over epsilon, a line per attack."""
     curves = {
         name: attack_points([rows_of(result, name)], result.task.score)
         for name in [*attacks_of(result), WORST]
@@ -219,12 +226,12 @@ def part(phase: Phase) -> Iterator[Block]:
 
 
 def curve_of(phase: Phase, attack: str) -> Picture:
-    """One attack, a line a method."""
+    """One attack, a line per method."""
     seeds = phase.of(Result)
     first = phase.results(Result)[0]
     curves = {
-        method: attack_points([rows_of(result, attack) for result in one], first.task.score)
-        for method, one in seeds.items()
+        method: attack_points([rows_of(result, attack) for result in of_method], first.task.score)
+        for method, of_method in seeds.items()
     }
     what = "the worst attack for each image" if attack == WORST else attack_title(attack)
     images = f"{first.images} test images, the same for every method."

@@ -7,6 +7,7 @@ import numpy as np
 from moecore.measure.routing import Result
 from moecore.measure.routing_metrics.augmentations import resolve_augmentation
 from moecore.report.column import (
+    SCORE,
     Ahead,
     Column,
     Columns,
@@ -48,8 +49,8 @@ SURE = {
 
 def of_routing(name: str, label: str, better: str, form: str, note: str, paper: str) -> Column:
     """A number that the result has under the column's own name."""
-    results = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
-    return results._replace(items=items_of(name))
+    column = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
+    return column._replace(items=items_of(name))
 
 
 def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
@@ -94,7 +95,9 @@ def matched_under(match: str) -> Each:
         asked = [resolve_augmentation(one, volumes) for one in ahead.study.routing.augmentations]
         return [f"{match}_{column_slug(one.name)}" for one in asked]
 
-    return Each(lambda result: [row.name for row in result.augmentations], column, foreseen)
+    return Each(
+        lambda result: [row.name for row in result.augmentations], column, foreseen, "share"
+    )
 
 
 PLACES = {
@@ -111,13 +114,13 @@ SHARES = {
 
 def on_map(place: str) -> list[Columns]:
     """Load and mass of a part of the map, beside the share of experts that lie there (MoGE)."""
-    entries: list[Columns] = []
+    columns: list[Columns] = []
     for share, (word, what) in SHARES.items():
         words = (f"{place}_{share}", f"{word}, {place}", "", "share", f"{what} {PLACES[place]}")
-        entries.append(of_routing(*words, "moge"))
+        columns.append(of_routing(*words, "moge"))
         if share != "cells":
-            entries.append(by_layer(*words, "moge"))
-    return entries
+            columns.append(by_layer(*words, "moge"))
+    return columns
 
 
 COLUMNS = (
@@ -205,7 +208,7 @@ COLUMNS = (
     *(column for place in PLACES for column in on_map(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
-    Given(scores_over_k, scores_ahead),
+    Given(scores_over_k, scores_ahead, SCORE),
 )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from moecore.measure.cost import Result as Cost
 from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.routing import Result
-from moecore.report.column import Ahead, Column, Each, Seen, title_of
+from moecore.report.column import Ahead, Column, Each, Seen, score_title
 from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
 from moecore.report.measured import Phase
 from moecore.report.page.view import Picture
@@ -43,16 +43,18 @@ def ends_of(values: Mapping[str, float]) -> str:
 def swept_most(scores: Mapping[str, Mapping[float, float]], score: Score) -> str:
     """How far the score moves where fewer or more experts see a token; scores: method → k → it."""
     moved = {
-        method: max(one.values()) - min(one.values())
-        for method, one in scores.items()
-        if len(one) > 1
+        method: max(by_k.values()) - min(by_k.values())
+        for method, by_k in scores.items()
+        if len(by_k) > 1
     }
     if not moved:
         return ""
     most = max(moved, key=moved.__getitem__)
     by = NumberFormat(score.form).difference(moved[most]).strip("+±")
     tried = list(scores[most])
-    return f"{title_of(score)} moves by up to {by} ({most}) from k = {tried[0]:g} to {tried[-1]:g}"
+    return (
+        f"{score_title(score)} moves by up to {by} ({most}) from k = {tried[0]:g} to {tried[-1]:g}"
+    )
 
 
 def preferred(first: Mapping[str, Outcome]) -> str:
@@ -86,9 +88,9 @@ def sweeps(phase: Phase) -> list[Picture]:
     panels = (
         ("threshold", "fallback", "Fallback", True),
         ("threshold", "tail_mass", "Tail mass", False),
-        ("threshold", "score", title_of(score), share),
+        ("threshold", "score", score_title(score), share),
         ("threshold", "load_cv2", "Load CV²", False),
-        ("k", "score", title_of(score), share),
+        ("k", "score", score_title(score), share),
         ("k", "tail_mass", "Tail mass", False),
         ("k", "load_cv2", "Load CV²", False),
     )
@@ -98,7 +100,7 @@ def sweeps(phase: Phase) -> list[Picture]:
 
 
 def sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> Picture | None:
-    """One value over one setting, a line a method; None where no model was swept."""
+    """One value over one setting, a line per method; None where no model was swept."""
     words = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
     over_what, axis = words[setting]
     curves = {
@@ -114,7 +116,7 @@ def sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> Pic
 
 
 def step_time(phase: Phase) -> Picture | None:
-    """The time of a batch over k, as a multiple of that with one expert a token."""
+    """The time of a batch over k, as a multiple of that with one expert per token."""
 
     def of(result: Cost) -> dict[float, float]:
         times = {row.k: row.batch_ms.median for row in result.by_k}
@@ -135,8 +137,8 @@ def step_time(phase: Phase) -> Picture | None:
 def swept(result: Result, setting: str, name: str) -> dict[float, float]:
     """The setting → a value; without the points that have none."""
     rows = sorted(getattr(result.sweeps, setting), key=lambda row: getattr(row, setting))
-    entries = {getattr(row, setting): getattr(row, name) for row in rows}
-    return {x: value for x, value in entries.items() if value is not None}
+    values = {getattr(row, setting): getattr(row, name) for row in rows}
+    return {x: value for x, value in values.items() if value is not None}
 
 
 def swept_columns(setting: str, name: str, label: str, better: str, form: str) -> Each:
@@ -165,7 +167,7 @@ def swept_columns(setting: str, name: str, label: str, better: str, form: str) -
         tried = getattr(ahead.study.routing.sweeps, setting)
         return [f"{name}_{setting}_{value:g}".replace(".", "_") for value in tried]
 
-    return Each(values, column, foreseen)
+    return Each(values, column, foreseen, form)
 
 
 def layers_of(result: Result) -> list[str]:
@@ -197,13 +199,13 @@ def by_layer(
     def foreseen(ahead: Ahead) -> list[str]:
         return [f"{name}_layer_{layer}" for layer in ahead.layers]
 
-    return Each(layers_of, column, foreseen)
+    return Each(layers_of, column, foreseen, form)
 
 
 def scores_over_k(seen: Seen) -> list[Column]:
     """The task's score with each k at test time."""
     score = seen.task.score
-    return swept_columns("k", "score", title_of(score), score.better, score.form).columns(seen)
+    return swept_columns("k", "score", score_title(score), score.better, score.form).columns(seen)
 
 
 def scores_ahead(ahead: Ahead) -> list[str]:
@@ -212,7 +214,7 @@ def scores_ahead(ahead: Ahead) -> list[str]:
 
 
 def agreement_by_layer(phase: Phase) -> list[Picture]:
-    """Agreement with the teacher over the MoE layers, a line a method (TGR, table 7)."""
+    """Agreement with the teacher over the MoE layers, a line per method (TGR, table 7)."""
 
     def of(result: Result) -> dict[float, float]:
         shares = {place: layer.teacher_agreement for place, layer in enumerate(result.layers, 1)}
@@ -220,7 +222,8 @@ def agreement_by_layer(phase: Phase) -> list[Picture]:
 
     seeds = phase.of(Result)
     curves = {
-        method: points_over_seeds([of(result) for result in one]) for method, one in seeds.items()
+        method: points_over_seeds([of(result) for result in of_method])
+        for method, of_method in seeds.items()
     }
     if not any(curves.values()):
         return []

@@ -58,10 +58,10 @@ def by_name(
     phase: Phase, kind: type[Config], figures: Callable[[Any], Figures]
 ) -> dict[str, list[Picture]]:
     """A figure's name → that figure of every method's first seed; [] for an unknown name."""
-    entries: dict[str, list[Picture]] = defaultdict(list)
+    pictures: dict[str, list[Picture]] = defaultdict(list)
     for method, result in phase.first(kind).items():
         for name, figure in figures(result):
             label = f"{phase.name}: {name.replace('_', ' ')} of {method}"
             caption = f"{method}. {getattr(figure, 'caption', '')}".strip() + phase.first_seed
-            entries[name].append(Picture(figure, label, caption))
-    return entries
+            pictures[name].append(Picture(figure, label, caption))
+    return pictures

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from moecore.measure.sizes import Result, SizeRow
-from moecore.report.column import Columns
 from moecore.report.figures.drawing import GUIDE, PALETTE, new_figure, styled
 from moecore.report.measures.shown import Figures
 from moecore.report.page.view import EMPTY, NONE, Block, Grid, Item, Line, Picture
@@ -18,7 +17,7 @@ LIMIT = 0.01  # a difference beyond it is explained
 class Count(NamedTuple):
     """One number of a model: where it stands in a row, and in what unit it is shown."""
 
-    metric: str  # of paper_figures and compare.json
+    metric: str  # of paper_numbers and compare.json
     label: str
     field: str  # of Row
     unit: float  # of the field; times it is the paper's
@@ -33,8 +32,6 @@ COUNTS = (
     Count("routing_gflops", "Routing of a layer, GFLOPs", "routing_flops_per_layer", 1e-9, 1, 3),
 )
 TICKS = (-100, -10, -1, 0, 1, 10, 100)  # %
-# No method was trained, so there is no row of the methods' tables.
-COLUMNS: tuple[Columns, ...] = ()
 
 
 def figures(result: Result) -> Figures:
@@ -51,27 +48,25 @@ def section(result: Result) -> Iterator[Block]:
 
 def told(result: Result) -> str:
     """How many of the papers' numbers come out."""
-    entries = [compared[name] for compared in flat(result).values() for name in compared]
-    near = sum(abs(one["difference"]) <= LIMIT for one in entries)
+    deviations = [one["difference"] for row in flat(result).values() for one in row.values()]
+    near = sum(abs(difference) <= LIMIT for difference in deviations)
     unbuilt = sum(bool(row.needs) for row in result.rows)
-    words = (
-        f"{near} of {len(entries)} printed numbers come out to within 1 %; the others have a word"
-    )
+    words = f"{near} of {len(deviations)} printed numbers come out to within 1 %; the others have"
     missing = f" Not built here: {unbuilt}." if unbuilt else ""
-    return f"{words} beside them.{missing} Built without memory, nothing is trained."
+    return f"{words} a word beside them.{missing} Built without memory, nothing is trained."
 
 
 def flat(result: Result) -> dict[str, dict[str, dict[str, float]]]:
     """Model → metric → ours, the paper's, and the difference as a share of the paper's."""
-    entries = {}
+    comparisons = {}
     for row in result.rows:
         paper = printed(row).values
-        entries[row.name] = {
+        comparisons[row.name] = {
             count.metric: compared(value, paper[count.metric])
             for count in COUNTS
             if (value := ours(row, count)) is not None and count.metric in paper
         }
-    return entries
+    return comparisons
 
 
 def compared(value: float, paper: float) -> dict[str, float]:
@@ -96,7 +91,7 @@ def ours(row: SizeRow, count: Count) -> float | None:
 
 
 def grid(result: Result) -> Grid:
-    """A row a model: each number, the paper's below it, and how far apart they are."""
+    """A row per model: each number, the paper's below it, and how far apart they are."""
     lines = [
         Line(
             Item(row.name, note=printed(row).source.partition(":")[0]),
@@ -132,16 +127,16 @@ def number(value: float, count: Count) -> str:
 
 @styled
 def differences(result: Result) -> Figure:
-    """Ours over the paper's − 1 for every model and number, a row a model."""
-    entries: Mapping[str, Mapping[str, Any]] = {
+    """Ours over the paper's − 1 for every model and number, a row per model."""
+    comparisons: Mapping[str, Mapping[str, Any]] = {
         name: numbers for name, numbers in flat(result).items() if numbers
     }
-    names = list(entries)[::-1]
+    names = list(comparisons)[::-1]
     figure = new_figure(8.2, 1.2 + 0.26 * len(names), "Ours over the paper's, less one.")
     axes = figure.subplots()
     for index, count in enumerate(COUNTS):
-        having = [name for name in names if count.metric in entries[name]]
-        values = [100 * entries[name][count.metric]["difference"] for name in having]
+        having = [name for name in names if count.metric in comparisons[name]]
+        values = [100 * comparisons[name][count.metric]["difference"] for name in having]
         places = [names.index(name) for name in having]
         look = {"linestyle": "", "marker": "osD^"[index], "color": PALETTE[index]}
         axes.plot(values, places, label=count.label, **look)

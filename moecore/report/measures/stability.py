@@ -9,6 +9,7 @@ from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.noise_ramp import Ramp
 from moecore.measure.stability import NoiseRow, NoisyOverlays, Result
 from moecore.report.column import (
+    SCORE,
     Column,
     Given,
     Seen,
@@ -16,7 +17,7 @@ from moecore.report.column import (
     key_of,
     limits_of,
     mean_or_none,
-    title_of,
+    score_title,
     unit_of,
 )
 from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
@@ -57,7 +58,7 @@ def scored(seen: Seen) -> list[Column]:
     return [
         Column(
             f"noise_{key_of(known)}",
-            f"{title_of(known)}{unit_of(known)}, noise",
+            f"{score_title(known)}{unit_of(known)}, noise",
             score,
             known.better,
             known.form,
@@ -70,7 +71,7 @@ def scored(seen: Seen) -> list[Column]:
 
 
 COLUMNS = (
-    Given(scored, lambda ahead: [f"noise_{ahead.score}"]),
+    Given(scored, lambda ahead: [f"noise_{ahead.score}"], SCORE),
     Column(
         "noise_selection_change",
         "Selection change, noise",
@@ -119,7 +120,7 @@ def part(phase: Phase) -> Iterator[Block]:
     images = results[0].images
     known = phase.task.score
     sigma = "σ of the noise"
-    title = title_of(known)
+    title = score_title(known)
     changed = Look("Selection change under noise", sigma, "1 − IoU of experts", share=True)
     scores = Look(
         f"{title} under noise", sigma, title + unit_of(known), share=known.form == "share"
@@ -139,11 +140,11 @@ def part(phase: Phase) -> Iterator[Block]:
 def noisy(
     phase: Phase, look: Look, words: str, read: Callable[[NoiseRow], float | None]
 ) -> Picture | None:
-    """One value over sigma, a line a method; None where no method has it."""
+    """One value over sigma, a line per method; None where no method has it."""
 
     def of(result: Result) -> dict[float, float]:
-        entries = {row.sigma: read(row) for row in result.noise}
-        return {sigma: value for sigma, value in entries.items() if value is not None}
+        values = {row.sigma: read(row) for row in result.noise}
+        return {sigma: value for sigma, value in values.items() if value is not None}
 
     curves = {
         method: points_over_seeds([of(result) for result in seeds])
@@ -183,7 +184,7 @@ def noise_ramp(ramp: Ramp) -> Figure:
 
 
 def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure:
-    """Images with the number of each patch's expert in one MoE layer; a row a sigma, clean first.
+    """Images with the number of each patch's expert in one MoE layer; a row per sigma, clean first.
 
     A patch is tinted where its expert is not that of the clean image.
     """

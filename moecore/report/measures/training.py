@@ -6,6 +6,7 @@ import numpy as np
 
 from moecore.measure import calibration
 from moecore.report.column import (
+    SCORE,
     Column,
     Given,
     Seen,
@@ -13,7 +14,7 @@ from moecore.report.column import (
     key_of,
     limits_of,
     mean_or_none,
-    title_of,
+    score_title,
     unit_of,
 )
 from moecore.report.figures.charts import interval_caption
@@ -49,29 +50,29 @@ NOTES = {
 def test_hits(model: Measured) -> np.ndarray | None:
     """Which test images (N,) are right; the calibration keeps them."""
     trained = model.of(Outcome)
-    result = model.of(calibration.Result)
-    if trained is None or result is None:
+    calibrated = model.of(calibration.Result)
+    if trained is None or calibrated is None:
         return None
-    return trained.task.decode_scores(result.scores, result.test_images).numpy()
+    return trained.task.decode_scores(calibrated.scores, calibrated.test_images).numpy()
 
 
 def top5_hits(model: Measured) -> np.ndarray | None:
     """Of which test images (N,) the class is among the five largest."""
     trained = model.of(Outcome)
-    result = model.of(calibration.Result)
-    if trained is None or result is None or result.top5 is None:
+    calibrated = model.of(calibration.Result)
+    if trained is None or calibrated is None or calibrated.top5 is None:
         return None
-    return trained.task.decode_scores(result.top5, result.test_images).numpy()
+    return trained.task.decode_scores(calibrated.top5, calibrated.test_images).numpy()
 
 
 def scored(seen: Seen) -> list[Column]:
-    """The score on the test split; of classes also the loss."""
+    """Return the score on the test split."""
     score = seen.task.score
     share = score.form == "share"
     label = score.label.capitalize() if score.name == "precision_at_1" else f"Test {score.label}"
-    title = title_of(score)
+    title = score_title(score)
     what = title if title.isupper() else title.lower()
-    entries = [
+    return [
         Column(
             f"test_{key_of(score)}",
             label if share else f"Test {what}{unit_of(score)}",
@@ -84,12 +85,14 @@ def scored(seen: Seen) -> list[Column]:
             limits=limits_of(score),
         )
     ]
-    if seen.task.kind in LOSS:
-        note = LOSS[seen.task.kind]
-        entries.append(
-            Column("test_loss", "Test loss", lambda result: result.test_loss, "lower", note=note)
-        )
-    return entries
+
+
+def loss(seen: Seen) -> list[Column]:
+    """Return the loss on the test split; of numbers and texts the score says the same."""
+    if seen.task.kind not in LOSS:
+        return []
+    note = LOSS[seen.task.kind]
+    return [Column("test_loss", "Test loss", lambda result: result.test_loss, "lower", note=note)]
 
 
 def throughput(seen: Seen) -> list[Column]:
@@ -110,14 +113,14 @@ def throughput(seen: Seen) -> list[Column]:
 
 def halfway(result: Outcome) -> float | None:
     """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
-    results = result.agreement_with_final
-    return results[(len(results) - 1) // 2] if results else None
+    agreements = result.agreement_with_final
+    return agreements[(len(agreements) - 1) // 2] if agreements else None
 
 
 def last(result: Outcome) -> float | None:
     """Between the last two epochs."""
-    results = result.agreement_consecutive
-    return results[-1] if results else None
+    agreements = result.agreement_consecutive
+    return agreements[-1] if agreements else None
 
 
 def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
@@ -126,7 +129,8 @@ def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
 
 
 COLUMNS = (
-    Given(scored, lambda ahead: [f"test_{ahead.score}", "test_loss"]),
+    Given(scored, lambda ahead: [f"test_{ahead.score}"], SCORE),
+    Given(loss, lambda ahead: ["test_loss"]),
     Given(perplexities, lambda ahead: ["ppl", "ppl_all"] if ahead.score == "nats" else []),
     Column("parameters", "Parameters", lambda result: result.parameters, form="count"),
     Column(
@@ -136,10 +140,10 @@ COLUMNS = (
         form="count",
         note="used for one token",
     ),
-    Given(throughput, lambda ahead: ["images_per_second"]),
+    Given(throughput, lambda ahead: ["images_per_second"], "count"),
     Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
     Given(overhead_columns, lambda ahead: ["training_overhead"]),
-    Given(convergence_columns, lambda ahead: ["steps_to_baseline_loss"]),
+    Given(convergence_columns, lambda ahead: ["steps_to_baseline_loss"], "count"),
     Column(
         "agreement_with_final",
         "Agreement with final model",
@@ -217,7 +221,7 @@ def part(phase: Phase) -> Iterator[Block]:
     if not phase.results(Outcome):
         return
     chart = training_curves(phase.of(Outcome))
-    caption = "One line a seed." if phase.seeds > 1 else ""
+    caption = "One line per seed." if phase.seeds > 1 else ""
     drawn = Picture(chart, f"{phase.name}: training", caption)
     score = f"test_{key_of(phase.task.score)}"
     yield Block("Training", pictures=[drawn], folded=True, about=score)

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.transfer import Result, TransferCell
-from moecore.report.column import Columns, title_of
+from moecore.report.column import score_title
 from moecore.report.figures.charts import Labels, heat_table
 from moecore.report.measured import Phase
 from moecore.report.measures.attack_blocks import MARKS
@@ -14,9 +14,6 @@ from moecore.report.measures.robustness import attack_title
 from moecore.report.measures.shown import Figures
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
 from moecore.report.tables.number_format import NumberFormat, format_epsilon, with_named_epsilons
-
-# The matrix is of pairs: no number of it belongs to one method.
-COLUMNS: tuple[Columns, ...] = ()
 
 
 def figures(result: Result) -> Figures:
@@ -73,14 +70,14 @@ def item(cell: TransferCell | None, form: str) -> Item:
     text = NumberFormat(form).value(cell.score.value)
     if cell.made_on == cell.scored_by:
         return Item(text, "direct", look="direct", value=cell.score.value)
-    result = cell.difference
-    if result is None:
+    difference = cell.difference
+    if difference is None:
         return Item(text, value=cell.score.value)
-    number_format = NumberFormat.of(form, [result.interval])
-    difference = number_format.difference(result.value)
-    if limits := number_format.difference_limits(result.interval):
-        difference = f"{difference} ({limits})"
-    return Item(text, difference, value=cell.score.value)
+    number_format = NumberFormat.of(form, [difference.interval])
+    small = number_format.difference(difference.value)
+    if limits := number_format.difference_limits(difference.interval):
+        small = f"{small} ({limits})"
+    return Item(text, small, value=cell.score.value)
 
 
 def by_pair(result: Result) -> dict[tuple[str, str], TransferCell]:
@@ -97,15 +94,14 @@ def matrix(result: Result) -> Figure:
     score = result.task.score
     for row, source in enumerate(sources):
         for column, target in enumerate(result.methods):
-            if results := cells.get((source, target)):
-                values[row, column] = results.score.value
-                texts[row, column] = (
-                    NumberFormat(score.form).value(results.score.value).removesuffix(" %")
-                )
+            if cell := cells.get((source, target)):
+                values[row, column] = cell.score.value
+                text = NumberFormat(score.form).value(cell.score.value)
+                texts[row, column] = text.removesuffix(" %")
     if score.form != "share":
         values = values / np.nanmax(values)
     labels = Labels(
-        f"{title_of(score)} under transferred {attack_title(result.attack)}",
+        f"{score_title(score)} under transferred {attack_title(result.attack)}",
         sources,
         result.methods,
         "scored by",

@@ -113,7 +113,7 @@ def value_of(result: Result, kind: str, key: str) -> Interval | Estimate | float
 
 
 def items_of(result: Result, key: str, name: str | None) -> np.ndarray | None:
-    """One value a block; of the perplexity none, as it is no mean of theirs."""
+    """One value per block; of the perplexity none, as it is no mean of theirs."""
     row = row_of(result, key)
     return None if row is None or name is None else decode_items(row.items.get(name))
 
@@ -127,7 +127,7 @@ def figures(result: Result) -> Figures:
 
 
 def part(phase: Phase) -> Iterator[Block]:
-    """Perplexity and routing over the share of swapped words, a line a method."""
+    """Perplexity and routing over the share of swapped words, a line per method."""
     seeds = phase.of(Result)
     drawn = []
     for title, label, read in (
@@ -135,8 +135,8 @@ def part(phase: Phase) -> Iterator[Block]:
         ("Routing change with swapped words", "1 − IoU of experts", changes),
     ):
         curves = {
-            method: points_over_seeds([read(result) for result in one])
-            for method, one in seeds.items()
+            method: points_over_seeds([read(result) for result in of_method])
+            for method, of_method in seeds.items()
         }
         if any(curves.values()):
             look = Look(title, "Words swapped, %", label)
@@ -156,9 +156,9 @@ def by_share(result: Result) -> dict[float, float]:
 
 def changes(result: Result) -> dict[float, float]:
     """By the percentage of words; {} of a dense model."""
-    entries = {
+    by_share = {
         100 * row.share: mean_or_none([layer.value for layer in row.selection_change])
         for row in result.rows
     }
-    known = {share: value for share, value in entries.items() if value is not None}
+    known = {share: value for share, value in by_share.items() if value is not None}
     return {0.0: 0.0} | known if known else {}

@@ -40,15 +40,15 @@ def figures(result: Result) -> Figures:
 
 
 def part(phase: Phase) -> Iterator[Block]:
-    """The share of right images of each class, a row a method's first seed."""
-    results = phase.first(Result)
-    if not results:
+    """The share of right images of each class, a row per method's first seed."""
+    by_method = phase.first(Result)
+    if not by_method:
         return
-    first = next(iter(results.values()))
+    first = next(iter(by_method.values()))
     names = [row.name for row in first.rows]
     lines = [
         Line(Item(method), [_cell(row.correct, row.images) for row in result.rows])
-        for method, result in results.items()
+        for method, result in by_method.items()
     ]
     below = f"Right images, in percent; chance {100 * first.chance:.0f}.{phase.first_seed}"
     unknown = [f"{row.name} ({row.unknown})" for row in first.rows if row.unknown]

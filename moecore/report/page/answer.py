@@ -44,7 +44,7 @@ def answer_of_claims(evaluated: Sequence[Evaluated]) -> str:
 
 def _asked(questions: Sequence[Evaluated]) -> str:
     """Of 3 questions that no paper answers: 1 yes, 2 open."""
-    words = [ANSWERS.get(one.verdict, one.verdict) for one in questions]
+    words = [ANSWERS.get(question.verdict, question.verdict) for question in questions]
     counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]
     if len(questions) == 1:
         return f"One question that no paper answers: {words[0]}."
@@ -54,7 +54,7 @@ def _asked(questions: Sequence[Evaluated]) -> str:
 def _judged(evaluated: Sequence[Evaluated]) -> str:
     """The claims by their verdicts."""
     by_verdict = {
-        name: [entry for entry in evaluated if entry.verdict == name] for name in VERDICTS
+        name: [claim for claim in evaluated if claim.verdict == name] for name in VERDICTS
     }
     parts = []
     for name, claims in by_verdict.items():
@@ -67,8 +67,8 @@ def _judged(evaluated: Sequence[Evaluated]) -> str:
 
 def _after_holm(evaluated: Sequence[Evaluated]) -> str:
     """How many verdicts Holm's correction leaves, where it takes any away."""
-    decided = [one for one in evaluated if one.verdict != "open"]
-    left = [one for one in decided if one.verdict_holm != "open"]
+    decided = [claim for claim in evaluated if claim.verdict != "open"]
+    left = [claim for claim in decided if claim.verdict_holm != "open"]
     if len(left) == len(decided):
         return ""
     verb = "stands" if len(left) == 1 else "stand"

@@ -10,7 +10,7 @@ from moecore.core.config import Config
 from moecore.measure.explorer import Result as Explorer
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN
-from moecore.report.page.sections import title_of
+from moecore.report.page.sections import phase_title
 from moecore.report.page.templating import template_environment
 from moecore.training.outcome import Outcome
 
@@ -28,14 +28,14 @@ def explorer(results: Results) -> str:
     """The whole page; the same results give the same text."""
     phases = [phase for phase in results.phases.values() if measured(phase)]
     pool: dict[str, int] = {}
-    entries = [phase_data(phase, pool) for phase in phases]
+    data = [phase_data(phase, pool) for phase in phases]
     missing = ""
     if not phases:
         missing = NOT_MEASURED
-    elif not any("model" in method for phase in entries for method in phase["methods"]):
+    elif not any("model" in method for phase in data for method in phase["methods"]):
         missing = NO_EXPERTS
     template = template_environment().get_template("explorer.html.jinja")
-    return template.render(missing=missing, data={"phases": entries, "pool": list(pool)})
+    return template.render(missing=missing, data={"phases": data, "pool": list(pool)})
 
 
 def explorable(results: Results) -> bool:
@@ -60,7 +60,7 @@ def phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
     """What the page knows of a phase; packed texts are places in ``pool``, which grows."""
     return {
         "name": phase.name,
-        "title": title_of(phase),
+        "title": phase_title(phase),
         "answers": phase.task.answers,
         "unit": phase.task.score.unit,
         "classes": phase.task.needs_classes("share") is None,

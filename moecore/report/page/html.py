@@ -13,14 +13,14 @@ from moecore.report.figures import overview
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes
 from moecore.report.page.answer import answer_of_claims, describe_phase
+from moecore.report.page.data_card import card_facts
 from moecore.report.page.glossary import WORDS
-from moecore.report.page.sections import join_names, pluralize, section_of, title_of
+from moecore.report.page.sections import join_names, phase_title, pluralize, section_of
 from moecore.report.page.templating import template_environment
 from moecore.report.page.view import Grid, Overview, Page, Section
 from moecore.report.quantities import Quantities, quantities
 from moecore.report.references import has_routing
 from moecore.report.tables.comparison import build_table
-from moecore.report.tables.run_files import card_facts
 
 
 def render_report(
@@ -31,8 +31,8 @@ def render_report(
     explorer: the address, from this page's folder, of the routing explorer; None where there is
     none. Raises UserError where results do not fit together.
     """
-    result = page_of(results, evaluated)._replace(explorer=explorer or "")
-    return template_environment().get_template("page.html.jinja").render(page=result)
+    page = page_of(results, evaluated)._replace(explorer=explorer or "")
+    return template_environment().get_template("page.html.jinja").render(page=page)
 
 
 def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
@@ -46,8 +46,8 @@ def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
     sections += [
         section_of(results, phase, tables[phase.name]) for phase in results.phases.values()
     ]
-    if result := results.alone.get(LinearExperts):
-        blocks = list(linear_experts.section(result))
+    if linear := results.alone.get(LinearExperts):
+        blocks = list(linear_experts.section(linear))
         sections.append(Section("linear_experts", "Linear experts", "Linear experts", (), blocks))
     if counted_sizes := results.alone.get(Sizes):
         blocks = list(sizes.section(counted_sizes))
@@ -61,7 +61,8 @@ def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
         ],
         sections=sections,
         facts=[
-            Grid((), card_facts(phase), title=title_of(phase)) for phase in results.phases.values()
+            Grid((), card_facts(phase), title=phase_title(phase))
+            for phase in results.phases.values()
         ],
         settings=results.settings,
         words=WORDS,
@@ -76,9 +77,9 @@ def answer_title(
         return answer_of_claims(evaluated)
     phase = next(iter(results.phases.values()), None)
     if phase is None:
-        result = results.alone.get(Sizes)
-        return sizes.told(result) if result else "Nothing was trained."
-    return describe_phase(phase, title_of(phase), known[phase.name], results.without_experts)
+        counted = results.alone.get(Sizes)
+        return sizes.told(counted) if counted else "Nothing was trained."
+    return describe_phase(phase, phase_title(phase), known[phase.name], results.without_experts)
 
 
 def overview_of(results: Results, phase: Phase, known: Quantities) -> Overview:
@@ -88,7 +89,7 @@ def overview_of(results: Results, phase: Phase, known: Quantities) -> Overview:
     if left_out:
         notes.append(f"Without {join_names(left_out)} (control).")
     drawn = list(overview.overview_pictures(phase, known))
-    return Overview(f"overview-{phase.name}", title_of(phase), drawn, notes)
+    return Overview(f"overview-{phase.name}", phase_title(phase), drawn, notes)
 
 
 def opening_words(results: Results) -> str:
@@ -110,11 +111,11 @@ def opening_words(results: Results) -> str:
 def what_was_measured(phase: Phase) -> list[str]:
     """The score, and what any model of the phase has."""
     score = "accuracy" if phase.task.score.form == "share" else "error"
-    entries = [
+    titles = [
         shown.title
         for shown in SHOWN
         if shown.stage and any(model.of(shown.result) for model in phase.every)
     ]
     if phase.together:
-        entries.append("transfer of attacks")
-    return [score, *entries]
+        titles.append("transfer of attacks")
+    return [score, *titles]

@@ -10,7 +10,7 @@ from moecore.report.measures import SHOWN, transfer
 from moecore.report.measures.shown import Shown
 from moecore.report.page.rows import by_method, by_metric
 from moecore.report.page.view import Block, Picture, Section, without_empty
-from moecore.report.quantities import headline, of_column
+from moecore.report.quantities import first_columns, of_column
 from moecore.report.tables.cells import Cells
 from moecore.report.tables.comparison import Table, used_tests
 from moecore.report.tables.cross_table import by_paper
@@ -49,7 +49,7 @@ def section_of(results: Results, phase: Phase, compared: Table) -> Section:
             said = describe_column(columns[block.about], compared.cells, controls)
         place = f"{phase.name}-{column_slug(block.title).lower()}" if block.title else ""
         told.append(block._replace(finding=keep_percent_on_line(said), id=place))
-    title = title_of(phase)
+    title = phase_title(phase)
     return Section(phase.name, title, title, (), told)
 
 
@@ -74,16 +74,16 @@ def has_results(view: Shown, phase: Phase) -> bool:
 
 def left_out(phase: Phase) -> Block:
     """Measurements that do not apply, and why; a reason once for each method."""
-    entries = {
+    methods_by_reason = {
         f"{method}, {reason}.": method
         for method, seeds in phase.models.items()
         for model in seeds.values()
         for reason in model.skipped
     }
-    methods = ", ".join(dict.fromkeys(entries.values()))
+    methods = ", ".join(dict.fromkeys(methods_by_reason.values()))
     title = "What does not apply to a method"
-    told = f"{pluralize(len(entries), 'measurement')} of {methods}"
-    return Block(title, below=list(entries), folded=True, finding=told)
+    told = f"{pluralize(len(methods_by_reason), 'measurement')} of {methods}"
+    return Block(title, below=list(methods_by_reason), folded=True, finding=told)
 
 
 def full_table_block(compared: Table) -> Block:
@@ -98,8 +98,9 @@ def number_blocks(
     results: Results, phase: Phase, compared: Table, controls: Collection[str]
 ) -> list[Block]:
     """The headline, and the tables of the papers."""
-    columns = [metric.column for metric in compared.metrics]
-    grid = by_method(headline(phase, columns), compared.cells, controls)
+    columns = {metric.name: metric.column for metric in compared.metrics}
+    first = [columns[name] for name in first_columns(phase, columns)]
+    grid = by_method(first, compared.cells, controls)
     return [
         Block(
             "",
@@ -107,7 +108,7 @@ def number_blocks(
             marks=describe_marks(results, phase, compared, controls),
             below=[describe_intervals(compared)],
         ),
-        by_paper(columns, compared.cells, controls),
+        by_paper(list(columns.values()), compared.cells, controls),
     ]
 
 
@@ -142,7 +143,7 @@ def describe_intervals(compared: Table) -> str:
     return " ".join(words)
 
 
-def title_of(phase: Phase) -> str:
+def phase_title(phase: Phase) -> str:
     """A phase and its data."""
     return f"{TITLES.get(phase.name, phase.name)} on {phase.card['name']}"
 

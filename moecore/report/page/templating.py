@@ -21,15 +21,15 @@ from moecore.report.page.view import Picture
 @cache
 def template_environment() -> Environment:
     """The templates, which escape all text."""
-    result = Environment(
+    environment = Environment(
         loader=PackageLoader("moecore.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    result.filters["drawn"] = render_picture
-    return result
+    environment.filters["drawn"] = render_picture
+    return environment
 
 
 def render_picture(picture: Picture) -> Markup | str:

@@ -4,8 +4,10 @@ And where the best one is beyond doubt.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from moecore.core.files import UserError, read_json
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance
 from moecore.report.column import Ahead, Metric
@@ -14,10 +16,15 @@ from moecore.report.measures import SHOWN, sizes
 from moecore.report.references import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, read_cell
 from moecore.report.tables.paper_numbers import PAPERS
+from moecore.study.reading.document import load_yaml
 from moecore.study.reading.messages import did_you_mean
+from moecore.study.reading.overlay import load_stages
+from moecore.study.reading.params import validate_whole
 from moecore.study.reading.run_section import Phase as PhaseName
 from moecore.study.reading.study import Study
 from moecore.tasks.regression import Regression
+
+NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
 
 
 class Table(NamedTuple):
@@ -29,7 +36,7 @@ class Table(NamedTuple):
 
 def metrics_of(phase: Phase) -> list[Metric]:
     """All metrics in order: those of every paper, then paper by paper."""
-    entries = [
+    metrics = [
         Metric(column, kind)
         for shown in SHOWN
         if shown.applies(phase.task)
@@ -38,7 +45,7 @@ def metrics_of(phase: Phase) -> list[Metric]:
         for column in entry.columns(column_context(phase, kind))
     ]
     order = ["", *PAPERS]
-    return sorted(entries, key=lambda metric: order.index(metric.column.paper))
+    return sorted(metrics, key=lambda metric: order.index(metric.column.paper))
 
 
 def build_table(results: Results, phase: Phase) -> Table:
@@ -49,7 +56,8 @@ def build_table(results: Results, phase: Phase) -> Table:
         for metric in metrics
     }
     cells = {
-        method: {name: one[method] for name, one in columns.items()} for method in phase.models
+        method: {name: of_metric[method] for name, of_metric in columns.items()}
+        for method in phase.models
     }
     return Table([metric for metric in metrics if any(columns[metric.name].values())], cells)
 
@@ -114,12 +122,12 @@ def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str
 def used_tests(results: Results, phase: Phase, metrics: Sequence[Metric]) -> set[str]:
     """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
     models = [seeds for name, seeds in phase.models.items() if name not in results.controls]
-    entries = set()
+    tests = set()
     for metric in metrics:
         having = [seeds for seeds in models if read_cell(metric, list(seeds.values()))]
         if len(having) > 1:
-            entries.add(significance.possible_test(metric, having))
-    return entries - {""}
+            tests.add(significance.possible_test(metric, having))
+    return tests - {""}
 
 
 def compare_methods(results: Results) -> dict[str, Any]:
@@ -131,17 +139,50 @@ def compare_methods(results: Results) -> dict[str, Any]:
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
     }
-    if result := results.alone.get(Sizes):
-        compared["sizes"] = sizes.flat(result)
+    if counted := results.alone.get(Sizes):
+        compared["sizes"] = sizes.flat(counted)
     for name, phase in results.phases.items():
         for metric in metrics_of(phase):
             tested = _tested(metric, phase.models)
-            for method, result in column_cells(metric, phase.models).items():
-                if result:
-                    compared[method][name][metric.name] = cell_to_json(result, metric.column.form)
+            for method, cell in column_cells(metric, phase.models).items():
+                if cell:
+                    compared[method][name][metric.name] = cell_to_json(cell, metric.column.form)
                 if method in tested:
                     compared[method][name][metric.name]["against"] = tested[method]
     return compared
+
+
+def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
+    """Return what the stage ``compare`` wrote; cells that do not say their form get it.
+
+    Raises UserError where it is something else.
+    """
+    compared = read_json(path)
+    if not isinstance(compared, dict) or not all(
+        isinstance(one, dict) for one in compared.values()
+    ):
+        raise UserError(f"{path}: found no tables of a study; run `dvc repro compare` again")
+    formless = [
+        (phase, name, cell)
+        for method, phases in compared.items()
+        if method not in NO_METHODS
+        for phase, cells in phases.items()
+        if isinstance(cells, dict)
+        for name, cell in cells.items()
+        if isinstance(cell, dict) and "form" not in cell
+    ]
+    if formless:
+        forms = study_forms(path.parent.parent)
+        for phase, name, cell in formless:
+            cell["form"] = forms.get(phase, {}).get(name, "number")
+    return compared
+
+
+def study_forms(folder: Path) -> dict[str, dict[str, str]]:
+    """Return phase → metric → its form, by the columns of the study in ``folder``."""
+    study = validate_whole(Study, load_yaml(str(folder / "params.yaml")))
+    stages = load_stages(folder)
+    return {phase: expected_metric_forms(study, stages, phase) for phase in study.data}
 
 
 def data_facts(results: Results) -> dict[str, Any]:
@@ -170,11 +211,11 @@ def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tup
     for section, asked in (("claims", study.claims), ("questions", study.questions)):
         for index, one in enumerate(asked):
             known = (
-                expected_metric_names(study, stages, one.phase) if one.phase in study.data else []
+                expected_metric_forms(study, stages, one.phase) if one.phase in study.data else {}
             )
             for key, name in (("metric", one.metric), ("against_metric", one.against_metric)):
                 if known and name and name not in known:
-                    listed = ", ".join(known[:LISTED])
+                    listed = ", ".join(list(known)[:LISTED])
                     if len(known) > LISTED:
                         listed += f" and {len(known) - LISTED} more"
                     hint = did_you_mean(name, known)
@@ -186,20 +227,20 @@ LISTED = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 
 
-def expected_metric_names(study: Study, stages: Collection[str], phase: PhaseName) -> list[str]:
-    """The metrics that a phase will have, before anything has run."""
+def expected_metric_forms(
+    study: Study, stages: Collection[str], phase: PhaseName
+) -> dict[str, str]:
+    """Return the metrics that a phase will have, before anything has run, and their forms."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
     ahead = Ahead(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
     measured = set(stages) | set(study.run.measurements if "measure" in stages else ())
-    names = [
-        name
-        for shown in SHOWN
-        if shown.applies(task)
-        if not shown.stage or shown.stage in measured and study.run.covers(shown.stage, phase)
-        for entry in shown.columns
-        for name in entry.foreseen(ahead)
-    ]
-    return list(dict.fromkeys(names))
+    forms: dict[str, str] = {}
+    for shown in SHOWN:
+        covered = shown.stage in measured and study.run.covers(shown.stage, phase)
+        if shown.applies(task) and (covered or not shown.stage):
+            for entry in shown.columns:
+                forms |= entry.foreseen(ahead)
+    return forms
 
 
 def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
@@ -207,8 +248,8 @@ def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
     having = {
         method: seeds for method, seeds in models.items() if read_cell(metric, list(seeds.values()))
     }
-    entries: dict[str, dict[str, Any]] = {}
+    tests: dict[str, dict[str, Any]] = {}
     for reference in references(models):
         for method, tested in significance.differences_from(metric, having, reference).items():
-            entries.setdefault(method, {})[reference] = significance.tested_to_json(tested)
-    return entries
+            tests.setdefault(method, {})[reference] = significance.tested_to_json(tested)
+    return tests

@@ -1,4 +1,4 @@
-"""One row a method, one column a headline metric of each paper, as Markdown.
+"""One row per method, one column per headline metric of each paper, as Markdown.
 
 python -m moecore.report.tables.cross_table [reports/compare.json]
 """
@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError, read_json
+from moecore.core.files import UserError
 from moecore.report.column import Column
 from moecore.report.headlines import HEADLINES, Headline
-from moecore.report.page.rows import by_method
-from moecore.report.page.rows import paper_number as printed
+from moecore.report.markdown import markdown_table
+from moecore.report.page.rows import by_method, paper_number
 from moecore.report.page.view import Block, Grid, Item, Line
 from moecore.report.tables.cells import Cells
+from moecore.report.tables.comparison import NO_METHODS, read_comparison
 from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, Reported, reported
-from moecore.report.tables.summary import NO_METHODS
 
 # What stands beside a table's own columns: the score, and for the cost what it is of.
 BESIDE = {
@@ -68,18 +68,18 @@ def grid_of(
 
 def paper_values(column: Column, papers: Sequence[Reported]) -> list[str]:
     """The paper's numbers of one column: model by model where they are few, else their ends."""
-    entries = {
+    values = {
         model.model: model.values[column.name] for model in papers if has_value(model, column)
     }
-    if len(entries) <= FEW:
-        return [f"{model} {unbroken_number(value, column)}" for model, value in entries.items()]
-    ends = [unbroken_number(end, column) for end in (min(entries.values()), max(entries.values()))]
-    return [f"{len(entries)} models {' to '.join(ends)}"]
+    if len(values) <= FEW:
+        return [f"{model} {unbroken_number(value, column)}" for model, value in values.items()]
+    ends = [unbroken_number(end, column) for end in (min(values.values()), max(values.values()))]
+    return [f"{len(values)} models {' to '.join(ends)}"]
 
 
 def unbroken_number(value: float, column: Column) -> str:
     """A number whose percent sign stays on its line."""
-    return printed(value, column).replace(" ", "\u00a0")
+    return paper_number(value, column).replace(" ", "\u00a0")
 
 
 def has_value(model: Reported, column: Column) -> bool:
@@ -90,7 +90,7 @@ def has_value(model: Reported, column: Column) -> bool:
 def source_line(model: Reported, columns: Sequence[Column]) -> Line:
     """All numbers of one model of the paper, and where in it they stand."""
     values = [
-        f"{column.label} {printed(model.values[column.name], column)}"
+        f"{column.label} {paper_number(model.values[column.name], column)}"
         for column in columns
         if has_value(model, column)
     ]
@@ -112,19 +112,12 @@ def cross_table(compared: Mapping[str, Any]) -> list[str]:
             for column in HEADLINES
             if column.short and any(one[phase].get(column.name) for one in methods.values())
         ]
-        lines += [
-            "",
-            f"**{phase}**",
-            "",
-            _row("method", [column.short for column in columns]),
-            _row("---", ["---:"] * len(columns)),
+        rows = [
+            [f"`{method}`", *(_cell(by_phase[phase].get(one.name), one) for one in columns)]
+            for method, by_phase in methods.items()
         ]
-        lines += [
-            _row(
-                f"`{method}`", [_cell(entry[phase].get(column.name), column) for column in columns]
-            )
-            for method, entry in methods.items()
-        ]
+        head = ["method", *(column.short for column in columns)]
+        lines += ["", f"**{phase}**", "", *markdown_table(head, rows, "---:")]
     return lines
 
 
@@ -132,18 +125,9 @@ def _cell(cell: Mapping[str, Any] | None, column: Headline) -> str:
     return "–" if cell is None else f"{cell['mean']:{column.digits}}"
 
 
-def _row(first: str, cells: list[str]) -> str:
-    return f"| {first} | {' | '.join(cells)} |"
-
-
 if __name__ == "__main__":
     try:
-        print(
-            "\n".join(
-                cross_table(
-                    read_json(Path(sys.argv[1] if len(sys.argv) > 1 else "reports/compare.json"))
-                )
-            )
-        )
+        path = Path(sys.argv[1] if len(sys.argv) > 1 else "reports/compare.json")
+        print("\n".join(cross_table(read_comparison(path))))
     except UserError as error:
         sys.exit(str(error))

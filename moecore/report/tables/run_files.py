@@ -1,54 +1,63 @@
-"""The headline numbers of every run, a file each, for ``dvc metrics show`` and experiments."""
+"""The headline numbers of a run: its file for ``dvc metrics show`` and experiments, and those that
+MLflow shows of a method and seed.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import get_args
 
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.measure.base import Skipped, read_result
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import Metric
 from moecore.report.headlines import HEADLINES
 from moecore.report.measured import Measured, Phase, Results
-from moecore.report.measures import sizes
-from moecore.report.page.view import Item, Line
-from moecore.report.quantities import attacked_names
+from moecore.report.measures import SHOWN, sizes
+from moecore.report.quantities import attacked_names, first_columns
+from moecore.report.results import MEASURED, read_card
 from moecore.report.tables.comparison import metrics_of
+from moecore.study.reading.run_section import Phase as PhaseName
+from moecore.tasks.base import Task
 
 MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
+Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
 
 
 def run_files(results: Results) -> dict[str, str]:
     """Path below reports/ → content: ``metrics/pretrain/vmoe-0.json``, a flat JSON of numbers."""
-    entries = {}
+    numbers = {}
     if counted := results.alone.get(Sizes):
-        numbers = {
-            f"{model}, {name}": round_significant(float(one["ours"]))
+        numbers["sizes"] = {
+            f"{model}, {name}": round_significant(float(compared["ours"]))
             for model, metrics in sizes.flat(counted).items()
-            for name, one in metrics.items()
+            for name, compared in metrics.items()
         }
-        entries["metrics/sizes.json"] = json.dumps(numbers, indent=1) + "\n"
     for phase in results.phases.values():
-        metrics = headline_metrics(phase)
+        metrics = run_metrics(phase)
         for method, seeds in phase.models.items():
             for seed, model in seeds.items():
-                numbers = numbers_of(model, metrics)
-                path = f"metrics/{phase.name}/{method}-{seed}.json"
-                entries[path] = json.dumps(numbers, indent=1) + "\n"
-    return entries
+                read = {metric.name: metric.read(model) for metric in metrics}
+                numbers[f"{phase.name}/{method}-{seed}"] = {
+                    name: round_significant(interval.value)
+                    for name, interval in read.items()
+                    if interval is not None
+                }
+    return {
+        f"metrics/{name}.json": json.dumps(values, indent=1) + "\n"
+        for name, values in numbers.items()
+    }
 
 
-def headline_metrics(phase: Phase) -> list[Metric]:
+def run_metrics(phase: Phase) -> list[Metric]:
     """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
     metrics = {metric.name: metric for metric in metrics_of(phase)}
-    every = [one.name for one in HEADLINES if one.run]
-    names = dict.fromkeys([*every[:4], *attacked_names(phase), *every])
+    names = [headline.name for headline in HEADLINES if headline.run]
+    names = list(dict.fromkeys([*names[:4], *attacked_names(phase), *names]))
     return [metrics[name] for name in names if name in metrics][:MOST]
-
-
-def numbers_of(model: Measured, metrics: Sequence[Metric]) -> dict[str, float]:
-    """Those of the metrics that the model has."""
-    read = {metric.name: metric.read(model) for metric in metrics}
-    return {name: round_significant(one.value) for name, one in read.items() if one is not None}
 
 
 def round_significant(value: float) -> float:
@@ -56,51 +65,58 @@ def round_significant(value: float) -> float:
     return int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
 
 
-NAMED = 20  # classes: of more only their number is told
+def headline_numbers(
+    study: Path, method: str, seed: int, items: Items
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the numbers of the first table of every phase that was measured,
+    ``finetune/accuracy``, and the counts.
+
+    items: of the method, and of the dense one that some numbers are relative to; what is not among
+    them is of an earlier model. What other code wrote is left out.
+    """
+    numbers: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for name in PHASES:
+        phase = _read_phase(study, name, seed, items)
+        if phase is None or not phase.models[method][seed].results:
+            continue
+        metrics = {metric.name: metric for metric in metrics_of(phase)}
+        for metric in map(metrics.__getitem__, first_columns(phase, metrics)):
+            interval = metric.read(phase.models[method][seed])
+            if interval is not None and metric.column.form == "count":
+                counts[f"{name}.{metric.name}"] = int(interval.value)
+            elif interval is not None:
+                numbers[f"{name}/{metric.name.removeprefix('test_')}"] = float(interval.value)
+    return numbers, counts
 
 
-def card_facts(phase: Phase) -> list[Line]:
-    """One row a fact."""
-    card = phase.card
-    own = (
-        cohort_facts(card)
-        if phase.task.kind == "regression"
-        else image_facts(card, phase.task.answers)
-    )
-    facts = own | {
-        "Licence": card["licence"],
-        "Source": card["source"],
-        "Split seed": str(card["seed"]),
+def _read_phase(study: Path, name: str, seed: int, items: Items) -> Phase | None:
+    """Return what is known of these models after a phase; None before its data are prepared."""
+    try:
+        card, task = read_card(study, name)
+    except UserError:
+        return None  # not there, or of other code: the run of `prepare` says so
+    models = {
+        method: {seed: Measured(_read_current(study, name, f"{method}/{seed}", task, current))}
+        for method, current in items.items()
     }
-    return [Line(Item(name), [Item(words, look="words")]) for name, words in facts.items()]
+    return Phase(name, card, task, models)
 
 
-def image_facts(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, str]:
-    """Of pictures with classes."""
-    splits = card["images"].items()
-    return {
-        "Images": ", ".join(f"{split} {count:,}" for split, count in splits),
-        "Classes": ", ".join(classes) if len(classes) <= NAMED else str(len(classes)),
-        "Shape": f"{card['channels']} × {card['size']} × {card['size']}",
-    }
-
-
-def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
-    """Of volumes with ages."""
-    low, high = card["target_range"]
-    unit = card["task"]["unit"]
-    edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
-    return {
-        "Data": "SIMULATED" if card["simulated"] else "scans of people",
-        "Volumes": "; ".join(count_volumes(card, split) for split in card["counts"]),
-        "Ages in training": f"{low:.1f} to {high:.1f} {unit}",
-        "Shape": f"{' × '.join(map(str, card['size']))} voxels of {edges} mm",
-        "Tissue maps": ", ".join(card["regions"]) or "none",
-        "Left out": str(len(card["skipped"])),
-    }
-
-
-def count_volumes(card: Mapping[str, Any], split: str) -> str:
-    """train 60 (F 30, M 30)."""
-    sexes = ", ".join(f"{name} {number}" for name, number in card["counts"][split].items())
-    return f"{split} {card['images'][split]:,} ({sexes})"
+def _read_current(
+    study: Path, phase: str, model: str, task: Task, current: Collection[str]
+) -> dict[type[Config], Config]:
+    results: dict[type[Config], Config] = {}
+    for shown in SHOWN:
+        path = Path(shown.stage, phase, model)
+        if not shown.applies(task) or path.as_posix() not in current:
+            continue
+        try:
+            result = read_result(
+                study / MEASURED / f"{path}.json", shown.result, shown.stage or phase
+            )
+        except UserError:  # of other code, or gone: its own run says so
+            continue
+        if not isinstance(result, Skipped):
+            results[shown.result] = result
+    return results

@@ -8,47 +8,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError, read_json
+from moecore.core.files import UserError
 from moecore.report.claims.claim_row import ANSWERS, build_claim_row
 from moecore.report.headlines import HEADLINES
 from moecore.report.measures import sizes
 from moecore.report.tables.cells import json_interval
+from moecore.report.tables.comparison import NO_METHODS, read_comparison
 from moecore.report.tables.number_format import NumberFormat
-
-NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
 
 
 def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     """One row per phase and method: every headline value that any method has, with its limits."""
-    methods = {name: entry for name, entry in compared.items() if name not in NO_METHODS}
+    methods = {name: one for name, one in compared.items() if name not in NO_METHODS}
     if not methods:
         return []
     phases = list(next(iter(methods.values())))
-    cells = [entry[phase] for phase in phases for entry in methods.values()]
-    shares = [name for name in cells[0] if name.startswith("accuracy_")]
-    errors = [name for name in cells[0] if name.startswith("attacked_mae_")]
-    columns = {}
-    for one in HEADLINES:
-        if one.name == "ece_after":
-            columns |= {**dict.fromkeys(shares, "share"), **dict.fromkeys(errors, "number")}
-        if one.terminal:
-            columns[one.name] = one.form
-    columns = {
-        name: form for name, form in columns.items() if any(name in entry for entry in cells)
-    }
+    measured = [by_phase[phase] for phase in phases for by_phase in methods.values()]
+    attacked = [name for name in measured[0] if name.startswith(("accuracy_", "attacked_mae_"))]
+    names = [headline.name for headline in HEADLINES if headline.terminal]
+    place = names.index("ece_after")
+    names[place:place] = attacked
+    names = [name for name in names if any(name in cells for cells in measured)]
     printed = []
     for phase in phases:
-        formats = {
-            name: NumberFormat.of(
-                form,
-                [json_interval(one[phase][name]) for one in methods.values() if name in one[phase]],
-            )
-            for name, form in columns.items()
-        }
-        for method, entry in methods.items():
+        formats = {}
+        for name in names:
+            cells = [one[phase][name] for one in methods.values() if name in one[phase]]
+            form = cells[0]["form"] if cells else "number"
+            formats[name] = NumberFormat.of(form, map(json_interval, cells))
+        for method, by_phase in methods.items():
             row = {"phase": phase, "method": method}
             for name, number_format in formats.items():
-                cell = entry[phase].get(name)
+                cell = by_phase[phase].get(name)
                 row[name] = number_format.value_with_limits(json_interval(cell)) if cell else "–"
             printed.append(row)
     return printed
@@ -57,34 +48,25 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
 def claim_lines(
     claims: Mapping[str, Mapping[str, Any]], words: Mapping[str, str] | None = None
 ) -> list[str]:
-    """One line a claim: verdict, what is claimed, the difference with its 95 % interval.
+    """One line per claim: verdict, what is claimed, the difference with its 95 % interval.
 
     words: how a verdict is printed, where it is not by its own name.
     """
+    words = words or {}
     lines = []
     for name, entry in claims.items():
         row = build_claim_row(entry)
         limits = f"[{row.difference_limits}]" if row.difference_limits else "(no interval)"
-        notes = [f"over {row.over}"] if row.over else []
-        if row.verdict_holm not in ("", row.verdict):
-            notes.append(f"{row.verdict_holm} with Holm's correction")
-        notes += [row.detectable] if row.detectable else []
+        over = f"over {row.over}" if row.over else ""
+        notes = "; ".join(filter(None, (over, row.holm_note(words), row.detectable)))
         text = f"{name.partition(': ')[2]}: {row.difference} {limits}"
-        verdict = (words or {}).get(row.verdict, row.verdict)
-        lines.append(f"{verdict:<13} {text}" + (f" ({'; '.join(notes)})" if notes else ""))
+        verdict = words.get(row.verdict, row.verdict)
+        lines.append(f"{verdict:<13} {text}" + (f" ({notes})" if notes else ""))
     return lines
 
 
-def compared_in(path: Path) -> dict[str, dict[str, Any]]:
-    """What the stage ``compare`` wrote. Raises UserError where it is something else."""
-    result = read_json(path)
-    if not isinstance(result, dict) or not all(isinstance(one, dict) for one in result.values()):
-        raise UserError(f"{path}: found no tables of a study; run `dvc repro compare` again")
-    return result
-
-
 def main(path: str = "reports/compare.json") -> None:
-    compared = compared_in(Path(path))
+    compared = read_comparison(Path(path))
     try:
         print_summary(compared)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
