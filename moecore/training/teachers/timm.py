@@ -135,11 +135,7 @@ class Timm(Config):
             allowed = f"a timm model name, for example {example}"
             raise UserError(f"teacher.name: found {self.name!r}; allowed: {allowed}")
         if not timm.models.is_model_in_modules(architecture, MODULES):
-            module = next(
-                name
-                for name in timm.models.list_modules()
-                if timm.models.is_model_in_modules(architecture, [name])
-            )
+            module = timm.model_entrypoint(architecture).__module__.rpartition(".")[2]
             raise self._name_error(f"which has the architecture {module}")
         if self.checkpoint is None and not timm.is_model_pretrained(self.name):
             known = timm.list_pretrained(f"{architecture}.*")
