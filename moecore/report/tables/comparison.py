@@ -218,7 +218,7 @@ def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tup
                     listed = ", ".join(list(known)[:LISTED])
                     if len(known) > LISTED:
                         listed += f" and {len(known) - LISTED} more"
-                    hint = did_you_mean(name, known)
+                    hint = did_you_mean(name, tuple(known))
                     text = f"found {name!r}{hint}; allowed in {one.phase}: {listed}"
                     yield (section, index, key), text
 
