@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def server() -> StageServer:
 class Stage:
     """A stage that runs as a process of its own."""
 
-    def __init__(self, folder: Path, words: tuple[str, ...], env: dict[str, str]) -> None:
+    def __init__(self, folder: Path, words: Sequence[str], env: dict[str, str]) -> None:
         self.printed = [tempfile.TemporaryFile("w+") for _ in ("stdout", "stderr")]
         self.line = socket.socket(socket.AF_UNIX)
         self.line.connect(str(server().socket))
@@ -59,6 +60,6 @@ class Stage:
         return code, out, err
 
 
-def run(folder: Path, words: tuple[str, ...], env: dict[str, str]) -> subprocess.CompletedProcess:
+def run(folder: Path, words: Sequence[str], env: dict[str, str]) -> subprocess.CompletedProcess:
     """``python -m stages.<words>`` in ``folder``."""
     return subprocess.CompletedProcess(words, *Stage(folder, words, env).wait())

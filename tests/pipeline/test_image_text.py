@@ -22,11 +22,13 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.study.writing.write_params import write_params
 from moecore.training.artifacts import load_model
+from tests import forked
 from tests.data.sources.test_mosaic import split_file
 from tests.data.text.test_text import bpe_file
 from tests.training.teachers.test_open_clip import weights
 
 STUDY = ROOT / "pipelines/image_text"
+ENVIRONMENT = {**os.environ, "MOECORE_THREADS": "1"}
 DIGITS = {"kind": "digits", "size": 14}
 SMALL = {"kind": "captioned_mosaic", "source": DIGITS, "train": 120, "validation": 40, "test": 50}
 STAGES = (
@@ -72,10 +74,8 @@ def folder(tmp_path_factory):
 
 def run(place, lines) -> None:
     """These stages, each once, and the comparison."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "MOECORE_THREADS": "1"}
     for line in [*dict.fromkeys(lines), "compare"]:
-        command = [sys.executable, "-m", *f"stages.{line}".split()]
-        done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
+        done = forked.run(place, line.split(), ENVIRONMENT)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
@@ -195,7 +195,7 @@ def test_pictures_and_texts_of_a_user_are_compared(folder, tmp_path):
 
     def predict(*words: str, model=model):
         command = [sys.executable, "-m", "stages.predict", str(model), str(pictures), *words]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "MOECORE_THREADS": "1"}
+        env = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
 
     done = predict("--texts", str(texts), "--batch", "3")

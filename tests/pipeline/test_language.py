@@ -5,8 +5,6 @@ of WikiText.
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -21,6 +19,7 @@ from moecore.study.reading.overlay import resolve_overlay
 from moecore.study.reading.study import Study
 from moecore.study.writing.write_params import write_params
 from moecore.tasks.next_token import NextToken
+from tests import forked
 
 STUDY = ROOT / "pipelines/language_wikitext103"
 WORDS = 267_735
@@ -104,7 +103,6 @@ def test_twenty_updates(folder, tmp_path):
     data["routing"] |= {"images": 8, "sweeps": {"k": [1, 2]}}
     data["pretrain"] |= {"epochs": 2, "updates": 10, "batch": 4, "warmup_epochs": 0, "log_every": 5}
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "MOECORE_THREADS": "1"}
     for words in (
         "code",
         "prepare pretrain",
@@ -113,8 +111,7 @@ def test_twenty_updates(folder, tmp_path):
         "measure routing pretrain momentum_moge 0",
         "compare",
     ):
-        command = [sys.executable, "-m", *f"stages.{words}".split()]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        done = forked.run(folder, words.split(), {**os.environ, "MOECORE_THREADS": "1"})
         assert done.returncode == 0, done.stderr
     result = json.loads(
         (folder / "artifacts/measured/pretrain/momentum_moge/0.json").read_text(encoding="utf-8")

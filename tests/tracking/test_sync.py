@@ -142,12 +142,12 @@ def test_the_first_import_while_a_model_trains_again_shows_nothing_of_the_earlie
 
 
 def test_numbers_relative_to_the_dense_model_follow_it(study, monkeypatch):
-    from moecore.report import headline
+    from moecore.report.tables import run_files
 
     given = []
-    numbers = headline.headline_numbers
+    numbers = run_files.headline_numbers
     monkeypatch.setattr(
-        headline, "headline_numbers", lambda *a: (given.append((a[1], a[3])), numbers(*a))[1]
+        run_files, "headline_numbers", lambda *a: (given.append((a[1], a[3])), numbers(*a))[1]
     )
     study.write()
     study.write(method="dense")

@@ -386,7 +386,7 @@ def test_a_router_gets_what_it_asks_for(monkeypatch):
     built = single()
     built.mlp = Asking()
     built(images, Guidance(torch.rand(3, 3), (teacher,)), 0.25)
-    assert built.mlp.context == RoutingContext(progress=0.25)
+    assert built.mlp.context == RoutingContext(), "it wants nothing"
     monkeypatch.setattr(type(built.moe.router), "wants", frozenset({"patches", "teacher"}))
     built(images, Guidance(torch.rand(3, 3), (teacher,)))
     assert torch.equal(built.mlp.context.patches, images.flatten(1)[:, None]) and torch.equal(
