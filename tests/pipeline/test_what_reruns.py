@@ -191,21 +191,20 @@ def test_a_stage_needs_only_what_it_depends_on(finished, tmp_path, stage):
 
 # Runs every stage in a process of its own, and writes which files' functions it called.
 TRACE = """
-import json, os, sys, threading
+import cProfile, json, os, sys, threading
 from moecore.run.stage import run_stage
 from stages.server import STAGES
 stages = {stage.__name__: stage for stage in STAGES}
 for name, (script, *words) in json.loads(sys.argv[1]).items():
     pid = os.fork()
     if pid == 0:
-        used = set()
-        def called(frame, event, _):
-            if event == "call" and frame.f_code.co_flags & 1:  # a function, no module or class
-                used.add(frame.f_code.co_filename)
-        threading.setprofile(called)
-        sys.setprofile(called)
-        run_stage(stages[script], words)
-        sys.setprofile(None)
+        codes = set()
+        threading.setprofile(lambda frame, *_: codes.add(frame.f_code))
+        profile = cProfile.Profile(builtins=False)
+        profile.runcall(run_stage, stages[script], words)
+        codes |= {entry.code for entry in profile.getstats()}
+        # of functions, not of modules and classes
+        used = {code.co_filename for code in codes if code.co_flags & 1}
         with open(f"used/{name}.json", "w") as file:
             json.dump(sorted(used), file)
         sys.stdout.flush()

@@ -54,6 +54,8 @@ from tests.report.generated import (
 )
 from tests.report.test_report import assert_self_contained, results
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ROUTED = routed_by(records_of(0), 0, 0)
 
 

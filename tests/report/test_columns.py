@@ -29,6 +29,8 @@ from tests.report.generated import CLASSES, NEW, changed, write_results
 from tests.report.test_metrics import names_of, study
 from tests.report.test_report import METHODS, assert_self_contained
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 EVERY = (*USUAL, "invariance", *NEW)
 
 

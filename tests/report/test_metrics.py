@@ -35,6 +35,8 @@ from tests.project import SHIPPED
 from tests.report.generated import NEW, TRANSFORMS, write_results
 from tests.report.test_report import METHODS, assert_self_contained
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ALL = (*USUAL, "invariance", *NEW)
 
 
@@ -226,7 +228,7 @@ def test_a_study_without_some_stages(tmp_path, stages):
     text, names = render_report(found), names_of(found)
     assert_self_contained(text)
     assert ("ece_after" in names) == ("calibrate" in stages) == ("Reliability" in text)
-    assert ("accuracy_fgsm" in names) == ("robustness" in stages) == ("Accuracy under" in text)
+    assert ("accuracy_fgsm" in names) == ("robustness" in stages) == ("Attacked pictures" in text)
     assert (
         ("match_top1" in names)
         == ("routing" in stages)

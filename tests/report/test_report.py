@@ -73,9 +73,10 @@ def test_the_page_is_self_contained_and_complete(one_seed):
         and "Agreement with teacher" in text
         and "Agreement before / after" in text
     )
-    assert render_report(one_seed) == text
+    assert render_report(one_seed) == text, "twice the same, ids of figures too"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_dense_alone_and_several_seeds(tmp_path):
     dense = render_report(results(tmp_path / "dense", {"dense": False}, phases=["pretrain"]))
     assert_self_contained(dense)
@@ -197,12 +198,14 @@ def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_does_not_apply_is_told(one_seed):
     text = render_report(one_seed)
     assert "What does not apply to a method" in text
     assert "dense, routing: the model has no MoE layers." in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_methods_left_on_disk_are_not_compared(tmp_path):
     write_results(tmp_path, METHODS, [0], ["pretrain"])
     found = read_results(
@@ -304,6 +307,7 @@ def test_epsilons_are_named():
     assert with_named_epsilons(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):
     stages = [*USUAL, "cost"]
     write_results(tmp_path, METHODS, [0], ["pretrain"], stages)

@@ -33,6 +33,8 @@ from tests.report.test_claims import claim
 from tests.report.test_claims import study as claimed
 from tests.report.test_report import results
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 class Found(Config):
     """A number, and which images are right."""
