@@ -39,25 +39,16 @@ class GradientAttack(AttackBase):
     """An attack along the gradient of an objective; its parts define ``perturb_images``."""
 
     objective: Objective = Field(
-        "task",
-        description="What is maximised. task: the cross-entropy, or the absolute error of a real "
-        "target; balance adds the routers' balance losses.",
+        "task", description="task: its loss is maximised; balance: the routers' balance losses too"
     )
     weight: float = Field(
-        0.005,
-        ge=0,
-        description="Of the balance losses, against the mean task loss; used by `balance` only.",
+        0.005, ge=0, description="Of the balance losses, against the mean task loss (`balance`)."
     )
     group: int = Field(
-        100,
-        ge=1,
-        description="Images attacked together by `balance`, whose losses couple them; the stage's "
-        "batch plays no part.",
+        100, ge=1, description="Images attacked together by `balance`, whose losses couple them."
     )
     inside: bool = Field(
-        False,
-        description="Change only pixels that are not 0: the background of a brain outside its "
-        "mask stays 0.",
+        False, description="Change only pixels that are not 0: a brain's background stays 0."
     )
 
     @property

@@ -19,8 +19,7 @@ class Pgd(GradientAttack):
     steps: int = Field(40, ge=1, description="Number of gradient steps τ.")
     form: Literal["paper", "strong"] = Field(
         "paper",
-        description="paper: step ε/τ from the clean image (Puigcerver et al., 2022). strong: step "
-        "2.5·ε/τ from a random start in the ball.",
+        description="paper: step ε/τ from the clean image. strong: 2.5·ε/τ from a random one.",
     )
 
     def perturb_images(

@@ -26,19 +26,10 @@ class SplitSettings(Config):
         ),
     )
     train_limit: int | None = Field(
-        None,
-        ge=1,
-        description=(
-            "At most this many training images in all, drawn evenly from the classes (for fast "
-            "runs)"
-        ),
+        None, ge=1, description="At most this many training images, evenly from the classes"
     )
     test_limit: int | None = Field(
-        None,
-        ge=1,
-        description=(
-            "At most this many test images in all, drawn evenly from the classes (for fast runs)"
-        ),
+        None, ge=1, description="At most this many test images, evenly from the classes"
     )
 
     @model_validator(mode="after")

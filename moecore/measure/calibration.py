@@ -42,9 +42,7 @@ class Calibrate(Config):
         1000, ge=100, description="Bootstrap resamples of the test images behind every interval."
     )
     on_refusal: OnRefusal = Field(
-        "stop",
-        description="Where no line can be fitted (linear): stop, or report the predictions as they "
-        "are.",
+        "stop", description="Where no line can be fitted: stop, or report the raw predictions."
     )
 
 
@@ -79,9 +77,7 @@ class Result(Config):
         description="one a test image, as the task packs them; both before and after"
     )
     top5: str | tuple[float, ...] | None = Field(
-        default=None,
-        description="likewise, whether the class is among the five largest; None where the task "
-        "has no such score",
+        None, description="likewise, whether the class is among the five largest"
     )
     before: Quality
     after: Quality

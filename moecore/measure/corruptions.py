@@ -43,10 +43,7 @@ class Corruptions(Config):
     """Which images are corrupted, how, and how strongly."""
 
     images: int | None = Field(
-        300,
-        ge=1,
-        description="Test images, evenly spread over the split, the same for every method; "
-        "null takes all.",
+        300, ge=1, description="Test images, evenly spread, the same for every method; null: all."
     )
     severities: tuple[Severity, ...] = Field(
         (1, 3, 5), min_length=1, description="1 to 5; a corruption's error is the mean over them."

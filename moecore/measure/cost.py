@@ -28,23 +28,10 @@ class Cost(Config):
     """How the passes are timed; timings are of this machine and differ from run to run."""
 
     batch: int = Field(
-        64,
-        ge=1,
-        description="Images of a pass for throughput and peak memory; the latency is that of one "
-        "image.",
+        64, ge=1, description="Images of a pass for throughput and peak memory; latency is of one."
     )
-    rounds: int = Field(
-        10,
-        ge=2,
-        description="Timed passes, after three that are not counted; median and quartiles are "
-        "kept.",
-    )
-    images: int = Field(
-        64,
-        ge=1,
-        description="Test images, evenly spread over the split, that the passes go through in "
-        "turn.",
-    )
+    rounds: int = Field(10, ge=2, description="Timed passes, after three that are not counted.")
+    images: int = Field(64, ge=1, description="Test images that the passes go through in turn.")
     k: Experts = Field(
         (1, 2, 3, 4, 6),
         description="Experts per token that a batch is timed with besides, on the trained weights; "

@@ -40,17 +40,13 @@ class Explorer(Config):
         f"volumes at most {VOLUMES}.",
     )
     gallery: int | None = Field(
-        400,
-        ge=1,
-        description="Test images on which experts' loads, classes and favourite patches are "
-        "counted; null takes all.",
+        400, ge=1, description="Test images on which experts' favourites are counted; null: all."
     )
     favourites: int = Field(
         12, ge=1, le=24, description="Patches shown of each expert; fewer where experts are many."
     )
     sigmas: tuple[Positive, ...] = Field(
-        (0.05, 0.1, 0.2, 0.4),
-        description="Standard deviations of Gaussian noise; pixels lie in [0, 1].",
+        (0.05, 0.1, 0.2, 0.4), description="Of Gaussian noise; pixels lie in [0, 1]."
     )
     epsilons: tuple[Positive, ...] = Field(
         (1 / 255, 2 / 255, 4 / 255, 8 / 255),
@@ -59,8 +55,7 @@ class Explorer(Config):
     attack: Attack = Field(Pgd(steps=5), description="The attack at these radii.")
     augmentations: tuple[Preset | Augmentation, ...] = Field(
         ("shift", "rotation"),
-        description="Random views, kind by kind: presets, or {name, views, noise}. Patches are "
-        "compared with those of the clean image that they show.",
+        description="Random views, by kind: presets, or {name, views, noise}.",
     )
     seed: int = Field(0, ge=0, description="Of noise, attack and views; the same for every method.")
 

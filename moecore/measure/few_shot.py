@@ -33,7 +33,7 @@ class FewShot(Config):
     shots: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (1, 5, 10, 25),
         min_length=1,
-        description="Training images of each class; more than the smallest class has are skipped.",
+        description="Training images per class; larger than a class: skipped.",
     )
     draws: int = Field(5, ge=1, description="Draws of these images; every method sees the same.")
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")

@@ -33,16 +33,10 @@ class LinearExperts(Config):
         description="Degrees between any two subspaces: 0 all equal, 90 orthogonal.",
     )
     targets: tuple[Targets, ...] = Field(
-        ("shared", "opposed", "drawn"),
-        min_length=1,
-        description="Of the experts in their subspaces: the same, alternating signs, or "
-        "independent.",
+        ("shared", "opposed", "drawn"), min_length=1, description="Signs of the experts' targets."
     )
     floor: float = Field(
-        0.5,
-        gt=0,
-        description="Theorem 2 only: D more points of this length an expert, so that its matrix "
-        "is invertible.",
+        0.5, gt=0, description="Theorem 2: D more points of this length for each expert."
     )
     noise: float = Field(
         0.005, ge=0, description="Theorem 2 only: standard deviation of the residuals."

@@ -21,33 +21,20 @@ class Lipschitz(Config):
     """Which test images and tokens are measured, and how far from an image the ascent looks."""
 
     images: int = Field(
-        100,
-        ge=1,
-        description="Test images, evenly spread over the split; the same for every method.",
+        100, ge=1, description="Test images, evenly spread; the same for every method."
     )
     lemma_tokens: int = Field(
-        64,
-        ge=1,
-        description="Tokens of these images at which Lemma 1 is evaluated in each MoE layer, "
-        "drawn with `seed`.",
+        64, ge=1, description="Their tokens at which Lemma 1 is evaluated in each MoE layer."
     )
     batch: int = Field(50, ge=1, description="Images a forward pass; no result depends on it.")
     seed: int = Field(0, ge=0, description="Draws the tokens.")
     radius: float = Field(
-        0.5,
-        gt=0,
-        description="Radius of the ℓ2 ball around an image, in pixel units [0, 1], in which the "
-        "ascent looks.",
+        0.5, gt=0, description="Of the ℓ2 ball around an image in which the ascent looks."
     )
     steps: int = Field(
         10, ge=0, description="Gradient steps of the ascent, from each of two starts."
     )
-    halvings: int = Field(
-        10,
-        ge=0,
-        le=24,
-        description="How often the steepest pair is halved; at a jump its ratio doubles each time.",
-    )
+    halvings: int = Field(10, ge=0, le=24, description="How often the steepest pair is halved.")
 
 
 class Estimates(Config):

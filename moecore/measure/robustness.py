@@ -61,25 +61,16 @@ class Robustness(Config):
     )
     seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
     precision: Precision = Field(
-        "float32",
-        description="Of the forward passes of an attack; its images are scored in float32 either "
-        "way.",
+        "float32", description="Of an attack's passes; its images are scored in float32 either way."
     )
     survivors: bool = Field(
-        False,
-        description="Attack only images that are right when clean: accuracy is the same, routing "
-        "change is not measured.",
+        False, description="Attack only images that are right when clean; no routing change."
     )
     pictures: int = Field(
-        3,
-        ge=0,
-        le=8,
-        description="Of the attacked images, evenly spread, how many are shown under the "
-        "strongest attack; flat images only.",
+        3, ge=0, le=8, description="Attacked images shown, under the strongest attack."
     )
     audit: Audit = Field(
-        Audit(),
-        description="Extra attacks that show whether the others are strong enough to be believed.",
+        Audit(), description="Extra attacks that show whether the others can be believed."
     )
 
     @property
@@ -107,7 +98,7 @@ class Result(Config):
     audit: tuple[AuditLine, ...]
     attacked: AttackedGallery | None = None  # none of volumes, without an attack or a picture
     people: tuple[int, ...] | None = Field(
-        default=None, description="whose image each is, where people have several"
+        None, description="whose image each is, where people have several"
     )
 
 
@@ -240,9 +231,7 @@ def attack_row(attack: Attack, target: Target, clean: CleanAnswers, epsilon: flo
 
 
 def change_items(
-    before: tuple[RoutingRecord, ...],
-    after: tuple[RoutingRecord, ...],
-    people: np.ndarray | None,
+    before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...], people: np.ndarray | None
 ) -> dict[str, str]:
     """Both changes of the routing, one number an item, mean over layers; {} for a dense model."""
     layers = list(zip(before, after, strict=True))

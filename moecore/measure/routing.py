@@ -16,12 +16,7 @@ from moecore.core.records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import Crop, ViewSettings
 from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute
-from moecore.measure.exploring.overlays import (
-    MatchedCrops,
-    Overlays,
-    match_crops,
-    spread_overlays,
-)
+from moecore.measure.exploring.overlays import MatchedCrops, Overlays, match_crops, spread_overlays
 from moecore.measure.routing_metrics.augmentations import (
     Augmentation,
     Preset,
@@ -70,9 +65,7 @@ class Routing(Config):
     """Which test images the routing is measured on, and what is done to them and to the router."""
 
     images: int = Field(
-        2000,
-        ge=1,
-        description="Test images, evenly spread over the split; the same for every method.",
+        2000, ge=1, description="Test images, evenly spread; the same for every method."
     )
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
     overlays: int = Field(
@@ -87,15 +80,10 @@ class Routing(Config):
         PRESETS, description="As views, kind by kind: presets, or {name, views, noise}."
     )
     augmentation_images: int = Field(
-        200,
-        ge=1,
-        description="Of those images, evenly spread, how many are shown under each of the "
-        "augmentations.",
+        200, ge=1, description="Of those images, how many are shown each augmentation."
     )
     sweeps: Sweeps = Field(
-        Sweeps(),
-        description="The trained weights under other k and other thresholds (ERMoE, figures S3 "
-        "and S5).",
+        Sweeps(), description="The trained weights under other k and thresholds (ERMoE, S3, S5)."
     )
     seed: int = Field(0, ge=0, description="Of those views; every method sees the same ones.")
 

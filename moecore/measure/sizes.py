@@ -22,23 +22,18 @@ class Sized(Config):
     """One model, as a paper describes it."""
 
     name: str = Field(description="what it is called here; each once")
-    reported: str = Field(
-        default="",
-        description="its name in report/tables/paper_numbers.py, under cost; empty for none there",
-    )
+    reported: str = Field("", description="its name among the papers' costs; empty for none there")
     model: Backbone | None = Field(
-        default=None, description="null for one that cannot be built here: see needs"
+        None, description="null for one that cannot be built here: see needs"
     )
-    method: Method = Field(default=Method(), description="router, experts and blocks; {} is dense")
-    size: int = Field(default=224, ge=1, description="height and width of its images, pixels")
-    classes: int = Field(default=1000, ge=2, description="of its head")
+    method: Method = Field(Method(), description="router, experts and blocks; {} is dense")
+    size: int = Field(224, ge=1, description="height and width of its images, pixels")
+    classes: int = Field(1000, ge=2, description="of its head")
     teacher_width: int = Field(
-        default=0,
-        ge=0,
-        description="width of a teacher whose routers, without bias, are counted too; 0: none",
+        0, ge=0, description="of a teacher whose routers are counted too; 0: none"
     )
-    needs: str = Field(default="", description="what it would take to build it")
-    why: str = Field(default="", description="where ours differs from the paper's, in words")
+    needs: str = Field("", description="what it would take to build it")
+    why: str = Field("", description="where ours differs from the paper's, in words")
 
     @model_validator(mode="after")
     def _built_or_why_not(self) -> Self:

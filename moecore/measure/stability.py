@@ -32,31 +32,20 @@ class Stability(Config):
     """Which images get noise, how much, and what counts as a jump."""
 
     images: int | None = Field(
-        100,
-        ge=1,
-        description="Test images, evenly spread over the split, the same for every method; "
-        "null takes all.",
+        100, ge=1, description="Test images, evenly spread, the same for every method; null: all."
     )
     overlays: int = Field(
-        4,
-        ge=0,
-        le=8,
-        description="Of these, how many are shown with their patches' experts and their ramps.",
+        4, ge=0, le=8, description="Of these, shown with their patches' experts and ramps."
     )
     sigmas: tuple[Sigma, ...] = Field(
-        (0.05, 0.1, 0.2),
-        min_length=1,
-        description="Standard deviations of the noise; pixels lie in [0, 1].",
+        (0.05, 0.1, 0.2), min_length=1, description="Of the noise; pixels lie in [0, 1]."
     )
     sigma_max: float = Field(
         0.2, gt=0, le=1, description="Where the ramp of one fixed noise an image ends."
     )
     steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
     jump: float = Field(
-        0.1,
-        gt=0,
-        lt=1,
-        description="A step is a jump where the true class's probability moves by more.",
+        0.1, gt=0, lt=1, description="A step of the true class's probability above it is a jump."
     )
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
     seed: int = Field(0, ge=0, description="Of the noise; every method sees the same.")

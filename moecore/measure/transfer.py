@@ -41,9 +41,7 @@ class Transfer(Config):
     batch: int = Field(128, ge=1, description="Images a forward pass; no result depends on it.")
     seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
     precision: Precision = Field(
-        "float32",
-        description="Of the forward passes of an attack; its images are scored in float32 either "
-        "way.",
+        "float32", description="Of an attack's passes; its images are scored in float32 either way."
     )
 
 

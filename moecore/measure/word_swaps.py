@@ -30,15 +30,10 @@ class WordSwaps(Config):
     """How many words are swapped, and of which blocks it is measured."""
 
     images: int | None = Field(
-        None,
-        ge=1,
-        description="Blocks of the test text, evenly spread over it, the same for every method; "
-        "null takes all.",
+        None, ge=1, description="Blocks of the test text, the same for every method; null: all."
     )
     shares: tuple[Share, ...] = Field(
-        (0.015, 0.15),
-        min_length=1,
-        description="Of the words of the text that become <unk>; fewer are a part of more.",
+        (0.015, 0.15), min_length=1, description="Of the words that become <unk>."
     )
     seed: int = Field(0, ge=0, description="Of the words; every method sees the same.")
 

@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import (
-    FullDisk,
-    whole_folder,
-    write_json,
-    write_sealed,
-    write_whole,
-)
+from moecore.core.files import FullDisk, whole_folder, write_json, write_sealed, write_whole
 from moecore.core.plain import to_jsonable
 from moecore.run.history_file import (
     HISTORY_FILE,

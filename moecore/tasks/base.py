@@ -160,11 +160,7 @@ class Task(Config, ABC):
         return (torch.minimum if self.score.better == "higher" else torch.maximum)(one, other)
 
     def difference(
-        self,
-        one: Tensor,
-        other: Tensor,
-        level: float = 0.95,
-        people: np.ndarray | None = None,
+        self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
     ) -> Interval:
         """Return the mean of ``one`` minus that of ``other``, scores (N,) of the same images, with
         its interval; more resamples for limits far out.

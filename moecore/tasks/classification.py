@@ -90,11 +90,7 @@ class Classification(Task):
         return float(self.scores(prediction, labels).float().mean())
 
     def difference(
-        self,
-        one: Tensor,
-        other: Tensor,
-        level: float = 0.95,
-        people: np.ndarray | None = None,
+        self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
     ) -> Interval:
         """Return the difference of two shares, paired (Newcombe, 1998), or over people who have
         several images by the bootstrap.

@@ -41,11 +41,11 @@ class ImageText(Task):
     end: int = Field(ge=0, description="the token that ends a caption")
     vocabulary: str = Field(description="sha256 of the vocabulary")
     sided: bool = Field(
-        default=False, description="captions say left and right: no view may mirror an image"
+        False, description="captions say left and right: no view may mirror an image"
     )
-    width: int = Field(default=1, ge=1, description="of the joint space, d; the model says it")
+    width: int = Field(1, ge=1, description="of the joint space, d; the model says it")
     pairs: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="the loss; the model says it"
+        "softmax", description="the loss; the model says it"
     )
 
     _gallery: Tensor | None = PrivateAttr(default=None)

@@ -26,19 +26,13 @@ class Adversarial(Config):
     """
 
     steps: int = Field(
-        default=10,
-        ge=1,
-        description="gradient steps of PGD on each batch; "
-        "a training step costs about this many more",
+        10, ge=1, description="of PGD on each batch; a training step costs as many more"
     )
     epsilon: float = Field(
-        default=8 / 255,
-        ge=0,
-        le=1,
-        description="radius of the L∞ ball in pixel units; 0 changes nothing",
+        8 / 255, ge=0, le=1, description="radius of the L∞ ball; 0 changes nothing"
     )
     form: Literal["paper", "strong"] = Field(
-        default="paper", description="as the attack pgd has it; strong draws a random start"
+        "paper", description="as the attack pgd has it; strong draws a random start"
     )
 
     def attacked(self, model: Model, task: Task, batch: Batch, generator: Generator) -> Batch:

@@ -19,19 +19,13 @@ from moecore.training.text_part import TextPart, apply_text_part
 class TeacherRouter(Config):
     """The router on the frozen teacher's features (TGR-MoE, §3.2)."""
 
-    features: Feature = Field(
-        default="mlp_input", description="where the teacher's features are read"
-    )
+    features: Feature = Field("mlp_input", description="where the teacher's features are read")
     load: float = Field(
-        default=0.005,
-        ge=0,
-        description="weight of the squared coefficient of variation of the experts' "
-        "mean probability",
+        0.005, ge=0, description="weight of the CV² of the experts' mean probability"
     )
-    entropy: float = Field(default=0.005, ge=0, description="weight of the mean token entropy")
+    entropy: float = Field(0.005, ge=0, description="weight of the mean token entropy")
     fit: Literal["fitted", "joint"] = Field(
-        default="fitted",
-        description="fitted beforehand by the stage teacher_router, or jointly while pretraining",
+        "fitted", description="by the stage teacher_router, or jointly while pretraining"
     )
 
 
@@ -41,52 +35,38 @@ class Method(Config):
     router: Router | None = None
     experts: Experts | None = None
     blocks: Blocks = Field(
-        default="last_2",
-        description="blocks that hold experts: every_2, last_2, all, or indices from 0",
+        "last_2", description="with experts: every_2, last_2, all, or indices from 0"
     )
     regularizers: tuple[Regularizer, ...] = ()
     teacher_router: TeacherRouter = TeacherRouter()
     distillation: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="share of DeiT's hard distillation in the task loss (DeiT: 0.5); "
-        "the teacher must know the classes",
+        0.0, ge=0, lt=1, description="share of DeiT's hard distillation in the loss"
     )
     guided_finetuning: bool | None = Field(
-        default=None, description="fine-tune with the teacher; null: as `guided` of that phase says"
+        None, description="fine-tune with the teacher; null: as `guided` of that phase says"
     )
     upcycle: bool = Field(
-        default=False,
-        description="start from the teacher's weights, its MLPs copied into every expert "
-        "(sparse upcycling)",
+        False, description="start from the teacher's weights, MLPs copied into experts"
     )
     upcycle_noise: float = Field(
-        default=0.0,
+        0.0,
         ge=0,
         allow_inf_nan=False,
         description="with upcycle: standard deviation of noise on each expert's copied weights, "
         "in those of the weights themselves, so that experts begin unlike (0: all alike)",
     )
     regions: Regions | None = Field(
-        default=None,
-        description="region experts and their warm start; null for none "
-        "(data with tissue maps only)",
+        None, description="region experts and their warm start (data with tissue maps)"
     )
-    permuted: bool = Field(
-        default=False,
-        description="null control: the training labels are permuted among the training images",
-    )
+    permuted: bool = Field(False, description="null control: training labels are permuted")
     model: dict[str, int | float | str] = Field(
-        default={},
-        description="settings of the section `model` that are other ones here: {width: 128}",
+        {}, description="what differs from the section `model`: {width: 128}"
     )
     text: TextPart | None = Field(
-        default=None, description="the text tower of a two-tower model; null: dense"
+        None, description="the text tower of a two-tower model; null: dense"
     )
     pretrain: dict[str, int | float] = Field(
-        default={},
-        description="the same of the section `pretrain`: {learning_rate: 7.0e-4}",
+        {}, description="what differs from the section: {learning_rate: 7.0e-4}"
     )
 
     @model_validator(mode="after")

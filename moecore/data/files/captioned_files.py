@@ -69,8 +69,7 @@ class CaptionedFiles(Config):
     train_limit: int | None = Field(None, ge=2, description="At most this many training images")
     test_limit: int | None = Field(None, ge=2, description="At most this many test images")
     on_error: Literal["stop", "skip"] = Field(
-        "stop",
-        description="What an unreadable image does: stop, naming all of them, or be left out",
+        "stop", description="An unreadable image: stop, naming all of them, or leave it out"
     )
     seed: int = Field(0, ge=0, description="Draws splits and limits")
 

@@ -23,20 +23,10 @@ class ImageStoreSettings(SplitSettings):
     """Fields of the sources whose images are files of different shapes."""
 
     store: Literal["raw", "jpeg"] = Field(
-        "raw",
-        description=(
-            "How training images are kept: raw, a byte a pixel and channel; jpeg, compressed and "
-            "decoded whenever they are seen. Validation and test images are raw"
-        ),
+        "raw", description="Training images: raw bytes, or JPEG, decoded whenever they are seen"
     )
     short_side: int | None = Field(
-        None,
-        ge=4,
-        le=1024,
-        description=(
-            "Keep training images whole, with a short side of this, so that views.crop chooses "
-            "from all of them; null: their centre square of `size`. Needs store: jpeg"
-        ),
+        None, ge=4, le=1024, description="With store: jpeg: keep whole images, with this short side"
     )
     quality: int = Field(
         QUALITY, ge=50, le=100, description="Of the JPEG files, where they are kept"

@@ -132,12 +132,7 @@ def _raise_unreadable() -> Iterator[None]:
         listed = ", ".join(FORMATS)
         why = f"cannot identify image file: not a picture, or damaged; allowed: {listed}"
         raise UnreadableImage(why) from error
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        Image.DecompressionBombError,
-    ) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UnreadableImage(str(error) or type(error).__name__) from error
     except (
         # what PIL's readers of EXIF and of chunks let through where lengths and kinds are wrong

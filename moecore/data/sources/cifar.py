@@ -38,21 +38,13 @@ class Cifar(SplitSettings):
         10, description="10: CIFAR-10; 100: CIFAR-100 with its fine labels"
     )
     root: str | tuple[str, ...] = Field(
-        "data/raw/cifar",
-        description="Folder, or folders in order, with the .bin files or the archive",
+        "data/raw/cifar", description="Folder, or folders in order, with the .bin files or archive"
     )
     size: int = Field(
-        32,
-        ge=4,
-        le=1024,
-        description="Height and width in pixels; other than 32 is resized bilinearly",
+        32, ge=4, le=1024, description="Height and width in pixels; other than 32 is resized"
     )
     download: bool = Field(
-        False,
-        description=(
-            "Fetch the archive from the authors into the first root where it is on none (checked "
-            "by its md5)"
-        ),
+        False, description="Fetch the archive into the first root where it is on none"
     )
 
     def prepare(self, folder: Path) -> dict[str, Any]:

@@ -23,17 +23,13 @@ class CocoCaptions(CaptionedFiles):
 
     kind: Literal["coco_captions"] = "coco_captions"
     annotations: tuple[str, ...] = Field(
-        (),
-        description="captions_train2014.json and captions_val2014.json, or others in their form; "
-        "not with `karpathy`",
+        (), description="captions_train2014.json and captions_val2014.json; not with `karpathy`"
     )
     karpathy: str | None = Field(
-        None,
-        description="dataset_coco.json: 113,287, 5,000 and 5,000 images, the split that papers use",
+        None, description="dataset_coco.json: the split into 113,287, 5,000 and 5,000 images"
     )
     folders: tuple[str, ...] = Field(
-        ("train2014", "val2014"),
-        description="Of the images of each file of `annotations`, below the root",
+        ("train2014", "val2014"), description="Of each annotation file's images, below the root"
     )
 
     def facts(self) -> tuple[str, str, str]:

@@ -47,17 +47,10 @@ class FashionMnist(SplitSettings):
         description="Folder, or folders in order, that may hold the four files",
     )
     size: int = Field(
-        28,
-        ge=4,
-        le=1024,
-        description="Height and width in pixels; other than 28 is resized bilinearly",
+        28, ge=4, le=1024, description="Height and width in pixels; other than 28 is resized"
     )
     download: bool = Field(
-        False,
-        description=(
-            "Fetch the files from the authors' repository into the first root where they are on "
-            "none"
-        ),
+        False, description="Fetch the files into the first root where they are on none"
     )
 
     def prepare(self, folder: Path) -> dict[str, Any]:

@@ -37,19 +37,13 @@ class ImageFolder(ImageStoreSettings):
     size: int = Field(32, ge=4, le=1024, description="Height and width in pixels")
     channels: Literal[1, 3] = Field(3, description="1 grey, 3 colour; images are converted")
     test: float = Field(
-        0.2,
-        gt=0,
-        lt=1,
-        description="Share of each class for the test split, where there is no test folder",
+        0.2, gt=0, lt=1, description="Share of each class for the test split, without a test folder"
     )
     on_error: Literal["stop", "skip"] = Field(
-        "stop",
-        description="What an unreadable image does: stop, naming all of them, or be left out",
+        "stop", description="An unreadable image: stop, naming all of them, or leave it out"
     )
     name: str | None = Field(
-        None,
-        min_length=1,
-        description="Name of the data set in the card and the report; null: that of the folder",
+        None, min_length=1, description="Of the data set, on card and page; null: the folder's"
     )
     licence: str = Field("not stated", description="Licence of the images, for the card")
 

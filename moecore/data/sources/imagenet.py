@@ -35,24 +35,18 @@ class Imagenet(ImageStoreSettings):
 
     kind: Literal["imagenet"] = "imagenet"
     root: str = Field(
-        "data/raw/imagenet",
-        description="Folder with train/ and val/, each with one folder a class named by its wnid",
+        "data/raw/imagenet", description="Folder with train/ and val/, a folder a wnid in each"
     )
     cache: str = Field(
         ".state/imagenet",
-        description=(
-            "Folder for unfinished work, on the same disk as the artifacts; emptied at the end"
-        ),
+        description="For unfinished work, on the artifacts' disk; emptied at the end",
     )
     size: int = Field(64, ge=4, le=1024, description="Height and width in pixels")
     validation: float = Field(
-        10000,
-        gt=0,
-        description="Split off train for validation: below 1 a share, from 1 on a number of images",
+        10000, gt=0, description="Of train: below 1 a share, from 1 on a number of images"
     )
     on_error: Literal["stop", "skip"] = Field(
-        "stop",
-        description="What an unreadable image does: stop, naming all of them, or be left out",
+        "stop", description="An unreadable image: stop, naming all of them, or leave it out"
     )
 
     def prepare(self, folder: Path) -> dict[str, Any]:

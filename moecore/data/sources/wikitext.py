@@ -53,12 +53,7 @@ class Wikitext(TextSettings):
         if UNKNOWN not in numbers:
             vocabulary.append(UNKNOWN)
         sources = {path.name: file_checksum(path) for path in files.values()}
-        about = {
-            "name": self.name,
-            "licence": self.licence,
-            "source": self.root,
-            "read": sources,
-        }
+        about = {"name": self.name, "licence": self.licence, "source": self.root, "read": sources}
         return write_text(folder, self, tokens, vocabulary, about)
 
     def preview(self) -> Preview:

@@ -54,10 +54,7 @@ class Affine(Config):
     """
 
     degrees: float = Field(
-        0.0,
-        ge=0,
-        le=180,
-        description="Rotation from −degrees to +degrees; of volumes about each of the three axes",
+        0.0, ge=0, le=180, description="Largest rotation; of volumes about each of three axes"
     )
     translate: float = Field(
         0.0, ge=0, le=1, description="Movement along each axis, up to this share of the side"
@@ -66,10 +63,7 @@ class Affine(Config):
         (1.0, 1.0), description="Factor on both sides: lowest, highest"
     )
     shear: float = Field(
-        0.0,
-        ge=0,
-        lt=45,
-        description="Shear along the columns from −shear to +shear degrees; images only",
+        0.0, ge=0, lt=45, description="Largest shear along the columns, degrees; images only"
     )
 
     @model_validator(mode="after")
@@ -103,13 +97,7 @@ class ViewSettings(Config):
     from left to right), affine without shear, intensity and fill.
     """
 
-    shift: int = Field(
-        0,
-        ge=0,
-        description=(
-            "Move by up to this many whole pixels along each axis (as padding and cropping does)"
-        ),
-    )
+    shift: int = Field(0, ge=0, description="Move by up to so many whole pixels along each axis")
     crop: Crop | None = Field(None, description="Random resized crop")
     flip: bool = Field(False, description="Mirror left and right with probability one half")
     affine: Affine | None = Field(None, description="Random affine")
@@ -121,10 +109,7 @@ class ViewSettings(Config):
     )
     intensity: Intensity | None = Field(None, description="Random grey values; volumes only")
     erasing: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Probability of blacking out a rectangle of 2 to 33 % of the view",
+        0.0, ge=0, le=1, description="Probability of blacking out 2 to 33 % of the view"
     )
     fill: Literal["zeros", "border", "reflection"] = Field(
         "zeros", description="Outside the image: black, the nearest pixel, the mirror image"

@@ -58,8 +58,7 @@ class FittedLinear(Config):
         {}, description="Groups of the fit that got no line of their own → why."
     )
     predictor_sha256: str = Field(
-        pattern=r"^[0-9a-f]{64}$",
-        description="Of the model.safetensors whose predictions these are; fits no other model.",
+        pattern=r"^[0-9a-f]{64}$", description="Of the model.safetensors that predicted."
     )
 
     def apply(self, predictions: np.ndarray, groups: Sequence[str] | None = None) -> np.ndarray:
@@ -97,16 +96,10 @@ class Linear(Config):
 
     kind: Literal["linear"] = "linear"
     fit_on: FitOn = Field(
-        "train",
-        description="Split that the line is fitted to; out_of_fold: training images, each "
-        "predicted by a model that never saw it.",
+        "train", description="out_of_fold: training images, each seen by other models than its own."
     )
     min_slope: float = Field(
-        0.1,
-        gt=0,
-        lt=1,
-        description="Floor of |b|: below it the division by b blows up every error, and the fit is "
-        "refused.",
+        0.1, gt=0, lt=1, description="Floor of |b|, by which errors are divided; below: refused."
     )
 
     def calibrates(self, task: Task) -> bool:

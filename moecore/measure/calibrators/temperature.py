@@ -24,9 +24,7 @@ class FittedTemperature(Config):
         gt=0, allow_inf_nan=False, description="What the logits are divided by."
     )
     at_limit: bool = Field(
-        False,
-        description="True where the best temperature lies beyond the limits and the nearer limit "
-        "stands in for it.",
+        False, description="True where the best temperature lies beyond a limit."
     )
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -39,17 +37,9 @@ class Temperature(Config):
 
     kind: Literal["temperature"] = "temperature"
     lowest: float = Field(
-        0.05,
-        gt=0,
-        lt=1,
-        description="Smallest temperature; reached where every validation image is right.",
+        0.05, gt=0, lt=1, description="Reached where every validation image is right."
     )
-    highest: float = Field(
-        20.0,
-        gt=1,
-        le=1e6,
-        description="Largest temperature; reached where the logits say nothing of the labels.",
-    )
+    highest: float = Field(20.0, gt=1, le=1e6, description="Reached where logits tell no labels.")
 
     def calibrates(self, task: Task) -> bool:
         """Return whether predictions of this task are logits of one class per image or token."""

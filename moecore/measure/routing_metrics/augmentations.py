@@ -40,11 +40,7 @@ class Augmentation(Config):
         ViewSettings(), description="Geometry and colours, drawn for each view"
     )
     noise: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Standard deviation of Gaussian noise on the pixels in [0, 1], added last; "
-        "no geometry",
+        0.0, ge=0, le=1, description="Of Gaussian noise, added last; pixels lie in [0, 1]"
     )
 
 

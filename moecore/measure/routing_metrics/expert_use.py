@@ -58,9 +58,7 @@ def routing_confidence(probs: Tensor) -> Confidence:
     """Mean highest, second and remaining probability of a token (PRC, table 5); probs (B, T, E)."""
     ordered = probs.double().flatten(0, -2).sort(dim=-1, descending=True).values.mean(dim=0)
     return Confidence(
-        highest=float(ordered[0]),
-        second=float(ordered[1:2].sum()),
-        others=float(ordered[2:].sum()),
+        highest=float(ordered[0]), second=float(ordered[1:2].sum()), others=float(ordered[2:].sum())
     )
 
 

@@ -48,10 +48,7 @@ class SettingValues(SettingLayer):
 
 
 def setting_values(
-    score: Interval,
-    records: Sequence[RoutingRecord],
-    k: int,
-    threshold: float | None,
+    score: Interval, records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> SettingValues:
     """Return what a model predicts and how it routes, given its routers' k and threshold.
 

@@ -91,18 +91,13 @@ class Sweeps(Config):
 
     k: Experts = Field(
         (1, 2, 3, 4, 6),
-        description="Experts per token; those above a model's number of experts are left out",
+        description="Experts per token; those above the number of experts are left out",
     )
     threshold: tuple[Annotated[float, Field(ge=-1, le=1)], ...] = Field(
         (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
         description="Thresholds of routers that have one (a cosine); the others have no such sweep",
     )
-    images: int = Field(
-        300,
-        ge=1,
-        description="Of the images that the routing is measured on, evenly spread; the same for "
-        "every method",
-    )
+    images: int = Field(300, ge=1, description="Of the images that the routing is measured on")
 
 
 class KRow(SettingValues):

@@ -33,12 +33,7 @@ class LeftScores(Config):
 
     @classmethod
     def of(
-        cls,
-        epsilon: float,
-        task: Task,
-        scores: Tensor,
-        people: np.ndarray | None = None,
-        **more,
+        cls, epsilon: float, task: Task, scores: Tensor, people: np.ndarray | None = None, **more
     ) -> Self:
         """scores: (N,), of the task; people: (N,), whose image each is; more: other fields."""
         interval = task.interval(scores, people)
@@ -60,8 +55,7 @@ class AttackRow(LeftScores):
     routing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
     processing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
     items: dict[str, str] = Field(
-        default={},
-        description="of both changes, mean over layers, one number an item (``encode_items``)",
+        {}, description="of both changes, mean over layers, one number an item (``encode_items``)"
     )
 
 

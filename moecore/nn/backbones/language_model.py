@@ -33,22 +33,22 @@ class LanguageModel(BackboneConfig):
     """Settings of a language model with span attention and a cache of what came before."""
 
     kind: Literal["language_model"] = "language_model"
-    width: int = Field(default=128, ge=1, le=2**16, description="width of a token, d")
-    depth: int = Field(default=3, ge=1, le=1000, description="number of blocks")
-    heads: int = Field(default=8, ge=1, description="attention heads; they divide the width")
+    width: int = Field(128, ge=1, le=2**16, description="width of a token, d")
+    depth: int = Field(3, ge=1, le=1000, description="number of blocks")
+    heads: int = Field(8, ge=1, description="attention heads; they divide the width")
     span: int = Field(
-        default=256, ge=1, description="tokens before it that a token attends to, L, in each block"
+        256, ge=1, description="tokens before it that a token attends to, L, in each block"
     )
     layers: Literal["smoe", "momentum", "adam"] = Field(
-        default="smoe",
+        "smoe",
         description="how a feed-forward's change is added: as it is, with the momentum of the "
         "blocks before, or that after a first block of Adam",
     )
     mlp_ratio: HiddenRatio = Field(
-        default=1.0, gt=0, le=1000, description="hidden width of a dense feed-forward over d"
+        1.0, gt=0, le=1000, description="hidden width of a dense feed-forward over d"
     )
     dropout: float = Field(
-        default=0.1,
+        0.1,
         ge=0,
         lt=1,
         description="in training: on attention, on the output of feed-forwards and inside dense "

@@ -24,11 +24,7 @@ class SingleLayer(BackboneConfig):
     """
 
     kind: Literal["single_layer"] = "single_layer"
-    hidden: int = Field(
-        default=64,
-        ge=1,
-        description="hidden width of a dense model's layer; experts have their own hidden_ratio",
-    )
+    hidden: int = Field(64, ge=1, description="hidden width of a dense model's layer")
 
     @property
     def depth(self) -> int:

@@ -18,39 +18,28 @@ class SwinSettings(BackboneConfig):
     """What the settings of the three kinds have in common."""
 
     kind: SwinKind
-    patch: int = Field(default=4, ge=1, description="side of a patch, pixels")
+    patch: int = Field(4, ge=1, description="side of a patch, pixels")
     width: int = Field(
-        default=96,
-        ge=8,
-        le=2**16,
-        description="width of a token in the first stage; each stage doubles it",
+        96, ge=8, le=2**16, description="of a token in the first stage; doubled by each"
     )
     depths: tuple[int, ...] = Field(
-        default=(2, 2, 6, 2), min_length=1, description="number of blocks of each stage"
+        (2, 2, 6, 2), min_length=1, description="number of blocks of each stage"
     )
     heads: tuple[int, ...] = Field(
-        default=(3, 6, 12, 24), min_length=1, description="attention heads of each stage"
+        (3, 6, 12, 24), min_length=1, description="attention heads of each stage"
     )
     window: int = Field(
-        default=7, ge=1, description="side of a window, tokens; a smaller grid is one window"
+        7, ge=1, description="side of a window, tokens; a smaller grid is one window"
     )
     pretrained_windows: tuple[int, ...] | None = Field(
-        default=None,
-        description="swin_moe, swin_v2: windows of each stage for which positions were learned; "
-        "null: those of this model",
+        None, description="swin_moe, swin_v2: each stage's window of the learned positions"
     )
     mlp_ratio: HiddenRatio = Field(
-        default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
+        4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     qkv_bias: bool = True
     drop_path: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description=(
-            "stochastic depth, in training only: probability that an image skips a branch of the "
-            "last block; from 0 at the first block in equal steps; fine-tuning keeps it"
-        ),
+        0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"
     )
 
     @model_validator(mode="after")

@@ -23,32 +23,25 @@ MARK = 2**23  # marks are below: fp32 holds them exactly
 class TextTower(Config):
     """Settings of a transformer over captions."""
 
-    width: int = Field(default=64, ge=8, le=2**16, description="width of a token")
-    depth: int = Field(default=2, ge=1, le=1000, description="number of blocks")
-    heads: int = Field(default=4, ge=1, description="attention heads; they divide the width")
+    width: int = Field(64, ge=8, le=2**16, description="width of a token")
+    depth: int = Field(2, ge=1, le=1000, description="number of blocks")
+    heads: int = Field(4, ge=1, description="attention heads; they divide the width")
     mlp_ratio: HiddenRatio = Field(
-        default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
+        4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     mask: Literal["causal", "full"] = Field(
-        default="causal",
-        description="which tokens a token attends to: itself and those before, "
-        "or all of the context, what pads it included (SigLIP)",
+        "causal", description="a token attends to itself and those before, or to all (SigLIP)"
     )
     pooling: Literal["end", "class"] = Field(
-        default="end",
-        description="the caption's feature: at the token that ends it, or at a learned token "
-        "after the context",
+        "end", description="the feature: of the token that ends it, or of a learned one"
     )
     activation: Literal["gelu", "quick_gelu"] = Field(
-        default="gelu", description="quick_gelu: x·σ(1.702 x), of OpenAI's weights"
+        "gelu", description="quick_gelu: x·σ(1.702 x), of OpenAI's weights"
     )
     frozen: Literal["never", "finetune", "always"] = Field(
-        default="never",
-        description="when it neither learns nor drops or draws anything (LiT)",
+        "never", description="it neither learns nor drops anything (LiT)"
     )
-    moe: MoE | None = Field(
-        default=None, description="experts of this tower; a method gives them (`text`)"
-    )
+    moe: MoE | None = Field(None, description="experts of this tower; a method gives them (`text`)")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

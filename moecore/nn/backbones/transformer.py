@@ -14,20 +14,9 @@ from moecore.core.records import Layout, RoutingContext, RoutingRecord
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.transformer_settings import TransformerSettings
-from moecore.nn.layers.block import (
-    Attention,
-    Block,
-    DenseMlp,
-    FeedForward,
-    drop_rates,
-    timm_linear,
-)
+from moecore.nn.layers.block import Attention, Block, DenseMlp, FeedForward, drop_rates, timm_linear
 from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.patch_embed import (
-    Interpolation,
-    renormalise_kernel,
-    resize_positions,
-)
+from moecore.nn.layers.patch_embed import Interpolation, renormalise_kernel, resize_positions
 
 
 class Transformer(BackboneModel):

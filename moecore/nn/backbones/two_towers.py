@@ -36,11 +36,9 @@ class TwoTowers(BackboneConfig):
     kind: Literal["two_towers"] = "two_towers"
     image: ImageTower = Field(description="the image tower; its head is the projection")
     text: TextTower = TextTower()
-    joint: int = Field(default=64, ge=1, le=2**16, description="numbers of an embedding")
+    joint: int = Field(64, ge=1, le=2**16, description="numbers of an embedding")
     pairs: Literal["softmax", "sigmoid"] = Field(
-        default="softmax",
-        description="the loss: cross-entropy both ways over the batch (CLIP), or a sigmoid of "
-        "every pair (SigLIP)",
+        "softmax", description="the loss: CLIP's cross-entropy, or SigLIP's sigmoid of pairs"
     )
 
     @property

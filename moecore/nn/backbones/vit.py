@@ -21,45 +21,32 @@ class Vit(BackboneConfig):
     """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
 
     kind: Literal["vit"] = "vit"
-    patch: int = Field(default=16, ge=1, description="side of a patch, pixels")
-    width: int = Field(default=192, ge=8, le=2**16, description="width of a token")
-    depth: int = Field(default=12, ge=1, le=1000, description="number of blocks")
-    heads: int = Field(default=3, ge=1, description="attention heads; they divide the width")
+    patch: int = Field(16, ge=1, description="side of a patch, pixels")
+    width: int = Field(192, ge=8, le=2**16, description="width of a token")
+    depth: int = Field(12, ge=1, le=1000, description="number of blocks")
+    heads: int = Field(3, ge=1, description="attention heads; they divide the width")
     mlp_ratio: HiddenRatio = Field(
-        default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
+        4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     pooling: Literal["class", "class+distillation", "mean"] = Field(
-        default="class",
-        description=(
-            "head on the class token, on class and distillation token (averaged), or on the mean "
-            "of the patches"
-        ),
+        "class", description="head on the class token, it and the distillation token, or the mean"
     )
     position_on_class: bool = Field(
-        default=True,
-        description="the special tokens have position embeddings too (DeiT-III: false)",
+        True, description="special tokens have position embeddings (DeiT-III: false)"
     )
     layer_scale: float | None = Field(
-        default=None, gt=0, description="initial LayerScale, or null for none (DeiT-III: 1e-6)"
+        None, gt=0, description="initial LayerScale, or null for none (DeiT-III: 1e-6)"
     )
     qkv_bias: bool = True
-    pre_norm: bool = Field(
-        default=False, description="a norm before the first block (CLIP's image tower)"
-    )
+    pre_norm: bool = Field(False, description="a norm before the first block (CLIP's image tower)")
     activation: Literal["gelu", "quick_gelu"] = Field(
-        default="gelu", description="of dense MLPs; quick_gelu: x·σ(1.702 x), of OpenAI's CLIP"
+        "gelu", description="of dense MLPs; quick_gelu: x·σ(1.702 x), of OpenAI's CLIP"
     )
     norm_eps: float = Field(
-        default=1e-6, gt=0, le=1e-2, description="added to a norm's variance (CLIP: 1e-5)"
+        1e-6, gt=0, le=1e-2, description="added to a norm's variance (CLIP: 1e-5)"
     )
     drop_path: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description=(
-            "stochastic depth, in training only: probability that an image skips a branch of the "
-            "last block; from 0 at the first block in equal steps; fine-tuning keeps it"
-        ),
+        0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"
     )
 
     def grid(self, image: ImageSpec) -> tuple[int, ...]:

@@ -23,49 +23,36 @@ class Vit3d(BackboneConfig):
     """Settings of a vision transformer over cubes of volumes (B, C, D, H, W)."""
 
     kind: Literal["vit3d"] = "vit3d"
-    patch: int = Field(default=16, ge=1, description="side of a cube, voxels")
-    width: int = Field(default=192, ge=8, le=2**16, description="width of a token")
-    depth: int = Field(default=12, ge=1, le=1000, description="number of blocks")
-    heads: int = Field(default=3, ge=1, description="attention heads; they divide the width")
+    patch: int = Field(16, ge=1, description="side of a cube, voxels")
+    width: int = Field(192, ge=8, le=2**16, description="width of a token")
+    depth: int = Field(12, ge=1, le=1000, description="number of blocks")
+    heads: int = Field(3, ge=1, description="attention heads; they divide the width")
     mlp_ratio: HiddenRatio = Field(
-        default=4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
+        4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     stem: Literal["linear", "pooled", "conv"] = Field(
-        default="linear",
-        description=(
-            "cube to token: a linear map of its voxels, of their means over smaller cubes, or "
-            "after two small convolutions"
-        ),
+        "linear",
+        description="cube to token: linear, of means over smaller cubes, or two convolutions",
     )
     pool: int = Field(
-        default=4, ge=1, description="pooled: means along each axis of a cube; it divides the patch"
+        4, ge=1, description="pooled: means along each axis of a cube; it divides the patch"
     )
-    stem_width: int = Field(
-        default=16,
-        ge=1,
-        description="conv: channels of the first convolution; the second has twice as many",
-    )
+    stem_width: int = Field(16, ge=1, description="conv: channels of the first convolution")
     positions: Literal["learned", "sinusoidal"] = Field(
-        default="learned", description="learned, or fixed waves along the three axes"
+        "learned", description="learned, or fixed waves along the three axes"
     )
     pooling: Literal["class", "mean"] = Field(
-        default="class", description="head on the class token, or on the mean of the cubes"
+        "class", description="head on the class token, or on the mean of the cubes"
     )
     position_on_class: bool = Field(
-        default=True, description="the class token has a position embedding too"
+        True, description="the class token has a position embedding too"
     )
     layer_scale: float | None = Field(
-        default=None, gt=0, description="initial LayerScale, or null for none"
+        None, gt=0, description="initial LayerScale, or null for none"
     )
     qkv_bias: bool = True
     drop_path: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description=(
-            "stochastic depth, in training only: probability that a volume skips a branch of the "
-            "last block; from 0 at the first block in equal steps; fine-tuning keeps it"
-        ),
+        0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"
     )
 
     def grid(self, image: ImageSpec) -> tuple[int, ...]:

@@ -33,20 +33,15 @@ class Eigen(ExpertsConfig):
     provides: ClassVar[frozenset[str]] = frozenset({"basis"})
 
     kind: Literal["eigen"] = "eigen"
-    number: int = Field(default=8, ge=2, le=2**16, description="experts")
+    number: int = Field(8, ge=2, le=2**16, description="experts")
     hidden_ratio: float = Field(
-        default=4.0,
-        gt=0,
-        le=1000,
-        description="hidden width h of one expert over the token width d",
+        4.0, gt=0, le=1000, description="hidden width of an expert over the token's"
     )
     rank: int | None = Field(
-        default=None,
-        ge=1,
-        description="columns of a basis, best a multiple of 8; null: two thirds of d, at most 512",
+        None, ge=1, description="columns of a basis; null: two thirds of d, at most 512"
     )
     factored_output: bool = Field(
-        default=False, description="the second map too has that rank, instead of being dense"
+        False, description="the second map too has that rank, instead of being dense"
     )
 
     def build(self, width: int) -> "EigenExperts":

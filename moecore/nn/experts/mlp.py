@@ -18,23 +18,20 @@ class Mlp(ExpertsConfig):
     """Each expert is Linear(d, h), GELU or ReLU, Linear(h, d), with biases."""
 
     kind: Literal["mlp"] = "mlp"
-    number: int = Field(default=8, ge=2, le=2**16, description="experts")
+    number: int = Field(8, ge=2, le=2**16, description="experts")
     hidden_ratio: float = Field(
-        default=4.0,
-        gt=0,
-        le=1000,
-        description="hidden width h of one expert over the token width d",
+        4.0, gt=0, le=1000, description="hidden width of an expert over the token's"
     )
     init: Literal["independent", "identical", "flat"] = Field(
-        default="independent",
+        "independent",
         description="experts start apart, or all the same (as V-MoE), with timm's weights of a "
         "ViT; flat: apart, uniform within 1 / √(d·h), as SMoE language models start",
     )
     activation: Literal["gelu", "relu", "quick_gelu"] = Field(
-        default="gelu", description="quick_gelu: x·σ(1.702 x), of OpenAI's CLIP"
+        "gelu", description="quick_gelu: x·σ(1.702 x), of OpenAI's CLIP"
     )
     dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="in training: share of hidden numbers that are 0"
+        0.0, ge=0, lt=1, description="in training: share of hidden numbers that are 0"
     )
 
     def build(self, width: int) -> "MlpExperts":

@@ -27,8 +27,7 @@ class MoE(Config):
     router: Router
     experts: Experts
     blocks: Blocks = Field(
-        default="last_2",
-        description="blocks that hold experts: every_2, last_2, all, or indices from 0",
+        "last_2", description="with experts: every_2, last_2, all, or indices from 0"
     )
 
     @property

@@ -36,24 +36,18 @@ class Eigenbasis(RouterConfig):
     """
 
     kind: Literal["eigenbasis"] = "eigenbasis"
-    k: int = Field(default=2, ge=1, description="experts per token, at most")
+    k: int = Field(2, ge=1, description="experts per token, at most")
     threshold: float = Field(
-        default=0.5,
-        ge=-1,
-        le=1,
-        description="an expert is eligible where its score (a cosine) is above this",
+        0.5, ge=-1, le=1, description="an expert is eligible with a cosine above it"
     )
     selection: Literal["prune", "literal"] = Field(
-        default="prune",
-        description="prune: eligible experts only, if any; literal: Algorithm 1 as is",
+        "prune", description="prune: eligible experts only; literal: Algorithm 1 as is"
     )
     context: Literal["tokens", "attention_output", "learned"] = Field(
-        default="tokens", description="c: attention · tokens, its output, or learned"
+        "tokens", description="c: attention · tokens, its output, or learned"
     )
     rank: int | None = Field(
-        default=None,
-        ge=1,
-        description="columns of its own basis, if experts lend none; null: two thirds of the width",
+        None, ge=1, description="of its own basis, if experts lend none; null: two thirds"
     )
 
     @property

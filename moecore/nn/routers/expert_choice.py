@@ -29,28 +29,15 @@ class ExpertChoice(RouterConfig):
     chooses_per_token: ClassVar[bool] = False
 
     kind: Literal["expert_choice"] = "expert_choice"
-    k: int = Field(
-        default=2,
-        ge=1,
-        description=(
-            "experts per token, on average, at capacity_factor 1; one token may get none, another "
-            "all"
-        ),
-    )
+    k: int = Field(2, ge=1, description="experts per token on average, at capacity_factor 1")
     capacity_factor: float = Field(
-        default=1.0,
-        gt=0,
-        description="tokens that an expert takes, relative to tokens · k / experts",
+        1.0, gt=0, description="tokens of an expert, relative to tokens · k / experts"
     )
     noise_std: float = Field(
-        default=1.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
+        1.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
     )
     group_size: int = Field(
-        default=1,
-        ge=1,
-        description=(
-            "images among whose tokens an expert chooses in training; in evaluation always 1"
-        ),
+        1, ge=1, description="images among whose tokens an expert chooses in training"
     )
 
     def active(self, experts: int) -> float:
@@ -101,9 +88,7 @@ class ExpertChoiceRouter(nn.Module):
             noisy = logits + normal_like(logits) * std
         gates = torch.softmax(noisy, dim=-1)
         order = top_tokens_per_expert(
-            gates.detach(),
-            self.share,
-            self.config.group_size if self.training else 1,
+            gates.detach(), self.share, self.config.group_size if self.training else 1
         )
         by_expert = gates.flatten(0, 1).t()
         nothing = torch.zeros_like(by_expert, dtype=torch.bool)

@@ -27,9 +27,9 @@ class FrozenCopy(RouterConfig):
     """
 
     kind: Literal["frozen_copy"] = "frozen_copy"
-    router: NoisyTopK = Field(default=NoisyTopK(), description="the router of the first phase")
+    router: NoisyTopK = Field(NoisyTopK(), description="the router of the first phase")
     until: float = Field(
-        default=0.5, ge=0, le=1, description="share of the training during which the router learns"
+        0.5, ge=0, le=1, description="share of the training during which the router learns"
     )
 
     @property

@@ -33,12 +33,11 @@ class Hash(RouterConfig):
     """
 
     kind: Literal["hash"] = "hash"
-    k: int = Field(default=1, ge=1, description="experts per token")
+    k: int = Field(1, ge=1, description="experts per token")
     by: Literal["patch", "position"] = Field(
-        default="patch",
-        description="what is hashed: the patch's pixels without their mean, or the position",
+        "patch", description="the patch's pixels without their mean, or the position"
     )
-    seed: int = Field(default=0, ge=0, description="of the hash; another seed is another hash")
+    seed: int = Field(0, ge=0, description="of the hash; another seed is another hash")
 
     @property
     def wants(self) -> frozenset[str]:

@@ -26,17 +26,15 @@ class NoisyTopK(RouterConfig):
     """
 
     kind: Literal["noisy_top_k"] = "noisy_top_k"
-    k: int = Field(default=2, ge=1, description="experts per token")
+    k: int = Field(2, ge=1, description="experts per token")
     noise_std: float = Field(
-        default=1.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
+        1.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
     )
     capacity_factor: float | None = Field(
-        default=None,
-        gt=0,
-        description="tokens per expert in training, relative to an even share; null: no limit",
+        None, gt=0, description="tokens per expert in training over an even share; null: all"
     )
     eval_capacity_factor: float | None = Field(
-        default=None,
+        None,
         gt=0,
         description=(
             "the same in evaluation and under attack, where a prediction then depends on the "
@@ -44,20 +42,18 @@ class NoisyTopK(RouterConfig):
         ),
     )
     batch_priority: bool = Field(
-        default=False,
-        description="serve tokens in the order of their largest gate instead of their position",
+        False, description="serve tokens in the order of their largest gate"
     )
-    group_size: int = Field(default=8, ge=1, description="images that share a capacity")
+    group_size: int = Field(8, ge=1, description="images that share a capacity")
     renormalise: bool | Literal["straight"] = Field(
-        default=False,
+        False,
         description=(
             "let the chosen gates sum to 1 (with k = 1 the router then has no task gradient); "
             "straight: so too, but with the gradient of gates that are divided by a constant"
         ),
     )
     task_gradient: bool = Field(
-        default=True,
-        description="false: the router learns from its losses only (TGR's `distillation only`)",
+        True, description="false: the router learns from its losses only (TGR)"
     )
 
     @model_validator(mode="after")

@@ -31,12 +31,7 @@ class SoftSlots(RouterConfig):
 
     kind: Literal["soft_slots"] = "soft_slots"
     slots: int = Field(
-        default=1,
-        ge=1,
-        le=2**16,
-        description=(
-            "slots per expert; as much work as k experts per token: round(tokens · k / experts)"
-        ),
+        1, ge=1, le=2**16, description="slots per expert: round(tokens · k / experts)"
     )
 
     def active(self, experts: int) -> float:

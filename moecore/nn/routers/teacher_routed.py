@@ -28,18 +28,12 @@ class TeacherRouted(RouterConfig):
     """
 
     kind: Literal["teacher_routed"] = "teacher_routed"
-    k: int = Field(default=2, ge=1, description="experts per token")
+    k: int = Field(2, ge=1, description="experts per token")
     noise_std: float = Field(
-        default=1.0,
-        ge=0,
-        description="noise on the teacher's log probs in training, in units of 1 / experts",
+        1.0, ge=0, description="on the teacher's log probs, in units of 1 / experts"
     )
     inference: Literal["teacher", "student"] = Field(
-        default="teacher",
-        description=(
-            "who decides in evaluation: teacher (the upper bound; needs it at hand), or student, "
-            "which never did in training"
-        ),
+        "teacher", description="who decides in evaluation; the student never did in training"
     )
 
     @property

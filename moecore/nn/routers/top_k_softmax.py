@@ -28,15 +28,10 @@ class TopKSoftmax(RouterConfig):
 
     kind: Literal["top_k_softmax"] = "top_k_softmax"
     k: int = Field(
-        default=2,
-        ge=1,
-        description=(
-            "experts per token; with 1 the router learns from regularizers only, as its weight is "
-            "always 1"
-        ),
+        2, ge=1, description="experts per token; with 1 only regularizers teach the router"
     )
     noise_std: float = Field(
-        default=0.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
+        0.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
     )
 
     @property

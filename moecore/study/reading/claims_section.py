@@ -22,21 +22,16 @@ class Comparison(Config):
     metric: str = Field(description="A metric of reports/compare.json.")
     method: str = Field(description="The method that it is said of; one of run.methods.")
     against: str = Field(
-        description="The method that it is compared with; one of run.methods, and another one "
-        "unless against_metric is given."
+        description="One of run.methods; another one unless against_metric is given."
     )
     against_metric: str = Field(
         "", description="What is read of `against`, where that is not `metric`."
     )
     better: Direction = Field(
-        description="What is said of the metric of `method`: higher or lower than that of "
-        "`against`, or equivalent, which is no further apart than `margin`."
+        description="higher, lower, or equivalent: no further apart than `margin`."
     )
     margin: float | None = Field(
-        None,
-        gt=0,
-        description="With `equivalent`: the largest difference that counts as none, in the "
-        "metric's unit (0.03 of an accuracy: 3 percentage points).",
+        None, gt=0, description="With `equivalent`: the largest difference that counts as none."
     )
     why: str = Field("", description="Why this margin.")
     phase: Phase = Field("pretrain", description="Which models are compared.")

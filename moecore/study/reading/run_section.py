@@ -13,20 +13,17 @@ class Selection(Config):
     """Every method with every seed; measurements are of the models of these phases."""
 
     methods: tuple[str, ...] = Field(
-        description="entries under methods: that are trained and compared; [] where nothing is "
-        "trained, as seeds and phases then"
+        description="entries under methods; [] where nothing is trained"
     )
     seeds: tuple[int, ...] = Field(description="one training of each method per seed")
     phases: tuple[Phase, ...] = Field(
-        default=("pretrain", "finetune"),
-        description="whose models are calibrated, attacked and asked for their routing",
+        ("pretrain", "finetune"), description="whose models are calibrated and attacked"
     )
     measurements: tuple[str, ...] = Field(
-        default=(), description="what else is measured, of the models of the phases in thorough"
+        (), description="what else is measured, of the models of the phases in thorough"
     )
     thorough: tuple[Phase, ...] | None = Field(
-        default=None,
-        description="whose models the measurements are of; left out: those of all phases",
+        None, description="whose models are measured; left out: of all phases"
     )
 
     @model_validator(mode="after")

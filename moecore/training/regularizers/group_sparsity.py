@@ -30,43 +30,29 @@ class GroupSparsity(Config):
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     kind: Literal["group_sparsity"] = "group_sparsity"
-    weight: float = Field(default=4e-3, ge=0, description="factor in the objective")
+    weight: float = Field(4e-3, ge=0, description="factor in the objective")
     filter: Literal["gaussian", "average"] = Field(
-        default="gaussian", description="weights within a neighbourhood; average takes no sigma"
+        "gaussian", description="weights within a neighbourhood; average takes no sigma"
     )
-    size: int = Field(
-        default=3,
-        ge=1,
-        description="side of a neighbourhood, in experts; "
-        "cut to the map's sides where they are shorter",
-    )
+    size: int = Field(3, ge=1, description="side of a neighbourhood, in experts; at most the map's")
     sigma_start: float = Field(
-        default=10.0,
-        ge=0.1,
-        allow_inf_nan=False,
-        description="the Gaussian's standard deviation at first, in experts",
+        10.0, ge=0.1, allow_inf_nan=False, description="of the Gaussian at first, in experts"
     )
     sigma_end: float = Field(
-        default=1.5,
-        ge=0.1,
-        allow_inf_nan=False,
-        description="the Gaussian's standard deviation at last; not above sigma_start",
+        1.5, ge=0.1, allow_inf_nan=False, description="at last; not above sigma_start"
     )
     exponent: float = Field(
-        default=0.3,
-        ge=0,
-        allow_inf_nan=False,
-        description="γ of the schedule: below 1 narrows early; 0 is sigma_end throughout",
+        0.3, ge=0, allow_inf_nan=False, description="γ of the schedule: below 1 narrows early"
     )
 
     reduction: Reduction = Field(
-        default="mean",
+        "mean",
         description="mean: over the tokens, of the sum over positions, so that the weight does not "
         "depend on the batch; authors: as MoGE's published code, the sum over the batch's tokens "
         "of the mean over positions, divided by the neighbourhood's number of experts",
     )
     padding: Padding = Field(
-        default="valid",
+        "valid",
         description="valid: neighbourhoods lie inside the map, so a corner lies in one and an "
         "inner expert in many; circular: the map's opposite sides meet",
     )

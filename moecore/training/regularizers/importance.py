@@ -21,7 +21,7 @@ class Importance(Config):
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     kind: Literal["importance"] = "importance"
-    weight: float = Field(default=0.005, ge=0, description="factor in the objective")
+    weight: float = Field(0.005, ge=0, description="factor in the objective")
 
     def __call__(self, step: Step) -> Tensor:
         return sum_over_layers(step, lambda record: importance(probs=record.probs))

@@ -24,11 +24,9 @@ class JensenShannon(Config):
 
     kind: Literal["jensen_shannon"] = "jensen_shannon"
     weight: float = Field(
-        default=5e-3, ge=0, description="factor in the objective (our choice; the paper gives none)"
+        5e-3, ge=0, description="factor in the objective (our choice; the paper gives none)"
     )
-    special: bool = Field(
-        default=False, description="pair the class token with itself (on for ImageNet)"
-    )
+    special: bool = Field(False, description="pair the class token with itself (on for ImageNet)")
 
     def __call__(self, step: Step) -> Tensor:
         layers = paired_layers(self.kind, step, self.special)

@@ -21,7 +21,7 @@ class Load(Config):
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "load"})
 
     kind: Literal["load"] = "load"
-    weight: float = Field(default=0.005, ge=0, description="factor in the objective")
+    weight: float = Field(0.005, ge=0, description="factor in the objective")
 
     def __call__(self, step: Step) -> Tensor:
         return sum_over_layers(step, lambda record: load(chances=record.load))

@@ -23,7 +23,7 @@ class Orthogonality(Config):
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "basis"})
 
     kind: Literal["orthogonality"] = "orthogonality"
-    weight: float = Field(default=5e-5, ge=0, description="factor in the objective (the paper's λ)")
+    weight: float = Field(5e-5, ge=0, description="factor in the objective (the paper's λ)")
 
     def __call__(self, step: Step) -> Tensor:
         bases = [

@@ -25,29 +25,19 @@ class Regions(Config):
     """
 
     experts: tuple[str, ...] = Field(
-        min_length=1,
-        description="tissues, as the data names them; the first experts are theirs, "
-        "the others are free",
+        min_length=1, description="tissues as the data names them, of the first experts"
     )
-    after: int = Field(default=0, ge=0, description="epochs on whole volumes before the warm start")
+    after: int = Field(0, ge=0, description="epochs on whole volumes before the warm start")
     warm_start_epochs: int = Field(
-        default=3, ge=0, description="epochs on volumes that keep one tissue; 0 for none"
+        3, ge=0, description="epochs on volumes that keep one tissue; 0 for none"
     )
     isolated: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="share of the volumes that keep one tissue after the warm start",
+        0.0, ge=0, lt=1, description="share of volumes with one tissue after the warm start"
     )
     weight: float = Field(
-        default=1.0,
-        ge=0,
-        description="factor of the loss region_routing on volumes that keep one tissue; "
-        "0 leaves it out",
+        1.0, ge=0, description="of the loss region_routing on volumes with one tissue"
     )
-    temperature: float = Field(
-        default=0.1, gt=0, description="of that loss: scores are divided by it"
-    )
+    temperature: float = Field(0.1, gt=0, description="of that loss: scores are divided by it")
 
     @model_validator(mode="after")
     def _once(self) -> "Regions":
@@ -71,12 +61,8 @@ class RegionRouting(Config):
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     kind: Literal["region_routing"] = "region_routing"
-    weight: float = Field(default=1.0, ge=0, description="factor in the objective")
-    temperature: float = Field(
-        default=0.1,
-        gt=0,
-        description="scores are divided by it before the softmax; cosines lie close together",
-    )
+    weight: float = Field(1.0, ge=0, description="factor in the objective")
+    temperature: float = Field(0.1, gt=0, description="scores are divided by it before the softmax")
 
     def __call__(self, step: Step) -> Tensor:
         if not step.output.routing:

@@ -23,10 +23,8 @@ class RouterKl(Config):
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "guidance"})
 
     kind: Literal["router_kl"] = "router_kl"
-    weight: float = Field(default=5.0, ge=0, description="factor in the objective")
-    until: float = Field(
-        default=1.0, gt=0, le=1, description="share of the training during which it acts"
-    )
+    weight: float = Field(5.0, ge=0, description="factor in the objective")
+    until: float = Field(1.0, gt=0, le=1, description="share of the training during which it acts")
 
     def __call__(self, step: Step) -> Tensor:
         students = [record.probs for record in step.output.routing]

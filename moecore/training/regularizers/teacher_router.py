@@ -23,16 +23,11 @@ class TeacherRouter(Config):
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
 
     kind: Literal["teacher_router"] = "teacher_router"
-    weight: float = Field(
-        default=1.0, ge=0, description="factor in the objective, on top of the two below"
-    )
+    weight: float = Field(1.0, ge=0, description="factor in the objective, on top of the two below")
     balance: float = Field(
-        default=0.005,
-        ge=0,
-        description="factor of the squared coefficient of variation of the experts' "
-        "mean probability",
+        0.005, ge=0, description="factor of the CV² of the experts' mean probability"
     )
-    entropy: float = Field(default=0.005, ge=0, description="factor of the mean token entropy")
+    entropy: float = Field(0.005, ge=0, description="factor of the mean token entropy")
 
     def __call__(self, step: Step) -> Tensor:
         if step.guidance is None or not step.guidance.probs:

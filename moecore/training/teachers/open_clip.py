@@ -55,12 +55,9 @@ class OpenClip(Config):
     """A CLIP of a checkpoint file: what a two-tower model starts from (``upcycle``)."""
 
     kind: Literal["open_clip"] = "open_clip"
-    checkpoint: str = Field(
-        description="a .safetensors file with open_clip's parameter names, such as "
-        "open_clip_model.safetensors"
-    )
+    checkpoint: str = Field(description="a .safetensors file such as open_clip_model.safetensors")
     activation: Literal["gelu", "quick_gelu"] = Field(
-        default="gelu", description="quick_gelu: OpenAI's weights, which a file does not say"
+        "gelu", description="quick_gelu: OpenAI's weights, which a file does not say"
     )
     training: None = None  # it comes trained, the same for every seed
 

@@ -45,9 +45,7 @@ class Timm(Config):
         description="timm's model name, for example deit3_small_patch16_224.fb_in22k_ft_in1k"
     )
     checkpoint: str | None = Field(
-        default=None,
-        description="a .safetensors file with timm's parameter names; "
-        "null downloads timm's weights",
+        None, description="a .safetensors file with timm's names; null: downloaded"
     )
     training: None = None  # it comes trained, the same for every seed
 
