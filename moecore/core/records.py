@@ -3,6 +3,7 @@
 B images, T tokens per image, E experts, K classes. Every type is a NamedTuple, so a pytree.
 """
 
+from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -34,6 +35,14 @@ class RoutingContext(NamedTuple):
     teacher: Tensor | None = None  # (B, T, E) probs of the teacher's router at this layer
     basis: Tensor | None = None  # (E, d, r) the experts' bases
     progress: float = 1.0  # share of the training that is done
+
+    def with_attention(
+        self, wants: Collection[str], weights: Tensor | None, attended: Tensor
+    ) -> "RoutingContext":
+        """Return the context with what the router wants of the block's attention."""
+        if "attended" not in wants:
+            return self._replace(attention=weights)
+        return self._replace(attention=weights, attended=attended)
 
 
 class Layout(NamedTuple):

@@ -24,7 +24,7 @@ from moecore.nn.layers.language_block import (
     ReluMlp,
     StreamCache,
 )
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoE, build_feed_forwards
 
 KINDS = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock}
 
@@ -186,7 +186,7 @@ class LanguageTransformer(BackboneModel):
             state, entering, record = block(state, own, self.positions, context)
             records += record
             if index in options.blocks:
-                block_features[index] = entering if options.at == "mlp_input" else state.tokens
+                block_features[index] = options.select_tokens(entering, state.tokens)
         features = options.select_features(block_features, state.tokens)
         return Encoded(state.tokens, records, features), torch.stack(after)
 
@@ -196,11 +196,5 @@ class LanguageTransformer(BackboneModel):
 
     def _feed_forwards(self) -> list[FeedForward]:
         config = self.config
-        sparse = () if self.moe is None else self.moe.indices(config.depth)
-        hidden = max(1, round(config.mlp_ratio * config.width))
-        return [
-            self.moe.build(config.width)
-            if self.moe is not None and index in sparse
-            else ReluMlp(config.width, hidden, config.dropout)
-            for index in range(config.depth)
-        ]
+        sizes = (config.width, max(1, round(config.mlp_ratio * config.width)), config.dropout)
+        return build_feed_forwards(self.moe, config.width, config.depth, lambda: ReluMlp(*sizes))

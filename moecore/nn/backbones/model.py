@@ -36,6 +36,10 @@ class EncodeOptions(NamedTuple):
     guidance: Guidance | None = None  # a teacher's, for routers that want it
     progress: float = 1.0  # share of the training that is done
 
+    def select_tokens(self, entering: Tensor, leaving: Tensor) -> Tensor:
+        """Return the tokens that enter a feed-forward or leave the block, as ``at`` says."""
+        return entering if self.at == "mlp_input" else leaving
+
     def select_features(self, blocks: Mapping[int, Tensor], final: Tensor) -> tuple[Tensor, ...]:
         """Return the features of each wanted block, of those that were read of ``blocks``."""
         return tuple(final if self.at == "final" else blocks[index] for index in self.blocks)

@@ -89,7 +89,7 @@ class SingleLayerModel(BackboneModel):
         entering = self.normalised(images).flatten(1).unsqueeze(1)
         contexts = self.routing_contexts(images, options)
         tokens, records = self.mlp(entering, contexts.get(0, RoutingContext()))
-        feature = entering if options.at == "mlp_input" else tokens
+        feature = options.select_tokens(entering, tokens)
         return Encoded(tokens, records, (feature,) * len(options.blocks))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:

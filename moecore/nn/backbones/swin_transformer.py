@@ -128,7 +128,7 @@ class SwinTransformer(BackboneModel):
                 tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
                 records += record
                 if index in options.blocks:
-                    block_features[index] = entering if options.at == "mlp_input" else tokens
+                    block_features[index] = options.select_tokens(entering, tokens)
                 index += 1
         tokens = self.norm(tokens)
         return Encoded(tokens, records, options.select_features(block_features, tokens))

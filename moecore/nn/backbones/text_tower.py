@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moecore.core.config import Config
 from moecore.core.records import RoutingContext, RoutingRecord
 from moecore.nn.layers.block import Attention, Block, DenseMlp, FeedForward, HiddenRatio
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoE, build_feed_forwards
 from moecore.tasks.image_text import ImageText
 
 PRIMES = (2_654_435_761, 40_503_001)  # mix the numbers of a caption's tokens
@@ -121,18 +121,15 @@ class TextTransformer(nn.Module):
 
     def _feed_forwards(self) -> list[FeedForward]:
         config = self.config
-        sparse = () if config.moe is None else config.moe.indices(config.depth)
-        hidden = round(config.width * config.mlp_ratio)
-        feed_forwards: list[FeedForward] = []
-        for index in range(config.depth):
-            if config.moe is not None and index in sparse:
-                feed_forwards.append(config.moe.build(config.width))
-                continue
-            mlp = DenseMlp(config.width, hidden, config.activation)
-            nn.init.normal_(mlp.fc1.weight, std=(2 * config.width) ** -0.5)
-            nn.init.normal_(mlp.fc2.weight, std=config.width**-0.5 * (2 * config.depth) ** -0.5)
-            feed_forwards.append(mlp)
-        return feed_forwards
+        width = config.width
+
+        def build_mlp() -> DenseMlp:
+            mlp = DenseMlp(width, round(width * config.mlp_ratio), config.activation)
+            nn.init.normal_(mlp.fc1.weight, std=(2 * width) ** -0.5)
+            nn.init.normal_(mlp.fc2.weight, std=width**-0.5 * (2 * config.depth) ** -0.5)
+            return mlp
+
+        return build_feed_forwards(config.moe, width, config.depth, build_mlp)
 
 
 def _select_tokens(record: Any, there: Tensor) -> RoutingRecord:

@@ -15,7 +15,7 @@ from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.transformer_settings import TransformerSettings
 from moecore.nn.layers.block import Attention, Block, DenseMlp, FeedForward, drop_rates, timm_linear
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoE, build_feed_forwards
 from moecore.nn.layers.patch_embed import Interpolation, renormalise_kernel, resize_positions
 
 
@@ -122,7 +122,7 @@ class Transformer(BackboneModel):
             tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
             records += record
             if index in options.blocks:
-                block_features[index] = entering if options.at == "mlp_input" else tokens
+                block_features[index] = options.select_tokens(entering, tokens)
         tokens = self.norm(tokens)
         return Encoded(tokens, records, options.select_features(block_features, tokens))
 
@@ -150,15 +150,9 @@ class Transformer(BackboneModel):
         return first, self.image.task.predict(self.head_dist(tokens[:, 1]))
 
     def _feed_forwards(self) -> list[FeedForward]:
-        sparse = () if self.moe is None else self.moe.indices(self.config.depth)
-        hidden = round(self.config.width * self.config.mlp_ratio)
-        feed_forwards: list[FeedForward] = []
-        for index in range(self.config.depth):
-            if self.moe is not None and index in sparse:
-                feed_forwards.append(self.moe.build(self.config.width))
-            else:
-                feed_forwards.append(DenseMlp(self.config.width, hidden, self.config.activation))
-        return feed_forwards
+        width = self.config.width
+        sizes = (width, round(width * self.config.mlp_ratio), self.config.activation)
+        return build_feed_forwards(self.moe, width, self.config.depth, lambda: DenseMlp(*sizes))
 
 
 def _special_token(width: int, wanted: bool) -> nn.Parameter | None:

@@ -205,9 +205,7 @@ class Block(nn.Module):
         attended, weights = self.attn(self.norm1(tokens), weights="attention" in self.mlp.wants)
         tokens = tokens + self.drop_path1(self.ls1(attended))
         entering = self.norm2(tokens)
-        context = context._replace(
-            attention=weights, attended=attended if "attended" in self.mlp.wants else None
-        )
+        context = context.with_attention(self.mlp.wants, weights, attended)
         change, records = self.mlp(entering, context)
         return tokens + self.drop_path2(self.ls2(change)), entering, records
 

@@ -148,9 +148,7 @@ class LanguageBlock(nn.Module):
         wants = self.mlp.wants
         attended, weights = self.attn(tokens, before, positions, weights="attention" in wants)
         entering = self.norm1(tokens + attended)
-        context = context._replace(
-            attention=weights, attended=attended if "attended" in wants else None
-        )
+        context = context.with_attention(wants, weights, attended)
         change, records = self.mlp(entering, context)
         inner, momentum = self.inner_residual(entering, self.dropout(change), state.momentum)
         return BlockState(self.norm2(entering + self.norm(inner)), momentum), entering, records

@@ -1,5 +1,6 @@
 """The mixture-of-experts layer that takes the place of a block's feed-forward."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -122,3 +123,13 @@ class MoELayer(FeedForward):
             context = context._replace(basis=experts.lent_basis())
         plan, record = self.router(tokens, context)
         return plan.combine(experts(plan.dispatch(tokens))), (record,)
+
+
+def build_feed_forwards(
+    moe: MoE | None, width: int, depth: int, build_dense: Callable[[], FeedForward]
+) -> list[FeedForward]:
+    """Return those of ``depth`` blocks: with experts where ``moe`` has them, else dense."""
+    if moe is None:
+        return [build_dense() for _ in range(depth)]
+    sparse = moe.indices(depth)
+    return [moe.build(width) if index in sparse else build_dense() for index in range(depth)]

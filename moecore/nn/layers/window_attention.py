@@ -181,8 +181,6 @@ class PostNormBlock(Block):
     ) -> tuple[Tensor, Tensor, tuple]:
         attended, weights = self.attn(tokens, weights="attention" in self.mlp.wants)
         tokens = tokens + self.drop_path1(self.norm1(attended))
-        context = context._replace(
-            attention=weights, attended=attended if "attended" in self.mlp.wants else None
-        )
+        context = context.with_attention(self.mlp.wants, weights, attended)
         change, records = self.mlp(tokens, context)
         return tokens + self.drop_path2(self.norm2(change)), tokens, records
