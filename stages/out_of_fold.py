@@ -1,7 +1,7 @@
 """``python -m stages.out_of_fold METHOD SEED``: volumes predicted without their participants."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from moecore.brain import out_of_fold as folds
 from moecore.core.config import Config
@@ -43,7 +43,7 @@ def out_of_fold(method: str, seed: int) -> None:
         data = Prepared.open(inputs[0])
         folds.check_out_of_fold(data, params.method, params.calibrator)
 
-        def follow(fold, steps, learning):
+        def follow(fold: int, steps: int, learning: Any) -> None:
             with progress_bar(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
                 for metrics in learning:
                     bar.update(metrics.step)

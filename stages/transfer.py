@@ -4,8 +4,9 @@ python -m stages.transfer <phase> <seed>
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
@@ -39,7 +40,7 @@ def transfer(phase: Phase, seed: int) -> None:
         device = tune_runtime(work=work).device
         models = {name: load_model(folder).to(device) for name, folder in folders.items()}
 
-        def parts(name, compute):
+        def parts(name: str, compute: Callable[[], Any]) -> Any:
             part = kept.part(name, compute)
             bar.update(len(kept.parts))
             return part

@@ -14,6 +14,7 @@ from moecore.attacks.base import image_generators
 from moecore.core.records import ModelOutput, RoutingRecord
 from moecore.core.streams import derived_seed
 from moecore.nn.predict import (
+    Pixels,
     coupled_images,
     eval_mode,
     image_batches,
@@ -74,16 +75,16 @@ class Target(NamedTuple):
                 first += len(pixels)
         return torch.cat(made)
 
-    def predict_images(self, images) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+    def predict_images(self, images: Pixels) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
         """Predictions (N, K) and routing of other images in place of these, in fp32."""
         return predict_in_batches(self.model, images, self.batch)
 
-    def scores(self, images) -> Tensor:
+    def scores(self, images: Pixels) -> Tensor:
         """The task's score of each of these images (N, C, H, W); (N,)."""
         prediction, _ = predict_in_batches(self.model, images, self.batch, routing=False)
         return self.task.scores(prediction, self.labels)
 
-    def worse_scores(self, images) -> Tensor:
+    def worse_scores(self, images: Pixels) -> Tensor:
         """The worse score of each image, clean or as in ``images``; (N,).
 
         The clean image lies in every ball: an attack that happens to mend one changes nothing.

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -241,9 +241,9 @@ class _AllReduce(Function):
         return total
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Nothing to keep."""
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return _AllReduce.apply(*grads)

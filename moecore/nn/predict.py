@@ -5,8 +5,9 @@ N images, C channels, H × W pixels, K classes, T tokens, E experts.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,18 @@ from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.backbones.model import Model
 from moecore.tasks.next_token import NextToken
 
+
+class Pixels(Protocol):
+    """Images (N, C, *pixels), uint8 or in [0, 1]: an array, a tensor, or JPEG files."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: Any, /) -> Any: ...
+
+
 TOKENS = 2**13  # of blocks that are read together, those before them counted
 LOGITS = 2**19  # of few words at a time on a CPU, 2 MiB: they stay in its cache
 ON_GPU = 2**26  # and on a GPU
@@ -28,7 +41,7 @@ VOXELS = 2**24  # of a batch of volumes: 64 of 64³, 64 MiB in fp32
 
 
 def predict_in_batches(
-    model: nn.Module, images, batch: int, routing: bool = True, prediction: bool = True
+    model: nn.Module, images: Pixels, batch: int, routing: bool = True, prediction: bool = True
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Logits and routing records of a model over all images, in evaluation mode, in fp32.
 
@@ -60,7 +73,7 @@ def predict_in_batches(
     return torch.cat(logits) if prediction else torch.empty(0), concat_records(records)
 
 
-def text_block_scores(model: Model, images, labels: Tensor) -> Tensor:
+def text_block_scores(model: Model, images: Pixels, labels: Tensor) -> Tensor:
     """Mean nats per word of each block of a text, (N,) fp64, in evaluation mode, in fp32; of
     predictions that are not kept. images: (N, C, M), labels (N, M), of a split.
     """
@@ -68,7 +81,7 @@ def text_block_scores(model: Model, images, labels: Tensor) -> Tensor:
 
 
 def read_text_blocks(
-    model: Model, images, labels: Tensor
+    model: Model, images: Pixels, labels: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Return ``text_block_scores``, and one record of fields (N, T, E) per MoE layer, on the
     CPU.
@@ -146,7 +159,7 @@ def words_at_once(outputs: int, device: torch.device) -> int:
 
 
 def _iterate_blocks(
-    model: Model, images, labels: Tensor
+    model: Model, images: Pixels, labels: Tensor
 ) -> Iterator[tuple[Tensor, tuple[RoutingRecord, ...]]]:
     assert isinstance(model, LanguageTransformer)
     size = max(1, TOKENS // math.prod(images.shape[1:]))
@@ -160,7 +173,9 @@ def _iterate_blocks(
             yield nats.view(own.shape).mean(dim=1).cpu(), records
 
 
-def image_batches(images, size: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+def image_batches(
+    images: Pixels, size: int, device: torch.device | str = "cpu"
+) -> Iterator[Tensor]:
     """Images in order, at most ``size`` at a time, as fp32 in [0, 1] on ``device``; uint8 is
     divided by 255.
 

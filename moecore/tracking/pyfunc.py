@@ -14,7 +14,7 @@ class Classifier(PythonModel):
     "captions": (T, M)}`` and return scale · cosine + bias of every pair, (N, T).
     """
 
-    def load_context(self, context):
+    def load_context(self, context: Any) -> None:
         from moecore.training.artifacts import load_model
 
         self.model = load_model(context.artifacts["model"])

@@ -192,7 +192,7 @@ class BatchPrefetcher:
         self.steps = steps
         self.depth = depth
         self.waiting: dict[int, Future] = {}
-        self.stream = None
+        self.stream: torch.cuda.Stream | None = None
         if card is not None:
             self.stream = torch.cuda.Stream(card)
             self.stream.wait_stream(torch.cuda.current_stream())  # the data on the device are whole

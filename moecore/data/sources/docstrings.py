@@ -6,7 +6,7 @@ Files are read with ``ast`` and never imported.
 import ast
 import hashlib
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -94,7 +94,7 @@ class Docstrings(TextSettings):
         return "train"
 
 
-def find_distribution(name: str):
+def find_distribution(name: str) -> Distribution:
     """An installed distribution. Raises UserError where there is none of this name."""
     try:
         return distribution(name)

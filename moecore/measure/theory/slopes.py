@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecore.nn.backbones.model import Model
 from moecore.nn.layers.smooth import frozen_double_copy, row_jacobians
-from moecore.nn.predict import eval_mode, image_batches, model_device
+from moecore.nn.predict import Pixels, eval_mode, image_batches, model_device
 
 LEAST = 1e-3  # of the radius: pairs that are nearer to each other do not count
 
@@ -50,7 +50,13 @@ class ImagePair(NamedTuple):
 
 
 def slopes_at(
-    model: Model, images, labels: Tensor, batch: int, radius: float, steps: int, halvings: int
+    model: Model,
+    images: Pixels,
+    labels: Tensor,
+    batch: int,
+    radius: float,
+    steps: int,
+    halvings: int,
 ) -> Slopes:
     """Return how fast a model's logits change at images, on the CPU.
 

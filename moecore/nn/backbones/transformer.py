@@ -66,7 +66,7 @@ class Transformer(BackboneModel):
             self.norm = nn.Identity()
             self.fc_norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.head = timm_linear(width, image.outputs)
-        self.head_dist = None
+        self.head_dist: nn.Linear | None = None
         if special == 2:
             self.head_dist = timm_linear(width, image.outputs)
         for token in (self.cls_token, self.dist_token, self.pos_embed):

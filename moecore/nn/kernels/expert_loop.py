@@ -182,8 +182,8 @@ class _Gradients:
 
     def __init__(self, maps: _LinearMaps, plan: GroupPlan, weight: bool, bias: bool) -> None:
         self.maps = maps
-        self.weight = None
-        self.bias = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
         if weight:
             self.weight = torch.empty_like(maps.weight, memory_format=torch.contiguous_format)
             for expert in plan.idle:

@@ -92,7 +92,7 @@ class WindowAttention(nn.Module):
             self.q_bias = nn.Parameter(torch.zeros(width))
             self.v_bias = nn.Parameter(torch.zeros(width))
         self.proj = timm_linear(width, width)
-        self.logit_scale = None
+        self.logit_scale: nn.Parameter | None = None
         if cosine:
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(10.0)))
         coordinates = None

@@ -95,13 +95,13 @@ class EigenbasisRouter(nn.Module):
             self.basis = draw_bases(experts, width, rank)
         else:
             rank = basis.shape[-1]
-            self.basis = None
+            self.basis: nn.Parameter | None = None
         # Only its direction counts; lengths near 1 let the optimizer turn it as fast as a column of
         # the basis.
         if config.context == "learned":
             self.target = nn.Parameter(torch.randn(experts, rank) / rank**0.5)
         else:
-            self.target = None
+            self.target: nn.Parameter | None = None
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
