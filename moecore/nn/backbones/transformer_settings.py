@@ -1,41 +1,45 @@
-"""What every transformer of images or volumes reads of its settings."""
+"""What a transformer of images and one of volumes read of their settings."""
 
-from typing import Protocol
+from typing import Literal
+
+from pydantic import Field
 
 from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.layers.block import Activation
+from moecore.nn.backbones.model import BackboneConfig
+from moecore.nn.layers.block import Activation, HiddenRatio
 
 
-class TransformerSettings(Protocol):
-    """What the settings of every transformer say."""
+class TransformerSettings(BackboneConfig):
+    """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
 
-    @property
-    def patch(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def depth(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def mlp_ratio(self) -> float: ...
-    @property
-    def pooling(self) -> str: ...
-    @property
-    def position_on_class(self) -> bool: ...
-    @property
-    def layer_scale(self) -> float | None: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def drop_path(self) -> float: ...
-    @property
-    def pre_norm(self) -> bool: ...
-    @property
-    def activation(self) -> Activation: ...
-    @property
-    def norm_eps(self) -> float: ...
+    patch: int = Field(16, ge=1, description="side of a patch, pixels or voxels")
+    width: int = Field(192, ge=8, le=2**16, description="width of a token")
+    depth: int = Field(12, ge=1, le=1000, description="number of blocks")
+    heads: int = Field(3, ge=1, description="attention heads; they divide the width")
+    mlp_ratio: HiddenRatio = Field(
+        4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
+    )
+    pooling: Literal["class", "class+distillation", "mean"] = Field(
+        "class", description="head on the class token, it and the distillation token, or the mean"
+    )
+    position_on_class: bool = Field(
+        True, description="special tokens have position embeddings (DeiT-III: false)"
+    )
+    layer_scale: float | None = Field(
+        None, gt=0, description="initial LayerScale, or null for none (DeiT-III: 1e-6)"
+    )
+    qkv_bias: bool = True
+    pre_norm: bool = Field(False, description="a norm before the first block (CLIP's image tower)")
+    activation: Activation = Field(
+        "gelu", description="of dense MLPs; quick_gelu: x·σ(1.702 x), of OpenAI's CLIP"
+    )
+    norm_eps: float = Field(
+        1e-6, gt=0, le=1e-2, description="added to a norm's variance (CLIP: 1e-5)"
+    )
+    drop_path: float = Field(
+        0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"
+    )
 
     def grid(self, image: ImageSpec) -> tuple[int, ...]:
         """Patches along each axis of such images."""
-        ...
+        return tuple(size // self.patch for size in image.shape)

@@ -12,24 +12,16 @@ from torch import nn
 
 from moecore.core.files import UserError
 from moecore.nn.backbones.image import ImageSpec, check_patches_and_heads
-from moecore.nn.backbones.model import BackboneConfig
 from moecore.nn.backbones.transformer import Transformer
-from moecore.nn.layers.block import Activation, HiddenRatio
+from moecore.nn.backbones.transformer_settings import TransformerSettings
 from moecore.nn.layers.moe import MoE
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, PooledStem, sinusoidal_positions
 
 
-class Vit3d(BackboneConfig):
+class Vit3d(TransformerSettings):
     """Settings of a vision transformer over cubes of volumes (B, C, D, H, W)."""
 
     kind: Literal["vit3d"] = "vit3d"
-    patch: int = Field(16, ge=1, description="side of a cube, voxels")
-    width: int = Field(192, ge=8, le=2**16, description="width of a token")
-    depth: int = Field(12, ge=1, le=1000, description="number of blocks")
-    heads: int = Field(3, ge=1, description="attention heads; they divide the width")
-    mlp_ratio: HiddenRatio = Field(
-        4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
-    )
     stem: Literal["linear", "pooled", "conv"] = Field(
         "linear",
         description="cube to token: linear, of means over smaller cubes, or two convolutions",
@@ -41,38 +33,6 @@ class Vit3d(BackboneConfig):
     positions: Literal["learned", "sinusoidal"] = Field(
         "learned", description="learned, or fixed waves along the three axes"
     )
-    pooling: Literal["class", "mean"] = Field(
-        "class", description="head on the class token, or on the mean of the cubes"
-    )
-    position_on_class: bool = Field(
-        True, description="the class token has a position embedding too"
-    )
-    layer_scale: float | None = Field(
-        None, gt=0, description="initial LayerScale, or null for none"
-    )
-    qkv_bias: bool = True
-    drop_path: float = Field(
-        0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"
-    )
-
-    def grid(self, image: ImageSpec) -> tuple[int, ...]:
-        """Cubes along each axis of such volumes."""
-        return tuple(size // self.patch for size in image.shape)
-
-    @property
-    def pre_norm(self) -> bool:
-        """Volumes have none."""
-        return False
-
-    @property
-    def activation(self) -> Activation:
-        """Return the activation of dense MLPs."""
-        return "gelu"
-
-    @property
-    def norm_eps(self) -> float:
-        """timm's."""
-        return 1e-6
 
     def build(self, image: ImageSpec, moe: MoE | None = None) -> "VolumeTransformer":
         """The model for such volumes; raises UserError where the sizes do not fit, and for
