@@ -23,9 +23,7 @@ ObjectiveGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Ball(NamedTuple):
-    """Where attacked images stay: in [0, 1], and no pixel further than ``epsilon`` from its clean
-    one (L∞).
-    """
+    """Where attacked images stay: in [0, 1], within ``epsilon`` of the clean ones (L∞)."""
 
     centre: Tensor  # (B, C, H, W), the clean images
     epsilon: float

@@ -42,9 +42,7 @@ class JpegImages:
 
     @classmethod
     def open(cls, folder: Path, split: str, number: int, card: dict[str, Any]) -> "JpegImages":
-        """Open those of a prepared folder. Raises UserError naming the file where its length is not
-        what the offsets say.
-        """
+        """Open those of a prepared folder; UserError where a length is not what offsets say."""
         path, offsets, extents = (folder / name for name in jpeg_files(split))
         starts = np.array(open_array(offsets, (number + 1,), np.int64))
         size = path.stat().st_size if path.is_file() else 0

@@ -58,9 +58,7 @@ class OnDevice(NamedTuple):
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of
-        CPU indices (B,).
-        """
+        """Images (B, C, *pixels), as they are stored, and labels (B,) or (B, K) of indices (B,)."""
         where = to_device_async(indices, self.labels.device)
         return self.images.index_select(0, where), self.labels.index_select(0, where)
 
@@ -72,9 +70,7 @@ class OnDisk(NamedTuple):
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, C, H, W) or (B, 1, D, H, W), as they are stored, and labels (B,) or (B, K) of
-        CPU indices (B,), on the labels' device.
-        """
+        """Images (B, C, *pixels), as they are stored, and labels of indices (B,), on one device."""
         device = self.labels.device
         shape = (len(indices), *self.images.shape[1:])
         kind = torch.from_numpy(self.images[:0].copy()).dtype
@@ -93,9 +89,7 @@ class EncodedOnDisk(NamedTuple):
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor | UnevenImages, Tensor]:
-        """Images uint8 (B, C, H, W), or of different shapes where they are kept whole, and labels
-        (B,) or (B, K) of CPU indices (B,).
-        """
+        """Images uint8 (B, C, H, W), or of different shapes, and labels of CPU indices (B,)."""
         device = self.labels.device
         labels = self.labels.index_select(0, to_device_async(indices, device))
         if self.images.uneven:
@@ -110,9 +104,7 @@ Loaded = OnDevice | OnDisk | EncodedOnDisk
 
 
 def image_memory_budget(device: torch.device | str) -> int:
-    """Bytes that the images of one split may take on a device: 8 GiB beside the CPU, SHARE of what
-    is free on a GPU now.
-    """
+    """Bytes that a split's images may take on a device: 8 GiB, or SHARE of a GPU's free."""
     if torch.device(device).type != "cuda":
         return CPU_MEMORY_BYTES
     free, _ = torch.cuda.mem_get_info(device)

@@ -133,9 +133,7 @@ def _cut_part(
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
-    """Views uint8 (B, C, H, W) moved by whole pixels, shifts (B, 2) int64 (down, right), then
-    mirrored where (B,) says so.
-    """
+    """Views uint8 moved by whole pixels (B, 2) int64, then mirrored where (B,) says so."""
     count, _, height, width = images.shape
     rows = torch.arange(height) - shifts[:, :1]
     columns = (

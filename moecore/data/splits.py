@@ -76,9 +76,7 @@ def stratified_split(
 
 
 def class_quotas(counts: np.ndarray, number: int) -> np.ndarray:
-    """Share ``number`` out over classes in proportion to ``counts`` (classes,), by largest
-    remainder; the sum is exact.
-    """
+    """Share ``number`` out in proportion to ``counts`` (classes,), by largest remainder."""
     exact = counts * (number / counts.sum())
     least = 1 if number >= len(counts) else 0
     taken = np.minimum(np.maximum(np.floor(exact).astype(np.int64), least), counts)
@@ -93,17 +91,13 @@ def class_quotas(counts: np.ndarray, number: int) -> np.ndarray:
 
 
 def stratified_limit(labels: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
-    """Sorted indices of at most ``limit`` images, stratified by class; all of them where the limit
-    is None or larger.
-    """
+    """Sorted indices of at most ``limit`` images (None: all), stratified by class."""
     if limit is None or limit >= len(labels):
         return np.arange(len(labels))
     return stratified_split(labels, limit, seed, purpose=1)[1]
 
 
 def split_train(labels: np.ndarray, settings: SplitSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted indices (train, validation) of a training set with ``labels`` (N,), after
-    ``train_limit``.
-    """
+    """Sorted indices (train, validation) of ``labels`` (N,), after ``train_limit``."""
     train, validation = stratified_split(labels, settings.validation, settings.seed)
     return train[stratified_limit(labels[train], settings.train_limit, settings.seed)], validation

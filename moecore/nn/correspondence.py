@@ -22,9 +22,7 @@ FLAT = 1e-6  # |det| relative to ‖linear part‖^D below which an affine count
 
 
 class PatchPartners(NamedTuple):
-    """For each patch of image 1, the view of higher resolution, its nearest patch in image 2, the
-    other view.
-    """
+    """For each patch of image 1, the finer view, its nearest patch in image 2."""
 
     index: Tensor  # (B, P) int64, a patch of image 2; 0 where there is none
     found: Tensor  # (B, P) bool
@@ -32,9 +30,7 @@ class PatchPartners(NamedTuple):
 
 
 class TokenPairs(NamedTuple):
-    """Partners as places in the tokens of 2B views laid one after another, (2B · T,); patches
-    first, then special tokens.
-    """
+    """Partners as places in the tokens of 2B views, (2B · T,); special tokens last."""
 
     first: Tensor  # (B, T') int64
     second: Tensor  # (B, T') int64; any place where none was found
@@ -110,9 +106,7 @@ def token_pairs(affines: Tensor, layout: Layout, special: bool) -> TokenPairs:
 def layer_pairs(
     affines: Tensor, layouts: Sequence[Layout], special: bool
 ) -> list[tuple[TokenPairs, Layout]]:
-    """``token_pairs`` and the layout of each of the layers; computed once for layers that are
-    alike.
-    """
+    """``token_pairs`` and the layout of each layer; computed once for layers alike."""
     pairs_by_layout: dict[Layout, TokenPairs] = {}
     for layout in layouts:
         if layout not in pairs_by_layout:

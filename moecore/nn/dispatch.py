@@ -16,9 +16,7 @@ from moecore.nn.kernels.grouped import rows_at_once, to_autocast
 
 
 class RowPairs(NamedTuple):
-    """Which pair of token and choice each row stands for: order (R,), of B · T · k; shape
-    (B, T, k).
-    """
+    """Which token and choice each row stands for: order (R,), of B · T · k; shape (B, T, k)."""
 
     order: Tensor
     shape: tuple[int, ...]
@@ -92,9 +90,7 @@ class SparsePlan(NamedTuple):
         return Rows(values, self.offsets, pairs=RowPairs(self.order, tuple(self.weights.shape)))
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Rows (R, d) to tokens (B, T, d) in the rows' dtype; the weighted sum over choices is
-        taken in the weights' (fp32).
-        """
+        """Rows (R, d) to tokens (B, T, d) in the rows' dtype, summed in the weights' (fp32)."""
         tokens = _WeightedSum.apply(rows, self.weights.flatten(0, 1), self.tokens, self.rows)
         return tokens.view(*self.weights.shape[:2], rows.shape[-1])
 
@@ -133,9 +129,7 @@ class _GatherTokens(Function):
 
 
 class _WeightedSum(Function):
-    """rows (R, d), weights (N, k) -> tokens (N, d); both gradients start from the tokens' gradient
-    gathered to the rows.
-    """
+    """rows (R, d), weights (N, k) -> tokens (N, d)."""
 
     @staticmethod
     def forward(values: Tensor, weights: Tensor, sources: Tensor, rows: Tensor) -> Tensor:

@@ -83,9 +83,7 @@ def text_block_scores(model: Model, images: Pixels, labels: Tensor) -> Tensor:
 def read_text_blocks(
     model: Model, images: Pixels, labels: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-    """Return ``text_block_scores``, and one record of fields (N, T, E) per MoE layer, on the
-    CPU.
-    """
+    """Return ``text_block_scores``, and a record (N, T, E) per MoE layer, on the CPU."""
     read = list(_iterate_blocks(model, images, labels))
     records = [tuple(RoutingRecord(*(f.cpu() for f in layer)) for layer in own) for _, own in read]
     return torch.cat([scores for scores, _ in read]), concat_records(records)
@@ -225,9 +223,7 @@ def model_device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module's own mode and the global random state are as
-    before.
-    """
+    """Evaluation mode inside; afterwards modes and the random state are as before."""
     modes = [(module, module.training) for module in model.modules()]
     device = model_device(model)
     forked = [device] if device.type == "cuda" else []

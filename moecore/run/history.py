@@ -36,9 +36,7 @@ from moecore.run.inputs import hash_inputs, refuse_changed_inputs, refuse_change
 
 
 class Run:
-    """The record that a stage reports to, made by ``record_run``; ``folder``: its growing
-    history.
-    """
+    """The record that a stage reports to; ``folder``: its growing history."""
 
     def __init__(self, folder: Path, path: str, header: dict, earlier: list[dict]) -> None:
         self.folder = folder

@@ -30,9 +30,7 @@ SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these mak
 
 
 def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]:
-    """The header of a new execution, with an id of its own; ``execution_path``: phase, method and
-    seed.
-    """
+    """The header of a new execution, with an id; ``execution_path``: phase, method, seed."""
     settings = {}
     if params is not None:
         settings = to_jsonable(params)

@@ -94,9 +94,7 @@ def rank_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return as many threads as the task has cores, where nothing else is said: not every cluster
-    binds tasks to their cores.
-    """
+    """Return as many threads as the task has cores, where nothing else is said."""
     cores = environment.get("SLURM_CPUS_PER_TASK")
     if cores is None or "MOECORE_THREADS" in environment:
         return {}

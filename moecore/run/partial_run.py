@@ -62,9 +62,7 @@ def describe_waiting(waiting: Sequence[Comparison], run: Selection) -> str:
 
 
 def write_numbers(numbers: Mapping[str, Any], left_out: Sequence[str]) -> Path:
-    """Write what ``compare`` found; of a part beside the numbers of the whole, which stay as they
-    are. Return the file.
-    """
+    """Write what ``compare`` found; of a part beside those of the whole. Return the file."""
     target = PARTIAL_NUMBERS if left_out and COMMITTED_NUMBERS.is_file() else COMMITTED_NUMBERS
     write_json(target, numbers)
     with whole_file(DVC_NUMBERS) as temporary:

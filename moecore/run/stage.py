@@ -127,9 +127,7 @@ def unmeasured_metrics(study: Any, stages: Sequence[str]) -> Iterable[tuple[tupl
 
 
 def end_with_parent() -> None:
-    """Have SIGTERM sent when the parent dies, so that ``kill -9`` on dvc leaves no trainer behind;
-    only on Linux.
-    """
+    """Have SIGTERM sent when the parent dies (Linux): ``kill -9`` leaves no trainer."""
     parent = os.getppid()
     set_parent_death_signal()
     if os.getppid() != parent:  # it died in between

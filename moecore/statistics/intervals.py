@@ -140,9 +140,7 @@ def reflected_interval(
     lowest: float = -math.inf,
     highest: float = math.inf,
 ) -> Interval:
-    """The basic bootstrap interval of ``value`` from the statistics of its resamples, within
-    ``lowest`` and ``highest``.
-    """
+    """The basic bootstrap interval of ``value``, within ``lowest`` and ``highest``."""
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
     return Interval(
         value, *(min(highest, max(lowest, 2 * value - float(edge))) for edge in (high, low))

@@ -73,9 +73,7 @@ class Task(Config, ABC):
 
     @property
     def long(self) -> bool:
-        """Return whether the predictions of a split are too long to be kept: they are scored as
-        they come.
-        """
+        """Return whether predictions are too long to be kept: they are scored as they come."""
         return False
 
     @property
@@ -173,9 +171,7 @@ class Task(Config, ABC):
         """Return the mean score of the best answer that does not look at the image."""
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
-        """Return what else is reported of a test split (N,); train_labels: all of the training
-        split.
-        """
+        """Return what else is reported of a test split; train_labels: of the training split."""
         return Details()
 
     def encode_scores(self, scores: Tensor) -> str | list[float]:

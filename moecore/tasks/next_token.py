@@ -50,9 +50,7 @@ class NextToken(Task):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Softmax cross-entropy, mean over tokens; (B,) means of blocks with ``reduction``
-        "none".
-        """
+        """Softmax cross-entropy, mean over tokens; (B,) means of blocks with "none"."""
         self._check_shapes(prediction, labels)
         if reduction == "mean" and prediction.device.type == "cpu":
             given = prediction.flatten(0, 1), labels.flatten().long(), label_smoothing

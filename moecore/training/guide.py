@@ -52,9 +52,7 @@ class Guide(nn.Module):
         return Guidance(prediction, probs)
 
     def route(self, layer: int, features: Tensor) -> Tensor:
-        """Probabilities (B, T, E) of the teacher's router at an MoE layer; fp32 whatever the
-        autocast dtype.
-        """
+        """Probabilities (B, T, E) fp32 of the teacher's router at an MoE layer."""
         with torch.autocast(features.device.type, enabled=False):
             return torch.softmax(linear(features.float(), self.routers[layer].float()), dim=-1)
 

@@ -158,9 +158,7 @@ class Method(Config):
 
     @property
     def losses(self) -> tuple[Regularizer, ...]:
-        """The regularizers, with joint training the loss of the teacher's routers, and that of
-        region experts.
-        """
+        """The regularizers, those of joint teacher routers and those of region experts."""
         losses: list[Regularizer] = list(self.regularizers)
         if self.joint:
             router = self.teacher_router

@@ -40,9 +40,7 @@ def build_optimizer(
 
 
 def learning_rate(step: int, steps: int, warmup: float, settings: Training) -> float:
-    """Rate of step ``step`` (from 0) of ``steps``: linear over ``warmup`` steps, then a half cosine
-    to the final rate.
-    """
+    """Rate of step ``step`` of ``steps``: linear warm-up, then a half cosine to the end."""
     if step < warmup:
         return settings.learning_rate * (step + 1) / (warmup + 1)
     share = (step - warmup) / max(1.0, steps - warmup)

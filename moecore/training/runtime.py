@@ -116,9 +116,7 @@ def _cpu_name() -> str:
 
 
 def _keep_large_blocks() -> str:
-    """Tell glibc to keep freed memory: otherwise every large tensor page-faults anew at each
-    allocation.
-    """
+    """Tell glibc to keep freed memory: large tensors would page-fault at each allocation."""
     if platform.libc_ver()[0] != "glibc":
         return "system"
     # The numbers of these parameters in glibc's malloc.h.

@@ -119,9 +119,7 @@ class Training(Config):
 
 
 class Finetuning(Training):
-    """Fine-tuning on other data: fewer images, another resolution, another k, with or without the
-    teacher.
-    """
+    """Fine-tuning on other data: fewer images, another resolution, another k."""
 
     shots: int | None = Field(None, ge=1, description="training images per class; null for all")
     k: int | None = Field(

@@ -134,9 +134,7 @@ def trace_section(name: str) -> AbstractContextManager:
 
 
 def trace_file(title: str) -> Path | None:
-    """Return where the trace of a training is to be written: below $MOECORE_TRACE, by the first
-    rank.
-    """
+    """Return where the first rank writes the trace of a training: below $MOECORE_TRACE."""
     folder = os.environ.get(TRACE)
     if not folder or not current_ranks().first:
         return None

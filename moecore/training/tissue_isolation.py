@@ -24,9 +24,7 @@ WHOLE = -1
 
 
 class Isolation(NamedTuple):
-    """Which volumes of a step keep one tissue only, and where their tokens belong; all of it a
-    function of (seed, step).
-    """
+    """Which volumes of a step keep one tissue, and where their tokens belong."""
 
     masks: np.ndarray  # uint8 (N, R, D, H, W), tissue share × 255, memory-mapped
     channels: tuple[int, ...]  # of ``masks``, for each region expert
@@ -118,7 +116,5 @@ def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
 
 
 def isolate_tissue(volumes: Tensor, share: Tensor) -> Tensor:
-    """Volumes (B, C, D, H, W) in [0, 1] times the share (B, D, H, W) of a tissue, uint8 0 … 255 for
-    0 … 1, in the volumes' dtype.
-    """
+    """Volumes (B, C, D, H, W) times the share (B, D, H, W) of a tissue, uint8 0 … 255."""
     return volumes * (share.unsqueeze(1).to(volumes.dtype) / 255)

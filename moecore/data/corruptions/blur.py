@@ -38,9 +38,7 @@ def glass_blur(image: np.ndarray, severity: int, random: np.random.Generator) ->
 
 
 def motion_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """A trail of falling weight in a direction between −45° and 45°; the parameter is the sigma of
-    the trail in pixels.
-    """
+    """A trail of falling weight between −45° and 45°; the parameter is its sigma in pixels."""
     sigma = severity_length(image, severity, (1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
     return apply_kernel(image, trail_kernel(sigma, random.uniform(-45, 45)))
 
@@ -72,9 +70,7 @@ def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def disk_kernel(radius: float) -> np.ndarray:
-    """A disk with soft edge as a kernel of sum 1: a pixel's weight falls from 1 to 0 between radius
-    ± half a pixel of its centre.
-    """
+    """A disk of sum 1 whose weights fall from 1 to 0 between radius ± half a pixel."""
     reach = math.ceil(radius)
     rows, columns = np.mgrid[-reach : reach + 1, -reach : reach + 1]
     weights = np.clip(radius + 0.5 - np.hypot(rows, columns), 0, 1)

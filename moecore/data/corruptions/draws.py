@@ -34,8 +34,6 @@ def noise_directions(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> 
 
 
 def add_noise(images: np.ndarray, directions: Tensor, sigma: float) -> Tensor:
-    """clamp(image + sigma · direction, 0, 1), fp32 (N, C, H, W), of images uint8 (N, C, H, W);
-    sigma in units of [0, 1].
-    """
+    """clamp(image + sigma · direction, 0, 1), fp32, of uint8 images (N, C, H, W)."""
     pixels = torch.from_numpy(np.array(images)).float() / 255
     return (pixels + sigma * directions).clamp_(0, 1)

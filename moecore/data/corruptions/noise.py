@@ -23,9 +23,7 @@ def shot_noise(image: np.ndarray, severity: int, random: np.random.Generator) ->
 
 
 def impulse_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Salt and pepper: the parameter is the share of values that become 0 or 1, with equal
-    chance.
-    """
+    """Salt and pepper: the parameter is the share of values that become 0 or 1."""
     amount = severity_share(
         image, severity, (0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27)
     )

@@ -86,9 +86,7 @@ def grey_image(image: np.ndarray) -> np.ndarray:
 
 
 def ice_texture(size: tuple[int, int], random: np.random.Generator) -> np.ndarray:
-    """A texture (1, H, W) in [0, 1]: thin bright ridges, where a random field crosses its middle,
-    over a dim cloudy ground.
-    """
+    """A texture (1, H, W) in [0, 1]: thin bright ridges over a dim cloudy ground."""
     field = cloud_field(size, 1.8, random, cells=3)
     ridges = (1 - np.abs(2 * field - 1)) ** 3
     return (0.7 * ridges + 0.3 * cloud_field(size, 1.5, random, cells=2))[None]

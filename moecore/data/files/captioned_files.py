@@ -82,9 +82,7 @@ class CaptionedFiles(Config):
         raise NotImplementedError
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card. Raises UserError where files
-        are missing, damaged or do not fit each other.
-        """
+        """Write the prepared layout and return its card; UserError on missing or damaged files."""
         splits = self._image_files()
         tokenizer = self.tokenizer.build(
             text for _, one in splits["train"] for text in one.captions

@@ -17,9 +17,7 @@ CHUNK = 4096
 
 
 def resize_images(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Yield chunks uint8 (n, C, size, size) of images uint8 (N, C, H, W): bilinear, with
-    antialiasing where it shrinks.
-    """
+    """Yield chunks uint8 (n, C, size, size) of images: bilinear, antialiased if smaller."""
     for start in range(0, len(images), CHUNK):
         chunk = images[start : start + CHUNK]
         if chunk.shape[-2:] == (size, size):
@@ -74,9 +72,7 @@ class Packing(NamedTuple):
 
 
 class PackedImage(NamedTuple):
-    """A JPEG file, its height and width, and its pixels' histogram before compression, int64
-    (C, 256).
-    """
+    """A JPEG file, its size, and its pixels' histogram before compression, int64 (C, 256)."""
 
     content: bytes
     extent: tuple[int, int]
@@ -168,9 +164,7 @@ def _to_plain_mode(image: Image.Image) -> Image.Image:
 
 
 def centre_square(image: Image.Image, size: int) -> np.ndarray:
-    """The largest centred square of the image, resized to uint8 (size, size, C): equal to resizing
-    the short side and cropping.
-    """
+    """The largest centred square of the image, resized to uint8 (size, size, C)."""
     width, height = image.size
     side = min(width, height)
     left = (width - side) / 2

@@ -36,9 +36,7 @@ class SplitFiles(NamedTuple):
 
 
 class DecodeCache(NamedTuple):
-    """Where decoded images are gathered: ``{split}.npy`` and ``{split}.json`` (how far it got) in
-    ``folder``.
-    """
+    """Where decoded images are gathered: ``{split}.npy``, and ``{split}.json``, how far."""
 
     folder: Path
     size: int

@@ -74,9 +74,7 @@ class CaptionedMosaic(Config):
         return self
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card; UserError where the source
-        is missing.
-        """
+        """Write the prepared layout and return its card; UserError on a missing source."""
         scratch = Path(folder) / ".source"
         self.source.prepare(scratch)
         source = Prepared.open(scratch)
@@ -145,9 +143,7 @@ def layout_captions(names: Sequence[str]) -> list[str]:
 
 
 def build_tokenizer(names: Sequence[str]) -> WordTokenizer:
-    """The words of all wordings with these class names, and of zero-shot prompts; the alphabet's
-    order.
-    """
+    """The words of all wordings of these classes, and of prompts, in the alphabet's order."""
     texts = [text.format(*[""] * 4) for text in (*WORDINGS, *TEMPLATES)]
     return WordTokenizer(sorted({word for text in (*texts, *names) for word in lower_words(text)}))
 

@@ -29,9 +29,7 @@ PYTHON = (
 
 
 class Cifar(SplitSettings):
-    """The binary files, in a folder or in the authors' archive; the python version is refused
-    because it is pickle.
-    """
+    """The binary files or the authors' archive; the python version is refused: it is pickle."""
 
     kind: Literal["cifar"] = "cifar"
     classes: Literal[10, 100] = Field(
@@ -48,9 +46,7 @@ class Cifar(SplitSettings):
     )
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card; UserError where files are
-        missing or damaged.
-        """
+        """Write the prepared layout and return its card; UserError on missing or damaged files."""
         chosen = SETS[self.classes]
         place = self._find()
         info = DatasetInfo(

@@ -50,9 +50,7 @@ class Docstrings(TextSettings):
     test: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card. Raises UserError where a
-        package is not installed.
-        """
+        """Write the prepared layout and return its card; UserError where a package lacks."""
         lines: dict[str, list[list[str]]] = {split: [] for split in SPLITS}
         seen: set[str] = set()
         versions = {name: find_distribution(name).version for name in self.packages}

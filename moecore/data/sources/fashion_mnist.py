@@ -54,9 +54,7 @@ class FashionMnist(SplitSettings):
     )
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card; UserError where files are
-        missing or damaged.
-        """
+        """Write the prepared layout and return its card; UserError on missing or damaged files."""
         root = self._find()
         info = DatasetInfo(
             "Fashion-MNIST",

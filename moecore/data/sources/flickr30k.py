@@ -19,9 +19,7 @@ from moecore.data.files.captioned_files import (
 
 
 class Flickr30k(CaptionedFiles):
-    """31,783 images with five captions each; Karpathy's split (29,000, 1,014 and 1,000) by its
-    file, or one drawn by the seed.
-    """
+    """31,783 images, five captions each; Karpathy's split by its file, or a drawn one."""
 
     kind: Literal["flickr30k"] = "flickr30k"
     captions_file: str | None = Field(

@@ -48,9 +48,7 @@ class ImageFolder(ImageStoreSettings):
     licence: str = Field("not stated", description="Licence of the images, for the card")
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card; UserError on wrong folders
-        or unreadable files.
-        """
+        """Write the prepared layout and return its card; UserError on wrong folders or files."""
         root = self._root()
         classes, splits = self._splits(root)
         scratch = Path(folder) / ".decoded"

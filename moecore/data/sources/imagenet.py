@@ -50,9 +50,7 @@ class Imagenet(ImageStoreSettings):
     )
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card; UserError on wrong folders
-        or unreadable files.
-        """
+        """Write the prepared layout and return its card; UserError on wrong folders or files."""
         root = self._root()
         classes = class_names(root / "train")
         splits = self._splits(root, classes)

@@ -47,9 +47,7 @@ class Mosaic(Config):
     seed: int = Field(0, ge=0, description="Draws which images come together")
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card; UserError where the source
-        is missing or a split too small.
-        """
+        """Write the prepared layout and return its card; UserError where the source lacks."""
         scratch = Path(folder) / ".source"
         self.source.prepare(scratch)
         source = Prepared.open(scratch)
@@ -139,9 +137,7 @@ def compose_mosaics(images: np.ndarray, grid: int) -> np.ndarray:
 
 
 def multi_hot_labels(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Labels of the cells int64 (n, cells) to those of the mosaics, uint8 (n, K): 1 for every class
-    that occurs.
-    """
+    """Return uint8 (n, K) of the cells' labels int64 (n, cells): 1 for every class there."""
     hot = np.zeros((len(labels), classes), np.uint8)
     np.put_along_axis(hot, labels, 1, axis=1)
     return hot

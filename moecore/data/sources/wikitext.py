@@ -27,9 +27,7 @@ PRINTED_COUNTS = {"wikitext-103": (267_735, 103_227_021)}
 
 
 class Wikitext(TextSettings):
-    """``root/wiki.{train,valid,test}.tokens``, or ``root/{train,valid,test}.txt``; UTF-8, words
-    apart by blanks.
-    """
+    """``root/wiki.{train,valid,test}.tokens``, or ``.txt``; UTF-8, words apart by blanks."""
 
     reading: ClassVar[ReadingStyle] = "blanks"
 

@@ -75,9 +75,7 @@ def build_vocabulary(train: Iterable[Sequence[str]], least: int) -> list[str]:
 
 
 def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
-    """Token numbers (n,) int32 of lines, each closed by ``<eos>``; a word that is not in the
-    vocabulary is ``<unk>``.
-    """
+    """Token numbers (n,) int32 of lines, each closed by ``<eos>``; unknown words ``<unk>``."""
     unknown, end = numbers[UNKNOWN], numbers[END]
 
     def every() -> Iterator[int]:

@@ -38,9 +38,7 @@ def adjust_saturation(pixels: Tensor, factor: Tensor) -> Tensor:
 
 
 def adjust_sharpness(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the image smoothed by (1 1 1; 1 5 1; 1 1 1) / 13, rounded to whole levels; the
-    outermost pixels stay as they are.
-    """
+    """Blend with the image smoothed by (1 1 1; 1 5 1; 1 1 1) / 13; its rim stays."""
     smooth = pixels.clone()
     smooth[..., 1:-1, 1:-1] = (
         (F.avg_pool2d(pixels, 3, 1) * 9 + 4 * pixels[..., 1:-1, 1:-1]) / 13 + 0.5
@@ -153,9 +151,7 @@ def jitter_colours(pixels: Tensor, drawn: DrawnJitter) -> Tensor:
 
 
 def erase_rectangles(pixels: Tensor, probability: float, draws: Draws) -> Tensor:
-    """Black out one rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area, sides
-    0.3 to 3.3.
-    """
+    """Black out a rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area."""
     height, width = pixels.shape[-2:]
     top, left, tall, wide = geometry.draw_crop_windows(
         draws, (height, width), (0.02, 1 / 3), (0.3, 3.3)

@@ -19,9 +19,7 @@ def uniform_draws(draws: Draws, low: float, high: float) -> Tensor:
 
 
 def affine_matrices(rows: tuple, columns: tuple, count: int) -> Tensor:
-    """(count, 3, 3) with first row ``rows``, second row ``columns`` (numbers or (count,) tensors)
-    and third row 0 0 1.
-    """
+    """(count, 3, 3) with first row ``rows``, second row ``columns`` and third row 0 0 1."""
     full = torch.zeros(count, 3, 3, dtype=torch.float64)
     for line, entries in enumerate((rows, columns, (0, 0, 1))):
         for place, entry in enumerate(entries):
@@ -40,9 +38,7 @@ def translation_affines(rows: Tensor | float, columns: Tensor | float, count: in
 
 
 def rotation_affines(radians: Tensor) -> Tensor:
-    """Turn about the corner (0, 0), counter-clockwise on the screen where positive. radians:
-    (B,).
-    """
+    """Turn about the corner (0, 0) by ``radians`` (B,), counter-clockwise on the screen."""
     cosine = radians.cos()
     sine = radians.sin()
     return affine_matrices((cosine, -sine, 0), (sine, cosine, 0), len(radians))
@@ -60,9 +56,7 @@ def flip_affines(mirrored: Tensor, width: float) -> Tensor:
 
 
 def centred_affines(affines: Tensor, height: float, width: float) -> Tensor:
-    """Return the same linear maps, with the middle of a (height, width) image as the fixed point;
-    translations stay what they are.
-    """
+    """Return the same linear maps about the middle of a (height, width) image."""
     count = len(affines)
     return (
         translation_affines(height / 2, width / 2, count)

@@ -84,9 +84,7 @@ def mix_images(
 
 
 def _draw_shares(settings: Mix, draws: Draws) -> tuple[Tensor, Tensor]:
-    """λ (B,) fp64, 1 where an image is left alone, and whether it is cut (B,) rather than
-    blended.
-    """
+    """λ (B,) fp64, 1 where an image is left alone, and whether it is cut (B,)."""
     # torch draws no Beta from a generator, numpy does.
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=draws.generator)))
     coin = np.full(draws.whole, settings.cutmix > 0)

@@ -56,9 +56,7 @@ class RandAugment(Config):
 
 
 class DrawnOperations(NamedTuple):
-    """What each image gets: positions in ``names`` (B, operations) and signed strength
-    (B, operations), 1 = magnitude 10.
-    """
+    """Positions in ``names`` and signed strength, both (B, operations); 1 = magnitude 10."""
 
     names: tuple[str, ...]
     choices: Tensor
@@ -75,9 +73,7 @@ def draw_operations(settings: RandAugment, draws: Draws) -> DrawnOperations:
 
 
 def operation_affines(drawn: DrawnOperations, height: float, width: float) -> Tensor:
-    """All geometric operations of each image as one affine (B, 3, 3), fp64, first drawn = first
-    applied.
-    """
+    """All geometric operations of each image as one affine (B, 3, 3), fp64, in their order."""
     count = len(drawn.choices)
     total = torch.eye(3, dtype=torch.float64).expand(count, 3, 3)
     for place in range(drawn.choices.shape[1]):
@@ -96,9 +92,7 @@ def operation_affines(drawn: DrawnOperations, height: float, width: float) -> Te
 
 
 def apply_colours(pixels: Tensor, drawn: DrawnOperations) -> Tensor:
-    """Apply all colour operations in the order drawn: pixels fp32 (B, C, H, W) in 0..255, changed
-    in place and returned.
-    """
+    """Apply colour operations in their order to fp32 (B, C, H, W) in 0..255, in place."""
     for place in range(drawn.choices.shape[1]):
         for name in (name for name in dict.fromkeys(drawn.names) if name in OPERATIONS):
             # on the CPU: the device is never waited for

@@ -73,9 +73,7 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
 
 
 def transform_images(images: Tensor, affines: Tensor) -> Tensor:
-    """Images uint8 (N, C, H, W) under affines (N, 3, 3), rounded to uint8, so that the identity
-    changes no pixel.
-    """
+    """Images uint8 (N, C, H, W) under affines (N, 3, 3), rounded to uint8."""
     height, width = images.shape[-2:]
     moved = warp_images(images, affines, (height, width), "zeros")
     return moved.round().clamp(0, 255).to(torch.uint8)

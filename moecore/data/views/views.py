@@ -49,9 +49,7 @@ class Crop(Config):
 
 
 class Affine(Config):
-    """Random affine about the centre: scale and shear, then rotation, then translation; each
-    uniform in its range.
-    """
+    """Random affine about the centre: scale and shear, rotation, translation."""
 
     degrees: float = Field(
         0.0, ge=0, le=180, description="Largest rotation; of volumes about each of three axes"
@@ -72,9 +70,7 @@ class Affine(Config):
 
 
 class Intensity(Config):
-    """Random grey values of volumes: v becomes factor · v^gamma, each uniform in its range; the
-    background stays 0.
-    """
+    """Volumes' random grey values: v becomes factor · v^gamma; the background stays 0."""
 
     factor: tuple[float, float] = Field(
         (1.0, 1.0), description="Factor on all voxels: lowest, highest"

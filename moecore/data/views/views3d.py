@@ -121,9 +121,7 @@ def _affine(settings: "Affine", size: list[int], draws: Draws) -> Tensor:
 
 
 def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
-    """Views fp32 moved by whole voxels, shifts (B, 3) int64, then mirrored along the first axis
-    where (B,) says so.
-    """
+    """Views fp32 moved by whole voxels (B, 3) int64, then mirrored where (B,) says so."""
     count, channels, *size = volumes.shape
     depth, height, width = size
     places = [
@@ -170,9 +168,7 @@ def volume_scalings(factors: Tensor) -> Tensor:
 
 
 def volume_rotations(radians: Tensor) -> Tensor:
-    """Turn by ``radians`` (B, 3) about the first axis, then the second, then the third; each
-    carries the next axis towards the one after it.
-    """
+    """Turn by ``radians`` (B, 3) about the first axis, then the second, then the third."""
     affines = volume_identities(len(radians))
     for axis in range(3):
         affines = _turn(radians[:, axis], (axis + 1) % 3, (axis + 2) % 3) @ affines
@@ -180,9 +176,7 @@ def volume_rotations(radians: Tensor) -> Tensor:
 
 
 def volume_flips(mirrored: Tensor, length: float) -> Tensor:
-    """Mirror the first axis (left and right), of ``length`` voxels, where ``mirrored`` (B,) is
-    true.
-    """
+    """Mirror the first axis (left and right) where ``mirrored`` (B,) is true."""
     affines = volume_identities(len(mirrored))
     affines[:, 0, 0] = 1 - 2 * mirrored.to(torch.float64)
     affines[:, 0, 3] = length * mirrored.to(torch.float64)
@@ -190,9 +184,7 @@ def volume_flips(mirrored: Tensor, length: float) -> Tensor:
 
 
 def centred_volume_affines(affines: Tensor, size: Sequence[float]) -> Tensor:
-    """Return the same linear maps, with the middle of a volume of ``size`` as the fixed point;
-    translations stay what they are.
-    """
+    """Return the same linear maps about the middle of a volume of ``size``."""
     half = torch.tensor(size, dtype=torch.float64).div(2).expand(len(affines), 3)
     return volume_translations(half) @ affines @ volume_translations(-half)
 

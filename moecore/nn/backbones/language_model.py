@@ -60,9 +60,7 @@ class LanguageModel(BackboneConfig):
         return tuple(image.shape)
 
     def build(self, image: ImageSpec, moe: MoE | None = None) -> "LanguageTransformer":
-        """The model for such text; raises UserError where sizes do not fit, for images, and for
-        routers that look ahead or at what a text does not have.
-        """
+        """The model for such text; UserError for images and routers that look ahead."""
         if len(image.shape) != 1:
             problem = f"model.kind: found language_model, but the data have {len(image.shape)} axes"
             raise UserError(f"{problem}; allowed: text (docstrings, wikitext), or another model")

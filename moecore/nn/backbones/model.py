@@ -102,9 +102,7 @@ class Model(nn.Module, ABC):
         return self.layout
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return what the task compares predictions with: the labels (N, …) themselves, unless a
-        part of the model reads them.
-        """
+        """Return what predictions are compared with: labels, unless the model reads them."""
         return labels
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
@@ -164,9 +162,7 @@ class BackboneModel(Model):
         """Return what the blocks make of images (B, C, *pixels)."""
 
     def routing_contexts(self, images: Tensor, options: EncodeOptions) -> dict[int, RoutingContext]:
-        """Return what routers may look at beside their tokens, by block: all but the attention,
-        which the block adds.
-        """
+        """Return what routers may look at, by block; the block adds the attention."""
         if self.moe is None:
             return {}
         router = self.moe.router
@@ -243,9 +239,7 @@ class BackboneModel(Model):
 
 
 def cut_tokens(images: Tensor, layout: Layout) -> Tensor:
-    """Return the pixels (B, T, pixels) that each token covers: 0 beyond the image, and for special
-    tokens.
-    """
+    """Return the pixels (B, T, pixels) of each token; 0 beyond the image and of special ones."""
     sizes = images.shape[2:]
     beyond = [covered - size for covered, size in zip(layout.size, sizes, strict=True)]
     padding = [side for length in reversed(beyond) for side in (0, length)]

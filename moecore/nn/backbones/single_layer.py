@@ -19,9 +19,7 @@ from moecore.nn.layers.moe import MoE
 
 
 class SingleLayer(BackboneConfig):
-    """One feed-forward layer without residual or norm, then a linear classifier; its only block has
-    index 0 (MoGE, §2.4).
-    """
+    """One feed-forward layer without residual or norm, then a classifier (MoGE, §2.4)."""
 
     kind: Literal["single_layer"] = "single_layer"
     hidden: int = Field(64, ge=1, description="hidden width of a dense model's layer")
@@ -36,9 +34,7 @@ class SingleLayer(BackboneConfig):
         return (1,) * len(image.shape)
 
     def build(self, image: ImageSpec, moe: MoE | None = None) -> "SingleLayerModel":
-        """The model for such images; raises UserError where ``moe`` does not fit a model of one
-        block without attention.
-        """
+        """The model for such images; UserError for a router that reads attention."""
         if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
             reads = f"but the router {moe.router.kind} reads {', '.join(lacking)}"
             raise UserError(
@@ -51,9 +47,7 @@ class SingleLayer(BackboneConfig):
 
 
 class SingleLayerModel(BackboneModel):
-    """``model(images)`` with images (B, C, H, W) in [0, 1] gives ModelOutput(prediction (B, K),
-    routing of fields (B, 1, E), heads).
-    """
+    """``model(images)`` with images (B, C, H, W) in [0, 1] gives a ModelOutput, T = 1."""
 
     def __init__(self, config: SingleLayer, image: ImageSpec, moe: MoE | None = None) -> None:
         super().__init__(config, image, moe)

@@ -96,9 +96,7 @@ class SwinSettings(BackboneConfig):
         return tuple(stage_grids)
 
     def build(self, image: ImageSpec, moe: MoE | None = None) -> SwinTransformer:
-        """The model for such images; raises UserError where the sizes do not fit, and for volumes
-        and text.
-        """
+        """The model for such images; UserError where sizes do not fit, for volumes, for text."""
         if len(image.shape) != 2:
             problem = f"model.kind: found {self.kind}, but the images have {len(image.shape)} axes"
             allowed = "language_model" if len(image.shape) == 1 else "vit3d"

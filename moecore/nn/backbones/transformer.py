@@ -139,9 +139,7 @@ class Transformer(BackboneModel):
         return self.norm_pre(torch.cat([*special, tokens + self.pos_embed], dim=1))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Final tokens (B, T, width) to the outputs (B, K) of every head: class, then distillation
-        where there is one.
-        """
+        """Final tokens (B, T, width) to outputs (B, K): class head, then distillation head."""
         if not self.special:
             return (self.image.task.predict(self.head(self.fc_norm(tokens.mean(dim=1)))),)
         first = self.image.task.predict(self.head(tokens[:, 0]))

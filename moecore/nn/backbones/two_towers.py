@@ -65,9 +65,7 @@ class TwoTowers(BackboneConfig):
         return self.image.grid(image)
 
     def build(self, image: ImageSpec, moe: MoE | None = None) -> "TwoTowerModel":
-        """The model for such images and captions; raises UserError for data without captions, and
-        where a tower's sizes do not fit.
-        """
+        """The model for images with captions; UserError for other data or sizes."""
         if not isinstance(image.task, ImageText):
             allowed = "data with captions (captioned_mosaic), or another model"
             raise UserError(f"model.kind: found two_towers, but the data have none; {allowed}")
@@ -153,9 +151,7 @@ class TwoTowerModel(BackboneModel):
         image: ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> dict[str, Tensor]:
-        """The image tower's weights for other images; those of the text tower as they are, which
-        knows no other words.
-        """
+        """The image tower's weights for other images; those of the text tower as they are."""
         if image.answers != self.image.answers:
             problem = f"found other words: {image.answers[0]}"
             raise ValueError(f"{problem}; allowed: {self.image.answers[0]}, the new data's")
@@ -209,9 +205,7 @@ class TwoTowerModel(BackboneModel):
     def text_side(
         self, captions: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-        """Captions (B, M) to (B, w + 3), fp32, and the routing of their tokens; zeros where there
-        is none.
-        """
+        """Captions (B, M) to (B, w + 3), fp32, and the routing of their tokens."""
         there = (captions[:, :1] != NONE).float()
         embedding, records = self.text(captions.clamp_min(0), progress)
         with torch.autocast(embedding.device.type, enabled=False):

@@ -20,9 +20,7 @@ class Vit(TransformerSettings):
     kind: Literal["vit"] = "vit"
 
     def build(self, image: ImageSpec, moe: MoE | None = None) -> "VisionTransformer":
-        """The model for such images; raises UserError where the sizes do not fit, and for
-        volumes.
-        """
+        """The model for such images; raises UserError where sizes do not fit, and for volumes."""
         if len(image.shape) != 2:
             raise UserError(
                 f"model.kind: found vit, but the images have {len(image.shape)} axes; allowed: "
@@ -33,9 +31,7 @@ class Vit(TransformerSettings):
 
 
 class VisionTransformer(Transformer):
-    """``model(images)`` with images (B, C, H, W) in [0, 1] gives ModelOutput(prediction (B, K),
-    routing).
-    """
+    """``model(images)`` with images (B, C, H, W) in [0, 1] gives a ModelOutput."""
 
     def __init__(self, config: Vit, image: ImageSpec, moe: MoE | None = None) -> None:
         super().__init__(config, image, PatchEmbed(image.channels, config.patch, config.width), moe)

@@ -35,9 +35,7 @@ class Vit3d(TransformerSettings):
     )
 
     def build(self, image: ImageSpec, moe: MoE | None = None) -> "VolumeTransformer":
-        """The model for such volumes; raises UserError where the sizes do not fit, and for
-        images.
-        """
+        """The model for such volumes; raises UserError where sizes do not fit, and for images."""
         if len(image.shape) != 3:
             raise UserError(
                 f"model.kind: found vit3d, but the images have {len(image.shape)} axes; allowed: "
@@ -62,9 +60,7 @@ class Vit3d(TransformerSettings):
 
 
 class VolumeTransformer(Transformer):
-    """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] gives ModelOutput(prediction
-    (B, K), routing).
-    """
+    """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] gives a ModelOutput."""
 
     def __init__(self, config: Vit3d, image: ImageSpec, moe: MoE | None = None) -> None:
         super().__init__(config, image, _build_stem(config, image.channels), moe)

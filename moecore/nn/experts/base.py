@@ -61,9 +61,7 @@ def draw_bases(experts: int, width: int, rank: int) -> nn.Parameter:
 
 
 def positive_qr(bases: Tensor) -> tuple[Tensor, Tensor]:
-    """Q (E, d, r) and R (E, r, r) of bases (E, d, r), in fp64, with diag(R) ≥ 0: Q of an
-    orthonormal basis is that basis itself.
-    """
+    """Q (E, d, r) and R (E, r, r) of bases, in fp64, with diag(R) ≥ 0."""
     basis, triangle = torch.linalg.qr(bases.double())
     # a rank-deficient basis has zeros there
     signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(basis)

@@ -26,9 +26,7 @@ _STD = 0.02  # of the entries of both maps at the start, as the plain `mlp` expe
 
 
 class Eigen(ExpertsConfig):
-    """Each expert is W1 = U diag(s) Bᵀ with a bias, GELU, W2 with a bias; B (d, r) starts
-    orthonormal and is lent to the router.
-    """
+    """W1 = U diag(s) Bᵀ, GELU, W2, with biases; B (d, r) starts orthonormal."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"basis"})
 

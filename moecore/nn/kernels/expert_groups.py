@@ -32,9 +32,7 @@ class Group(NamedTuple):
 
 
 class GroupPlan:
-    """``groups`` of experts in their order; ``idle`` are experts without rows and outside of all
-    groups.
-    """
+    """``groups`` of experts in order; ``idle``: experts without rows, in no group."""
 
     def __init__(self, offsets: Tensor, weight: Tensor) -> None:
         ends = [0, *offsets.tolist()]

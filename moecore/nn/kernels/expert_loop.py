@@ -155,9 +155,7 @@ class _LinearMaps:
             self.rounded = bias.to(buffer.dtype)
 
     def __call__(self, rows: Tensor, group: Group, into: Tensor | None) -> Tensor:
-        """The rows' outputs: (S, o) of one expert, written ``into`` where it is given, or
-        (experts, S, o).
-        """
+        """The rows' outputs: (S, o) of one expert, or (experts, S, o)."""
         weight = self._in(rows.dtype, group)
         if self.bias is None:
             return _product(rows, weight, into)

@@ -39,9 +39,7 @@ class ShardedExperts:
         return _AllGather.apply(self._own("basis"), self.group)
 
     def __call__(self, rows: Rows) -> Tensor:
-        """Rows (R, d) to outputs (R, d), in the same order. Waits once for the device: how many
-        rows a rank gets is data.
-        """
+        """Rows (R, d) to outputs (R, d), in the same order; waits once for the device."""
         sizes = rows.offsets.diff(prepend=rows.offsets.new_zeros(1))
         mine = sizes.view(distributed.get_world_size(self.group), -1).contiguous()
         theirs = torch.empty_like(mine)
@@ -135,9 +133,7 @@ class _AverageGradient(Function):
 
 
 class _AllGather(Function):
-    """Parts (E / n, …) of all ranks of a group, one after the other; the gradient of a part is
-    summed over the ranks that used it.
-    """
+    """Parts (E / n, …) of all ranks in order; gradients are summed over the ranks."""
 
     @staticmethod
     def forward(part: Tensor, group: ProcessGroup) -> Tensor:

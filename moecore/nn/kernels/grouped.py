@@ -71,9 +71,7 @@ def grouped_mlp(
 
 
 def can_loop(rows: Tensor) -> bool:
-    """Return whether experts may be looped over: their numbers of rows are asked for, a wait on
-    CUDA and not possible in a compiled graph.
-    """
+    """Return whether experts may be looped over: not on CUDA, nor in a compiled graph."""
     return rows.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -103,9 +101,7 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
 
 
 def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The expert (R,) int32 of each of ``rows`` rows; found on the device, without waiting for
-    it.
-    """
+    """The expert (R,) int32 of each row, without waiting for the device."""
     return torch.searchsorted(
         offsets,
         torch.arange(rows, dtype=offsets.dtype, device=offsets.device),
@@ -115,9 +111,7 @@ def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 
 def rows_at_once(rows: Tensor) -> int:
-    """Return how many of the (R, d) rows to take through several steps at a time: on CPU what
-    its cache holds, else all.
-    """
+    """Return how many of the (R, d) rows to take at a time: on CPU what its cache holds."""
     if rows.device.type == "cpu":
         return _CACHED_ROWS
     return max(1, len(rows))
@@ -193,9 +187,7 @@ class _AddBias(Function):
 
 
 class _DenseGradient(Function):
-    """The identity, whose gradient is contiguous: grouped_mm's backward refuses an expanded one
-    (that of ``sum()``).
-    """
+    """The identity; its gradient is contiguous: grouped_mm refuses an expanded one."""
 
     @staticmethod
     def forward(values: Tensor) -> Tensor:

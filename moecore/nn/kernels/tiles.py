@@ -21,9 +21,7 @@ _SMALLEST, _LARGEST = 8, 1024  # rows of a tile
 
 
 class Tiles(NamedTuple):
-    """Which rows lie in which tile; the last tile of an expert may be part empty, and tiles that
-    nobody needed are empty.
-    """
+    """Which rows lie in which tile; an expert's last may be part empty, others empty."""
 
     experts: Tensor  # (n,) int64, ascending
     rows: Tensor  # (n·m,) the row at each place; any where there is none

@@ -13,9 +13,7 @@ from moecore.core.streams import bernoulli_like
 
 
 def timm_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
-    """A Linear with truncated-normal weights (std 0.02) and zero bias: the start of ViT and DeiT
-    (timm's scheme).
-    """
+    """A Linear with truncated-normal weights (std 0.02) and zero bias, as timm's ViT."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.trunc_normal_(layer.weight, std=0.02)
     if bias:
@@ -164,9 +162,7 @@ class DropPath(nn.Module):
 
 
 def drop_rates(last: float, depth: int) -> list[float]:
-    """The rate of stochastic depth of each of ``depth`` blocks: from 0 to ``last`` in equal steps
-    (timm: a single block has 0).
-    """
+    """The rate of stochastic depth of each block: from 0 to ``last`` in equal steps."""
     return [last * index / max(1, depth - 1) for index in range(depth)]
 
 

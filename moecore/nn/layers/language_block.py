@@ -84,9 +84,7 @@ def undo_relative_shift(values: Tensor) -> Tensor:
 
 
 def relative_shift(values: Tensor) -> Tensor:
-    """(…, M, L) to (…, M, L + M): row t begins at column t, all else is 0; undoes
-    ``undo_relative_shift``.
-    """
+    """(…, M, L) to (…, M, L + M): row t begins at column t, all else is 0."""
     *lead, block, span = values.shape
     flat = pad(values, (0, block + 1)).flatten(-2)
     return flat[..., : block * (span + block)].view(*lead, block, span + block)
@@ -107,9 +105,7 @@ class BlockState(NamedTuple):
 
 
 class ReluMlp(FeedForward):
-    """Linear, ReLU, dropout, Linear over (B, M, d) tokens: the dense feed-forward of these models,
-    with torch's initial weights.
-    """
+    """Linear, ReLU, dropout, Linear over (B, M, d) tokens, with torch's initial weights."""
 
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
         super().__init__()

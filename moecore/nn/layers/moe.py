@@ -54,9 +54,7 @@ class MoE(Config):
         )
 
     def check_text(self, key: str = "router", causal: bool = True) -> None:
-        """Raise UserError for a router that reads what a text does not have, and in a causal model
-        for one that looks ahead.
-        """
+        """Raise UserError for a router that reads what no text has or, if causal, looks ahead."""
         if lacking := sorted(self.router.wants & NOT_IN_TEXTS):
             problem = f"found {self.router.kind}, which reads {', '.join(lacking)}"
             raise UserError(f"{key}.kind: {problem}; texts have none; allowed: {CAUSAL}")

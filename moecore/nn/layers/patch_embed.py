@@ -62,9 +62,7 @@ class NormedPatchEmbed(PatchEmbed):
 
 
 class PooledStem(nn.Module):
-    """(B, C, D, H, W) → (B, P, width): each cube as ``pool``³ means, then a linear map; 64 times
-    fewer weights at p = 16, pool = 4.
-    """
+    """(B, C, D, H, W) → (B, P, width): each cube as ``pool``³ means, then a linear map."""
 
     def __init__(self, channels: int, patch: int, width: int, pool: int) -> None:
         super().__init__()

@@ -137,9 +137,7 @@ def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma
 
 
 def frozen_double_copy(module: M) -> M:
-    """The module in fp64 and evaluation mode, without gradients of parameters; the module itself is
-    untouched.
-    """
+    """A copy in fp64 and evaluation mode, without gradients of parameters."""
     return copy.deepcopy(module).double().eval().requires_grad_(False)
 
 
@@ -171,9 +169,7 @@ def soften_model(model: nn.Module) -> nn.Module:
 
 
 class AllExperts(nn.Module):
-    """``router(tokens, context)`` with tokens (B, T, d): every token goes to all experts, weighted
-    by the probs of the ``router`` inside.
-    """
+    """A router that sends tokens (B, T, d) to all experts, weighted by the probs inside."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()

@@ -65,9 +65,7 @@ class Windows(nn.Module):
         )
 
     def whole(self, attention: Tensor) -> Tensor:
-        """Attention inside the windows, (B, W, n, n), as that of all tokens, (B, T, T): 0 between
-        tokens of different windows.
-        """
+        """Attention inside the windows, (B, W, n, n), as that of all tokens, (B, T, T)."""
         rows = self.places.view(self.number, self.length, 1)
         columns = rows.transpose(1, 2)
         real = (rows < self.tokens) & (columns < self.tokens)
@@ -103,9 +101,7 @@ class _GatherPadded(Function):
 
 
 def to_build_device(tensor: Tensor | None) -> Tensor | None:
-    """On the device that models are being built on; one tensor may be many modules' buffer, which
-    none of them changes.
-    """
+    """The tensor on the device that models are being built on, shared by modules."""
     return None if tensor is None else tensor.to(torch.get_default_device())
 
 

@@ -17,9 +17,7 @@ def expert_share(tokens: int, factor: Fraction, experts: int) -> int:
 
 
 def expert_capacity(tokens: int, k: int, factor: Fraction, experts: int) -> int:
-    """Tokens per expert of a group of ``tokens``: ceil(tokens·k·factor/experts), rounded up to a
-    multiple of 4.
-    """
+    """Return ceil(tokens·k·factor/experts), rounded up to a multiple of 4."""
     return -(-expert_share(tokens * k, factor, experts) // 4) * 4
 
 

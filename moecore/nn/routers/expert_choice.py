@@ -22,9 +22,7 @@ from moecore.nn.routers.expert_plan import ExpertPlan
 
 
 class ExpertChoice(RouterConfig):
-    """Softmax over experts of a linear map of the token; each expert takes the tokens with its
-    largest gates, so all are equally busy.
-    """
+    """Softmax over a linear map; each expert takes the tokens with its largest gates."""
 
     chooses_per_token: ClassVar[bool] = False
 

@@ -30,17 +30,13 @@ class ExpertPlan(NamedTuple):
     shape: tuple[int, int]  # (B, T)
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Tokens (B, T, d) to rows (R, d) sorted by expert, in the autocast dtype where autocast is
-        on.
-        """
+        """Tokens (B, T, d) to rows (R, d) sorted by expert, in autocast's dtype."""
         experts, taken = self.order.shape
         offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=tokens.device) * taken
         return Rows(_GatherTaken.apply(to_autocast(tokens).flatten(0, 1), self.order), offsets)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Rows (R, d) to tokens (B, T, d) in the rows' dtype, summed in the weights' (fp32); a
-        token that nobody took is 0.
-        """
+        """Rows (R, d) to tokens (B, T, d), summed in fp32; 0 for a token that nobody took."""
         tokens = _WeightedSumOfTaken.apply(
             rows, self.weights, self.order, self.shape[0] * self.shape[1]
         )
@@ -48,9 +44,7 @@ class ExpertPlan(NamedTuple):
 
 
 def _sum_rows(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) -> Tensor:
-    """Each token's sum of its rows (R, d), times ``weights`` (E, M) where given: (N, d) in the
-    rows' dtype, summed in fp32 at least.
-    """
+    """Each token's sum (N, d) of its rows (R, d), times ``weights`` (E, M) where given."""
     dtype = torch.promote_types(rows.dtype, torch.float32 if weights is None else weights.dtype)
     total = rows.new_zeros(tokens, rows.shape[-1], dtype=dtype)
     for expert, part in enumerate(rows.view(*order.shape, rows.shape[-1])):
@@ -81,9 +75,7 @@ class _GatherTaken(Function):
 
 
 class _WeightedSumOfTaken(Function):
-    """rows (R, d), weights (E, M) -> tokens (N, d); both gradients start from the tokens' gradient
-    gathered to the rows.
-    """
+    """rows (R, d), weights (E, M) -> tokens (N, d)."""
 
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, tokens: int) -> Tensor:

@@ -21,9 +21,7 @@ from moecore.nn.routers.decision import plan_and_record, router_logits, top_k
 
 
 class NoisyTopK(RouterConfig):
-    """Softmax over a linear map of the token; in training noise is added to the logits; the k
-    largest gates choose.
-    """
+    """The k largest gates of a softmax over a linear map of the token, noisy in training."""
 
     kind: Literal["noisy_top_k"] = "noisy_top_k"
     k: int = Field(2, ge=1, description="experts per token")
@@ -164,9 +162,7 @@ class NoisyTopKRouter(nn.Module):
         return weights.detach()
 
     def _noise(self) -> float:
-        """Standard deviation of the noise; where none is drawn, ``load`` is smoothed by
-        1 / experts.
-        """
+        """Standard deviation of the noise; without any ``load`` is smoothed by 1 / experts."""
         if self.training:
             return self.config.noise_std / len(self.weight)
         return 0.0

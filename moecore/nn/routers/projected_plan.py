@@ -15,9 +15,7 @@ from moecore.nn.kernels.grouped import to_autocast
 
 
 class ProjectedPlan(NamedTuple):
-    """A SparsePlan whose rows are the router's projections, so that experts that share its basis
-    need not project again.
-    """
+    """A SparsePlan whose rows are projections, which experts of the same basis reuse."""
 
     plan: SparsePlan
     projections: Tensor  # (N·E, r) of every token on every basis
@@ -25,9 +23,7 @@ class ProjectedPlan(NamedTuple):
 
     @classmethod
     def build(cls, plan: SparsePlan, projections: Tensor, chosen: Tensor) -> "ProjectedPlan":
-        """projections: (B, T, E, r).  chosen: (B, T, k), the experts from which ``plan`` was
-        built.
-        """
+        """Return it of projections (B, T, E, r) and the chosen experts (B, T, k) of ``plan``."""
         first = torch.arange(
             0, projections[..., 0].numel(), projections.shape[2], device=chosen.device
         )

@@ -55,9 +55,7 @@ class SlotsPlan(NamedTuple):
     weights: Tensor  # (B, T, E, p), sums to 1 over all slots
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Tokens (B, T, d) to rows (R, d): for each expert, image by image, its slots; in the
-        autocast dtype where autocast is on.
-        """
+        """Tokens (B, T, d) to rows (R, d): each expert's slots, image by image."""
         values = to_autocast(tokens)
         experts = self.mixing.shape[2]
         slots = torch.einsum("btep,btd->ebpd", self.mixing.to(values.dtype), values).flatten(0, 2)

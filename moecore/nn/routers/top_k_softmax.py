@@ -49,9 +49,7 @@ class TopKSoftmax(RouterConfig):
 
 
 class TopKSoftmaxRouter(NoisyTopKRouter):
-    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord); ``probs`` is
-    the softmax over all experts.
-    """
+    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     def __init__(self, config: TopKSoftmax, width: int, experts: int) -> None:
         super().__init__(

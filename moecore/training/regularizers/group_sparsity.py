@@ -119,9 +119,7 @@ def group_sparsity(
 
 
 def filter_weights(size: int, sigma: float) -> list[float]:
-    """One side of the filter, centred, with sum 1: a Gaussian, or the average where sigma is
-    infinite.
-    """
+    """One side of the filter, centred, of sum 1: a Gaussian, or with infinite sigma the mean."""
     weights = [math.exp(-(((place - (size - 1) / 2) / sigma) ** 2) / 2) for place in range(size)]
     return [weight / sum(weights) for weight in weights]
 

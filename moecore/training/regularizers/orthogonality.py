@@ -16,9 +16,7 @@ from moecore.training.sharded_state import local_shard
 
 
 class Orthogonality(Config):
-    """The orthogonality penalty, summed over every parameter of the model that is called ``basis``,
-    so over MoE layers.
-    """
+    """The orthogonality penalty, summed over all parameters that are called ``basis``."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "basis"})
 

@@ -16,9 +16,7 @@ from moecore.nn.correspondence import match_tokens
 
 
 class RouterKl(Config):
-    """KL divergence from the teacher's routing to the student's, averaged over MoE layers; 0 once
-    ``until`` is reached.
-    """
+    """KL from the teacher's routing to the student's, mean over MoE layers, to ``until``."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "guidance"})
 

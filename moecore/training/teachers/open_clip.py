@@ -112,9 +112,7 @@ class OpenClip(Config):
 
 
 def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
-    """open_clip's weights under our names, in fp32; projections turned, biases that CLIP does not
-    have 0.
-    """
+    """open_clip's weights under our names, in fp32; biases that CLIP does not have are 0."""
     ours_by_name: dict[str, Tensor] = {}
     for name, value in weights.items():
         new = name

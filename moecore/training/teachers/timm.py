@@ -36,9 +36,7 @@ POOLING: dict[int, Literal["mean", "class", "class+distillation"]] = {
 
 
 class Timm(Config):
-    """A timm model by name, with timm's pretrained weights (downloaded) or those of a checkpoint
-    file.
-    """
+    """A timm model by name, with its pretrained weights or those of a checkpoint file."""
 
     kind: Literal["timm"] = "timm"
     name: str = Field(
@@ -62,9 +60,7 @@ class Timm(Config):
         return model.eval()
 
     def check_name(self, image: ImageSpec) -> None:
-        """Raise UserError where ``build`` would for the name alone; nothing is downloaded, and on
-        the meta device nothing is computed.
-        """
+        """Raise UserError where ``build`` would for the name alone; nothing is downloaded."""
         timm = self._import_timm()
         source = timm.create_model(self.name, pretrained=False, **self._image_arguments(image))
         self._convert_model(source, image)
@@ -262,9 +258,7 @@ def unmatched_weights(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) 
 
 
 def _fit_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """timm's per-channel statistics for images with another number of channels: their average for
-    each.
-    """
+    """timm's statistics for another number of channels: their average for each."""
     if len(values) == channels:
         return tuple(values)
     return (sum(values) / len(values),) * channels

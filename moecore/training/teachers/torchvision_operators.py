@@ -15,9 +15,7 @@ _definitions: list[torch.library.Library] = []
 
 
 def define_missing_operators() -> None:
-    """Define the schemas of torchvision's operators where torch is a CPU build and they are absent;
-    else do nothing.
-    """
+    """Define torchvision's operators where a CPU build of torch lacks their schemas."""
     if torch.version.cuda is not None or _definitions:
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
