@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -107,31 +107,19 @@ def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> SplitFile
 
 def _images_below(root: Path, folder: Path) -> Iterator[Path]:
     """Yield the image files at any depth; links to folders are not followed, those to files are."""
-    for entry in _walk_entries(folder):
-        if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
-            continue
-        path = Path(entry.path)
-        if entry.is_symlink():  # all above it are folders of their own
-            path_inside(root, path)
-        if entry.is_file() or not path.exists():
-            yield path
+    for here, _, names in os.walk(folder, onerror=_refuse_folder):
+        for name in names:
+            if os.path.splitext(name)[1].lower() in SUFFIXES:
+                path = Path(here, name)
+                if path.is_symlink():  # all above it are folders of their own
+                    path_inside(root, path)
+                if path.is_file() or not path.exists():
+                    yield path
 
 
-def _walk_entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """All that lies in a folder, at any depth; UserError where a folder cannot be listed."""
-    left: list[str | Path] = [folder]
-    while left:
-        here = left.pop()
-        try:
-            with os.scandir(here) as listed:
-                entries = list(listed)
-        except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            raise UserError(
-                f"{here}: cannot be listed, {why}; correct that, or remove it"
-            ) from error
-        yield from entries
-        left += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+def _refuse_folder(error: OSError) -> NoReturn:
+    why = (error.strerror or str(error)).lower()
+    raise UserError(f"{error.filename}: cannot be listed, {why}; correct that, or remove it")
 
 
 def select_files(files: SplitFiles, rows: np.ndarray) -> SplitFiles:
