@@ -18,6 +18,7 @@ from moecore.report.figures.drawing import (
     share_axis,
     styled,
 )
+from moecore.report.measured import drop_none
 from moecore.report.tables.number_format import PIXEL
 from moecore.statistics.intervals import Interval, mean_over_seeds
 from moecore.tasks.base import Score
@@ -48,6 +49,7 @@ class Look(NamedTuple):
     y: str
     share: bool = False  # the vertical axis is printed as percent
     top: float | None = None  # where it ends
+    height: float = 3.5  # inches, of one panel
 
 
 def point(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
@@ -59,13 +61,15 @@ def point(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
 
 
 def points_over_seeds(
-    seeds: Sequence[Mapping[float, float]], limits: Limits = EVERYWHERE
+    seeds: Sequence[Mapping[float, float | None]], limits: Limits = EVERYWHERE
 ) -> list[Point]:
-    """One point for each x that all seeds have; each seed maps x to a value."""
-    if not seeds:
-        return []
-    shared = [x for x in seeds[0] if all(x in values for values in seeds)]
-    return [point(x, mean_over_seeds([values[x] for values in seeds]), limits) for x in shared]
+    """One point for each x that has a value in all seeds; each seed maps x to a value."""
+    points = []
+    for x in seeds[0] if seeds else ():
+        values = drop_none(of_seed.get(x) for of_seed in seeds)
+        if len(values) == len(seeds):
+            points.append(point(x, mean_over_seeds(values), limits))
+    return points
 
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
@@ -110,9 +114,9 @@ def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) 
 
 
 @styled
-def curves_chart(curves: Curves, look: Look, height: float = 3.5, caption: str = "") -> Figure:
+def curves_chart(curves: Curves, look: Look) -> Figure:
     """All curves in one panel, from 0 upwards, or from below it where a curve goes there."""
-    figure = new_figure(4.8, height, caption)
+    figure = new_figure(4.8, look.height)
     axes = figure.subplots()
     ends = draw_curves(axes, curves)
     every = [point for points in curves.values() for point in points]
@@ -125,16 +129,16 @@ def curves_chart(curves: Curves, look: Look, height: float = 3.5, caption: str =
     places = {point.x for points in curves.values() for point in points}
     if places and all(float(x).is_integer() for x in places) and len(places) < 12:
         axes.set_xticks(sorted(places))
-    name_curves(figure, axes, ends, height - AROUND)
+    name_curves(figure, axes, ends, look.height - AROUND)
     return figure
 
 
 @styled
-def panels_chart(panels: Mapping[str, Curves], look: Look, caption: str = "") -> Figure:
+def panels_chart(panels: Mapping[str, Curves], look: Look) -> Figure:
     """Panels of one scale, up to three beside each other, with one legend below them."""
     across = min(3, len(panels))
     down = -(-len(panels) // across)
-    figure = new_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down, caption)
+    figure = new_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down)
     figure.suptitle(look.title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     every = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     used = every.flatten()[: len(panels)]
@@ -218,14 +222,9 @@ def under_attack(curves: Curves, what: str, score: Score) -> Figure:
     """Scores over epsilon."""
     share = score.form == "share"
     word = score_title(score) if share else "Error"
-    look = Look(
-        f"{word} under {what}",
-        f"ε in 1/{PIXEL}",
-        score_title(score) + unit_of(score),
-        share,
-        1.02 if share else None,
-    )
-    return curves_chart(curves, look)
+    top = 1.02 if share else None
+    y = score_title(score) + unit_of(score)
+    return curves_chart(curves, Look(f"{word} under {what}", f"ε in 1/{PIXEL}", y, share, top))
 
 
 def attack_points(seeds: Sequence[Sequence[LeftScores]], score: Score) -> list[Point]:

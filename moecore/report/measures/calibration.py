@@ -18,7 +18,7 @@ from moecore.report.figures.drawing import (
     styled,
 )
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures
+from moecore.report.measures.shown import Figures, Shown
 from moecore.report.page.view import Block, Picture
 from moecore.tasks.base import Task
 from moecore.tasks.class_scores import ReliabilityBins
@@ -67,8 +67,6 @@ def figures(result: Result) -> Figures:
 def part(phase: Phase) -> Iterator[Block]:
     """Reliability of all methods before and after."""
     first = phase.first(Result)
-    if not first:
-        return
     fitted = ", ".join(f"{method} {temperature(result)}" for method, result in first.items())
     captions = {
         "before": "A point is a bin of confidence; the larger, the more images.",
@@ -124,3 +122,6 @@ def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Fi
         if isinstance(handle, PathCollection):
             handle.set_sizes([30])
     return figure
+
+
+SHOWN = Shown("calibrate", "calibration", Result, COLUMNS, figures, part, applies)

@@ -1,9 +1,30 @@
 """What a trained model takes for an image (ERMoE, tables S2 and S4)."""
 
+from collections.abc import Callable
+from operator import attrgetter
+
 from moecore.measure.cost import Result
-from moecore.report.column import Column
-from moecore.report.measures.shown import Figures
+from moecore.report.column import Column, Value
+from moecore.report.measures.shown import Shown
 from moecore.statistics.intervals import Interval
+
+PRODUCTS = "products of matrices and convolutions, a multiplication and an addition as two"
+ROUTING = "MoE layers without their experts"
+
+
+def cost_column(
+    name: str, label: str, read: Callable[[Result], Value], note: str, form: str = "number"
+) -> Column:
+    """No timing is better or worse: it is of this machine, and differs from run to run."""
+    return Column(name, label, read, form=form, note=note, paper="cost", limits="quartiles")
+
+
+def gflops(result: Result) -> float:
+    return result.flops_per_image * 1e-9
+
+
+def routing_gflops(result: Result) -> float:
+    return result.routing_flops_per_image * 1e-9
 
 
 def latency(result: Result) -> Interval:
@@ -12,72 +33,38 @@ def latency(result: Result) -> Interval:
     return Interval(timed.median, timed.low, timed.high)
 
 
-# No timing is better or worse: it is of this machine, and differs from run to run.
 COLUMNS = (
-    Column(
-        "gflops",
-        "GFLOPs / image",
-        lambda result: result.flops_per_image * 1e-9,
-        note="products of matrices and convolutions, a multiplication and an addition as two",
-        paper="cost",
-    ),
-    Column(
-        "routing_gflops",
-        "GFLOPs of routing",
-        lambda result: result.routing_flops_per_image * 1e-9,
-        note="MoE layers without their experts",
-        paper="cost",
-    ),
-    Column(
-        "latency_ms",
-        "Latency, ms",
-        latency,
-        note="of one image; median and quartiles",
-        paper="cost",
-        limits="quartiles",
-    ),
-    Column(
+    cost_column("gflops", "GFLOPs / image", gflops, PRODUCTS),
+    cost_column("routing_gflops", "GFLOPs of routing", routing_gflops, ROUTING),
+    cost_column("latency_ms", "Latency, ms", latency, "of one image; median and quartiles"),
+    cost_column(
         "inference_images_per_second",
         "Images / s, inference",
-        lambda result: result.images_per_second,
-        form="count",
-        note="in batches",
-        paper="cost",
+        attrgetter("images_per_second"),
+        "in batches",
+        "count",
     ),
-    Column(
+    cost_column(
         "peak_memory",
         "Peak memory",
-        lambda result: result.peak_memory_bytes,
-        form="bytes",
-        note="weights and tensors of a batch, without gradients",
-        paper="cost",
+        attrgetter("peak_memory_bytes"),
+        "weights and tensors of a batch, without gradients",
+        "bytes",
     ),
-    Column(
-        "routing_ms",
-        "Routing, ms",
-        lambda result: result.routing_ms,
-        note="of one image; MoE layers without their experts",
-        paper="cost",
-    ),
-    Column(
+    cost_column("routing_ms", "Routing, ms", attrgetter("routing_ms"), f"of one image; {ROUTING}"),
+    cost_column(
         "routing_share",
         "Routing's share",
-        lambda result: result.routing_share,
-        form="share",
-        note="of the time of one image",
-        paper="cost",
+        attrgetter("routing_share"),
+        "of the time of one image",
+        "share",
     ),
-    Column(
+    cost_column(
         "routing_batch_share",
         "Routing's share, batch",
-        lambda result: result.routing_batch_share,
-        form="share",
-        note="of the time of a batch",
-        paper="cost",
+        attrgetter("routing_batch_share"),
+        "of the time of a batch",
+        "share",
     ),
 )
-
-
-def figures(result: Result) -> Figures:
-    """None: a few numbers need no picture."""
-    yield from ()
+SHOWN = Shown("cost", "cost", Result, COLUMNS)

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from moecore.measure.lipschitz import LemmaPoints, Result
 from moecore.report.column import Column
 from moecore.report.figures.drawing import INK, PALETTE, legend_of, new_figure, styled
-from moecore.report.measures.shown import Figures
+from moecore.report.measures.shown import Figures, Shown
 
 COLUMNS = (
     Column(
@@ -90,3 +90,6 @@ def lemma_terms(layers: tuple[LemmaPoints, ...]) -> Figure:
     panels[1].set_xlabel("Lemma 1's bound")
     legend_of(figure, panels[0])
     return figure
+
+
+SHOWN = Shown("lipschitz", "a Lipschitz estimate", Result, COLUMNS, figures)

@@ -10,12 +10,11 @@ from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.measure.probes.generalisation import GeneralisationResult
-from moecore.report.column import Column, Metric, mean_or_none
+from moecore.report.column import Column, mean_or_none
 from moecore.report.figures.charts import Labels, heat_table, texts_of
 from moecore.report.measured import Phase
-from moecore.report.page.rows import format_column
+from moecore.report.page.rows import read_items
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
-from moecore.report.tables.cells import read_cell
 from moecore.report.tables.number_format import NumberFormat
 from moecore.training.outcome import Outcome, ProbedEpoch, RegionRow
 
@@ -183,8 +182,8 @@ def generalised(phase: Phase) -> Grid | None:
             items = []
             for name, label in NUMBERS.items():
                 form = "number" if name == "over_chance" else "share"
-                metric = Metric(Column(name, label, at(*path, name), form=form), CohortChecks)
-                items += format_column(metric.column, [read_cell(metric, list(seeds.values()))])
+                column = Column(name, label, at(*path, name), form=form)
+                items += read_items(column, CohortChecks, {method: seeds})
             lines.append(Line(Item(words), items))
     if not lines:
         return None

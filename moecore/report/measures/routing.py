@@ -1,11 +1,11 @@
 """Which experts tokens choose: balance, agreement of views, eligibility, sureness."""
 
-from collections.abc import Callable, Iterator
-
-import numpy as np
+from collections.abc import Iterator
+from operator import attrgetter
 
 from moecore.measure.routing import Result
 from moecore.measure.routing_metrics.augmentations import resolve_augmentation
+from moecore.measure.routing_metrics.matching import AugmentedRow
 from moecore.report.column import (
     SCORE,
     Ahead,
@@ -14,9 +14,7 @@ from moecore.report.column import (
     Each,
     Given,
     column_slug,
-    decode_items,
     mean_or_none,
-    rows_by_name,
 )
 from moecore.report.figures.expert_maps import corresponding_patches, expert_load, expert_overlays
 from moecore.report.measured import Phase, drop_none
@@ -31,7 +29,7 @@ from moecore.report.measures.routing_sweeps import (
     swept_columns,
     swept_most,
 )
-from moecore.report.measures.shown import Figures, by_name
+from moecore.report.measures.shown import Figures, Shown, by_name, items_of
 from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
@@ -49,13 +47,8 @@ SURE = {
 
 def of_routing(name: str, label: str, better: str, form: str, note: str, paper: str) -> Column:
     """A number that the result has under the column's own name."""
-    column = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
-    return column._replace(items=items_of(name))
-
-
-def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
-    """The items that a result keeps under this name."""
-    return lambda result: decode_items(result.items.get(name))
+    read = attrgetter(name)
+    return Column(name, label, read, better, form, note, paper, items=items_of(name))
 
 
 def sureness(place: str) -> Column:
@@ -71,33 +64,31 @@ def sureness(place: str) -> Column:
 
 def matched_under(match: str) -> Each:
     """A match of two views under each recorded augmentation (PRC, table 4)."""
-
-    def column(name: str, result: Result) -> Column:
-        def read(result: Result) -> Interval | None:
-            row = rows_by_name(result.augmentations).get(name)
-            if row is None:
-                return None
-            ends = (f"{match}_low", f"{match}_high")
-            return Interval(getattr(row, match), *(getattr(row, end) for end in ends))
-
-        def items(result: Result) -> np.ndarray | None:
-            row = rows_by_name(result.augmentations).get(name)
-            return None if row is None else decode_items(row.items.get(match))
-
-        label = f"Match, {MATCHES[match][0]}: {name}"
-        key = f"{match}_{column_slug(name)}"
-        return Column(key, label, read, "higher", "share", paper="prc", items=items, detail=True)
-
-    def foreseen(ahead: Ahead) -> list[str]:
-        volumes = ahead.score == "mae"
-        if ahead.score == "nats":
-            return []  # a text has no augmentations
-        asked = [resolve_augmentation(one, volumes) for one in ahead.study.routing.augmentations]
-        return [f"{match}_{column_slug(one.name)}" for one in asked]
-
-    return Each(
-        lambda result: [row.name for row in result.augmentations], column, foreseen, "share"
+    column = Column(
+        f"{match}_{{}}",
+        f"Match, {MATCHES[match][0]}: {{}}",
+        lambda row: Interval(*(getattr(row, f"{match}{end}") for end in ("", "_low", "_high"))),
+        "higher",
+        "share",
+        paper="prc",
+        items=items_of(match),
+        detail=True,
     )
+    return Each(augmentations_of, column, augmentations_ahead, lambda key, row: [row.name])
+
+
+def augmentations_of(result: Result) -> dict[str, AugmentedRow]:
+    """The rows of a result as names of columns have them."""
+    return {column_slug(row.name): row for row in result.augmentations}
+
+
+def augmentations_ahead(ahead: Ahead) -> list[str]:
+    """Those that are asked for; a text has none."""
+    if ahead.score == "nats":
+        return []
+    volumes = ahead.score == "mae"
+    asked = [resolve_augmentation(one, volumes) for one in ahead.study.routing.augmentations]
+    return [column_slug(one.name) for one in asked]
 
 
 PLACES = {
@@ -123,6 +114,56 @@ def on_map(place: str) -> list[Columns]:
     return columns
 
 
+# name, label, better, form, note
+OF_ERMOE = (
+    (
+        "load_cv2",
+        "Load CV²",
+        "lower",
+        "number",
+        "variance / mean² of the tokens per expert, mean over layers",
+    ),
+    ("fallback", "Fallback", "lower", "share", "tokens with no expert above the threshold"),
+    (
+        "below_k",
+        "Fewer than k",
+        "",
+        "share",
+        "tokens with fewer than k experts above the threshold",
+    ),
+    (
+        "tail_mass",
+        "Tail mass",
+        "lower",
+        "number",
+        "weight above the threshold but outside the best k",
+    ),
+    ("tail_of_probs", "Tail of the probabilities", "", "number", "probability outside the best k"),
+)
+TEACHER = (
+    "teacher_agreement",
+    "Agreement with teacher",
+    "",
+    "share",
+    "tokens that agree on the first expert",
+)
+ENTROPIES = (
+    (
+        "entropy",
+        "Expert entropy",
+        "higher",
+        "number",
+        "normalised entropy of expert use, mean over layers",
+    ),
+    (
+        "token_entropy",
+        "Token entropy",
+        "",
+        "number",
+        "nats, of a token's probabilities; mean over layers",
+    ),
+)
+
 COLUMNS = (
     *(
         of_routing(
@@ -132,79 +173,10 @@ COLUMNS = (
     ),
     *(sureness(place) for place in SURE),
     *(matched_under(match) for match in MATCHES),
-    of_routing(
-        "load_cv2",
-        "Load CV²",
-        "lower",
-        "number",
-        "variance / mean² of the tokens per expert, mean over layers",
-        "ermoe",
-    ),
-    of_routing(
-        "fallback",
-        "Fallback",
-        "lower",
-        "share",
-        "tokens with no expert above the threshold",
-        "ermoe",
-    ),
-    of_routing(
-        "below_k",
-        "Fewer than k",
-        "",
-        "share",
-        "tokens with fewer than k experts above the threshold",
-        "ermoe",
-    ),
-    of_routing(
-        "tail_mass",
-        "Tail mass",
-        "lower",
-        "number",
-        "weight above the threshold but outside the best k",
-        "ermoe",
-    ),
-    of_routing(
-        "tail_of_probs",
-        "Tail of the probabilities",
-        "",
-        "number",
-        "probability outside the best k",
-        "ermoe",
-    ),
-    of_routing(
-        "teacher_agreement",
-        "Agreement with teacher",
-        "",
-        "share",
-        "tokens that agree on the first expert; mean over layers",
-        "tgr",
-    ),
-    by_layer(
-        "teacher_agreement",
-        "Agreement with teacher",
-        "",
-        "share",
-        "tokens that agree on the first expert",
-        "tgr",
-        detail=False,
-    ),
-    of_routing(
-        "entropy",
-        "Expert entropy",
-        "higher",
-        "number",
-        "normalised entropy of expert use, mean over layers",
-        "tgr",
-    ),
-    of_routing(
-        "token_entropy",
-        "Token entropy",
-        "",
-        "number",
-        "nats, of a token's probabilities; mean over layers",
-        "tgr",
-    ),
+    *(of_routing(*words, "ermoe") for words in OF_ERMOE),
+    of_routing(*TEACHER[:4], f"{TEACHER[4]}; mean over layers", "tgr"),
+    by_layer(*TEACHER, "tgr", detail=False),
+    *(of_routing(*words, "tgr") for words in ENTROPIES),
     *(column for place in PLACES for column in on_map(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
@@ -257,3 +229,6 @@ def crops(phase: Phase) -> list[Picture]:
         return []
     figure = corresponding_patches(pairs[0])
     return [Picture(figure, f"{phase.name}: corresponding patches", getattr(figure, "caption", ""))]
+
+
+SHOWN = Shown("routing", "routing", Result, COLUMNS, figures, part)

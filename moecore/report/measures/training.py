@@ -1,6 +1,6 @@
-"""What trainings came to: scores on the test split, curves, and how the routing settles."""
+"""What trainings came to: scores on the test split, curves, how the routing settles, mistakes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -20,22 +20,25 @@ from moecore.report.column import (
 from moecore.report.figures.charts import interval_caption
 from moecore.report.figures.training_figures import (
     AGREEMENTS,
+    NUMBERED,
     agreement_points,
     class_maps,
     confusion_matrix,
     routing_agreement,
+    shares_of,
     training_curves,
 )
 from moecore.report.measured import Measured, Phase, drop_none
 from moecore.report.measures import region_blocks as regions
-from moecore.report.measures.confusion_blocks import confusion
 from moecore.report.measures.routing_sweeps import preferred
-from moecore.report.measures.shown import Figures, each_method
+from moecore.report.measures.shown import Figures, Shown, each_method
 from moecore.report.measures.word_swaps import perplexities
-from moecore.report.page.view import Block, Picture
+from moecore.report.page.rows import percent_grid
+from moecore.report.page.view import Block, Grid, Item, Line, Picture
 from moecore.report.references import convergence_columns, overhead_columns
 from moecore.training.outcome import Outcome
 
+LISTED = 10  # mistakes of a method with many classes
 LOSS = {
     "classification": "mean cross-entropy in nats",
     "multi_label": "mean over images of the sigmoids' cross-entropy in nats, summed over classes",
@@ -218,8 +221,6 @@ def routed_classes(result: Outcome) -> Figures:
 
 def part(phase: Phase) -> Iterator[Block]:
     """Loss and score over the epochs, how the routing settles, and each method's classes."""
-    if not phase.results(Outcome):
-        return
     chart = training_curves(phase.of(Outcome))
     caption = "One line per seed." if phase.seeds > 1 else ""
     drawn = Picture(chart, f"{phase.name}: training", caption)
@@ -247,3 +248,61 @@ def agreement(phase: Phase) -> Block:
     drawn = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
     about = "agreement_with_final"
     return Block(title, pictures=[drawn], folded=True, about=about)
+
+
+def confusion(phase: Phase) -> Block:
+    """Share of each true class that was predicted as each class, method by method."""
+    tables = {
+        method: shares_of(result.confusion)
+        for method, result in phase.first(Outcome).items()
+        if result.confusion is not None
+    }
+    if not tables:
+        return Block("")
+    classes = phase.task.answers
+    tiles = [
+        tile(shares, classes)._replace(
+            title=method, below="Percent of each true class." + phase.first_seed
+        )
+        for method, shares in tables.items()
+    ]
+    finding = commonest(list(tables.values()), classes)
+    return Block("Confusion of classes", tiles=tiles, folded=True, finding=finding)
+
+
+def tile(shares: np.ndarray, classes: Sequence[str]) -> Grid:
+    """One method's table; shares: (true, predicted)."""
+    if len(classes) <= NUMBERED:
+        rows = dict(zip(classes, shares.tolist(), strict=True))
+        return percent_grid("True, predicted", rows, classes)
+    lines = [
+        Line(Item(classes[true]), [Item(classes[taken], look="words"), Item(f"{100 * share:.0f}")])
+        for share, true, taken in mistakes(shares)
+    ]
+    return Grid(["True class", "Taken for", "Percent"], lines)
+
+
+def mistakes(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
+    """The commonest ones: share, true class, predicted class; shares: (true, predicted)."""
+    wrong = shares * (1 - np.eye(len(shares)))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:LISTED]
+    for true, taken in zip(*np.unravel_index(order, wrong.shape), strict=True):
+        if wrong[true, taken] > 0:
+            yield float(wrong[true, taken]), int(true), int(taken)
+
+
+def commonest(tables: Sequence[np.ndarray], classes: Sequence[str]) -> str:
+    """The commonest mistake of all methods; "" where none was made."""
+    if not tables:
+        return ""
+    worst = next(mistakes(np.mean(tables, axis=0)), None)
+    if worst is None:
+        return "no test image was taken for another class"
+    share, true, taken = worst
+    methods = ", mean over methods" if len(tables) > 1 else ""
+    return (
+        f"{classes[true]} is taken for {classes[taken]} most often ({100 * share:.0f} %{methods})"
+    )
+
+
+SHOWN = Shown("", "training", Outcome, COLUMNS, figures, part)

@@ -9,8 +9,7 @@ from moecore.measure.transfer import Result, TransferCell
 from moecore.report.column import score_title
 from moecore.report.figures.charts import Labels, heat_table
 from moecore.report.measured import Phase
-from moecore.report.measures.attack_blocks import MARKS
-from moecore.report.measures.robustness import attack_title
+from moecore.report.measures.robustness import MARKS, attack_title
 from moecore.report.measures.shown import Figures
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
 from moecore.report.tables.number_format import NumberFormat, format_epsilon, with_named_epsilons
