@@ -211,11 +211,8 @@ def heat_table(
 
 def texts_of(values: np.ndarray, least: float = 0.0) -> np.ndarray:
     """Shares as text, 0.123 → 12; "" where there is none, or less than ``least``."""
-    texts = np.full(values.shape, "", dtype=object)
-    for place, share in np.ndenumerate(values):
-        if np.isfinite(share) and share >= least:
-            texts[place] = f"{share * 100:.0f}"
-    return texts
+    texts = np.char.mod("%.0f", 100 * values)
+    return np.where(values >= least, texts, "")
 
 
 def under_attack(curves: Curves, what: str, score: Score) -> Figure:

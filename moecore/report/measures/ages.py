@@ -155,11 +155,11 @@ def part(phase: Phase) -> Iterator[Block]:
         f"(ŷ − a)/b was fitted on: {first.fit_on.replace('_', ' ')}; it takes no age."
     )
     drawn = by_name(phase, AgeResult, figures)
-    block = Block("Predicted age", [words], [table_s1(phase)], drawn["age_scatter"], folded=True)
+    block = Block("Predicted age", [words], [table_s1(phase)], drawn["age_scatter"])
     yield block._replace(below=refusals(phase), about="mae_pooled")
     others = drawn["pad_against_age"] + drawn["errors_by_group"]
     title = "Brain-PAD, and errors by decade, sex and site"
-    yield Block(title, pictures=others, folded=True, about="corr_raw")
+    yield Block(title, pictures=others, about="corr_raw")
 
 
 def table_s1(phase: Phase) -> Grid:

@@ -1,12 +1,12 @@
 """How sure a model is of its classes, before and after calibration."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
+import numpy as np
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
-from moecore.measure.base import Estimate
 from moecore.measure.calibration import Result
 from moecore.report.column import Column
 from moecore.report.figures.drawing import (
@@ -29,32 +29,23 @@ def applies(task: Task) -> bool:
     return task.needs_classes("confidence") is None
 
 
-def quality(when: str, name: str) -> Callable[[Result], Estimate]:
-    """One number before or after calibration."""
-
-    def read(result: Result) -> Estimate:
-        return getattr(getattr(result, when), name)
-
-    return read
-
-
 COLUMNS = (
     Column(
         "ece_before",
         "ECE",
-        quality("before", "ece"),
+        attrgetter("before.ece"),
         "lower",
         note="expected calibration error, 15 bins",
     ),
     Column(
         "ece_after",
         "ECE, calibrated",
-        quality("after", "ece"),
+        attrgetter("after.ece"),
         "lower",
         note="with the temperature of the validation split",
     ),
-    Column("nll_after", "NLL, calibrated", quality("after", "nll"), "lower"),
-    Column("brier_after", "Brier, calibrated", quality("after", "brier"), "lower"),
+    Column("nll_after", "NLL, calibrated", attrgetter("after.nll"), "lower"),
+    Column("brier_after", "Brier, calibrated", attrgetter("after.brier"), "lower"),
 )
 
 
@@ -78,7 +69,7 @@ def part(phase: Phase) -> Iterator[Block]:
         title = f"Reliability {when} calibration"
         chart = reliability_diagram(bins, title)
         drawn.append(Picture(chart, f"{phase.name}: {title}", caption + phase.first_seed))
-    yield Block("Calibration", pictures=drawn, folded=True, about="ece_after")
+    yield Block("Calibration", pictures=drawn, about="ece_after")
 
 
 def temperature(result: Result) -> str:
@@ -93,21 +84,14 @@ def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Fi
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color=GUIDE, linewidth=1, linestyle=":", label="calibrated")
     for index, (label, bins) in enumerate(curves.items()):
-        x, y, counts = [], [], []
-        for confidence, accuracy, count in zip(
-            bins.confidence, bins.accuracy, bins.count, strict=True
-        ):
-            if confidence is not None and accuracy is not None:
-                x.append(confidence)
-                y.append(accuracy)
-                counts.append(count)
-        total = max(1, sum(counts))
+        points = np.array([bins.confidence, bins.accuracy, bins.count], dtype=float)
+        x, y, counts = points[:, np.isfinite(points).all(axis=0)]
         look = line_look(index)
         axes.plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1.2)
         axes.scatter(
             x,
             y,
-            s=[14 + 180 * math.sqrt(count / total) for count in counts],
+            s=14 + 180 * np.sqrt(counts / max(1, counts.sum())),
             color=look["color"],
             marker=look["marker"],
             alpha=0.75,

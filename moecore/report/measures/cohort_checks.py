@@ -157,7 +157,6 @@ def part(phase: Phase) -> Iterator[Block]:
             "Region experts where they were not taught",
             words=[f"Mixtures: of one model each.{phase.first_seed}"],
             grids=[tried, *each_mixture],
-            folded=True,
             about="whole_over_chance",
         )
     yield Block(
@@ -166,7 +165,6 @@ def part(phase: Phase) -> Iterator[Block]:
         grids=[] if grid is None else [grid],
         pictures=each_method(phase, Result, figures),
         below=[f"Not checked, {name}: {reason}." for name, reason in reasons.items()],
-        folded=True,
         about="isolated_gm",
     )
 

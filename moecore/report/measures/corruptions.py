@@ -104,9 +104,9 @@ def part(phase: Phase) -> Iterator[Block]:
     corruptions = len(errors_of(phase.results(Result)[0]))
     words = f"Mean over {corruptions} corruptions."
     drawn = draw_method_curves(phase, Result, by_severity, look, words, "corruptions")
-    yield Block("Common corruptions", pictures=drawn, folded=True, about="corruption_error")
+    yield Block("Common corruptions", pictures=drawn, about="corruption_error")
     tiles = [printed(result)._replace(title=name) for name, result in first.items()]
-    yield Block("Each corruption", tiles=tiles, folded=True, finding=hardest(first.values()))
+    yield Block("Each corruption", tiles=tiles, finding=hardest(first.values()))
 
 
 def hardest(results: Iterable[Result]) -> str:

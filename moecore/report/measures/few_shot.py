@@ -78,7 +78,7 @@ def part(phase: Phase) -> Iterator[Block]:
     )
     most = max((row.shots for result in results for row in result.rows), default=0)
     about = f"few_shot_{most}"
-    yield Block("Few shots", pictures=drawn, below=sorted(reasons), folded=True, about=about)
+    yield Block("Few shots", pictures=drawn, below=sorted(reasons), about=about)
 
 
 SHOWN = Shown("few_shot", "few shots", Result, COLUMNS, part=part)

@@ -2,14 +2,7 @@
 
 from moecore.data.views.transforms import TRANSFORMS
 from moecore.measure.invariance import MovedRow, Result
-from moecore.report.column import (
-    Column,
-    Each,
-    column_slug,
-    decode_items,
-    mean_items,
-    mean_or_none,
-)
+from moecore.report.column import Column, Each, column_slug, decode_items, mean_items, mean_or_none
 from moecore.report.figures.expert_maps import expert_maps
 from moecore.report.measured import drop_none
 from moecore.report.measures.shown import Figures, Shown

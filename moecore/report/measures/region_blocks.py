@@ -165,7 +165,6 @@ def part(phase: Phase) -> Iterator[Block]:
         [WORDS + phase.first_seed],
         grids,
         drawn,
-        folded=True,
         about="own_expert_gain",
     )
 

@@ -100,9 +100,9 @@ def part(phase: Phase) -> Iterator[Block]:
     ]
     about = f"text_to_image_r{first.text_to_image[0].k}"
     title = "Images and captions"
-    yield Block(title, words, grids, folded=True, about=about, choice=True)
+    yield Block(title, words, grids, about=about, choice=True)
     pictures = by_name(phase, Result, figures)["images_and_words"]
-    yield Block("Experts of patches and words", pictures=pictures, folded=True)
+    yield Block("Experts of patches and words", pictures=pictures)
 
 
 def words_grid(layer: TextLayer, title: str, short: str) -> Grid:

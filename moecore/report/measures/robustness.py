@@ -242,8 +242,8 @@ def part(phase: Phase) -> Iterator[Block]:
         drawn += [picture for attack in attacks for picture in draw(phase, attack)]
     worst = WORST if results[0].worst_case else attacks[-1]
     about = attacked_name(key_of(results[0].task.score), worst)
-    yield Block("Robustness", pictures=drawn, folded=True, about=about)
-    yield Block("Attacked pictures", pictures=attacked(phase), folded=True, about=about)
+    yield Block("Robustness", pictures=drawn, about=about)
+    yield Block("Attacked pictures", pictures=attacked(phase), about=about)
     lines = {
         method: [result.audit for result in seeds] for method, seeds in phase.of(Result).items()
     }
@@ -344,7 +344,7 @@ def audit(lines: Mapping[str, Sequence[Sequence[Audited]]]) -> Block:
     ]
     grids = [Grid(["Question", *lines], rows)] if rows else []
     title = "Can the attacks be believed?"
-    return Block(title, grids=grids, folded=True, finding=tally(every))
+    return Block(title, grids=grids, finding=tally(every))
 
 
 def answer(audited: Sequence[Audited]) -> Item:

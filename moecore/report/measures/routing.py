@@ -196,25 +196,20 @@ def part(phase: Phase) -> Iterator[Block]:
     """Load and patches of the methods with MoE layers, then other settings of their routers."""
     drawn = by_name(phase, Result, figures)
     loads = drawn["expert_load"]
-    yield Block("Load of the experts", pictures=loads, folded=True, about="load_cv2")
+    yield Block("Load of the experts", pictures=loads, about="load_cv2")
     patches = drawn["expert_overlays"]
     yield Block(
-        "Which expert sees which patch",
-        pictures=patches,
-        folded=True,
-        finding=neighbours(phase.first(Result)),
+        "Which expert sees which patch", pictures=patches, finding=neighbours(phase.first(Result))
     )
-    yield Block("Corresponding patches", pictures=crops(phase), folded=True, about="match_top1")
+    yield Block("Corresponding patches", pictures=crops(phase), about="match_top1")
     yield Block(
         "Agreement with the teacher by layer",
         pictures=agreement_by_layer(phase),
-        folded=True,
         about="teacher_agreement",
     )
     yield Block(
         "Other thresholds and other k at test time",
         pictures=sweeps(phase),
-        folded=True,
         finding=swept_most(
             {method: swept(result, "k", "score") for method, result in phase.first(Result).items()},
             phase.task.score,

@@ -46,7 +46,7 @@ class Shown(NamedTuple):
         known = column_context(phase, self.result)
         named = [column for entry in self.columns for column in entry.columns(known)]
         about = next((column.name for column in named if column.better), "")
-        return [Block(title, pictures=drawn, folded=True, about=about)]
+        return [Block(title, pictures=drawn, about=about)]
 
 
 def each_method(phase: Phase, kind: type[Config], figures: Draw) -> list[Picture]:

@@ -120,9 +120,9 @@ def part(phase: Phase) -> Iterator[Block]:
 
     drawn = draw_method_curves(phase, Result, changes, changed, "Mean over MoE layers.")
     drawn += draw_method_curves(phase, Result, scores_of, scores, f"{images} test images.")
-    yield Block("Noise", pictures=drawn, folded=True, about="noise_selection_change")
+    yield Block("Noise", pictures=drawn, about="noise_selection_change")
     title = "Predictions along a ramp, and patches under noise"
-    yield Block(title, pictures=each_method(phase, Result, figures), folded=True, about="jumps")
+    yield Block(title, pictures=each_method(phase, Result, figures), about="jumps")
 
 
 @styled

@@ -50,22 +50,17 @@ NOTES = {
 }
 
 
-def test_hits(model: Measured) -> np.ndarray | None:
-    """Which test images (N,) are right; the calibration keeps them."""
-    trained = model.of(Outcome)
-    calibrated = model.of(calibration.Result)
-    if trained is None or calibrated is None:
-        return None
-    return trained.task.decode_scores(calibrated.scores, calibrated.test_images).numpy()
+def hits_of(name: str) -> Callable[[Measured], np.ndarray | None]:
+    """Return what reads which test images (N,) are right by these scores of the calibration."""
 
+    def read(model: Measured) -> np.ndarray | None:
+        trained, calibrated = model.of(Outcome), model.of(calibration.Result)
+        scores = getattr(calibrated, name, None)
+        if trained is None or calibrated is None or scores is None:
+            return None
+        return trained.task.decode_scores(scores, calibrated.test_images).numpy()
 
-def top5_hits(model: Measured) -> np.ndarray | None:
-    """Of which test images (N,) the class is among the five largest."""
-    trained = model.of(Outcome)
-    calibrated = model.of(calibration.Result)
-    if trained is None or calibrated is None or calibrated.top5 is None:
-        return None
-    return trained.task.decode_scores(calibrated.top5, calibrated.test_images).numpy()
+    return read
 
 
 def scored(seen: Seen) -> list[Column]:
@@ -83,7 +78,7 @@ def scored(seen: Seen) -> list[Column]:
             score.better,
             score.form,
             NOTES.get(score.name, ""),
-            hits=test_hits if share else None,
+            hits=hits_of("scores") if share else None,
             items=lambda result: decode_items(result.test_items),
             limits=limits_of(score),
         )
@@ -198,7 +193,7 @@ COLUMNS = (
         "higher",
         "share",
         "Acc@5: the class is among the five largest; none of five classes or fewer",
-        hits=top5_hits,
+        hits=hits_of("top5"),
         limits="wilson",
     ),
     *regions.COLUMNS,
@@ -225,12 +220,12 @@ def part(phase: Phase) -> Iterator[Block]:
     caption = "One line per seed." if phase.seeds > 1 else ""
     drawn = Picture(chart, f"{phase.name}: training", caption)
     score = f"test_{key_of(phase.task.score)}"
-    yield Block("Training", pictures=[drawn], folded=True, about=score)
+    yield Block("Training", pictures=[drawn], about=score)
     yield agreement(phase)
     yield from regions.part(phase)
     maps = each_method(phase, Outcome, routed_classes)
     finding = preferred(phase.first(Outcome))
-    yield Block("Which class goes to which expert", pictures=maps, folded=True, finding=finding)
+    yield Block("Which class goes to which expert", pictures=maps, finding=finding)
     yield confusion(phase)
 
 
@@ -247,7 +242,7 @@ def agreement(phase: Phase) -> Block:
     caption = f"{what} {interval_caption(phase.of(Outcome))}"
     drawn = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
     about = "agreement_with_final"
-    return Block(title, pictures=[drawn], folded=True, about=about)
+    return Block(title, pictures=[drawn], about=about)
 
 
 def confusion(phase: Phase) -> Block:
@@ -267,7 +262,7 @@ def confusion(phase: Phase) -> Block:
         for method, shares in tables.items()
     ]
     finding = commonest(list(tables.values()), classes)
-    return Block("Confusion of classes", tiles=tiles, folded=True, finding=finding)
+    return Block("Confusion of classes", tiles=tiles, finding=finding)
 
 
 def tile(shares: np.ndarray, classes: Sequence[str]) -> Grid:

@@ -33,20 +33,14 @@ def part(phase: Phase) -> Iterator[Block]:
         "A column: the model that scores them. On the diagonal stands the direct attack; below the "
         "other scores their difference from it, with an interval that holds for the whole matrix "
         "at 95 %. An attack from elsewhere that does more harm than the direct one says that the "
-        "direct one is too weak to be believed (Carlini et al., 2019).",
+        "direct one is too weak to be believed (Carlini et al., 2019)."
     ]
     drawn = [Picture(figure, f"{phase.name}: {name}") for name, figure in figures(result)]
     notes = [f"No image is made on {name}: {reason}." for name, reason in result.skipped.items()]
     if phase.seeds > 1:
         notes.append("First seed.")
     yield Block(
-        "Transfer of attacks",
-        words,
-        [printed(result)],
-        drawn,
-        below=notes,
-        folded=True,
-        finding=verdict,
+        "Transfer of attacks", words, [printed(result)], drawn, below=notes, finding=verdict
     )
 
 

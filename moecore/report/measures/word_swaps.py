@@ -116,7 +116,7 @@ def part(phase: Phase) -> Iterator[Block]:
     drawn += draw_method_curves(phase, Result, change_by_percent, look, SPARED)
     keys = [key for result in phase.results(Result)[:1] for key in swaps_of(result)]
     about = f"swapped_ppl_{keys[0]}" if keys else ""
-    yield Block("Swapped words", pictures=drawn, folded=True, about=about)
+    yield Block("Swapped words", pictures=drawn, about=about)
 
 
 def perplexity_by_percent(result: Result) -> dict[float, float]:

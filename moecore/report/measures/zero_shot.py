@@ -49,7 +49,7 @@ def part(phase: Phase) -> Iterator[Block]:
     if unknown:
         words.append(f"Words that the vocabulary does not have, by class: {', '.join(unknown)}.")
     grid = Grid(["method", *names], lines, title="Zero-shot, by class", below=below, small=True)
-    yield Block("Zero-shot", words=words, grids=[grid], folded=True, about="zero_shot_accuracy")
+    yield Block("Zero-shot", words=words, grids=[grid], about="zero_shot_accuracy")
 
 
 def _cell(correct: int, images: int) -> Item:

@@ -6,7 +6,6 @@ as the clean images, is in the page once.
 
 from typing import Any
 
-from moecore.core.config import Config
 from moecore.measure.explorer import Result as Explorer
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN
@@ -89,16 +88,11 @@ def epochs(outcome: Outcome, result: Explorer) -> list[dict[str, Any]]:
             "label": f"epoch {watched.epoch} of {outcome.epochs}",
             "picture": None,
             "origins": None,
-            "trace": plain(watched.trace),
+            "trace": watched.trace.model_dump(mode="json"),
         }
         for watched in outcome.watched
         if watched.images[:number] == result.images
     ]
-
-
-def plain(part: Config) -> dict[str, Any]:
-    """As JSON has it."""
-    return part.model_dump(mode="json")
 
 
 def intern_texts(value: Any, pool: dict[str, int], key: str = "") -> Any:

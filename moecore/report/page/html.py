@@ -4,6 +4,7 @@ What it shows is built here, as the objects of ``view``; the templates lay it ou
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
@@ -13,14 +14,15 @@ from moecore.report.figures import overview
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes
 from moecore.report.page.answer import answer_of_claims, describe_phase
-from moecore.report.page.data_card import card_facts
 from moecore.report.page.glossary import WORDS
 from moecore.report.page.sections import join_names, phase_title, pluralize, section_of
 from moecore.report.page.templating import template_environment
-from moecore.report.page.view import Grid, Overview, Page, Section
+from moecore.report.page.view import Grid, Item, Line, Overview, Page, Section
 from moecore.report.quantities import Quantities, quantities
 from moecore.report.references import has_routing
 from moecore.report.tables.comparison import build_table
+
+NAMED = 20  # classes of data: of more only their number is told
 
 
 def render_report(
@@ -119,3 +121,50 @@ def what_was_measured(phase: Phase) -> list[str]:
     if phase.together:
         titles.append("transfer of attacks")
     return [score, *titles]
+
+
+def card_facts(phase: Phase) -> list[Line]:
+    """One row per fact, from the card that `prepare` wrote."""
+    card = phase.card
+    own = (
+        cohort_facts(card)
+        if phase.task.kind == "regression"
+        else image_facts(card, phase.task.answers)
+    )
+    facts = own | {
+        "Licence": card["licence"],
+        "Source": card["source"],
+        "Split seed": str(card["seed"]),
+    }
+    return [Line(Item(name), [Item(words, look="words")]) for name, words in facts.items()]
+
+
+def image_facts(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, str]:
+    """Of pictures with classes."""
+    splits = card["images"].items()
+    return {
+        "Images": ", ".join(f"{split} {count:,}" for split, count in splits),
+        "Classes": ", ".join(classes) if len(classes) <= NAMED else str(len(classes)),
+        "Shape": f"{card['channels']} × {card['size']} × {card['size']}",
+    }
+
+
+def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
+    """Of volumes with ages."""
+    low, high = card["target_range"]
+    unit = card["task"]["unit"]
+    edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
+    return {
+        "Data": "SIMULATED" if card["simulated"] else "scans of people",
+        "Volumes": "; ".join(count_volumes(card, split) for split in card["counts"]),
+        "Ages in training": f"{low:.1f} to {high:.1f} {unit}",
+        "Shape": f"{' × '.join(map(str, card['size']))} voxels of {edges} mm",
+        "Tissue maps": ", ".join(card["regions"]) or "none",
+        "Left out": str(len(card["skipped"])),
+    }
+
+
+def count_volumes(card: Mapping[str, Any], split: str) -> str:
+    """train 60 (F 30, M 30)."""
+    sexes = ", ".join(f"{name} {number}" for name, number in card["counts"][split].items())
+    return f"{split} {card['images'][split]:,} ({sexes})"
