@@ -88,17 +88,10 @@ def draw_curves(axes: Axes, curves: Curves) -> list[End]:
         if not points:
             continue
         look = line_look(index)
-        places = [point.x for point in points]
-        axes.plot(places, [point.value for point in points], label=name, **look)
-        axes.fill_between(
-            places,
-            [point.low for point in points],
-            [point.high for point in points],
-            color=look["color"],
-            alpha=0.13,
-            linewidth=0,
-        )
-        ends.append(End(name, places[-1], points[-1].value, look))
+        places, values, low, high = zip(*points, strict=True)
+        axes.plot(places, values, label=name, **look)
+        axes.fill_between(places, low, high, color=look["color"], alpha=0.13, linewidth=0)
+        ends.append(End(name, places[-1], values[-1], look))
     return ends
 
 

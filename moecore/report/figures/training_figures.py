@@ -82,14 +82,13 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
 
 def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float, float] | None:
     """One logged value over the epochs, where it is known; its last point."""
-    epochs, values = [], []
-    for row in result.curve:
-        epoch, value = row["epoch"], row.get(name)
-        if epoch is not None and value is not None:
-            epochs.append(epoch)
-            values.append(np.exp(value) if result.task.long else value)
+    logged = np.array([(row["epoch"], row.get(name)) for row in result.curve], dtype=float)
+    logged = logged.reshape(-1, 2)
+    epochs, values = logged[np.isfinite(logged).all(axis=1)].T
+    if result.task.long:
+        values = np.exp(values)
     axes.plot(epochs, values, **look)
-    return (epochs[-1], values[-1]) if epochs else None
+    return (epochs[-1], values[-1]) if len(epochs) else None
 
 
 def loss_by_epoch(result: Outcome) -> list[tuple[int, float]]:
@@ -163,13 +162,8 @@ def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
     if not all(lists):
         return []
     epochs = max(len(getattr(result, key) or ()) for result in seeds for key in AGREEMENTS)
-    by_epoch: list[dict[float, float]] = [
-        {
-            epoch: value
-            for epoch, value in enumerate(values, start=1 + epochs - len(values))
-            if value is not None
-        }
-        for values in lists
+    by_epoch: list[dict[float, float | None]] = [
+        dict(enumerate(values, start=1 + epochs - len(values))) for values in lists
     ]
     return points_over_seeds(by_epoch, (0.0, 1.0))
 

@@ -6,13 +6,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moecore.brain.age_errors import AgeErrors, GroupErrors
+from moecore.brain.age_errors import GroupErrors
 from moecore.brain.measured_ages import AgePoints, AgeResult
 from moecore.measure.base import Estimate
 from moecore.report.column import Column, Metric
 from moecore.report.figures.drawing import GUIDE, PALETTE, legend_of, new_figure, styled
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures, Shown, by_name, items_of
+from moecore.report.measures.shown import Figures, Shown, by_name, items_of, read_path
 from moecore.report.page.rows import format_column
 from moecore.report.page.view import Block, Grid, Item, Line
 from moecore.report.tables.cells import read_cell
@@ -43,8 +43,7 @@ def number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]
     """One number of the predictions as they are, or corrected; None where nothing was corrected."""
 
     def read(result: AgeResult) -> Estimate | None:
-        errors: AgeErrors | None = getattr(result, prediction)
-        estimate = None if errors is None else getattr(errors, name)
+        estimate = read_path(f"{prediction}.{name}")(result)
         return estimate if estimate is None or np.isfinite(estimate.value) else None
 
     return read

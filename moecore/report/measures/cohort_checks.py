@@ -12,7 +12,7 @@ from moecore.report.column import Column, decode_items
 from moecore.report.figures.drawing import GUIDE, legend_of, line_look, new_figure, styled
 from moecore.report.measured import Phase
 from moecore.report.measures.region_blocks import GENERALISATION, TISSUES, generalised, mixtures
-from moecore.report.measures.shown import Figures, Shown, each_method
+from moecore.report.measures.shown import Figures, Shown, each_method, read_path
 from moecore.report.page.rows import read_items
 from moecore.report.page.view import NONE, Block, Grid, Item, Line
 from moecore.statistics.intervals import Interval
@@ -61,10 +61,8 @@ def over(more: str, less: str) -> Callable[[Result], Interval | None]:
     """Years by which the probe errs more on one tissue alone than on another."""
 
     def read(result: Result) -> Interval | None:
-        for row in result.order or ():
-            if (row.more, row.less) == (more, less):
-                return Interval(row.difference, row.low, row.high)
-        return None
+        rows = [row for row in result.order or () if (row.more, row.less) == (more, less)]
+        return Interval(rows[0].difference, rows[0].low, rows[0].high) if rows else None
 
     return read
 
@@ -73,11 +71,6 @@ def rescan(result: Result) -> Interval | None:
     """Years between the predictions for two scans of a subject."""
     scans = result.rescan
     return None if scans is None else Interval(scans.mean_abs_difference, scans.low, scans.high)
-
-
-def of_ageing(name: str) -> Callable[[Result], float | None]:
-    """A number of the simulated subjects that age."""
-    return lambda result: None if result.ageing is None else getattr(result.ageing, name)
 
 
 COLUMNS = (
@@ -107,7 +100,7 @@ COLUMNS = (
     Column(
         "monotone",
         "Ageing, rising steps",
-        of_ageing("monotone_share"),
+        read_path("ageing.monotone_share"),
         "higher",
         "share",
         "steps from one age to the next in which the prediction for the same simulated subject "
@@ -117,7 +110,7 @@ COLUMNS = (
     Column(
         "ageing_rank",
         "Ageing, rank correlation",
-        of_ageing("rank_correlation"),
+        read_path("ageing.rank_correlation"),
         "higher",
         note="of age and prediction",
         paper="ages",

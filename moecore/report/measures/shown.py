@@ -65,6 +65,17 @@ def by_name(phase: Phase, kind: type[Config], figures: Draw) -> dict[str, list[P
     return pictures
 
 
+def read_path(path: str) -> Callable[[Any], Any]:
+    """Return what reads a dotted path of a result; None where a step of it is."""
+
+    def read(value: Any) -> Any:
+        for name in path.split("."):
+            value = None if value is None else getattr(value, name)
+        return value
+
+    return read
+
+
 def items_of(name: str) -> Callable[[Any], np.ndarray | None]:
     """Return what reads the items that a result, or its row, keeps under this name."""
     return lambda kept: decode_items(kept.items.get(name))

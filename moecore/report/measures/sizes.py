@@ -58,20 +58,15 @@ def told(result: Result) -> str:
 
 def flat(result: Result) -> dict[str, dict[str, dict[str, float]]]:
     """Model → metric → ours, the paper's, and the difference as a share of the paper's."""
-    comparisons = {}
+    comparisons: dict[str, dict[str, dict[str, float]]] = {}
     for row in result.rows:
-        paper = printed(row).values
-        comparisons[row.name] = {
-            count.metric: compared(value, paper[count.metric])
-            for count in COUNTS
-            if (value := ours(row, count)) is not None and count.metric in paper
-        }
+        comparisons[row.name] = {}
+        for count in COUNTS:
+            value, paper = ours(row, count), printed(row).values.get(count.metric)
+            if value is not None and paper is not None:
+                both = {"ours": value, "paper": paper, "difference": value / paper - 1}
+                comparisons[row.name][count.metric] = both
     return comparisons
-
-
-def compared(value: float, paper: float) -> dict[str, float]:
-    """One number beside the paper's."""
-    return {"ours": value, "paper": paper, "difference": value / paper - 1}
 
 
 def printed(row: SizeRow) -> Reported:
@@ -79,7 +74,7 @@ def printed(row: SizeRow) -> Reported:
     if not row.reported:
         return Reported("cost", row.name, "", {})
     for model in REPORTED:
-        if model.paper == "cost" and model.model == row.reported:
+        if (model.paper, model.model) == ("cost", row.reported):
             return model
     raise ValueError(f"{row.reported} is not in moecore/report/tables/paper_numbers.py under cost")
 
