@@ -209,7 +209,6 @@ def texts_of(values: np.ndarray, least: float = 0.0) -> np.ndarray:
 
 
 def under_attack(curves: Curves, what: str, score: Score) -> Figure:
-    """Scores over epsilon."""
     share = score.form == "share"
     word = score_title(score) if share else "Error"
     top = 1.02 if share else None

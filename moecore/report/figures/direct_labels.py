@@ -37,6 +37,7 @@ def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
     at = sorted(ends, key=lambda end: end.y)
     wanted = [(end.y - low) / (high - low) for end in at]
     right = axes.get_xlim()[1]
+    line = {"arrowstyle": "-", "linewidth": 0.9, "shrinkA": 1, "shrinkB": 2, "alpha": 0.9}
     for end, place in zip(at, spread_heights(wanted, LINE / height), strict=True):
         axes.annotate(
             end.name,
@@ -46,14 +47,7 @@ def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
             va="center",
             fontsize=FONT,
             annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": end.look["color"],
-                "linewidth": 0.9,
-                "shrinkA": 1,
-                "shrinkB": 2,
-                "alpha": 0.9,
-            },
+            arrowprops=line | {"color": end.look["color"]},
         )
     axes.set_xlim(right=right)
 
@@ -122,7 +116,6 @@ def _shared(first: Bbox, second: Bbox) -> float:
 
 
 def _size(figure: Figure, name: str) -> np.ndarray:
-    """Width and height of a name in pixels."""
     text = figure.text(0, 0, name, fontsize=FONT)
     box = text.get_window_extent()
     text.remove()

@@ -55,7 +55,6 @@ def overview_pictures(phase: Phase, quantities: Quantities) -> Iterator[Picture]
 
 
 def overlap_caption(quantities: Quantities, intervals: bool) -> str:
-    """What the overlap is of, and what the lines are."""
     words = ["Lines: 95\u00a0% intervals." if intervals else "One seed: no intervals."]
     if quantities.steady is not None and quantities.steady.remains:
         words.insert(0, "Overlap: IoU of the experts that a token is sent to, with and without.")

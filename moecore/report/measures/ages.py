@@ -55,7 +55,6 @@ def of_median(result: AgeResult) -> float | None:
 
 
 def shares_of_median(result: AgeResult) -> np.ndarray | None:
-    """The items of ``of_median``."""
     errors = items_of("raw")(result)
     return errors / result.median_mae if errors is not None and result.median_mae else None
 
@@ -183,7 +182,6 @@ def table_s1(phase: Phase) -> Grid:
 
 
 def refusals(phase: Phase) -> list[str]:
-    """Which models got no correction, and why."""
     return [
         f"Not corrected: {method}, seed {seed}. {result.refused}"
         for method, seeds in phase.models.items()
@@ -270,7 +268,6 @@ def _groups(axes: Axes, rows: Sequence[GroupErrors]) -> None:
 
 
 def predictions_of(points: AgePoints) -> dict[str, np.ndarray]:
-    """The predictions that there are."""
     known = {name: getattr(points, name) for name in PANELS}
     return {name: np.asarray(ages, float) for name, ages in known.items() if ages is not None}
 

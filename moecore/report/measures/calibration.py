@@ -50,13 +50,11 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """Reliability before and after."""
     curves = {"before": result.before.bins, "after": result.after.bins}
     yield "reliability", reliability_diagram(curves, "Reliability")
 
 
 def part(phase: Phase) -> Iterator[Block]:
-    """Reliability of all methods before and after."""
     first = phase.first(Result)
     fitted = ", ".join(f"{method} {temperature(result)}" for method, result in first.items())
     captions = {

@@ -68,7 +68,6 @@ def over(more: str, less: str) -> Callable[[Result], Interval | None]:
 
 
 def rescan(result: Result) -> Interval | None:
-    """Years between the predictions for two scans of a subject."""
     scans = result.rescan
     return None if scans is None else Interval(scans.mean_abs_difference, scans.low, scans.high)
 
@@ -128,7 +127,6 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """The same simulated subjects as they age."""
     if result.ageing is not None:
         yield "ageing", ageing_curves(result.ageing)
 

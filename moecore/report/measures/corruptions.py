@@ -18,7 +18,6 @@ from moecore.statistics.intervals import Interval
 
 
 def errors_of(result: Result) -> Errors:
-    """Errors by corruption and severity."""
     errors: dict[str, dict[int, float]] = defaultdict(dict)
     for row in result.corruptions:
         errors[row.name][row.severity] = row.error
@@ -43,7 +42,6 @@ def relative(seen: Seen) -> list[Column]:
 
 
 def errors_of_dense(seen: Seen) -> Errors | None:
-    """Means over the seeds of the dense model."""
     by_seed = [errors_of(result) for result in seen.of_dense]
     if not by_seed:
         return None
@@ -84,7 +82,6 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """Error in percent of each corruption at each severity."""
     errors = errors_of(result)
     severities = sorted({row.severity for row in result.corruptions})
     table = np.array(
@@ -123,7 +120,6 @@ def hardest(results: Iterable[Result]) -> str:
 
 
 def printed(result: Result) -> Grid:
-    """The error of each corruption at each severity."""
     severities = sorted({row.severity for row in result.corruptions})
     rows = {
         name.replace("_", " "): [row.get(severity) for severity in severities]
@@ -134,7 +130,6 @@ def printed(result: Result) -> Grid:
 
 
 def by_severity(result: Result) -> dict[float, float]:
-    """severity → mean error over the corruptions."""
     errors = defaultdict(list)
     for row in result.corruptions:
         errors[row.severity].append(row.error)

@@ -1,22 +1,15 @@
 """What a trained model takes for an image (ERMoE, tables S2 and S4)."""
 
-from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 
 from moecore.measure.cost import Result
-from moecore.report.column import Column, Value
+from moecore.report.column import Column
 from moecore.report.measures.shown import Shown
 from moecore.statistics.intervals import Interval
 
 PRODUCTS = "products of matrices and convolutions, a multiplication and an addition as two"
 ROUTING = "MoE layers without their experts"
-
-
-def cost_column(
-    name: str, label: str, read: Callable[[Result], Value], note: str, form: str = "number"
-) -> Column:
-    """No timing is better or worse: it is of this machine, and differs from run to run."""
-    return Column(name, label, read, form=form, note=note, paper="cost", limits="quartiles")
 
 
 def gflops(result: Result) -> float:
@@ -33,38 +26,42 @@ def latency(result: Result) -> Interval:
     return Interval(timed.median, timed.low, timed.high)
 
 
+# No timing is better or worse: it is of this machine, and differs from run to run.
+cost_column = partial(Column, paper="cost", limits="quartiles")
 COLUMNS = (
-    cost_column("gflops", "GFLOPs / image", gflops, PRODUCTS),
-    cost_column("routing_gflops", "GFLOPs of routing", routing_gflops, ROUTING),
-    cost_column("latency_ms", "Latency, ms", latency, "of one image; median and quartiles"),
+    cost_column("gflops", "GFLOPs / image", gflops, note=PRODUCTS),
+    cost_column("routing_gflops", "GFLOPs of routing", routing_gflops, note=ROUTING),
+    cost_column("latency_ms", "Latency, ms", latency, note="of one image; median and quartiles"),
     cost_column(
         "inference_images_per_second",
         "Images / s, inference",
         attrgetter("images_per_second"),
-        "in batches",
-        "count",
+        form="count",
+        note="in batches",
     ),
     cost_column(
         "peak_memory",
         "Peak memory",
         attrgetter("peak_memory_bytes"),
-        "weights and tensors of a batch, without gradients",
-        "bytes",
+        form="bytes",
+        note="weights and tensors of a batch, without gradients",
     ),
-    cost_column("routing_ms", "Routing, ms", attrgetter("routing_ms"), f"of one image; {ROUTING}"),
+    cost_column(
+        "routing_ms", "Routing, ms", attrgetter("routing_ms"), note=f"of one image; {ROUTING}"
+    ),
     cost_column(
         "routing_share",
         "Routing's share",
         attrgetter("routing_share"),
-        "of the time of one image",
-        "share",
+        form="share",
+        note="of the time of one image",
     ),
     cost_column(
         "routing_batch_share",
         "Routing's share, batch",
         attrgetter("routing_batch_share"),
-        "of the time of a batch",
-        "share",
+        form="share",
+        note="of the time of a batch",
     ),
 )
 SHOWN = Shown("cost", "cost", Result, COLUMNS)

@@ -23,7 +23,6 @@ def rows_of(result: Result) -> dict[str, Shots]:
 
 
 def shots_ahead(ahead: Ahead) -> list[str]:
-    """The numbers that are asked for."""
     settings = ahead.study.few_shot or FewShot()
     return [str(one) for one in settings.shots]
 

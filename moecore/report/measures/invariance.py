@@ -14,12 +14,10 @@ AGREEMENT = "tokens whose first expert is the same in the image and its transfor
 
 
 def transforms_of(result: Result) -> dict[str, MovedRow]:
-    """The rows of a result as names of columns have them."""
     return {column_slug(row.name): row for row in result.transforms}
 
 
 def each_transform(column: Column) -> Each:
-    """Return a column for each transform."""
     slugs = [column_slug(name) for name in TRANSFORMS]
     return Each(transforms_of, column, lambda ahead: slugs, lambda key, row: [row.name])
 
@@ -97,14 +95,9 @@ COLUMNS = (
 
 def figures(result: Result) -> Figures:
     """The mean routing of each class, a row per MoE layer."""
-    if not result.class_maps:
-        return
-    layers = len(result.class_maps[0])
-    rows = {
-        f"MoE {layer + 1}": [of_class[layer] for of_class in result.class_maps]
-        for layer in range(layers)
-    }
-    yield "class_maps", expert_maps(rows, result.classes)
+    by_layer = enumerate(zip(*result.class_maps, strict=True), 1)
+    if rows := {f"MoE {layer}": maps for layer, maps in by_layer}:
+        yield "class_maps", expert_maps(rows, result.classes)
 
 
 SHOWN = Shown("invariance", "invariance", Result, COLUMNS, figures)

@@ -18,7 +18,6 @@ NOTES = {
 
 
 def recall_at(way: str) -> Each:
-    """Return the columns of one direction, for each k."""
 
     def rows(result: Result) -> dict[str, Recall]:
         return {str(row.k): row for row in getattr(result, way)}

@@ -1,7 +1,7 @@
 """Scores and routing under attack, attacked pictures, and whether the attacks can be believed."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from moecore.report.figures.charts import (
     under_attack,
 )
 from moecore.report.figures.sheets import Frame, Tile, picture, sheet
-from moecore.report.measured import Measured, Phase
+from moecore.report.measured import Measured, Phase, drop_none
 from moecore.report.measures.shown import Figures, Shown, draw_method_curves, items_of
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
 from moecore.report.references import references
@@ -110,7 +110,6 @@ def items_under(attack: str) -> Callable[[Result], np.ndarray | None]:
 
 
 def attacks_ahead(ahead: Ahead) -> list[str]:
-    """The attacks of a study that is still to be run."""
     return [attack.name for attack in ahead.study.robustness.attacks]
 
 
@@ -154,7 +153,6 @@ def score_under(attack: str, result: Result) -> Column:
 
 
 def words_under(attack: str, score: Score) -> tuple[str, str]:
-    """The label without its epsilon, and the note."""
     if score.form == "share":
         if attack == WORST:
             return "Worst case", "accuracy where an image counts only if no attack broke it"
@@ -244,14 +242,10 @@ def part(phase: Phase) -> Iterator[Block]:
     about = attacked_name(key_of(results[0].task.score), worst)
     yield Block("Robustness", pictures=drawn, about=about)
     yield Block("Attacked pictures", pictures=attacked(phase), about=about)
-    lines = {
-        method: [result.audit for result in seeds] for method, seeds in phase.of(Result).items()
-    }
-    yield audit(lines)
+    yield audit(phase)
 
 
 def curve_of(phase: Phase, attack: str) -> Picture:
-    """One attack, a line per method."""
     seeds = phase.of(Result)
     first = phase.results(Result)[0]
     curves = {
@@ -287,8 +281,8 @@ def draw_layer_changes(phase: Phase, attack: str) -> list[Picture]:
         having = [row for row in rows if layer < len(row.routing_change)]
         return {row.epsilon * PIXEL: row.routing_change[layer] for row in having}
 
-    moves = [measured_curves(result.attacks).get(attack) for result in phase.results(Result)]
-    layers = max((len(rows[-1].routing_change) for rows in moves if rows), default=0)
+    last = [strongest_rows(result).get(attack) for result in phase.results(Result)]
+    layers = max((len(row.routing_change) for row in drop_none(last)), default=0)
     panels = {
         f"MoE {layer + 1}": {
             method: points_over_seeds([changes(result, layer) for result in seeds], (0.0, 1.0))
@@ -329,22 +323,22 @@ def attacked(phase: Phase) -> list[Picture]:
     return pictures
 
 
-def audit(lines: Mapping[str, Sequence[Sequence[Audited]]]) -> Block:
-    """A row per question; lines: method → seed → the audit."""
-    every = [line for seeds in lines.values() for audited in seeds for line in audited]
+def audit(phase: Phase) -> Block:
+    """A row per question."""
+    lines = {
+        method: [line for result in seeds for line in result.audit]
+        for method, seeds in phase.of(Result).items()
+    }
+    every = [line for of_method in lines.values() for line in of_method]
     rows = [
         Line(
             Item(name.replace("_", " ")),
-            [
-                answer([line for audited in seeds for line in audited if line.name == name])
-                for seeds in lines.values()
-            ],
+            [answer([line for line in one if line.name == name]) for one in lines.values()],
         )
         for name in dict.fromkeys(line.name for line in every)
     ]
     grids = [Grid(["Question", *lines], rows)] if rows else []
-    title = "Can the attacks be believed?"
-    return Block(title, grids=grids, finding=tally(every))
+    return Block("Can the attacks be believed?", grids=grids, finding=tally(every))
 
 
 def answer(audited: Sequence[Audited]) -> Item:

@@ -78,7 +78,6 @@ def matched_under(match: str) -> Each:
 
 
 def augmentations_of(result: Result) -> dict[str, AugmentedRow]:
-    """The rows of a result as names of columns have them."""
     return {column_slug(row.name): row for row in result.augmentations}
 
 
@@ -185,7 +184,6 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """Load of the experts, and which expert sees which patch."""
     if result.layers:
         yield "expert_load", expert_load([layer.load for layer in result.layers])
     if result.overlays.shape[0] and result.overlays.grids:

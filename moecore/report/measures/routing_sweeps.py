@@ -26,20 +26,16 @@ def neighbours(first: Mapping[str, Result]) -> str:
     shares = {}
     for method, result in first.items():
         layers = result.overlays.grids
-        same = [row[:, 1:] == row[:, :-1] for row in map(expert_grid, layers[-1] if layers else ())]
-        pairs = [one for one in same if one.size]
-        if pairs:
-            shares[method] = float(np.mean([one.mean() for one in pairs]))
+        grids = map(expert_grid, layers[-1] if layers else ())
+        same = [(row[:, 1:] == row[:, :-1]).mean() for row in grids if row.shape[1] > 1]
+        if same:
+            shares[method] = float(np.mean(same))
     if not shares:
         return ""
-    return f"patches side by side share their expert in {ends_of(shares)} of the pairs"
-
-
-def ends_of(values: Mapping[str, float]) -> str:
-    """40 % (prc) to 61 % (moge)."""
-    least = min(values, key=values.__getitem__)
-    most = max(values, key=values.__getitem__)
-    return " to ".join(f"{100 * values[one]:.0f} % ({one})" for one in dict.fromkeys((least, most)))
+    least = min(shares, key=shares.__getitem__)
+    most = max(shares, key=shares.__getitem__)
+    ends = [f"{100 * shares[one]:.0f} % ({one})" for one in dict.fromkeys((least, most))]
+    return f"patches side by side share their expert in {' to '.join(ends)} of the pairs"
 
 
 def swept_most(scores: Mapping[str, Mapping[float, float]], score: Score) -> str:
@@ -63,21 +59,16 @@ def preferred(first: Mapping[str, Outcome]) -> str:
     """The class and the expert that belong together most, in the last MoE layer and epoch."""
     most = (0.0, "")
     for method, result in first.items():
-        if not result.class_maps:
-            continue
-        last = list(result.class_maps.values())[-1]
-        maps = np.array([layers[-1] for layers in last], dtype=float)  # (classes, experts)
-        if not np.isfinite(maps).any():
-            continue
-        label, expert = np.unravel_index(np.nanargmax(maps), maps.shape)
-        share = float(maps[label, expert])
-        words = f"{result.task.classes[label]} for expert {expert} of {method}"
-        most = max(most, (share, words))
-    if not most[1]:
+        for layers in list(result.class_maps.values())[-1:]:
+            maps = np.array([of_class[-1] for of_class in layers], dtype=float)
+            if np.isfinite(maps).any():
+                label, expert = np.unravel_index(np.nanargmax(maps), maps.shape)
+                words = f"{result.task.classes[label]} for expert {expert} of {method}"
+                most = max(most, (float(maps[label, expert]), words))
+    share, words = most
+    if not words:
         return ""
-    return (
-        f"the strongest preference is that of {most[1]} ({100 * most[0]:.0f} % of its probability)"
-    )
+    return f"the strongest preference is that of {words} ({100 * share:.0f} % of its probability)"
 
 
 FIGURES = {"threshold": "S3", "k": "S5"}  # of ERMoE's supplement
@@ -154,7 +145,6 @@ def slug_of(tried: float) -> str:
 
 
 def layers_of(result: Result) -> dict[str, RoutingLayer]:
-    """The MoE layers, from 1."""
     return {str(place): layer for place, layer in enumerate(result.layers, 1)}
 
 
@@ -176,13 +166,11 @@ def by_layer(
 
 
 def scores_over_k(seen: Seen) -> list[Column]:
-    """The task's score with each k at test time."""
     score = seen.task.score
     return swept_columns("k", "score", score_title(score), score.better, score.form).columns(seen)
 
 
 def scores_ahead(ahead: Ahead) -> list[str]:
-    """The names of those columns."""
     return [f"score_k_{value}" for value in ahead.study.routing.sweeps.k]
 
 

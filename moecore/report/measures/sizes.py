@@ -35,12 +35,10 @@ TICKS = (-100, -10, -1, 0, 1, 10, 100)  # %
 
 
 def figures(result: Result) -> Figures:
-    """How far every number is from the paper's."""
     yield "difference_from_the_papers", differences(result)
 
 
 def section(result: Result) -> Iterator[Block]:
-    """The table, then the figure."""
     yield Block("Ours beside the papers'", grids=[grid(result)])
     drawn = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
     yield Block("Difference from the papers' numbers", pictures=drawn)
@@ -110,13 +108,11 @@ def cell(row: SizeRow, count: Count) -> Item:
 
 
 def reason(row: SizeRow) -> Item:
-    """Why it could not be built, or where it differs."""
     words = f"Needs {row.needs}. {row.why}".strip() if row.needs else row.why
     return Item(words, look="reason") if words else EMPTY
 
 
 def number(value: float, count: Count) -> str:
-    """A number of the paper's unit as it is shown."""
     return f"{value * count.shown:,.{count.places}f}"
 
 

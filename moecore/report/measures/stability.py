@@ -43,7 +43,6 @@ def in_noise(read: Callable[[NoiseRow], Any]) -> Callable[[Result], Any]:
 
 
 def scored(seen: Seen) -> list[Column]:
-    """The task's score under noise."""
     known = seen.task.score
     return [
         Column(
@@ -95,7 +94,6 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """A few ramps, and patches under noise."""
     if result.ramp.shown:
         yield "noise_ramp", noise_ramp(result.ramp)
     if result.overlays:

@@ -1,6 +1,7 @@
 """What trainings came to: scores on the test split, curves, how the routing settles, mistakes."""
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -64,7 +65,6 @@ def hits_of(name: str) -> Callable[[Measured], np.ndarray | None]:
 
 
 def scored(seen: Seen) -> list[Column]:
-    """Return the score on the test split."""
     score = seen.task.score
     share = score.form == "share"
     label = score.label.capitalize() if score.name == "precision_at_1" else f"Test {score.label}"
@@ -98,27 +98,14 @@ def throughput(seen: Seen) -> list[Column]:
     what = "Images" if seen.task.score.form == "share" else "Volumes"
     if seen.task.long:
         what = "Blocks"
-    return [
-        Column(
-            "images_per_second",
-            f"{what} / s",
-            lambda result: result.images_per_second,
-            form="count",
-            note="while training",
-        )
-    ]
+    name = "images_per_second"
+    return [Column(name, f"{what} / s", attrgetter(name), form="count", note="while training")]
 
 
 def halfway(result: Outcome) -> float | None:
     """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
     agreements = result.agreement_with_final
     return agreements[(len(agreements) - 1) // 2] if agreements else None
-
-
-def last(result: Outcome) -> float | None:
-    """Between the last two epochs."""
-    agreements = result.agreement_consecutive
-    return agreements[-1] if agreements else None
 
 
 def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
@@ -155,7 +142,7 @@ COLUMNS = (
     Column(
         "agreement_consecutive",
         "Agreement of epochs",
-        last,
+        lambda result: (result.agreement_consecutive or (None,))[-1],
         "higher",
         "share",
         "tokens, between the last two epochs",
@@ -209,7 +196,6 @@ def figures(result: Outcome) -> Figures:
 
 
 def routed_classes(result: Outcome) -> Figures:
-    """How each class is routed, where the training looked."""
     if result.class_maps:
         yield "class_maps", class_maps(result)
 
@@ -230,7 +216,6 @@ def part(phase: Phase) -> Iterator[Block]:
 
 
 def agreement(phase: Phase) -> Block:
-    """How the routing settles."""
     curves = {
         name: {method: agreement_points(seeds, name) for method, seeds in phase.of(Outcome).items()}
         for name in AGREEMENTS
@@ -288,8 +273,6 @@ def mistakes(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
 
 def commonest(tables: Sequence[np.ndarray], classes: Sequence[str]) -> str:
     """The commonest mistake of all methods; "" where none was made."""
-    if not tables:
-        return ""
     worst = next(mistakes(np.mean(tables, axis=0)), None)
     if worst is None:
         return "no test image was taken for another class"

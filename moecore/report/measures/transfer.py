@@ -16,7 +16,6 @@ from moecore.report.tables.number_format import NumberFormat, format_epsilon, wi
 
 
 def figures(result: Result) -> Figures:
-    """The matrix in colour."""
     if result.cells:
         yield "transfer", matrix(result)
 
@@ -45,7 +44,6 @@ def part(phase: Phase) -> Iterator[Block]:
 
 
 def printed(result: Result) -> Grid:
-    """The matrix as a table."""
     cells = by_pair(result)
     form = result.task.score.form
     lines = [

@@ -45,7 +45,6 @@ class Swapped(NamedTuple):
 
 
 def perplexities(seen: Seen) -> list[Column]:
-    """Of text."""
     return list(PERPLEXITIES) if seen.task.long else []
 
 
@@ -55,12 +54,10 @@ def key_of(share: float) -> str:
 
 
 def swaps_of(result: Result) -> dict[str, Swapped]:
-    """What was measured, by the percentage of words."""
     return {key_of(row.share): Swapped(row, result.nats.value) for row in result.rows}
 
 
 def swaps_ahead(ahead: Ahead) -> list[str]:
-    """The percentages that are asked for."""
     settings = ahead.study.word_swaps or WordSwaps()
     return [key_of(share) for share in settings.shares]
 
@@ -120,7 +117,6 @@ def part(phase: Phase) -> Iterator[Block]:
 
 
 def perplexity_by_percent(result: Result) -> dict[float, float]:
-    """By the percentage of words, from the clean text on."""
     return {0.0: result.perplexity} | {100 * row.share: row.perplexity for row in result.rows}
 
 

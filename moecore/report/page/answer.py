@@ -51,7 +51,6 @@ def _asked(questions: Sequence[Evaluated]) -> str:
 
 
 def _judged(evaluated: Sequence[Evaluated]) -> str:
-    """The claims by their verdicts."""
     parts = []
     for name, (one, many) in VERDICTS.items():
         if claims := [claim for claim in evaluated if claim.verdict == name]:
@@ -105,7 +104,6 @@ def _routing(phase: Phase, quantities: Quantities) -> str:
 
 
 def _scores(quantities: Quantities, dense: Collection[str], one_seed: bool) -> list[str]:
-    """Whether a method is ahead on clean data, and under attack."""
     both = drop_none((quantities.score, quantities.attacked))
     if len(both) == 2 and all(quantity.leader is None for quantity in both):
         tie = f"no method {SCORES.get(both[0].column.form, ERRORS)[0]}, clean or attacked"
@@ -127,7 +125,6 @@ def _score(quantity: Quantity, dense: Collection[str]) -> str:
 
 
 def _alone(quantities: Quantities) -> Iterable[str]:
-    """The scores of the only method."""
     for quantity in drop_none((quantities.score, quantities.attacked)):
         method = next(iter(quantity.cells))
         measured = leader_value(quantity, method)

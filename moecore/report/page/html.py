@@ -38,16 +38,16 @@ def render_report(
 
 
 def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
-    """All that the page says."""
-    tables = {name: build_table(results, phase) for name, phase in results.phases.items()}
-    known = {
-        name: quantities(phase, tables[name], results.controls)
-        for name, phase in results.phases.items()
-    }
     sections = [claims_section(evaluated)] if evaluated else []
-    sections += [
-        section_of(results, phase, tables[phase.name]) for phase in results.phases.values()
-    ]
+    overviews = []
+    facts = []
+    known = {}
+    for name, phase in results.phases.items():
+        table = build_table(results, phase)
+        known[name] = quantities(phase, table, results.controls)
+        overviews.append(overview_of(results, phase, known[name]))
+        sections.append(section_of(results, phase, table))
+        facts.append(Grid((), card_facts(phase), title=phase_title(phase)))
     if linear := results.alone.get(LinearExperts):
         blocks = list(linear_experts.section(linear))
         sections.append(Section("linear_experts", "Linear experts", "Linear experts", (), blocks))
@@ -58,14 +58,9 @@ def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
         simulated=", ".join(results.simulated),
         answer=answer_title(results, known, evaluated),
         opening=opening_words(results),
-        overviews=[
-            overview_of(results, phase, known[phase.name]) for phase in results.phases.values()
-        ],
+        overviews=overviews,
         sections=sections,
-        facts=[
-            Grid((), card_facts(phase), title=phase_title(phase))
-            for phase in results.phases.values()
-        ],
+        facts=facts,
         settings=results.settings,
         words=WORDS,
     )
@@ -111,13 +106,8 @@ def opening_words(results: Results) -> str:
 
 
 def what_was_measured(phase: Phase) -> list[str]:
-    """The score, and what any model of the phase has."""
     score = "accuracy" if phase.task.score.form == "share" else "error"
-    titles = [
-        shown.title
-        for shown in SHOWN
-        if shown.stage and any(model.of(shown.result) for model in phase.every)
-    ]
+    titles = [shown.title for shown in SHOWN if shown.stage and phase.results(shown.result)]
     if phase.together:
         titles.append("transfer of attacks")
     return [score, *titles]
@@ -140,7 +130,6 @@ def card_facts(phase: Phase) -> list[Line]:
 
 
 def image_facts(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, str]:
-    """Of pictures with classes."""
     splits = card["images"].items()
     return {
         "Images": ", ".join(f"{split} {count:,}" for split, count in splits),
@@ -150,7 +139,6 @@ def image_facts(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, 
 
 
 def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
-    """Of volumes with ages."""
     low, high = card["target_range"]
     unit = card["task"]["unit"]
     edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])

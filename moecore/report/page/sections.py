@@ -34,7 +34,16 @@ def section_of(results: Results, phase: Phase, compared: Table) -> Section:
     """The numbers of a phase, then a folded part for each measurement."""
     columns = {metric.name: metric.column for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
-    blocks = number_blocks(results, phase, compared, controls)
+    first = [columns[name] for name in first_columns(phase, columns)]
+    blocks = [
+        Block(
+            "",
+            grids=[by_method(first, compared.cells, controls)],
+            marks=describe_marks(results, phase, compared, controls),
+            below=[describe_intervals(compared)],
+        ),
+        by_paper(list(columns.values()), compared.cells, controls),
+    ]
     shown = [one for one in SHOWN if one.applies(phase.task) and phase.results(one.result)]
     folded = [block for one in shown for block in one.blocks(phase)]
     if phase.name == next(iter(results.phases)):
@@ -83,29 +92,10 @@ def left_out(phase: Phase) -> Block:
 
 
 def full_table_block(compared: Table) -> Block:
-    """The table of everything."""
     columns = [metric.column for metric in compared.metrics]
     told = f"{pluralize(len(columns), 'metric')} of {pluralize(len(compared.cells), 'method')}"
     grids = [by_metric(columns, compared.cells)]
     return Block("All measurements", grids=grids, finding=told)
-
-
-def number_blocks(
-    results: Results, phase: Phase, compared: Table, controls: Collection[str]
-) -> list[Block]:
-    """The headline, and the tables of the papers."""
-    columns = {metric.name: metric.column for metric in compared.metrics}
-    first = [columns[name] for name in first_columns(phase, columns)]
-    grid = by_method(first, compared.cells, controls)
-    return [
-        Block(
-            "",
-            grids=[grid],
-            marks=describe_marks(results, phase, compared, controls),
-            below=[describe_intervals(compared)],
-        ),
-        by_paper(list(columns.values()), compared.cells, controls),
-    ]
 
 
 def describe_marks(
@@ -127,7 +117,6 @@ def describe_marks(
 
 
 def describe_intervals(compared: Table) -> str:
-    """What the limits below the values are."""
     cells = [cell for row in compared.cells.values() for cell in row.values() if cell]
     kinds = {cell.kind for cell in cells}
     how = ", ".join(text for kind, text in KINDS.items() if kind in kinds)
@@ -140,7 +129,6 @@ def describe_intervals(compared: Table) -> str:
 
 
 def phase_title(phase: Phase) -> str:
-    """A phase and its data."""
     return f"{TITLES.get(phase.name, phase.name)} on {phase.card['name']}"
 
 

@@ -61,7 +61,6 @@ class Grid(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether the rows are many."""
         return len(self.lines) > 8
 
     @property
