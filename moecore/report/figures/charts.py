@@ -65,7 +65,7 @@ def points_over_seeds(
 ) -> list[Point]:
     """One point for each x that has a value in all seeds; each seed maps x to a value."""
     points = []
-    for x in seeds[0] if seeds else ():
+    for x in next(iter(seeds), {}):
         values = drop_none(of_seed.get(x) for of_seed in seeds)
         if len(values) == len(seeds):
             points.append(point(x, mean_over_seeds(values), limits))
@@ -74,8 +74,9 @@ def points_over_seeds(
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
     """Return what the bands of ``points_over_seeds`` are, in words; of one seed there are none."""
-    several = any(len(of_method) > 1 for of_method in seeds.values())
-    return "Bands: 95 % intervals over seeds." if several else "One seed."
+    if any(len(of_method) > 1 for of_method in seeds.values()):
+        return "Bands: 95 % intervals over seeds."
+    return "One seed."
 
 
 def draw_curves(axes: Axes, curves: Curves) -> list[End]:
@@ -209,16 +210,16 @@ def texts_of(values: np.ndarray, least: float = 0.0) -> np.ndarray:
 
 
 def under_attack(curves: Curves, what: str, score: Score) -> Figure:
-    share = score.form == "share"
-    word = score_title(score) if share else "Error"
-    top = 1.02 if share else None
-    y = score_title(score) + unit_of(score)
-    return curves_chart(curves, Look(f"{word} under {what}", f"ε in 1/{PIXEL}", y, share, top))
+    title = score_title(score)
+    look = Look(f"Error under {what}", f"ε in 1/{PIXEL}", title + unit_of(score))
+    if score.form == "share":
+        look = look._replace(title=f"{title} under {what}", share=True, top=1.02)
+    return curves_chart(curves, look)
 
 
 def attack_points(seeds: Sequence[Sequence[LeftScores]], score: Score) -> list[Point]:
     """One point per epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
-    limits = (0.0, 1.0 if score.form == "share" else np.inf)
+    limits = {"share": (0.0, 1.0)}.get(score.form, (0.0, np.inf))
     points = []
     for rows in zip(*seeds, strict=True):
         interval = Interval(rows[0].score, rows[0].low, rows[0].high)

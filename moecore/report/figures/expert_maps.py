@@ -128,27 +128,28 @@ def read_images(stored: Overlays, captions: Sequence[Sequence[Read]], experts: i
     figure.set_layout_engine("none")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, size[0] / SIDE), ylim=(size[1] / SIDE, 0), aspect="auto")
-    colours = expert_colours(stored.experts) if stored.experts else []
+    colours = expert_colours(stored.experts)
     for row, image in enumerate(images):
         grids = [expert_grid(layer[row]) for layer in stored.grids[-1:]]
         put(axes, expert_tile(image, grids[0], colours) if grids else Tile(picture(image)), 0, row)
         if captions[row]:
-            write(axes, captions[row][-1], row, expert_colours(experts) if experts else [])
+            write_words(axes, captions[row][-1], row, expert_colours(experts))
     strip_axes(axes)
     return figure
 
 
-def write(axes: Axes, words: Read, row: int, colours: Sequence[str]) -> None:
+def write_words(axes: Axes, words: Read, row: int, colours: Sequence[str]) -> None:
     """Words one after another, in as many lines as they need."""
     left, line = 0.0, 0
     for word, expert in words:
-        text = f"{word}{str(expert).translate(BELOW)}" if expert >= 0 else word
+        text = word
+        box = {"boxstyle": "round,pad=0.2", "linewidth": 0, "facecolor": "none"}
+        if expert >= 0:
+            text += str(expert).translate(BELOW)
+            box |= {"facecolor": colours[expert], "alpha": 0.45}
         width = LETTER * (len(text) + 1.5)
         if left + width > WIDE - 0.2 and left:
             left, line = 0.0, line + 1
-        box = {"boxstyle": "round,pad=0.2", "linewidth": 0, "facecolor": "none"}
-        if expert >= 0:
-            box |= {"facecolor": colours[expert], "alpha": 0.45}
         x, y = (SIDE + 0.15 + left) / SIDE, row + (0.12 + LINE * line) / SIDE
         axes.text(x, y, text, fontsize=8, family="monospace", va="center", bbox=box)
         left += width

@@ -29,10 +29,10 @@ Looks = Mapping[str, Mapping[str, Any]]
 
 def overview_pictures(phase: Phase, quantities: Quantities) -> Iterator[Picture]:
     """Score against score under attack, then steadiness and cost method by method."""
-    looks = {}
-    for number, method in enumerate(phase.models):
-        look = line_look(number)
-        looks[method] = {"color": look["color"], "marker": look["marker"]}
+    looks = {
+        method: {key: line_look(number)[key] for key in ("color", "marker")}
+        for number, method in enumerate(phase.models)
+    }
     rest = [quantities.steady, quantities.cost]
     if quantities.score is not None and quantities.attacked is not None:
         corner = BEST[quantities.score.column.better]
@@ -154,10 +154,9 @@ def print_values(axes: Axes, quantity: Quantity, methods: Sequence[str]) -> None
             text = f"{value:,.{scaled.places}f}"
             if quantity.column.form == "share":
                 text = quantity.format.value(value)
-            side = "right" if value > middle else "left"
-            look = {"ha": side, "va": "bottom", "fontsize": 8}
-            offset = (4 if side == "right" else -4, 7)
-            axes.annotate(text, (value, place), offset, textcoords="offset points", **look)
+            side, shift = {True: ("right", 4), False: ("left", -4)}[value > middle]
+            look = {"ha": side, "va": "bottom", "fontsize": 8, "textcoords": "offset points"}
+            axes.annotate(text, (value, place), (shift, 7), **look)
 
 
 def panel_title(quantity: Quantity) -> str:
@@ -177,11 +176,15 @@ def limits_with_margin(
     low = min(ends)
     high = max(ends)
     room = ROOM * ((high - low) or abs(high) or 1.0)
-    first = low if from_zero and low >= 0 else low - room
+    first = low - room
     last = high + room
+    if from_zero and low >= 0:
+        first = low
     if form == "share":
         first = max(first, -0.02)
-        last = 1.03 if from_zero else min(last, 1.03)
+        last = min(last, 1.03)
+    if form == "share" and from_zero:
+        last = 1.03
     return first, last
 
 

@@ -49,14 +49,14 @@ def number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]
     return read
 
 
-def of_median(result: AgeResult) -> float | None:
+def of_median(result: AgeResult) -> float:
     """The error as a share of the median predictor's."""
-    return result.raw.mae.value / result.median_mae if result.median_mae else None
+    return result.raw.mae.value / result.median_mae
 
 
 def shares_of_median(result: AgeResult) -> np.ndarray | None:
     errors = items_of("raw")(result)
-    return errors / result.median_mae if errors is not None and result.median_mae else None
+    return None if errors is None else errors / result.median_mae
 
 
 COLUMNS = (
@@ -245,8 +245,9 @@ def name_panels(
     """Return the figure with a title that says where volumes are simulated, and one legend."""
     panels[0].set_ylabel(label)
     legend_of(figure, panels[0])
-    words = f"{title} (simulated data)" if result.simulated else title
-    figure.suptitle(words, fontsize=11, fontweight="bold")
+    if result.simulated:
+        title += " (simulated data)"
+    figure.suptitle(title, fontsize=11, fontweight="bold")
     return figure
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
 from moecore.report.column import Column, decode_items
 from moecore.report.figures.drawing import GUIDE, legend_of, line_look, new_figure, styled
-from moecore.report.measured import Phase
+from moecore.report.measured import Phase, drop_none
 from moecore.report.measures.region_blocks import GENERALISATION, TISSUES, generalised, mixtures
 from moecore.report.measures.shown import Figures, Shown, each_method, read_path
 from moecore.report.page.rows import read_items
@@ -37,7 +37,7 @@ def of_tissue(name: str, read: Callable[[TissueErrors], Any]) -> Callable[[Resul
     """Return what reads the errors with one tissue left; None where they were not measured."""
 
     def read_errors(result: Result) -> Any:
-        errors = result.whole if name == WHOLE else (result.isolated or {}).get(name)
+        errors = {WHOLE: result.whole, **(result.isolated or {})}.get(name)
         return None if errors is None else read(errors)
 
     return read_errors
@@ -62,7 +62,7 @@ def over(more: str, less: str) -> Callable[[Result], Interval | None]:
 
     def read(result: Result) -> Interval | None:
         rows = [row for row in result.order or () if (row.more, row.less) == (more, less)]
-        return Interval(rows[0].difference, rows[0].low, rows[0].high) if rows else None
+        return next((Interval(row.difference, row.low, row.high) for row in rows), None)
 
     return read
 
@@ -153,7 +153,7 @@ def part(phase: Phase) -> Iterator[Block]:
     yield Block(
         "Tissues alone, ageing, rescans",
         words=[f"Probe: {PROBE}."] if probed else [],
-        grids=[] if grid is None else [grid],
+        grids=drop_none([grid]),
         pictures=each_method(phase, Result, figures),
         below=[f"Not checked, {name}: {reason}." for name, reason in reasons.items()],
         about="isolated_gm",

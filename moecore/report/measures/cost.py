@@ -12,7 +12,7 @@ PRODUCTS = "products of matrices and convolutions, a multiplication and an addit
 ROUTING = "MoE layers without their experts"
 
 
-def gflops(result: Result) -> float:
+def model_gflops(result: Result) -> float:
     return result.flops_per_image * 1e-9
 
 
@@ -29,7 +29,7 @@ def latency(result: Result) -> Interval:
 # No timing is better or worse: it is of this machine, and differs from run to run.
 cost_column = partial(Column, paper="cost", limits="quartiles")
 COLUMNS = (
-    cost_column("gflops", "GFLOPs / image", gflops, note=PRODUCTS),
+    cost_column("gflops", "GFLOPs / image", model_gflops, note=PRODUCTS),
     cost_column("routing_gflops", "GFLOPs of routing", routing_gflops, note=ROUTING),
     cost_column("latency_ms", "Latency, ms", latency, note="of one image; median and quartiles"),
     cost_column(

@@ -17,7 +17,7 @@ NOTE = (
 LEAKY = "the same with the penalty that is best on the test images themselves: too good"
 
 
-def rows_of(result: Result) -> dict[str, Shots]:
+def shots_of(result: Result) -> dict[str, Shots]:
     """The numbers of images per class, without those that the smallest class does not have."""
     return {str(row.shots): row for row in result.rows}
 
@@ -29,7 +29,7 @@ def shots_ahead(ahead: Ahead) -> list[str]:
 
 COLUMNS = (
     Each(
-        rows_of,
+        shots_of,
         Column(
             "few_shot_{}",
             "{}-shot accuracy",
@@ -44,7 +44,7 @@ COLUMNS = (
         shots_ahead,
     ),
     Each(
-        rows_of,
+        shots_of,
         Column(
             "few_shot_{}_leaky",
             "{}-shot accuracy, penalty chosen on test (leaky)",

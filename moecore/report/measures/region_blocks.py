@@ -169,7 +169,7 @@ def generalised(phase: Phase) -> Grid | None:
         for words, path in TRIED.items():
             items = []
             for name, label in NUMBERS.items():
-                form = "number" if name == "over_chance" else "share"
+                form = {"over_chance": "number"}.get(name, "share")
                 read = read_path(f"generalisation.{path}.{name}")
                 column = Column(name, label, read, form=form)
                 items += read_items(column, CohortChecks, {method: seeds})
@@ -198,7 +198,7 @@ def mixtures(result: GeneralisationResult, method: str) -> Grid:
     two_decimals = NumberFormat("number", 2)
     below = "Rank correlation of a tissue's share of a cube and its expert's score"
     for name, volumes in {"whole volumes": result.test, "other generator": result.other}.items():
-        ranks = {} if volumes is None else volumes.correlation
+        ranks = getattr(volumes, "correlation", {})
         values = [
             f"{tissue.upper()} {two_decimals.value(rank.value)}" for tissue, rank in ranks.items()
         ]

@@ -82,7 +82,7 @@ def figures(result: Result) -> Figures:
     """A few images beside their captions, where a tower has experts."""
     stored = result.overlays
     if stored is not None and (stored.grids or result.layers):
-        experts = len(result.layers[0].words[0].experts) if result.layers else 0
+        experts = next((len(layer.words[0].experts) for layer in result.layers), 0)
         yield "images_and_words", read_images(stored, result.captions_read, experts)
 
 
@@ -106,7 +106,7 @@ def part(phase: Phase) -> Iterator[Block]:
 
 def words_grid(layer: TextLayer, title: str, short: str) -> Grid:
     """Words down, experts across, deeper where more of the word's occurrences go."""
-    experts = range(len(layer.words[0].experts)) if layer.words else range(0)
+    experts = [number for word in layer.words[:1] for number, _ in enumerate(word.experts)]
     lines = [
         Line(
             Item(word.word, small=f"{word.count:,}"),

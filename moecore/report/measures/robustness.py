@@ -75,7 +75,7 @@ def attack_title(name: str) -> str:
     return " ".join(word.upper() if word in ACRONYMS else word for word in words)
 
 
-def strongest(result: Result, attack: str) -> str:
+def largest_epsilon(result: Result, attack: str) -> str:
     """The largest epsilon of an attack: 8/255."""
     return format_epsilon(rows_of(result, attack)[-1].epsilon)
 
@@ -93,7 +93,7 @@ def hits_under(model: Measured, attack: str) -> np.ndarray | None:
 
 def left_under(result: Result, attack: str) -> np.ndarray | None:
     """The scores (N,) at the largest epsilon, of the worst case whatever the attack; or None."""
-    names = attacks_of(result) if attack == WORST else [attack]
+    names = {WORST: attacks_of(result)}.get(attack, [attack])
     last = [rows_of(result, name)[-1] for name in names if rows_of(result, name)]
     return worst_scores(result.task, last, result.images).numpy() if last else None
 
@@ -115,7 +115,8 @@ def attacks_ahead(ahead: Ahead) -> list[str]:
 
 def attacked_name(score: str, attack: str) -> str:
     """Return the name of the column of a score, as names of columns have it, under an attack."""
-    return f"{score}_{attack}" if score == "accuracy" else f"attacked_{score}_{attack}"
+    beginning = {"accuracy": ""}.get(score, "attacked_")
+    return f"{beginning}{score}_{attack}"
 
 
 def scores_under_attack(seen: Seen) -> list[Column]:
@@ -133,14 +134,14 @@ def score_under(attack: str, result: Result) -> Column:
     """The score at the largest epsilon of an attack, or of the worst of them for each image."""
 
     def read(result: Result) -> Interval | None:
-        rows = rows_of(result, attack)
-        return Interval(rows[-1].score, rows[-1].low, rows[-1].high) if rows else None
+        last = rows_of(result, attack)[-1:]
+        return next((Interval(row.score, row.low, row.high) for row in last), None)
 
     score = result.task.score
     title, note = words_under(attack, score)
     return Column(
         attacked_name(key_of(score), attack),
-        f"{title}, ε\u00a0=\u00a0{strongest(result, attack)}",  # never broken into two lines
+        f"{title}, ε\u00a0=\u00a0{largest_epsilon(result, attack)}",  # never broken into two lines
         read,
         score.better,
         score.form,
@@ -241,8 +242,8 @@ def part(phase: Phase) -> Iterator[Block]:
     worst = WORST if results[0].worst_case else attacks[-1]
     about = attacked_name(key_of(results[0].task.score), worst)
     yield Block("Robustness", pictures=drawn, about=about)
-    yield Block("Attacked pictures", pictures=attacked(phase), about=about)
-    yield audit(phase)
+    yield Block("Attacked pictures", pictures=draw_attacked_images(phase), about=about)
+    yield audit_block(phase)
 
 
 def curve_of(phase: Phase, attack: str) -> Picture:
@@ -252,7 +253,7 @@ def curve_of(phase: Phase, attack: str) -> Picture:
         method: attack_points([rows_of(result, attack) for result in of_method], first.task.score)
         for method, of_method in seeds.items()
     }
-    what = "the worst attack for each image" if attack == WORST else attack_title(attack)
+    what = {WORST: "the worst attack for each image"}.get(attack, attack_title(attack))
     images = f"{first.images} test images, the same for every method."
     return Picture(
         under_attack(curves, what, first.task.score),
@@ -303,17 +304,18 @@ def change_look(attack: str) -> Look:
     return Look(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
 
 
-def attacked(phase: Phase) -> list[Picture]:
+def draw_attacked_images(phase: Phase) -> list[Picture]:
     """A few images under the strongest attack, of the methods that all others are held against."""
     pictures = []
     first = phase.first(Result)
     for method in references(phase.models):
-        shown = first[method].attacked if method in first else None
+        shown = getattr(first.get(method), "attacked", None)
         if shown is None:
             continue
         tiles = [[Tile(picture(one)) for one in row.pictures.array()] for row in shown.rows]
         names = [
-            f"ε = {format_epsilon(row.epsilon)}" if row.epsilon else "clean" for row in shown.rows
+            {0: "clean"}.get(row.epsilon, f"ε = {format_epsilon(row.epsilon)}")
+            for row in shown.rows
         ]
         title = f"{attack_title(shown.attack)} on {method}"
         figure = sheet(tiles, Frame(title, names), 1.1, 1.1)
@@ -323,7 +325,7 @@ def attacked(phase: Phase) -> list[Picture]:
     return pictures
 
 
-def audit(phase: Phase) -> Block:
+def audit_block(phase: Phase) -> Block:
     """A row per question."""
     lines = {
         method: [line for result in seeds for line in result.audit]
@@ -333,16 +335,16 @@ def audit(phase: Phase) -> Block:
     rows = [
         Line(
             Item(name.replace("_", " ")),
-            [answer([line for line in one if line.name == name]) for one in lines.values()],
+            [worst_answer([line for line in one if line.name == name]) for one in lines.values()],
         )
         for name in dict.fromkeys(line.name for line in every)
     ]
     grids = [Grid(["Question", *lines], rows)] if rows else []
-    return Block("Can the attacks be believed?", grids=grids, finding=tally(every))
+    return Block("Can the attacks be believed?", grids=grids, finding=tally_verdicts(every))
 
 
-def answer(audited: Sequence[Audited]) -> Item:
-    """What all seeds say of a question: the worst verdict, with its words."""
+def worst_answer(audited: Sequence[Audited]) -> Item:
+    """Return what all seeds say of a question: the worst verdict, with its words."""
     if not audited:
         return NONE
     worst = min(audited, key=lambda line: WORST_FIRST.index(line.holds))
@@ -353,8 +355,8 @@ def answer(audited: Sequence[Audited]) -> Item:
     )
 
 
-def tally(audited: Sequence[Audited]) -> str:
-    """How many of the questions that could be told hold."""
+def tally_verdicts(audited: Sequence[Audited]) -> str:
+    """Return how many of the questions that could be told hold."""
     verdicts = [line.holds for line in audited]
     told = len(verdicts) - verdicts.count(None)
     return f"{verdicts.count(True)} of {told} lines of the audit hold"

@@ -1,6 +1,7 @@
 """Which experts tokens choose: balance, agreement of views, eligibility, sureness."""
 
 from collections.abc import Iterator
+from functools import partial
 from operator import attrgetter
 
 from moecore.measure.routing import Result
@@ -45,7 +46,9 @@ SURE = {
 }
 
 
-def of_routing(name: str, label: str, better: str, form: str, note: str, paper: str) -> Column:
+def of_routing(
+    name: str, label: str, better: str = "", form: str = "number", note: str = "", paper: str = ""
+) -> Column:
     """A number that the result has under the column's own name."""
     read = attrgetter(name)
     return Column(name, label, read, better, form, note, paper, items=items_of(name))
@@ -82,7 +85,7 @@ def augmentations_of(result: Result) -> dict[str, AugmentedRow]:
 
 
 def augmentations_ahead(ahead: Ahead) -> list[str]:
-    """Those that are asked for; a text has none."""
+    """Return those that are asked for; a text has none."""
     if ahead.score == "nats":
         return []
     volumes = ahead.score == "mae"
@@ -113,56 +116,10 @@ def on_map(place: str) -> list[Columns]:
     return columns
 
 
-# name, label, better, form, note
-OF_ERMOE = (
-    (
-        "load_cv2",
-        "Load CV²",
-        "lower",
-        "number",
-        "variance / mean² of the tokens per expert, mean over layers",
-    ),
-    ("fallback", "Fallback", "lower", "share", "tokens with no expert above the threshold"),
-    (
-        "below_k",
-        "Fewer than k",
-        "",
-        "share",
-        "tokens with fewer than k experts above the threshold",
-    ),
-    (
-        "tail_mass",
-        "Tail mass",
-        "lower",
-        "number",
-        "weight above the threshold but outside the best k",
-    ),
-    ("tail_of_probs", "Tail of the probabilities", "", "number", "probability outside the best k"),
-)
-TEACHER = (
-    "teacher_agreement",
-    "Agreement with teacher",
-    "",
-    "share",
-    "tokens that agree on the first expert",
-)
-ENTROPIES = (
-    (
-        "entropy",
-        "Expert entropy",
-        "higher",
-        "number",
-        "normalised entropy of expert use, mean over layers",
-    ),
-    (
-        "token_entropy",
-        "Token entropy",
-        "",
-        "number",
-        "nats, of a token's probabilities; mean over layers",
-    ),
-)
-
+TEACHER = ("teacher_agreement", "Agreement with teacher", "", "share")
+AGREED = "tokens that agree on the first expert"
+ermoe_column = partial(of_routing, paper="ermoe")
+tgr_column = partial(of_routing, paper="tgr")
 COLUMNS = (
     *(
         of_routing(
@@ -172,10 +129,39 @@ COLUMNS = (
     ),
     *(sureness(place) for place in SURE),
     *(matched_under(match) for match in MATCHES),
-    *(of_routing(*words, "ermoe") for words in OF_ERMOE),
-    of_routing(*TEACHER[:4], f"{TEACHER[4]}; mean over layers", "tgr"),
-    by_layer(*TEACHER, "tgr", detail=False),
-    *(of_routing(*words, "tgr") for words in ENTROPIES),
+    ermoe_column(
+        "load_cv2",
+        "Load CV²",
+        "lower",
+        note="variance / mean² of the tokens per expert, mean over layers",
+    ),
+    ermoe_column(
+        "fallback", "Fallback", "lower", "share", "tokens with no expert above the threshold"
+    ),
+    ermoe_column(
+        "below_k",
+        "Fewer than k",
+        "",
+        "share",
+        "tokens with fewer than k experts above the threshold",
+    ),
+    ermoe_column(
+        "tail_mass", "Tail mass", "lower", note="weight above the threshold but outside the best k"
+    ),
+    ermoe_column(
+        "tail_of_probs", "Tail of the probabilities", note="probability outside the best k"
+    ),
+    tgr_column(*TEACHER, f"{AGREED}; mean over layers"),
+    by_layer(*TEACHER, AGREED, "tgr", detail=False),
+    tgr_column(
+        "entropy",
+        "Expert entropy",
+        "higher",
+        note="normalised entropy of expert use, mean over layers",
+    ),
+    tgr_column(
+        "token_entropy", "Token entropy", note="nats, of a token's probabilities; mean over layers"
+    ),
     *(column for place in PLACES for column in on_map(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
@@ -199,7 +185,12 @@ def part(phase: Phase) -> Iterator[Block]:
     yield Block(
         "Which expert sees which patch", pictures=patches, finding=neighbours(phase.first(Result))
     )
-    yield Block("Corresponding patches", pictures=crops(phase), about="match_top1")
+    pairs = drop_none(result.corresponding for result in phase.results(Result))
+    crops = [  # the same for every method
+        Picture(figure, f"{phase.name}: corresponding patches", getattr(figure, "caption", ""))
+        for figure in map(corresponding_patches, pairs[:1])
+    ]
+    yield Block("Corresponding patches", pictures=crops, about="match_top1")
     yield Block(
         "Agreement with the teacher by layer",
         pictures=agreement_by_layer(phase),
@@ -213,15 +204,6 @@ def part(phase: Phase) -> Iterator[Block]:
             phase.task.score,
         ),
     )
-
-
-def crops(phase: Phase) -> list[Picture]:
-    """Two crops of one image; they are the same for every method."""
-    pairs = drop_none(result.corresponding for result in phase.results(Result))
-    if not pairs:
-        return []
-    figure = corresponding_patches(pairs[0])
-    return [Picture(figure, f"{phase.name}: corresponding patches", getattr(figure, "caption", ""))]
 
 
 SHOWN = Shown("routing", "routing", Result, COLUMNS, figures, part)

@@ -25,8 +25,7 @@ def neighbours(first: Mapping[str, Result]) -> str:
     """
     shares = {}
     for method, result in first.items():
-        layers = result.overlays.grids
-        grids = map(expert_grid, layers[-1] if layers else ())
+        grids = [expert_grid(rows) for layer in result.overlays.grids[-1:] for rows in layer]
         same = [(row[:, 1:] == row[:, :-1]).mean() for row in grids if row.shape[1] > 1]
         if same:
             shares[method] = float(np.mean(same))

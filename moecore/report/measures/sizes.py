@@ -108,8 +108,9 @@ def cell(row: SizeRow, count: Count) -> Item:
 
 
 def reason(row: SizeRow) -> Item:
-    words = f"Needs {row.needs}. {row.why}".strip() if row.needs else row.why
-    return Item(words, look="reason") if words else EMPTY
+    if row.needs:
+        return Item(f"Needs {row.needs}. {row.why}".strip(), look="reason")
+    return Item(row.why, look="reason") if row.why else EMPTY
 
 
 def number(value: float, count: Count) -> str:
@@ -135,7 +136,7 @@ def differences(result: Result) -> Figure:
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(-200, 200)
     axes.set_xticks(
-        TICKS, [f"{tick:+d}".replace("-", "−") if tick else "0" for tick in TICKS], minor=False
+        TICKS, [f"{tick:+d}".replace("-", "−").replace("+0", "0") for tick in TICKS], minor=False
     )
     axes.minorticks_off()
     axes.set(xlabel="Difference in %, linear from −1 to 1", yticks=range(len(names)))

@@ -166,7 +166,7 @@ def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure
             tint = tints(np.where(changed, 0, -1), (PALETTE[1],))
             line.append(Tile(picture(image), tint, words))
         tiles.append(line)
-    rows = [f"σ = {row.sigma:g}" if row.sigma else "clean" for row in stored]
+    rows = [{0.0: "clean"}.get(row.sigma, f"σ = {row.sigma:g}") for row in stored]
     caption = "Last MoE layer. Tinted: another expert."
     frame = Frame("Experts under noise: changed ones are tinted", rows, caption=caption)
     return sheet(tiles, frame, 1.5, 1.5)

@@ -67,13 +67,15 @@ def hits_of(name: str) -> Callable[[Measured], np.ndarray | None]:
 def scored(seen: Seen) -> list[Column]:
     score = seen.task.score
     share = score.form == "share"
-    label = score.label.capitalize() if score.name == "precision_at_1" else f"Test {score.label}"
     title = score_title(score)
-    what = title if title.isupper() else title.lower()
+    label = {"precision_at_1": title}.get(score.name, f"Test {score.label}")
+    if not share:
+        what = title if title.isupper() else title.lower()
+        label = f"Test {what}{unit_of(score)}"
     return [
         Column(
             f"test_{key_of(score)}",
-            label if share else f"Test {what}{unit_of(score)}",
+            label,
             lambda result: result.test_score,
             score.better,
             score.form,
@@ -85,7 +87,7 @@ def scored(seen: Seen) -> list[Column]:
     ]
 
 
-def loss(seen: Seen) -> list[Column]:
+def loss_column(seen: Seen) -> list[Column]:
     """Return the loss on the test split; of numbers and texts the score says the same."""
     if seen.task.kind not in LOSS:
         return []
@@ -95,7 +97,7 @@ def loss(seen: Seen) -> list[Column]:
 
 def throughput(seen: Seen) -> list[Column]:
     """Images, volumes, or blocks of words, a second."""
-    what = "Images" if seen.task.score.form == "share" else "Volumes"
+    what = {"share": "Images"}.get(seen.task.score.form, "Volumes")
     if seen.task.long:
         what = "Blocks"
     name = "images_per_second"
@@ -104,8 +106,8 @@ def throughput(seen: Seen) -> list[Column]:
 
 def halfway(result: Outcome) -> float | None:
     """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
-    agreements = result.agreement_with_final
-    return agreements[(len(agreements) - 1) // 2] if agreements else None
+    agreements = result.agreement_with_final or (None,)
+    return agreements[(len(agreements) - 1) // 2]
 
 
 def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
@@ -115,7 +117,7 @@ def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
 
 COLUMNS = (
     Given(scored, lambda ahead: [f"test_{ahead.score}"], SCORE),
-    Given(loss, lambda ahead: ["test_loss"]),
+    Given(loss_column, lambda ahead: ["test_loss"]),
     Given(perplexities, lambda ahead: ["ppl", "ppl_all"] if ahead.score == "nats" else []),
     Column("parameters", "Parameters", lambda result: result.parameters, form="count"),
     Column(
@@ -212,7 +214,7 @@ def part(phase: Phase) -> Iterator[Block]:
     maps = each_method(phase, Outcome, routed_classes)
     finding = preferred(phase.first(Outcome))
     yield Block("Which class goes to which expert", pictures=maps, finding=finding)
-    yield confusion(phase)
+    yield confusion_block(phase)
 
 
 def agreement(phase: Phase) -> Block:
@@ -230,7 +232,7 @@ def agreement(phase: Phase) -> Block:
     return Block(title, pictures=[drawn], about=about)
 
 
-def confusion(phase: Phase) -> Block:
+def confusion_block(phase: Phase) -> Block:
     """Share of each true class that was predicted as each class, method by method."""
     tables = {
         method: shares_of(result.confusion)
@@ -241,28 +243,28 @@ def confusion(phase: Phase) -> Block:
         return Block("")
     classes = phase.task.answers
     tiles = [
-        tile(shares, classes)._replace(
+        confusion_grid(shares, classes)._replace(
             title=method, below="Percent of each true class." + phase.first_seed
         )
         for method, shares in tables.items()
     ]
-    finding = commonest(list(tables.values()), classes)
+    finding = commonest_mistake(list(tables.values()), classes)
     return Block("Confusion of classes", tiles=tiles, finding=finding)
 
 
-def tile(shares: np.ndarray, classes: Sequence[str]) -> Grid:
+def confusion_grid(shares: np.ndarray, classes: Sequence[str]) -> Grid:
     """One method's table; shares: (true, predicted)."""
     if len(classes) <= NUMBERED:
         rows = dict(zip(classes, shares.tolist(), strict=True))
         return percent_grid("True, predicted", rows, classes)
     lines = [
         Line(Item(classes[true]), [Item(classes[taken], look="words"), Item(f"{100 * share:.0f}")])
-        for share, true, taken in mistakes(shares)
+        for share, true, taken in list_mistakes(shares)
     ]
     return Grid(["True class", "Taken for", "Percent"], lines)
 
 
-def mistakes(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
+def list_mistakes(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
     """The commonest ones: share, true class, predicted class; shares: (true, predicted)."""
     wrong = shares * (1 - np.eye(len(shares)))
     order = np.argsort(-wrong, axis=None, kind="stable")[:LISTED]
@@ -271,9 +273,9 @@ def mistakes(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
             yield float(wrong[true, taken]), int(true), int(taken)
 
 
-def commonest(tables: Sequence[np.ndarray], classes: Sequence[str]) -> str:
+def commonest_mistake(tables: Sequence[np.ndarray], classes: Sequence[str]) -> str:
     """The commonest mistake of all methods; "" where none was made."""
-    worst = next(mistakes(np.mean(tables, axis=0)), None)
+    worst = next(list_mistakes(np.mean(tables, axis=0)), None)
     if worst is None:
         return "no test image was taken for another class"
     share, true, taken = worst

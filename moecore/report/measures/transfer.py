@@ -44,7 +44,7 @@ def part(phase: Phase) -> Iterator[Block]:
 
 
 def printed(result: Result) -> Grid:
-    cells = by_pair(result)
+    cells = {(cell.made_on, cell.scored_by): cell for cell in result.cells}
     form = result.task.score.form
     lines = [
         Line(Item(source), [item(cells.get((source, target)), form) for target in result.methods])
@@ -71,33 +71,23 @@ def item(cell: TransferCell | None, form: str) -> Item:
     return Item(text, small, value=cell.score.value)
 
 
-def by_pair(result: Result) -> dict[tuple[str, str], TransferCell]:
-    """(made on, scored by) → cell."""
-    return {(cell.made_on, cell.scored_by): cell for cell in result.cells}
-
-
 def matrix(result: Result) -> Figure:
     """Scores in colour: dark where much of the score is left, or where the error is large."""
-    cells = by_pair(result)
-    sources = [name for name in result.methods if name not in result.skipped]
-    values = np.full((len(sources), len(result.methods)), np.nan)
-    texts = np.full(values.shape, "", dtype=object)
+    lines = printed(result).lines
+    values = np.array([[item.value for item in line.items] for line in lines], dtype=float)
+    texts = [[item.text.removesuffix(" %") for item in line.items] for line in lines]
     score = result.task.score
-    for row, source in enumerate(sources):
-        for column, target in enumerate(result.methods):
-            if cell := cells.get((source, target)):
-                values[row, column] = cell.score.value
-                text = NumberFormat(score.form).value(cell.score.value)
-                texts[row, column] = text.removesuffix(" %")
+    shades = values
     if score.form != "share":
-        values = values / np.nanmax(values)
+        shades = values / np.nanmax(values)
     labels = Labels(
         f"{score_title(score)} under transferred {attack_title(result.attack)}",
-        sources,
+        [line.head.text for line in lines],
         result.methods,
         "scored by",
         "made on",
         slanted=True,
     )
-    size = (1.9 + 0.5 * len(result.methods), 1.7 + 0.36 * len(sources))
-    return heat_table(values, texts, labels, size, "Of the images that were made on each model.")
+    size = (1.9 + 0.5 * len(result.methods), 1.7 + 0.36 * len(lines))
+    caption = "Of the images that were made on each model."
+    return heat_table(shades, np.where(np.isnan(values), "", texts), labels, size, caption)

@@ -40,7 +40,7 @@ class Swapped(NamedTuple):
 
     @property
     def change(self) -> float | None:
-        """Of the chosen experts, mean over layers; None of a dense model."""
+        """The change of the chosen experts, mean over layers; None of a dense model."""
         return mean_or_none([layer.value for layer in self.row.selection_change])
 
 
@@ -111,8 +111,7 @@ def part(phase: Phase) -> Iterator[Block]:
     drawn = draw_method_curves(phase, Result, perplexity_by_percent, look, SPARED)
     look = Look("Routing change with swapped words", axis, "1 − IoU of experts")
     drawn += draw_method_curves(phase, Result, change_by_percent, look, SPARED)
-    keys = [key for result in phase.results(Result)[:1] for key in swaps_of(result)]
-    about = f"swapped_ppl_{keys[0]}" if keys else ""
+    about = f"swapped_ppl_{next(iter(swaps_of(phase.results(Result)[0])), '')}"
     yield Block("Swapped words", pictures=drawn, about=about)
 
 
@@ -120,11 +119,12 @@ def perplexity_by_percent(result: Result) -> dict[float, float]:
     return {0.0: result.perplexity} | {100 * row.share: row.perplexity for row in result.rows}
 
 
-def change_by_percent(result: Result) -> dict[float, float]:
-    """By the percentage of words, from none on; {} of a dense model."""
+def change_by_percent(result: Result) -> dict[float, float | None]:
+    """Return percent of words → change, from none on; {} of a dense model."""
     changes = {100 * one.row.share: one.change for one in swaps_of(result).values()}
-    known = {percent: change for percent, change in changes.items() if change is not None}
-    return {0.0: 0.0} | known if known else {}
+    if set(changes.values()) <= {None}:
+        return {}
+    return {0.0: 0.0} | changes
 
 
 SHOWN = Shown("word_swaps", "swapped words", Result, COLUMNS, part=part)

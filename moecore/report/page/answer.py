@@ -35,7 +35,9 @@ def answer_of_claims(evaluated: Sequence[Evaluated]) -> str:
     """How many claims of the papers hold, and which; of questions how many have an answer."""
     claims = claims_of(evaluated)
     questions = questions_of(evaluated)
-    told = [_judged(claims)] if claims else []
+    told = []
+    if claims:
+        told.append(_judged(claims))
     if questions:
         told.append(_asked(questions))
     return keep_percent_on_line(" ".join(told))
@@ -128,7 +130,7 @@ def _alone(quantities: Quantities) -> Iterable[str]:
     for quantity in drop_none((quantities.score, quantities.attacked)):
         method = next(iter(quantity.cells))
         measured = leader_value(quantity, method)
-        told = "has {} right" if quantity.column.form == "share" else "errs by {}"
+        told = {"share": "has {} right"}.get(quantity.column.form, "errs by {}")
         yield f"{method} {told.format(measured)} {quantity.words}"
 
 

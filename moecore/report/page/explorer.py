@@ -25,7 +25,11 @@ NO_EXPERTS = "There is nothing to see: no method of this study has experts."
 
 def explorer(results: Results) -> str:
     """The whole page; the same results give the same text."""
-    phases = [phase for phase in results.phases.values() if measured(phase)]
+    phases = [
+        phase
+        for phase in results.phases.values()
+        if phase.first(Explorer) or any(why_not(phase, method) for method in phase.models)
+    ]
     pool: dict[str, int] = {}
     data = [phase_data(phase, pool) for phase in phases]
     missing = ""
@@ -40,11 +44,6 @@ def explorer(results: Results) -> str:
 def explorable(results: Results) -> bool:
     """Whether any model's images can be looked at."""
     return any(phase.first(Explorer) for phase in results.phases.values())
-
-
-def measured(phase: Phase) -> bool:
-    """Whether the measurement looked at any model of the phase, if only to say that it skips it."""
-    return bool(phase.first(Explorer)) or any(why_not(phase, method) for method in phase.models)
 
 
 def why_not(phase: Phase, method: str) -> str:

@@ -96,7 +96,11 @@ def opening_words(results: Results) -> str:
     if not phases:
         return "Nothing was trained."
     data = " → ".join(phase.card["name"] for phase in phases)
-    alike = join_names(what_was_measured(phases[0]))
+    measured = [one.title for one in SHOWN if one.stage and phases[0].results(one.result)]
+    if phases[0].together:
+        measured.append("transfer of attacks")
+    score = {"share": "accuracy"}.get(phases[0].task.score.form, "error")
+    alike = join_names([score, *measured])
     each = " each" if len(methods) > 1 else ""
     seeds = pluralize(phases[0].seeds, "seed")
     compared = f"{pluralize(len(methods), 'method')}, {seeds}{each}, on {data}."
@@ -105,23 +109,14 @@ def opening_words(results: Results) -> str:
     return f"{compared} Every model is measured alike: {alike}."
 
 
-def what_was_measured(phase: Phase) -> list[str]:
-    score = "accuracy" if phase.task.score.form == "share" else "error"
-    titles = [shown.title for shown in SHOWN if shown.stage and phase.results(shown.result)]
-    if phase.together:
-        titles.append("transfer of attacks")
-    return [score, *titles]
-
-
 def card_facts(phase: Phase) -> list[Line]:
     """One row per fact, from the card that `prepare` wrote."""
     card = phase.card
-    own = (
-        cohort_facts(card)
-        if phase.task.kind == "regression"
-        else image_facts(card, phase.task.answers)
-    )
-    facts = own | {
+    if phase.task.kind == "regression":
+        facts = cohort_facts(card)
+    else:
+        facts = image_facts(card, phase.task.answers)
+    facts |= {
         "Licence": card["licence"],
         "Source": card["source"],
         "Split seed": str(card["seed"]),

@@ -57,7 +57,7 @@ def section_of(results: Results, phase: Phase, compared: Table) -> Section:
         said = block.finding
         if not said and block.about in columns:
             said = describe_column(columns[block.about], compared.cells, controls)
-        place = f"{phase.name}-{column_slug(block.title).lower()}" if block.title else ""
+        place = block.title and f"{phase.name}-{column_slug(block.title).lower()}"
         told.append(block._replace(finding=keep_percent_on_line(said), id=place))
     title = phase_title(phase)
     return Section(phase.name, title, title, (), told)
