@@ -7,7 +7,7 @@ from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, key_of
 from moecore.report.headlines import HEADLINES
 from moecore.report.measured import Phase
-from moecore.report.measures.robustness import WORST, attack_title, attacks_of, strongest
+from moecore.report.measures.robustness import WORST, attack_title, attacks_of, largest_epsilon
 from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.comparison import Table
 from moecore.report.tables.number_format import NumberFormat
@@ -145,7 +145,7 @@ def last_attack(phase: Phase) -> str:
     if not attacks:
         return ""
     met = next(one for one in phase.results(Robustness) if attacks[-1] in attacks_of(one))
-    return f"{attack_title(attacks[-1])} (ε\u00a0=\u00a0{strongest(met, attacks[-1])})"
+    return f"{attack_title(attacks[-1])} (ε\u00a0=\u00a0{largest_epsilon(met, attacks[-1])})"
 
 
 def names_of_attacks(phase: Phase) -> list[str]:
