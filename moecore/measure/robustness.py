@@ -240,9 +240,7 @@ def attack_row(attack: Attack, target: Target, clean: CleanAnswers, epsilon: flo
 
 
 def change_items(
-    before: tuple[RoutingRecord, ...],
-    after: tuple[RoutingRecord, ...],
-    people: np.ndarray | None,
+    before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...], people: np.ndarray | None
 ) -> dict[str, str]:
     """Both changes of the routing, one number an item, mean over layers; {} for a dense model."""
     layers = list(zip(before, after, strict=True))

@@ -433,15 +433,6 @@ def _matched(number: int, seed: int) -> dict[str, float]:
         "match_top2_ordered": top - 0.2,
         "match_top2_sets": top - 0.1,
         "token_entropy": 0.4 + 0.03 * number,
-        "independent_top1": 0.1,
-        "chosen_iou": 0.1,
-        "chance_iou": 0.1,
-        "processed_load_cv2": 0.1,
-        "processed_entropy": 0.1,
-        "processed_share": 1.0,
-        "experts_per_token": 2.0,
-        "confidence_highest": 0.5,
-        "unchosen_mass": 0.1,
         "border_load": 0.9,
         "border_mass": 0.8,
         "border_cells": 0.75,
@@ -488,7 +479,6 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
         layers=layers,
         overlays=shown if isinstance(shown, Overlays) else Overlays(**shown),
         corresponding=match_crops(images, Layout(1, (4, 4), (28, 28)), 0),
-        chance={"match_top1": 0.1, "match_top2_ordered": 0.1, "match_top2_sets": 0.1},
         augmentations=augmented(seed),
         sweeps=swept(number, seed),
         teacher_agreement=0.9 if number == 2 else None,
@@ -498,11 +488,9 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
 def augmented(seed: int) -> list[dict[str, Any]]:
     """Matches under two augmentations."""
     names = ("match_top1", "match_top2_ordered", "match_top2_sets")
-    sure = {"highest": 0.5, "second": 0.3, "others": 0.2}
     rows = []
     for place, augmentation in enumerate(("flip", "noise 0.1")):
-        row = {"name": augmentation, "pairs": 9, "draws": "x", "layers": [], "confidence": sure}
-        row |= dict.fromkeys(("independent_top1", "chosen_iou", "chance_iou"), 0.1)
+        row: dict[str, Any] = {"name": augmentation}
         for rank, name in enumerate(names):
             value = 0.9 - 0.1 * place - 0.2 * rank + 0.01 * seed
             row |= {name: value, f"{name}_low": value - 0.05, f"{name}_high": value + 0.05}
@@ -512,11 +500,8 @@ def augmented(seed: int) -> list[dict[str, Any]]:
 
 def swept(number: int, seed: int) -> dict[str, list[dict[str, Any]]]:
     """Over k, and for odd methods over the threshold, with a point that has no tail mass."""
-    usual = {"own": False, "low": 0.6, "high": 0.8, "layers": [], "entropy": 0.5}
-    usual |= {"token_entropy": 0.5, "tail_of_probs": 0.1, "unchosen_mass": 0.1}
     over_k = [
         {
-            **usual,
             "k": k,
             "score": 0.7 + 0.01 * k + 0.01 * seed,
             "load_cv2": 1 / k,
@@ -526,10 +511,8 @@ def swept(number: int, seed: int) -> dict[str, list[dict[str, Any]]]:
     ]
     over_threshold = [
         {
-            **usual,
             "threshold": t,
             "fallback": t * t,
-            "below_k": t,
             "tail_mass": None if t > 0.6 else 1 - t,
             "score": 0.7,
             "load_cv2": 0.2,

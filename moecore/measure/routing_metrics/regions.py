@@ -105,12 +105,7 @@ def probed_epochs(epochs: int) -> tuple[int, ...]:
 
 
 def write_epoch_regions(
-    folder: Path,
-    epoch: int,
-    model: Model,
-    data: Prepared,
-    experts: tuple[str, ...],
-    seed: int,
+    folder: Path, epoch: int, model: Model, data: Prepared, experts: tuple[str, ...], seed: int
 ) -> None:
     """Write into ``folder`` what the experts do on single tissues after ``epoch``.
 

@@ -33,12 +33,7 @@ class LeftScores(Config):
 
     @classmethod
     def of(
-        cls,
-        epsilon: float,
-        task: Task,
-        scores: Tensor,
-        people: np.ndarray | None = None,
-        **more,
+        cls, epsilon: float, task: Task, scores: Tensor, people: np.ndarray | None = None, **more
     ) -> Self:
         """scores: (N,), of the task; people: (N,), whose image each is; more: other fields."""
         interval = task.interval(scores, people)
