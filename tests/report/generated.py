@@ -199,34 +199,27 @@ def few(step: float) -> few_shot.Result:
         score=0.5 + step,
         low=0.4 + step,
         high=0.6 + step,
-        scores=(0.4 + step, 0.6 + step),
-        exponents=(3, 4),
         leaky_score=0.6 + step,
         leaky_low=0.5 + step,
         leaky_high=0.7 + step,
-        leaky_exponent=5,
     )
     left_out = few_shot.TooFew(shots=25, why="the smallest class, Coat, has 9 training images")
-    return few_shot.Result(test_images=600, features=16, rows=(row,), skipped=(left_out,))
+    return few_shot.Result(rows=(row,), skipped=(left_out,))
 
 
 def corrupted(step: float) -> corruptions.Result:
     """Noise (0.2, 0.4) + step, blur (0.1, 0.3); 0.25 + step / 2 on average."""
     errors = {"noise": (0.2 + step, 0.4 + step), "blur": (0.1, 0.3)}
     rows = [
-        {"name": name, "severity": severity, "correct": 0, "error": e, "low": e, "high": e}
+        {"name": name, "severity": severity, "error": e}
         for name, found in errors.items()
         for severity, e in zip((1, 5), found, strict=True)
     ]
     return corruptions.Result(
         images=100,
-        clean_error=0.1,
-        clean_low=0.05,
-        clean_high=0.15,
         mean_error=0.25 + step / 2,
         mean_low=0.2 + step / 2,
         mean_high=0.3 + step / 2,
-        by_corruption={name: sum(found) / 2 for name, found in errors.items()},
         corruptions=rows,
     )
 
@@ -293,49 +286,34 @@ def noisy(step: float, routed: bool) -> stability.Result:
                 score=0.8,
                 low=0.75,
                 high=0.84,
-                correct=8,
                 selection_change=moved,
-                selection_low=moved,
-                selection_high=moved,
                 agreement=1 - sigma if routed else None,
-                agreement_by_layer=(1 - sigma,) * len(moved),
             )
         )
     shown = Curve(index=3, label=1, probability=(0.9, 0.8, 0.2), predicted=(1, 1, 0))
     jumps = estimate(1.5 + step, 1.0, 2.0)
     ramp = Ramp(
         sigmas=(0.0, 0.1, 0.2),
-        threshold=0.1,
-        class_changes=jumps,
         jumps_mean=jumps,
-        total_variation=jumps,
-        largest_step=jumps,
-        mean_probability=(0.9, 0.8, 0.2),
-        score=(0.9, 0.8, 0.2),
         shown=(shown,),
     )
     return stability.Result(images=10, noise=tuple(rows), ramp=ramp, overlays=())
 
 
 def transformed(number: int, seed: int) -> invariance.Result:
-    """Distances of 0.1, 0.2, 0.3 for method and seed 0, and d² beside each."""
+    """Distances of 0.1, 0.2, 0.3 for method and seed 0."""
     rows = []
     for place, name in enumerate(TRANSFORMS, start=1):
         d = 0.1 * place + 0.01 * number + 0.001 * seed
-        limits = {"d_low": d - 0.02, "d_high": d + 0.02, "d2_low": 0.0, "d2_high": 1.0}
+        limits = {"d_low": d - 0.02, "d_high": d + 0.02}
         limits |= {"normalised": 2 * d, "normalised_low": d, "normalised_high": 3 * d}
-        rows.append({"name": name, "d": d, "d2": d * d, "agreement": 1 - d, **limits})
+        rows.append({"name": name, "d": d, "agreement": 1 - d, **limits})
     maps = np.full((len(CLASSES), 3, 8), 0.125).tolist()
     return invariance.Result(
         images=10,
-        between=0.5,
         transforms=rows,
-        d={},
-        d2={},
-        grid=(2, 4),
         classes=CLASSES,
         class_maps=maps,
-        affines={},
     )
 
 

@@ -214,7 +214,7 @@ def _values(model: Model, k: int, sample: SweepSample, batch: int) -> dict[str, 
     prediction, records = predict_in_batches(model, sample.images, batch)
     threshold = getattr(model.experts_and_router.router, "threshold", None)
     scores = sample.task.scores(prediction, sample.labels)
-    return {"score": float(scores.double().mean()), **routing_means(records, k, threshold)}
+    return {"score": float(scores.double().numpy().mean()), **routing_means(records, k, threshold)}
 
 
 def routing_means(
