@@ -228,23 +228,16 @@ def steep(step: float, routed: bool) -> lipschitz.Result:
     local = estimate(2.0 + step, 1.9 + step, 2.1 + step)
     lemma = lipschitz.LemmaSummary(reason="dense")
     if routed:
-        lemma = lipschitz.LemmaSummary(tokens=50, violations=0, router_share=0.25, slack=1.0)
+        lemma = lipschitz.LemmaSummary(violations=0, router_share=0.25)
     points = lipschitz.LemmaPoints(bound=(1.0, 2.0), jacobian=(0.5, 1.0), router=(0.2, 0.4))
     return lipschitz.Result(
         images=10,
         local_mean=local,
-        local_max=3.0,
         margin_mean=local,
-        margin_max=3.0,
-        reached_mean=local,
-        reached_max=3.0,
         lower_bound=5.0,
         lower_bound_mean=local,
         at_boundary=local,
         jump_max=0.5,
-        radius=0.5,
-        resolution=0.1,
-        layers=(),
         lemma1=lemma,
         lemma_terms=(points,) if routed else (),
     )
