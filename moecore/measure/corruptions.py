@@ -15,7 +15,7 @@ from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredSubject, PartStore, why_not_flat
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.intervals import bootstrap_mean, wilson
+from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks import AnyTask
 
 Severity = Annotated[int, Field(ge=1, le=5)]
@@ -65,27 +65,20 @@ class Corruptions(Config):
 
 
 class CorruptionRow(Config):
-    """The error under one corruption at one severity, with its 95 % limits."""
+    """The error under one corruption at one severity."""
 
     name: str
     severity: int
-    correct: int  # images
     error: float
-    low: float | None
-    high: float | None
 
 
 class Result(Config):
     """Shares of images that the model gets wrong."""
 
     images: int
-    clean_error: float
-    clean_low: float | None
-    clean_high: float | None
     mean_error: float  # over the corruptions
     mean_low: float | None  # over the images: one picture's corruptions belong together
     mean_high: float | None
-    by_corruption: dict[str, float]  # mean over the severities
     corruptions: tuple[CorruptionRow, ...]
 
 
@@ -95,7 +88,7 @@ def applies(subject: MeasuredSubject) -> str | None:
 
 
 def measure(subject: MeasuredSubject, settings: Corruptions, parts: PartStore) -> Result:
-    """The errors on the clean images and under each corruption."""
+    """The errors under each corruption."""
     test = subject.data.test
     task = subject.data.task
     where = evenly_spaced_indices(len(test.labels), settings.images)
@@ -106,19 +99,17 @@ def measure(subject: MeasuredSubject, settings: Corruptions, parts: PartStore) -
         prediction, _ = predict_in_batches(subject.model, pixels, settings.batch, routing=False)
         return task.scores(prediction, labels)
 
-    clean = corruption_row("clean", 0, hits_on(images))
     rows, wrong = corruption_rows(hits_on, images, where, task, settings, parts)
-    errors = errors_by_corruption(rows)
+    # all corruptions have as many severities
+    severities = len(settings.severities)
+    errors = [row.error for row in rows]
+    means = [np.mean(errors[at : at + severities]) for at in range(0, len(rows), severities)]
     mean = bootstrap_mean(wrong)
     return Result(
         images=len(labels),
-        clean_error=clean.error,
-        clean_low=clean.low,
-        clean_high=clean.high,
-        mean_error=float(np.mean(list(errors.values()))),
+        mean_error=float(np.mean(means)),
         mean_low=mean.low,
         mean_high=mean.high,
-        by_corruption=errors,
         corruptions=rows,
     )
 
@@ -147,24 +138,10 @@ def corruption_rows(
                 )
 
             hits = task.decode_scores(parts(f"{name} {severity}", packed_hits), len(images))
-            rows.append(corruption_row(name, severity, hits))
+            error = int((~hits).sum()) / len(hits)
+            rows.append(CorruptionRow(name=name, severity=severity, error=error))
             wrong.append(~hits.numpy())
     return tuple(rows), np.mean(wrong, axis=0)
-
-
-def corruption_row(name: str, severity: int, hits: Tensor) -> CorruptionRow:
-    """The error of N images, with its 95 % limits; hits: bool (N,)."""
-    error, low, high = wilson(int((~hits).sum()), len(hits))
-    right = int(hits.sum())
-    return CorruptionRow(
-        name=name, severity=severity, correct=right, error=error, low=low, high=high
-    )
-
-
-def errors_by_corruption(rows: tuple[CorruptionRow, ...]) -> dict[str, float]:
-    """Mean error over the severities of each corruption."""
-    names = dict.fromkeys(row.name for row in rows)
-    return {name: float(np.mean([row.error for row in rows if row.name == name])) for name in names}
 
 
 def mean_corruption_error(errors: Errors, baseline: Errors) -> float:

@@ -47,13 +47,10 @@ class Shots(Config):
     score: float
     low: float | None  # None of one draw
     high: float | None
-    scores: tuple[float, ...]  # of each draw
-    exponents: tuple[int, ...]  # log2 of the penalty that leaving one out chose, of each draw
     leaky_score: float
     """With the penalty, one for all draws, that is best on the test split itself: too good."""
     leaky_low: float | None
     leaky_high: float | None
-    leaky_exponent: int
     # The score of each test image, mean over the draws, as ``encode_items`` packs them: what claims
     # are judged by. The draws are the same for every model.
     items: str | None = None
@@ -69,8 +66,6 @@ class TooFew(Config):
 class Result(Config):
     """One row per number of images per class."""
 
-    test_images: int
-    features: int  # of an image, without the bias
     rows: tuple[Shots, ...]
     skipped: tuple[TooFew, ...]
 
@@ -104,8 +99,6 @@ def measure(subject: MeasuredSubject, settings: FewShot, parts: PartStore) -> Re
         return summarize_draws(shots, draws)
 
     return Result(
-        test_images=len(test.images),
-        features=tested.shape[1],
         rows=[load_or_compute(parts, f"{n} shots", Shots, lambda n=n: row(n)) for n in fits],
         skipped=[
             TooFew(shots=n, why=f"the smallest class, {name}, has {least} training images")
@@ -215,11 +208,8 @@ def summarize_draws(shots: int, draws: Sequence[DrawScores]) -> Shots:
         score=mean.value,
         low=mean.low,
         high=mean.high,
-        scores=own,
-        exponents=[draw.chosen for draw in draws],
         leaky_score=best.value,
         leaky_low=best.low,
         leaky_high=best.high,
-        leaky_exponent=EXPONENTS[leaky],
         items=encode_items(torch.stack([draw.items for draw in draws]).mean(dim=0).numpy()),
     )

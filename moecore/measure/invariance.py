@@ -1,7 +1,5 @@
 """Does the routing stay when the image is moved a little? MoGE's table 1 and figure 2."""
 
-import base64
-import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,20 +15,9 @@ from moecore.measure.base import MeasuredSubject, Number, PartStore, load_or_com
 from moecore.measure.routing_metrics.expert_use import expert_agreement
 from moecore.measure.routing_metrics.imed import imed_between, mean_class_maps, mean_imed
 from moecore.nn.backbones.model import Model
-from moecore.nn.experts.base import map_shape
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routers import Router
 from moecore.statistics.crossed import encode_items
 from moecore.statistics.intervals import Interval, bootstrap_interval, bootstrap_mean
-
-NOTES = {  # by kind of router: where the distances do not tell what decides
-    "hash": "a fixed hash chooses, so that neighbours on the map mean nothing; "
-    "a hash of the position never moves",
-    "expert_choice": "the probs are each token's own, but experts choose among all tokens of the "
-    "image",
-    "soft_slots": "an expert's probability is the sum of its slots' weights, and every token "
-    "reaches every expert",
-}
 
 
 class Invariance(Config):
@@ -44,15 +31,12 @@ class Invariance(Config):
 
 
 class MovedRow(Config):
-    """How far a moved image's routing lies from the image's: IMED and its square, 95 % limits."""
+    """How far a moved image's routing lies from the image's: IMED with 95 % limits."""
 
     name: str  # "rotation 5"
     d: float
     d_low: float | None
     d_high: float | None
-    d2: float
-    d2_low: float | None
-    d2_high: float | None
     normalised: float | None
     """d over the mean IMED between different images; None where that is 0 or there is one image."""
     normalised_low: float | None
@@ -62,19 +46,13 @@ class MovedRow(Config):
 
 
 class Result(Config):
-    """One row a transform; ``d`` and ``d2`` hold the same means by key, "rotation_5"."""
+    """One row a transform, and the classes' maps."""
 
     images: int
-    between: float | None  # mean IMED between different images, unmoved; None of one image
     transforms: tuple[MovedRow, ...]
-    d: dict[str, float]
-    d2: dict[str, float]
-    grid: tuple[int, int]  # rows and columns of experts that IMED's distances lie on
     classes: tuple[str, ...]
     class_maps: tuple[tuple[tuple[Number, ...], ...], ...]
     """[class][layer][expert]: mean probability; None for a class without images."""
-    affines: dict[str, str]  # of each transform: base64 of fp64 (N, 2, 3), little-endian
-    note: str | None = None  # how the distances are to be read where the probs do not decide
 
 
 def applies(subject: MeasuredSubject) -> str | None:
@@ -102,18 +80,13 @@ def measure(subject: MeasuredSubject, settings: Invariance, parts: PartStore) ->
     if marked is None:
         raise ValueError("labels are not classes; ask `applies` first")
     rows, classes = marked
-    maps = maps_by_class(clean, rows, classes, len(task.classes))
+    # images stand once for each of their classes
+    chosen = tuple(RoutingRecord(*(field[rows] for field in record)) for record in clean)
     return Result(
         images=len(images),
-        between=None if between is None else float(between.mean()),
         transforms=moves,
-        d={transform_key(row.name): row.d for row in moves},
-        d2={transform_key(row.name): row.d2 for row in moves},
-        grid=map_shape(maps.shape[-1]),
         classes=task.classes,
-        class_maps=maps.tolist(),
-        affines=encode_affines(affines),
-        note=distance_note(subject.model.experts_and_router.router),
+        class_maps=mean_class_maps(chosen, classes, len(task.classes)).tolist(),
     )
 
 
@@ -134,9 +107,8 @@ def moved_distances(
     def row(name: str) -> MovedRow:
         _, records = predict_in_batches(model, move_images(images, affines[name], batch), batch)
         after = probs_by_layer(records)
-        lengths, squares = (values.numpy() for values in mean_imed(clean, after))
+        lengths = mean_imed(clean, after).numpy()
         d = bootstrap_mean(lengths)
-        d2 = bootstrap_mean(squares)
         share = None if between is None else normalised_imed(lengths, between.numpy())
         same = [expert_agreement(u, v) for u, v in zip(clean, after, strict=True)]
         return MovedRow(
@@ -144,9 +116,6 @@ def moved_distances(
             d=d.value,
             d_low=d.low,
             d_high=d.high,
-            d2=d2.value,
-            d2_low=d2.low,
-            d2_high=d2.high,
             normalised=share.value if share else None,
             normalised_low=share.low if share else None,
             normalised_high=share.high if share else None,
@@ -186,31 +155,3 @@ def move_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
 
 def probs_by_layer(records: tuple[RoutingRecord, ...]) -> tuple[Tensor, ...]:
     return tuple(layer.probs for layer in records)
-
-
-def maps_by_class(
-    records: tuple[RoutingRecord, ...], rows: Tensor, classes: Tensor, number: int
-) -> Tensor:
-    """``mean_class_maps`` of images that stand once for each of their classes; rows, classes:
-    (M,).
-    """
-    chosen = tuple(RoutingRecord(*(field[rows] for field in record)) for record in records)
-    return mean_class_maps(chosen, classes, number)
-
-
-def transform_key(name: str) -> str:
-    """A transform's name in a table of metrics: "translation (0, 0.1)" → translation_0_0_1."""
-    return re.sub(r"\W+", "_", name).strip("_")
-
-
-def distance_note(router: Router) -> str | None:
-    """Return how the distances of such a router are to be read; None where its probs decide."""
-    return NOTES.get(router.kind)
-
-
-def encode_affines(affines: Mapping[str, Tensor]) -> dict[str, str]:
-    """The first two rows of every affine, fp64 (N, 2, 3) little-endian, as base64."""
-    return {
-        name: base64.b64encode(drawn[:, :2].numpy().astype("<f8").tobytes()).decode()
-        for name, drawn in affines.items()
-    }

@@ -3,7 +3,7 @@
 Over the angle between the experts' subspaces and their number; no trained model is needed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Annotated, Self
 
@@ -57,127 +57,72 @@ class LinearExperts(Config):
         return self
 
 
-class DrawnData(Config):
-    """Which data was drawn."""
+class Theorem1Row(Config):
+    """Theorem 1 over seeds, on data of one kind."""
 
     targets: Targets
     experts: int
     angle: float  # degrees
-
-
-class Theorem1Row(DrawnData):
-    """Theorem 1 over seeds."""
-
     ratio: Estimate  # the experts' Lipschitz constant over the dense model's
-    tightness: Estimate  # the bound's share of what it bounds
-    epsilon_1: float  # largest of the seeds
-    epsilon_2: float
-    violations: int
-    literal_violations: int  # of the theorem as printed
-
-
-class Theorem2Row(DrawnData):
-    """Theorem 2 over seeds."""
-
-    promises: int  # draws in which the theorem promises something
-    gamma: float | None  # the largest that it promises
-    corollary_promises: int
-    corollary_gamma: float | None
-    ratio_squared: Estimate
-    violations: int
 
 
 class Result(Config):
-    """One row for each kind of targets, number of experts and angle."""
+    """One row for each kind of targets, number of experts and angle, and sums over all draws."""
 
     draws: int  # of theorem 1
     ratio_at_90: dict[str, float]  # by the number of experts; 1/√E is promised
     error_at_90: float | None  # how far any is from that, relative; None where 90° was not drawn
     violations: int
-    literal_violations: int
-    theorem_2_promises: int
+    literal_violations: int  # of theorem 1 as printed
+    theorem_2_promises: int  # draws in which it promises something
     theorem_2_violations: int
     theorem_1: tuple[Theorem1Row, ...]
-    theorem_2: tuple[Theorem2Row, ...]
 
 
 def measure(settings: LinearExperts) -> Result:
     """Both theorems on every draw."""
-    first = tuple(
-        summarize_theorem_1(drawn, evaluate_theorem_1(settings, drawn))
-        for drawn in setting_combinations(settings)
-    )
-    second = tuple(
-        summarize_theorem_2(drawn, evaluate_theorem_2(settings, drawn))
-        for drawn in setting_combinations(settings)
-    )
-    return Result(
-        draws=len(first) * len(settings.seeds),
-        ratio_at_90=ratio_at_90(first),
-        error_at_90=error_at_90(first),
-        violations=sum(row.violations for row in first),
-        literal_violations=sum(row.literal_violations for row in first),
-        theorem_2_promises=sum(row.promises for row in second),
-        theorem_2_violations=sum(row.violations for row in second),
-        theorem_1=first,
-        theorem_2=second,
-    )
-
-
-def setting_combinations(settings: LinearExperts) -> Iterator[DrawnData]:
+    rows = []
+    first = []
+    second = []
     for targets, experts, angle in product(settings.targets, settings.experts, settings.angles):
-        yield DrawnData(targets=targets, experts=experts, angle=angle)
+        clean = evaluate_theorem_1(settings, experts, angle, targets)
+        ratio = Estimate.of(mean_over_seeds([one.ratio for one in clean]))
+        rows.append(Theorem1Row(targets=targets, experts=experts, angle=angle, ratio=ratio))
+        first += clean
+        second += evaluate_theorem_2(settings, experts, angle, targets)
+    return Result(
+        draws=len(first),
+        ratio_at_90=ratio_at_90(rows),
+        error_at_90=error_at_90(rows),
+        violations=sum(not one.holds for one in first),
+        literal_violations=sum(not one.literal_holds for one in first),
+        theorem_2_promises=sum(one.gamma is not None for one in second),
+        theorem_2_violations=sum(not one.holds for one in second),
+        theorem_1=rows,
+    )
 
 
-def evaluate_theorem_1(settings: LinearExperts, drawn: DrawnData) -> list[Theorem1]:
+def evaluate_theorem_1(
+    settings: LinearExperts, experts: int, angle: float, targets: Targets
+) -> list[Theorem1]:
     """Evaluate theorem 1 on one draw per seed."""
     sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
-    theorems = []
-    for seed in settings.seeds:
-        parts, _ = draw_expert_data(drawn.experts, drawn.angle, drawn.targets, seed, **sizes)
-        theorems.append(theorem_1(parts))
-    return theorems
-
-
-def evaluate_theorem_2(settings: LinearExperts, drawn: DrawnData) -> list[Theorem2]:
-    """Evaluate theorem 2 on one draw per seed of the same subspaces, with a floor and noise."""
-    sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
-    unclean = {"floor": settings.floor, "noise": settings.noise}
     return [
-        theorem_2(
-            *draw_expert_data(drawn.experts, drawn.angle, drawn.targets, seed, **sizes, **unclean)
-        )
+        theorem_1(draw_expert_data(experts, angle, targets, seed, **sizes)[0])
         for seed in settings.seeds
     ]
 
 
-def summarize_theorem_1(drawn: DrawnData, theorems: Sequence[Theorem1]) -> Theorem1Row:
-    """Theorem 1 over seeds, and how often it fails."""
-    tightness = [one.right / one.dense**2 if one.dense else 0.0 for one in theorems]
-    return Theorem1Row(
-        **drawn.model_dump(),
-        ratio=Estimate.of(mean_over_seeds([one.ratio for one in theorems])),
-        tightness=Estimate.of(mean_over_seeds(tightness)),
-        epsilon_1=max(one.epsilon_1 for one in theorems),
-        epsilon_2=max(one.epsilon_2 for one in theorems),
-        violations=sum(not one.holds for one in theorems),
-        literal_violations=sum(not one.literal_holds for one in theorems),
-    )
-
-
-def summarize_theorem_2(drawn: DrawnData, theorems: Sequence[Theorem2]) -> Theorem2Row:
-    """Theorem 2 over seeds: in how many draws it promises something, and how often it fails."""
-    gammas = [one.gamma for one in theorems if one.gamma is not None]
-    simple = [one.simple for one in theorems if one.simple is not None]
-    return Theorem2Row(
-        **drawn.model_dump(),
-        promises=len(gammas),
-        gamma=max(gammas, default=None),
-        corollary_promises=len(simple),
-        corollary_gamma=max(simple, default=None),
-        ratio_squared=Estimate.of(mean_over_seeds([one.ratio_squared for one in theorems])),
-        violations=sum(not one.holds for one in theorems),
-    )
+def evaluate_theorem_2(
+    settings: LinearExperts, experts: int, angle: float, targets: Targets
+) -> list[Theorem2]:
+    """Evaluate theorem 2 on one draw per seed of the same subspaces, with a floor and noise."""
+    sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
+    unclean = {"floor": settings.floor, "noise": settings.noise}
+    return [
+        theorem_2(*draw_expert_data(experts, angle, targets, seed, **sizes, **unclean))
+        for seed in settings.seeds
+    ]
 
 
 def ratio_at_90(rows: Sequence[Theorem1Row]) -> dict[str, float]:

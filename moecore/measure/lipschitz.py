@@ -6,13 +6,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Estimate, MeasuredSubject, PartStore, load_or_compute, why_not_flat
-from moecore.measure.theory.lemma import (
-    Lemma,
-    LemmaLayer,
-    LemmaPoints,
-    LemmaSummary,
-    evaluate_lemma,
-)
+from moecore.measure.theory.lemma import Lemma, LemmaPoints, LemmaSummary, evaluate_lemma
 from moecore.measure.theory.slopes import Slopes, slopes_at
 from moecore.statistics.intervals import wilson
 
@@ -41,24 +35,17 @@ class Estimates(Config):
     """Slopes in ℓ2, logits over pixels in [0, 1]; theory/slopes.py says what each of them is."""
 
     local_mean: Estimate
-    local_max: float
     margin_mean: Estimate
-    margin_max: float
-    reached_mean: Estimate
-    reached_max: float
     lower_bound: float
     lower_bound_mean: Estimate
     at_boundary: Estimate  # share of images whose steepest pair chooses different experts
     jump_max: float
-    radius: float
-    resolution: float  # distance of a pair as long as the radius once it is halved
 
 
 class Result(Estimates):
-    """The slopes, and Lemma 1 in each MoE layer and over all of them."""
+    """The slopes, and Lemma 1 over all MoE layers and at each token."""
 
     images: int
-    layers: tuple[LemmaLayer, ...]
     lemma1: LemmaSummary
     lemma_terms: tuple[LemmaPoints, ...] = ()
 
@@ -77,7 +64,7 @@ def measure(subject: MeasuredSubject, settings: Lipschitz, parts: PartStore) -> 
 
     def estimates() -> Estimates:
         sizes = (settings.batch, settings.radius, settings.steps, settings.halvings)
-        return summarize_slopes(slopes_at(subject.model, images, labels, *sizes), settings)
+        return summarize_slopes(slopes_at(subject.model, images, labels, *sizes))
 
     def tokens() -> Lemma:
         chosen = (settings.lemma_tokens, settings.batch, settings.seed)
@@ -88,20 +75,14 @@ def measure(subject: MeasuredSubject, settings: Lipschitz, parts: PartStore) -> 
     return Result(images=len(labels), **slopes.model_dump(), **lemma1.model_dump())
 
 
-def summarize_slopes(slopes: Slopes, settings: Lipschitz) -> Estimates:
+def summarize_slopes(slopes: Slopes) -> Estimates:
     """Means with intervals and maxima over images."""
     crossed = int(slopes.crossed.sum())
     return Estimates(
         local_mean=Estimate.of_mean(slopes.local, is_share=False),
-        local_max=float(slopes.local.max()),
         margin_mean=Estimate.of_mean(slopes.margin, is_share=False),
-        margin_max=float(slopes.margin.max()),
-        reached_mean=Estimate.of_mean(slopes.reached, is_share=False),
-        reached_max=float(slopes.reached.max()),
         lower_bound=float(slopes.lower_bound.max()),
         lower_bound_mean=Estimate.of_mean(slopes.lower_bound, is_share=False),
         at_boundary=Estimate.of(wilson(crossed, len(slopes.crossed))),
         jump_max=float(slopes.jump.max()),
-        radius=settings.radius,
-        resolution=settings.radius / 2**settings.halvings,
     )

@@ -4,14 +4,12 @@ N images, S + 1 points of a ramp of growing noise (the first is the clean image)
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
 from moecore.data.corruptions.draws import add_noise
 from moecore.measure.base import Estimate
 from moecore.nn.backbones.model import Model
@@ -21,33 +19,14 @@ from moecore.statistics.crossed import encode_items
 CHUNK = 16  # images whose ramps are in memory at once; fixed, so that no result depends on `batch`
 
 
-class RampSteps(NamedTuple):
-    """How the prediction moves from point to point of each image's ramp; every field is (N,).
+def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:
+    """Return how many steps of the true class's probability exceed a threshold, (N,) int64.
 
-    Jumps are counted between neighbouring points: a steep but continuous change also counts where
-    it exceeds the threshold within one step.
+    Between neighbouring points: a steep but continuous change also counts where it exceeds the
+    threshold within one step. probs: (N, S + 1, K); labels: (N,).
     """
-
-    class_changes: Tensor  # int64, steps at which the predicted class is another one
-    jumps: Tensor  # int64, steps of the true class's probability that exceed the threshold
-    total_variation: Tensor  # fp64, Σ |step| of that probability: end to start where it only falls
-    largest_step: Tensor  # fp64, max |step|
-
-
-def ramp_steps(probs: Tensor, labels: Tensor, threshold: float) -> RampSteps:
-    """Return what happens along the ramps of N images.
-
-    probs: (N, S + 1, K); labels: (N,); threshold: in probability.  Raises UserError where a ramp
-    has no step.
-    """
-    if probs.ndim != 3 or probs.shape[1] < 2:
-        shape = f"{tuple(probs.shape)} (images, points, classes)"
-        needed = "two points are needed"
-        raise UserError(f"noise ramp: probabilities of shape {shape} have no step; {needed}")
     steps = true_probability(probs, labels).diff(dim=1).abs()
-    predicted = probs.argmax(-1)
-    changes = (predicted[:, 1:] != predicted[:, :-1]).sum(1)
-    return RampSteps(changes, (steps > threshold).sum(1), steps.sum(1), steps.amax(1))
+    return (steps > threshold).sum(1)
 
 
 def true_probability(probs: Tensor, labels: Tensor) -> Tensor:
@@ -69,14 +48,8 @@ class Ramp(Config):
     """What happens along the ramps of growing noise: means over the images, and a few of them."""
 
     sigmas: tuple[float, ...]
-    threshold: float  # above which a step is a jump
-    class_changes: Estimate
     jumps_mean: Estimate
     jumps_items: str | None = None  # of each image, as ``encode_items`` packs them
-    total_variation: Estimate
-    largest_step: Estimate
-    mean_probability: tuple[float, ...]
-    score: tuple[float, ...]
     shown: tuple[Curve, ...]
 
 
@@ -110,7 +83,7 @@ def summarize_ramps(
 
     probs: (N, S + 1, K); labels: (N,); where: the images' places in the split.
     """
-    steps = ramp_steps(probs, labels, threshold)
+    jumps = count_jumps(probs, labels, threshold)
     true = true_probability(probs, labels)
     predicted = probs.argmax(-1)
     curves = [
@@ -124,13 +97,7 @@ def summarize_ramps(
     ]
     return Ramp(
         sigmas=sigmas,
-        threshold=threshold,
-        class_changes=Estimate.of_mean(steps.class_changes, is_share=False),
-        jumps_mean=Estimate.of_mean(steps.jumps, is_share=False),
-        jumps_items=encode_items(steps.jumps.double().numpy()),
-        total_variation=Estimate.of_mean(steps.total_variation, is_share=False),
-        largest_step=Estimate.of_mean(steps.largest_step),
-        mean_probability=true.mean(0).tolist(),
-        score=(predicted == labels[:, None]).double().mean(0).tolist(),
+        jumps_mean=Estimate.of_mean(jumps, is_share=False),
+        jumps_items=encode_items(jumps.double().numpy()),
         shown=curves,
     )

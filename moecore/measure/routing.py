@@ -31,10 +31,8 @@ from moecore.measure.routing_metrics.expert_use import (
 from moecore.measure.routing_metrics.layer_use import LayerUse, Use, layer_use, use_by_image
 from moecore.measure.routing_metrics.matching import (
     AugmentedRow,
-    Chance,
     Matching,
     augmented_row,
-    chance_matching,
     layer_matching,
     matches_by_image,
     packed_means,
@@ -116,7 +114,6 @@ class Result(Use, Matching):
     layers: tuple[RoutingLayer, ...]
     overlays: Overlays
     corresponding: MatchedCrops | None = None  # of volumes and single patches none
-    chance: Chance
     augmentations: tuple[AugmentedRow, ...]
     sweeps: Sweep
 
@@ -142,12 +139,10 @@ def measure(subject: MeasuredSubject, settings: Routing, parts: PartStore) -> Re
 
     def tried() -> Sweep:
         few = evenly_spaced_indices(len(images), settings.sweeps.images)
-        whose = None if people is None else people[few]
         known = subject.model.targets(torch.from_numpy(labels[few]))
-        sample = SweepSample(images[few], known, subject.data.task, whose)
+        sample = SweepSample(images[few], known, subject.data.task)
         return run_sweeps(model, sample, settings.sweeps, settings.batch)
 
-    moe = model.experts_and_router
     pictured = 0 if images.ndim == TEXT else settings.overlays
     return Result(
         images=len(images),
@@ -156,7 +151,6 @@ def measure(subject: MeasuredSubject, settings: Routing, parts: PartStore) -> Re
         layers=layers,
         overlays=spread_overlays(images, records, pictured, model.layout),
         corresponding=match_crops(images[:CROPPED], finest_layout(model.layouts), settings.seed),
-        chance=chance_matching(moe.experts.number, getattr(moe.router, "k", None)),
         augmentations=augmented_rows(model, images, settings, parts, people),
         sweeps=load_or_compute(parts, "sweeps", Sweep, tried),
     )
@@ -181,8 +175,7 @@ def routing_layers(
         asked = (getattr(router, "threshold", None), getattr(router, "k", None))
         use = layer_use(record, *asked)
         items = use_by_image(record, *asked) | matched
-        shared = matching.model_dump(include=set(Matching.model_fields))
-        layer = RoutingLayer(**use.model_dump(), **shared)
+        layer = RoutingLayer(**use.model_dump(), **matching.model_dump())
         if teacher:
             theirs = match_tokens(teacher[place], record.probs.shape)
             same = expert_agreement(record.probs, theirs)

@@ -12,7 +12,7 @@ from moecore.core.records import RoutingRecord
 from moecore.data.corruptions.digital import to_uint8
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import Estimate, MeasuredSubject, PartStore, load_or_compute, why_not_flat
+from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute, why_not_flat
 from moecore.measure.exploring.overlays import Overlays, overlay_experts
 from moecore.measure.noise_ramp import Ramp, ramp_probs, summarize_ramps
 from moecore.measure.routing_metrics.expert_use import (
@@ -58,12 +58,8 @@ class NoiseRow(Config):
     score: float  # the task's, with its 95 % limits
     low: float | None
     high: float | None
-    correct: int
     selection_change: tuple[float, ...]  # 1 − IoU of the experts chosen
-    selection_low: tuple[float | None, ...]
-    selection_high: tuple[float | None, ...]
     agreement: float | None  # share of tokens with the same best expert; mean over layers
-    agreement_by_layer: tuple[float, ...]
     # Of score, selection_change and agreement one number an image, as ``encode_items`` packs them.
     items: dict[str, str] = {}
 
@@ -137,19 +133,14 @@ def noise_row(
     hits = task.scores(prediction, labels)
     score = task.interval(hits)
     moved = changes_by_image(clean, noisy)
-    changes = [Estimate.of_mean(layer) for layer in moved]
     same = [expert_agreement(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
     return NoiseRow(
         sigma=sigma,
         score=score.value,
         low=score.low,
         high=score.high,
-        correct=int(hits.sum()),
-        selection_change=[change.value for change in changes],
-        selection_low=[change.low for change in changes],
-        selection_high=[change.high for change in changes],
+        selection_change=[float(layer.numpy().mean()) for layer in moved],
         agreement=float(np.mean(same)) if same else None,
-        agreement_by_layer=same,
         items=noise_items(hits, moved, clean, noisy),
     )
 

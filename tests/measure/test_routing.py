@@ -67,25 +67,13 @@ def test_every_method_has_every_measurement(results, name):
     assert found.images == 40 and len(found.layers) == 2
     assert [row.name for row in found.augmentations] == ["noise", "flip", "mine"]
     for row in (*found.layers, found, *found.augmentations):
-        assert (
-            0 <= row.match_top2_ordered <= min(row.match_top1, row.match_top2_sets) <= 1
-            and 0 <= row.chosen_iou <= 1
-        )
-        assert 0 < row.chance_iou <= 1 and 0 < row.independent_top1 <= 1
+        assert 0 <= row.match_top2_ordered <= min(row.match_top1, row.match_top2_sets) <= 1
     for layer in found.layers:
         assert (
             0 <= layer.load_cv2 <= 7
             and 0 <= layer.entropy <= 1
             and sum(layer.load) == pytest.approx(1)
         )
-        assert layer.processed_load_cv2 == layer.load_cv2 and layer.processed_share == 1, (
-            "evaluation drops nothing"
-        )
-        if name != "expert_choice":  # where experts choose, a token need not get its best
-            assert 0 <= layer.unchosen_mass <= 1 - layer.experts_per_token / 8 + 1e-6
-    assert found.chance.match_top1 == 1 / 8 and found.chance.match_top2_sets == pytest.approx(
-        1 / 28
-    )
     sweeps = found.sweeps
     assert [row.k for row in sweeps.k] == ([] if name == "soft_moe" else [1, 2])
     assert [row.threshold for row in sweeps.threshold] == ([0.3, 0.5] if name == "ermoe" else [])
@@ -97,24 +85,10 @@ def test_the_teacher_decides_and_is_compared(results):
 
 
 def test_numbers_by_kind(results):
-    assert results["vmoe"].experts_per_token == 2 and results["soft_moe"].experts_per_token == 8
-    assert (
-        results["soft_moe"].chosen_iou == 1 == results["soft_moe"].chance_iou
-        and results["soft_moe"].tail_of_probs is None
-    )
-    assert 1 <= results["ermoe"].experts_per_token <= 2
+    assert results["soft_moe"].tail_of_probs is None
     assert results["ermoe"].fallback is not None
     assert results["vmoe"].fallback is None
-    assert results["hash_moe"].tail_of_probs == 0 and results[
-        "vmoe"
-    ].chance.chosen_iou == pytest.approx(5 / 28)
-    vmoe = results["vmoe"]
-    assert vmoe.tail_of_probs == pytest.approx(vmoe.unchosen_mass), "noisy top-k chooses the best k"
-
-
-def test_all_models_saw_the_same_views(results):
-    draws = {tuple(row.draws for row in results[name].augmentations) for name in NAMES}
-    assert len(draws) == 1 and len(set(*draws)) == 3
+    assert results["hash_moe"].tail_of_probs == 0
 
 
 def test_means_are_over_the_layers(results):
@@ -143,36 +117,16 @@ def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, resu
     labels = torch.from_numpy(data.test.labels[where])
     found = results["ermoe"].sweeps
     for own in (found.k[1], found.threshold[1]):
-        assert own.own
         assert own.score == float((logits.argmax(1) == labels).double().mean())
-        assert own.layers[0].load_cv2 == pytest.approx(layer_use(records[0], 0.5, 2).load_cv2)
-        assert own.fallback == pytest.approx(
-            sum(layer_use(record, 0.5, 2).fallback for record in records) / 2
-        )
+        for metric in ("load_cv2", "fallback", "tail_mass"):
+            layers = [getattr(layer_use(record, 0.5, 2), metric) for record in records]
+            assert getattr(own, metric) == pytest.approx(sum(layers) / 2)
 
 
 def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
     settings = Routing(augmentations=("flip",), augmentation_images=15, seed=4, batch=8)
     (alone,) = routing.augmented_rows(models["vmoe"], images, settings, compute_without_cache)
-    assert alone.draws == results["vmoe"].augmentations[1].draws
     assert alone.match_top1 == pytest.approx(results["vmoe"].augmentations[1].match_top1)
-
-
-def test_processed_and_chosen_experts_are_told_apart():
-    record = predict_in_batches(
-        tiny("vmoe"),
-        np.zeros((2, 1, 8, 8), np.uint8) + np.arange(64, dtype=np.uint8).reshape(8, 8),
-        2,
-    )[1][0]
-    first = record.combine.argmax(-1, keepdim=True)
-    dropped = record._replace(
-        combine=torch.zeros_like(record.combine).scatter(-1, first, 1.0)
-    )  # each token lost its second expert
-    found, whole = layer_use(dropped, None, 2), layer_use(record, None, 2)
-    assert (
-        found.processed_share == 0.5 and found.load == whole.load and found.experts_per_token == 2
-    )
-    assert found.processed_load_cv2 != found.load_cv2 == whole.processed_load_cv2
 
 
 def test_two_crops_and_their_corresponding_patches(images):
@@ -207,7 +161,7 @@ def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
     assert ("teacher_agreement" in found.items) == (found.teacher_agreement is not None)
     for metric, text in found.items.items():
         items = decode_values(text)
-        if metric in ("confidence_second", "confidence_others"):
+        if metric.startswith("confidence_"):
             place = metric.removeprefix("confidence_")
             value = np.mean([getattr(layer.confidence, place) for layer in found.layers])
         else:
@@ -230,7 +184,7 @@ def test_items_tell_what_leaving_an_image_out_does(models, images, name):
         whole = layer_use(record, *asked)
         left = [np.delete(np.arange(40), place) for place in range(40)]
         without = [layer_use(RoutingRecord(*(f[rows] for f in record)), *asked) for rows in left]
-        for metric in ("load_cv2", "entropy", "token_entropy", "confidence_highest", "fallback"):
+        for metric in ("load_cv2", "entropy", "token_entropy", "fallback"):
             if getattr(whole, metric) is None:
                 continue
             pseudo = [40 * getattr(whole, metric) - 39 * getattr(less, metric) for less in without]

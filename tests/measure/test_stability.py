@@ -82,25 +82,17 @@ def ramp_of(model: nn.Module, number: int = 1) -> Ramp:
 @pytest.mark.parametrize("thresholds", [(0.455,), (0.455, 0.535), (0.455, 0.535, 0.615)])
 def test_every_step_of_a_staircase_is_one_jump(thresholds):
     found, number = ramp_of(Staircase(*thresholds)), len(thresholds)
-    assert found.class_changes.value == found.jumps_mean.value == number
-    assert found.total_variation.value == pytest.approx(
-        0.8 * number, abs=1e-5
-    ) and found.largest_step.value == pytest.approx(0.8, abs=1e-5)
+    assert found.jumps_mean.value == number
     curve = found.shown[0].probability
     assert curve[:6] == pytest.approx([0.9] * 6, abs=1e-5) and curve[6] == pytest.approx(
         0.1, abs=1e-5
     ), "0.45 is below, 0.46 above"
-    assert found.score == tuple(float(label == 0) for label in found.shown[0].predicted)
 
 
 def test_a_slope_has_no_jump():
     found = ramp_of(Slope())
-    assert found.jumps_mean.value == 0 and found.class_changes.value == 1, (
-        "0.4 … 0.7 passes 0.5 once"
-    )
-    assert found.total_variation.value == pytest.approx(
-        0.3, abs=1e-5
-    ) and found.largest_step.value == pytest.approx(0.01, abs=1e-5)
+    assert found.jumps_mean.value == 0
+    assert np.abs(np.diff(found.shown[0].predicted)).sum() == 1, "0.4 … 0.7 passes 0.5 once"
 
 
 def test_more_images_than_a_chunk_keep_their_order():
@@ -139,17 +131,9 @@ def test_each_sigma_has_a_score_and_each_moe_layer_its_change(results, name, lay
     found = results[name, 256]
     assert found.images == 30 and [row.sigma for row in found.noise] == [0.05, 0.2]
     for row in found.noise:
-        assert row.low <= row.score == row.correct / 30 <= row.high
-        assert (
-            len(row.selection_change)
-            == len(row.selection_low)
-            == len(row.agreement_by_layer)
-            == layers
-        )
-        for value, low, high in zip(
-            row.selection_change, row.selection_low, row.selection_high, strict=True
-        ):
-            assert 0 < value < 1 and low <= value <= high
+        assert row.low <= row.score <= row.high
+        assert len(row.selection_change) == layers
+        assert all(0 < value < 1 for value in row.selection_change)
     weak, strong = found.noise
     assert all(a < b for a, b in zip(weak.selection_change, strong.selection_change, strict=True))
 
@@ -158,7 +142,7 @@ def test_a_dense_model_has_a_ramp_and_no_routing(results):
     found = results["dense", 256]
     assert found.overlays == ()
     assert all(row.agreement is None and row.selection_change == () for row in found.noise)
-    assert len(found.ramp.sigmas) == 7 and found.ramp.total_variation.value > 0
+    assert len(found.ramp.sigmas) == 7
     assert len(found.ramp.shown) == 3
 
 
@@ -171,25 +155,15 @@ def test_routing_values_are_those_of_the_records(data, models, results):
     row = results["vit", 256].noise[0]
     assert row.selection_change == pytest.approx(change_of_choice(clean, noisy))
     same = [expert_agreement(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
-    assert row.agreement_by_layer == pytest.approx(same) and row.agreement == pytest.approx(
-        sum(same) / 2
-    )
+    assert row.agreement == pytest.approx(sum(same) / 2)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_ramps_are_sums_over_their_steps(results, name):
     ramp = results[name, 256].ramp
-    assert (
-        ramp.sigmas == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
-        and ramp.threshold == 0.02
-    )
-    assert [row.index for row in ramp.shown] == [0, 28, 59] and len(ramp.mean_probability) == len(
-        ramp.score
-    ) == 7
-    for measure in ("jumps_mean", "class_changes", "total_variation", "largest_step"):
-        found = getattr(ramp, measure)
-        assert found.low <= found.value <= found.high
-    assert 0 < ramp.largest_step.value <= ramp.total_variation.value and ramp.jumps_mean.value <= 6
+    assert ramp.sigmas == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
+    assert [row.index for row in ramp.shown] == [0, 28, 59]
+    assert ramp.jumps_mean.low <= ramp.jumps_mean.value <= ramp.jumps_mean.high <= 6
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -197,11 +171,11 @@ def test_the_batch_changes_nothing(results, name):
     one, other = results[name, 256], results[name, 7]
     assert one.overlays == other.overlays
     for a, b in zip(one.noise, other.noise, strict=True):
-        assert a.correct == b.correct and a.selection_change == pytest.approx(
-            b.selection_change, abs=1e-9
-        )
-    assert one.ramp.mean_probability == pytest.approx(other.ramp.mean_probability, abs=1e-5)
-    assert one.ramp.class_changes == other.ramp.class_changes
+        assert a.score == b.score
+        assert a.selection_change == pytest.approx(b.selection_change, abs=1e-9)
+    for a, b in zip(one.ramp.shown, other.ramp.shown, strict=True):
+        assert a.probability == pytest.approx(b.probability, abs=1e-5)
+    assert one.ramp.jumps_mean == other.ramp.jumps_mean
 
 
 def test_every_method_saw_the_same_noisy_images(data, results):

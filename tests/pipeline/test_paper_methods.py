@@ -97,7 +97,7 @@ def test_the_upper_bound_agrees_with_its_own_teacher_where_it_decides(project):
     )
     routing = measured(project, "routing/pretrain", "oracle")
     assert routing["teacher_agreement"] == 1
-    assert routing["unchosen_mass"] < 0.5, "the two best of its own four probabilities are chosen"
+    assert routing["tail_of_probs"] < 0.5, "the two best of its own four probabilities are chosen"
 
 
 def test_fine_tuning_uses_the_other_k(project):

@@ -199,34 +199,27 @@ def few(step: float) -> few_shot.Result:
         score=0.5 + step,
         low=0.4 + step,
         high=0.6 + step,
-        scores=(0.4 + step, 0.6 + step),
-        exponents=(3, 4),
         leaky_score=0.6 + step,
         leaky_low=0.5 + step,
         leaky_high=0.7 + step,
-        leaky_exponent=5,
     )
     left_out = few_shot.TooFew(shots=25, why="the smallest class, Coat, has 9 training images")
-    return few_shot.Result(test_images=600, features=16, rows=(row,), skipped=(left_out,))
+    return few_shot.Result(rows=(row,), skipped=(left_out,))
 
 
 def corrupted(step: float) -> corruptions.Result:
     """Noise (0.2, 0.4) + step, blur (0.1, 0.3); 0.25 + step / 2 on average."""
     errors = {"noise": (0.2 + step, 0.4 + step), "blur": (0.1, 0.3)}
     rows = [
-        {"name": name, "severity": severity, "correct": 0, "error": e, "low": e, "high": e}
+        {"name": name, "severity": severity, "error": e}
         for name, found in errors.items()
         for severity, e in zip((1, 5), found, strict=True)
     ]
     return corruptions.Result(
         images=100,
-        clean_error=0.1,
-        clean_low=0.05,
-        clean_high=0.15,
         mean_error=0.25 + step / 2,
         mean_low=0.2 + step / 2,
         mean_high=0.3 + step / 2,
-        by_corruption={name: sum(found) / 2 for name, found in errors.items()},
         corruptions=rows,
     )
 
@@ -235,23 +228,16 @@ def steep(step: float, routed: bool) -> lipschitz.Result:
     local = estimate(2.0 + step, 1.9 + step, 2.1 + step)
     lemma = lipschitz.LemmaSummary(reason="dense")
     if routed:
-        lemma = lipschitz.LemmaSummary(tokens=50, violations=0, router_share=0.25, slack=1.0)
+        lemma = lipschitz.LemmaSummary(violations=0, router_share=0.25)
     points = lipschitz.LemmaPoints(bound=(1.0, 2.0), jacobian=(0.5, 1.0), router=(0.2, 0.4))
     return lipschitz.Result(
         images=10,
         local_mean=local,
-        local_max=3.0,
         margin_mean=local,
-        margin_max=3.0,
-        reached_mean=local,
-        reached_max=3.0,
         lower_bound=5.0,
         lower_bound_mean=local,
         at_boundary=local,
         jump_max=0.5,
-        radius=0.5,
-        resolution=0.1,
-        layers=(),
         lemma1=lemma,
         lemma_terms=(points,) if routed else (),
     )
@@ -293,49 +279,34 @@ def noisy(step: float, routed: bool) -> stability.Result:
                 score=0.8,
                 low=0.75,
                 high=0.84,
-                correct=8,
                 selection_change=moved,
-                selection_low=moved,
-                selection_high=moved,
                 agreement=1 - sigma if routed else None,
-                agreement_by_layer=(1 - sigma,) * len(moved),
             )
         )
     shown = Curve(index=3, label=1, probability=(0.9, 0.8, 0.2), predicted=(1, 1, 0))
     jumps = estimate(1.5 + step, 1.0, 2.0)
     ramp = Ramp(
         sigmas=(0.0, 0.1, 0.2),
-        threshold=0.1,
-        class_changes=jumps,
         jumps_mean=jumps,
-        total_variation=jumps,
-        largest_step=jumps,
-        mean_probability=(0.9, 0.8, 0.2),
-        score=(0.9, 0.8, 0.2),
         shown=(shown,),
     )
     return stability.Result(images=10, noise=tuple(rows), ramp=ramp, overlays=())
 
 
 def transformed(number: int, seed: int) -> invariance.Result:
-    """Distances of 0.1, 0.2, 0.3 for method and seed 0, and d² beside each."""
+    """Distances of 0.1, 0.2, 0.3 for method and seed 0."""
     rows = []
     for place, name in enumerate(TRANSFORMS, start=1):
         d = 0.1 * place + 0.01 * number + 0.001 * seed
-        limits = {"d_low": d - 0.02, "d_high": d + 0.02, "d2_low": 0.0, "d2_high": 1.0}
+        limits = {"d_low": d - 0.02, "d_high": d + 0.02}
         limits |= {"normalised": 2 * d, "normalised_low": d, "normalised_high": 3 * d}
-        rows.append({"name": name, "d": d, "d2": d * d, "agreement": 1 - d, **limits})
+        rows.append({"name": name, "d": d, "agreement": 1 - d, **limits})
     maps = np.full((len(CLASSES), 3, 8), 0.125).tolist()
     return invariance.Result(
         images=10,
-        between=0.5,
         transforms=rows,
-        d={},
-        d2={},
-        grid=(2, 4),
         classes=CLASSES,
         class_maps=maps,
-        affines={},
     )
 
 
@@ -433,15 +404,6 @@ def _matched(number: int, seed: int) -> dict[str, float]:
         "match_top2_ordered": top - 0.2,
         "match_top2_sets": top - 0.1,
         "token_entropy": 0.4 + 0.03 * number,
-        "independent_top1": 0.1,
-        "chosen_iou": 0.1,
-        "chance_iou": 0.1,
-        "processed_load_cv2": 0.1,
-        "processed_entropy": 0.1,
-        "processed_share": 1.0,
-        "experts_per_token": 2.0,
-        "confidence_highest": 0.5,
-        "unchosen_mass": 0.1,
         "border_load": 0.9,
         "border_mass": 0.8,
         "border_cells": 0.75,
@@ -488,7 +450,6 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
         layers=layers,
         overlays=shown if isinstance(shown, Overlays) else Overlays(**shown),
         corresponding=match_crops(images, Layout(1, (4, 4), (28, 28)), 0),
-        chance={"match_top1": 0.1, "match_top2_ordered": 0.1, "match_top2_sets": 0.1},
         augmentations=augmented(seed),
         sweeps=swept(number, seed),
         teacher_agreement=0.9 if number == 2 else None,
@@ -498,11 +459,9 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
 def augmented(seed: int) -> list[dict[str, Any]]:
     """Matches under two augmentations."""
     names = ("match_top1", "match_top2_ordered", "match_top2_sets")
-    sure = {"highest": 0.5, "second": 0.3, "others": 0.2}
     rows = []
     for place, augmentation in enumerate(("flip", "noise 0.1")):
-        row = {"name": augmentation, "pairs": 9, "draws": "x", "layers": [], "confidence": sure}
-        row |= dict.fromkeys(("independent_top1", "chosen_iou", "chance_iou"), 0.1)
+        row: dict[str, Any] = {"name": augmentation}
         for rank, name in enumerate(names):
             value = 0.9 - 0.1 * place - 0.2 * rank + 0.01 * seed
             row |= {name: value, f"{name}_low": value - 0.05, f"{name}_high": value + 0.05}
@@ -512,11 +471,8 @@ def augmented(seed: int) -> list[dict[str, Any]]:
 
 def swept(number: int, seed: int) -> dict[str, list[dict[str, Any]]]:
     """Over k, and for odd methods over the threshold, with a point that has no tail mass."""
-    usual = {"own": False, "low": 0.6, "high": 0.8, "layers": [], "entropy": 0.5}
-    usual |= {"token_entropy": 0.5, "tail_of_probs": 0.1, "unchosen_mass": 0.1}
     over_k = [
         {
-            **usual,
             "k": k,
             "score": 0.7 + 0.01 * k + 0.01 * seed,
             "load_cv2": 1 / k,
@@ -526,10 +482,8 @@ def swept(number: int, seed: int) -> dict[str, list[dict[str, Any]]]:
     ]
     over_threshold = [
         {
-            **usual,
             "threshold": t,
             "fallback": t * t,
-            "below_k": t,
             "tail_mass": None if t > 0.6 else 1 - t,
             "score": 0.7,
             "load_cv2": 0.2,

@@ -27,10 +27,9 @@ def matched_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
     """Return how many pairs of each image agree, (B, 3) int64.
 
     Columns: best expert, best and second in this order, two best as a set.  probs_1, probs_2:
-    (B, P, E), both sides of each pair, E ≥ 2; is_pair: (B, P) bool, which pairs there are.  Ties go
-    to the lowest index.  Raises UserError where shapes differ, there is no pair, or E is 1.
+    (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs there are.  Ties go to the
+    lowest index.
     """
-    _check_pairs(probs_1, probs_2, is_pair)
     ours = _two_best(probs_1)
     theirs = _two_best(probs_2)
     ordered = ours == theirs
@@ -48,33 +47,6 @@ def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Matches:
     counts = matched_pairs(probs_1, probs_2, is_pair).sum(dim=0)
     pairs = int(is_pair.sum())
     return Matches(*(count / pairs for count in counts.tolist()))
-
-
-def chance_matches(experts: int) -> Matches:
-    """Match ratios of two routers that draw their experts evenly and independently.
-
-    1/E, 1/(E(E − 1)), 2/(E(E − 1)).  Raises UserError where there are fewer than two experts.
-    """
-    if experts < 2:
-        raise UserError(f"consistency: match ratios of {experts} experts; needed: at least two")
-    ordered = 1 / (experts * (experts - 1))
-    return Matches(1 / experts, ordered, 2 * ordered)
-
-
-def independent_top1(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> float:
-    """Top-1 match ratio of tokens that keep the experts' popularity but are paired at random.
-
-    Σ_e share₁(e) · share₂(e). It tells steadiness from collapse: a router that sends all tokens to
-    one expert always matches, and here has 1 too.  Arguments and errors as of ``matched_pairs``.
-    """
-    _check_pairs(probs_1, probs_2, is_pair)
-    experts = probs_1.shape[-1]
-    shares = [
-        torch.bincount(probs[is_pair].argmax(dim=-1), minlength=experts).double()
-        / int(is_pair.sum())
-        for probs in (probs_1, probs_2)
-    ]
-    return float((shares[0] * shares[1]).sum())
 
 
 def epoch_agreement(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
@@ -117,16 +89,6 @@ def _check_epochs(first_experts: Sequence[np.ndarray]) -> list[np.ndarray]:
         needed = "at least one epoch, all of one shape (images, tokens)"
         raise UserError(f"consistency: {problem}; needed: {needed}")
     return epochs
-
-
-def _check_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> None:
-    if probs_1.shape != probs_2.shape or is_pair.shape != probs_1.shape[:-1]:
-        shapes = f"{tuple(probs_1.shape)}, {tuple(probs_2.shape)}, pairs {tuple(is_pair.shape)}"
-        needed = "equal (images, pairs, experts), and (images, pairs)"
-        raise UserError(f"consistency: probs of shape {shapes}; needed: {needed}")
-    if probs_1.shape[-1] < 2 or not is_pair.any():
-        given = f"{int(is_pair.sum())} pairs and {probs_1.shape[-1]} experts"
-        raise UserError(f"consistency: {given}; needed: at least one pair and two experts")
 
 
 def _two_best(probs: Tensor) -> Tensor:

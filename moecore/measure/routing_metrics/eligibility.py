@@ -72,22 +72,6 @@ def tail_by_token(probs: Tensor, k: int) -> Tensor:
     return _share_beyond(probs.double(), k)
 
 
-def unchosen_mass(probs: Tensor, chosen: Tensor) -> float:
-    """Share of the probability outside the experts that a token chose, mean over tokens.
-
-    chosen: (B, T, E) bool.  Never below ``tail_of_probs`` at the largest number chosen; equal to it
-    at k where each token chose its best k. 1 for a token without experts.
-    """
-    return float(unchosen_by_token(probs, chosen).mean())
-
-
-def unchosen_by_token(probs: Tensor, chosen: Tensor) -> Tensor:
-    """``unchosen_mass`` of each token, (B, T) fp64."""
-    _check_nonempty(probs, "probs")
-    probs = probs.double()
-    return probs.masked_fill(chosen, 0).sum(dim=-1) / probs.sum(dim=-1)
-
-
 def _share_beyond(weights: Tensor, k: int) -> Tensor:
     """Share of the weights (…, E) that lies outside the best ``k``, (…)."""
     ordered = weights.sort(dim=-1, descending=True).values

@@ -5,8 +5,6 @@ B images, T tokens per image, E experts. Probabilities and masks are (B, T, E).
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
-from math import comb
 from typing import Any
 
 import torch
@@ -152,11 +150,13 @@ def change_of_processing(
 
 def average_layers(layers: Sequence[Config], names: Iterable[str]) -> dict[str, Any]:
     """Return the mean of each field over the MoE layers; None where a layer has none."""
-    columns = {name: [getattr(layer, name) for layer in layers] for name in names}
-    return {
-        name: None if None in values else sum(values) / len(values)
-        for name, values in columns.items()
-    }
+    return {name: mean_over_layers([getattr(layer, name) for layer in layers]) for name in names}
+
+
+def mean_over_layers(values: Sequence[float | None]) -> float | None:
+    """Return the mean of one value per layer; None where a layer has none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def _check_counts(counts: Tensor) -> None:
@@ -169,46 +169,3 @@ def _check_same_shape(a: Tensor, b: Tensor) -> None:
     if a.shape != b.shape:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)} (images, tokens, experts)"
         raise UserError(f"routing: records of shape {shapes} cannot be compared token by token")
-
-
-@lru_cache(maxsize=4096)
-def chance_iou(experts: int, k: int, other: int | None = None) -> float:
-    """Expected |A ∩ B| / |A ∪ B| of independent, evenly drawn sets of ``k`` and ``other`` experts.
-
-    other: None for k.  |A ∩ B| = i is hypergeometric:
-    Σ_i C(a, i) C(E − a, b − i) / C(E, b) · i / (a + b − i), exact but for the last rounding.
-    E = 8 and k = 1: 1/8; k = 2: 1/28 · 1 + 12/28 · 1/3 = 5/28. Two empty sets count as 1.
-    Raises UserError unless 0 ≤ k, other ≤ experts.
-    """
-    a = k
-    b = k if other is None else other
-    if not (0 <= a <= experts and 0 <= b <= experts):
-        raise UserError(
-            f"chance: sets of {a} and {b} of {experts} experts; allowed: 0 to {experts}"
-        )
-    if a == b == 0:
-        return 1.0
-    ways = (
-        (i, comb(a, i) * comb(experts - a, b - i))
-        for i in range(max(0, a + b - experts), min(a, b) + 1)
-    )
-    return sum(i / (a + b - i) * (number / comb(experts, b)) for i, number in ways)
-
-
-def chance_overlap(before: Tensor, after: Tensor) -> float:
-    """``chance_iou`` of each token's own two set sizes, averaged over tokens.
-
-    Masks (…, E) bool of one shape.  For routers whose tokens choose different numbers of experts
-    (pruned, expert choice).  Raises UserError where there is no token.
-    """
-    if before.shape != after.shape or not before.numel():
-        shapes = f"{tuple(before.shape)} and {tuple(after.shape)}"
-        raise UserError(f"chance: masks of shape {shapes}; needed: one shape, with tokens")
-    experts = before.shape[-1]
-    sizes = torch.stack([mask.sum(dim=-1).flatten() for mask in (before, after)], dim=1)
-    pairs, counts = sizes.unique(dim=0, return_counts=True)
-    expected = [
-        chance_iou(experts, a, b) * count
-        for (a, b), count in zip(pairs.tolist(), counts.tolist(), strict=True)
-    ]
-    return sum(expected) / len(sizes)

@@ -43,20 +43,14 @@ def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
     return ((change @ weights) * change).sum(dim=-1).clamp_min(0)  # rounding may fall below 0
 
 
-def mean_imed(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Each image's d and d², averaged over its tokens and over layers.
+def mean_imed(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
+    """Each image's d, averaged over its tokens and over layers, (N,) fp64.
 
-    One (N, T, E) of probs per MoE layer twice, to (N,) fp64 twice. The mean of d is taken over the
-    tokens' own distances: it is not the root of the mean of d².  Raises ValueError where there is
-    no layer.
+    before, after: one (N, T, E) of probs per MoE layer. The mean is taken over the tokens' own
+    distances: it is not the root of the mean of d².
     """
-    if not before:
-        raise ValueError("IMED of a model without MoE layers")
     layers = [squared_imed(u, v) for u, v in zip(before, after, strict=True)]
-    return (
-        torch.stack([d2.sqrt().mean(dim=1) for d2 in layers]).mean(dim=0),
-        torch.stack([d2.mean(dim=1) for d2 in layers]).mean(dim=0),
-    )
+    return torch.stack([d2.sqrt().mean(dim=1) for d2 in layers]).mean(dim=0)
 
 
 def imed_partners(images: int, seed: int) -> Tensor:
@@ -81,8 +75,7 @@ def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
     tells no images apart has small distances of both kinds.
     """
     others = imed_partners(len(probs[0]), seed)
-    d, _ = mean_imed(probs, tuple(layer[others] for layer in probs))
-    return d
+    return mean_imed(probs, tuple(layer[others] for layer in probs))
 
 
 def mean_class_maps(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -> Tensor:

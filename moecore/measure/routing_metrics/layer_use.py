@@ -18,8 +18,6 @@ from moecore.measure.routing_metrics.eligibility import (
     tail_mass,
     tail_of_probs,
     tail_sums,
-    unchosen_by_token,
-    unchosen_mass,
 )
 from moecore.measure.routing_metrics.expert_use import (
     Confidence,
@@ -54,21 +52,11 @@ class MapShares(Config):
 
 
 class Use(MapShares):
-    """One MoE layer's values, or the means over layers of those that all of them have.
-
-    ``load…`` and ``entropy`` tell of the experts chosen, ``processed…`` of those that had a weight:
-    under capacity or pruning they may differ.
-    """
+    """One MoE layer's values, or the means over layers of those that all of them have."""
 
     load_cv2: float
     entropy: float
-    processed_load_cv2: float
-    processed_entropy: float
-    processed_share: float
-    experts_per_token: float
     token_entropy: float
-    confidence_highest: float
-    unchosen_mass: float
     tail_of_probs: float | None = None  # routers with k only
     fallback: float | None = None  # routers with a threshold only, as the next two
     below_k: float | None = None
@@ -107,8 +95,6 @@ def map_shares(load: Tensor, mass: Tensor) -> MapShares:
 def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> LayerUse:
     """The metrics of one MoE layer; threshold and k: of its router, None where it has none."""
     counts = expert_counts(layer.chosen)
-    used = expert_counts(layer.combine != 0)
-    sure = routing_confidence(layer.probs)
     fallback = None
     below_k = None
     tail = None
@@ -124,13 +110,7 @@ def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> L
         load=load.tolist(),
         load_cv2=load_cv2(counts),
         entropy=normalised_entropy(counts),
-        processed_load_cv2=load_cv2(used),
-        processed_entropy=normalised_entropy(used),
-        processed_share=float(used.sum() / counts.sum()),
-        experts_per_token=float(counts.sum()) / layer.chosen[..., 0].numel(),
-        unchosen_mass=unchosen_mass(layer.probs, layer.chosen),
-        confidence=sure,
-        confidence_highest=sure.highest,
+        confidence=routing_confidence(layer.probs),
         token_entropy=token_entropy(layer.probs),
         tail_of_probs=None if k is None else tail_of_probs(layer.probs, k),
         fallback=fallback,
@@ -142,37 +122,11 @@ def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> L
 def use_by_image(layer: RoutingRecord, threshold: float | None, k: int | None) -> dict[str, Tensor]:
     """The metrics of ``layer_use`` as one value per image, (B,) fp64, whose mean each is.
 
-    And the second and the other probabilities, as ``confidence_second`` and ``confidence_others``.
+    And the probabilities of ``Confidence``, as ``confidence_highest`` and so on.
     """
     counts = layer.chosen.sum(dim=1).double()
-    used = (layer.combine != 0).sum(dim=1).double()
     probs = layer.probs.double()
     ordered = probs.sort(dim=-1, descending=True).values.mean(dim=1)
-    metrics = {
-        **_balance("", counts),
-        **_balance("processed_", used),
-        "processed_share": _linear_ratio(used.sum(dim=1), counts.sum(dim=1)),
-        "experts_per_token": counts.sum(dim=1) / layer.chosen.shape[1],
-        "confidence_highest": ordered[:, 0],
-        "confidence_second": ordered[:, 1:2].sum(dim=1),
-        "confidence_others": ordered[:, 2:].sum(dim=1),
-        "token_entropy": torch.special.entr(probs).sum(dim=-1).mean(dim=1),
-        "unchosen_mass": unchosen_by_token(layer.probs, layer.chosen).mean(dim=1),
-    }
-    if k is not None:
-        metrics["tail_of_probs"] = tail_by_token(layer.probs, k).mean(dim=1)
-    if threshold is not None:
-        metrics["fallback"] = below_k_flags(layer.logits, threshold, 1).mean(dim=1)
-    if threshold is not None and k is not None:
-        metrics["below_k"] = below_k_flags(layer.logits, threshold, k).mean(dim=1)
-        tail, some = tail_sums(layer.logits, threshold, k)
-        if some.any():
-            metrics["tail_mass"] = _linear_ratio(tail, some)
-    return metrics
-
-
-def _balance(prefix: str, counts: Tensor) -> dict[str, Tensor]:
-    """CV² and normalised entropy of the experts' use from the counts of each image, (B, E)."""
     experts = counts.shape[1]
 
     def cv2(mean: Tensor) -> Tensor:
@@ -181,12 +135,24 @@ def _balance(prefix: str, counts: Tensor) -> dict[str, Tensor]:
     def entropy(mean: Tensor) -> Tensor:
         return torch.special.entr(mean / mean.sum()).sum() / math.log(experts)
 
+    metrics = {
+        "load_cv2": linearize_mean(cv2, counts),
+        "entropy": torch.ones(len(counts), dtype=torch.float64),
+        "confidence_highest": ordered[:, 0],
+        "confidence_second": ordered[:, 1:2].sum(dim=1),
+        "confidence_others": ordered[:, 2:].sum(dim=1),
+        "token_entropy": torch.special.entr(probs).sum(dim=-1).mean(dim=1),
+    }
     if experts > 1:
-        of_use = linearize_mean(entropy, counts)
-    else:
-        of_use = torch.ones(len(counts), dtype=torch.float64)
-    return {f"{prefix}load_cv2": linearize_mean(cv2, counts), f"{prefix}entropy": of_use}
-
-
-def _linear_ratio(above: Tensor, below: Tensor) -> Tensor:
-    return torch.from_numpy(linearize_ratio(above.numpy(), below.numpy()))
+        metrics["entropy"] = linearize_mean(entropy, counts)
+    if k is not None:
+        metrics["tail_of_probs"] = tail_by_token(layer.probs, k).mean(dim=1)
+    if threshold is not None:
+        metrics["fallback"] = below_k_flags(layer.logits, threshold, 1).mean(dim=1)
+    if threshold is not None and k is not None:
+        metrics["below_k"] = below_k_flags(layer.logits, threshold, k).mean(dim=1)
+        tail, some = tail_sums(layer.logits, threshold, k)
+        if some.any():
+            ratio = linearize_ratio(tail.numpy(), some.numpy())
+            metrics["tail_mass"] = torch.from_numpy(ratio)
+    return metrics

@@ -3,7 +3,6 @@
 N images, T tokens per view, E experts.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,20 +13,8 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.records import Layout, RoutingRecord
 from moecore.data.views.views import Views
-from moecore.measure.routing_metrics.consistency import (
-    chance_matches,
-    independent_top1,
-    match_ratios,
-    matched_pairs,
-)
-from moecore.measure.routing_metrics.expert_use import (
-    Confidence,
-    average_layers,
-    chance_iou,
-    chance_overlap,
-    choice_iou,
-    routing_confidence,
-)
+from moecore.measure.routing_metrics.consistency import match_ratios, matched_pairs
+from moecore.measure.routing_metrics.expert_use import average_layers
 from moecore.nn.backbones.model import Model
 from moecore.nn.correspondence import TokenPairs, layer_pairs, paired_values
 from moecore.nn.predict import predict_in_batches
@@ -38,63 +25,33 @@ NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
 
 
 class Matching(Config):
-    """What corresponding patches of two views share, and the same by chance; None of text, which
-    has no views.
-    """
+    """What corresponding patches of two views share; None of text, which has no views."""
 
     match_top1: float | None = None  # share of pairs with the same best expert
     match_top2_ordered: float | None = None  # the same two best in this order
     match_top2_sets: float | None = None  # the same two best
-    independent_top1: float | None = None  # match_top1 of draws with the experts' own popularity
-    chosen_iou: float | None = None  # of the chosen sets
-    chance_iou: float | None = None  # of even draws of as many
 
 
-class LayerMatching(Matching):
-    """One MoE layer's."""
+class AugmentedRow(Matching):
+    """Means over the MoE layers under one augmentation, with 95 % limits.
 
-    confidence: Confidence
+    items: of each match ratio one number an item, as ``encode_items`` packs them.
+    """
 
-
-class MatchingLimits(Config):
-    """95 % intervals of the match ratios, averaged over layers."""
-
+    name: str
     match_top1_low: float
     match_top1_high: float
     match_top2_ordered_low: float
     match_top2_ordered_high: float
     match_top2_sets_low: float
     match_top2_sets_high: float
-
-
-class AugmentedRow(Matching, MatchingLimits):
-    """Means over the MoE layers under one augmentation.
-
-    items: of each match ratio one number an item, as ``encode_items`` packs them.
-    """
-
     items: dict[str, str] = {}
-
-    name: str
-    pairs: int
-    confidence: Confidence
-    layers: tuple[LayerMatching, ...]
-    draws: str  # a digest of the views: equal where two models saw the same
-
-
-class Chance(Config):
-    """Match ratios of even, independent draws of a number of experts."""
-
-    match_top1: float
-    match_top2_ordered: float
-    match_top2_sets: float
-    chosen_iou: float | None = None  # None where a token's number of experts is not set
 
 
 def augmented_row(
     name: str, model: Model, views: Views, batch: int, people: np.ndarray | None = None
 ) -> AugmentedRow:
-    """Return what partners in both ``views`` share, as means over the MoE layers, and each layer's.
+    """Return what partners in both ``views`` share, as means over the MoE layers.
 
     people: (N,), whose image each is, or None.
     """
@@ -106,35 +63,21 @@ def augmented_row(
     ]
     return AugmentedRow(
         name=name,
-        pairs=int(paired[-1][0].found.sum()),
-        **average_layers(layers, Matching.model_fields),
-        **match_limits(records, paired, people).model_dump(),
+        **average_layers(layers, NAMES),
+        **match_limits(records, paired, people),
         items=packed_means(by_image, people),
-        confidence=Confidence(
-            **average_layers([layer.confidence for layer in layers], Confidence.model_fields)
-        ),
-        layers=layers,
-        draws=digest_views(views),
     )
 
 
-def layer_matching(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> LayerMatching:
+def layer_matching(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> Matching:
     """Return what partners of one MoE layer share; record: fields (2N, T, E), first all first
     views.
 
     Experts are ranked by their logits: the order of the probs, but without the ties of those that
     an eigenbasis router clamps.
     """
-    ours, theirs = paired_values(record.logits, pairs, layout)
-    ratios = match_ratios(ours, theirs, pairs.found)
-    sets = [side[pairs.found] for side in paired_values(record.chosen, pairs, layout)]
-    return LayerMatching(
-        **dict(zip(NAMES, ratios, strict=True)),
-        independent_top1=independent_top1(ours, theirs, pairs.found),
-        chosen_iou=choice_iou(*sets),
-        chance_iou=chance_overlap(*sets),
-        confidence=routing_confidence(record.probs),
-    )
+    ratios = match_ratios(*paired_values(record.logits, pairs, layout), pairs.found)
+    return Matching(**dict(zip(NAMES, ratios, strict=True)))
 
 
 def matches_by_image(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> dict[str, Tensor]:
@@ -164,7 +107,7 @@ def match_limits(
     records: tuple[RoutingRecord, ...],
     paired: Sequence[tuple[TokenPairs, Layout]],
     people: np.ndarray | None = None,
-) -> MatchingLimits:
+) -> dict[str, Any]:
     """Intervals by the bootstrap over images, as an image's pairs are not independent.
 
     Over people where they are given and have several images. Where layers have other numbers of
@@ -181,7 +124,7 @@ def match_limits(
     whose = None if people is None else people[number > 0]
     counts = counts[number > 0]
     number = number[number > 0]
-    limits: dict[str, Any] = {}
+    limits = {}
     for column, name in enumerate(NAMES):
         interval = bootstrap_interval(
             lambda chosen, hits=counts[:, column]: float(hits[chosen].sum() / number[chosen].sum()),
@@ -192,19 +135,4 @@ def match_limits(
         )
         limits[f"{name}_low"] = interval.low
         limits[f"{name}_high"] = interval.high
-    return MatchingLimits(**limits)
-
-
-def chance_matching(experts: int, k: int | None) -> Chance:
-    """Return what even draws of ``k`` of ``experts`` experts share; UserError below two."""
-    matches = dict(zip(NAMES, chance_matches(experts), strict=True))
-    return Chance(**matches, chosen_iou=None if k is None else chance_iou(experts, k))
-
-
-def digest_views(views: Views) -> str:
-    """16 hexadecimal digits of the views' bytes."""
-    return hashlib.sha256(_array_bytes(views.affines) + _array_bytes(views.images)).hexdigest()[:16]
-
-
-def _array_bytes(values: Tensor) -> bytes:
-    return values.cpu().contiguous().numpy().tobytes()
+    return limits

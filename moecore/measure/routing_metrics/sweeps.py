@@ -4,7 +4,7 @@ ERMoE, figures S3 and S5. N images.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 from moecore.attacks import Attack
 from moecore.attacks.target import Target
 from moecore.core.config import Config
-from moecore.core.records import Layout
+from moecore.core.records import Layout, RoutingRecord
 from moecore.data.corruptions.draws import noise_directions
 from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
-from moecore.measure.routing_metrics.setting_row import SettingValues, setting_values
+from moecore.measure.routing_metrics.eligibility import fallback_rate, tail_mass, tail_of_probs
+from moecore.measure.routing_metrics.expert_use import expert_counts, load_cv2, mean_over_layers
 from moecore.nn.backbones.model import BackboneModel, Model
 from moecore.nn.correspondence import patch_origins
 from moecore.nn.predict import model_device, predict_in_batches
@@ -100,18 +101,27 @@ class Sweeps(Config):
     images: int = Field(300, ge=1, description="Of the images that the routing is measured on")
 
 
+class SettingValues(Config):
+    """What a model predicts under one setting, and the means over its MoE layers."""
+
+    score: float  # the task's
+    load_cv2: float
+    tail_mass: float | None
+    """Eq. 12 with a threshold (None where no token of a layer has an eligible expert), else the
+    share of the probs outside the best k."""
+    fallback: float | None = None  # routers with a threshold only
+
+
 class KRow(SettingValues):
     """With ``k`` experts a token."""
 
     k: int
-    own: bool  # whether the model was trained with it
 
 
 class ThresholdRow(SettingValues):
     """With another threshold of the router."""
 
     threshold: float
-    own: bool
 
 
 class Sweep(Config):
@@ -127,7 +137,6 @@ class SweepSample(NamedTuple):
     images: np.ndarray  # as ``predict_in_batches`` takes them
     labels: Tensor
     task: AnyTask
-    people: np.ndarray | None = None  # (N,), whose image each is
 
 
 def copy_with_router(model: Model, router: Router) -> Model:
@@ -169,8 +178,7 @@ def sweep_k(model: Model, sample: SweepSample, numbers: Experts, batch: int) -> 
     for k in numbers:
         other = copy_with_k(model, k)
         if other is not None:
-            own = k == getattr(model.experts_and_router.router, "k", None)
-            rows.append(KRow(k=k, own=own, **_values(other, k, sample, batch).model_dump()))
+            rows.append(KRow(k=k, **_values(other, k, sample, batch)))
     return rows
 
 
@@ -185,8 +193,7 @@ def sweep_threshold(
     for threshold in thresholds:
         changed = router.model_copy(update={"threshold": threshold})
         values = _values(copy_with_router(model, changed), router.k, sample, batch)
-        own = threshold == router.threshold
-        rows.append(ThresholdRow(threshold=threshold, own=own, **values.model_dump()))
+        rows.append(ThresholdRow(threshold=threshold, **values))
     return rows
 
 
@@ -198,9 +205,23 @@ def run_sweeps(model: Model, sample: SweepSample, settings: Sweeps, batch: int) 
     )
 
 
-def _values(model: Model, k: int, sample: SweepSample, batch: int) -> SettingValues:
+def _values(model: Model, k: int, sample: SweepSample, batch: int) -> dict[str, Any]:
     prediction, records = predict_in_batches(model, sample.images, batch)
     threshold = getattr(model.experts_and_router.router, "threshold", None)
-    score = sample.task.scores(prediction, sample.labels)
-    interval = sample.task.interval(score, sample.people)
-    return setting_values(interval, records, k, threshold)
+    scores = sample.task.scores(prediction, sample.labels)
+    return {"score": float(scores.double().numpy().mean()), **routing_means(records, k, threshold)}
+
+
+def routing_means(
+    records: Sequence[RoutingRecord], k: int, threshold: float | None
+) -> dict[str, Any]:
+    """Means over the MoE layers, given their routers' k and threshold, as ``SettingValues`` has
+    them.
+    """
+    means = {"load_cv2": [load_cv2(expert_counts(record.chosen)) for record in records]}
+    if threshold is None:
+        tails = [tail_of_probs(record.probs, k) for record in records]
+    else:
+        tails = [tail_mass(record.logits, threshold, k) for record in records]
+        means["fallback"] = [fallback_rate(record.logits, threshold) for record in records]
+    return {name: mean_over_layers(one) for name, one in {**means, "tail_mass": tails}.items()}

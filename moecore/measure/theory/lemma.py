@@ -9,44 +9,18 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.streams import derived_seed
-from moecore.measure.base import Estimate
 from moecore.nn.backbones.model import BackboneModel, EncodeOptions, Model
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.layers.smooth import Lemma1, lemma_1, why_undefined
 from moecore.nn.predict import eval_mode, image_batches
-from moecore.statistics.intervals import bootstrap_mean
-
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-
-class Distribution(Estimate):
-    """The mean over tokens with its interval, quantiles ("0.05" to "0.95") and the maximum."""
-
-    quantiles: dict[str, float]
-    max: float
-
-
-class LemmaLayer(Config):
-    """Lemma 1 at the tokens of one MoE layer: ‖J‖ ≤ bound = experts + router."""
-
-    tokens: int
-    violations: int  # 0, or the code is wrong
-    router_share: float  # of the bound
-    jacobian: Distribution
-    experts: Distribution
-    router: Distribution
-    bound: Distribution
-    slack: Distribution  # 1 − ‖J‖ / bound
 
 
 class LemmaSummary(Config):
     """Lemma 1 over all MoE layers; None where it says nothing of the model, for a ``reason``."""
 
     reason: str | None = None
-    tokens: int | None = None
-    violations: int | None = None
-    router_share: float | None = None
-    slack: float | None = None
+    violations: int | None = None  # tokens; above 0 the code is wrong
+    router_share: float | None = None  # of the bound, mean over layers
 
 
 class LemmaPoints(Config):
@@ -58,9 +32,8 @@ class LemmaPoints(Config):
 
 
 class Lemma(Config):
-    """Lemma 1 of a model; no layers where it is undefined."""
+    """Lemma 1 of a model; no terms where it is undefined."""
 
-    layers: tuple[LemmaLayer, ...]
     lemma1: LemmaSummary
     lemma_terms: tuple[LemmaPoints, ...]
 
@@ -70,9 +43,8 @@ def evaluate_lemma(
 ) -> Lemma:
     """Lemma 1 at ``tokens`` tokens of these images in each MoE layer, drawn with ``seed``."""
     if reason := why_lemma_undefined(model):
-        return Lemma(layers=(), lemma1=LemmaSummary(reason=reason), lemma_terms=())
+        return Lemma(lemma1=LemmaSummary(reason=reason), lemma_terms=())
     terms = lemma_terms_by_layer(model, images, tokens, batch, seed, device)
-    layers = [summarize_layer(layer) for layer in terms]
     points = [
         LemmaPoints(
             bound=layer.bound.tolist(),
@@ -81,7 +53,7 @@ def evaluate_lemma(
         )
         for layer in terms
     ]
-    return Lemma(layers=layers, lemma1=summarize_lemma(layers), lemma_terms=points)
+    return Lemma(lemma1=summarize_lemma(terms), lemma_terms=points)
 
 
 def why_lemma_undefined(model: Model) -> str | None:
@@ -133,36 +105,10 @@ def _token_places(count: int, tokens: int, seed: int) -> Tensor:
     return torch.from_numpy(np.sort(drawn.permutation(count)[:tokens]))
 
 
-def summarize_layer(layer_terms: Lemma1) -> LemmaLayer:
-    """One MoE layer: both sides of the lemma, and how often the right one is smaller (never)."""
-    return LemmaLayer(
-        tokens=len(layer_terms.jacobian),
-        violations=int(layer_terms.violated.sum()),
-        router_share=float((layer_terms.router / layer_terms.bound).nan_to_num().mean()),
-        jacobian=value_distribution(layer_terms.jacobian),
-        experts=value_distribution(layer_terms.experts),
-        router=value_distribution(layer_terms.router),
-        bound=value_distribution(layer_terms.bound),
-        slack=value_distribution(layer_terms.slack),
-    )
-
-
-def value_distribution(values: Tensor) -> Distribution:
-    """Return the distribution of one value per token, (n,)."""
-    mean = bootstrap_mean(values.numpy())
-    quantiles = np.quantile(values.numpy(), QUANTILES).tolist()
-    return Distribution(
-        **mean._asdict(),
-        quantiles=dict(zip(map(str, QUANTILES), quantiles, strict=True)),
-        max=float(values.max()),
-    )
-
-
-def summarize_lemma(layers: list[LemmaLayer]) -> LemmaSummary:
-    """Tokens and violations of all layers, means of the router's share and of the slack."""
+def summarize_lemma(terms: list[Lemma1]) -> LemmaSummary:
+    """Tokens of all layers at which the bound is below what it bounds, and the router's share."""
+    shares = [float((layer.router / layer.bound).nan_to_num().mean()) for layer in terms]
     return LemmaSummary(
-        tokens=sum(layer.tokens for layer in layers),
-        violations=sum(layer.violations for layer in layers),
-        router_share=sum(layer.router_share for layer in layers) / len(layers),
-        slack=sum(layer.slack.value for layer in layers) / len(layers),
+        violations=sum(int(layer.violated.sum()) for layer in terms),
+        router_share=sum(shares) / len(shares),
     )

@@ -24,10 +24,8 @@ class Slopes(NamedTuple):
     neighbourhood without a change of routing.
     margin: max over classes c other than the label y of ‖∇(z_y − z_c)‖₁, how fast an ℓ∞ attack can
     change a margin there.
-    reached: largest ‖f(a) − f(b)‖₂ / ‖a − b‖₂ of the pairs that the ascent visits; a and b lie in
-    the ball.
-    lower_bound: the same after halving that pair; a lower bound of the Lipschitz constant on the
-    ball, as ``reached`` is.
+    lower_bound: ‖f(a) − f(b)‖₂ / ‖a − b‖₂ of the steepest pair in the ball that the ascent visits,
+    halved again and again; a lower bound of the Lipschitz constant on the ball.
     crossed: whether the ends of the halved pair choose different experts; their ratio then grows
     without limit as they approach.
     jump: ‖f(a) − f(b)‖₂ of the halved pair where crossed, else 0.
@@ -35,7 +33,6 @@ class Slopes(NamedTuple):
 
     local: Tensor
     margin: Tensor
-    reached: Tensor
     lower_bound: Tensor
     crossed: Tensor
     jump: Tensor
@@ -84,7 +81,7 @@ def _batch_slopes(
     local, direction = largest_singular_value(jacobians)
     best = ascend_slope(model, images, direction.view_as(images), radius, steps)
     pair, crossed, jump = bisect_pair(model, best, halvings)
-    return Slopes(local, margin_slope(jacobians, labels), best.ratio, pair.ratio, crossed, jump)
+    return Slopes(local, margin_slope(jacobians, labels), pair.ratio, crossed, jump)
 
 
 def largest_singular_value(jacobians: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,8 @@ from moecore.measure.routing_metrics.eligibility import (
     fallback_rate,
     tail_mass,
     tail_of_probs,
-    unchosen_mass,
 )
 from moecore.measure.routing_metrics.expert_use import (
-    chance_overlap,
     change_of_choice,
     change_of_processing,
     choice_iou,
@@ -179,8 +177,6 @@ def test_other_numbers_for_the_experts_change_no_metric_of_a_layer(seed, experts
             *shares,
             *routing_confidence(a).model_dump().values(),
             tail_of_probs(a, 2),
-            unchosen_mass(a, mask),
-            chance_overlap(mask, moved[..., order]),
         )
 
     assert metrics(names) == pytest.approx(metrics(torch.arange(experts)))
@@ -313,10 +309,6 @@ def test_tail_of_probs_by_hand():
     assert [tail_of_probs(PROBS, k) for k in (1, 2, 3, 4, 9)] == pytest.approx(
         [(0.4 + 0.75) / 2, (0.1 + 0.5) / 2, 0.125, 0, 0]
     )
-    chosen = torch.tensor([[[True, True, False, False], [False, False, False, False]]])
-    assert unchosen_mass(PROBS, chosen) == pytest.approx((0.3 + 1) / 2) and unchosen_mass(
-        PROBS, ~chosen
-    ) == pytest.approx(0.7 / 2)
 
 
 @given(token_probs(), st.integers(1, 7), st.randoms(use_true_random=False))
@@ -332,9 +324,3 @@ def test_bounds_of_the_tail_of_probs(probs, k, random):
     order = torch.tensor(random.sample(range(experts), experts))
     assert tail_of_probs(probs[..., order], k) == pytest.approx(mass), "relabelled experts"
     assert tail_mass(probs, 0.0, k) == pytest.approx(mass), "eq. 12 where every expert is eligible"
-    best = torch.zeros_like(probs, dtype=torch.bool).scatter(
-        -1, probs.argsort(-1, descending=True)[..., :k], True
-    )
-    assert unchosen_mass(probs, best) == pytest.approx(mass, abs=1e-12)
-    some = torch.zeros_like(best).scatter(-1, order[:k].expand(*probs.shape[:-1], -1), True)
-    assert mass - 1e-12 <= unchosen_mass(probs, some) <= 1
