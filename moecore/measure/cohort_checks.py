@@ -24,6 +24,7 @@ from moecore.measure.probes.generalisation import (
 )
 from moecore.measure.probes.people import (
     PEOPLE,
+    RESCAN_YEARS,
     Ageing,
     People,
     Rescan,
@@ -40,7 +41,6 @@ from moecore.measure.probes.tissues import (
     summarize_errors,
     volume_errors,
 )
-from moecore.tasks.errors import median_mae
 
 SIMULATED_ONLY = (
     "only a simulated cohort (kind: phantom) can age a subject and leave all else as it is"
@@ -48,6 +48,7 @@ SIMULATED_ONLY = (
 NO_REGIONS = "the model has no region experts (methods: regions)"
 NO_MAPS = "the cohort has no tissue maps"
 OTHER_GRID = "the other generator makes volumes of 64³ voxels of 3 mm, and the data have others"
+SEED = 0  # draws the simulated people, the same for every model
 Age = Annotated[float, Field(gt=0, le=120)]
 
 
@@ -71,12 +72,6 @@ class CohortChecks(Config):
         description="Simulated subjects, of ages spread over `ages`, that are scanned again at "
         "their own and at another site.",
     )
-    years: float = Field(
-        1.0,
-        gt=0,
-        description="Real cohorts: two sessions of a participant within this time count as a "
-        "rescan.",
-    )
     probe: int = Field(
         256,
         ge=2,
@@ -87,9 +82,6 @@ class CohortChecks(Config):
         description="On what region experts are tried that training did not show them.",
     )
     batch: int = Field(16, ge=1, description="Volumes a forward pass; no result depends on it.")
-    seed: int = Field(
-        0, ge=0, le=400, description="Draws the simulated subjects, the same for every model."
-    )
     resamples: int = Field(1000, ge=100, description="Bootstrap resamples behind every interval.")
 
     @model_validator(mode="after")
@@ -102,9 +94,6 @@ class CohortChecks(Config):
 class Result(Config):
     """The parts, each where it could be checked; ``reasons`` says why one is None."""
 
-    simulated: bool
-    n_test: int
-    median_mae: float  # of answering every test volume with the median age of the training split
     whole: TissueErrors
     isolated: dict[str, TissueErrors] | None
     order: tuple[TissueOrder, ...] | None
@@ -131,21 +120,23 @@ def measure(subject: MeasuredSubject, settings: CohortChecks, parts: PartStore) 
         name: summarize_errors(values, settings.resamples, whose) for name, values in errors.items()
     }
     whole = tissues.pop("whole")
-    people = simulated_people(data, settings.seed)
-    rescan = measure_rescans(subject, people, settings, whole.mae, parts)
-    train, test = (torch.from_numpy(split.labels) for split in (data.train, data.test))
+    people = simulated_people(data)
+    rescan = measure_rescans(subject, people, settings, parts)
+    reasons = {}
+    if people is None:
+        reasons["ageing"] = SIMULATED_ONLY
+    if rescan is None:
+        reasons["rescan"] = f"no test participant has two sessions within {RESCAN_YEARS:g} years"
+    if not tissues:
+        reasons["isolated"] = NO_MAPS
     return Result(
-        simulated=data.card["simulated"],
-        n_test=len(test),
-        median_mae=median_mae(train, test),
         whole=whole,
         isolated=tissues or None,
         order=order_tissues(errors, settings.resamples, whose),
         ageing=measure_ageing(subject, people, settings, parts),
         rescan=rescan,
         generalisation=measure_region_experts(subject, settings, parts),
-        reasons=missing_part_reasons(people, rescan, bool(tissues), settings.years)
-        | untried_reasons(subject),
+        reasons=reasons | untried_reasons(subject),
     )
 
 
@@ -165,20 +156,16 @@ def errors_by_tissue(
     }
 
 
-def simulated_people(data: Prepared, seed: int) -> People | None:
+def simulated_people(data: Prepared) -> People | None:
     """People of the simulation that made the data; None where none did."""
     settings = data.card["settings"]
     if settings["kind"] != "phantom":
         return None
-    return People(Phantom.model_validate(settings), seed)
+    return People(Phantom.model_validate(settings))
 
 
 def measure_rescans(
-    subject: MeasuredSubject,
-    people: People | None,
-    settings: CohortChecks,
-    mae: float,
-    parts: PartStore,
+    subject: MeasuredSubject, people: People | None, settings: CohortChecks, parts: PartStore
 ) -> Rescan | None:
     """Simulated people scanned again, or the sessions of a real cohort; None without any."""
     model = subject.model
@@ -187,13 +174,12 @@ def measure_rescans(
     if people is not None:
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
         return load_or_compute(
-            parts, "rescan", Rescan, lambda: rescan_people(model, people, mae, ages, *sizes)
+            parts, "rescan", Rescan, lambda: rescan_people(model, people, ages, *sizes)
         )
-    pairs = session_pairs(data.subjects("test"), settings.years)
-    if not pairs:
+    if not (pairs := session_pairs(data.subjects("test"))):
         return None
     return load_or_compute(
-        parts, "rescan", Rescan, lambda: compare_sessions(model, data, pairs, mae, *sizes)
+        parts, "rescan", Rescan, lambda: compare_sessions(model, data, pairs, *sizes)
     )
 
 
@@ -218,7 +204,7 @@ def measure_region_experts(
         return None
     ages = (settings.ages[0], settings.ages[-1])
     sizes = ProbeSizes(settings.batch, settings.resamples)
-    given = (settings.generalisation, ages, settings.seed, sizes)
+    given = (settings.generalisation, ages, SEED, sizes)
     return load_or_compute(
         parts,
         f"generalisation of {', '.join(tissues)}",
@@ -236,17 +222,3 @@ def untried_reasons(subject: MeasuredSubject) -> dict[str, str]:
     if not is_on_other_grid(subject.data):
         return {"other generator": OTHER_GRID}
     return {}
-
-
-def missing_part_reasons(
-    people: People | None, rescan: Rescan | None, tissues: bool, years: float
-) -> dict[str, str]:
-    """Why parts are None."""
-    missing = {}
-    if people is None:
-        missing["ageing"] = SIMULATED_ONLY
-    if rescan is None:
-        missing["rescan"] = f"no test participant has two sessions within {years:g} years"
-    if not tissues:
-        missing["isolated"] = NO_MAPS
-    return missing

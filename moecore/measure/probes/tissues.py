@@ -25,7 +25,6 @@ ORDER = ("csf", "gm", "wm")  # by how much a tissue's shape tells of age
 class VolumeErrors(Config):
     """Absolute errors on the test volumes, of the model as it is and of a probe for these."""
 
-    penalty: float  # of the probe
     raw: tuple[float, ...]
     probe: tuple[float, ...]
 
@@ -39,7 +38,6 @@ class TissueErrors(Config):
     probe_mae: float
     probe_low: float | None
     probe_high: float | None
-    penalty: float
     # Both errors, one number a person, as ``encode_items`` packs them.
     items: str | None = None
     probe_items: str | None = None
@@ -104,11 +102,8 @@ def volume_errors(
         predict_volumes(model, data, split, region, batch, count if split == "train" else None)
         for split in SPLITS
     )
-    probe, penalty = linear_probe(
-        (train.features, train.ages), (validation.features, validation.ages)
-    )
+    probe, _ = linear_probe((train.features, train.ages), (validation.features, validation.ages))
     return VolumeErrors(
-        penalty=penalty,
         raw=np.abs(test.predicted - test.ages).tolist(),
         probe=np.abs(probe.predict(test.features) - test.ages).tolist(),
     )
@@ -127,7 +122,6 @@ def summarize_errors(
         probe_mae=probe.value,
         probe_low=probe.low,
         probe_high=probe.high,
-        penalty=errors.penalty,
         items=encode_items(np.array(errors.raw), people),
         probe_items=encode_items(np.array(errors.probe), people),
     )
