@@ -1,6 +1,6 @@
 """Figures of predicted ages: clouds by sex, and errors by group."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,9 +26,9 @@ def data_title(title: str, simulated: bool) -> str:
 
 
 @styled
-def age_scatter(points: AgePoints, simulated: bool = False) -> Figure:
+def age_scatter(points: AgePoints, simulated: bool) -> Figure:
     """Predicted against known age, before and after correction; a colour and a line per sex."""
-    known = dict(_known(points))
+    known = _known_predictions(points)
     figure = new_figure(0.6 + 4.3 * len(known), 4.3, "Test split.")
     panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
     every = np.concatenate([points.age, *known.values()])
@@ -46,9 +46,9 @@ def age_scatter(points: AgePoints, simulated: bool = False) -> Figure:
 
 
 @styled
-def pad_against_age(points: AgePoints, simulated: bool = False) -> Figure:
+def pad_against_age(points: AgePoints, simulated: bool) -> Figure:
     """Predicted minus known age against known age, with mean, mean ± 1.96 SD, a line per sex."""
-    known = dict(_known(points))
+    known = _known_predictions(points)
     caption = "Grey lines: mean and mean ± 1.96 SD."
     figure = new_figure(0.6 + 4.3 * len(known), 3.6, caption)
     panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
@@ -68,14 +68,13 @@ def pad_against_age(points: AgePoints, simulated: bool = False) -> Figure:
 
 
 @styled
-def errors_by_group(groups: Mapping[str, Sequence[GroupErrors]], simulated: bool = False) -> Figure:
-    """MAE as predicted and corrected in each group with its interval; groups: by_sex → rows."""
-    shown = {name.removeprefix("by_"): rows for name, rows in groups.items() if rows}
-    widths = [len(rows) + 1 for rows in shown.values()]
+def errors_by_group(groups: Mapping[str, Sequence[GroupErrors]], simulated: bool) -> Figure:
+    """MAE as predicted and corrected in each group with its interval; groups: sex → rows."""
+    widths = [len(rows) + 1 for rows in groups.values()]
     caption = "95 % intervals over participants."
     figure = new_figure(1.2 + 0.62 * sum(widths), 3.5, caption)
-    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False, width_ratios=widths)[0]
-    for axes, (name, rows) in zip(panels, shown.items(), strict=True):
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False, width_ratios=widths)[0]
+    for axes, (name, rows) in zip(panels, groups.items(), strict=True):
         _groups(axes, rows)
         axes.set(title=name, ylim=(0, None), xlim=(-0.6, len(rows) - 0.4))
     panels[0].set_ylabel("MAE, years")
@@ -101,11 +100,9 @@ def _groups(axes: Axes, rows: Sequence[GroupErrors]) -> None:
     axes.set_xticks(range(len(rows)), names, fontsize=8)
 
 
-def _known(points: AgePoints) -> Iterator[tuple[str, np.ndarray]]:
-    """The predictions that there are."""
-    for name in PANELS:
-        if (values := getattr(points, name)) is not None:
-            yield name, np.asarray(values, float)
+def _known_predictions(points: AgePoints) -> dict[str, np.ndarray]:
+    values = {name: getattr(points, name) for name in PANELS}
+    return {name: np.asarray(one, float) for name, one in values.items() if one is not None}
 
 
 def _by_sex(axes: Axes, points: AgePoints, values: np.ndarray) -> None:

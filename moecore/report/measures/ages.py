@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from moecore.brain.age_errors import AgeErrors
 from moecore.brain.measured_ages import AgeResult
 from moecore.measure.base import Estimate
 from moecore.report.column import Column, Metric, decode_items
@@ -23,7 +22,6 @@ NUMBERS = {
     "slope": "slope",
     "intercept": "intercept",
 }
-GROUPS = ("by_decade", "by_sex", "by_site")
 
 
 def applies(task: Task) -> bool:
@@ -31,26 +29,27 @@ def applies(task: Task) -> bool:
     return task.needs_classes("confidence") is not None
 
 
-def number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]:
+def read_number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]:
     """One number of the predictions as they are, or corrected; None where nothing was corrected."""
 
     def read(result: AgeResult) -> Estimate | None:
-        errors: AgeErrors | None = getattr(result, prediction)
-        estimate = None if errors is None else getattr(errors, name)
-        return estimate if estimate is None or np.isfinite(estimate.value) else None
+        estimate: Estimate | None = getattr(getattr(result, prediction), name, None)
+        if estimate is None or not np.isfinite(estimate.value):
+            return None
+        return estimate
 
     return read
 
 
-def of_median(result: AgeResult) -> float | None:
-    """The error as a share of the median predictor's."""
-    return result.raw.mae.value / result.median_mae if result.median_mae else None
+def read_items(prediction: str) -> Callable[[AgeResult], np.ndarray | None]:
+    """Read one error per person."""
+    return lambda result: decode_items(result.items.get(prediction))
 
 
 def shares_of_median(result: AgeResult) -> np.ndarray | None:
-    """The items of ``of_median``."""
+    """The error of each person as a share of the median predictor's."""
     errors = decode_items(result.items.get("raw"))
-    return errors / result.median_mae if errors is not None and result.median_mae else None
+    return None if errors is None else errors / result.median_mae
 
 
 COLUMNS = (
@@ -63,7 +62,7 @@ COLUMNS = (
     Column(
         "mae_of_median",
         "MAE / median predictor's",
-        of_median,
+        lambda result: result.raw.mae.value / result.median_mae,
         "lower",
         note="test MAE / the median predictor's; below 0.5 is less than half its error",
         items=shares_of_median,
@@ -71,25 +70,25 @@ COLUMNS = (
     Column(
         "mae_pooled",
         "MAE, corrected",
-        number("pooled", "mae"),
+        read_number("pooled", "mae"),
         "lower",
         note="one line for all, (ŷ − a)/b",
-        items=lambda result: decode_items(result.items.get("pooled")),
+        items=read_items("pooled"),
     ),
     Column(
         "mae_sex_specific",
         "MAE, corrected per sex",
-        number("sex_specific", "mae"),
+        read_number("sex_specific", "mae"),
         "lower",
         note="a line for each sex",
-        items=lambda result: decode_items(result.items.get("sex_specific")),
+        items=read_items("sex_specific"),
         paper="ages",
     ),
     *(
         Column(
             f"corr_{prediction}",
             f"Corr., {words}",
-            number(prediction, "corr"),
+            read_number(prediction, "corr"),
             note="of the error with age; 0 is no leaning",
             paper="ages",
         )
@@ -99,7 +98,7 @@ COLUMNS = (
         Column(
             f"{name}_{prediction}",
             f"{name.title()}, {words}",
-            number(prediction, name),
+            read_number(prediction, name),
             note="of predicted on known age",
             paper="ages",
             detail=True,
@@ -132,16 +131,15 @@ def figures(result: AgeResult) -> Figures:
     """Predicted age, its difference from the known one, and errors by group."""
     yield "age_scatter", age_scatter(result.points, result.simulated)
     yield "pad_against_age", pad_against_age(result.points, result.simulated)
-    groups = {name: getattr(result, name) for name in GROUPS}
-    if any(groups.values()):
-        yield "errors_by_group", errors_by_group(groups, result.simulated)
+    groups = {"decade": result.by_decade, "sex": result.by_sex, "site": result.by_site}
+    yield "errors_by_group", errors_by_group(groups, result.simulated)
 
 
 def part(phase: Phase) -> Iterator[Block]:
     """Table S1 and the predicted ages of every method."""
-    first = next(iter(phase.first(AgeResult).values()), None)
-    if first is None:
+    if not (results := phase.first(AgeResult)):
         return
+    first = next(iter(results.values()))
     low, high = first.age_range
     words = [
         f"{first.n_test} test volumes, ages {low:.1f} to {high:.1f}. Always answering with the "
@@ -155,7 +153,7 @@ def part(phase: Phase) -> Iterator[Block]:
         words,
         [table_s1(phase)],
         scatter,
-        below=refusals(phase),
+        below=list_refusals(phase),
         folded=True,
         about="mae_pooled",
     )
@@ -171,9 +169,10 @@ def table_s1(phase: Phase) -> Grid:
     for name in NUMBERS:
         cells = []
         for method, prediction in pairs:
-            metric = Metric(Column(name, name, number(prediction, name)), AgeResult)
-            cells.append(read_cell(metric, list(phase.models[method].values())))
-        columns.append(format_column(Column(name, name, number("raw", name)), cells))
+            column = Column(name, name, read_number(prediction, name))
+            models = list(phase.models[method].values())
+            cells.append(read_cell(Metric(column, AgeResult), models))
+        columns.append(format_column(column, cells))
     lines = [
         Line(Item(method, note=TABLE_S1[prediction]), [column[row] for column in columns])
         for row, (method, prediction) in enumerate(pairs)
@@ -181,12 +180,11 @@ def table_s1(phase: Phase) -> Grid:
     return Grid(["Prediction", *NUMBERS.values()], lines)
 
 
-def refusals(phase: Phase) -> list[str]:
+def list_refusals(phase: Phase) -> list[str]:
     """Which models got no correction, and why."""
-    words = []
-    for method, seeds in phase.models.items():
-        for seed, model in seeds.items():
-            result = model.of(AgeResult)
-            if result is not None and result.refused:
-                words.append(f"Not corrected: {method}, seed {seed}. {result.refused}")
-    return words
+    return [
+        f"Not corrected: {method}, seed {seed}. {result.refused}"
+        for method, seeds in phase.models.items()
+        for seed, model in seeds.items()
+        if (result := model.of(AgeResult)) is not None and result.refused
+    ]

@@ -3,7 +3,6 @@ experts know.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -12,7 +11,12 @@ from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
 from moecore.report.column import Column, Metric, decode_items
 from moecore.report.figures.drawing import GUIDE, legend_of, line_look, new_figure, styled
 from moecore.report.measured import Phase
-from moecore.report.measures.region_blocks import GENERALISATION, TISSUES, generalised, mixtures
+from moecore.report.measures.region_blocks import (
+    GENERALISATION,
+    TISSUES,
+    generalisation_table,
+    mixture_table,
+)
 from moecore.report.measures.shown import Figures, each_method
 from moecore.report.page.rows import format_column
 from moecore.report.page.view import Block, Grid, Item, Line
@@ -32,54 +36,34 @@ PROBED = (
     f"{LEFT}, of {PROBE}; a model may be far off on such volumes, and still know much of age from "
     "them"
 )
+PROBED_PART = "probe_"  # before the names of the probe's numbers in a result
 Read = Callable[[Result], Interval | None]
 
 
-def whole(result: Result) -> TissueErrors:
-    return result.whole
+def tissue_errors(result: Result, tissue: str | None) -> TissueErrors | None:
+    """The errors with one tissue left, or on whole volumes (None)."""
+    return result.whole if tissue is None else (result.isolated or {}).get(tissue)
 
 
-def tissue(name: str) -> Callable[[Result], TissueErrors | None]:
-    """The errors with one tissue left."""
-    return lambda result: (result.isolated or {}).get(name)
-
-
-def of_model(errors: Callable[[Result], TissueErrors | None]) -> Read:
-    """The model's own error."""
+def read_error(tissue: str | None, part: str = "") -> Read:
+    """Read the error of the model itself ("") or of the probe."""
 
     def read(result: Result) -> Interval | None:
-        error = errors(result)
-        return None if error is None else Interval(error.mae, error.low, error.high)
-
-    return read
-
-
-def of_probe(errors: Callable[[Result], TissueErrors | None]) -> Read:
-    """The linear probe's error."""
-
-    def read(result: Result) -> Interval | None:
-        error = errors(result)
-        if error is None:
+        errors = tissue_errors(result, tissue)
+        if errors is None:
             return None
-        return Interval(error.probe_mae, error.probe_low, error.probe_high)
+        return Interval(*(getattr(errors, part + name) for name in ("mae", "low", "high")))
 
     return read
 
 
-def items_of(
-    errors: Callable[[Result], TissueErrors | None], name: Literal["items", "probe_items"]
-) -> Callable[[Result], np.ndarray | None]:
-    """One error a person, of the model or of the probe."""
-
-    def read(result: Result) -> np.ndarray | None:
-        error = errors(result)
-        return None if error is None else decode_items(getattr(error, name))
-
-    return read
+def read_items(tissue: str, part: str) -> Callable[[Result], np.ndarray | None]:
+    """Read one error per person, of the model itself ("") or of the probe."""
+    return lambda result: decode_items(getattr(tissue_errors(result, tissue), f"{part}items", None))
 
 
-def over(more: str, less: str) -> Read:
-    """Years by which the probe errs more on one tissue alone than on another."""
+def read_difference(more: str, less: str) -> Read:
+    """Read by how many years the probe errs more on one tissue alone than on another."""
 
     def read(result: Result) -> Interval | None:
         for row in result.order or ():
@@ -90,47 +74,35 @@ def over(more: str, less: str) -> Read:
     return read
 
 
-def rescan(result: Result) -> Interval | None:
+def read_rescan(result: Result) -> Interval | None:
     """Years between the predictions for two scans of a subject."""
-    scans = result.rescan
-    return None if scans is None else Interval(scans.mean_abs_difference, scans.low, scans.high)
-
-
-def of_ageing(name: str) -> Callable[[Result], float | None]:
-    """A number of the simulated subjects that age."""
-    return lambda result: None if result.ageing is None else getattr(result.ageing, name)
+    if (scans := result.rescan) is None:
+        return None
+    return Interval(scans.mean_abs_difference, scans.low, scans.high)
 
 
 COLUMNS = (
     *(
         Column(
-            f"isolated_{name}",
-            f"MAE, {name.upper()} alone",
-            of_model(tissue(name)),
+            f"{name}_{tissue}",
+            f"MAE, {tissue.upper()} alone{words}",
+            read_error(tissue, part),
             "lower",
-            note=LEFT,
+            note=note,
             paper="ages",
-            items=items_of(tissue(name), "items"),
+            items=read_items(tissue, part),
         )
-        for name in TISSUES
-    ),
-    *(
-        Column(
-            f"probe_{name}",
-            f"MAE, {name.upper()} alone, probe",
-            of_probe(tissue(name)),
-            "lower",
-            note=PROBED,
-            paper="ages",
-            items=items_of(tissue(name), "probe_items"),
+        for name, words, part, note in (
+            ("isolated", "", "", LEFT),
+            ("probe", ", probe", PROBED_PART, PROBED),
         )
-        for name in TISSUES
+        for tissue in TISSUES
     ),
     *(
         Column(
             f"{more}_over_{less}",
             f"{more.upper()} − {less.upper()}, probe",
-            over(more, less),
+            read_difference(more, less),
             note=f"years by which the probe errs more on {words}",
             paper="ages",
         )
@@ -139,7 +111,7 @@ COLUMNS = (
     Column(
         "monotone",
         "Ageing, rising steps",
-        of_ageing("monotone_share"),
+        lambda result: result.ageing and result.ageing.monotone_share,
         "higher",
         "share",
         "steps from one age to the next in which the prediction for the same simulated subject "
@@ -149,7 +121,7 @@ COLUMNS = (
     Column(
         "ageing_rank",
         "Ageing, rank correlation",
-        of_ageing("rank_correlation"),
+        lambda result: result.ageing and result.ageing.rank_correlation,
         "higher",
         note="of age and prediction",
         paper="ages",
@@ -157,7 +129,7 @@ COLUMNS = (
     Column(
         "rescan",
         "Rescan, years apart",
-        rescan,
+        read_rescan,
         "lower",
         note="mean |difference| of two scans of one subject",
         paper="ages",
@@ -167,24 +139,23 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """The same simulated subjects as they age."""
+    """Draw the same simulated subjects as they age."""
     if result.ageing is not None:
         yield "ageing", ageing_curves(result.ageing)
 
 
 def part(phase: Phase) -> Iterator[Block]:
     """Tissues alone, ageing, rescans, region experts, and what could not be checked."""
-    reasons: dict[str, str] = {}
-    each_mixture = []
-    for method, result in phase.first(Result).items():
-        reasons |= result.reasons
-        if result.generalisation is not None:
-            each_mixture.append(mixtures(result.generalisation, method))
-    grid = tissues(phase)
-    probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
-    tried = generalised(phase)
+    results = phase.first(Result)
+    reasons = {name: why for one in results.values() for name, why in one.reasons.items()}
+    tried = generalisation_table(phase)
     if tried is not None:
         reasons.pop("generalisation", None)  # that of the methods without region experts
+        each_mixture = [
+            mixture_table(result.generalisation, method)
+            for method, result in results.items()
+            if result.generalisation is not None
+        ]
         yield Block(
             "Region experts where they were not taught",
             words=[f"Mixtures: of one model each.{phase.first_seed}"],
@@ -192,10 +163,11 @@ def part(phase: Phase) -> Iterator[Block]:
             folded=True,
             about="whole_over_chance",
         )
+    grids = [] if not results else [tissue_table(phase)]
     yield Block(
         "Tissues alone, ageing, rescans",
-        words=[f"Probe: {PROBE}."] if probed else [],
-        grids=[] if grid is None else [grid],
+        words=[f"Probe: {PROBE}."] * len(grids),
+        grids=grids,
         pictures=each_method(phase, Result, figures),
         below=[f"Not checked, {name}: {reason}." for name, reason in reasons.items()],
         folded=True,
@@ -203,34 +175,27 @@ def part(phase: Phase) -> Iterator[Block]:
     )
 
 
-def tissues(phase: Phase) -> Grid | None:
+def tissue_table(phase: Phase) -> Grid:
     """Errors with one tissue left, of the model and of a linear probe; the rescans' difference."""
-    errors = {"Whole volume": whole}
-    errors |= {f"{words} alone": tissue(name) for name, words in TISSUES.items()}
-    reads = {words: of_model(read) for words, read in errors.items()}
-    reads |= {f"{words}, probe": of_probe(read) for words, read in errors.items()}
-    reads |= {f"{more.upper()} − {less.upper()}, probe": over(more, less) for more, less in ORDER}
-    reads["Rescan, years apart"] = rescan
-    metrics = {words: Metric(Column(words, words, read), Result) for words, read in reads.items()}
-    having = {
-        words: metric
-        for words, metric in metrics.items()
-        if any(metric.read(model) for model in phase.every)
+    left = {"Whole volume": None} | {f"{words} alone": name for name, words in TISSUES.items()}
+    reads = {words: read_error(tissue) for words, tissue in left.items()}
+    reads |= {f"{words}, probe": read_error(tissue, PROBED_PART) for words, tissue in left.items()}
+    reads |= {
+        f"{more.upper()} − {less.upper()}, probe": read_difference(more, less)
+        for more, less in ORDER
     }
-    if not having:
-        return None
-    columns = [
-        format_column(
-            metric.column,
-            [read_cell(metric, list(seeds.values())) for seeds in phase.models.values()],
-        )
-        for metric in having.values()
-    ]
+    reads["Rescan, years apart"] = read_rescan
+    columns = {}
+    for words, read in reads.items():
+        metric = Metric(Column(words, words, read), Result)
+        cells = [read_cell(metric, list(seeds.values())) for seeds in phase.models.values()]
+        if any(metric.read(model) for model in phase.every):
+            columns[words] = format_column(metric.column, cells)
     lines = [
-        Line(Item(method), [column[row] for column in columns])
+        Line(Item(method), [column[row] for column in columns.values()])
         for row, method in enumerate(phase.models)
     ]
-    return Grid(["MAE, years", *having], lines)
+    return Grid(["MAE, years", *columns], lines)
 
 
 @styled

@@ -29,7 +29,6 @@ WORDS = (
     "share of the tokens is well above the control's."
 )
 
-WHOLE_PERCENTS = NumberFormat("share", 0)
 FIRST = "tokens whose first region expert is that of the tissue most of the cube is"
 NOTE = f"{FIRST}; on isolated volumes experts follow the labels they were taught: no finding"
 LESS = (
@@ -58,32 +57,32 @@ NUMBERS = {
 }
 
 
-def at(*path: str) -> Callable[[CohortChecks], Any]:
-    """What lies at this path below ``generalisation``; None where a step is."""
+def read_agreement(*path: str) -> Callable[[CohortChecks], Any]:
+    """Read what lies at this path below ``generalisation``; None where a step is."""
 
     def read(result: CohortChecks) -> Any:
         value: Any = result.generalisation
         for name in path:
-            value = None if value is None else getattr(value, name)
+            value = value and getattr(value, name)
         return value
 
     return read
 
 
-def pair(name: str, label: str, *path: str) -> tuple[Column, Column]:
+def agreement_columns(name: str, label: str, *path: str) -> tuple[Column, Column]:
     """The agreement, and by how much it is above chance."""
-    over = at(*path, "over_chance")
+    share, over = (read_agreement(*path, number) for number in ("share", "over_chance"))
     label = f"Own tissue, {label}"
     return (
-        Column(f"{name}_agreement", label, at(*path, "share"), "higher", "share", NOTE, "ages"),
+        Column(f"{name}_agreement", label, share, "higher", "share", NOTE, "ages"),
         Column(f"{name}_over_chance", f"{label} − chance", over, "higher", "number", LESS, "ages"),
     )
 
 
 GENERALISATION = (
-    *pair("mixed", "two tissues mixed", "mixed"),
-    *pair("whole", "whole volumes", "test", "whole"),
-    *pair("other_generator", "another generator's whole volumes", "other", "whole"),
+    *agreement_columns("mixed", "two tissues mixed", "mixed"),
+    *agreement_columns("whole", "whole volumes", "test", "whole"),
+    *agreement_columns("other_generator", "another generator's whole volumes", "other", "whole"),
 )
 
 
@@ -95,22 +94,18 @@ def own_expert(prefix: str) -> Callable[[Outcome], float | None]:
     """
 
     def read(result: Outcome) -> float | None:
-        shares = {row.region: row.share for row in last_probe(result)}
+        if not result.region_routing:
+            return None
+        last = max(result.region_routing, key=lambda probe: probe.epoch)
+        shares = {row.region: row.share for row in last.rows}
         own = [shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES]
         return mean_or_none([share for share in own if share is not None])
 
     return read
 
 
-def last_probe(result: Outcome) -> Sequence[RegionRow]:
-    """The rows at the last epoch; () where there is no probe."""
-    if not result.region_routing:
-        return ()
-    return max(result.region_routing, key=lambda probe: probe.epoch).rows
-
-
-def gain(result: Outcome) -> float | None:
-    """How much more often than by chance."""
+def own_expert_gain(result: Outcome) -> float | None:
+    """How much more often than by chance a tissue's tokens choose its own expert."""
     own = own_expert("")(result)
     control = own_expert(CONTROL)(result)
     return None if own is None or control is None else own - control
@@ -137,7 +132,7 @@ COLUMNS = (
     Column(
         "own_expert_gain",
         "Own expert − random",
-        gain,
+        own_expert_gain,
         "higher",
         note="above 0: experts know their tissue",
         paper="ages",
@@ -171,11 +166,10 @@ def part(phase: Phase) -> Iterator[Block]:
     )
 
 
-def generalised(phase: Phase) -> Grid | None:
+def generalisation_table(phase: Phase) -> Grid | None:
     """A group of rows for each method with region experts, a row per sort of volumes."""
     lines = []
-    for method, seeds in phase.models.items():
-        results = phase.of(CohortChecks)[method]
+    for method, results in phase.of(CohortChecks).items():
         if not any(result.generalisation for result in results):
             continue
         lines.append(Line(Item(method), look="group"))
@@ -183,38 +177,34 @@ def generalised(phase: Phase) -> Grid | None:
             items = []
             for name, label in NUMBERS.items():
                 form = "number" if name == "over_chance" else "share"
-                metric = Metric(Column(name, label, at(*path, name), form=form), CohortChecks)
-                items += format_column(metric.column, [read_cell(metric, list(seeds.values()))])
+                column = Column(name, label, read_agreement(*path, name), form=form)
+                cell = read_cell(Metric(column, CohortChecks), list(phase.models[method].values()))
+                items += format_column(column, [cell])
             lines.append(Line(Item(words), items))
     if not lines:
         return None
     return Grid(["First region expert", *NUMBERS.values()], lines, below=GENERALISED)
 
 
-def mixtures(result: GeneralisationResult, method: str) -> Grid:
+def mixture_table(result: GeneralisationResult, method: str) -> Grid:
     """One model: a row per pair of tissues, a column per share that is left of the second."""
+    percents = NumberFormat("share", 0)
+    rows: dict[str, list[Item]] = {}
+    for row in sorted(result.mixtures, key=lambda row: row.left):
+        chance = f"chance {percents.value(row.found.permuted)}"
+        item = Item(percents.value(row.found.share.value), chance)
+        rows.setdefault(f"{row.whole.upper()} with {row.thinned.upper()}", []).append(item)
     lefts = sorted({row.left for row in result.mixtures})
-    rows = {(row.whole, row.thinned, row.left): row.found for row in result.mixtures}
-    lines = []
-    for whole, thinned in dict.fromkeys(key[:2] for key in rows):
-        of_pair = [rows[whole, thinned, left] for left in lefts]
-        items = [
-            Item(
-                WHOLE_PERCENTS.value(one.share.value),
-                f"chance {WHOLE_PERCENTS.value(one.permuted)}",
-            )
-            for one in of_pair
-        ]
-        lines.append(Line(Item(f"{whole.upper()} with {thinned.upper()}"), items))
-    heads = [f"{WHOLE_PERCENTS.value(left)} left of the second" for left in lefts]
-    two_decimals = NumberFormat("number", 2)
+    heads = [f"{percents.value(left)} left of the second" for left in lefts]
     below = "Rank correlation of a tissue's share of a cube and its expert's score"
     for name, volumes in {"whole volumes": result.test, "other generator": result.other}.items():
-        ranks = {} if volumes is None else volumes.correlation
+        ranks = volumes.correlation.items() if volumes else ()
         values = [
-            f"{tissue.upper()} {two_decimals.value(rank.value)}" for tissue, rank in ranks.items()
+            f"{tissue.upper()} {NumberFormat('number', 2).value(rank.value)}"
+            for tissue, rank in ranks
         ]
         below += f"; {name}: {', '.join(values) or 'none'}"
+    lines = [Line(Item(pair), items) for pair, items in rows.items()]
     return Grid(["Mixture", *heads], lines, title=method, below=f"{below}.")
 
 
