@@ -75,11 +75,7 @@ def age_subjects(
         person = people.person(number)
         scans = [Scan(age, alternating_sex(number), person) for age in ages]
         rows.append(predicted_ages(model, people.draw(scans), batch))
-    return summarize_ageing(ages, np.stack(rows))
-
-
-def summarize_ageing(ages: Sequence[float], predictions: np.ndarray) -> Ageing:
-    """Return how predictions (S, A) follow age."""
+    predictions = np.stack(rows)
     return Ageing(
         ages=ages,
         predictions=predictions.tolist(),
@@ -157,17 +153,12 @@ def compare_sessions(
     resamples: int,
 ) -> Rescan:
     """Two sessions of a test participant, less the years between; pairs of places, one or more."""
-    places = sorted({place for pair in pairs for place in pair})
+    places, where = np.unique(pairs, return_inverse=True)
     over = predicted_ages(model, data.test.images[places], batch) - data.test.labels[places]
-    ahead = dict(zip(places, over, strict=True))
-    gaps = np.array([abs(ahead[later] - ahead[earlier]) for earlier, later in pairs])
-    whose = data.test.people_at(np.array([earlier for earlier, _ in pairs]))
-    apart = bootstrap_mean(gaps, resamples, people=whose)
-    return Rescan(
-        mean_abs_difference=apart.value,
-        low=apart.low,
-        high=apart.high,
-    )
+    earlier, later = over[where.reshape(-1, 2)].T
+    whose = data.test.people_at(np.array(pairs)[:, 0])
+    apart = bootstrap_mean(np.abs(later - earlier), resamples, people=whose)
+    return Rescan(mean_abs_difference=apart.value, low=apart.low, high=apart.high)
 
 
 def session_pairs(subjects: Sequence[Mapping[str, str]]) -> list[tuple[int, int]]:

@@ -21,7 +21,6 @@ from moecore.measure.probes.people import (
     rank_correlations,
     rescan_people,
     session_pairs,
-    summarize_ageing,
 )
 from moecore.measure.probes.tissues import (
     VolumeErrors,
@@ -196,14 +195,6 @@ def test_rank_correlations_are_spearmans():
     assert found[3] == 0
     assert found[4] == pytest.approx(0.6)  # 1 − 6·4/(4·15)
     assert found[2] == pytest.approx(spearmanr([20, 40, 60, 90], predictions[2]).statistic)
-
-
-def test_ageing_says_everything_of_the_subjects():
-    found = summarize_ageing([20.0, 40.0], np.array([[30.0, 40.0], [50.0, 40.0]]))
-    assert found.ages == (20, 40)
-    assert found.predictions == ((30, 40), (50, 40))
-    assert found.monotone_share == 0.5
-    assert found.rank_correlation == pytest.approx(0)  # 1 and −1
 
 
 def test_only_age_changes_when_a_subject_is_aged():
