@@ -43,13 +43,7 @@ from moecore.tasks.class_scores import (
 from moecore.tasks.classification import Classification
 from stages import calibrate as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
-from tests.measure.subjects import (
-    in_run,
-    measured_twice,
-    trained,
-    write_digits,
-    write_models,
-)
+from tests.measure.subjects import in_run, measured_twice, trained, write_digits, write_models
 
 SETTINGS = Calibrate(calibrator={"kind": "temperature"}, resamples=100, batch=16)
 

@@ -255,11 +255,7 @@ def generalised(seed: int) -> dict[str, Any]:
 
     def volumes(isolated: float, whole: float) -> dict[str, Any]:
         ranks = {name: limits(0.5, 0.25) for name in ("wm", "gm", "csf")}
-        return {
-            "isolated": agreement(isolated),
-            "whole": agreement(whole),
-            "correlation": ranks,
-        }
+        return {"isolated": agreement(isolated), "whole": agreement(whole), "correlation": ranks}
 
     mixture = {"whole": "wm", "thinned": "gm", "left": 0.25, "found": agreement(0.7)}
     return {

@@ -7,28 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import ndimage
 
+from moecore.data.phantom import numbers
 from moecore.data.phantom.fields import VOXEL_ML, smooth_fields
-from moecore.data.phantom.numbers import (
-    CORTEX_LOG_SD,
-    FLUID,
-    GREY,
-    HEAD_LOG_SD,
-    HEAD_ML,
-    LESION_DARKER,
-    LESION_HEAD_ML,
-    LESION_SPOT,
-    LESION_SPOT_WEIGHT,
-    OLDEST,
-    PRESETS,
-    VENTRICLES_OF_MEN,
-    WHITE,
-    YOUNGEST,
-    Preset,
-    grey_share,
-    lesions_ml,
-    ventricle_share,
-    white_share,
-)
+from moecore.data.phantom.numbers import Preset
 from moecore.data.phantom.template import (
     Placement,
     Pose,
@@ -89,7 +70,7 @@ class Anatomy(NamedTuple):
     def draw(cls, seed: int, preset: Preset = "demo") -> "Anatomy":
         """Draw a person; scanner and site have other random streams."""
         random = np.random.default_rng([seed, 1])
-        varies = PRESETS[preset]
+        varies = numbers.PRESETS[preset]
         gap, atrophy, boundary, ventricles, head, lesions = random.normal(size=6).tolist()
         pose = draw_pose(random, varies.warp)
         thinning, spots = smooth_fields(random, 2)
@@ -101,28 +82,28 @@ class Anatomy(NamedTuple):
         place of the MNI152 anatomy.
         """
         base = base or load_template()
-        head_ml = HEAD_ML[sex] * float(np.exp(HEAD_LOG_SD * self.head))
+        head_ml = numbers.HEAD_ML[sex] * float(np.exp(numbers.HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
         targets = self.targets(base, age, sex)
         placement = place_template(base, self.pose, scale, targets.ventricles * head_ml / VOXEL_ML)
-        thinning = base.thinning * np.exp(CORTEX_LOG_SD * self.thinning)
+        thinning = base.thinning * np.exp(numbers.CORTEX_LOG_SD * self.thinning)
         return fit_tissue(placement, targets, thinning, self.spots)
 
     def targets(self, base: Template, age: float, sex: str) -> TargetVolumes:
         """The volumes of this person at an age, as shares of the head."""
-        brain_age = float(np.clip(age + self.gap, YOUNGEST, OLDEST))
-        varies = PRESETS[self.preset]
+        brain_age = float(np.clip(age + self.gap, numbers.YOUNGEST, numbers.OLDEST))
+        varies = numbers.PRESETS[self.preset]
         grey, white, ventricles = base.shares
         moved = white * varies.boundary * self.boundary
         lost = 1 + varies.atrophy * self.atrophy
-        men = VENTRICLES_OF_MEN if sex == "M" else 1.0
-        larger = ventricle_share(brain_age) * float(np.exp(varies.ventricles * self.ventricles))
-        lesions = lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions))
+        men = numbers.VENTRICLES_OF_MEN if sex == "M" else 1.0
+        growth = float(np.exp(varies.ventricles * self.ventricles))
+        lesions = numbers.lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions))
         return TargetVolumes(
-            grey * grey_share(brain_age) * lost - moved,
-            white * white_share(brain_age) * lost + moved,
-            ventricles * larger * men,
-            lesions / LESION_HEAD_ML,
+            grey * numbers.grey_share(brain_age) * lost - moved,
+            white * numbers.white_share(brain_age) * lost + moved,
+            ventricles * numbers.ventricle_share(brain_age) * growth * men,
+            lesions / numbers.LESION_HEAD_ML,
         )
 
 
@@ -148,12 +129,14 @@ def fit_tissue(
         _blur_volume(fluid) * thinning,
         _blur_volume(grey),
     )
-    spotted = caps + LESION_SPOT_WEIGHT * np.clip(spots - LESION_SPOT, 0, 1)
+    spotted = caps + numbers.LESION_SPOT_WEIGHT * np.clip(spots - numbers.LESION_SPOT, 0, 1)
     lesions = take_tissue(white, spotted**2, targets.lesions * head)
     brightness = (
-        placement.brightness - np.float32(WHITE) * to_grey + np.float32(GREY) * (to_grey - to_fluid)
+        placement.brightness
+        - np.float32(numbers.WHITE) * to_grey
+        + np.float32(numbers.GREY) * (to_grey - to_fluid)
     )
-    brightness += np.float32(FLUID) * to_fluid - np.float32(LESION_DARKER) * lesions
+    brightness += np.float32(numbers.FLUID) * to_fluid - np.float32(numbers.LESION_DARKER) * lesions
     fluid = fluid + to_fluid + ventricles
     return Brain(brightness, grey - to_fluid, white, fluid, ventricles, lesions)
 

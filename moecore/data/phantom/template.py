@@ -14,6 +14,7 @@ from numpy.random import Generator
 from scipy import ndimage
 
 from moecore.core.files import UserError, file_checksum
+from moecore.data.phantom import numbers
 from moecore.data.phantom.fields import (
     SIDE,
     VOXEL_ML,
@@ -21,14 +22,6 @@ from moecore.data.phantom.fields import (
     grid_points,
     sample_volume,
     smooth_fields,
-)
-from moecore.data.phantom.numbers import (
-    FLUID,
-    LESION_RIM_MM,
-    PUSH_DECAY_MM,
-    SHAPE_LOG_SD,
-    SHIFT_MM_SD,
-    TILT_DEGREES_SD,
 )
 
 FILE = Path(__file__).parent / "mni152" / "mni152_64.npz"
@@ -154,9 +147,9 @@ def _thinning(origin: np.ndarray) -> np.ndarray:
 
 def draw_pose(random: Generator, warp_mm: float) -> Pose:
     """Draw a head's pose and shape; ``warp_mm``: SD of the smooth displacement."""
-    shape = np.exp(random.normal(0, SHAPE_LOG_SD, 3))
-    angles = np.deg2rad(random.normal(0, TILT_DEGREES_SD, 3))
-    shift = random.normal(0, SHIFT_MM_SD, 3) / VOXEL_MM
+    shape = np.exp(random.normal(0, numbers.SHAPE_LOG_SD, 3))
+    angles = np.deg2rad(random.normal(0, numbers.TILT_DEGREES_SD, 3))
+    shift = random.normal(0, numbers.SHIFT_MM_SD, 3) / VOXEL_MM
     warp = smooth_fields(random, 3).reshape(3, -1) * np.float32(warp_mm / VOXEL_MM)
     return Pose(shape / shape.prod() ** (1 / 3), rotation_matrix(angles), shift, warp)
 
@@ -187,16 +180,16 @@ def place_template(base: Template, pose: Pose, scale: float, ventricle_voxels: f
     # a voxel shows the tissue that lay nearer to the ventricles before they grew
     voxels = np.clip(np.rint(points), 0, SIDE - 1).astype(np.int64)
     away = base.away[:, (voxels[0] * SIDE + voxels[1]) * SIDE + voxels[2]]
-    push = wall * np.exp(-np.abs(distance) / PUSH_DECAY_MM) / VOXEL_MM
+    push = wall * np.exp(-np.abs(distance) / numbers.PUSH_DECAY_MM) / VOXEL_MM
     points -= push.astype(np.float32) * away
     brightness, grey, white, fluid = (
         _full(region, sample_volume(values, points) * (1 - inside))
         for values in (base.brightness, base.grey, base.white, base.fluid)
     )
     ventricles = _full(region, inside)
-    caps = _full(region, np.exp(-np.maximum(distance - wall, 0) / LESION_RIM_MM))
+    caps = _full(region, np.exp(-np.maximum(distance - wall, 0) / numbers.LESION_RIM_MM))
     ventricles *= grey + white + fluid + ventricles > 0.3  # not outside the head
-    brightness = brightness + np.float32(FLUID) * ventricles
+    brightness = brightness + np.float32(numbers.FLUID) * ventricles
     return Placement(brightness, grey, white, fluid, ventricles, caps)
 
 

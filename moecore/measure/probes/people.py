@@ -118,11 +118,7 @@ class Rescan(Config):
 
 
 def rescan_people(
-    model: Model,
-    people: People,
-    ages: Sequence[float] | np.ndarray,
-    batch: int,
-    resamples: int,
+    model: Model, people: People, ages: Sequence[float] | np.ndarray, batch: int, resamples: int
 ) -> Rescan:
     """One person of each of the ages, scanned again at the same site, and at another one."""
     who = [
@@ -146,11 +142,7 @@ def rescan_people(
 
 
 def compare_sessions(
-    model: Model,
-    data: Prepared,
-    pairs: Sequence[tuple[int, int]],
-    batch: int,
-    resamples: int,
+    model: Model, data: Prepared, pairs: Sequence[tuple[int, int]], batch: int, resamples: int
 ) -> Rescan:
     """Two sessions of a test participant, less the years between; pairs of places, one or more."""
     places, where = np.unique(pairs, return_inverse=True)

@@ -62,40 +62,28 @@ class VolumePredictions(NamedTuple):
 
 
 def predict_volumes(
-    model: Model,
-    data: Prepared,
-    split: str,
-    region: int | None,
-    batch: int,
-    count: int | None = None,
+    model: Model, data: Prepared, split: str, region: int | None, batch: int, count: int | None
 ) -> VolumePredictions:
-    """``VolumePredictions`` of a split's volumes, whole or with one tissue left, each voxel by its
-    share of it.
-
-    count: volumes, evenly spread over the split; None for all.
+    """Predict ``count`` volumes, evenly spread over a split (None: all), whole or with one tissue
+    left, each voxel by its share of it.
     """
     volumes = getattr(data, split).images
     ages = np.array(getattr(data, split).labels, np.float64)
     chosen = evenly_spaced_indices(len(ages), count)
-    if region is None:
-        regions = None
-    else:
-        regions = data.regions(split)
     chunks = []
     for start in range(0, len(chosen), batch):
         places = chosen[start : start + batch]
-        if regions is None:
-            chunks.append(read_by_head(model, volumes[places], batch))
-            continue
-        whole = torch.from_numpy(np.array(volumes[places]))
-        share = torch.from_numpy(np.array(regions[places, region]))
-        chunks.append(read_by_head(model, isolate_tissue(whole, share), batch))
+        images = torch.from_numpy(volumes[places])
+        if region is not None:
+            share = torch.from_numpy(data.regions(split)[places, region])
+            images = isolate_tissue(images, share)
+        chunks.append(read_by_head(model, images, batch))
     predicted, features = (np.concatenate(column) for column in zip(*chunks, strict=True))
     return VolumePredictions(predicted, features, ages[chosen])
 
 
 def volume_errors(
-    model: Model, data: Prepared, region: int | None, batch: int, count: int | None = None
+    model: Model, data: Prepared, region: int | None, batch: int, count: int | None
 ) -> VolumeErrors:
     """Errors on the test split, and of a probe fitted on ``count`` training volumes (None: all)."""
     train, validation, test = (
@@ -110,7 +98,7 @@ def volume_errors(
 
 
 def summarize_errors(
-    errors: VolumeErrors, resamples: int, people: np.ndarray | None = None
+    errors: VolumeErrors, resamples: int, people: np.ndarray | None
 ) -> TissueErrors:
     """The means with their intervals, over people where they are given."""
     raw = bootstrap_mean(np.array(errors.raw), resamples, people=people)

@@ -15,16 +15,7 @@ from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources import Source, bids
 from moecore.data.sources.bids import Bids, Dseg
 from moecore.data.sources.phantom import Phantom
-from tests.data.making import (
-    AFFINE,
-    SMALL,
-    cohort,
-    head,
-    participants,
-    save,
-    visit,
-    write_phantom,
-)
+from tests.data.making import AFFINE, SMALL, cohort, head, participants, save, visit, write_phantom
 
 
 def rows_of(root):

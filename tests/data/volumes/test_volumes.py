@@ -27,11 +27,7 @@ from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_cache import VolumeCache, load_stored, save_stored
 from moecore.data.volumes.volume_checks import volume_flags
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
-from moecore.data.volumes.volumes import (
-    StoredVolume,
-    normalise_intensities,
-    read_volume,
-)
+from moecore.data.volumes.volumes import StoredVolume, normalise_intensities, read_volume
 from moecore.report.figures.contact_sheet import draw_contact_sheet, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save

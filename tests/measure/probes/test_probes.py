@@ -108,14 +108,14 @@ def test_every_tissue_has_its_own_map():
     test = SimpleNamespace(images=volumes, labels=np.zeros(3))
     data = SimpleNamespace(test=test, regions=lambda split: regions)
     for region, age in enumerate((20, 40, 80)):
-        found = predict_volumes(Brightness(), data, "test", region, 2)
+        found = predict_volumes(Brightness(), data, "test", region, 2, None)
         assert found.predicted == pytest.approx([age] * 3, rel=1e-3)
 
 
 def test_an_offset_does_not_count_for_the_probe(cohort):
     places = {"whole": None, "wm": 0, "gm": 1, "csf": 2}
     found = {
-        name: summarize_errors(volume_errors(Brightness(), cohort, place, 16, 256), 100)
+        name: summarize_errors(volume_errors(Brightness(), cohort, place, 16, 256), 100, None)
         for name, place in places.items()
     }
     # a third of the brightness is 40 years too young, and as good a measure
@@ -130,9 +130,9 @@ def test_an_offset_does_not_count_for_the_probe(cohort):
 def test_each_split_has_its_part_in_the_probe(cohort):
     # By hand: least squares of age on brightness over the training split, with the penalty that is
     # best for the validation split.
-    found = volume_errors(Brightness(), cohort, None, 16)
+    found = volume_errors(Brightness(), cohort, None, 16, None)
     train, validation, test = (
-        predict_volumes(Brightness(), cohort, split, None, 16) for split in SPLITS
+        predict_volumes(Brightness(), cohort, split, None, 16, None) for split in SPLITS
     )
     centre, spread = train.predicted.mean(), train.predicted.std()
     together = ((train.predicted - centre) * train.ages).sum() / spread
@@ -152,7 +152,7 @@ def test_each_split_has_its_part_in_the_probe(cohort):
 
 
 def test_few_volumes_are_spread_over_the_split(cohort):
-    train = predict_volumes(Brightness(), cohort, "train", None, 16)
+    train = predict_volumes(Brightness(), cohort, "train", None, 16, None)
     few = predict_volumes(Brightness(), cohort, "train", 1, 16, 7)
     whole = dict(zip(train.ages.tolist(), train.predicted.tolist(), strict=True))
     assert len(few.ages) == len(set(few.ages)) == 7
