@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from moecore.brain import out_of_fold as folds
+from moecore.brain.out_of_fold import FoldRecipe, OutOfFold, predict_held_out
+from moecore.brain.prediction_table import write_predictions
 from moecore.core.config import Config
+from moecore.core.files import whole_folder, write_json
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.measure.calibrators import Calibrator
@@ -24,7 +26,7 @@ class Params(Config):
     pretrain: Training
     method: Annotated[Method, Key("methods.{method}")]
     calibrator: Annotated[Calibrator, Key("calibrate.calibrator")]
-    out_of_fold: folds.OutOfFold = folds.OutOfFold()
+    out_of_fold: OutOfFold = OutOfFold()
 
 
 def out_of_fold(method: str, seed: int) -> None:
@@ -37,22 +39,24 @@ def out_of_fold(method: str, seed: int) -> None:
         record_run("out_of_fold", params, **named, work=work, inputs=inputs) as run,
     ):
         if not params.calibrator.needs_out_of_fold:
-            folds.write_absent(Path("artifacts", item), params.calibrator)
+            with whole_folder(Path("artifacts", item)) as folder:
+                write_json(folder / "absent.json", {"calibrator": params.calibrator.model_dump()})
             run.result(Skipped(skipped="the calibration is fitted on other predictions"))
             return
         data = Prepared.open(inputs[0])
-        folds.check_out_of_fold(data, params.method, params.calibrator)
 
         def follow(fold: int, steps: int, learning: Any) -> None:
             with progress_bar(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
                 for metrics in learning:
                     bar.update(metrics.step)
 
-        recipe = folds.FoldRecipe(params.model, params.pretrain, params.method, params.out_of_fold)
-        predicted = folds.predict_held_out(
+        folds = params.out_of_fold.folds
+        recipe = FoldRecipe(params.model, params.pretrain, params.method, folds)
+        predicted = predict_held_out(
             recipe, data, seed, tune_runtime(work=work), work, follow, run.log
         )
-        folds.write_rows(Path("artifacts", item), predicted.rows)
+        with whole_folder(Path("artifacts", item)) as folder:
+            write_predictions(folder / "predictions.csv", predicted.rows)
         run.result(predicted.result)
 
 

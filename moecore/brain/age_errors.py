@@ -11,7 +11,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.statistics.intervals import Estimate, Interval, reflected_interval
+from moecore.statistics.intervals import Estimate, reflected_interval
 from moecore.tasks.errors import age_fit
 
 
@@ -24,23 +24,19 @@ class AgeErrors(Config):
     intercept: Estimate  # of ŷ on y, years
 
 
-class MeanErrors(Config):
-    """Errors of a group, in years."""
+class MeanError(Config):
+    """The mean |ŷ − y| of a group, years."""
 
     mae: Estimate
-    mean_error: Estimate  # ŷ − y
 
 
 class GroupErrors(Config):
-    """Errors of a part of the test split, as predicted and as corrected."""
+    """Errors of a part of the test split, as predicted and as corrected by one line."""
 
     group: str
     n: int  # volumes
-    participants: int
-    mean_age: float
-    raw: MeanErrors
-    pooled: MeanErrors | None = None
-    sex_specific: MeanErrors | None = None
+    raw: MeanError
+    pooled: MeanError | None = None
 
 
 def measure_age_errors(
@@ -51,20 +47,16 @@ def measure_age_errors(
 ) -> dict[str, AgeErrors]:
     """The errors of each variant; the same resamples for every one.
 
-    ages: (N,); variants: name → predictions (N,); participants: (N,) ids. Raises UserError for NaN,
-    no volumes, or a single age.
+    ages: (N,); variants: name → predictions (N,); participants: (N,) ids. Raises UserError for a
+    single age.
     """
-    ages = _check_ages(ages, list(variants.values()))
     if np.ptp(ages) == 0:
         raise UserError(
             f"calibrate: all {len(ages)} test volumes have the age {ages[0]:g}; allowed: two ages "
             "or more"
         )
     weights = draw_resample_weights(participants, resamples)
-    return {
-        name: _age_errors(np.asarray(predictions, np.float64), ages, weights)
-        for name, predictions in variants.items()
-    }
+    return {name: _age_errors(predictions, ages, weights) for name, predictions in variants.items()}
 
 
 def measure_group_errors(
@@ -77,28 +69,18 @@ def measure_group_errors(
     """One row a group, in sorted order; a group of one participant has no limits.
 
     groups: (N,) names, such as decades, sexes or sites; variants: "raw", and where a line was
-    fitted "pooled" and "sex_specific" → predictions (N,).
+    fitted "pooled" → predictions (N,).
     """
-    ages = _check_ages(ages, list(variants.values()))
-    names = np.array(groups, dtype=object)
     rows = []
     for group in sorted(set(groups)):
-        own = np.flatnonzero(names == group)
-        people = [participants[place] for place in own.tolist()]
-        weights = draw_resample_weights(people, resamples)
-        errors = {
-            name: _mean_errors(np.asarray(values, np.float64)[own], ages[own], weights)
-            for name, values in variants.items()
-        }
-        rows.append(
-            GroupErrors(
-                group=group,
-                n=len(own),
-                participants=len(set(people)),
-                mean_age=float(ages[own].mean()),
-                **errors,
-            )
-        )
+        own = [place for place, name in enumerate(groups) if name == group]
+        weights = draw_resample_weights([participants[place] for place in own], resamples)
+        errors = {}
+        for name, predictions in variants.items():
+            size = np.abs(predictions[own] - ages[own])
+            drawn = weights @ size / weights.sum(1)
+            errors[name] = MeanError(mae=_bootstrap_estimate(size.mean(), drawn, 0.0))
+        rows.append(GroupErrors(group=group, n=len(own), **errors))
     return tuple(rows)
 
 
@@ -144,41 +126,22 @@ def weighted_age_statistics(
     return {"mae": mae, "corr": corr, "slope": slope, "intercept": intercept}
 
 
-def _mean_errors(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) -> MeanErrors:
-    errors = predictions - ages
-    size = np.abs(errors)
-    total = weights.sum(1)
-    mae = _bootstrap_estimate(float(size.mean()), weights @ size / total, 0.0, np.inf)
-    mean = _bootstrap_estimate(float(errors.mean()), weights @ errors / total, -np.inf, np.inf)
-    return MeanErrors(mae=mae, mean_error=mean)
-
-
 def _age_errors(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) -> AgeErrors:
     fit = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
     resampled = weighted_age_statistics(predictions, ages, weights)
     return AgeErrors(
-        mae=_bootstrap_estimate(fit["mae"], resampled["mae"], 0.0, np.inf),
+        mae=_bootstrap_estimate(fit["mae"], resampled["mae"], 0.0),
         corr=_bootstrap_estimate(fit["corr"], resampled["corr"], -1.0, 1.0),
-        slope=_bootstrap_estimate(fit["slope"], resampled["slope"], -np.inf, np.inf),
-        intercept=_bootstrap_estimate(fit["intercept"], resampled["intercept"], -np.inf, np.inf),
+        slope=_bootstrap_estimate(fit["slope"], resampled["slope"]),
+        intercept=_bootstrap_estimate(fit["intercept"], resampled["intercept"]),
     )
 
 
-def _bootstrap_estimate(value: float, drawn: np.ndarray, lowest: float, highest: float) -> Estimate:
+def _bootstrap_estimate(
+    value: float, drawn: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
+) -> Estimate:
     """The bootstrap interval; no limits where resamples do not vary or are undefined."""
     drawn = drawn[np.isfinite(drawn)]
     if len(drawn) < 2 or not np.ptp(drawn):
-        return Estimate.of(Interval(value))
+        return Estimate(value=value)
     return Estimate.of(reflected_interval(value, drawn.tolist(), lowest=lowest, highest=highest))
-
-
-def _check_ages(ages: np.ndarray, predictions: Sequence[np.ndarray]) -> np.ndarray:
-    ages = np.asarray(ages, np.float64)
-    if len(ages) == 0:
-        raise UserError("calibrate: there are no test volumes")
-    if not np.isfinite(ages).all() or not all(np.isfinite(values).all() for values in predictions):
-        raise UserError(
-            "calibrate: ages or predictions of the test split are NaN or infinite; train the model "
-            "again"
-        )
-    return ages

@@ -16,8 +16,6 @@ from moecore.data.prepared import SPLITS, Prepared
 from moecore.measure.calibration import OnRefusal
 from moecore.measure.calibrators.linear import FittedLinear, Linear
 
-READ_COLUMNS = ("participant_id", "session_id", "sex", "age", "predicted_age")
-
 
 class Ages(NamedTuple):
     """One model's predictions of all splits, and what they are compared with."""
@@ -63,52 +61,43 @@ class LineFit(NamedTuple):
     n: int
 
 
-class FitPairs(NamedTuple):
-    """Pairs that a line is fitted to: n predictions, their ages and sexes."""
-
-    predictions: np.ndarray  # (n,)
-    ages: np.ndarray  # (n,)
-    sexes: list[str]
-
-
 def fit_age_line(
     ages: Ages, calibrator: Linear, out_of_fold: Path, on_refusal: OnRefusal = "stop"
 ) -> LineFit:
     """The calibrator fitted to the pairs that it names.
 
     out_of_fold: the predictions.csv of the stage ``out_of_fold``, read only where ``calibrator``
-    asks for it. Raises UserError where the fit is refused, unless ``on_refusal`` is "report": then
-    the reason stands in the result.
+    asks for it. Raises UserError where these are of other volumes, and where the fit is refused,
+    unless ``on_refusal`` is "report": then the reason stands in the result.
     """
-    pairs = calibration_pairs(ages, calibrator, out_of_fold)
+    if calibrator.needs_out_of_fold:
+        rows = _read_training_predictions(ages, out_of_fold)
+        predicted = np.array([float(row["predicted_age"]) for row in rows])
+        known = np.array([float(row["age"]) for row in rows])
+        sexes = [row["sex"] for row in rows]
+    else:
+        split = calibrator.fit_on
+        predicted = ages.predicted[split]
+        known = ages.known(split)
+        sexes = ages.column(split, "sex")
     try:
-        return LineFit(calibrator.fit(*pairs, ages.sha256), None, len(pairs.ages))
+        return LineFit(calibrator.fit(predicted, known, sexes, ages.sha256), None, len(known))
     except UserError as error:
         if on_refusal == "stop":
             raise
         warnings.warn(f"{error}. Nothing is corrected (calibrate.on_refusal: report)", stacklevel=2)
-        return LineFit(None, str(error), len(pairs.ages))
+        return LineFit(None, str(error), len(known))
 
 
-def calibration_pairs(ages: Ages, calibrator: Linear, out_of_fold: Path) -> FitPairs:
-    """The pairs that a calibrator is fitted to.
-
-    Raises UserError where the out-of-fold predictions are of other volumes.
-    """
-    split = calibrator.fit_on
-    if split != "out_of_fold":
-        return FitPairs(ages.predicted[split], ages.known(split), ages.column(split, "sex"))
-    rows = read_predictions(out_of_fold, READ_COLUMNS)
-    training_volumes = {
-        (row["participant_id"], row["session_id"]) for row in ages.subjects["train"]
-    }
-    if {(row["participant_id"], row["session_id"]) for row in rows} != training_volumes:
-        raise UserError(
-            f"{out_of_fold}: its volumes are not those of the training split; run the stage "
-            "`out_of_fold` again"
-        )
-    return FitPairs(
-        predictions=np.array([float(row["predicted_age"]) for row in rows]),
-        ages=np.array([float(row["age"]) for row in rows]),
-        sexes=[row["sex"] for row in rows],
+def _read_training_predictions(ages: Ages, path: Path) -> list[dict[str, str]]:
+    rows = read_predictions(path)
+    predicted, trained = (
+        {(row["participant_id"], row["session_id"]) for row in some}
+        for some in (rows, ages.subjects["train"])
     )
+    if predicted != trained:
+        raise UserError(
+            f"{path}: its volumes are not those of the training split; run the stage `out_of_fold` "
+            "again"
+        )
+    return rows

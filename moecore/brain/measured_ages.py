@@ -1,9 +1,10 @@
 """What is measured of predicted ages: errors before and after correction, and their intervals.
 
-N volumes of the test split, in years.
+N volumes of the test split, in years. Intervals of single predictions: split conformal prediction,
+which holds whatever the model is (Lei et al. 2018, algorithm 2).
 """
 
-from collections.abc import Mapping
+import math
 from typing import Literal, cast
 
 import numpy as np
@@ -18,11 +19,9 @@ from moecore.brain.age_errors import (
     measure_group_errors,
 )
 from moecore.brain.ages import Ages, LineFit
-from moecore.brain.conformal import conformal_radius, first_volumes
-from moecore.brain.prediction_table import CorrectedAges, group_counts
 from moecore.brain.reference import AgeInterval
 from moecore.core.config import Config
-from moecore.measure.calibrators.linear import FitOn, FittedLinear
+from moecore.measure.calibrators.linear import FitOn
 from moecore.statistics.crossed import encode_items
 from moecore.statistics.intervals import Estimate, mean_share
 from moecore.tasks.errors import median_mae
@@ -44,12 +43,9 @@ class AgeResult(Config):
     """Errors of predicted ages before and after correction, in years."""
 
     kind: Literal["linear"] = "linear"
-    target: str
     unit: str
-    data: str = Field(description="the data's name")
     simulated: bool
     n_test: int = Field(description="volumes")
-    n_test_participants: int
     n_fit: int = Field(description="pairs that the line was fitted to")
     fit_on: FitOn
     refused: str | None = Field(description="why no line was fitted; null where one was")
@@ -62,8 +58,6 @@ class AgeResult(Config):
     by_decade: tuple[GroupErrors, ...]
     by_site: tuple[GroupErrors, ...]
     interval: AgeInterval
-    calibration: FittedLinear | None
-    calibration_groups: dict[str, int] = Field(description="test volumes by whose line corrected")
     predictor_sha256: str
     points: AgePoints
     items: dict[str, str] = Field(
@@ -79,17 +73,15 @@ def measure_ages(ages: Ages, line: LineFit, fit_on: FitOn, resamples: int) -> Ag
     people = ages.column("test", "participant_id")
     sexes = ages.column("test", "sex")
     table = measure_age_errors(test_ages, test.variants, people, resamples)
+    by_one_line = {name: test.variants[name] for name in test.variants if name != "sex_specific"}
 
     def by(groups: list[str]) -> tuple[GroupErrors, ...]:
-        return measure_group_errors(groups, test_ages, test.variants, people, resamples)
+        return measure_group_errors(groups, test_ages, by_one_line, people, resamples)
 
     return AgeResult(
-        target=task.target,
         unit=task.unit,
-        data=ages.data.card["name"],
         simulated=ages.data.card["simulated"],
         n_test=len(test_ages),
-        n_test_participants=len(set(people)),
         n_fit=line.n,
         fit_on=fit_on,
         refused=line.refused,
@@ -102,34 +94,25 @@ def measure_ages(ages: Ages, line: LineFit, fit_on: FitOn, resamples: int) -> Ag
         by_decade=by([age_decade(age) for age in test_ages]),
         by_site=by(ages.column("test", "site")),
         interval=conformal_interval(ages, line),
-        calibration=line.fitted,
-        calibration_groups=group_counts(test.groups),
         predictor_sha256=ages.sha256,
-        points=age_points(test_ages, sexes, test),
-        items=errors_by_person(ages, test.variants),
+        points=AgePoints(
+            age=test_ages.tolist(),
+            sex=sexes,
+            raw=test.raw.tolist(),
+            pooled=None if test.pooled is None else test.pooled.tolist(),
+        ),
+        items={
+            name: encode_items(np.abs(said - test_ages), ages.data.test.people)
+            for name, said in test.variants.items()
+        },
     )
-
-
-def age_points(ages: np.ndarray, sexes: list[str], test: CorrectedAges) -> AgePoints:
-    """Every test volume's age, sex and predictions."""
-    return AgePoints(
-        age=ages.tolist(),
-        sex=sexes,
-        raw=test.raw.tolist(),
-        pooled=None if test.pooled is None else test.pooled.tolist(),
-    )
-
-
-def errors_by_person(ages: Ages, variants: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Return one absolute error per person of each variant's test predictions (N,), packed."""
-    test_ages = ages.known("test")
-    people = ages.data.test.people
-    return {name: encode_items(np.abs(said - test_ages), people) for name, said in variants.items()}
 
 
 def conformal_interval(ages: Ages, line: LineFit) -> AgeInterval:
     """The conformal interval from the validation split, and the share of test volumes inside."""
-    places = first_volumes(ages.column("validation", "participant_id"))
+    # Volumes of one person are not exchangeable with those of others: the first of each is taken.
+    people = ages.column("validation", "participant_id")
+    places = np.unique(people, return_index=True)[1]
     residuals = ages.correct_split("validation", line.fitted).best - ages.known("validation")
     radius = conformal_radius(residuals[places], INTERVAL_LEVEL)
     errors = np.abs(ages.correct_split("test", line.fitted).best - ages.known("test"))
@@ -143,3 +126,18 @@ def conformal_interval(ages: Ages, line: LineFit) -> AgeInterval:
     return AgeInterval(
         level=INTERVAL_LEVEL, radius=radius, n=len(places), coverage=coverage, method=method
     )
+
+
+def conformal_radius(residuals: np.ndarray, level: float) -> float | None:
+    """Half the width of the interval that holds a new value with probability ``level`` or more.
+
+    residuals: (n,) of volumes that took no part in training or calibration, one a participant. It
+    is the ⌈(n + 1)·level⌉-th smallest |residual|; None where n is too small to have one (n < 9 for
+    90 %). Valid where new volumes are drawn like these (exchangeable), on average over them, not
+    for each age.
+    """
+    # In floating point 10 · 0.9 may be 9.000000000000002, whose ceiling is 10.
+    rank = math.ceil((len(residuals) + 1) * level - 1e-9)
+    if rank > len(residuals):
+        return None
+    return float(np.sort(np.abs(residuals))[rank - 1])

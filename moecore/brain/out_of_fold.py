@@ -11,16 +11,10 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moecore.brain.prediction_table import (
-    PredictionRow,
-    correct_ages,
-    prediction_rows,
-    write_predictions,
-)
+from moecore.brain.prediction_table import PredictionRow, correct_ages, prediction_rows
 from moecore.core.config import Config
-from moecore.core.files import UserError, whole_folder, write_json
+from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.calibrators import Calibrator
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.predict import predict_in_batches
@@ -33,6 +27,7 @@ from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
 from moecore.training.tissue_isolation import build_isolation
 
+BATCH = 8  # volumes per forward pass
 # Uses up what a training yields: the fold, its number of steps, the metrics.
 Follow = Callable[[int, int, Iterator[Metrics]], None]
 Log = Callable[[int, dict[str, float]], None]  # one point per name, at a step
@@ -44,7 +39,6 @@ class OutOfFold(Config):
     folds: int = Field(
         5, ge=2, description="Models that are trained, each without one part of the participants."
     )
-    batch: int = Field(8, ge=1, description="Volumes a forward pass; no result depends on it.")
 
 
 class FoldRecipe(NamedTuple):
@@ -53,14 +47,12 @@ class FoldRecipe(NamedTuple):
     backbone: Backbone
     training: Training
     method: Method
-    settings: OutOfFold
+    folds: int
 
 
 class OutOfFoldResult(Config):
-    """Errors over all training volumes together."""
+    """The error over all training volumes together."""
 
-    folds: int
-    n: int = Field(description="volumes")
     mae: float
 
 
@@ -69,20 +61,6 @@ class HeldOut(NamedTuple):
 
     rows: list[PredictionRow]
     result: OutOfFoldResult
-
-
-def check_out_of_fold(data: Prepared, method: Method, calibrator: Calibrator) -> None:
-    """Raise UserError for classes, and for a method whose teacher saw the held-out volumes."""
-    if not calibrator.calibrates(data.task):
-        raise UserError(
-            f"out_of_fold: the task of data.pretrain is {data.task.kind}; allowed: a cohort whose "
-            "labels are real numbers"
-        )
-    if method.guided or method.upcycle:
-        raise UserError(
-            "out_of_fold: the method learns from a teacher that saw all training volumes; allowed: "
-            "methods without a teacher"
-        )
 
 
 def predict_held_out(
@@ -97,36 +75,37 @@ def predict_held_out(
     """Train a model for each fold on the volumes of all others, and predict the fold's with it.
 
     work: where the checkpoints of a killed process lie; log: is told the error of each fold.
+    Raises UserError for a method whose teacher saw the held-out volumes.
     """
+    if recipe.method.guided or recipe.method.upcycle:
+        raise UserError(
+            "out_of_fold: the method learns from a teacher that saw all training volumes; allowed: "
+            "methods without a teacher"
+        )
     subjects = data.subjects("train")
     ages = data.train.labels
     people = [subject["participant_id"] for subject in subjects]
-    fold = assign_folds(people, ages, recipe.settings.folds, seed)
+    fold = assign_folds(people, ages, recipe.folds, seed)
     predicted = np.full(len(fold), np.nan)
-    for number in range(recipe.settings.folds):
+    for number in range(recipe.folds):
         job = build_fold_job(recipe, data, np.flatnonzero(fold != number), seed, runtime)
         home = work / f"fold_{number}"
         home.mkdir(exist_ok=True)
         learning = train_job(job, recipe.training, seed, runtime, Checkpoint(home))
         follow(number, total_steps(job, recipe.training), learning)
         out = np.flatnonzero(fold == number)
-        volumes = data.train.images[out]
-        answers, _ = predict_in_batches(job.model, volumes, recipe.settings.batch, routing=False)
+        answers, _ = predict_in_batches(job.model, data.train.images[out], BATCH, routing=False)
         predicted[out] = answers[:, 0].double().numpy()
         log(number, {"mae": float(np.abs(predicted[out] - ages[out]).mean())})
-    answers = correct_ages(predicted, [subject["sex"] for subject in subjects], None)
     flags = [[f"fold {number}"] for number in fold]
-    mae = float(np.abs(predicted - ages).mean())
-    return HeldOut(
-        rows=prediction_rows(subjects, "train", answers, None, flags),
-        result=OutOfFoldResult(folds=recipe.settings.folds, n=len(predicted), mae=mae),
-    )
+    rows = prediction_rows(subjects, "train", correct_ages(predicted, [], None), None, flags)
+    return HeldOut(rows, OutOfFoldResult(mae=float(np.abs(predicted - ages).mean())))
 
 
 def build_fold_job(
     recipe: FoldRecipe, data: Prepared, rows: np.ndarray, seed: int, runtime: Runtime
 ) -> TrainingJob:
-    """The training on the volumes ``kept`` (indices) of the training split."""
+    """The training on the volumes ``rows`` (indices) of the training split."""
     method = recipe.method
     torch.manual_seed(seed)
     model = method.merge_model_settings(recipe.backbone).build(
@@ -142,18 +121,6 @@ def build_fold_job(
         isolation=build_isolation(method, data, rows),
         permuted=seed if method.permuted else None,
     )
-
-
-def write_rows(folder: Path, rows: list[PredictionRow]) -> None:
-    """predictions.csv in ``folder``, which replaces an older one."""
-    with whole_folder(folder) as target:
-        write_predictions(target / "predictions.csv", rows)
-
-
-def write_absent(folder: Path, calibrator: Calibrator) -> None:
-    """absent.json in ``folder``: why nothing was predicted."""
-    with whole_folder(folder) as target:
-        write_json(target / "absent.json", {"calibrator": calibrator.model_dump(mode="json")})
 
 
 def assign_folds(

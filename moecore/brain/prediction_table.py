@@ -9,9 +9,8 @@ import numpy as np
 
 from moecore.core.files import UserError, whole_text
 from moecore.core.plain import spreadsheet_cell
-from moecore.measure.calibrators.linear import POOLED, FittedLinear
+from moecore.measure.calibrators.linear import FittedLinear
 
-FLAG_SEPARATOR = "; "  # between two flags of one volume
 NO_GROUP = "none"  # where nothing is corrected
 
 
@@ -86,50 +85,39 @@ def prediction_rows(
     subjects: with participant_id, session_id, sex, site, age (text; "" is unknown) and qc_flags;
     radius: half the interval's width in years, None: no interval; flags: (N,) more flags of each
     volume, added to the subject's own.
-    Raises UserError where the numbers of subjects, predictions and flags differ.
     """
-    if not len(subjects) == len(corrected.raw) == len(flags):
-        raise UserError(
-            f"predictions: {len(subjects)} subjects, {len(corrected.raw)} predictions and "
-            f"{len(flags)} lists of flags; one each is needed"
+    rows = []
+    nothing = [None] * len(subjects)
+    for subject, raw, pooled, own, group, centre, more in zip(
+        subjects,
+        corrected.raw.tolist(),
+        nothing if corrected.pooled is None else corrected.pooled.tolist(),
+        nothing if corrected.sex_specific is None else corrected.sex_specific.tolist(),
+        corrected.groups or [NO_GROUP] * len(subjects),
+        corrected.best.tolist(),
+        flags,
+        strict=True,
+    ):
+        age = float(subject["age"]) if subject["age"] else None
+        row = PredictionRow(
+            participant_id=subject["participant_id"],
+            session_id=subject["session_id"],
+            split=split,
+            sex=subject["sex"],
+            site=subject["site"],
+            age=age,
+            predicted_age=raw,
+            predicted_age_pooled=pooled,
+            predicted_age_sex_specific=own,
+            brain_pad_raw=_subtract(raw, age),
+            brain_pad_pooled=_subtract(pooled, age),
+            interval_low=_subtract(centre, radius),
+            interval_high=None if radius is None else centre + radius,
+            calibration_group=group,
+            qc_flags="; ".join(flag for flag in (subject.get("qc_flags", ""), *more) if flag),
         )
-    return [
-        _prediction_row(subject, split, place, corrected, radius, flags[place])
-        for place, subject in enumerate(subjects)
-    ]
-
-
-def _prediction_row(
-    subject: Mapping[str, str],
-    split: str,
-    place: int,
-    corrected: CorrectedAges,
-    radius: float | None,
-    flags: Sequence[str],
-) -> PredictionRow:
-    age = float(subject["age"]) if subject["age"] else None
-    raw = float(corrected.raw[place])
-    pooled = None if corrected.pooled is None else float(corrected.pooled[place])
-    own = None if corrected.sex_specific is None else float(corrected.sex_specific[place])
-    centre = float(corrected.best[place])
-    known = [flag for flag in subject.get("qc_flags", "").split(FLAG_SEPARATOR) if flag]
-    return PredictionRow(
-        participant_id=subject["participant_id"],
-        session_id=subject["session_id"],
-        split=split,
-        sex=subject["sex"],
-        site=subject["site"],
-        age=age,
-        predicted_age=raw,
-        predicted_age_pooled=pooled,
-        predicted_age_sex_specific=own,
-        brain_pad_raw=_subtract_age(raw, age),
-        brain_pad_pooled=_subtract_age(pooled, age),
-        interval_low=None if radius is None else centre - radius,
-        interval_high=None if radius is None else centre + radius,
-        calibration_group=NO_GROUP if corrected.groups is None else corrected.groups[place],
-        qc_flags=FLAG_SEPARATOR.join([*known, *flags]),
-    )
+        rows.append(row)
+    return rows
 
 
 def write_predictions(
@@ -142,51 +130,32 @@ def write_predictions(
     left_out: subjects without a prediction, and why: they come last, with the reason in a column
     ``error``; None: there is no such column.
     """
-    errors = [] if left_out is None else ["error"]
+    lines = [[_cell_text(value) for value in row] for row in rows]
+    columns = [*COLUMNS]
+    if left_out is not None:
+        columns.append("error")
+        lines = [[*line, ""] for line in lines]
+        lines += [[*(subject.get(name, "") for name in COLUMNS), why] for subject, why in left_out]
+        lines = [[spreadsheet_cell(cell) for cell in line] for line in lines]
     with whole_text(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
-        writer.writerow([*COLUMNS, *errors])
-        for row in rows:
-            cells = (
-                map(_cell_text, row)
-                if left_out is None
-                else map(spreadsheet_cell, map(_cell_text, row))
-            )
-            writer.writerow([*cells, *("" for _ in errors)])
-        for subject, why in left_out or ():
-            cells = [*(subject.get(name, "") for name in COLUMNS), why]
-            writer.writerow(map(spreadsheet_cell, cells))
+        writer.writerow(columns)
+        writer.writerows(lines)
 
 
-def read_predictions(path: str | Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
-    """The rows by column, all values text.
-
-    Raises UserError where the file is missing or lacks one of ``columns``.
-    """
+def read_predictions(path: str | Path) -> list[dict[str, str]]:
+    """The rows by column, all values text; UserError where the file is missing."""
     try:
         with open(path, newline="", encoding="utf-8") as handle:
-            rows = csv.DictReader(handle)
-            if lacking := [name for name in columns if name not in (rows.fieldnames or ())]:
-                raise UserError(
-                    f"{path}: lacks the columns {', '.join(lacking)}; run the stage that writes it "
-                    "again"
-                )
-            return list(rows)
+            return list(csv.DictReader(handle))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
 
 
-def group_counts(groups: Sequence[str] | None) -> dict[str, int]:
-    """Return how many volumes each line corrected, the pooled one last; {} without a calibrator."""
-    every = list(groups or ())
-    names = sorted(set(every), key=lambda name: (name == POOLED, name))
-    return {name: every.count(name) for name in names}
-
-
-def _subtract_age(predicted: float | None, age: float | None) -> float | None:
-    if predicted is None or age is None:
+def _subtract(value: float | None, other: float | None) -> float | None:
+    if value is None or other is None:
         return None
-    return predicted - age
+    return value - other
 
 
 def _cell_text(value: Any) -> str:

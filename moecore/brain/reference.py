@@ -5,7 +5,6 @@ those that it was tested on.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import numpy as np
 from pydantic import Field
@@ -13,18 +12,6 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.statistics.intervals import Estimate
-from moecore.tasks.regression import Regression
-
-
-class VolumeQuantities(Config):
-    """The quantities of one prepared volume."""
-
-    intensity_mean: float  # in the brain
-    intensity_std: float  # in the brain
-    brain_ml: float
-
-
-QUANTITIES = tuple(VolumeQuantities.model_fields)
 
 
 class QuantityRange(Config):
@@ -35,20 +22,11 @@ class QuantityRange(Config):
 
 
 class CohortFacts(Config):
-    """The facts of the data card that new volumes need to be prepared alike."""
+    """The facts of the data card that new volumes need to be prepared and compared."""
 
-    name: str
-    kind: str
-    simulated: bool
-    target: str
-    unit: str
     size: tuple[int, ...]
     voxel_mm: tuple[float, ...]
     target_range: tuple[float, float]
-    regions: tuple[str, ...]
-    settings: dict[str, Any] = Field(description="those of the data's source")
-    licence: str
-    source: str
 
 
 class AgeInterval(Config):
@@ -64,7 +42,6 @@ class AgeInterval(Config):
 class Reference(Config):
     """Content of ``reference.json``, beside a calibrator."""
 
-    volumes: int
     ranges: dict[str, QuantityRange] = Field(
         description="of each quantity over the training volumes"
     )
@@ -74,14 +51,14 @@ class Reference(Config):
     predictor_sha256: str
 
 
-def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> VolumeQuantities:
+def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, float]:
     """The quantities of a prepared volume (1, D, H, W) in [0, 1], background exactly 0."""
     inside = volume[volume > 0].astype(np.float64)
-    return VolumeQuantities(
-        intensity_mean=float(inside.mean()) if inside.size else 0.0,
-        intensity_std=float(inside.std()) if inside.size else 0.0,
-        brain_ml=inside.size * float(np.prod(voxel_mm)) / 1000,
-    )
+    return {
+        "intensity_mean": float(inside.mean()),
+        "intensity_std": float(inside.std()),
+        "brain_ml": inside.size * float(np.prod(voxel_mm)) / 1000,
+    }
 
 
 def build_reference(data: Prepared, interval: AgeInterval, sha256: str) -> Reference:
@@ -89,42 +66,26 @@ def build_reference(data: Prepared, interval: AgeInterval, sha256: str) -> Refer
 
     sha256: of the model's weights.
     """
-    card = data.card
-    quantities = [describe_volume(volume, card["voxel_mm"]) for volume in data.train.images]
+    facts = CohortFacts(**{name: data.card[name] for name in CohortFacts.model_fields})
+    quantities = [describe_volume(volume, facts.voxel_mm) for volume in data.train.images]
     ranges = {}
-    for name in QUANTITIES:
-        values = [getattr(one, name) for one in quantities]
+    for name in quantities[0]:
+        values = [one[name] for one in quantities]
         ranges[name] = QuantityRange(low=min(values), high=max(values))
-    sites = {row["site"] for row in data.subjects("train") if row["site"]}
+    sites = sorted({row["site"] for row in data.subjects("train")} - {""})
     return Reference(
-        volumes=len(quantities),
-        ranges=ranges,
-        sites=tuple(sorted(sites)),
-        data=describe_cohort(data),
-        interval=interval,
-        predictor_sha256=sha256,
+        ranges=ranges, sites=sites, data=facts, interval=interval, predictor_sha256=sha256
     )
-
-
-def describe_cohort(data: Prepared) -> CohortFacts:
-    """The facts of the data's card."""
-    task = cast(Regression, data.task)
-    named = {"target": task.target, "unit": task.unit}
-    kept = {name: data.card[name] for name in CohortFacts.model_fields if name not in named}
-    return CohortFacts(**kept, **named)
 
 
 def out_of_range_flags(volume: np.ndarray, reference: Reference) -> list[str]:
     """One flag for each quantity of a prepared volume that lies outside that of training."""
     quantities = describe_volume(volume, reference.data.voxel_mm)
-    flags = []
-    for name, limits in reference.ranges.items():
-        value = getattr(quantities, name)
-        if not limits.low <= value <= limits.high:
-            flags.append(
-                f"{name} {value:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"
-            )
-    return flags
+    return [
+        f"{name} {quantities[name]:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"
+        for name, limits in reference.ranges.items()
+        if not limits.low <= quantities[name] <= limits.high
+    ]
 
 
 def age_range_flags(predicted: float, age: float | None, reference: Reference) -> list[str]:

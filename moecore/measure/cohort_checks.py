@@ -5,6 +5,7 @@ Ageing needs subjects of whom all but age stays as it is, which only a simulatio
 has.
 """
 
+from functools import partial
 from typing import Annotated, Self
 
 import numpy as np
@@ -24,6 +25,7 @@ from moecore.measure.probes.generalisation import (
 )
 from moecore.measure.probes.people import (
     PEOPLE,
+    RESCAN_YEARS,
     Ageing,
     People,
     Rescan,
@@ -40,14 +42,12 @@ from moecore.measure.probes.tissues import (
     summarize_errors,
     volume_errors,
 )
-from moecore.tasks.errors import median_mae
 
 SIMULATED_ONLY = (
     "only a simulated cohort (kind: phantom) can age a subject and leave all else as it is"
 )
-NO_REGIONS = "the model has no region experts (methods: regions)"
 NO_MAPS = "the cohort has no tissue maps"
-OTHER_GRID = "the other generator makes volumes of 64³ voxels of 3 mm, and the data have others"
+SEED = 0  # draws the simulated people, the same for every model
 Age = Annotated[float, Field(gt=0, le=120)]
 
 
@@ -55,11 +55,7 @@ class CohortChecks(Config):
     """How many simulated subjects are aged and scanned again."""
 
     subjects: int = Field(
-        8,
-        ge=1,
-        le=PEOPLE // 2,
-        description="Simulated subjects that are aged; half of them women. None of them is in the "
-        "cohort.",
+        8, ge=1, le=PEOPLE // 2, description="Simulated subjects, of no split, that are aged."
     )
     ages: tuple[Age, ...] = Field(
         (20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="The ages of each, rising."
@@ -68,28 +64,15 @@ class CohortChecks(Config):
         16,
         ge=1,
         le=PEOPLE // 2,
-        description="Simulated subjects, of ages spread over `ages`, that are scanned again at "
-        "their own and at another site.",
-    )
-    years: float = Field(
-        1.0,
-        gt=0,
-        description="Real cohorts: two sessions of a participant within this time count as a "
-        "rescan.",
+        description="Simulated subjects that are scanned again, at their own and another site.",
     )
     probe: int = Field(
-        256,
-        ge=2,
-        description="Training volumes, at most, on which the linear probe of a tissue is fitted.",
+        256, ge=2, description="Training volumes, at most, that the probe of a tissue is fitted to."
     )
     generalisation: Generalisation = Field(
-        Generalisation(),
-        description="On what region experts are tried that training did not show them.",
+        Generalisation(), description="What region experts are tried on that training did not show."
     )
     batch: int = Field(16, ge=1, description="Volumes a forward pass; no result depends on it.")
-    seed: int = Field(
-        0, ge=0, le=400, description="Draws the simulated subjects, the same for every model."
-    )
     resamples: int = Field(1000, ge=100, description="Bootstrap resamples behind every interval.")
 
     @model_validator(mode="after")
@@ -102,9 +85,6 @@ class CohortChecks(Config):
 class Result(Config):
     """The parts, each where it could be checked; ``reasons`` says why one is None."""
 
-    simulated: bool
-    n_test: int
-    median_mae: float  # of answering every test volume with the median age of the training split
     whole: TissueErrors
     isolated: dict[str, TissueErrors] | None
     order: tuple[TissueOrder, ...] | None
@@ -131,21 +111,23 @@ def measure(subject: MeasuredSubject, settings: CohortChecks, parts: PartStore) 
         name: summarize_errors(values, settings.resamples, whose) for name, values in errors.items()
     }
     whole = tissues.pop("whole")
-    people = simulated_people(data, settings.seed)
-    rescan = measure_rescans(subject, people, settings, whole.mae, parts)
-    train, test = (torch.from_numpy(split.labels) for split in (data.train, data.test))
+    people = simulated_people(data)
+    rescan = measure_rescans(subject, people, settings, parts)
+    reasons = {}
+    if people is None:
+        reasons["ageing"] = SIMULATED_ONLY
+    if rescan is None:
+        reasons["rescan"] = f"no test participant has two sessions within {RESCAN_YEARS:g} years"
+    if not tissues:
+        reasons["isolated"] = NO_MAPS
     return Result(
-        simulated=data.card["simulated"],
-        n_test=len(test),
-        median_mae=median_mae(train, test),
         whole=whole,
         isolated=tissues or None,
         order=order_tissues(errors, settings.resamples, whose),
         ageing=measure_ageing(subject, people, settings, parts),
         rescan=rescan,
         generalisation=measure_region_experts(subject, settings, parts),
-        reasons=missing_part_reasons(people, rescan, bool(tissues), settings.years)
-        | untried_reasons(subject),
+        reasons=reasons | untried_reasons(subject),
     )
 
 
@@ -153,48 +135,37 @@ def errors_by_tissue(
     subject: MeasuredSubject, settings: CohortChecks, parts: PartStore
 ) -> dict[str, VolumeErrors]:
     """The errors on the whole volume and on each tissue alone, where the data has tissue maps."""
-    places = {"whole": None}
-    places |= {region: index for index, region in enumerate(subject.data.card["regions"])}
-
-    def errors(place: int | None) -> VolumeErrors:
-        return volume_errors(subject.model, subject.data, place, settings.batch, settings.probe)
-
-    return {
-        name: load_or_compute(parts, name, VolumeErrors, lambda place=place: errors(place))
-        for name, place in places.items()
-    }
+    errors = {}
+    for name in ("whole", *subject.data.card["regions"]):
+        region = None if name == "whole" else subject.data.card["regions"].index(name)
+        compute = partial(
+            volume_errors, subject.model, subject.data, region, settings.batch, settings.probe
+        )
+        errors[name] = load_or_compute(parts, name, VolumeErrors, compute)
+    return errors
 
 
-def simulated_people(data: Prepared, seed: int) -> People | None:
+def simulated_people(data: Prepared) -> People | None:
     """People of the simulation that made the data; None where none did."""
     settings = data.card["settings"]
     if settings["kind"] != "phantom":
         return None
-    return People(Phantom.model_validate(settings), seed)
+    return People(Phantom.model_validate(settings))
 
 
 def measure_rescans(
-    subject: MeasuredSubject,
-    people: People | None,
-    settings: CohortChecks,
-    mae: float,
-    parts: PartStore,
+    subject: MeasuredSubject, people: People | None, settings: CohortChecks, parts: PartStore
 ) -> Rescan | None:
     """Simulated people scanned again, or the sessions of a real cohort; None without any."""
-    model = subject.model
-    data = subject.data
     sizes = (settings.batch, settings.resamples)
     if people is not None:
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
-        return load_or_compute(
-            parts, "rescan", Rescan, lambda: rescan_people(model, people, mae, ages, *sizes)
-        )
-    pairs = session_pairs(data.subjects("test"), settings.years)
-    if not pairs:
+        compute = partial(rescan_people, subject.model, people, ages, *sizes)
+    elif pairs := session_pairs(subject.data.subjects("test")):
+        compute = partial(compare_sessions, subject.model, subject.data, pairs, *sizes)
+    else:
         return None
-    return load_or_compute(
-        parts, "rescan", Rescan, lambda: compare_sessions(model, data, pairs, mae, *sizes)
-    )
+    return load_or_compute(parts, "rescan", Rescan, compute)
 
 
 def measure_ageing(
@@ -204,9 +175,8 @@ def measure_ageing(
     if people is None:
         return None
     sizes = (settings.subjects, settings.ages, settings.batch)
-    return load_or_compute(
-        parts, "ageing", Ageing, lambda: age_subjects(subject.model, people, *sizes)
-    )
+    compute = partial(age_subjects, subject.model, people, *sizes)
+    return load_or_compute(parts, "ageing", Ageing, compute)
 
 
 def measure_region_experts(
@@ -218,35 +188,18 @@ def measure_region_experts(
         return None
     ages = (settings.ages[0], settings.ages[-1])
     sizes = ProbeSizes(settings.batch, settings.resamples)
-    given = (settings.generalisation, ages, settings.seed, sizes)
-    return load_or_compute(
-        parts,
-        f"generalisation of {', '.join(tissues)}",
-        GeneralisationResult,
-        lambda: measure_generalisation(subject.model, subject.data, tissues, *given),
-    )
+    given = (settings.generalisation, ages, SEED, sizes)
+    compute = partial(measure_generalisation, subject.model, subject.data, tissues, *given)
+    name = f"generalisation of {', '.join(tissues)}"
+    return load_or_compute(parts, name, GeneralisationResult, compute)
 
 
 def untried_reasons(subject: MeasuredSubject) -> dict[str, str]:
     """Why region experts were not tried, or not on the other generator's volumes."""
     if not subject.regions:
-        return {"generalisation": NO_REGIONS}
+        return {"generalisation": "the model has no region experts (methods: regions)"}
     if not subject.data.card["regions"]:
         return {"generalisation": NO_MAPS}
     if not is_on_other_grid(subject.data):
-        return {"other generator": OTHER_GRID}
+        return {"other generator": "it makes 64³ voxels of 3 mm, and the data have others"}
     return {}
-
-
-def missing_part_reasons(
-    people: People | None, rescan: Rescan | None, tissues: bool, years: float
-) -> dict[str, str]:
-    """Why parts are None."""
-    missing = {}
-    if people is None:
-        missing["ageing"] = SIMULATED_ONLY
-    if rescan is None:
-        missing["rescan"] = f"no test participant has two sessions within {years:g} years"
-    if not tissues:
-        missing["isolated"] = NO_MAPS
-    return missing

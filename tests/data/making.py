@@ -9,8 +9,8 @@ import nibabel
 import numpy as np
 from PIL import Image
 
-from moecore.data.phantom.bids import AFFINE
 from moecore.data.sources.bids import Bids
+from moecore.data.sources.phantom import Phantom, simulate_scan
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -85,6 +85,7 @@ def photo_classes(folder: Path, classes: dict[str, int], sides: tuple[int, int] 
 
 
 SIDE = 32
+AFFINE = np.array([[3, 0, 0, -96], [0, 3, 0, -112], [0, 0, 3, -88], [0, 0, 0, 1]]) * 1.0  # RAS
 SMALL = {"voxel_mm": 6.0, "size": (32, 32, 32), "age_groups": 2}
 
 
@@ -131,6 +132,19 @@ def visit(root: Path, who: str, seed: int, session: str = "") -> Path:
     for name, values in zip(("WM", "GM", "CSF"), regions, strict=True):
         save(folder / f"{prefix}_label-{name}_probseg.nii.gz", values)
     return folder
+
+
+def write_phantom(root: Path, phantom: Phantom) -> None:
+    """Write a simulated cohort as BIDS files; the source ``bids`` makes the same volumes of it."""
+    visits = phantom.visits()
+    columns = ("participant_id", "age", "sex", "site")
+    participants(root, [{name: getattr(one.subject, name) for name in columns} for one in visits])
+    for subject, seed, site in visits:
+        made = simulate_scan(subject.age, subject.sex, seed, site=site, preset=phantom.preset)
+        who = subject.participant_id
+        names = ("T1w", *(f"label-{label}_probseg" for label in ("WM", "GM", "CSF")))
+        for name, values in zip(names, (made.volume, *made.regions), strict=True):
+            save(root / who / f"anat/{who}_{name}.nii", values, AFFINE)
 
 
 def cohort(root: Path, people: int = 12) -> Bids:

@@ -205,7 +205,7 @@ SOURCES = {
     "image_folder": folders,
     "imagenet": wnids,
     "mosaic": lambda *_: Mosaic(source=Digits(), grid=2, train=200, validation=60, test=60),
-    "phantom": lambda *_: Phantom(subjects=12, age_groups=2, second_sessions=0.5),
+    "phantom": lambda *_: Phantom(subjects=12, age_groups=2),
     "bids": lambda folder, _: cohort(folder / "raw"),
 }
 

@@ -62,7 +62,7 @@ SMALL = {
     "lipschitz": {"images": 2, "steps": 1, "halvings": 1, "lemma_tokens": 2},
     "explorer": {"images": 2, "gallery": 8, "favourites": 1, "attack": {"kind": "fgsm"}},
     "cost": {"batch": 2, "rounds": 2, "images": 2},
-    "cohort_checks": {"resamples": 100, "years": 200},
+    "cohort_checks": {"resamples": 100},
     "retrieval": {"at": [1, 2]},
     "zero_shot": {"source": {"kind": "digits", "test_limit": 20}},
 }

@@ -10,8 +10,8 @@ from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.report.claims.evaluation import evaluate_claims, flat_claims
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
-from moecore.report.measures.cohort_checks import tissues
-from moecore.report.measures.region_blocks import generalised, mixtures
+from moecore.report.measures.cohort_checks import tissue_table
+from moecore.report.measures.region_blocks import generalisation_table, mixture_table
 from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.measures.robustness import rows_of
 from moecore.report.page.html import render_report
@@ -203,7 +203,7 @@ def test_one_method_beside_a_control_has_no_mark(tmp_path):
 
 def test_tissues_alone(tmp_path):
     phase = results(tmp_path, [0], methods={"dense": False}).phases["pretrain"]
-    grid = tissues(phase)
+    grid = tissue_table(phase)
     values = [float(item.text) for item in grid.lines[0].items]
     assert dict(zip(grid.columns[1:], values, strict=True)) == {
         "Whole volume": 4.0,
@@ -220,13 +220,13 @@ def test_tissues_alone(tmp_path):
     }
     model = phase.models["dense"][0]
     left = model.of(CohortChecks).model_copy(update={"order": None, "isolated": None})
-    bare = tissues(phase._replace(models={"dense": {0: changed(model, left)}}))
+    bare = tissue_table(phase._replace(models={"dense": {0: changed(model, left)}}))
     assert "Whole volume, probe" in bare.columns
     assert not [name for name in bare.columns if "GM" in name or "White" in name]
 
 
 def test_region_experts_where_they_were_not_taught(three, text):
-    grid = generalised(three.phases["pretrain"])
+    grid = generalisation_table(three.phases["pretrain"])
     heads = [line.head.text for line in grid.lines]
     assert [head for head in heads if head in METHODS] == ["vmoe", "ermoe_ba"], "dense has none"
     rows = {line.head.text: [item.text for item in line.items] for line in grid.lines[1:6]}
@@ -240,14 +240,14 @@ def test_region_experts_where_they_were_not_taught(three, text):
     assert "Region experts where they were not taught" in text
     assert "Not checked, generalisation" not in text
     (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
-    mixed = mixtures(first.generalisation, "vmoe")
+    mixed = mixture_table(first.generalisation, "vmoe")
     assert [line.head.text for line in mixed.lines] == ["WM with GM"]
     assert [item.text for item in mixed.lines[0].items] == [NumberFormat("share", 0).value(0.7)]
     assert mixed.below.endswith("other generator: WM 0.50, GM 0.50, CSF 0.50.")
     alone = three.phases["pretrain"]._replace(
         models={"dense": three.phases["pretrain"].models["dense"]}
     )
-    assert generalised(alone) is None
+    assert generalisation_table(alone) is None
 
 
 def test_claims_over_errors(three):

@@ -181,7 +181,7 @@ run: {methods: [dense]}
 model: {kind: vit3d, patch: 8, width: 16, depth: 1, heads: 2}
 pretrain: {epochs: 1, batch: 4, learning_rate: 1.0e-3}
 methods: {dense: {}}
-out_of_fold: {folds: 3, batch: 5}
+out_of_fold: {folds: 3}
 calibrate: {calibrator: {kind: linear, fit_on: out_of_fold}}
 """
 
@@ -238,7 +238,6 @@ def test_every_volume_is_predicted_by_a_model_without_its_participant(tmp_path, 
     assert fit_age_line(ages, Linear(fit_on="out_of_fold", min_slope=1e-9), path).n == 12
     result = read_result(tmp_path / RESULT, brain.OutOfFoldResult, "out_of_fold")
     predicted = np.array([float(row["predicted_age"]) for row in rows])
-    assert (result.folds, result.n) == (3, 12)
     assert result.mae == pytest.approx(np.abs(predicted - data.train.labels).mean(), abs=1e-3)
 
 

@@ -7,30 +7,17 @@ from typing import NamedTuple
 import numpy as np
 from scipy import ndimage
 
+from moecore.data.phantom import numbers
 from moecore.data.phantom.fields import VOXEL_ML, smooth_fields
-from moecore.data.phantom.geometry import Placement, Pose, draw_pose, place_template
-from moecore.data.phantom.numbers import (
-    CORTEX_LOG_SD,
-    FLUID,
-    GREY,
-    HEAD_LOG_SD,
-    HEAD_ML,
-    LESION_DARKER,
-    LESION_HEAD_ML,
-    LESION_SPOT,
-    LESION_SPOT_WEIGHT,
-    OLDEST,
-    PRESETS,
-    VENTRICLES_OF_MEN,
-    WHITE,
-    YOUNGEST,
-    Preset,
-    grey_share,
-    lesions_ml,
-    ventricle_share,
-    white_share,
+from moecore.data.phantom.numbers import Preset
+from moecore.data.phantom.template import (
+    Placement,
+    Pose,
+    Template,
+    draw_pose,
+    load_template,
+    place_template,
 )
-from moecore.data.phantom.template import Template, load_template
 
 MOST = 0.9  # of what a voxel holds may be taken from it
 ROUNDS = 4  # of sharing out what capped voxels could not give
@@ -46,9 +33,9 @@ class TargetVolumes(NamedTuple):
     lesions: float
 
 
-class Tissue(NamedTuple):
-    """Maps float32 (64, 64, 64), as shares of a voxel; ``fluid`` holds the ventricles, lesions are
-    part of white matter.
+class Brain(NamedTuple):
+    """An unscanned brain: maps float32 (64, 64, 64), tissue as shares of a voxel; ``fluid`` holds
+    the ventricles, lesions are part of white matter.
     """
 
     brightness: np.ndarray
@@ -58,22 +45,19 @@ class Tissue(NamedTuple):
     ventricles: np.ndarray
     lesions: np.ndarray
 
-
-class Brain(NamedTuple):
-    """An unscanned brain: brightness float32 (D, H, W), regions float32 (3, D, H, W) of wm, gm,
-    csf, and what is known of it.
-    """
-
-    brightness: np.ndarray
-    regions: np.ndarray
-    truth: dict[str, float | str]
+    @property
+    def regions(self) -> np.ndarray:
+        """Float32 (3, D, H, W) of wm, gm, csf."""
+        return np.stack([self.white, self.grey, self.fluid])
 
 
 class Anatomy(NamedTuple):
     """What one person is given for life; a function of (seed, preset)."""
 
     gap: float  # brain age − age, years
-    tissue: tuple[float, float]  # z-scores: atrophy, boundary of grey and white matter
+    # z-scores
+    atrophy: float
+    boundary: float  # of grey and white matter
     ventricles: float
     lesions: float
     head: float
@@ -86,125 +70,75 @@ class Anatomy(NamedTuple):
     def draw(cls, seed: int, preset: Preset = "demo") -> "Anatomy":
         """Draw a person; scanner and site have other random streams."""
         random = np.random.default_rng([seed, 1])
-        varies = PRESETS[preset]
-        gap, atrophy, boundary, ventricles, head, lesions = (
-            float(value) for value in random.normal(size=6)
-        )
+        varies = numbers.PRESETS[preset]
+        gap, atrophy, boundary, ventricles, head, lesions = random.normal(size=6).tolist()
         pose = draw_pose(random, varies.warp)
         thinning, spots = smooth_fields(random, 2)
-        return cls(
-            gap * varies.gap,
-            (atrophy, boundary),
-            ventricles,
-            lesions,
-            head,
-            pose,
-            thinning,
-            spots,
-            preset,
-        )
+        scores = (gap * varies.gap, atrophy, boundary, ventricles, lesions, head)
+        return cls(*scores, pose, thinning, spots, preset)
 
-    def at(
-        self, age: float, sex: str, delta: float | None = None, base: Template | None = None
-    ) -> Brain:
-        """The brain of this person at an age (years), as a woman (F) or a man (M); ``delta`` in
-        place of the person's own gap of brain age, ``base`` in place of the MNI152 anatomy.
+    def at(self, age: float, sex: str, base: Template | None = None) -> Brain:
+        """The brain of this person at an age (years), as a woman (F) or a man (M); ``base`` in
+        place of the MNI152 anatomy.
         """
-        if base is None:
-            base = load_template()
-        brain_age = float(np.clip(age + (self.gap if delta is None else delta), YOUNGEST, OLDEST))
-        head_ml = HEAD_ML[sex] * float(np.exp(HEAD_LOG_SD * self.head))
+        base = base or load_template()
+        head_ml = numbers.HEAD_ML[sex] * float(np.exp(numbers.HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
-        targets = self.targets(base, brain_age, sex)
+        targets = self.targets(base, age, sex)
         placement = place_template(base, self.pose, scale, targets.ventricles * head_ml / VOXEL_ML)
-        tissue = fit_tissue(
-            placement, targets, base.thinning * np.exp(CORTEX_LOG_SD * self.thinning), self.spots
-        )
-        truth = {
-            "age": float(age),
-            "sex": sex,
-            "delta": brain_age - float(age),
-            "brain_age": brain_age,
-        } | _volumes(tissue, targets, head_ml)
-        return Brain(tissue.brightness, np.stack([tissue.white, tissue.grey, tissue.fluid]), truth)
+        thinning = base.thinning * np.exp(numbers.CORTEX_LOG_SD * self.thinning)
+        return fit_tissue(placement, targets, thinning, self.spots)
 
-    def targets(self, base: Template, brain_age: float, sex: str) -> TargetVolumes:
-        """The volumes of this person at a brain age, as shares of the head."""
-        varies = PRESETS[self.preset]
-        atrophy, boundary = self.tissue
+    def targets(self, base: Template, age: float, sex: str) -> TargetVolumes:
+        """The volumes of this person at an age, as shares of the head."""
+        brain_age = float(np.clip(age + self.gap, numbers.YOUNGEST, numbers.OLDEST))
+        varies = numbers.PRESETS[self.preset]
         grey, white, ventricles = base.shares
-        moved = white * varies.boundary * boundary
-        lost = 1 + varies.atrophy * atrophy
-        men = VENTRICLES_OF_MEN if sex == "M" else 1.0
+        moved = white * varies.boundary * self.boundary
+        lost = 1 + varies.atrophy * self.atrophy
+        men = numbers.VENTRICLES_OF_MEN if sex == "M" else 1.0
+        growth = float(np.exp(varies.ventricles * self.ventricles))
+        lesions = numbers.lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions))
         return TargetVolumes(
-            grey * grey_share(brain_age) * lost - moved,
-            white * white_share(brain_age) * lost + moved,
-            ventricles
-            * ventricle_share(brain_age)
-            * float(np.exp(varies.ventricles * self.ventricles))
-            * men,
-            lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions)) / LESION_HEAD_ML,
+            grey * numbers.grey_share(brain_age) * lost - moved,
+            white * numbers.white_share(brain_age) * lost + moved,
+            ventricles * numbers.ventricle_share(brain_age) * growth * men,
+            lesions / numbers.LESION_HEAD_ML,
         )
-
-
-def _volumes(tissue: Tissue, targets: TargetVolumes, head_ml: float) -> dict[str, float]:
-    maps = {
-        "gm": tissue.grey,
-        "wm": tissue.white,
-        "csf": tissue.fluid,
-        "ventricles": tissue.ventricles,
-        "lesions": tissue.lesions,
-    }
-    made = {
-        f"{name}_ml": float(values.sum(dtype=np.float64)) * VOXEL_ML
-        for name, values in maps.items()
-    }
-    head = made["gm_ml"] + made["wm_ml"] + made["csf_ml"]
-    wanted = {
-        "target_gm_ml": targets.grey * head,
-        "target_wm_ml": targets.white * head,
-        "target_ventricles_ml": targets.ventricles * head_ml,
-    }
-    return made | {"head_ml": head} | wanted
 
 
 def fit_tissue(
     placement: Placement, targets: TargetVolumes, thinning: np.ndarray, spots: np.ndarray
-) -> Tissue:
+) -> Brain:
     """Move tissue across its boundaries until grey and white matter have their shares of the head.
 
     thinning: (64, 64, 64) where grey matter goes first; spots: (64, 64, 64) smooth field, lesions
     where it is high.
     """
-    grey = placement.grey
-    white = placement.white
-    fluid = placement.fluid
-    head = float((grey + white + fluid + placement.ventricles).sum(dtype=np.float64))
+    _, grey, white, fluid, ventricles, caps = placement
+    head = _total(grey + white + fluid + ventricles)
     to_grey = move_tissue(
         white, grey, _total(white) - targets.white * head, _blur_volume(grey), _blur_volume(white)
     )
     white = white - to_grey
-    grey_between = grey + to_grey
+    grey = grey + to_grey
     to_fluid = move_tissue(
-        grey_between,
+        grey,
         fluid,
-        _total(grey_between) - targets.grey * head,
+        _total(grey) - targets.grey * head,
         _blur_volume(fluid) * thinning,
-        _blur_volume(grey_between),
+        _blur_volume(grey),
     )
-    grey = grey_between - to_fluid
-    fluid = fluid + to_fluid
-    high = np.clip(spots - LESION_SPOT, 0, 1)
-    lesions = take_tissue(
-        white, (placement.caps + LESION_SPOT_WEIGHT * high) ** 2, targets.lesions * head
-    )
+    spotted = caps + numbers.LESION_SPOT_WEIGHT * np.clip(spots - numbers.LESION_SPOT, 0, 1)
+    lesions = take_tissue(white, spotted**2, targets.lesions * head)
     brightness = (
-        placement.brightness - np.float32(WHITE) * to_grey + np.float32(GREY) * (to_grey - to_fluid)
+        placement.brightness
+        - np.float32(numbers.WHITE) * to_grey
+        + np.float32(numbers.GREY) * (to_grey - to_fluid)
     )
-    brightness += np.float32(FLUID) * to_fluid - np.float32(LESION_DARKER) * lesions
-    return Tissue(
-        brightness, grey, white, fluid + placement.ventricles, placement.ventricles, lesions
-    )
+    brightness += np.float32(numbers.FLUID) * to_fluid - np.float32(numbers.LESION_DARKER) * lesions
+    fluid = fluid + to_fluid + ventricles
+    return Brain(brightness, grey - to_fluid, white, fluid, ventricles, lesions)
 
 
 def move_tissue(

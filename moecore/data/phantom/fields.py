@@ -1,8 +1,4 @@
-"""Smooth random fields and interpolation on the 64³ grid of the phantom, and the scan they shade.
-
-A scan has its site's brightness and contrast, smooth shading, and Rician noise inside the head; it
-is zero outside (skull-stripped).
-"""
+"""Smooth random fields and interpolation on the phantom's 64³ grid, and the scan they shade."""
 
 import numpy as np
 from numpy.random import Generator
@@ -23,16 +19,10 @@ def spline_basis() -> np.ndarray:
     place = np.linspace(0, KNOTS - 3 - 1e-6, SIDE)
     first = np.floor(place).astype(int)
     t = place - first
+    pieces = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
     basis = np.zeros((SIDE, KNOTS), np.float32)
-    for offset, weight in enumerate(
-        [
-            (1 - t) ** 3 / 6,
-            (3 * t**3 - 6 * t**2 + 4) / 6,
-            (-3 * t**3 + 3 * t**2 + 3 * t + 1) / 6,
-            t**3 / 6,
-        ]
-    ):
-        basis[np.arange(SIDE), first + offset] += weight.astype(np.float32)
+    for offset, piece in enumerate(pieces):
+        basis[np.arange(SIDE), first + offset] = piece / 6
     return basis
 
 
@@ -41,13 +31,10 @@ BASIS = spline_basis()
 
 def smooth_fields(random: Generator, number: int = 1) -> np.ndarray:
     """Smooth Gaussian fields with SD near 1: float32 (number, 64, 64, 64)."""
-    # (n, 8, 8, 64)
     field = random.standard_normal((number, KNOTS, KNOTS, KNOTS), dtype=np.float32) @ BASIS.T
     field = np.matmul(BASIS, field)  # (n, 8, 64, 64)
-    field = np.matmul(BASIS, field.reshape(number, KNOTS, SIDE * SIDE)).reshape(
-        number, SIDE, SIDE, SIDE
-    )
-    return field / np.float32(SPLINE_SD)
+    field = np.matmul(BASIS, field.reshape(number, KNOTS, SIDE * SIDE))
+    return field.reshape(number, SIDE, SIDE, SIDE) / np.float32(SPLINE_SD)
 
 
 def grid_points() -> np.ndarray:
@@ -70,8 +57,8 @@ def scan_brain(
 ) -> np.ndarray:
     """One scan of a brain: float32 (D, H, W), positive inside ``mask`` and exactly 0 outside.
 
-    seed and scan: the person's and which of his scans; site: which scanner. The random streams do
-    not touch that of the anatomy.
+    It has its site's brightness and contrast, smooth shading, and Rician noise. seed and scan: the
+    person's and which of his scans, in random streams that do not touch that of the anatomy.
     """
     random = np.random.default_rng([seed, 2, scan])
     scanner = np.random.default_rng([site, 77])
@@ -79,9 +66,8 @@ def scan_brain(
     gamma = float(np.exp(scanner.normal(0, SITE_GAMMA_LOG_SD)))
     noise = scanner.uniform(*SITE_NOISE) * gain
     shading = np.exp(BIAS * smooth_fields(random)[0] + random.normal(0, SCAN_LOG_SD))
-    inside = np.flatnonzero(mask)
-    real, imaginary = random.standard_normal((2, len(inside)), dtype=np.float32) * np.float32(noise)
-    signal = (np.clip(brightness, 0, None) ** gamma * shading * gain).ravel()[inside]
-    image = np.zeros(brightness.size, np.float32)
-    image[inside] = np.hypot(signal + real, imaginary)
-    return image.reshape(brightness.shape)
+    real, imaginary = random.standard_normal((2, mask.sum()), dtype=np.float32) * np.float32(noise)
+    signal = np.clip(brightness, 0, None) ** gamma * shading * gain
+    image = np.zeros(brightness.shape, np.float32)
+    image[mask] = np.hypot(signal[mask] + real, imaginary)
+    return image

@@ -14,61 +14,16 @@ Preset = Literal["demo", "realistic"]
 # used; men's curves are proportional.
 AGES = np.arange(20, 91, 5)
 GREY_ML = np.array(
-    [
-        607.9,
-        587.9,
-        571.0,
-        556.5,
-        543.9,
-        532.8,
-        522.9,
-        514.1,
-        506.1,
-        498.8,
-        492.1,
-        486.0,
-        480.3,
-        475.0,
-        470.1,
-    ]
+    [607.9, 587.9, 571.0, 556.5, 543.9, 532.8, 522.9, 514.1]
+    + [506.1, 498.8, 492.1, 486.0, 480.3, 475.0, 470.1]
 )
 WHITE_ML = np.array(
-    [
-        442.4,
-        447.2,
-        448.0,
-        446.2,
-        442.9,
-        438.5,
-        433.5,
-        428.0,
-        422.3,
-        416.4,
-        410.5,
-        404.5,
-        398.6,
-        392.7,
-        386.9,
-    ]
+    [442.4, 447.2, 448.0, 446.2, 442.9, 438.5, 433.5, 428.0]
+    + [422.3, 416.4, 410.5, 404.5, 398.6, 392.7, 386.9]
 )
 VENTRICLES_ML = np.array(
-    [
-        10.94,
-        11.78,
-        12.87,
-        14.20,
-        15.79,
-        17.63,
-        19.76,
-        22.19,
-        24.96,
-        28.11,
-        31.68,
-        35.70,
-        40.23,
-        45.33,
-        51.05,
-    ]
+    [10.94, 11.78, 12.87, 14.20, 15.79, 17.63, 19.76, 22.19]
+    + [24.96, 28.11, 31.68, 35.70, 40.23, 45.33, 51.05]
 )
 REFERENCE = 1  # index of age 25 in AGES: the template is taken to be of that age
 
@@ -121,12 +76,8 @@ class Variation(NamedTuple):
 
 
 PRESETS: dict[str, Variation] = {
-    "demo": Variation(
-        gap=3.0, atrophy=0.018, boundary=0.05, ventricles=0.25, lesions=0.5, warp=3.0
-    ),
-    "realistic": Variation(
-        gap=4.0, atrophy=0.035, boundary=0.08, ventricles=0.38, lesions=0.7, warp=4.0
-    ),
+    "demo": Variation(3.0, 0.018, 0.05, 0.25, 0.5, 3.0),
+    "realistic": Variation(4.0, 0.035, 0.08, 0.38, 0.7, 4.0),
 }
 
 
@@ -141,14 +92,10 @@ def white_share(age: float) -> float:
 
 
 def ventricle_share(age: float) -> float:
-    """Lateral ventricles at an age, relative to age 25; the logarithm is linear between the
-    medians.
-    """
+    """Lateral ventricles at an age, relative to age 25; their logarithm is linear in between."""
     return float(np.exp(np.interp(age, AGES, np.log(VENTRICLES_ML / VENTRICLES_ML[REFERENCE]))))
 
 
 def lesions_ml(age: float) -> float:
-    """Typical volume of white-matter lesions at an age (mL); a choice of this simulation: about 1
-    mL when young, later doubling every 10 years.
-    """
+    """White-matter lesions (mL), a choice: about 1 when young, later doubling every 10 years."""
     return float(1.1 + 0.35 * np.exp((age - 50) / 14))

@@ -1,8 +1,8 @@
-"""The anatomy that every simulated person is made from: MNI152 tissue maps on a 64³ grid of 3 mm
-(see template/NOTICE.md).
+"""The anatomy that every simulated person is made from, MNI152 tissue maps on a 64³ grid of 3 mm
+(see mni152/NOTICE.md), and how it is placed into a head: pose, smooth warp, ventricles.
 
-Made once by tools/build_template.py; its digest stands here, so that another template is other
-code.
+The maps were made by tools/build_template.py; their digest stands here, so that another template
+is other code.
 """
 
 from functools import cache
@@ -10,18 +10,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 from scipy import ndimage
 
 from moecore.core.files import UserError, file_checksum
-from moecore.data.phantom.fields import SIDE, VOXEL_ML, VOXEL_MM, grid_points
+from moecore.data.phantom import numbers
+from moecore.data.phantom.fields import (
+    SIDE,
+    VOXEL_ML,
+    VOXEL_MM,
+    grid_points,
+    sample_volume,
+    smooth_fields,
+)
 
 FILE = Path(__file__).parent / "mni152" / "mni152_64.npz"
 SHA256 = "868656a0af5c77b3ba04897af18c4efdd53ed9c75d25bdaad74661c87dfdb3e5"
 # of the distance to the ventricles; below it the direction away from them is not clear and is made
 # shorter
 SMALLEST_SLOPE = 0.2
-
 SKULL_MM = 20.0  # within this distance of the outer surface tissue gives way less and less
+# the voxels that may become ventricle, and how far its wall may move
+NEAR_MM = 45.0
+WALL = (-6.0, 40.0)
+BISECTIONS = 22  # 46 mm / 2^22: the wall's place is exact to 1e-5 mm
 
 
 class Template(NamedTuple):
@@ -39,8 +51,29 @@ class Template(NamedTuple):
     region: np.ndarray  # int64 (n,): the voxels in which a head may lie, as flat indices
     thinning: np.ndarray  # how fast grey matter is lost at a place
     head_ml: float
-    # of grey matter, white matter, lateral ventricles in the head
-    shares: tuple[float, float, float]
+    shares: tuple[float, ...]  # of grey matter, white matter, lateral ventricles in the head
+
+
+class Pose(NamedTuple):
+    """A person's head: proportions along the axes (3,), rotation (3, 3), shift in voxels (3,),
+    displacement in voxels (3, 64³).
+    """
+
+    shape: np.ndarray
+    rotation: np.ndarray
+    shift: np.ndarray
+    warp: np.ndarray
+
+
+class Placement(NamedTuple):
+    """The template in a head: maps float32 (64, 64, 64)."""
+
+    brightness: np.ndarray
+    grey: np.ndarray
+    white: np.ndarray
+    fluid: np.ndarray  # without the lateral ventricles
+    ventricles: np.ndarray
+    caps: np.ndarray  # 1 at the ventricles, falling off outwards
 
 
 @cache
@@ -50,10 +83,7 @@ def load_template() -> Template:
     Raises UserError where its file is missing or not the one this code is for.
     """
     if not FILE.is_file() or file_checksum(FILE) != SHA256:
-        raise UserError(
-            f"{FILE}: missing, or not the template of this version; reinstall, or make it with "
-            "tools/build_template.py"
-        )
+        raise UserError(f"{FILE}: missing, or not the template of this version; reinstall")
     with np.load(FILE, allow_pickle=False) as stored:
         brightness, grey, white, fluid = (
             stored[name].astype(np.float32) / 255
@@ -86,23 +116,13 @@ def complete_template(
     steepness = np.maximum(np.linalg.norm(slope, axis=0), SMALLEST_SLOPE)
     away = (give * slope / steepness).astype(np.float32).reshape(3, -1)
     region = np.flatnonzero(ndimage.binary_dilation(head > 0.02, iterations=3))
-    thinning = _thinning(origin)
-    head_ml = float(head.sum()) * VOXEL_ML
-    shares = _shares(grey, white, level_set(0.0, distance), head)
-    maps = (brightness, grey, white, fluid)
-    return Template(*maps, distance, away, region, thinning, head_ml, shares)
-
-
-def _shares(
-    grey: np.ndarray, white: np.ndarray, ventricles: np.ndarray, head: np.ndarray
-) -> tuple[float, float, float]:
-    """Return the shares of grey and white matter and open ventricles in the head."""
-    whole = head.sum()
-    outside = 1 - ventricles
-    return (
-        float((grey * outside).sum() / whole),
-        float((white * outside).sum() / whole),
-        float(ventricles.sum() / whole),
+    ventricles = level_set(0.0, distance)
+    parts = (grey * (1 - ventricles), white * (1 - ventricles), ventricles)
+    return Template(
+        *(brightness, grey, white, fluid, distance, away, region),
+        thinning=_thinning(origin),
+        head_ml=float(head.sum()) * VOXEL_ML,
+        shares=tuple(float(part.sum() / head.sum()) for part in parts),
     )
 
 
@@ -114,8 +134,8 @@ def level_set(offset: float, distance: np.ndarray) -> np.ndarray:
 
 
 def _thinning(origin: np.ndarray) -> np.ndarray:
-    """Return where grey matter is lost first: more at the front and around the lateral sulci, less
-    in the cerebellum (a choice of this simulation).
+    """Where grey matter is lost first: more at the front and around the lateral sulci, less in the
+    cerebellum (a choice of this simulation).
     """
     # mm in MNI space
     x, y, z = grid_points() * np.float32(VOXEL_MM) + origin.astype(np.float32)[:, None]
@@ -123,3 +143,72 @@ def _thinning(origin: np.ndarray) -> np.ndarray:
     sides = 0.5 * np.exp(-(((abs(x) - 45) / 14) ** 2 + ((y + 10) / 28) ** 2 + ((z - 2) / 18) ** 2))
     cerebellum = 0.3 * np.exp(-(((y + 62) / 18) ** 2 + ((z + 32) / 14) ** 2))
     return (0.7 + front + sides - cerebellum).astype(np.float32).reshape(SIDE, SIDE, SIDE)
+
+
+def draw_pose(random: Generator, warp_mm: float) -> Pose:
+    """Draw a head's pose and shape; ``warp_mm``: SD of the smooth displacement."""
+    shape = np.exp(random.normal(0, numbers.SHAPE_LOG_SD, 3))
+    angles = np.deg2rad(random.normal(0, numbers.TILT_DEGREES_SD, 3))
+    shift = random.normal(0, numbers.SHIFT_MM_SD, 3) / VOXEL_MM
+    warp = smooth_fields(random, 3).reshape(3, -1) * np.float32(warp_mm / VOXEL_MM)
+    return Pose(shape / shape.prod() ** (1 / 3), rotation_matrix(angles), shift, warp)
+
+
+def rotation_matrix(angles: np.ndarray) -> np.ndarray:
+    """Rotation about x, then y, then z axes of the body: Rx · Ry · Rz, (3, 3); angles (3,) in
+    radians.
+    """
+    cx, cy, cz = np.cos(angles)
+    sx, sy, sz = np.sin(angles)
+    about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])
+    about_y = np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]])
+    return about_x @ about_y @ np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]])
+
+
+def place_template(base: Template, pose: Pose, scale: float, ventricle_voxels: float) -> Placement:
+    """The template, ``scale`` times as large, in a pose, with lateral ventricles of
+    ``ventricle_voxels``.
+    """
+    region = base.region
+    centre = (SIDE - 1) / 2
+    back = (pose.rotation @ np.diag(1 / (pose.shape * scale))).astype(np.float32)
+    points = back @ (grid_points()[:, region] - np.float32(centre)) + np.float32(centre)
+    points += pose.warp[:, region] - pose.shift.astype(np.float32)[:, None]
+    distance = sample_volume(base.distance, points)
+    wall = find_ventricle_wall(distance[distance < NEAR_MM], ventricle_voxels)
+    inside = level_set(wall, distance)
+    # a voxel shows the tissue that lay nearer to the ventricles before they grew
+    voxels = np.clip(np.rint(points), 0, SIDE - 1).astype(np.int64)
+    away = base.away[:, (voxels[0] * SIDE + voxels[1]) * SIDE + voxels[2]]
+    push = wall * np.exp(-np.abs(distance) / numbers.PUSH_DECAY_MM) / VOXEL_MM
+    points -= push.astype(np.float32) * away
+    brightness, grey, white, fluid = (
+        _full(region, sample_volume(values, points) * (1 - inside))
+        for values in (base.brightness, base.grey, base.white, base.fluid)
+    )
+    ventricles = _full(region, inside)
+    caps = _full(region, np.exp(-np.maximum(distance - wall, 0) / numbers.LESION_RIM_MM))
+    ventricles *= grey + white + fluid + ventricles > 0.3  # not outside the head
+    brightness = brightness + np.float32(numbers.FLUID) * ventricles
+    return Placement(brightness, grey, white, fluid, ventricles, caps)
+
+
+def find_ventricle_wall(distance: np.ndarray, voxels: float) -> float:
+    """Return how far outwards (mm) the ventricles' wall is to move so that they hold ``voxels``;
+    found by bisection. distance: (n,) mm.
+    """
+    low, high = WALL
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if level_set(middle, distance).sum(dtype=np.float64) < voxels:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _full(region: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Values (n,) at the flat indices ``region`` as a volume float32, 0 elsewhere."""
+    volume = np.zeros(SIDE**3, np.float32)
+    volume[region] = values
+    return volume.reshape(SIDE, SIDE, SIDE)

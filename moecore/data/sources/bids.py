@@ -1,7 +1,7 @@
 """A cohort of T1-weighted MRI kept as BIDS: participants.tsv, volumes and tissue maps as NIfTI."""
 
-from collections.abc import Iterator
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -10,21 +10,15 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.roots import candidate_folders
-from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
-from moecore.data.volumes.bids_table import CohortTable, SubjectProblem, read_table
-from moecore.data.volumes.cohort_splits import (
-    CohortSplits,
-    age_preview,
-    list_problems,
-    preview_cohort,
-    split_cohort,
-)
+from moecore.data.volumes.bids_table import SubjectProblem, read_table
+from moecore.data.volumes.cohort_splits import CohortSplits, age_preview, split_cohort
 from moecore.data.volumes.grids import Grid
+from moecore.data.volumes.nifti import UnusableVolume
 from moecore.data.volumes.subjects import VolumeSubject, find_only_file
-from moecore.data.volumes.volume_cache import VolumeCache
+from moecore.data.volumes.volume_cache import VolumeCache, load_stored, save_stored
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
-from moecore.data.volumes.volumes import REGIONS, StoredVolume, SubjectFiles, read_subject
+from moecore.data.volumes.volumes import REGIONS, read_subject
 from moecore.data.workers import map_in_threads
 
 PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
@@ -54,11 +48,11 @@ class Dseg(Config):
 
 
 class CachedSubject(NamedTuple):
-    """One subject whose volumes are in the cache, or who has problems."""
+    """One subject, kept in the cache at ``path``, and the digest of the T1 as stored."""
 
     subject: VolumeSubject
-    key: str
-    problems: list[str]
+    path: Path
+    digest: str
 
 
 class Bids(CohortSplits, Grid):
@@ -76,30 +70,20 @@ class Bids(CohortSplits, Grid):
     )
     mask: str | None = Field(
         None,
-        description=(
-            "A brain mask, as t1; null: where tissue is more than half (T1 > 0 without maps)"
-        ),
+        description="A brain mask, as t1; null: where tissue is more than half (T1 > 0 without)",
     )
     maps: Maps | None = Field(Maps(), description="Tissue as probability maps; null: none")
     dseg: Dseg | None = Field(
         None, description="Tissue as one label map, in the place of maps (set maps: null)"
     )
-    ages: tuple[float, float] = Field(
-        (0.0, 120.0), description="Least and greatest age in years; another age is a problem"
-    )
     diagnoses: tuple[str, ...] | None = Field(
         None,
         min_length=1,
-        description=(
-            "Only these, as the column `diagnosis` names them (the healthy, for a model of normal "
-            "ageing); null: all"
-        ),
+        description="Only these, as the column `diagnosis` names them (healthy ones); null: all",
     )
     on_error: Literal["stop", "skip"] = Field(
         "stop",
-        description=(
-            "Problems stop, all of them named, or leave those subjects out, named in the card"
-        ),
+        description="Problems stop, all of them named, or leave those subjects out, in the card",
     )
     cache: str = Field(
         ".state/volumes",
@@ -107,9 +91,6 @@ class Bids(CohortSplits, Grid):
     )
     name: str = Field("cohort", description="Name of the cohort in the card and the report")
     licence: str = Field("not stated", description="Licence of the data, for the card")
-    simulated: bool = Field(
-        False, description="Whether the volumes are simulated; every figure then says so"
-    )
 
     @model_validator(mode="after")
     def _one_kind_of_map(self) -> Self:
@@ -124,17 +105,41 @@ class Bids(CohortSplits, Grid):
         ``skip``), or on splits without anybody.
         """
         root = self._root()
-        table = read_table(root, self.ages, self.diagnoses)
-        cache = self._cache()
-        ready = list(map_in_threads(partial(self._read, root, cache), table.subjects))
-        cache.remember()
-        ready = _refuse_copies(ready)
-        unread = [SubjectProblem(*row.subject[:2], why) for row in ready for why in row.problems]
-        problems = table.problems + unread
-        if problems and self.on_error == "stop":
-            raise UserError(list_problems(root, problems))
-        usable = [row for row in ready if not row.problems]
-        return self._write(folder, cache, table, usable, problems)
+        table = read_table(root, self.diagnoses)
+        problems = table.problems
+        read = partial(self._read, root, self._cache())
+        ready = []
+        first: dict[str, VolumeSubject] = {}
+        outcomes = map_in_threads(read, table.subjects)
+        for subject, outcome in zip(table.subjects, outcomes, strict=True):
+            if isinstance(outcome, UnusableVolume):
+                problems += _list_problems(subject, outcome)
+            elif (other := first.setdefault(outcome.digest, subject)) is not subject:
+                # in another split it would be a leak
+                one, two = (" ".join(who[:2]).strip() for who in (subject, other))
+                why = f"{one}: its T1 is a copy of that of {two}"
+                problems.append(SubjectProblem(*subject[:2], why))
+            else:
+                ready.append(outcome)
+        self._refuse(root, problems)
+        parts = {}
+        rows = split_cohort([one.subject for one in ready], self, table.splits)
+        for split, places in rows.items():
+            part = [ready[place] for place in places]
+            # a generator: the volumes of a split are loaded one by one, when written
+            volumes = (load_stored(one.path) for one in part)
+            parts[split] = VolumePart([one.subject for one in part], volumes)
+        facts = VolumeDatasetInfo(
+            self.name,
+            self.size,
+            (self.voxel_mm,) * 3,
+            self.licence,
+            self.root,
+            self,
+            self._regions(),
+            skipped=[problem._asdict() for problem in problems],
+        )
+        return write_volumes(folder, facts, parts)
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; tables are read and files are sought."""
@@ -143,76 +148,65 @@ class Bids(CohortSplits, Grid):
 
     def _look(self) -> dict[str, Any]:
         root = self._root()
-        table = read_table(root, self.ages, self.diagnoses)
-        return preview_cohort(root, table, partial(self.files, root), self)
+        table = read_table(root, self.diagnoses)
+        problems = table.problems
+        usable = []
+        for subject in table.subjects:
+            try:
+                self.find_files(root, subject)
+                usable.append(subject)
+            except UnusableVolume as error:
+                problems += _list_problems(subject, error)
+        self._refuse(root, problems)
+        rows = split_cohort(usable, self, table.splits)
+        note = f"{len(problems)} problems; those subjects will be left out" if problems else None
+        counts = {split: (len(part),) for split, part in rows.items()}
+        return {"counts": counts, "note": note, "seen": [root, root / "participants.tsv"]}
+
+    def _refuse(self, root: Path, problems: list[SubjectProblem]) -> None:
+        if problems and self.on_error == "stop":
+            lines = "\n  ".join(" ".join(problem.reason.split()) for problem in problems)
+            way = "repair them, or set `on_error: skip` to leave these subjects out"
+            raise UserError(f"{len(problems)} problems in the cohort {root}; {way}:\n  {lines}")
 
     def _regions(self) -> tuple[str, ...]:
         return REGIONS if self.maps or self.dseg else ()
 
-    def _write(
-        self,
-        folder: Path,
-        cache: VolumeCache,
-        table: CohortTable,
-        ready: list[CachedSubject],
-        problems: list[SubjectProblem],
-    ) -> dict[str, Any]:
-        known = {row.subject.participant_id for row in ready}
-        asked = {who: split for who, split in table.splits.items() if who in known}
-        rows = split_cohort([row.subject for row in ready], self, asked)
-        skipped = [problem._asdict() for problem in problems]
-        regions = self._regions()
-        facts = VolumeDatasetInfo(
-            self.name,
-            self.size,
-            (self.voxel_mm,) * 3,
-            self.licence,
-            str(self.root),
-            self,
-            regions,
-            self.simulated,
-            skipped,
-        )
-        parts = {}
-        for split in SPLITS:
-            part = [ready[row] for row in rows[split]]
-            # a generator of its own: the volumes of a split are loaded one by one, when written
-            parts[split] = VolumePart([row.subject for row in part], _load_subjects(cache, part))
-        return write_volumes(folder, facts, parts)
+    def _read(
+        self, root: Path, cache: VolumeCache, subject: VolumeSubject
+    ) -> CachedSubject | UnusableVolume:
+        labels = {name: getattr(self.dseg, name) for name in REGIONS} if self.dseg else None
+        try:
+            files = self.find_files(root, subject)
+            path = cache.path(files)
+            if not path.is_file():
+                save_stored(path, read_subject(files, self, labels))
+        except UnusableVolume as error:
+            return error
+        return CachedSubject(subject, path, sha256(load_stored(path).image.tobytes()).hexdigest())
 
-    def _read(self, root: Path, cache: VolumeCache, subject: VolumeSubject) -> CachedSubject:
-        files, problems = self.files(root, subject)
-        if files is None:
-            return CachedSubject(subject, "", problems)
-        key = cache.key(files)
-        if cache.load(key) is None:
-            labels = {name: getattr(self.dseg, name) for name in REGIONS} if self.dseg else None
-            made, problems = read_subject(files, self, labels)
-            if made is not None:
-                cache.save(key, made)
-        return CachedSubject(subject, key, problems)
+    def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
+        """The subject's files below ``root``: t1, and what there is of mask, wm, gm, csf, dseg.
 
-    def files(self, root: Path, subject: VolumeSubject) -> tuple[SubjectFiles | None, list[str]]:
-        """The subject's files below ``root``, or None and a line for each that is missing or not
-        the only one.
+        Raises UnusableVolume with a line for each that is missing or not the only one.
         """
-        patterns = {"t1": self.t1, "mask": self.mask}
+        patterns = {"t1": self.t1}
+        if self.mask:
+            patterns["mask"] = self.mask
         if self.maps:
             patterns |= self.maps.model_dump()
         if self.dseg:
             patterns["dseg"] = self.dseg.pattern
-        paths: dict[str, Path] = {}
-        problems: list[str] = []
+        paths = {}
+        problems = []
         for name, pattern in patterns.items():
-            path, why = find_only_file(root, pattern, subject) if pattern else (None, None)
-            if why:
-                problems.append(why)
-            if path:
-                paths[name] = path
+            try:
+                paths[name] = find_only_file(root, pattern, subject)
+            except UserError as error:
+                problems.append(str(error))
         if problems:
-            return None, problems
-        maps = {name: paths[name] for name in REGIONS} if self.maps else None
-        return SubjectFiles(paths["t1"], paths.get("mask"), maps, paths.get("dseg")), []
+            raise UnusableVolume(*problems)
+        return paths
 
     def _cache(self) -> VolumeCache:
         chosen = self.dseg and self.dseg.model_dump(exclude={"pattern"})
@@ -230,25 +224,5 @@ class Bids(CohortSplits, Grid):
         )
 
 
-def _refuse_copies(ready: list[CachedSubject]) -> list[CachedSubject]:
-    """Volumes with the content of another one are problems: in another split they were a leak."""
-    first: dict[str, VolumeSubject] = {}
-    checked = []
-    for row in ready:
-        if row.problems or (other := first.setdefault(row.key, row.subject)) is row.subject:
-            checked.append(row)
-        else:
-            one, two = (" ".join(filter(None, subject[:2])) for subject in (row.subject, other))
-            why = (
-                f"{one}: its volumes are copies of those of {two}; the files have the same content"
-            )
-            checked.append(row._replace(problems=[why]))
-    return checked
-
-
-def _load_subjects(cache: VolumeCache, part: list[CachedSubject]) -> Iterator[StoredVolume]:
-    for row in part:
-        kept = cache.load(row.key)
-        if kept is None:
-            raise UserError(f"{cache.folder}: lost the volumes of {row.subject[0]}; start again")
-        yield kept
+def _list_problems(subject: VolumeSubject, error: UnusableVolume) -> list[SubjectProblem]:
+    return [SubjectProblem(*subject[:2], why) for why in error.problems]

@@ -4,10 +4,10 @@ tissue volumes.
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moecore.data.phantom.anatomy import Anatomy
 from moecore.data.phantom.fields import SIDE, VOXEL_MM, scan_brain
@@ -22,22 +22,24 @@ from moecore.data.volumes.volumes import REGIONS, StoredVolume, to_stored
 from moecore.data.workers import map_in_threads, one_blas_thread
 
 MOST = 1_000_000  # subjects of one cohort: the seeds of two cohorts never meet
+AGES = (20.0, 90.0)  # drawn evenly between the two
+WOMEN = 0.5  # share of the people
+SITES = 3  # scanners, each with its brightness, contrast and noise
 LICENCE = "simulated from the MNI152 maps (see moecore/data/phantom/mni152/NOTICE.md)"
+SOURCE = (
+    "simulated; trajectories of Bethlehem et al. 2022 (doi 10.1038/s41586-022-04554-y), anatomy of "
+    "MNI152 (ICBM 2009a nonlinear)"
+)
 
 
 class SimulatedScan(NamedTuple):
     """One simulated scan: float32 volume (D, H, W) with a background of 0, regions (3, D, H, W) of
-    wm, gm, csf, and what is known of the person.
+    wm, gm, csf, and the voxels of the brain and its fluid, bool (D, H, W).
     """
 
     volume: np.ndarray
     regions: np.ndarray
-    truth: dict[str, Any]
-
-    @property
-    def mask(self) -> np.ndarray:
-        """The voxels of the brain and its fluid: bool (D, H, W)."""
-        return self.regions.sum(axis=0) > BRAIN
+    mask: np.ndarray
 
 
 class Visit(NamedTuple):
@@ -45,34 +47,23 @@ class Visit(NamedTuple):
 
     subject: VolumeSubject
     seed: int
-    scan: int
     site: int
 
 
 def simulate_scan(
-    age: float,
-    sex: str,
-    seed: int,
-    *,
-    scan: int = 0,
-    site: int = 0,
-    preset: Preset = "demo",
-    delta: float | None = None,
+    age: float, sex: str, seed: int, scan: int = 0, site: int = 0, preset: Preset = "demo"
 ) -> SimulatedScan:
     """Simulate a T1-weighted, skull-stripped scan of a person (``seed``) at an age in years, as a
     woman (F) or a man (M).
 
     The same seed at another age is the same person, older; another ``scan`` or ``site`` is the same
-    brain in the scanner again.
-    delta: brain age − age in years, in place of the person's own. A function of its arguments
-    alone.
+    brain in the scanner again. A function of its arguments alone.
     """
     with one_blas_thread():  # else two voxels in a hundred volumes depend on the number of cores
-        brain = Anatomy.draw(seed, preset).at(age, sex, delta)
+        brain = Anatomy.draw(seed, preset).at(age, sex)
         mask = brain.regions.sum(axis=0) > BRAIN
-        return SimulatedScan(
-            scan_brain(brain.brightness, mask, seed, scan, site), brain.regions, brain.truth
-        )
+        volume = scan_brain(brain.brightness, mask, seed, scan, site)
+        return SimulatedScan(volume, brain.regions, mask)
 
 
 class Phantom(CohortSplits):
@@ -85,70 +76,40 @@ class Phantom(CohortSplits):
 
     kind: Literal["phantom"] = "phantom"
     subjects: int = Field(480, ge=8, lt=MOST, description="Number of simulated people")
-    youngest: float = Field(
-        20.0, ge=18, le=95, description="Least age in years; ages are drawn evenly between the two"
-    )
-    oldest: float = Field(90.0, ge=18, le=95, description="Greatest age in years")
-    women: float = Field(0.5, ge=0, le=1, description="Share of women")
-    sites: int = Field(
-        3, ge=1, description="Number of scanners, each with its brightness, contrast and noise"
-    )
-    second_sessions: float = Field(
-        0.0, ge=0, le=1, description="Share of the people who are scanned a second time"
-    )
-    session_years: float = Field(
-        2.0, ge=0, le=20, description="Years between the two scans of a person"
-    )
     preset: Preset = Field(
         "demo",
         description="How much people of one age differ: demo (learnable from few), realistic",
     )
-
-    @model_validator(mode="after")
-    def _ages(self) -> Self:
-        if self.oldest <= self.youngest:
-            raise ValueError(
-                f"oldest is {self.oldest:g}; allowed: more than youngest ({self.youngest:g})"
-            )
-        return self
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout to ``folder`` and return its card; the same settings give the
         same bytes, with any number of cores.
         """
         visits = self.visits()
-        rows = split_cohort([visit.subject for visit in visits], self)
-        name = f"Simulated ageing cohort (phantom, {self.preset})"
-        source = (
-            "simulated; trajectories of Bethlehem et al. 2022 (doi 10.1038/s41586-022-04554-y), "
-            "anatomy of MNI152 (ICBM 2009a nonlinear)"
-        )
+        parts = {}
+        for split, rows in split_cohort([visit.subject for visit in visits], self).items():
+            own = [visits[row] for row in rows]
+            volumes = map_in_threads(partial(_draw_visit, self), own)
+            parts[split] = VolumePart([visit.subject for visit in own], volumes)
         facts = VolumeDatasetInfo(
-            name, (SIDE,) * 3, (VOXEL_MM,) * 3, LICENCE, source, self, simulated=True
+            self._name(), (SIDE,) * 3, (VOXEL_MM,) * 3, LICENCE, SOURCE, self, simulated=True
         )
-        return write_volumes(
-            folder,
-            facts,
-            {split: self._part([visits[row] for row in rows[split]]) for split in SPLITS},
-        )
+        return write_volumes(folder, facts, parts)
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; nothing is simulated."""
-        name = f"Simulated ageing cohort (phantom, {self.preset})"
-        return age_preview(name, (SIDE,) * 3, REGIONS).complete_with(self._known)
+        return age_preview(self._name(), (SIDE,) * 3, REGIONS).complete_with(self._known)
+
+    def _name(self) -> str:
+        return f"Simulated ageing cohort (phantom, {self.preset})"
 
     def _known(self) -> dict[str, Any]:
         rows = split_cohort([visit.subject for visit in self.visits()], self)
-        return {"counts": {split: (len(part),) for split, part in rows.items()}}
+        return {"counts": {split: (len(rows[split]),) for split in SPLITS}}
 
     def draw(self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0) -> StoredVolume:
-        """A scan exactly as ``prepare`` stores it: image float16 (1, D, H, W) in [0, 1], regions
-        uint8 (3, D, H, W), share × 255.
-
-        seed: the person's, see ``visits`` and ``person_seed``.
-        """
-        made = simulate_scan(age, sex, seed, scan=scan, site=site, preset=self.preset)
-        return to_stored(made.volume, made.regions, made.mask)
+        """A scan exactly as ``prepare`` stores it; seed: the person's, see ``person_seed``."""
+        return to_stored(*simulate_scan(age, sex, seed, scan, site, self.preset))
 
     def person_seed(self, number: int) -> int:
         """The seed of person ``number`` (from 0) of this cohort; numbers from ``subjects`` on are
@@ -160,36 +121,17 @@ class Phantom(CohortSplits):
         """Every scan of the cohort, in the order of the people; a person is a function of the
         cohort's seed and the person's number.
         """
-        return [visit for number in range(self.subjects) for visit in self._visits_of(number)]
+        return [self._visit(number) for number in range(self.subjects)]
 
-    def _visits_of(self, number: int) -> list[Visit]:
+    def _visit(self, number: int) -> Visit:
         seed = self.person_seed(number)
         random = np.random.default_rng([seed, 3])  # 1 and 2 are the person's anatomy and scans
-        age = round(float(random.uniform(self.youngest, self.oldest)), 2)
-        sex = "F" if random.random() < self.women else "M"
-        site = int(random.integers(self.sites))
-        again = random.random() < self.second_sessions
-        visits = []
-        for scan in range(2 if again else 1):
-            if self.second_sessions:
-                session = f"ses-{scan + 1}"
-            else:
-                session = ""
-            row = VolumeSubject(
-                f"sub-{number + 1:04}",
-                session,
-                round(age + scan * self.session_years, 2),
-                sex,
-                f"site-{site + 1}",
-            )
-            visits.append(Visit(row, seed, scan, site))
-        return visits
-
-    def _part(self, visits: list[Visit]) -> VolumePart:
-        return VolumePart(
-            [visit.subject for visit in visits], map_in_threads(partial(_draw_visit, self), visits)
-        )
+        age = round(float(random.uniform(*AGES)), 2)
+        sex = "F" if random.random() < WOMEN else "M"
+        site = int(random.integers(SITES))
+        row = VolumeSubject(f"sub-{number + 1:04}", "", age, sex, f"site-{site + 1}")
+        return Visit(row, seed, site)
 
 
 def _draw_visit(phantom: Phantom, visit: Visit) -> StoredVolume:
-    return phantom.draw(visit.subject.age, visit.subject.sex, visit.seed, visit.scan, visit.site)
+    return phantom.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)

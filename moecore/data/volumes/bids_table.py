@@ -2,8 +2,7 @@
 the rows.
 """
 
-import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +13,15 @@ from moecore.data.prepared import SPLITS
 from moecore.data.volumes.subjects import VolumeSubject, id_problem
 
 NEEDED_COLUMNS = ("participant_id", "age", "sex")
-SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": "", "n/a": ""}
-MISSING = ("", "n/a")
+AGES = (0, 120)  # years; another age is a problem
+SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": ""}
+MISSING = "n/a"
 
 
 class SubjectProblem(NamedTuple):
-    """Reason why one subject, or one of his sessions, cannot be used; ``reason`` names the file."""
+    """Reason why one subject, or one of his sessions (``*``: all), cannot be used; ``reason`` names
+    the file.
+    """
 
     participant_id: str
     session_id: str
@@ -36,60 +38,51 @@ class CohortTable(NamedTuple):
     problems: list[SubjectProblem]
 
 
-def read_table(
-    root: Path, ages: tuple[float, float], diagnoses: tuple[str, ...] | None = None
-) -> CohortTable:
+def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTable:
     """Read root/participants.tsv, and each participant's sessions.tsv where there is one.
 
     A sessions table gives session_id and, where it has the columns, age and diagnosis; else
-    participants.tsv does. Ages must lie within ``ages``; rows of another diagnosis than
-    ``diagnoses`` are passed over, they are no problems.
+    participants.tsv does. Rows of another diagnosis than ``diagnoses`` are passed over, they are no
+    problems.
     Raises UserError where participants.tsv is missing or lacks a column, and where nobody has one
     of the diagnoses.
     """
     path = root / "participants.tsv"
-    rows = _read_rows(root, path, NEEDED_COLUMNS)
+    people = defaultdict(list)
+    for row in _read_rows(root, path, NEEDED_COLUMNS):
+        people[row["participant_id"]].append(row)
     problems = []
     subjects = []
     seen: Counter[str] = Counter()
-    for participant in {row["participant_id"]: row for row in rows}:
+    for participant, rows in people.items():
         if odd := id_problem("participant_id", participant):  # before it becomes a path
             problems.append(SubjectProblem(participant, "*", f"{path}: {odd}"))
             continue
-        mine = [row for row in rows if row["participant_id"] == participant]
-        for file, row in _visit_rows(root, path, participant, mine):
-            subject, wrong = _parse_subject(row, ages)
-            seen[subject.diagnosis] += 1
-            if diagnoses is not None and subject.diagnosis not in diagnoses:
-                continue
-            problems += [
-                SubjectProblem(participant, subject.session_id, f"{file}: {participant}: {why}")
-                for why in wrong
-            ]
-            subjects.append(subject)
+        for file, row in _visit_rows(root, path, rows):
+            diagnosis = row.get("diagnosis", "")
+            seen[diagnosis or "none given"] += 1
+            if diagnoses is None or diagnosis in diagnoses:
+                subject, wrong = _parse_subject(row)
+                who = subject[:2]
+                problems += [SubjectProblem(*who, f"{file}: {who[0]}: {why}") for why in wrong]
+                subjects.append(subject)
     if not subjects and not problems:
-        raise UserError(_nobody_words(path, diagnoses or (), seen))
-    splits, split_problems = _chosen_splits(path, rows)
+        counted = ", ".join(f"{name} ({number})" for name, number in sorted(seen.items()))
+        wanted = f"nobody's diagnosis is one of {', '.join(diagnoses or ())} (`diagnoses`)"
+        raise UserError(f"{path}: {wanted}; found: {counted}")
+    splits, split_problems = _chosen_splits(path, people)
     problems += _duplicate_problems(path, subjects) + split_problems
-    problems += _folders_without_rows(root, {row["participant_id"] for row in rows})
+    for folder in sorted(root.glob("sub-*")):
+        if folder.is_dir() and folder.name not in people:
+            reason = f"{folder}: a folder without a row in participants.tsv"
+            problems.append(SubjectProblem(folder.name, "", reason))
     bad = {problem[:2] for problem in problems}
-    usable = [
-        subject
-        for subject in subjects
-        if subject[:2] not in bad and (subject.participant_id, "*") not in bad
-    ]
+    usable = [one for one in subjects if not bad & {one[:2], (one.participant_id, "*")}]
     return CohortTable(usable, splits, problems)
 
 
-def _nobody_words(path: Path, diagnoses: tuple[str, ...], seen: Counter[str]) -> str:
-    counted = [f"{name or 'none given'} ({number})" for name, number in sorted(seen.items())]
-    return (
-        f"{path}: nobody's diagnosis is one of {', '.join(diagnoses)} (`diagnoses`); "
-        f"found: {', '.join(counted)}"
-    )
-
-
 def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
+    """The rows of a table, with "" for n/a."""
     if not path_inside(root, path).is_file():
         raise UserError(
             f"{path}: no such file; a cohort needs it, with the columns "
@@ -98,13 +91,13 @@ def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, 
     columns, rows = read_tsv(path)
     if lacking := [name for name in needed if name not in columns]:
         listed = " ".join(", ".join(columns).split()) or "nothing"
-        raise UserError(
-            f"{path}: lacks the columns {', '.join(lacking)}; found: {listed[:200]} (columns are "
-            "separated by tabs)"
-        )
+        given = f"lacks the columns {', '.join(lacking)}; found: {listed[:200]}"
+        raise UserError(f"{path}: {given} (columns are separated by tabs)")
     if not rows:
         raise UserError(f"{path}: has no rows")
-    return rows
+    return [
+        {name: "" if value == MISSING else value for name, value in row.items()} for row in rows
+    ]
 
 
 def read_tsv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -126,97 +119,60 @@ def read_tsv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _visit_rows(
-    root: Path, path: Path, participant: str, rows: list[dict[str, str]]
+    root: Path, path: Path, rows: list[dict[str, str]]
 ) -> list[tuple[Path, dict[str, str]]]:
     """The rows of a participant's visits, with the file that says so; a sessions table goes over
     the participant's single row.
     """
+    participant = rows[0]["participant_id"]
     sessions = root / participant / f"{participant}_sessions.tsv"
     if len(rows) > 1 or not sessions.is_file():
         return [(path, row) for row in rows]
     return [
-        (sessions, rows[0] | {name: value for name, value in row.items() if value not in MISSING})
+        (sessions, rows[0] | {name: value for name, value in row.items() if value})
         for row in _read_rows(root, sessions, ("session_id",))
     ]
 
 
-def _parse_subject(
-    row: dict[str, str], ages: tuple[float, float]
-) -> tuple[VolumeSubject, list[str]]:
+def _parse_subject(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
     wrong = []
-    age = _parse_number(row["age"])
-    sex = row["sex"].lower()
-    session = _optional_value(row, "session_id")
+    session = row.get("session_id", "")
     if session and (odd := id_problem("session_id", session)):
         wrong.append(odd)
-    if age is None:
-        wrong.append(f"age is {row['age']!r}, not a number")
-    elif not ages[0] <= age <= ages[1]:
-        wrong.append(f"age is {age:g}; allowed: {ages[0]:g} to {ages[1]:g} years (`ages`)")
+    try:
+        age = float(row["age"])
+    except ValueError:
+        age = float("nan")
+    if not AGES[0] <= age <= AGES[1]:
+        wrong.append(f"age is {row['age']!r}; allowed: {AGES[0]} to {AGES[1]} years")
+    sex = row["sex"].lower()
     if sex not in SEX:
         wrong.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
-    subject = VolumeSubject(
-        row["participant_id"],
-        session,
-        math.nan if age is None else age,
-        SEX.get(sex, ""),
-        _optional_value(row, "site"),
-        diagnosis=_optional_value(row, "diagnosis"),
-    )
-    return subject, wrong
-
-
-def _optional_value(row: dict[str, str], name: str) -> str:
-    value = row.get(name, "")
-    if value in MISSING:
-        return ""
-    return value
-
-
-def _parse_number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+    who = (row["participant_id"], session, age, SEX.get(sex, ""), row.get("site", ""))
+    return VolumeSubject(*who, diagnosis=row.get("diagnosis", "")), wrong
 
 
 def _duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[SubjectProblem]:
-    counts = Counter(subject[:2] for subject in subjects)
     allowed = "allowed: once for each participant and session"
-    problems = []
-    for who, number in counts.items():
-        if number > 1:
-            name = " ".join(filter(None, who))
-            problems.append(
-                SubjectProblem(*who, f"{path}: {name} stands there {number} times; {allowed}")
-            )
-    return problems
+    return [
+        SubjectProblem(
+            *who, f"{path}: {' '.join(who).strip()} stands there {number} times; {allowed}"
+        )
+        for who, number in Counter(subject[:2] for subject in subjects).items()
+        if number > 1
+    ]
 
 
 def _chosen_splits(
-    path: Path, rows: list[dict[str, str]]
+    path: Path, people: dict[str, list[dict[str, str]]]
 ) -> tuple[dict[str, str], list[SubjectProblem]]:
-    given: dict[str, set[str]] = {}
-    for row in rows:
-        if (split := row.get("split", "")) not in MISSING:
-            given.setdefault(row["participant_id"], set()).add(split)
-    wrong = {
-        who: names for who, names in given.items() if len(names) > 1 or not names <= set(SPLITS)
-    }
-    allowed = f"allowed: one of {', '.join(SPLITS)}"
-    lines = [
-        SubjectProblem(who, "*", f"{path}: {who}: split is {', '.join(sorted(names))}; {allowed}")
-        for who, names in wrong.items()
-    ]
-    return {who: next(iter(names)) for who, names in given.items() if who not in wrong}, lines
-
-
-def _folders_without_rows(root: Path, known: set[str]) -> list[SubjectProblem]:
-    folders = sorted(
-        path.name for path in root.glob("sub-*") if path.is_dir() and path.name not in known
-    )
-    return [
-        SubjectProblem(name, "", f"{root / name}: a folder without a row in participants.tsv")
-        for name in folders
-    ]
+    splits = {}
+    problems = []
+    for who, rows in people.items():
+        names = {row["split"] for row in rows if row.get("split")}
+        if len(names) > 1 or not names <= set(SPLITS):
+            given = f"split is {', '.join(sorted(names))}; allowed: one of {', '.join(SPLITS)}"
+            problems.append(SubjectProblem(who, "*", f"{path}: {who}: {given}"))
+        elif names:
+            splits[who] = names.pop()
+    return splits, problems

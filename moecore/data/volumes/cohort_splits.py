@@ -1,10 +1,8 @@
-"""Which participant belongs to which split, stratified by age and sex, never by session; and what a
-cohort says before a volume is read: its tables and its files.
-"""
+"""Which participant belongs to which split, stratified by age and sex, never by session."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -14,9 +12,7 @@ from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
 from moecore.data.splits import class_quotas
-from moecore.data.volumes.bids_table import CohortTable, SubjectProblem
 from moecore.data.volumes.subjects import VolumeSubject
-from moecore.data.volumes.volumes import SubjectFiles
 from moecore.tasks.regression import Regression
 
 # random streams; those below are in use (splits, few_shot, mosaics)
@@ -40,10 +36,7 @@ class CohortSplits(Config):
         8,
         ge=1,
         le=100,
-        description=(
-            "Groups of equally many participants by age; splits are drawn within each and within a "
-            "sex"
-        ),
+        description="Equally large groups by age; splits are drawn within each and within a sex",
     )
 
 
@@ -58,24 +51,18 @@ def split_cohort(
     given: participant → split, where the user has decided; the others are drawn. Raises UserError
     where a split would be empty.
     """
-    first: dict[str, VolumeSubject] = {}
-    for subject in subjects:  # a participant is stratified by the youngest age
-        seen = first.get(subject.participant_id)
-        if seen is None or subject.age < seen.age:
-            first[subject.participant_id] = subject
-    drawn = draw_splits(
-        [first[name] for name in sorted(first) if name not in (given or {})], settings
-    )
-    where = drawn | dict(given or {})
-    splits = {
-        split: [
-            row for row, subject in enumerate(subjects) if where[subject.participant_id] == split
-        ]
-        for split in SPLITS
-    }
+    # a participant is stratified by the youngest age, which comes last
+    oldest_first = sorted(subjects, key=lambda subject: -subject.age)
+    people = {subject.participant_id: subject for subject in oldest_first}
+    splits_of = dict(given or {})
+    left = [people[name] for name in sorted(people) if name not in splits_of]
+    splits_of |= draw_splits(left, settings)
+    splits: dict[str, list[int]] = {split: [] for split in SPLITS}
+    for row, subject in enumerate(subjects):
+        splits[splits_of[subject.participant_id]].append(row)
     if empty := [split for split, rows in splits.items() if not rows]:
         raise UserError(
-            f"no participant of {len(first)} is in {', '.join(empty)}; allowed: more "
+            f"no participant of {len(people)} is in {', '.join(empty)}; allowed: more "
             "participants, or larger `validation` and `test`"
         )
     return splits
@@ -92,24 +79,21 @@ def draw_splits(people: Sequence[VolumeSubject], settings: CohortSplits) -> dict
         )
     left = np.arange(len(people))
     groups = _age_sex_groups(people, settings.age_groups)
-    where = {person.participant_id: "train" for person in people}
-    for split in ("test", "validation"):
+    splits_of = {person.participant_id: "train" for person in people}
+    for split, purpose in PURPOSE.items():
         number = round(getattr(settings, split) * len(people))
-        chosen = _draw_from_groups(left, groups, number, [settings.seed, PURPOSE[split]])
-        where |= {people[row].participant_id: split for row in chosen}
+        chosen = _draw_from_groups(left, groups, number, [settings.seed, purpose])
+        splits_of |= {people[row].participant_id: split for row in chosen}
         left = np.setdiff1d(left, chosen)
-    return where
+    return splits_of
 
 
 def _age_sex_groups(people: Sequence[VolumeSubject], age_groups: int) -> np.ndarray:
     """A whole number for each person: quantile of age, and sex; int64 (N,)."""
     ages = np.array([person.age for person in people])
     rank = np.argsort(np.argsort(ages, kind="stable"), kind="stable")
-    if people:
-        sexes = np.unique([person.sex for person in people], return_inverse=True)[1]
-    else:
-        sexes = np.zeros(0, int)
-    return rank * age_groups // max(len(people), 1) * 3 + sexes
+    sexes = np.unique([person.sex for person in people], return_inverse=True)[1]
+    return rank * age_groups // max(len(people), 1) * 3 + sexes.astype(int)
 
 
 def _draw_from_groups(
@@ -129,44 +113,9 @@ def _draw_from_groups(
     )
 
 
-FindFiles = Callable[[VolumeSubject], tuple[SubjectFiles | None, list[str]]]
-
-
 def age_preview(
     name: str, size: tuple[int, int, int], regions: tuple[str, ...], *seen: Path
 ) -> Preview:
     """The preview of a cohort whose volumes have ages, before anything is counted."""
     task = Regression(target="age", unit="years")
     return Preview(name, 1, size, task, regions=regions, seen=seen)
-
-
-def preview_cohort(
-    root: Path, table: CohortTable, files: FindFiles, settings: CohortSplits
-) -> dict[str, Any]:
-    """Return ``counts``, ``seen`` and ``note`` of a Preview; no volume is opened.
-
-    files: a subject's files, or None and what is wrong with them. Raises UserError that lists the
-    problems of the whole cohort, unless ``settings.on_error`` is "skip".
-    """
-    problems = list(table.problems)
-    usable = []
-    for subject in table.subjects:
-        paths, wrong = files(subject)
-        problems += [SubjectProblem(*subject[:2], why) for why in wrong]
-        if paths is not None:
-            usable.append(subject)
-    if problems and getattr(settings, "on_error", "stop") == "stop":
-        raise UserError(list_problems(root, problems))
-    known = {subject.participant_id for subject in usable}
-    asked = {who: split for who, split in table.splits.items() if who in known}
-    rows = split_cohort(usable, settings, asked)
-    note = f"{len(problems)} problems; those subjects will be left out" if problems else None
-    counts = {split: (len(part),) for split, part in rows.items()}
-    return {"counts": counts, "note": note, "seen": [root, root / "participants.tsv"]}
-
-
-def list_problems(root: Path, problems: Sequence[SubjectProblem]) -> str:
-    """Return what is wrong with a cohort, a line per problem."""
-    lines = "\n  ".join(" ".join(problem.reason.split()) for problem in problems)
-    way = "repair them, or set `on_error: skip` to leave these subjects out"
-    return f"{len(problems)} problems in the cohort {root}; {way}:\n  {lines}"

@@ -28,10 +28,8 @@ class Grid(Config):
     @model_validator(mode="after")
     def _tiled(self) -> Self:
         if any(length <= 0 or length % TILE for length in self.size):
-            raise ValueError(
-                f"size is {list(self.size)}; allowed: multiples of {TILE}, so that cubes of "
-                f"{TILE}³ tile the volume"
-            )
+            allowed = f"multiples of {TILE}, so that cubes of {TILE}³ tile the volume"
+            raise ValueError(f"size is {list(self.size)}; allowed: {allowed}")
         return self
 
 
@@ -85,15 +83,6 @@ def cut_window(
     volume: np.ndarray, start: tuple[int, ...], size: tuple[int, int, int]
 ) -> np.ndarray:
     """``size`` voxels of a volume (D, H, W) from ``start``; zeros where there is none."""
-    out = np.zeros(size, volume.dtype)
-    source = [
-        slice(max(first, 0), max(min(first + n, length), 0))
-        for first, n, length in zip(start, size, volume.shape, strict=True)
-    ]
-    target = [
-        slice(part.start - first, part.stop - first)
-        for part, first in zip(source, start, strict=True)
-    ]
-    if all(part.stop > part.start for part in source):
-        out[tuple(target)] = volume[tuple(source)]
-    return out
+    axes = list(zip(start, size, volume.shape, strict=True))
+    padded = np.pad(volume, [(max(-at, 0), max(at + n - length, 0)) for at, n, length in axes])
+    return padded[tuple(slice(max(at, 0), max(at, 0) + n) for at, n, _ in axes)]

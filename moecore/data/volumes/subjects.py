@@ -35,27 +35,18 @@ def write_subjects(path: Path, subjects: Sequence[VolumeSubject]) -> None:
 
 
 def read_subjects(path: Path) -> list[dict[str, str]]:
-    """The rows as they were written, all values text; UserError where the file is missing or lacks
-    a column.
-    """
+    """The rows as they were written, all values text; UserError where the file is missing."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; run the stage `prepare` again")
     with open(path, newline="", encoding="utf-8") as handle:
-        rows = csv.DictReader(handle)
-        if lacking := [
-            name for name in VolumeSubject._fields if name not in (rows.fieldnames or ())
-        ]:
-            raise UserError(
-                f"{path}: lacks the columns {', '.join(lacking)}; run the stage `prepare` again"
-            )
-        return list(rows)
+        return list(csv.DictReader(handle))
 
 
 def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
     """Count the volumes of women, men and people of unknown sex; a name only where there is one,
     F and M always.
     """
-    counts = {name: sum(sex == code for sex in sexes) for code, name in SEXES.items()}
+    counts = {name: list(sexes).count(code) for code, name in SEXES.items()}
     return {name: number for name, number in counts.items() if number or name != "unknown"}
 
 
@@ -67,25 +58,24 @@ def id_problem(name: str, value: str) -> str | None:
     return f"{name} is {shown}; allowed: up to 100 letters a to z, digits, and . _ + - after one"
 
 
-def find_only_file(
-    root: Path, pattern: str, subject: VolumeSubject
-) -> tuple[Path | None, str | None]:
-    """The only file of ``subject`` that fits ``pattern``, or None and why there is not one."""
+def find_only_file(root: Path, pattern: str, subject: VolumeSubject) -> Path:
+    """The only file of ``subject`` that fits ``pattern``; UserError where there is not just one."""
     words = [escape(subject.participant_id)]
     if session := subject.session_id:
-        words.append(escape(session if session.startswith("ses-") else f"ses-{session}"))
+        words.append(escape(f"ses-{session.removeprefix('ses-')}"))
     place = pattern.replace("{folder}", "/".join(words)).replace("{prefix}", "_".join(words))
     try:
         files = [path_inside(root, path) for path in sorted(root.glob(place))]
-    except UserError as error:
-        return None, str(error)
     except (ValueError, NotImplementedError) as error:
-        return None, f"{root}: the pattern {pattern!r} is none below this folder: {error}"
-    if len(files) == 1 and not files[0].is_file():  # reading a pipe would wait for ever
-        return None, f"{files[0]}: no file, or a link to nothing"
-    if len(files) == 1:
-        return files[0], None
+        raise UserError(
+            f"{root}: the pattern {pattern!r} is none below this folder: {error}"
+        ) from None
     if not files:
-        return None, f"{root / place}: no such file"
-    names = ", ".join(path.name for path in files[:3])
-    return None, f"{root / place}: found {len(files)} files ({names}); make the pattern stricter"
+        raise UserError(f"{root / place}: no such file")
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files[:3])
+        given = f"found {len(files)} files ({names})"
+        raise UserError(f"{root / place}: {given}; make the pattern stricter")
+    if not files[0].is_file():  # reading a pipe would wait for ever
+        raise UserError(f"{files[0]}: no file, or a link to nothing")
+    return files[0]

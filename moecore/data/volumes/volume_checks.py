@@ -1,5 +1,7 @@
 """What is unusual or impossible about a volume as it is stored."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from scipy import ndimage
 
@@ -23,45 +25,23 @@ FULL = 0.7
 LOST = 0.01
 
 
-def tissue_shares(regions: np.ndarray) -> dict[str, float]:
-    """Share of wm, gm and csf in all tissue; regions (3, D, H, W) in any unit.
-
-    All 0 where there is no tissue.
-    """
-    sums = regions.reshape(len(regions), -1).sum(axis=1, dtype=np.float64)
-    return dict(zip(USUAL, (sums / max(sums.sum(), 1e-12)).tolist(), strict=True))
-
-
 def volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
     """Short texts on what to look at: image (1, D, H, W) in [0, 1] as stored, regions uint8
     (3, D, H, W) of wm, gm, csf or None.
     """
-    inside = image[image > 0].astype(np.float32)
     texts = []
-    if not BRIGHTNESS[0] <= inside.mean() <= BRIGHTNESS[1]:
-        texts.append(f"mean intensity unusual ({inside.mean():.2f})")
+    mean = image[image > 0].astype(np.float32).mean()
+    if not BRIGHTNESS[0] <= mean <= BRIGHTNESS[1]:
+        texts.append(f"mean intensity unusual ({mean:.2f})")
     if regions is None:
         return texts
-    unusual = [
-        f"{name} {share:.2f}"
-        for name, share in tissue_shares(regions).items()
-        if not USUAL[name][0] <= share <= USUAL[name][1]
-    ]
-    if unusual:
-        texts.append(f"tissue fractions unusual ({', '.join(unusual)})")
-    white, grey = (_brightness(image, part) for part in regions[:2])
-    # also where one of the two tissues is nowhere: a comparison with NaN is false
-    if not white > grey:
+    if unusual := _shares_outside(regions, USUAL):
+        texts.append(f"tissue fractions unusual ({unusual})")
+    masks = [part > 255 * BRAIN for part in regions[:2]]
+    white, grey = (image[0][mask].sum(dtype=np.float64) / max(mask.sum(), 1) for mask in masks)
+    if not (white > grey and masks[1].any()):
         texts.append("white matter not brighter than grey matter: not T1-weighted?")
     return texts
-
-
-def _brightness(image: np.ndarray, part: np.ndarray) -> float:
-    """Mean of an image (1, D, H, W) where most of a voxel is of one tissue; NaN where none is."""
-    inside = part > 255 * BRAIN
-    if not inside.any():
-        return float("nan")
-    return float(image[0][inside].mean(dtype=np.float64))
 
 
 def range_problem(region: np.ndarray) -> str | None:
@@ -73,82 +53,68 @@ def range_problem(region: np.ndarray) -> str | None:
     return None
 
 
-def tissue_problems(regions: np.ndarray, voxel_ml: float) -> list[str]:
-    """Return what no head can have: regions fp32 (3, D, H, W), tissue shares of wm, gm, csf;
-    ``voxel_ml``: volume of a voxel.
+def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
+    """Return what no head can have, or None: regions fp32 (3, D, H, W), tissue shares of wm, gm,
+    csf; ``voxel_ml``: volume of a voxel.
     """
     total = regions.sum(axis=0)
     if (over := float((total > 1 + OVERLAP).mean())) > RARE:
-        return [
-            (
-                f"tissue shares add up to more than 1 in {over:.1%} of the voxels (up to "
-                f"{total.max():.2f})"
-            )
-        ]
+        where = f"{over:.1%} of the voxels (up to {total.max():.2f})"
+        return f"tissue shares add up to more than 1 in {where}"
     head = float(total.sum(dtype=np.float64)) * voxel_ml
     if not HEAD_ML[0] <= head <= HEAD_ML[1]:
-        return [f"the tissue maps hold {head:.0f} mL; possible: {HEAD_ML[0]} to {HEAD_ML[1]} mL"]
-    shares = tissue_shares(regions)
-    wrong = [
-        f"{name} {share:.2f}"
-        for name, share in shares.items()
-        if not POSSIBLE[name][0] <= share <= POSSIBLE[name][1]
-    ]
-    limits = ", ".join(
-        f"{name} {lowest:g} to {highest:g}" for name, (lowest, highest) in POSSIBLE.items()
+        return f"the tissue maps hold {head:.0f} mL; possible: {HEAD_ML[0]} to {HEAD_ML[1]} mL"
+    if wrong := _shares_outside(regions, POSSIBLE):
+        limits = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in POSSIBLE.items())
+        return f"tissue fractions are impossible: {wrong}; possible: {limits}"
+    return None
+
+
+def _shares_outside(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
+    """Return the tissues whose share of all tissue, in any unit, is not within its limits."""
+    sums = regions.sum(axis=(1, 2, 3), dtype=np.float64)
+    shares = zip(limits.items(), sums / max(sums.sum(), 1e-12), strict=True)
+    return ", ".join(
+        f"{name} {share:.2f}" for (name, (low, high)), share in shares if not low <= share <= high
     )
-    if wrong:
-        return [f"tissue fractions are impossible: {', '.join(wrong)}; possible: {limits}"]
-    return []
 
 
 def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
     """Return why a volume (D, H, W) seems to show more than the brain, or None; ``mask`` bool, from
     tissue maps or where the volume is above 0.
     """
+    way = "strip the skull, or give a brain mask (`mask`)"
     if not mask.any():
         return "there is no brain in it (no voxel inside the mask)"
     if not from_maps:
-        share = float(mask.mean())
-        if share > FULL:
-            return (
-                f"not skull-stripped: {share:.0%} of its voxels are above 0; strip the skull, or "
-                "give a brain mask (`mask`)"
-            )
-        return None
+        if (share := float(mask.mean())) <= FULL:
+            return None
+        return f"not skull-stripped: {share:.0%} of its voxels are above 0; {way}"
     bright = volume > DIM * np.percentile(volume[mask], 99)
-    outside = float((bright & ~ndimage.binary_dilation(mask, iterations=2)).sum()) / float(
-        mask.sum()
-    )
+    outside = (bright & ~ndimage.binary_dilation(mask, iterations=2)).sum() / mask.sum()
     if outside <= OUTSIDE:
         return None
-    return (
-        f"not skull-stripped: bright voxels outside the tissue make {outside:.0%} of the brain; "
-        "strip the skull, or give a brain mask (`mask`)"
-    )
+    given = f"bright voxels outside the tissue make {outside:.0%} of the brain"
+    return f"not skull-stripped: {given}; {way}"
 
 
 def size_problem(
     shape: tuple[int, ...], zooms: tuple[float, ...], voxel_mm: float, most: int
 ) -> str | None:
     """Return why a volume has more than ``most`` voxels on voxels of ``voxel_mm``, or None."""
-    sides = [length * zoom for length, zoom in zip(shape, zooms, strict=True)]
-    number = np.prod([max(side / voxel_mm, 1) for side in sides])
+    sides = np.multiply(shape, zooms)
+    number = np.maximum(sides / voxel_mm, 1).prod()
     if number <= most:
         return None
-    extent = " × ".join(f"{side:,.0f}" for side in sides)
-    return (
-        f"is {extent} mm large, {number:,.0f} voxels of {voxel_mm:g} mm; allowed: up to {most:,}; "
-        "cut it, or use a larger `voxel_mm`"
-    )
+    given = f"{' × '.join(f'{side:,.0f}' for side in sides)} mm large, {number:,.0f} voxels"
+    way = "cut it, or use a larger `voxel_mm`"
+    return f"is {given} of {voxel_mm:g} mm; allowed: up to {most:,}; {way}"
 
 
-def crop_problem(inside: np.ndarray, kept: np.ndarray, size: tuple[int, int, int]) -> str | None:
-    """Return why the brain does not fit into ``size``, or None; masks before, after the cut."""
+def crop_problem(inside: np.ndarray, kept: np.ndarray) -> str | None:
+    """Return why the brain does not fit into a window, or None; masks before, after the cut."""
     lost = 1 - float(kept.sum()) / float(inside.sum())
-    if lost > LOST:
-        return (
-            f"{lost:.1%} of the brain lies outside {'×'.join(map(str, size))} voxels; use a larger "
-            "`size` or `voxel_mm`"
-        )
-    return None
+    if lost <= LOST:
+        return None
+    size = "×".join(map(str, kept.shape))
+    return f"{lost:.1%} of the brain lies outside {size} voxels; use a larger `size` or `voxel_mm`"

@@ -18,7 +18,8 @@ from moecore.nn.backbones.model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
 
-PEOPLE = 1000  # set aside for each seed; those who are scanned again begin at half of them
+RESCAN_YEARS = 1.0  # two sessions of a participant within this time count as a rescan
+PEOPLE = 1000  # set aside; those who are scanned again begin at half of them
 
 
 class Scan(NamedTuple):
@@ -32,15 +33,13 @@ class Scan(NamedTuple):
 
 
 class People(NamedTuple):
-    """The people whom ``seed`` sets aside."""
+    """People of a cohort's simulation who are in no split."""
 
-    source: Phantom  # of the cohort
-    seed: int
+    source: Phantom
 
     def person(self, number: int) -> int:
         """The seed of person ``number``, below ``PEOPLE``."""
-        first = self.source.subjects + self.seed * PEOPLE
-        return self.source.person_seed(first + number)
+        return self.source.person_seed(self.source.subjects + number)
 
     def draw(self, scans: Sequence[Scan]) -> np.ndarray:
         """Volumes float16 (N, 1, D, H, W), as `prepare` would store them."""
@@ -61,14 +60,10 @@ def predicted_ages(model: Model, volumes: np.ndarray | Tensor, batch: int) -> np
 class Ageing(Config):
     """What the model says of simulated subjects who age while all else stays."""
 
-    subjects: int
     ages: tuple[float, ...]
     predictions: tuple[tuple[float, ...], ...]  # [subject][age]
     monotone_share: float  # of the steps from one age to the next: those that rise
     rank_correlation: float  # Spearman's, mean over subjects
-    rank_correlations: tuple[float, ...]
-    slope: float  # years predicted a year of age, mean over subjects
-    mean_predictions: tuple[float, ...]
 
 
 def age_subjects(
@@ -80,22 +75,12 @@ def age_subjects(
         person = people.person(number)
         scans = [Scan(age, alternating_sex(number), person) for age in ages]
         rows.append(predicted_ages(model, people.draw(scans), batch))
-    return summarize_ageing(ages, np.stack(rows))
-
-
-def summarize_ageing(ages: Sequence[float], predictions: np.ndarray) -> Ageing:
-    """Return how predictions (S, A) follow age."""
-    ranks = rank_correlations(ages, predictions)
-    slopes = [float(np.polyfit(ages, row, 1)[0]) for row in predictions.astype(np.float64)]
+    predictions = np.stack(rows)
     return Ageing(
-        subjects=len(predictions),
         ages=ages,
         predictions=predictions.tolist(),
         monotone_share=monotone_share(predictions),
-        rank_correlation=float(np.mean(ranks)),
-        rank_correlations=ranks,
-        slope=float(np.mean(slopes)),
-        mean_predictions=predictions.mean(axis=0).tolist(),
+        rank_correlation=float(np.mean(rank_correlations(ages, predictions))),
     )
 
 
@@ -122,26 +107,18 @@ def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[fl
 
 
 class Rescan(Config):
-    """The mean absolute difference with its 95 % limits, beside the test error."""
+    """The mean absolute difference of two scans or sessions of a person, with its 95 % limits."""
 
-    pairs: int
     mean_abs_difference: float
     low: float | None
     high: float | None
-    mae: float
-    of: str  # "simulated scans" or "sessions"
     other_site_mean_abs_difference: float | None = None  # simulated scans only
     other_site_low: float | None = None
     other_site_high: float | None = None
 
 
 def rescan_people(
-    model: Model,
-    people: People,
-    mae: float,
-    ages: Sequence[float] | np.ndarray,
-    batch: int,
-    resamples: int,
+    model: Model, people: People, ages: Sequence[float] | np.ndarray, batch: int, resamples: int
 ) -> Rescan:
     """One person of each of the ages, scanned again at the same site, and at another one."""
     who = [
@@ -155,12 +132,9 @@ def rescan_people(
     same = bootstrap_mean(np.abs(again - first), resamples)
     other = bootstrap_mean(np.abs(elsewhere - first), resamples)
     return Rescan(
-        pairs=len(who),
         mean_abs_difference=same.value,
         low=same.low,
         high=same.high,
-        mae=mae,
-        of="simulated scans",
         other_site_mean_abs_difference=other.value,
         other_site_low=other.low,
         other_site_high=other.high,
@@ -168,48 +142,27 @@ def rescan_people(
 
 
 def compare_sessions(
-    model: Model,
-    data: Prepared,
-    pairs: Sequence[tuple[int, int]],
-    mae: float,
-    batch: int,
-    resamples: int,
+    model: Model, data: Prepared, pairs: Sequence[tuple[int, int]], batch: int, resamples: int
 ) -> Rescan:
     """Two sessions of a test participant, less the years between; pairs of places, one or more."""
-    places = sorted({place for pair in pairs for place in pair})
+    places, where = np.unique(pairs, return_inverse=True)
     over = predicted_ages(model, data.test.images[places], batch) - data.test.labels[places]
-    ahead = dict(zip(places, over, strict=True))
-    gaps = np.array([abs(ahead[later] - ahead[earlier]) for earlier, later in pairs])
-    whose = data.test.people_at(np.array([earlier for earlier, _ in pairs]))
-    apart = bootstrap_mean(gaps, resamples, people=whose)
-    return Rescan(
-        pairs=len(pairs),
-        mean_abs_difference=apart.value,
-        low=apart.low,
-        high=apart.high,
-        mae=mae,
-        of="sessions",
-    )
+    earlier, later = over[where.reshape(-1, 2)].T
+    whose = data.test.people_at(np.array(pairs)[:, 0])
+    apart = bootstrap_mean(np.abs(later - earlier), resamples, people=whose)
+    return Rescan(mean_abs_difference=apart.value, low=apart.low, high=apart.high)
 
 
-def session_pairs(
-    subjects: Sequence[Mapping[str, str]], years: float = 1.0
-) -> list[tuple[int, int]]:
-    """Pairs of places: sessions that follow each other in age, of one participant.
-
-    At most ``years`` apart.
+def session_pairs(subjects: Sequence[Mapping[str, str]]) -> list[tuple[int, int]]:
+    """Pairs of places: sessions that follow each other in age, of one participant, at most
+    RESCAN_YEARS apart.
     """
-    order = sorted(
-        range(len(subjects)),
-        key=lambda place: (subjects[place]["participant_id"], float(subjects[place]["age"]), place),
+    visits = sorted(
+        (subject["participant_id"], float(subject["age"]), place)
+        for place, subject in enumerate(subjects)
     )
     return [
         (earlier, later)
-        for earlier, later in pairwise(order)
-        if _is_same_person(subjects[earlier], subjects[later])
-        and float(subjects[later]["age"]) - float(subjects[earlier]["age"]) <= years
+        for (who, age, earlier), (other, older, later) in pairwise(visits)
+        if who == other and older - age <= RESCAN_YEARS
     ]
-
-
-def _is_same_person(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    return one["participant_id"] == other["participant_id"]

@@ -25,7 +25,6 @@ ORDER = ("csf", "gm", "wm")  # by how much a tissue's shape tells of age
 class VolumeErrors(Config):
     """Absolute errors on the test volumes, of the model as it is and of a probe for these."""
 
-    penalty: float  # of the probe
     raw: tuple[float, ...]
     probe: tuple[float, ...]
 
@@ -39,7 +38,6 @@ class TissueErrors(Config):
     probe_mae: float
     probe_low: float | None
     probe_high: float | None
-    penalty: float
     # Both errors, one number a person, as ``encode_items`` packs them.
     items: str | None = None
     probe_items: str | None = None
@@ -64,58 +62,43 @@ class VolumePredictions(NamedTuple):
 
 
 def predict_volumes(
-    model: Model,
-    data: Prepared,
-    split: str,
-    region: int | None,
-    batch: int,
-    count: int | None = None,
+    model: Model, data: Prepared, split: str, region: int | None, batch: int, count: int | None
 ) -> VolumePredictions:
-    """``VolumePredictions`` of a split's volumes, whole or with one tissue left, each voxel by its
-    share of it.
-
-    count: volumes, evenly spread over the split; None for all.
+    """Predict ``count`` volumes, evenly spread over a split (None: all), whole or with one tissue
+    left, each voxel by its share of it.
     """
     volumes = getattr(data, split).images
     ages = np.array(getattr(data, split).labels, np.float64)
     chosen = evenly_spaced_indices(len(ages), count)
-    if region is None:
-        regions = None
-    else:
-        regions = data.regions(split)
     chunks = []
     for start in range(0, len(chosen), batch):
         places = chosen[start : start + batch]
-        if regions is None:
-            chunks.append(read_by_head(model, volumes[places], batch))
-            continue
-        whole = torch.from_numpy(np.array(volumes[places]))
-        share = torch.from_numpy(np.array(regions[places, region]))
-        chunks.append(read_by_head(model, isolate_tissue(whole, share), batch))
+        images = torch.from_numpy(volumes[places])
+        if region is not None:
+            share = torch.from_numpy(data.regions(split)[places, region])
+            images = isolate_tissue(images, share)
+        chunks.append(read_by_head(model, images, batch))
     predicted, features = (np.concatenate(column) for column in zip(*chunks, strict=True))
     return VolumePredictions(predicted, features, ages[chosen])
 
 
 def volume_errors(
-    model: Model, data: Prepared, region: int | None, batch: int, count: int | None = None
+    model: Model, data: Prepared, region: int | None, batch: int, count: int | None
 ) -> VolumeErrors:
     """Errors on the test split, and of a probe fitted on ``count`` training volumes (None: all)."""
     train, validation, test = (
         predict_volumes(model, data, split, region, batch, count if split == "train" else None)
         for split in SPLITS
     )
-    probe, penalty = linear_probe(
-        (train.features, train.ages), (validation.features, validation.ages)
-    )
+    probe, _ = linear_probe((train.features, train.ages), (validation.features, validation.ages))
     return VolumeErrors(
-        penalty=penalty,
         raw=np.abs(test.predicted - test.ages).tolist(),
         probe=np.abs(probe.predict(test.features) - test.ages).tolist(),
     )
 
 
 def summarize_errors(
-    errors: VolumeErrors, resamples: int, people: np.ndarray | None = None
+    errors: VolumeErrors, resamples: int, people: np.ndarray | None
 ) -> TissueErrors:
     """The means with their intervals, over people where they are given."""
     raw = bootstrap_mean(np.array(errors.raw), resamples, people=people)
@@ -127,7 +110,6 @@ def summarize_errors(
         probe_mae=probe.value,
         probe_low=probe.low,
         probe_high=probe.high,
-        penalty=errors.penalty,
         items=encode_items(np.array(errors.raw), people),
         probe_items=encode_items(np.array(errors.probe), people),
     )
