@@ -24,7 +24,7 @@ class Sized(Config):
     name: str = Field(description="what it is called here; each once")
     reported: str = Field(
         default="",
-        description="its name in report/tables/paper_numbers.py, under cost; empty for none there",
+        description="its name in report/paper_numbers.yaml, under cost; empty for none there",
     )
     model: Backbone | None = Field(
         default=None, description="null for one that cannot be built here: see needs"

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
-from moecore.report.claims.all_claims import load_studies
+from moecore.report.claims.claims_page import load_studies
 from moecore.report.column import Column, Metric
 from moecore.report.page.html import render_report
 from moecore.report.page.rows import format_column

@@ -63,10 +63,7 @@ def build_table(results: Results, phase: Phase) -> Table:
 
 
 def column_cells(
-    metric: Metric,
-    models: Models,
-    controls: Collection[str] = (),
-    unmarked: Collection[str] = (),
+    metric: Metric, models: Models, controls: Collection[str] = (), unmarked: Collection[str] = ()
 ) -> dict[str, Cell | None]:
     """The cell of every method, the best one marked where a test or the intervals show it.
 
@@ -86,10 +83,7 @@ def column_cells(
 
 
 def best_method(
-    metric: Metric,
-    models: Models,
-    cells: Mapping[str, Cell | None],
-    controls: Collection[str] = (),
+    metric: Metric, models: Models, cells: Mapping[str, Cell | None], controls: Collection[str] = ()
 ) -> str | None:
     """The method that is better than every other, and not by chance; None where none is."""
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}

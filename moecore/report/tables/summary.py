@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError
-from moecore.report.claims.claim_row import ANSWERS, build_claim_row
+from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.headlines import HEADLINES
 from moecore.report.measures import sizes
 from moecore.report.tables.cells import json_interval
@@ -57,7 +57,7 @@ def claim_lines(
     for name, entry in claims.items():
         row = build_claim_row(entry)
         limits = f"[{row.difference_limits}]" if row.difference_limits else "(no interval)"
-        over = f"over {row.over}" if row.over else ""
+        over = f"over {row.over}" if row.difference_limits else ""
         notes = "; ".join(filter(None, (over, row.holm_note(words), row.detectable)))
         text = f"{name.partition(': ')[2]}: {row.difference} {limits}"
         verdict = words.get(row.verdict, row.verdict)
